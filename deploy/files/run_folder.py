@@ -193,10 +193,11 @@ def step_row(line: str) -> Row | None:
 
 
 class StepFollower:
-    """Reads the rows of steps that the trainer appends to a file of metrics."""
+    """Reads the rows of steps, or of other `kinds`, that are appended to a file of metrics."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *kinds: str) -> None:
         self._path = path
+        self._marks = [f'"kind":"{kind}"' for kind in kinds or ("step",)]
         self._offset = 0
 
     def new(self) -> list[Row]:
@@ -210,7 +211,8 @@ class StepFollower:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         lines = whole.decode(errors="replace").splitlines()
-        return [row for line in lines if (row := step_row(line)) is not None]
+        found = [line for line in lines if any(mark in line for mark in self._marks)]
+        return [row for line in found if (row := parse_row(line)) is not None]
 
 
 def read_rows(path: Path) -> Iterator[Row]:

@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,7 @@ from umbra.proto.errors import UsageError
 MODULE = "umbra_main"
 """The module that receives what was copied."""
 
+_TOOLSET = "UmbraTools"
 _HEADING = '"""Copied from the program that began this run, with what it uses."""\n'
 _FUTURE = "from __future__ import annotations\n"
 _LITERALS = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set)
@@ -71,6 +72,20 @@ class CopiedSource:
             return f"{module}:{name}"
         self._copy(found, argument)
         return f"{MODULE}:{found.__name__}"
+
+    def toolset(self, tools: Sequence[Callable[..., Any]]) -> str:
+        """Return "module:name" of a copied class that has `tools` as TRL's environments have them.
+
+        Raises UsageError as `target`.
+        """
+        methods = ""
+        for tool in tools:
+            self.target(tool, "tools")
+            self._bind(tool.__name__, tool, "tools", _TOOLSET, needed=True)
+            methods += f"    {tool.__name__} = staticmethod({tool.__name__})\n"
+        reset = "    def reset(self, **row):\n        return None\n"
+        self._pieces[_TOOLSET] = f"\nclass {_TOOLSET}:\n{methods}\n{reset}"
+        return f"{MODULE}:{_TOOLSET}"
 
     def _copy(self, found: Any, argument: str) -> None:
         name = found.__name__

@@ -23,14 +23,16 @@ from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import config_of, read_run_file, to_json
 from umbra.services.environments.protocol import Tool
+from umbra.services.environments.tools import BUILT_IN
 from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.prompts.rows import plain_row, rows_of
 
 Prompts: TypeAlias = str | Path | Iterable[str | Mapping[str, Any]]
 """A value of `data.prompts`; or a data set, or rows that are texts or mappings."""
 
-Reward: TypeAlias = str | Callable[..., Any]
-"""A function, or "module:function"; called with `prompt=`, `completion=` and `row=`."""
+Reward: TypeAlias = str | Callable[..., Any] | Mapping[str | Callable[..., Any], float]
+"""A function, or "module:function", called with `prompt=`, `completion=` and `row=`; or several,
+each with its weight."""
 
 SHOW_EVERY_S = 1.0
 
@@ -60,10 +62,11 @@ def train(
         model: a Hugging Face model directory, or ORG/NAME[@REVISION] on the hub.
         prompts: a file, "datasets:NAME[:CONFIG][:SPLIT]", or rows.
         reward: what an answer is worth. A function from a notebook cell or from the program itself
-            is copied as source into the run's folder, with what it uses there.
+            is copied as source into the run's folder, with what it uses there. Functions and
+            classes may also be values in `config["environment"]`.
         environment: instead of `reward`: "exact", "guess", ... or a class of your own.
         tools: functions that the model may call, or names of tools that there are ("calculator");
-            an answer is worth 1 if it is the row's "answer".
+            without a `reward` an answer is worth 1 if it is the row's "answer".
         eval_prompts: held-out prompts; the policy is evaluated on them before and after.
         steps: optimizer steps (`run.steps`).
         name: of the run; its id begins with it (`run.name`).
@@ -82,6 +85,8 @@ def train(
     _put(tree, "model", path=str(model))
     _put(tree, "run", steps=steps, name=name)
     _put(tree, "environment", **_environment(reward, environment, source))
+    if "environment" in tree:
+        tree["environment"] = _named(tree["environment"], source)
     if tools is not None:
         _put(tree, "environment", **_with_tools(tree.get("environment", {}), tools, source))
     if tree.get("environment", {}).get("reward_scope") == "group":  # which scorers give
@@ -112,18 +117,23 @@ def train(
         say(f"{', '.join(source.copied)}: copied as source to {module}")
     run = Run(folder.path, RunChild(folder.path, show=show))
     if wait:
-        _see_through(run, folder, show)
+        see_through(run, show=show)
     return run
 
 
-def _see_through(run: Run, folder: RunFolder, show: bool) -> None:
-    """Wait for the end of `run`; remove its folder if nothing was begun."""
+def see_through(run: Run, *, show: bool = True, look: Callable[[], object] = lambda: None) -> None:
+    """Wait for the end of `run`, with a call of `look` now and then and one after the end.
+
+    Removes its folder if nothing was begun. Raises as `train`.
+    """
+    folder = RunFolder(run.path)
     display, due = _notebook_display() if show else None, 0.0
     try:
         while run.under_way:
             if display is not None and time.monotonic() >= due:
                 due = time.monotonic() + SHOW_EVERY_S
                 display(run)
+            look()
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
         while run.under_way:
@@ -132,6 +142,7 @@ def _see_through(run: Run, folder: RunFolder, show: bool) -> None:
         raise
     if display is not None:
         display(run)
+    look()
     try:
         run.wait()
     except UmbraError:
@@ -183,21 +194,31 @@ def _environment(
     if isinstance(reward, str) and ":" not in reward:  # "exact", "math", ...
         environment, reward = reward, None
     if reward is not None:
-        target = reward if isinstance(reward, str) else source.target(reward, "reward")
-        return {"kind": "reward", "reward": target}
+        return {"kind": "reward", "reward": _named(reward, source, "reward")}
     if environment is None or isinstance(environment, str):
         return {"kind": environment}
     return {"kind": source.target(environment, "environment")}
+
+
+def _named(value: Any, source: CopiedSource, argument: str = "environment") -> Any:
+    """Return `value` with each function and class in it as "module:name"."""
+    if isinstance(value, Mapping):
+        pairs = ((key, value[key]) for key in value)
+        return {_named(key, source, argument): _named(own, source, argument) for key, own in pairs}
+    return source.target(value, argument) if callable(value) else value
 
 
 def _with_tools(
     environment: Mapping[str, Any], tools: Sequence[Tool | str], source: CopiedSource
 ) -> dict[str, Any]:
     """Return keys of `[environment]` for an answer with the help of `tools`."""
-    if environment.get("kind", "tools") != "tools":
+    kind = environment.get("kind", "tools")
+    if kind == "reward":
+        return {"kind": "trl", "id": source.toolset([BUILT_IN.get(str(t), t) for t in tools])}
+    if kind != "tools":
         raise UsageError(
-            'umbra.train: tools are for answers that are compared with the row\'s "answer": leave '
-            "out reward and environment, or give an environment that offers them itself"
+            'umbra.train: tools are for answers that a reward or the row\'s "answer" judges: leave '
+            "out environment, or give one that offers them itself"
         )
     names = [tool if isinstance(tool, str) else source.target(tool, "tools") for tool in tools]
     return {"kind": "tools", "options": {**environment.get("options", {}), "tools": names}}

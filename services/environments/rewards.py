@@ -34,7 +34,7 @@ class RewardFunction:
         self.weight = weight
         self.waits = inspect.iscoroutinefunction(function)
         parameters = inspect.signature(function).parameters
-        self.batched = bool({"prompts", "completions"} & set(parameters))
+        self.batched = bool({"prompts", "completions", "environments"} & set(parameters))
         for argument in _UNKNOWN_HERE:
             if argument in parameters and parameters[argument].default is inspect.Parameter.empty:
                 raise UsageError(

@@ -6,12 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, PromptTuningConfig
+from transformers.trainer_callback import TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 
-from umbra.compat.trl import DEFAULTS, OURS_TO_DECIDE, GRPOTrainer, sections_of, values_of
+from umbra.compat.grpo_config import DEFAULTS, INSTEAD, OURS_TO_DECIDE, sections_of, values_of
+from umbra.compat.trl import GRPOTrainer
+from umbra.deploy.python.source import CopiedSource
+from umbra.deploy.python.train import _named, _with_tools
 from umbra.proto.errors import UsageError
 from umbra.services.config.loader import config_of
 from umbra.services.config.rules import check_feasible
+from umbra.services.environments.kinds.trl import trl_program
+from umbra.services.environments.rewards import RewardFunction, Rewards
 
 ROWS = [{"prompt": "2 + 2 ="}] * 20
 
@@ -27,7 +34,7 @@ def sections(tmp_path: Path, rows: int = 100, **changes: Any) -> dict[str, dict[
 def test_the_defaults_are_those_of_trl() -> None:
     theirs = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
     assert {name: theirs[name] for name in DEFAULTS} == DEFAULTS
-    assert OURS_TO_DECIDE <= set(theirs)
+    assert OURS_TO_DECIDE | set(INSTEAD) <= set(theirs)
     assert not OURS_TO_DECIDE & set(DEFAULTS)
 
 
@@ -91,7 +98,10 @@ def test_batches_and_steps_are_counted_as_trl_counts_them(tmp_path: Path) -> Non
         ({"scale_rewards": "batch"}, "scale_rewards = 'batch' has no counterpart"),
         ({"optim": "adafactor"}, "optim = 'adafactor'"),
         ({"top_entropy_quantile": 0.2}, "top_entropy_quantile = 0.2"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty = 1.2"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty = 1.2 is not supported: temperature"),
+        ({"deepspeed": {}, "model_init_kwargs": {}}, "deepspeed"),
+        ({"model_init_kwargs": {"dtype": "float16"}}, "dtype float16 is not supported: use"),
+        ({"model_init_kwargs": {"load_in_4bit": True}}, "load_in_4bit not supported"),
         ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model = True"),
         ({"adam_epsilon": 1e-6}, "adam_epsilon = 1e-06"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor = 0.1"),
@@ -105,19 +115,181 @@ def test_what_means_something_else_is_refused_by_name(
         sections(tmp_path, **changes)
 
 
-def test_arguments_of_the_trainer_are_refused_by_name(tmp_path: Path) -> None:
-    def score(prompts: list[str], completions: list[str]) -> list[float]:
-        return [0.0 for _ in completions]
+def score(prompts: list[str], completions: list[str]) -> list[float]:
+    return [0.0 for _ in completions]
 
-    good: dict[str, Any] = {"model": "m", "reward_funcs": score, "train_dataset": ROWS}
-    GRPOTrainer(**good, optimizers=(None, None), callbacks=None)
-    with pytest.raises(UsageError, match="callbacks means nothing here yet"):
-        GRPOTrainer(**good, callbacks=[object()])
-    with pytest.raises(UsageError, match="model is a object: give its directory"):
-        GRPOTrainer(**{**good, "model": object()})
-    with pytest.raises(UsageError, match="train_dataset is missing"):
-        GRPOTrainer("m", score)
-    with pytest.raises(UsageError, match="processing_class is that of 'other'"):
-        GRPOTrainer(**good, processing_class=type("T", (), {"name_or_path": "other"})())
-    with pytest.raises(UsageError, match="train\\(\\) comes before save_model"):
-        GRPOTrainer(**good).save_model(tmp_path)
+
+def brevity(completions: list[str], **_columns: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: the first one.
+        b: the second one.
+    """
+    return a * b
+
+
+class Echo:
+    """An environment as TRL's pages for OpenEnv have it."""
+
+    def reset(self, **_row: Any) -> str:
+        return "say something"
+
+    def echo(self, message: str) -> str:
+        """Echo a message.
+
+        Args:
+            message: it.
+        """
+        return message
+
+
+def echoed(environments: list[Echo], **_columns: Any) -> list[float]:
+    return [0.5 for _ in environments]
+
+
+def trainer(model: Any = "m", rewards: Any = score, **changes: Any) -> GRPOTrainer:
+    return GRPOTrainer(model, rewards, **{"train_dataset": ROWS, **changes})
+
+
+def lora(**changes: Any) -> LoraConfig:
+    return LoraConfig(r=16, target_modules=["v_proj", "q_proj"], **changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments", "expected"),
+    [
+        ({}, {}, {"metrics": {"also": []}}),
+        (
+            {"model_init_kwargs": {"dtype": "bfloat16", "revision": "main"}},
+            {"peft_config": lora(lora_alpha=64, task_type="CAUSAL_LM")},
+            {
+                "trainer": {"lora_rank": 16, "lora_alpha": 64.0, "weights": "bf16"},
+                "model": {"revision": "main"},
+            },
+        ),
+        ({}, {"peft_config": lora(use_rslora=True)}, {"trainer": {"lora_alpha": 32.0}}),
+        (
+            {"max_tool_calling_iterations": 3, "chat_template_kwargs": {"enable_thinking": False}},
+            {"tools": [multiply]},
+            {
+                "environment": {"options": {"tool_rounds": 3}},
+                "model": {"chat_template_kwargs": {"enable_thinking": False}},
+            },
+        ),
+        (
+            {"max_steps": 10},
+            {"environment_factory": Echo, "rewards": echoed, "train_dataset": None},
+            {"environment": {"kind": "trl", "id": Echo, "reward": echoed}},
+        ),
+        (
+            {"use_vllm": True, "vllm_tensor_parallel_size": 2, "vllm_max_model_length": 4096},
+            {},
+            {"generator": {"engine": "vllm", "tensor_parallel": 2, "max_context": 4096}},
+        ),
+        ({"report_to": ["wandb", "trackio"]}, {}, {"metrics": {"also": ["wandb", "trackio"]}}),
+        ({"warmup_steps": 0.1, "max_steps": 40}, {}, {"trainer": {"warmup_steps": 4}}),
+    ],
+)
+def test_scripts_of_trl_become_a_configuration(
+    tmp_path: Path, fields: dict[str, Any], arguments: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    given = {"report_to": "none", **fields}
+    made = trainer(
+        args=GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **given), **arguments
+    )._sections
+    for section, keys in expected.items():
+        assert {**made[section], **keys} == made[section]
+    assert made["trainer"].get("lora_targets", ["q_proj", "v_proj"]) == ["q_proj", "v_proj"]
+
+
+def test_several_rewards_have_weights(tmp_path: Path) -> None:
+    both = [score, brevity]
+    assert trainer(rewards=both)._reward == {score: 1.0, brevity: 1.0}
+    weighted = config(tmp_path, reward_weights=[1.0, 0.1])
+    assert trainer(rewards=both, args=weighted)._reward == {score: 1.0, brevity: 0.1}
+    with pytest.raises(UsageError, match="reward_weights has 2 weights for 1 functions"):
+        trainer(args=weighted)
+
+
+def test_functions_and_classes_are_named_in_the_run(tmp_path: Path) -> None:
+    source = CopiedSource()
+    own = _named({"id": Echo, "reward": {score: 1.0, "m:f": 0.5}}, source)
+    here = __name__
+    assert own == {"id": f"{here}:Echo", "reward": {f"{here}:score": 1.0, "m:f": 0.5}}
+    # Tools become a class as of TRL's environments, which workers import.
+    given = _with_tools({"kind": "reward", "reward": f"{here}:score"}, [multiply], source)
+    space: dict[str, Any] = {}
+    exec(source.text, space)
+    made = space[given["id"].partition(":")[2]]
+    program = trl_program(made, Rewards([RewardFunction(echoed, "echoed")]), "tools")
+    assert callable(program) and made().reset(prompt="") is None and made().multiply(6, b=7) == 42
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"model": object()}, "model is a object: give its directory"),
+        ({"train_dataset": None}, "train_dataset is missing"),
+        ({"rewards": None}, "reward_funcs is missing"),
+        ({"rewards": "org/reward-model"}, "names a reward model: write a function"),
+        ({"processing_class": type("T", (), {"name_or_path": "o"})()}, "that of 'o': save it into"),
+        ({"optimizers": (object(), None)}, "optimizers is not supported: set optim"),
+        ({"rollout_func": score}, "rollout_func is not supported: give environment_factory"),
+        (
+            {"quantization_config": object()},
+            "quantization_config is not supported: leave it out: a",
+        ),
+        ({"environment_factory": {"a": Echo}}, "several are .*environments"),
+        ({"peft_config": lora(use_dora=True)}, "peft_config.use_dora = True is not supported"),
+        ({"peft_config": LoraConfig(target_modules="a.*b")}, "is a pattern: list names of layers"),
+        ({"peft_config": PromptTuningConfig()}, "is a PromptTuningConfig: use LoraConfig"),
+    ],
+)
+def test_arguments_of_the_trainer_are_refused_with_what_replaces_them(
+    arguments: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        trainer(**arguments)
+
+
+class Asks(TrainerCallback):
+    def on_log(self, args: Any, state: Any, control: Any, **_given: Any) -> None:
+        control.should_training_stop = True
+
+    def on_epoch_end(self, *_given: Any, **_more: Any) -> None:
+        raise AssertionError
+
+
+def test_what_is_ignored_is_warned_of(tmp_path: Path) -> None:
+    server = config(tmp_path, use_vllm=True, vllm_mode="server", save_steps=7)
+    with pytest.warns(UserWarning, match="GRPOConfig: save_steps, vllm_mode: ignored"):
+        trainer(args=server)
+    comet = GRPOConfig(output_dir=str(tmp_path), report_to="comet_ml", use_cpu=True)
+    with pytest.warns(UserWarning, match="report_to: comet_ml: ignored; use tensorboard"):
+        trainer(args=comet)
+    with pytest.warns(UserWarning, match="lora_dropout: ignored"):
+        trainer(peft_config=lora(lora_dropout=0.1))
+    with pytest.warns(UserWarning, match="Asks: on_epoch_end: never called"):
+        made = trainer(callbacks=[Asks])
+    with pytest.warns(UserWarning, match="what callbacks ask for is ignored"):
+        made._take({"kind": "step", "step": 1, "loss": 0.5, "reward/mean": 1.0})
+    assert made.state.log_history == [{"loss": 0.5, "reward": 1.0, "epoch": 0.05, "step": 1}]
+
+
+def test_methods_that_need_a_trained_model_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(optimizers=(None, None), callbacks=None)
+    for method in (made.save_model, made.evaluate, made.push_to_hub):
+        with pytest.raises(UsageError, match=r"train\(\) comes before|needs output_dir"):
+            method()
+    with pytest.raises(UsageError, match="resume the run's folder with `umbra up runs/ID`"):
+        made.train(resume_from_checkpoint=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="start it with python"):
+        trainer()

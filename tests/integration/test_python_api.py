@@ -114,30 +114,61 @@ def test_trls_quick_start_runs_with_another_import(
     assert (project / "trained" / "config.json").is_file()
 
 
-# TRL's own quick start, but for the import, the model, the data set and settings of its size.
+# TRL's own quick start with LoRA, two rewards and a callback, and settings of its size.
 QUICK_START = """
 from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig
 from umbra.compat.trl import GRPOTrainer
 
 dataset = Dataset.from_list([{"prompt": f"say {n}", "word": "a"} for n in range(8)])
+heard = []
 
 def reward_letters(prompts, completions, word, **kwargs):
     return [completion.count(letter) / 12 for completion, letter in zip(completions, word)]
 
+def reward_length(completions, **kwargs):
+    return [len(completion) / 100 for completion in completions]
+
+class Listener(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        heard.append(f"begin of {state.max_steps}")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "reward" in logs:
+            heard.append((state.global_step, "rewards/reward_length/mean" in logs))
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        assert 0 <= metrics["eval_reward"] < 9
+        heard.append("evaluated")
+
+    def on_save(self, args, state, control, **kwargs):
+        heard.append("saved")
+
 if __name__ == "__main__":
     trainer = GRPOTrainer(
-        model="model",
-        reward_funcs=reward_letters,
+        model=AutoModelForCausalLM.from_pretrained("model"),
+        reward_funcs=[reward_letters, reward_length],
         args=GRPOConfig(
             output_dir="trl", max_steps=2, learning_rate=1e-3, num_generations=4,
             per_device_train_batch_size=16, max_completion_length=12, report_to="none",
-            use_cpu=True,
+            use_cpu=True, reward_weights=[1.0, 0.1],
         ),
         train_dataset=dataset,
-        umbra={"generator": {"threads": 1, "slots": 16, "max_context": 64}},
+        eval_dataset=dataset.select(range(2)),
+        peft_config=LoraConfig(r=4, target_modules="all-linear"),
+        callbacks=[Listener],
+        umbra={
+            "generator": {"threads": 1, "slots": 16, "max_context": 64}, "eval": {"samples": 4}
+        },
     )
     output = trainer.train()
     print("trained", output.global_step, "steps")
+    heard.sort(key=str)
+    assert heard[:2] == [(1, True), (2, True)] and heard[2] == "begin of 2", heard
+    assert {"evaluated", "saved"} == set(heard[3:]), heard
+    assert [log["step"] for log in trainer.state.log_history if "loss" in log] == [1, 2]
+    assert trainer.model.config.vocab_size >= len(trainer.processing_class)
     trainer.save_model("trained")
 """
