@@ -135,7 +135,7 @@ def see_through(run: Run, *, show: bool = True, look: Callable[[], object] = lam
                 display(run)
             look()
             time.sleep(LOOK_S)
-    except KeyboardInterrupt:
+    except BaseException:
         while run.under_way:
             with suppress(KeyboardInterrupt):  # which ends it at once
                 run.stop()

@@ -11,15 +11,17 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.trainer_utils import TrainOutput
+from trl.trainer.grpo_config import GRPOConfig
 
-from umbra.compat.grpo_config import adapter_keys, sections_of, values_of, warn
+from umbra.compat.grpo_config import adapter_keys, check, sections_of, warn
 from umbra.deploy.files.run_folder import Row, RunFolder, StepFollower
 from umbra.deploy.python.run import Run
 from umbra.deploy.python.train import see_through, train
@@ -46,23 +48,11 @@ _LOGS = {  # TRL's name of a metric of a step
 }
 
 
-class TrainOutput(NamedTuple):
-    """As Transformers' trainers return it."""
-
-    global_step: int
-    training_loss: float
-    metrics: dict[str, float]
-
-
 class GRPOTrainer:
     """TRL's trainer, with the arguments that mean the same here.
 
     Args:
         model: a model directory, a name on the hub, or a model, which `train` saves first.
-        reward_funcs: a function `(prompts, completions, **columns)`, or several.
-        args: a `GRPOConfig`; TRL's defaults if not given.
-        train_dataset: rows with a "prompt", text or messages.
-        eval_dataset: held-out rows; the model is measured on them before and after.
         processing_class: the model's own tokenizer, or nothing.
         callbacks: they are called while other processes train, so they read only.
         peft_config: a `LoraConfig`.
@@ -99,15 +89,15 @@ class GRPOTrainer:
                 "GRPOTrainer: several processes run this script: start it with python, since Umbra "
                 "starts its own; umbra={'trainer': {'ranks': N}} shards the policy over N GPUs"
             )
-        self.args, self._given = args, model
-        values = values_of(args)
-        self._path = _path_of(model, values["output_dir"])
+        self._saved = isinstance(model, str | Path)
+        name = model if self._saved else type(model).__name__
+        self.args = args or GRPOConfig(
+            f"{Path(name).name}-GRPO", use_cpu=not torch.cuda.is_available()
+        )
+        check(self.args)
+        self._given, self._path = model, _path_of(model, self.args.output_dir)
         tokenizer = getattr(processing_class, "name_or_path", None)
-        if (
-            processing_class is not None
-            and isinstance(model, str | Path)
-            and tokenizer != str(model)
-        ):
+        if processing_class is not None and self._saved and tokenizer != str(model):
             raise UsageError(
                 f"GRPOTrainer: processing_class is that of {tokenizer!r}: save it into the "
                 "directory of the model, whose tokenizer is used"
@@ -117,17 +107,15 @@ class GRPOTrainer:
             raise UsageError("GRPOTrainer: train_dataset is missing")
         if train_dataset is None:  # reset() returns the prompts
             train_dataset = [{"prompt": [{"role": "user", "content": ""}]}]
-        elif not hasattr(train_dataset, "__len__") and values["max_steps"] > 0:  # maybe endless
-            most = sections_of(values, rows=1)
-            train_dataset = islice(
-                train_dataset, most["run"]["steps"] * most["buffer"]["batch_groups"]
-            )
+        elif not hasattr(train_dataset, "__len__") and self.args.max_steps > 0:  # maybe endless
+            groups = self.args.generation_batch_size // self.args.num_generations
+            train_dataset = islice(train_dataset, self.args.max_steps * groups)
         self._rows = rows_of(train_dataset, "train_dataset")
         self._held_out = None if eval_dataset is None else rows_of(eval_dataset, "eval_dataset")
-        self._sections = sections_of(values, rows=len(self._rows))
+        self._sections = sections_of(self.args, rows=len(self._rows))
         if peft_config is not None:
-            self._sections["trainer"] |= adapter_keys(peft_config, lambda: self._config.model_type)
-        self._reward = _reward_of(reward_funcs, values["reward_weights"])
+            self._sections["trainer"] |= adapter_keys(peft_config, self._kind)
+        self._reward = _reward_of(reward_funcs, self.args.reward_weights)
         self._tools = list(tools) if tools else None
         environment = self._sections.pop("environment", {})  # TRL's limit of tool calls
         if environment_factory is not None:
@@ -145,7 +133,6 @@ class GRPOTrainer:
             self._sections.setdefault(section, {}).update(keys)
         if not self._reward and "kind" not in self._sections.get("environment", {}):
             raise UsageError("GRPOTrainer: reward_funcs is missing")
-        self._values = values
         self.run: Run | None = None
         self.control = TrainerControl()
         self.state = TrainerState(max_steps=self._sections["run"]["steps"] * self._updates)
@@ -159,43 +146,29 @@ class GRPOTrainer:
         trainer = self._sections["trainer"]
         return int(trainer["minibatches"]) * int(trainer["epochs"])
 
-    @cached_property
-    def _config(self) -> Any:
+    def _kind(self) -> str:
         own = getattr(self._given, "config", None)
-        return own or AutoConfig.from_pretrained(self._path)
+        return str((own or AutoConfig.from_pretrained(self._path)).model_type)
 
     @property
     def model(self) -> Any:
         """Return the trained model, loaded from the run; before that the one that was given."""
         if self.run is not None and self.run.summary is not None:
-            return self._trained
-        own = isinstance(self._given, str | Path)
-        return AutoModelForCausalLM.from_pretrained(self._path) if own else self._given
+            return AutoModelForCausalLM.from_pretrained(self.run.model)
+        return AutoModelForCausalLM.from_pretrained(self._path) if self._saved else self._given
 
-    @cached_property
-    def _trained(self) -> Any:
-        assert self.run is not None
-        return AutoModelForCausalLM.from_pretrained(self.run.model)
-
-    @cached_property
+    @property
     def processing_class(self) -> Any:
         """Return the model's tokenizer."""
-        own = isinstance(self._given, str | Path)
-        name = self._path if own else self._given.config.name_or_path
+        name = self._path if self._saved else self._given.config.name_or_path
         return self._tokenizer or AutoTokenizer.from_pretrained(name)
 
     def add_callback(self, callback: Any) -> None:
         """Call `callback` in `train`; its methods read, and cannot stop or save."""
         callback = callback() if isinstance(callback, type) else callback
-        kind = type(callback)
-        names = [name for name in vars(TrainerCallback) if name.startswith("on_")]
-        own = [
-            n for n in names if getattr(kind, n, None) not in (None, getattr(TrainerCallback, n))
-        ]
+        own = [name for name in vars(type(callback)) if name.startswith("on_")]
         if unheard := sorted(set(own) - set(_CALLED)):
-            warn(
-                f"GRPOTrainer: {kind.__name__}: {', '.join(unheard)}: never called in this process"
-            )
+            warn(f"GRPOTrainer: {type(callback).__name__}: {', '.join(unheard)}: never called")
         self.callbacks.append(callback)
 
     def train(self, resume_from_checkpoint: Any = None) -> TrainOutput:
@@ -209,7 +182,7 @@ class GRPOTrainer:
                 "GRPOTrainer: resume_from_checkpoint is not supported: resume the run's folder "
                 f"with `umbra up {self._sections['run'].get('dir', 'runs')}/ID`"
             )
-        if not isinstance(self._given, str | Path):
+        if not self._saved:
             self._given.save_pretrained(self._path)
             self.processing_class.save_pretrained(self._path)
         self.run = train(
@@ -235,12 +208,10 @@ class GRPOTrainer:
         self._call("on_train_begin")
         see_through(self.run, look=look)
         self._call("on_train_end")
-        losses = [log["loss"] for log in self.log_history if log.get("loss") is not None]
-        mean = sum(losses) / len(losses) if losses else 0.0
-        rewards = [log["reward"] for log in self.log_history if "reward" in log]
-        return TrainOutput(
-            self.state.global_step, mean, {"reward": rewards[-1] if rewards else 0.0}
-        )
+        losses = [log["loss"] for log in self.state.log_history if "loss" in log] or [0.0]
+        rewards = [log["reward"] for log in self.state.log_history if "reward" in log] or [0.0]
+        mean = sum(losses) / len(losses)
+        return TrainOutput(self.state.global_step, mean, {"reward": rewards[-1]})
 
     def _take(self, row: Row) -> None:
         """Tell the callbacks of a row of metrics."""
@@ -253,9 +224,11 @@ class GRPOTrainer:
             groups = int(row["step"]) * self._sections["buffer"]["batch_groups"]
             self.state.epoch = groups / len(self._rows)
             self._call("on_step_end")
-            logs = {_name(name): value for name, value in row.items() if _is_number(value)}
+            logs = {
+                _name(name): value for name, value in row.items() if isinstance(value, int | float)
+            }
         logs["epoch"] = self.state.epoch
-        self.log_history.append({**logs, "step": self.state.global_step})
+        self.state.log_history.append({**logs, "step": self.state.global_step})
         self._call("on_log", logs=logs)
         if row["kind"] == "eval":
             self._call("on_evaluate", metrics=logs)
@@ -274,22 +247,18 @@ class GRPOTrainer:
         Raises:
             UsageError: it was not trained yet.
         """
-        folder = output_dir or self._values["output_dir"]
-        if folder is None:
-            raise UsageError("GRPOTrainer: save_model() needs output_dir")
-        shutil.copytree(self._after("save_model").model, folder, dirs_exist_ok=True)
-        if self._values["push_to_hub"]:
+        trained = self._after("save_model").model
+        shutil.copytree(trained, output_dir or self.args.output_dir, dirs_exist_ok=True)
+        if self.args.push_to_hub:
             self.push_to_hub()
 
     def push_to_hub(self, commit_message: str = "End of training", **_ignored: Any) -> Any:
         """Upload the trained model to `hub_model_id`; UsageError if it was not trained yet."""
         from huggingface_hub import HfApi
 
-        model, given = self._after("push_to_hub").model, self._values
-        name = given["hub_model_id"] or Path(given["output_dir"] or "umbra-grpo").name
-        api = HfApi(token=given["hub_token"])
-        private = given["hub_private_repo"]
-        repo = api.create_repo(name, private=private, exist_ok=True).repo_id
+        model, api = self._after("push_to_hub").model, HfApi(token=self.args.hub_token)
+        name = self.args.hub_model_id or Path(self.args.output_dir).name
+        repo = api.create_repo(name, private=self.args.hub_private_repo, exist_ok=True).repo_id
         return api.upload_folder(repo_id=repo, folder_path=model, commit_message=commit_message)
 
     def evaluate(self) -> dict[str, float]:
@@ -304,14 +273,6 @@ class GRPOTrainer:
         if self.run is None:
             raise UsageError(f"GRPOTrainer: train() comes before {method}()")
         return self.run
-
-    @property
-    def log_history(self) -> list[dict[str, Any]]:
-        return self.state.log_history
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
 
 
 def _name(metric: str) -> str:
