@@ -304,16 +304,14 @@ class GeneratorConfig(Section):
     def _url_faults(self) -> Iterator[str]:
         if (self.engine == "vllm-http") != bool(self.urls):
             yield (
-                f"generator.engine = {self.engine} and generator.urls = {self.urls}: servers that "
-                "others start are for vllm-http, which needs some: set both, or neither"
+                f"generator.urls = {self.urls} are the servers of generator.engine = vllm-http, "
+                f"which is {self.engine}: set both, or neither"
             )
         if self.urls and self.count > 1:
             yield (
                 f"generator.count = {self.count}: one generator has all of generator.urls, since "
                 "each server gets its weights from one: set it to 1"
             )
-        if len(set(self.urls)) < len(self.urls):
-            yield "generator.urls has a server twice: name each once"
         for url in self.urls:
             try:
                 parts = urlsplit(url)

@@ -31,7 +31,7 @@ from umbra.services.generator.engines.engine import (
 )
 from umbra.services.generator.vllm.http_client import HttpClient
 from umbra.services.generator.vllm.options import sampling_arguments
-from umbra.services.generator.vllm.server import Load, Stream, VllmServer
+from umbra.services.generator.vllm.server import Ended, Load, Stream, VllmServer
 from umbra.services.generator.vllm.updates import Updates
 from umbra.services.process.loop_thread import LoopThread, ends_with_it
 from umbra.services.weights.manifest import Part
@@ -86,16 +86,14 @@ class HttpEngine:
         self._name = secrets.token_hex(4)  # begins what this engine names on a server
         self._numbers = itertools.count()
         self._open: dict[str, Stream] = {}
-        self._done: queue.SimpleQueue[tuple[Stream, EngineOutput | BaseException]] = (
-            queue.SimpleQueue()
-        )
+        self.ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._ready: list[EngineOutput] = []
         self._served_at = time.monotonic()  # when a server was ready last
         # Of the loop's thread.
-        self._newest: Load | None = None
+        self.newest: Load | None = None
         self._waiting: deque[Stream] = deque()  # for a server
         self._places: dict[str, VllmServer] = {}  # by session, the server of its last turn
-        self._servers: list[VllmServer] = []
+        self.servers: list[VllmServer] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = LoopThread("umbra-servers")
         try:
@@ -108,21 +106,21 @@ class HttpEngine:
     def _join(self, limit_s: float) -> None:
         """Wait for the first server."""
         deadline = Deadline(limit_s, "no server of generator.urls answered", error=StartupError)
-        while not (joined := [one for one in self._servers if one.facts is not None]):
+        while not (joined := [one for one in self.servers if one.facts is not None]):
             if (refusal := self._refusal) is not None:
                 raise refusal
-            deadline.check(f": {self._servers[0].fault}")
+            deadline.check(f": {self.servers[0].fault}")
             time.sleep(_LOOK_S)
         assert joined[0].facts is not None
         self.dtype = joined[0].facts.dtype
 
     @property
     def _refusal(self) -> UmbraError | None:
-        return next((one.refusal for one in self._servers if one.refusal is not None), None)
+        return next((one.refusal for one in self.servers if one.refusal is not None), None)
 
     @property
     def decoded_tokens(self) -> int:
-        return sum(one.decoded_tokens for one in self._servers)
+        return sum(one.decoded_tokens for one in self.servers)
 
     @property
     def live(self) -> int:
@@ -130,8 +128,8 @@ class HttpEngine:
 
     @property
     def fits(self) -> int:
-        ready = sum(one.is_ready for one in self._servers)
-        return max(1, self.slots * ready // len(self._servers))
+        ready = sum(one.is_ready for one in self.servers)
+        return max(1, self.slots * ready // len(self.servers))
 
     @property
     def cache(self) -> CacheFigures:
@@ -163,10 +161,10 @@ class HttpEngine:
         if not self._ready and self._open:
             self._collect(timeout_s)
         now = time.monotonic()
-        if not self._open or any(one.is_ready for one in self._servers):
+        if not self._open or any(one.is_ready for one in self.servers):
             self._served_at = now
         elif not self._ready and now - self._served_at > self._away_s:
-            faults = "; ".join(one.fault for one in self._servers)
+            faults = "; ".join(one.fault for one in self.servers)
             raise EngineError(
                 f"no server of generator.urls was ready for {now - self._served_at:.0f} s: {faults}"
             )
@@ -208,7 +206,7 @@ class HttpEngine:
             update.memory if update.is_copy else None,
         )
         refusal = self._wait(self._serve(load), _CALLS * load.limit_s)
-        if refusal is not None and not any(one.is_ready for one in self._servers):
+        if refusal is not None and not any(one.is_ready for one in self.servers):
             if guard is not None and guard.is_overwritten:
                 raise ChangedError(OVERWRITTEN)
             raise EngineError(f"version {version} broke off: {refusal}") from refusal
@@ -232,11 +230,7 @@ class HttpEngine:
 
     def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         streams = self._named(set(request_ids))
-
-        async def look() -> list[EngineOutput]:
-            return [stream.output() for stream in streams]
-
-        return self._wait(look(), _REPLY_S) if streams else []
+        return self._wait(self._look(streams), _REPLY_S) if streams else []
 
     def forget(self, session: str) -> None:
         self._loop.call(self._forget, session)
@@ -269,13 +263,13 @@ class HttpEngine:
     def _collect(self, timeout_s: float) -> None:
         """Take the outputs that are done, or wait `timeout_s` seconds for one."""
         with suppress(queue.Empty):
-            stream, output = self._done.get(block=timeout_s > 0, timeout=timeout_s or None)
+            stream, output = self.ended.get(block=timeout_s > 0, timeout=timeout_s or None)
             while True:
                 if self._open.pop(stream.key, None) is not None:
                     if isinstance(output, BaseException):
                         raise output
                     self._ready.append(output)
-                stream, output = self._done.get_nowait()
+                stream, output = self.ended.get_nowait()
 
     def _take(self, wanted: set[str] | None = None) -> list[EngineOutput]:
         taken = [o for o in self._ready if wanted is None or o.request_id in wanted]
@@ -294,17 +288,10 @@ class HttpEngine:
 
     async def _begin(self, config: GeneratorConfig, hf_config: Any, key: str) -> None:
         for url in config.urls:
-            server = VllmServer(
-                HttpClient(url.rstrip("/"), key),
-                config,
-                hf_config,
-                lambda: self._newest,
-                self._servers,
-                self._changed,
-                lambda stream, output: self._done.put((stream, output)),
-            )
-            self._servers.append(server)
-        for server in self._servers:
+            client = HttpClient(url.rstrip("/"), key)
+            server = VllmServer(client, config, hf_config, self)
+            self.servers.append(server)
+        for server in self.servers:
             task = asyncio.create_task(server.keep(), name=f"keeping {server.client.url}")
             task.add_done_callback(ends_with_it)
             self._tasks.append(task)
@@ -312,12 +299,15 @@ class HttpEngine:
     async def _end(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await self._abort([stream for one in self._servers for stream in one.streams.values()])
+        await self._abort([stream for one in self.servers for stream in one.streams.values()])
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _look(self, streams: Sequence[Stream]) -> list[EngineOutput]:
+        return [stream.output() for stream in streams]
 
     def _place(self, stream: Stream) -> None:
         """Have a server answer it, the one of its session's last turn if that is there."""
-        ready = [one for one in self._servers if one.is_ready]
+        ready = [one for one in self.servers if one.is_ready]
         if not ready:
             self._waiting.append(stream)
             return
@@ -329,7 +319,7 @@ class HttpEngine:
             self._places[session] = server
         server.start(stream)
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
         """Place what waits, since a server has come, or gone."""
         waiting, self._waiting = self._waiting, deque()
         for stream in waiting:
@@ -345,10 +335,10 @@ class HttpEngine:
 
         Returns why one refused it, if any did.
         """
-        self._newest = load
-        ready = [one for one in self._servers if one.is_ready or self.version < 0]
+        self.newest = load
+        ready = [one for one in self.servers if one.is_ready or self.version < 0]
         await asyncio.gather(*(one.serve(load) for one in ready))
-        for server in self._servers:
+        for server in self.servers:
             server.news.set()
         return next((one.refusal for one in ready if one.refusal is not None), None)
 
@@ -356,10 +346,10 @@ class HttpEngine:
         for stream in streams:
             if stream in self._waiting:
                 self._waiting.remove(stream)
-                self._done.put((stream, stream.output()))
+                self.ended.put((stream, stream.output()))
         wanted = {stream.key for stream in streams}
         of_servers = [
             one.abort([s for key, s in one.streams.items() if key in wanted])
-            for one in self._servers
+            for one in self.servers
         ]
         await asyncio.gather(*of_servers)

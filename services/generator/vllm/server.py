@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from umbra.proto.errors import PeerLostError, RejectedError, UmbraError, UsageError
 from umbra.proto.records import Support, VersionSpan
@@ -100,28 +101,25 @@ class Stream:
         return len(logprobs)
 
 
-class VllmServer:
-    """A server, as the engine sees it.
+Ended = tuple[Stream, EngineOutput | BaseException]
 
-    Args:
-        client: of the server.
-        config: of the generator.
-        hf_config: of the model.
-        newest: returns what is to be served; None before the first version.
-        peers: all servers of the engine.
-        changed: called when it may get requests, or may no longer.
-        done: called with each stream that has ended and its output, or with what broke.
-    """
+
+class Fleet(Protocol):
+    """The engine, as a server sees it."""
+
+    newest: Load | None  # what is to be served
+    servers: list[VllmServer]
+    ended: queue.SimpleQueue[Ended]  # takes each stream with its output, or with what broke
+
+    def changed(self) -> None:
+        """A server may get requests, or may no longer."""
+
+
+class VllmServer:
+    """A server, as the engine sees it; `hf_config` is of the model."""
 
     def __init__(
-        self,
-        client: HttpClient,
-        config: GeneratorConfig,
-        hf_config: Any,
-        newest: Callable[[], Load | None],
-        peers: Sequence[VllmServer],
-        changed: Callable[[], None],
-        done: Callable[[Stream, EngineOutput | BaseException], None],
+        self, client: HttpClient, config: GeneratorConfig, hf_config: Any, fleet: Fleet
     ) -> None:
         self.client = client
         self.facts: ServerFacts | None = None  # while it has joined
@@ -132,8 +130,7 @@ class VllmServer:
         self.salts = Salts()
         self.decoded_tokens = 0
         self.news = asyncio.Event()  # something is to be done before the next look
-        self._config, self._hf_config = config, hf_config
-        self._newest, self._peers, self._changed, self._done = newest, peers, changed, done
+        self._config, self._hf_config, self._fleet = config, hf_config, fleet
         self._loaded: Load | None = None
         self._compared = False  # its weights with those of another server
         self._versions: dict[str, int] = {}  # by label
@@ -149,8 +146,8 @@ class VllmServer:
             try:
                 if self.facts is None:
                     self.facts = await self._join()
-                    self._changed()
-                if (load := self._newest()) is not None:
+                    self._fleet.changed()
+                if (load := self._fleet.newest) is not None:
                     await self.serve(load)
                 if self.facts is not None:
                     await self._look()
@@ -175,7 +172,7 @@ class VllmServer:
             if not keep_tokens:
                 stream.begin()
             _cancel(stream)
-        self._changed()
+        self._fleet.changed()
 
     async def _join(self) -> ServerFacts:
         """Return how a server that is new, or was away, is set up.
@@ -191,7 +188,7 @@ class VllmServer:
         self._refuse(facts.faults)
         check_served(self._config, self._hf_config, facts.platform)
         await self._call("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=_INFO_S)
-        for one in self._peers:  # last: others may join meanwhile
+        for one in self._fleet.servers:  # last: others may join meanwhile
             if one is not self and one.facts is not None:
                 self._refuse(list(facts.faults_beside(one.facts)))
         return facts
@@ -229,10 +226,10 @@ class VllmServer:
 
     def _settle(self) -> None:
         """Let it get requests, if it serves what is newest."""
-        if self._loaded is not None and self._loaded is self._newest() and not self.is_ready:
+        if self._loaded is not None and self._loaded is self._fleet.newest and not self.is_ready:
             self.is_ready, self.fault, self.refusal, self._failures = True, "", None, 0
             log.info("%s serves version %d", self.client.url, self._loaded.version)
-            self._changed()
+            self._fleet.changed()
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -295,7 +292,9 @@ class VllmServer:
         Raises:
             PeerLostError: they differ.
         """
-        peer = next((one for one in self._peers if one._loaded is load and one is not self), None)
+        peer = next(
+            (one for one in self._fleet.servers if one._loaded is load and one is not self), None
+        )
         if peer is None:
             return
         own, other = [
@@ -390,11 +389,11 @@ class VllmServer:
         if broke_off and self.is_ready:  # it gets no requests before it was looked at
             self.is_ready, self.fault = False, str(error)
             self.news.set()
-            self._changed()
+            self._fleet.changed()
         if task.cancelled() or broke_off:
-            self._done(stream, stream.output())
+            self._fleet.ended.put((stream, stream.output()))
         else:
-            self._done(stream, error or task.result())
+            self._fleet.ended.put((stream, error or task.result()))
 
     # -- calls ------------------------------------------------------------------------------------
 
