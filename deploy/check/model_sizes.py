@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig, TrainerConfig
-from umbra.services.modeling.architectures import check_architecture
+from umbra.services.modeling.architectures import check_architecture, keeps_state, layer_kinds
 from umbra.services.modeling.lora import add_adapter, is_adapter
 from umbra.services.modeling.model_directory import directory_of
 from umbra.services.modeling.models import (
@@ -19,7 +19,7 @@ from umbra.services.modeling.models import (
     loading,
     read_transformers_config,
 )
-from umbra.services.modeling.row_sizes import layer_numbers
+from umbra.services.modeling.row_sizes import layer_numbers, state_numbers
 from umbra.services.trainer.distributed.sharding import decoder_layers
 
 
@@ -38,6 +38,7 @@ class ModelSizes:
     vocabulary: int
     cache: int  # of keys and values, for a token in all layers
     kept: int  # of a token in a layer that the backward pass needs (`layer_numbers`)
+    states: int = 0  # of a sequence, in layers that carry one
     scores: int = 0  # of a pair of positions in a layer that eager attention keeps
     config: Any = None  # Transformers', by which the trainer chooses the length of rows
     teachers: tuple[ModelSizes, ...] = ()  # those of `scorer.model`
@@ -97,7 +98,8 @@ def sizes_of(model_config: Any, trainer: TrainerConfig, *, latent: bool = False)
         vocabulary=text.vocab_size,
         cache=cache_numbers(text, latent=latent),
         kept=layer_numbers(model_config),
-        scores=3 * text.num_attention_heads if eager else 0,
+        states=state_numbers(model_config),
+        scores=3 * getattr(text, "num_attention_heads", 0) if eager else 0,
         config=model_config,
     )
 
@@ -107,7 +109,11 @@ def cache_numbers(config: Any, *, latent: bool) -> int:
 
     With `latent`, multi-head latent attention caches what it has compressed, as vLLM does.
     """
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    layers, heads = config.num_hidden_layers, getattr(config, "num_attention_heads", 0)
+    if keeps_state(config):
+        layers = sum(kind in ("full_attention", "hybrid") for kind in layer_kinds(config))
+    if not layers or not heads:
+        return 0
     if getattr(config, "kv_lora_rank", None):
         if latent:
             return layers * (config.kv_lora_rank + config.qk_rope_head_dim)

@@ -96,7 +96,7 @@ def _trainer(config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | 
     kind = kind_of(trainer.device, gpu=gpu > 0)
     memory = _memory(kind, gpu, host_memory, ranks)
     fits = fitting_tokens(trainer, sizes.config, sizes.parameters // ranks, memory, kind)
-    rows = rows_within(trainer, fits, kind, config.longest_turn)
+    rows = rows_within(trainer, sizes.config, fits, kind, config.longest_turn)
     tokens, width = fullest(*rows, config.generator.max_context)
     device, host = _rank(trainer, sizes, kind, tokens, width)
     if trainer.pieces.needs_critic:
@@ -258,7 +258,7 @@ def _generator(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Need:
     cached = 1 if "fp8" in str(arguments.get("kv_cache_dtype", "")) else each
     cache = Item(
         f"KV cache, {slots} x {context:,} tokens",
-        cached * sizes.cache * slots * context // parallel,
+        slots * (cached * sizes.cache * context + 4 * sizes.states) // parallel,
         remedy="lower generator.slots or generator.max_context",
     )
     if given := arguments.get("kv_cache_memory_bytes"):

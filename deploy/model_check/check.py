@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from umbra.deploy.model_check.outcome import Outcome, Row, vllm_bound
+from umbra.deploy.model_check.outcome import VLLM, Outcome, Row, growth
 from umbra.deploy.model_check.serving import (
     change,
     compare_export,
@@ -27,7 +27,13 @@ from umbra.deploy.model_check.serving import (
 from umbra.deploy.model_check.training import compare_training
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.generator.vllm import check as vllm_check
-from umbra.services.modeling.architectures import architecture, check_architecture, read_config
+from umbra.services.modeling.architectures import (
+    architecture,
+    check_architecture,
+    keeps_state,
+    layer_kinds,
+    read_config,
+)
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.models import AS_IT_IS, loading, read_transformers_config, read_weights
 from umbra.services.modeling.reference import Reference
@@ -203,7 +209,10 @@ def fewest_layers(config: PreTrainedConfig) -> int:
     Kinds of attention don't count: `_cut` gives the copy all of them.
     """
     fields, count = config.to_dict(), config.num_hidden_layers
-    fewest = max(2, len(set(getattr(config, "layer_types", None) or ())))
+    kinds = layer_kinds(config)
+    fewest = max(2, len(set(kinds)))
+    if keeps_state(config):
+        fewest = max(2, *(kinds.index(kind) + 1 for kind in kinds))
     fewest = max(fewest, int(fields.get("first_k_dense_replace") or 0) + 1)
     for key, values in fields.items():
         if key != "layer_types" and isinstance(values, list) and len(values) == count:
@@ -217,7 +226,8 @@ def _cut(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
     for key, values in fields.items():
         if isinstance(values, list) and len(values) == count:
             fields[key] = values[:layers]
-    if kinds := list(dict.fromkeys(getattr(config, "layer_types", None) or ())):
+    kinds = list(dict.fromkeys(layer_kinds(config)))
+    if kinds and not keeps_state(config):
         fields["layer_types"] = [kinds[index % len(kinds)] for index in range(layers)]
     fields["num_hidden_layers"] = layers
     if (fields.get("sliding_window") or 0) > WINDOW:

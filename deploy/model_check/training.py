@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from umbra.deploy.model_check.outcome import Row, difference, gradient_bound
+from umbra.services.modeling.architectures import keeps_state
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.packing import pack
@@ -28,6 +29,8 @@ _LAYOUTS: tuple[tuple[str, int, bool, int], ...] = (
     ("packed rows, shared prompts", _PACK_TOKENS, True, _MANY),
     ("packed rows, logits in chunks", _PACK_TOKENS, True, 7),
 )
+# Where layers carry a state, no other is made.
+_ALONE = (_LAYOUTS[0], ("rows of one sequence, logits in chunks", 1, False, 7))
 
 
 def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[Row]:
@@ -37,7 +40,7 @@ def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[
     temperatures = torch.where(tokens.owner % 2 == 0, 1.0, _TEMPERATURE)
     weights = torch.randn(len(tokens.learned), generator=torch.Generator().manual_seed(3))
     expected, gradients = _reference(reference, tokens, weights)
-    for name, pack_tokens, share, at_a_time in _LAYOUTS:
+    for name, pack_tokens, share, at_a_time in _ALONE if keeps_state(policy.config) else _LAYOUTS:
         policy.zero_grad()
         attention = Attention.prepare(policy, policy.device)
         scorer = Scorer(policy, at_a_time * 4 * embeddings.num_embeddings, attention).eval()

@@ -8,15 +8,23 @@ architecture: `in_the_way` names it. `docs/models.md` has the list with its outc
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UNREADABLE, UsageError
 
-# Transformers' `model_type`.
-PROVEN = frozenset(
+# Transformers' `model_type`. In the first some layers carry a state from token to token.
+RECURRENT = frozenset(
+    """
+    bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 lfm2_moe mamba mamba2 nemotron_h
+    qwen3_5_moe_text qwen3_5_text qwen3_next zamba2
+    """.split()
+)
+PROVEN = RECURRENT | frozenset(
     """
     cohere cohere2 deepseek_v3 ernie4_5 exaone4 gemma gemma2 gemma3_text glm4 glm4_moe
     gpt_oss granite llama ministral mistral mixtral olmo2 olmo3 olmoe phi3 qwen2
@@ -34,6 +42,8 @@ _BY_LAYER = frozenset(
     """.split()
 )
 _ATTENTION = {"full_attention", "sliding_attention"}
+# Of kinds of layers, those that carry a state; "hybrid" attends as well.
+_STATEFUL = {"linear_attention", "conv", "hybrid"}
 # Fields that only architectures with a running state have.
 _STATE = """
     state_size ssm_state_size ssm_cfg mamba_d_state mamba_num_heads linear_num_value_heads
@@ -83,6 +93,11 @@ def read_config(directory: str | Path, source: str = "model.path") -> dict[str, 
 
 def check_heads(config: Mapping[str, Any], ranks: int) -> None:
     """Raise UsageError unless query heads can be divided evenly; key heads are repeated."""
+    if ranks > 1 and config.get("model_type") in RECURRENT:
+        raise UsageError(
+            f"trainer.sequence_parallel = {ranks}: layers of a {architecture(config)} carry a "
+            "state from token to token, so ranks can't share a sequence: set it to 1"
+        )
     heads = config.get("num_attention_heads")
     if isinstance(heads, int) and heads % ranks:
         raise UsageError(
@@ -115,6 +130,25 @@ def architecture(config: Mapping[str, Any]) -> str:
     return str(named[0])
 
 
+def layer_kinds(config: Any) -> list[str]:
+    """Return the kind of each layer by Transformers' config of a model; [] if it names none."""
+    return list(getattr(config.get_text_config(), "layer_types", None) or ())
+
+
+def keeps_state(config: Any) -> bool:
+    """True if a sequence needs a row of its own: layers would carry a state into the next one.
+
+    `config` is Transformers'. `Scorer` asks the loaded model whether that is right.
+    """
+    return not _STATEFUL.isdisjoint(layer_kinds(config))
+
+
+def cache_argument(model: Any) -> str:
+    """Return the argument by which the forward pass of a Transformers model takes its cache."""
+    named = inspect.signature(type(model).forward).parameters
+    return "cache_params" if "cache_params" in named else "past_key_values"
+
+
 def in_the_way(config: Mapping[str, Any]) -> str:
     """Return what of the model Umbra would get wrong, as the rest of "which ...", or ""."""
     layers = config.get("layer_types") or []
@@ -127,12 +161,12 @@ def in_the_way(config: Mapping[str, Any]) -> str:
     if config.get("attention_chunk_size") or "chunked_attention" in strange:
         return "attends in chunks (attention_chunk_size), which packed rows don't keep"
     state = [key for key in _STATE if config.get(key) is not None]
-    if strange or state:
+    if (strange or state) and config.get("model_type") not in RECURRENT:
         what = ", ".join(strange or state)
-        return (
-            f"keeps a running state in some layers ({what}), which packed rows would carry from "
-            "one sequence into the next"
-        )
+        return f"carries a state from token to token in a way that was not tested ({what})"
+    limits = config.get("time_step_limit") or ()
+    if any(isinstance(limit, int | float) and 0 < limit < math.inf for limit in limits):
+        return "limits time steps (time_step_limit), as Transformers does in whole sequences only"
     if config.get("use_bidirectional_attention"):
         return "attends to later tokens too (use_bidirectional_attention)"
     for rope in _ropes(config):

@@ -23,12 +23,14 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling import attention_probe
+from umbra.services.modeling.architectures import keeps_state, layer_kinds
 from umbra.services.modeling.attention_backends import NAME
 from umbra.services.modeling.micro_batch import RowMask
 
 log = logging.getLogger(__name__)
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # Transformers' names of kinds of layers
+_BESIDE_STATES = (FULL, "linear_attention", "conv", "hybrid", "moe", "mlp")
 SLOW = (
     "flex_attention is not used on this GPU: %s. Packed rows take a mask of all pairs, several "
     "times slower and with memory by the square of trainer.pack_tokens: install a torch whose "
@@ -47,13 +49,15 @@ class Attention:
     """
 
     windows: tuple[tuple[str, int | None], ...] = ((FULL, None),)
-    """Of each kind of layer: how many tokens a position sees, itself included; None: all."""
+    """Of each kind of attention: how many tokens a position sees, itself included; None: all."""
     backend: Choice = "sdpa"
     """Of packed rows."""
     plain: bool = True
     """Scores have no soft cap, and there are no sinks."""
     flexes: bool = True
     """flex_attention is right on this GPU; else `auto` takes a dense mask."""
+    recurrent: bool = False
+    """Some layers carry a state from token to token: a row has one sequence."""
 
     @classmethod
     def prepare(cls, model: PreTrainedModel, device: torch.device) -> Attention:
@@ -69,7 +73,7 @@ class Attention:
         capped = getattr(model.config, "attn_logit_softcapping", None) is not None
         sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
         attention = replace(attention, backend="auto", plain=not (capped or sinks))
-        if device.type == "cuda":
+        if device.type == "cuda" and not attention.recurrent:  # of these, rows need no mask
             scales = (getattr(module, "scaling", None) for module in model.modules())
             scale = next((found for found in scales if isinstance(found, float)), None)
             shape = attention_probe.Shape.of(model.config, sinks=sinks, scale=scale)
@@ -93,11 +97,14 @@ class Attention:
             UsageError: a kind of layer that is none of ours.
         """
         window: int | None = getattr(config, "sliding_window", None)
-        sizes = {FULL: None, SLIDING: window}
-        kinds = sorted(set(getattr(config, "layer_types", None) or [SLIDING if window else FULL]))
+        recurrent = keeps_state(config)
+        sizes = dict.fromkeys(_BESIDE_STATES) if recurrent else {FULL: None, SLIDING: window}
+        kinds = sorted(set(layer_kinds(config) or [SLIDING if window else FULL]))
         strange = [kind for kind in kinds if kind not in sizes]
         if strange:
             raise UsageError(f"{config.model_type} has layers of type {', '.join(strange)}")
+        if recurrent:
+            return cls(((FULL, None),) if {FULL, "hybrid"} & {*kinds} else (), recurrent=True)
         return cls(tuple((kind, sizes[kind]) for kind in kinds))
 
     def express(self, rows: RowMask) -> RowMasks | None:
@@ -105,6 +112,9 @@ class Attention:
 
         None: the model's own causal attention is exact.
         """
+        if self.recurrent:
+            assert rows.segment is None, "a row of such a model has one sequence"
+            return None
         backend = self._backend(rows)
         if backend == "sdpa" and rows.segment is None:
             return None

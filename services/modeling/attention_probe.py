@@ -1,7 +1,8 @@
-"""Whether flex_attention is right on this GPU: compared with a dense mask before its use.
+"""Whether flex_attention is right on this GPU, and whether sequences see their neighbours.
 
-This compiles the kernels of the model's layers for a row, of passes with gradients and without: the
-first step, which has a deadline, seldom compiles another.
+flex_attention is compared with a dense mask before its use. This compiles the kernels of the
+model's layers for a row, of passes with gradients and without: the first step, which has a
+deadline, seldom compiles another.
 
 What needs a GPU can't be tested without one, and a kernel that is right on one GPU with one version
 of torch may not be on another. Nobody would notice a wrong gradient.
@@ -10,7 +11,8 @@ of torch may not be on another. Nobody would notice a wrong gradient.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,6 +88,31 @@ def differences(
         name: float((ours.double() - theirs).norm() / theirs.norm())
         for name, ours, theirs in zip(names, found, exact, strict=False)
     }
+
+
+def neighbours(vocabulary: int, *, alone: bool) -> Iterator[MicroBatch]:
+    """Yield two micro-batches that are to give the same logprobs, and do so to the bit.
+
+    They differ in padding and in a response that stands before the one that is learned, and shares
+    its prompt. With `alone` each sequence has a row.
+    """
+    drawn = torch.Generator().manual_seed(0)
+    sizes = (4, 8, 12, 12)
+    prompt, own, *others = (torch.randint(vocabulary, (n,), generator=drawn) for n in sizes)
+    for other in others:
+        tokens = Tokens(
+            torch.cat([prompt, other, prompt, own]),
+            lengths=torch.tensor([16, 12]),
+            learned=torch.arange(20, 28),
+            owner=torch.ones(8, dtype=torch.int64),
+            prompts=torch.tensor([4, 4]),
+            family=torch.zeros(2, dtype=torch.int64),
+        )
+        width = 1 if alone else 64
+        (micro,) = pack(tokens, pack_tokens=width, micro_tokens=64, share_prompts=not alone)
+        assert micro.fed is not None
+        fed = micro.fed.view_as(micro.input_ids)
+        yield replace(micro, input_ids=micro.input_ids.where(fed, other[0]))
 
 
 def _rows() -> MicroBatch:

@@ -133,9 +133,9 @@ class _Forward:
     router: Any
 
     @torch.compiler.disable  # compiled layers break here: what is told changes from pass to pass
-    def __call__(self, hidden: Tensor) -> Any:
+    def __call__(self, hidden: Tensor, *more: Any) -> Any:
         own = partial(type(self.router).forward, self.router)
-        return self.routers.route(self.layer, own, hidden)
+        return self.routers.route(self.layer, lambda states: own(states, *more), hidden)
 
 
 def check_routing_fits(kind: tuple[int, int, int], max_context: int) -> None:
@@ -235,7 +235,7 @@ def _named_routers(model: nn.Module) -> dict[str, Any]:
     for module in model.modules():
         recorded = getattr(module, "_can_record_outputs", None) or {}
         recorder = recorded.get("router_logits")
-        if recorder is not None:
+        if recorder is not None and getattr(recorder, "index", 0) == 0:  # logits, weights, choice
             kinds.add(getattr(recorder, "target_class", recorder))
     return {
         name: module

@@ -145,7 +145,8 @@ def _targets(model: PreTrainedModel, wanted: list[str]) -> tuple[list[str], list
     experts. Routers are neither. Raises UsageError if nothing has such a name.
     """
     head = model.get_output_embeddings()
-    named = dict(model.named_modules())
+    # Mamba multiplies by the weight of this one itself, whatever is around the layer.
+    named = {n: m for n, m in model.named_modules() if not n.endswith(".dt_proj")}
     linear = [n for n, m in named.items() if isinstance(m, nn.Linear) and m is not head]
     experts = [
         name

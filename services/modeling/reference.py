@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from umbra.services.modeling.models import AS_IT_IS
+from umbra.services.modeling.architectures import cache_argument, keeps_state
+from umbra.services.modeling.models import AS_IT_IS, read_transformers_config
 
 Weights = Mapping[str, Tensor]  # by their names in the model
 
@@ -34,6 +35,7 @@ class Reference:
         transformers_logging.disable_progress_bar()
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             directory,
+            config=read_transformers_config(directory),
             **AS_IT_IS,
             use_safetensors=True,
             dtype=torch.float32,
@@ -57,12 +59,17 @@ class Reference:
         `tokens[:read]` are read with the weights `old`; all further ones with `new`, which see the
         keys and values that the others left. The model has the weights `new` afterwards.
         """
-        cache = DynamicCache(config=self.model.config)
+        config = self.model.config
+        cache = {cache_argument(self.model): DynamicCache(config=config)}
         parts: list[Tensor] = []
         for weights, piece in ((old, tokens[:read]), (new, tokens[read:-1])):
             self.load(weights)
-            if piece:
-                output = self.model(torch.tensor([piece]), past_key_values=cache, use_cache=True)
+            # Not every class goes on from a state with more than one token.
+            size = 1 if keeps_state(config) and parts else max(1, len(piece))
+            for start in range(0, len(piece), size):
+                some = torch.tensor([piece[start : start + size]])
+                at = torch.arange(sum(map(len, parts)), sum(map(len, parts)) + some.shape[1])
+                output = self.model(some, position_ids=at[None], use_cache=True, **cache)
                 parts.append(output.logits[0])
         return _expected(torch.cat(parts)[first - 1 :], tokens[first:])
 

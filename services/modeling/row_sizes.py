@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from umbra.services.config import TrainerConfig
+from umbra.services.modeling.architectures import keeps_state, layer_kinds
 from umbra.services.process.host_memory import host_bytes
 
 SHORT_ROW = 256  # tokens; narrower rows save little
@@ -25,15 +26,22 @@ class RowSizes(NamedTuple):
 
 
 def rows_within(
-    config: TrainerConfig, fits: int, kind: str, max_tokens: int = 0, gpu_pass: int = GPU_PASS
+    config: TrainerConfig,
+    model: Any,
+    fits: int,
+    kind: str,
+    max_tokens: int = 0,
+    gpu_pass: int = GPU_PASS,
 ) -> RowSizes:
     """Return the configured numbers; for `auto` what suits the device and the samples.
 
     A pass has what fits, at most `gpu_pass` tokens on a GPU and 4096 on a CPU. On a GPU a row is as
     long as a pass, as a row of many segments costs no more than many rows. On a CPU it has room for
-    two of the longest responses, so that they share a prompt, and no more: its mask is dense.
+    two of the longest responses, so that they share a prompt, and no more: its mask is dense. Where
+    layers carry a state, a row has one sequence: no two fit into one token.
 
     Args:
+        model: its Transformers config.
         fits: tokens that there is memory for.
         kind: of the device, "cpu" or "cuda".
         max_tokens: `sampling.max_tokens`, the longest response of a turn; 0: unknown.
@@ -45,6 +53,8 @@ def rows_within(
         micro_tokens = max(SHORT_ROW, min(fits, most))
     if pack_tokens == "auto":
         pack_tokens = micro_tokens if gpu else min(micro_tokens, max(SHORT_ROW, 2 * max_tokens))
+    if keeps_state(model):
+        pack_tokens = 1
     return RowSizes(pack_tokens, micro_tokens)
 
 
@@ -67,7 +77,7 @@ def scoring_rows(
     """
     room = room_for_tokens(memory, weights * each, config)
     fits = room // (each * layer_numbers(model))
-    return rows_within(config, fits, kind, max_tokens, SCORING_PASS)
+    return rows_within(config, model, fits, kind, max_tokens, SCORING_PASS)
 
 
 def reading_tokens(kind: str, parameters: int) -> int:
@@ -96,11 +106,42 @@ def layer_numbers(model: Any) -> int:
     each unit of the feed-forward part that the token meets. `model` is a Transformers config.
     """
     known = model.get_text_config()
-    hidden, heads = known.hidden_size, known.num_attention_heads
-    width = getattr(known, "head_dim", None) or hidden // heads
+    hidden, heads = known.hidden_size, getattr(known, "num_attention_heads", 0)
+    width = getattr(known, "head_dim", None) or hidden // max(1, heads)
     attended = (heads + 2 * (getattr(known, "num_key_value_heads", None) or heads)) * width
+    mixed = max(3 * attended, _state_sizes(known)[1])
     units = getattr(known, "intermediate_size", None) or 4 * hidden
     expert = getattr(known, "moe_intermediate_size", None)
     if expert:
         units = max(units, expert * (getattr(known, "num_experts_per_tok", None) or 1))
-    return 10 * hidden + 3 * attended + 4 * units
+    return 10 * hidden + mixed + 4 * units
+
+
+def state_numbers(model: Any) -> int:
+    """Return the numbers of a sequence's states in all layers, convolutions left out."""
+    known = model.get_text_config()
+    layers = sum(kind in ("linear_attention", "hybrid") for kind in layer_kinds(known))
+    return layers * _state_sizes(known)[0]
+
+
+def _state_sizes(known: Any) -> tuple[int, int]:
+    """Return the numbers of a layer's state, and those of a token that training keeps for it.
+
+    Counted as without kernels: scans in chunks keep the pairs of a chunk, others each state.
+    """
+
+    def first(*names: str) -> int:
+        return next((v for name in names if isinstance(v := getattr(known, name, None), int)), 0)
+
+    size = first("linear_key_head_dim", "ssm_state_size", "mamba_d_state", "state_size")
+    if not (size and keeps_state(known)):
+        return 0, 0
+    heads = first("linear_num_value_heads", "mamba_num_heads", "mamba_n_heads", "n_mamba_heads")
+    heads = heads or first("num_heads")
+    chunk = first("mamba_chunk_size", "chunk_size") or 64
+    width = first("linear_value_head_dim", "mamba_head_dim", "mamba_d_head", "mamba_headdim")
+    inner = heads * (width or first("head_dim"))
+    if heads:
+        return inner * size, 10 * inner + 6 * heads * (chunk + size)
+    inner = first("mamba_expand", "expand") * known.hidden_size
+    return inner * size, 5 * inner * (size + 2)

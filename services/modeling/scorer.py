@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.attention_probe import neighbours
 from umbra.services.modeling.experts import Routers
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.sequence_parallel import (
@@ -21,6 +22,8 @@ from umbra.services.modeling.sequence_parallel import (
 )
 
 _NOTHING = -1e4  # log of a probability of 0, times which it is 0
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+_APART = 0.03  # nats: the same to the bit, but for experts, whose kernels may sum up otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,8 @@ class Scorer(nn.Module):
 
     Raises:
         UsageError: in the first pass, if the model's class does to its logits what is not known
-            here; or a model whose rows cannot be shared.
+            here, or a sequence's logprobs depend on its neighbours; or a model whose rows cannot be
+            shared.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Scorer(nn.Module):
         self._request: _Request | None = None
         self._hidden: Tensor | None = None
         self._compared = False  # what we do to logits and what the model's class does
+        self._probed = False  # whether sequences have an effect on their neighbours
         head = model.get_output_embeddings()
         assert head is not None, f"{type(model).__name__} has no output embeddings"
         head.register_forward_pre_hook(self._take_hidden)
@@ -105,6 +110,9 @@ class Scorer(nn.Module):
         The backward pass adds the gradients of the routers' balance loss (`balance_loss`), in which
         each token that is fed weighs `balance`.
         """
+        if not self._probed:
+            self._probed = True
+            self._check_neighbours(batch.input_ids.device)
         request = _Request(
             batch, temperature, with_entropy, entropy_gradient, with_support, balance
         )
@@ -115,6 +123,21 @@ class Scorer(nn.Module):
         logprobs, entropy = self._run(own, share.rows, share)
         logprobs = share.join(logprobs)
         return logprobs, share.join(entropy) if with_entropy else logprobs.new_zeros(len(logprobs))
+
+    @torch.no_grad()
+    def _check_neighbours(self, device: torch.device) -> None:
+        """Refuse a model that carries something from a sequence to the next one of its row."""
+        words: int = self.model.config.get_text_config().vocab_size
+        one, other = (
+            self.forward(micro.to(device), torch.ones(len(micro.targets), device=device))[0]
+            for micro in neighbours(words, alone=self._attention.recurrent)
+        )
+        if (off := float((one - other).abs().max())) > _APART:
+            raise UsageError(
+                f"model.path: in a {type(self.model).__name__} what stands before a sequence in a "
+                f"row changes its logprobs (by {off:.2g} nats): it carries a state in a way that "
+                "Umbra does not know of, so it can't be trained"
+            )
 
     def _run(self, request: _Request, rows: MicroBatch, share: SequenceShare | None = None) -> Any:
         """Run `request`; attention sees `rows`, of which this rank may have a `share`."""
@@ -229,14 +252,14 @@ class Scorer(nn.Module):
 class LogitTransform:
     """What a model's class does to the output of its last layer."""
 
-    factor: float = 1.0  # Cohere
+    factor: float = 1.0  # Cohere, Falcon-H1
     divisor: float = 1.0  # Granite
     cap: float | None = None  # Gemma: cap * tanh(logit / cap)
 
     @classmethod
     def of(cls, config: Any) -> LogitTransform:
         return cls(
-            factor=getattr(config, "logit_scale", None) or 1.0,
+            factor=next(filter(None, (getattr(config, key, None) for key in _FACTORS)), 1.0),
             divisor=getattr(config, "logits_scaling", None) or 1.0,
             cap=getattr(config, "final_logit_softcapping", None),
         )

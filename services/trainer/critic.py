@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import MicroBatch
@@ -91,6 +92,12 @@ class Critic:
         directory = Path(config.critic.path or config.model.name)
         backbone, files = open_backbone(directory, "critic.path", config.model.checked)
         attention = Attention.prepare(backbone, self._device)
+        if attention.recurrent and learner.rows.pack_tokens > 1:
+            raise UsageError(
+                f"critic.path: layers of {directory} carry a state from token to token, so each "
+                "sequence needs a row, and those of model.path are packed: choose a critic whose "
+                "layers only attend"
+            )
         self.model = ValueModel(backbone, attention, self._ranks.sequence)
         if (head := directory / HEAD_FILE).exists():  # else it begins as the policy
             self.model.load_state_dict(load_file(head), strict=False)

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
-from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.architectures import layer_kinds
+from umbra.services.modeling.attention import FULL, Attention
 from umbra.services.modeling.row_sizes import (
     RowSizes,
     layer_numbers,
@@ -37,8 +38,8 @@ class TrainingFlops:
     Counted are 6 operations per weight that a token meets (2 forward, 4 backward; of experts those
     that it is routed to; the output layer: per learned token), and 12 per head dimension, head,
     layer and pair of a token and one that it attends to: 6 L^2 for a sequence of L tokens without
-    a window. Weights that an adapter leaves alone count like others. Kaplan et al. 2020, arXiv
-    2001.08361, section 2.1.
+    a window. Weights that an adapter leaves alone count like others; states that layers carry from
+    token to token do not. Kaplan et al. 2020, arXiv 2001.08361, section 2.1.
     """
 
     body: int  # weights of the layers
@@ -59,12 +60,12 @@ class TrainingFlops:
         body = sum(_met(named, config))
         if not config.tie_word_embeddings:
             body -= head
-        kinds = getattr(config, "layer_types", None)
         windows = dict(Attention.of(config).windows)
-        if not kinds:
-            kinds = [*windows] * config.num_hidden_layers
-        layers = Counter(windows[kind] for kind in kinds)
-        width = config.num_attention_heads * _head_width(config)
+        kinds = layer_kinds(config) or [*windows] * config.num_hidden_layers
+        kinds = [FULL if kind == "hybrid" else kind for kind in kinds]
+        layers = Counter(windows[kind] for kind in kinds if kind in windows)
+        heads = getattr(config, "num_attention_heads", 0)
+        width = heads * _head_width(config) if heads else 0
         return cls(
             body,
             head,
@@ -153,7 +154,7 @@ def row_sizes(
         weights = sum(parameter.numel() for parameter in model.parameters())
         fits[0] = fitting_tokens(config, model.config, weights // ranks.world, memory, kind)
         fits = ranks.gather(fits).min()
-    return rows_within(config, int(fits), device.type, max_tokens)
+    return rows_within(config, model.config, int(fits), device.type, max_tokens)
 
 
 def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> int:

@@ -130,7 +130,7 @@ class Learner:
                 tokens,
                 **self.rows._asdict(),
                 sequences=sequences,
-                share_prompts=self._config.share_prompts,
+                share_prompts=self._config.share_prompts and self.rows.pack_tokens > 1,
                 rank=self.ranks.share,
                 world=self.ranks.shares,
                 cost=self.operations.sequence,

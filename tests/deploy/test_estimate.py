@@ -25,7 +25,7 @@ from umbra.cli import main
 from umbra.deploy.check import needs
 from umbra.deploy.check.estimate import estimate
 from umbra.deploy.check.hardware import GIB, Machine
-from umbra.deploy.check.model_sizes import cache_numbers, sizes_of
+from umbra.deploy.check.model_sizes import cache_numbers, read_sizes, sizes_of
 from umbra.deploy.check.needs import peak
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
@@ -218,7 +218,8 @@ def test_rows_of_auto_are_those_of_the_trainer(run_file: Path) -> None:
     auto = ("trainer.pack_tokens=auto", "trainer.micro_tokens=auto")
     config = load_config(str(run_file), overrides=auto)
     machine = Machine(host=1 << 34)
-    chosen = rows_within(config.trainer, CPU_PASS, "cpu", config.sampling.max_tokens)
+    model = read_sizes(config).config
+    chosen = rows_within(config.trainer, model, CPU_PASS, "cpu", config.sampling.max_tokens)
     numbers = [f"trainer.{name}={value}" for name, value in chosen._asdict().items()]
     known = load_config(str(run_file), overrides=numbers)
     assert estimate(config, machine).needs == estimate(known, machine).needs

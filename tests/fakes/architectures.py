@@ -89,6 +89,22 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": SPECIAL_TOKENS.index(END),
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SSM: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", _FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_HEADS = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+_NO_ATTENTION = (*_HEADS, "max_position_embeddings")
+_SOME_STATES, _ALL_STATES = "states in some layers", "states in all layers"
 _NOT_CAUSAL = {"qwen3-vl": "Qwen3VLForConditionalGeneration"}
 
 
@@ -287,27 +303,151 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "qwen3-next",
             "Qwen3Next",
+            {**_EXPERTS, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 48},
+            about=_SOME_STATES,
+        ),
+        Architecture("qwen3.5", "Qwen3_5Text", _DELTA, about=f"the text model, {_SOME_STATES}"),
+        Architecture(
+            "qwen3.5-moe",
+            "Qwen3_5MoeText",
+            {**_EXPERTS, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 48},
+            about=f"the text model, {_SOME_STATES}",
+        ),
+        Architecture(
+            "granite-hybrid",
+            "GraniteMoeHybrid",
+            {
+                **_SSM,
+                "layer_types": ["linear_attention", _FULL],
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "shared_intermediate_size": 48,
+                "attention_multiplier": 0.3,
+                "logits_scaling": 2.0,
+            },
+            drop=("head_dim",),
+            about=_SOME_STATES,
+        ),
+        Architecture(
+            "granite-hybrid-dense",
+            "GraniteMoeHybrid",
+            {
+                "layer_types": [_FULL, _FULL],
+                "num_local_experts": 0,
+                "shared_intermediate_size": 48,
+                "position_embedding_type": "rope",
+            },
+            drop=("head_dim",),
+            about="attention in all layers",
+        ),
+        Architecture(
+            "nemotron-h",
+            "NemotronH",
             {
                 **_EXPERTS,
-                "num_experts": 4,
-                "shared_expert_intermediate_size": 48,
-                "layer_types": ["linear_attention", _FULL],
-                "linear_num_key_heads": 2,
-                "linear_num_value_heads": 2,
-                "linear_key_head_dim": 16,
-                "linear_value_head_dim": 16,
+                "layers_block_type": ["linear_attention", "moe", _FULL, "mlp"],
+                "mamba_num_heads": 8,
+                "mamba_head_dim": 16,
+                "ssm_state_size": 16,
+                "n_groups": 2,
+                "chunk_size": 16,
+                "n_routed_experts": 4,
+                "moe_shared_expert_intermediate_size": 48,
             },
+            about=_SOME_STATES,
+        ),
+        Architecture(
+            "bamba",
+            "Bamba",
+            {**_SSM, "attn_layer_indices": [1]},
+            drop=("head_dim",),
+            about=_SOME_STATES,
+        ),
+        Architecture(
+            "falcon-h1",
+            "FalconH1",
+            {
+                **_SSM,
+                "mamba_d_ssm": 128,
+                "lm_head_multiplier": 0.5,
+                "embedding_multiplier": 2.0,
+                "key_multiplier": 0.7,
+                "ssm_out_multiplier": 0.6,
+                "mlp_multipliers": [0.8, 1.2],
+            },
+            drop=("head_dim",),
+            about=f"scaled logits, {_ALL_STATES}",
+        ),
+        Architecture(
+            "jamba",
+            "Jamba",
+            {
+                "mamba_d_state": 8,
+                "attn_layer_period": 2,
+                "attn_layer_offset": 1,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+            },
+            drop=("head_dim",),
+            about=_SOME_STATES,
+        ),
+        Architecture(
+            "zamba2",
+            "Zamba2",
+            {
+                "layers_block_type": ["linear_attention", "hybrid"],
+                "n_mamba_heads": 8,
+                "mamba_ngroups": 2,
+                "mamba_d_state": 16,
+                "chunk_size": 16,
+            },
+            drop=("head_dim", "num_key_value_heads"),
+            about=_ALL_STATES,
+        ),
+        Architecture(
+            "lfm2",
+            "Lfm2",
+            {"layer_types": ["conv", _FULL], "block_multiple_of": 16},
+            drop=("head_dim",),
+            about=_SOME_STATES,
+        ),
+        Architecture(
+            "lfm2-moe",
+            "Lfm2Moe",
+            {**_EXPERTS, "layer_types": ["conv", _FULL], "num_experts": 4, "num_dense_layers": 1},
+            drop=("head_dim",),
+            about=_SOME_STATES,
+        ),
+        Architecture(
+            "mamba",
+            "Mamba",
+            {"state_size": 8},
+            drop=(*_NO_ATTENTION, "head_dim"),
+            about=_ALL_STATES,
+        ),
+        Architecture(
+            "falcon-mamba",
+            "FalconMamba",
+            {"state_size": 8},
+            drop=(*_NO_ATTENTION, "head_dim"),
+            about=_ALL_STATES,
         ),
         Architecture(
             "mamba2",
             "Mamba2",
             {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 16},
-            drop=(
-                "intermediate_size",
-                "num_attention_heads",
-                "num_key_value_heads",
-                "max_position_embeddings",
-            ),
+            drop=_NO_ATTENTION,
+            about=_ALL_STATES,
+        ),
+        Architecture(
+            "minimax",
+            "MiniMax",
+            {
+                "layer_types": ["linear_attention", _FULL],
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "block_size": 16,
+            },
         ),
         Architecture("qwen3-vl", "Qwen3VL", _vision(), drop=tuple(_COMMON)),
         Architecture("gemma", "Gemma"),

@@ -25,7 +25,7 @@ def rounding(terms: int, dtype: torch.dtype = torch.float32) -> float:
 
 def model_terms(config: Any, *, backward: bool = False) -> int:
     """The longest chain of additions from a model's input to its logprobs, or to a gradient."""
-    width = max(config.hidden_size, config.intermediate_size)
+    width = max(config.hidden_size, getattr(config, "intermediate_size", 0))
     return (2 if backward else 1) * config.num_hidden_layers * width + config.vocab_size
 
 

@@ -15,10 +15,10 @@ from fakes.architectures import ARCHITECTURES, Architecture
 from umbra.deploy.model_check.check import check_model
 from umbra.deploy.model_check.outcome import Outcome
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.architectures import PROVEN, check_architecture
+from umbra.services.modeling.architectures import PROVEN, RECURRENT, check_architecture
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-RIGHT = ("architecture", "`model_type`", "tried with", "Umbra", "vLLM")
+RIGHT = ("architecture, `model_type`", "tried with", "Umbra", "vLLM")
 REFUSED = ("architecture", "`model_type`", "Umbra says")
 VLLM = ("`model_type`", "Umbra says")
 
@@ -36,7 +36,7 @@ def examine(directory: Path) -> Outcome | str:
 
 def right(architecture: Architecture, outcome: Outcome) -> str:
     """The line of an architecture whose comparisons were made."""
-    known = f"**{outcome.architecture}**", f"`{outcome.model_type}`", architecture.about
+    known = f"**{outcome.architecture}** `{outcome.model_type}`", architecture.about
     found = vllm_models.recorded().get(architecture.name, {})
     equal = "equal" if outcome.equal else "different"
     return _line([*known, equal, found.get("outcome", "")])
@@ -53,7 +53,7 @@ def vllm_table() -> str:
     shown = [
         _line([f"`{kinds[name]}`", found["why"]])
         for name, found in vllm_models.recorded().items()
-        if found.get("why") and kinds.get(name) in PROVEN
+        if found.get("why") and kinds.get(name) in PROVEN - RECURRENT
     ]
     return table(VLLM, shown)
 

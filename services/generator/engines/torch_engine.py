@@ -33,6 +33,7 @@ from umbra.services.generator.engines.engine import (
     told_of,
 )
 from umbra.services.generator.engines.slots import SlotCache
+from umbra.services.modeling.architectures import cache_argument
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.attention_backends import Context, slot_mask
 from umbra.services.modeling.experts import NO_ROUTERS, Routers, check_routing_fits
@@ -218,7 +219,10 @@ class TorchEngine:
         self._dtype: torch.dtype = model.dtype
         self._stop_ids = frozenset(stop_ids)
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
-        self._windows = Attention.prepare(model, torch.device("cpu")).windows
+        attention = Attention.prepare(model, torch.device("cpu"))
+        self._windows = attention.windows
+        self._states: Any = model.config if attention.recurrent else None  # tells whose layers' are
+        self._cache_argument = cache_argument(model)
         self._weights = weights or WeightTable(model)
         self._routers = Routers.of(model) if tell_routing else None
         self._routing: Routing | None = None
@@ -229,7 +233,7 @@ class TorchEngine:
             check_routing_fits(self._routers.kind, max_context)
             self._routing = Routing(layers=layers, choices=choices, experts=experts, chosen=b"")
         self._reads = reading_tokens(self._device.type, sum(p.numel() for p in model.parameters()))
-        self._cache = SlotCache(slots, max_context)
+        self._cache = SlotCache(slots, max_context, self._states)
         self._asked_tokens = self._cached_tokens = 0
         self._sampler = Sampler(self._device, seed, tell_head)
         self._queue: deque[_Row] = deque()
@@ -332,7 +336,7 @@ class TorchEngine:
     def close(self) -> None:
         self._rows.clear()
         self._queue.clear()
-        self._cache = SlotCache(self.slots, self.max_context)
+        self._cache = SlotCache(self.slots, self.max_context, self._states)
 
     def _admit(self, count: int) -> list[_Row]:
         """Begin at most `count` requests of the queue, no more than a pass reads."""
@@ -357,9 +361,10 @@ class TorchEngine:
         self._cache.reserve(len(self._rows), self._longest)
         fed = [row.newest for row in self._rows] + [length - 1 for length in lengths]
         newest = torch.tensor(fed, device=self._device).view(2, -1)
-        # The longest by themselves, if they are too much for this pass.
+        # The longest by themselves, if they are too much for this pass; all, if there are states.
         readings = sorted(self._unread(), key=lambda reading: len(reading.tokens))
-        here, room = 0, self._reads
+        here, room = 0, 0 if self._states is not None else self._reads
+        self._cache.clear([slot for slot, row in enumerate(self._rows) if row.unread])
         while here < len(readings) and len(readings[here].tokens) <= room:
             room -= len(readings[here].tokens)
             here += 1
@@ -408,16 +413,22 @@ class TorchEngine:
             read = torch.tensor([tokens, where], device=self._device)
             newest = torch.cat((newest, read), 1)
             keep = torch.arange(count, device=self._device)
+        inputs = newest[:, None]  # [2, 1, T]
+        mask: Any = masks if len(masks) > 1 else next(iter(masks.values()), None)
+        if self._states is not None and not contexts:
+            inputs = newest[..., None]  # n sequences of one token
+            mask = mask and mask.newest
         if self._routers is not None:
             self._routers.noted = []
         logits = self._model(
-            input_ids=newest[:1],
-            position_ids=newest[1:],
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            past_key_values=self._cache,
+            input_ids=inputs[0],
+            position_ids=inputs[1],
+            attention_mask=mask,
             use_cache=True,
             logits_to_keep=keep,
-        ).logits[0]
+            **{self._cache_argument: self._cache},
+        ).logits.flatten(0, 1)
+        self._cache.end()
         self._note_routing(count, readings)
         return logits
 

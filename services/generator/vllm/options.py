@@ -21,6 +21,7 @@ from umbra.proto.records import Sampling
 from umbra.services.config import GeneratorConfig
 from umbra.services.config.rules import VLLM_COOLEST
 from umbra.services.generator.vllm.plugin import ADAPTER_BACKEND, BACKEND, OURS_VARIABLE
+from umbra.services.modeling.architectures import keeps_state
 from umbra.services.modeling.models import pick_device
 
 log = logging.getLogger(__name__)
@@ -248,6 +249,11 @@ def _faults(config: GeneratorConfig, hf_config: Any, platform: str) -> Iterator[
         yield (
             "model.path: on CPUs vLLM turns parts of queries wrong in latent attention with plain "
             f"rotary positions (rope_type): {ours}"
+        )
+    if platform == "cpu" and keeps_state(text):
+        yield (
+            f"model.path: layers of a {kind} carry a state from token to token, and vLLM on CPUs "
+            f"was not compared on them: {ours}"
         )
     layers = set(getattr(text, "layer_types", None) or ())
     if getattr(text, "use_sliding_window", False) and layers != {"sliding_attention"}:
