@@ -24,7 +24,7 @@ from umbra.services.trainer.policy import no_progress_bars
 WINDOW = 8  # tokens; less than the sequences of the tests, so that windows matter
 CONTEXT = 256
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_ALL, _SOME = "a sliding window in all layers", "a sliding window in some layers"
+_ALL, _SOME = "windows in all layers", "windows in some layers"
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ _DELTA: dict[str, Any] = {
 }
 _HEADS = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 _NO_ATTENTION = (*_HEADS, "max_position_embeddings")
-_SOME_STATES, _ALL_STATES = "states in some layers", "states in all layers"
+_STATES = "states"
 _NOT_CAUSAL = {"qwen3-vl": "Qwen3VLForConditionalGeneration"}
 
 
@@ -304,14 +304,14 @@ ARCHITECTURES: dict[str, Architecture] = {
             "qwen3-next",
             "Qwen3Next",
             {**_EXPERTS, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 48},
-            about=_SOME_STATES,
+            about=_STATES,
         ),
-        Architecture("qwen3.5", "Qwen3_5Text", _DELTA, about=f"the text model, {_SOME_STATES}"),
+        Architecture("qwen3.5", "Qwen3_5Text", _DELTA, about=f"the text model, {_STATES}"),
         Architecture(
             "qwen3.5-moe",
             "Qwen3_5MoeText",
             {**_EXPERTS, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 48},
-            about=f"the text model, {_SOME_STATES}",
+            about=f"the text model, {_STATES}",
         ),
         Architecture(
             "granite-hybrid",
@@ -326,7 +326,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "logits_scaling": 2.0,
             },
             drop=("head_dim",),
-            about=_SOME_STATES,
+            about=_STATES,
         ),
         Architecture(
             "granite-hybrid-dense",
@@ -354,14 +354,14 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "n_routed_experts": 4,
                 "moe_shared_expert_intermediate_size": 48,
             },
-            about=_SOME_STATES,
+            about=_STATES,
         ),
         Architecture(
             "bamba",
             "Bamba",
             {**_SSM, "attn_layer_indices": [1]},
             drop=("head_dim",),
-            about=_SOME_STATES,
+            about=_STATES,
         ),
         Architecture(
             "falcon-h1",
@@ -376,7 +376,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "mlp_multipliers": [0.8, 1.2],
             },
             drop=("head_dim",),
-            about=f"scaled logits, {_ALL_STATES}",
+            about=f"scaled logits, {_STATES}",
         ),
         Architecture(
             "jamba",
@@ -389,7 +389,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "num_experts_per_tok": 2,
             },
             drop=("head_dim",),
-            about=_SOME_STATES,
+            about=_STATES,
         ),
         Architecture(
             "zamba2",
@@ -402,42 +402,42 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "chunk_size": 16,
             },
             drop=("head_dim", "num_key_value_heads"),
-            about=_ALL_STATES,
+            about=_STATES,
         ),
         Architecture(
             "lfm2",
             "Lfm2",
             {"layer_types": ["conv", _FULL], "block_multiple_of": 16},
             drop=("head_dim",),
-            about=_SOME_STATES,
+            about=_STATES,
         ),
         Architecture(
             "lfm2-moe",
             "Lfm2Moe",
             {**_EXPERTS, "layer_types": ["conv", _FULL], "num_experts": 4, "num_dense_layers": 1},
             drop=("head_dim",),
-            about=_SOME_STATES,
+            about=_STATES,
         ),
         Architecture(
             "mamba",
             "Mamba",
             {"state_size": 8},
             drop=(*_NO_ATTENTION, "head_dim"),
-            about=_ALL_STATES,
+            about=_STATES,
         ),
         Architecture(
             "falcon-mamba",
             "FalconMamba",
             {"state_size": 8},
             drop=(*_NO_ATTENTION, "head_dim"),
-            about=_ALL_STATES,
+            about=_STATES,
         ),
         Architecture(
             "mamba2",
             "Mamba2",
             {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 16},
             drop=_NO_ATTENTION,
-            about=_ALL_STATES,
+            about=_STATES,
         ),
         Architecture(
             "minimax",
