@@ -12,11 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from umbra.deploy.model_check.outcome import VLLM, Outcome, Row, growth
+from umbra.deploy.model_check.outcome import Outcome, Row, vllm_bound
 from umbra.deploy.model_check.serving import (
     change,
     compare_export,
@@ -34,13 +33,13 @@ from umbra.services.modeling.architectures import (
     layer_kinds,
     read_config,
 )
-from umbra.services.modeling.model_directory import check_model_dir
+from umbra.services.modeling.model_directory import check_model_dir, weights_bytes
 from umbra.services.modeling.models import AS_IT_IS, loading, read_transformers_config, read_weights
 from umbra.services.modeling.reference import Reference
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.snapshot import whole_weights
 
-LARGE = 300_000_000  # numbers; a copy is made of larger models
+LARGE = 600_000_000  # bytes of weights; a copy is made of larger models
 WINDOW = 16  # tokens; the sequences that are compared are longer
 
 
@@ -179,7 +178,7 @@ def take(original: Path, scratch: Path, layers: int, checked: Collection[str]) -
     count: int = config.num_hidden_layers
     fewest = fewest_layers(config)
     kept = min(count, max(layers, fewest) if layers else count)
-    if not layers and _size(original) > LARGE:
+    if not layers and weights_bytes(original) > LARGE:
         kept = min(count, fewest)
     window = getattr(config, "sliding_window", None) or 0
     cuts: list[str] = []
@@ -233,11 +232,3 @@ def _cut(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
     if (fields.get("sliding_window") or 0) > WINDOW:
         fields["sliding_window"] = WINDOW
     return fields
-
-
-def _size(directory: Path) -> int:
-    shapes: list[list[int]] = []
-    for file in directory.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            shapes += [opened.get_slice(name).get_shape() for name in opened.keys()]
-    return sum(map(math.prod, shapes))

@@ -87,7 +87,7 @@ class Outcome:
 
 def difference(name: str, found: Tensor, expected: Expected, config: Any) -> Row:
     """Return the row of the token whose logprob is farthest off; [T] each."""
-    bounds = _LOGPROBS * growth(config) * expected.scale.clamp(min=1)
+    bounds = _LOGPROBS * _growth(config) * expected.scale.clamp(min=1)
     off = (found - expected.logprobs).abs()
     at = int((off / bounds).argmax())  # a NaN counts as the largest
     return Row(name, float(off[at]), float(bounds[at]), "nats")

@@ -29,7 +29,6 @@ _LAYOUTS: tuple[tuple[str, int, bool, int], ...] = (
     ("packed rows, shared prompts", _PACK_TOKENS, True, _MANY),
     ("packed rows, logits in chunks", _PACK_TOKENS, True, 7),
 )
-# Where layers carry a state, no other is made.
 _ALONE = (_LAYOUTS[0], ("rows of one sequence, logits in chunks", 1, False, 7))
 
 

@@ -136,10 +136,7 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def keeps_state(config: Any) -> bool:
-    """True if a sequence needs a row of its own: layers would carry a state into the next one.
-
-    `config` is Transformers'. `Scorer` asks the loaded model whether that is right.
-    """
+    """True if layers would carry a state into the next sequence of a row; `Scorer` checks that."""
     return not _STATEFUL.isdisjoint(layer_kinds(config))
 
 

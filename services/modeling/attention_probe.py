@@ -93,23 +93,16 @@ def differences(
 def neighbours(vocabulary: int, *, alone: bool) -> Iterator[MicroBatch]:
     """Yield two micro-batches that are to give the same logprobs, and do so to the bit.
 
-    They differ in padding and in a response that stands before the one that is learned, and shares
-    its prompt. With `alone` each sequence has a row.
+    They differ in padding and in the sequence that stands before the one that is learned. With
+    `alone` each has a row.
     """
     drawn = torch.Generator().manual_seed(0)
-    sizes = (4, 8, 12, 12)
-    prompt, own, *others = (torch.randint(vocabulary, (n,), generator=drawn) for n in sizes)
+    own, *others = (torch.randint(vocabulary, (n,), generator=drawn) for n in (12, 16, 16))
+    owner = torch.ones(8, dtype=torch.int64)
     for other in others:
-        tokens = Tokens(
-            torch.cat([prompt, other, prompt, own]),
-            lengths=torch.tensor([16, 12]),
-            learned=torch.arange(20, 28),
-            owner=torch.ones(8, dtype=torch.int64),
-            prompts=torch.tensor([4, 4]),
-            family=torch.zeros(2, dtype=torch.int64),
-        )
-        width = 1 if alone else 64
-        (micro,) = pack(tokens, pack_tokens=width, micro_tokens=64, share_prompts=not alone)
+        ids, lengths = torch.cat([other, own]), torch.tensor([16, 12])
+        tokens = Tokens(ids, lengths, learned=torch.arange(20, 28), owner=owner)
+        (micro,) = pack(tokens, pack_tokens=1 if alone else 64, micro_tokens=64)
         assert micro.fed is not None
         fed = micro.fed.view_as(micro.input_ids)
         yield replace(micro, input_ids=micro.input_ids.where(fed, other[0]))

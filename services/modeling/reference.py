@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from umbra.services.modeling.architectures import cache_argument, keeps_state
+from umbra.services.modeling.architectures import cache_argument
 from umbra.services.modeling.models import AS_IT_IS, read_transformers_config
 
 Weights = Mapping[str, Tensor]  # by their names in the model
@@ -59,18 +59,16 @@ class Reference:
         `tokens[:read]` are read with the weights `old`; all further ones with `new`, which see the
         keys and values that the others left. The model has the weights `new` afterwards.
         """
-        config = self.model.config
-        cache = {cache_argument(self.model): DynamicCache(config=config)}
+        how: Any = {cache_argument(self.model): DynamicCache(config=self.model.config)}
         parts: list[Tensor] = []
-        for weights, piece in ((old, tokens[:read]), (new, tokens[read:-1])):
+        seen = 0
+        # Token by token: with more than one, not every class goes on from a state.
+        for weights, pieces in ((old, [tokens[:read]]), (new, [[t] for t in tokens[read:-1]])):
             self.load(weights)
-            # Not every class goes on from a state with more than one token.
-            size = 1 if keeps_state(config) and parts else max(1, len(piece))
-            for start in range(0, len(piece), size):
-                some = torch.tensor([piece[start : start + size]])
-                at = torch.arange(sum(map(len, parts)), sum(map(len, parts)) + some.shape[1])
-                output = self.model(some, position_ids=at[None], use_cache=True, **cache)
-                parts.append(output.logits[0])
+            for piece in pieces:
+                how["position_ids"] = torch.arange(seen, seen + len(piece))[None]
+                parts.append(self.model(torch.tensor([piece]), use_cache=True, **how).logits[0])
+                seen += len(piece)
         return _expected(torch.cat(parts)[first - 1 :], tokens[first:])
 
     @torch.no_grad()

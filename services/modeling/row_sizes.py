@@ -26,16 +26,11 @@ class RowSizes(NamedTuple):
 
 
 def rows_within(
-    config: TrainerConfig,
-    model: Any,
-    fits: int,
-    kind: str,
-    max_tokens: int = 0,
-    gpu_pass: int = GPU_PASS,
+    config: TrainerConfig, model: Any, fits: int, kind: str, max_tokens: int, most: int = GPU_PASS
 ) -> RowSizes:
     """Return the configured numbers; for `auto` what suits the device and the samples.
 
-    A pass has what fits, at most `gpu_pass` tokens on a GPU and 4096 on a CPU. On a GPU a row is as
+    A pass has what fits, at most `most` tokens on a GPU and 4096 on a CPU. On a GPU a row is as
     long as a pass, as a row of many segments costs no more than many rows. On a CPU it has room for
     two of the longest responses, so that they share a prompt, and no more: its mask is dense. Where
     layers carry a state, a row has one sequence: no two fit into one token.
@@ -49,7 +44,7 @@ def rows_within(
     pack_tokens, micro_tokens = config.pack_tokens, config.micro_tokens
     gpu = kind == "cuda"
     if micro_tokens == "auto":
-        most = gpu_pass if gpu else max(CPU_PASS, 2 * max_tokens)
+        most = most if gpu else max(CPU_PASS, 2 * max_tokens)
         micro_tokens = max(SHORT_ROW, min(fits, most))
     if pack_tokens == "auto":
         pack_tokens = micro_tokens if gpu else min(micro_tokens, max(SHORT_ROW, 2 * max_tokens))

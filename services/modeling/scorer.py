@@ -80,7 +80,8 @@ class Scorer(nn.Module):
         self._request: _Request | None = None
         self._hidden: Tensor | None = None
         self._compared = False  # what we do to logits and what the model's class does
-        self._probed = False  # whether sequences have an effect on their neighbours
+        # Sequence parallelism has a check of its own: all layers have to attend.
+        self._probed = self._parallel is not None
         head = model.get_output_embeddings()
         assert head is not None, f"{type(model).__name__} has no output embeddings"
         head.register_forward_pre_hook(self._take_hidden)

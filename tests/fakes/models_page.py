@@ -15,12 +15,11 @@ from fakes.architectures import ARCHITECTURES, Architecture
 from umbra.deploy.model_check.check import check_model
 from umbra.deploy.model_check.outcome import Outcome
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.architectures import PROVEN, RECURRENT, check_architecture
+from umbra.services.modeling.architectures import check_architecture
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 RIGHT = ("architecture, `model_type`", "tried with", "Umbra", "vLLM")
 REFUSED = ("architecture", "`model_type`", "Umbra says")
-VLLM = ("`model_type`", "Umbra says")
 
 
 def examine(directory: Path) -> Outcome | str:
@@ -47,17 +46,6 @@ def refused(architecture: Architecture, reason: str) -> str:
     return _line([architecture.name, f"`{architecture.config().model_type}`", reason])
 
 
-def vllm_table() -> str:
-    """Say why vLLM does not serve some of the models that Umbra trains."""
-    kinds = {name: one.config().model_type for name, one in ARCHITECTURES.items()}
-    shown = [
-        _line([f"`{kinds[name]}`", found["why"]])
-        for name, found in vllm_models.recorded().items()
-        if found.get("why") and kinds.get(name) in PROVEN - RECURRENT
-    ]
-    return table(VLLM, shown)
-
-
 def table(heading: tuple[str, ...], lines: list[str]) -> str:
     """A table of `lines`."""
     return "\n".join((_line(list(heading)), _line(["---"] * len(heading)), *lines))
@@ -80,7 +68,6 @@ def write() -> None:
                 good.append(right(architecture, found))
     _put("right", table(RIGHT, good))
     _put("refused", table(REFUSED, bad))
-    _put("vllm", vllm_table())
 
 
 def _put(mark: str, content: str) -> None:

@@ -35,6 +35,8 @@ def test_it_is_what_torch_counts(shared: bool, tmp_path: Path) -> None:
     learner = Learner(load_policy(tmp_path / "model")[0], TrainerConfig(device="cpu", threads=1), 1)
     batch = make_batch(noisy_trajectories(learner.model, groups=2), 1000)
     counted = 0.0
+    first = pack(batch.tokens, pack_tokens=32, micro_tokens=32)[0]
+    learner.score(first, batch.temperature[first.source])  # which looks at neighbours too
     with FlopCounterMode(display=False) as measured:
         cost = learner.operations.sequence
         how: Any = {"pack_tokens": 32, "micro_tokens": 64, "share_prompts": shared, "cost": cost}

@@ -250,7 +250,7 @@ def _faults(config: GeneratorConfig, hf_config: Any, platform: str) -> Iterator[
             "model.path: on CPUs vLLM turns parts of queries wrong in latent attention with plain "
             f"rotary positions (rope_type): {ours}"
         )
-    if platform == "cpu" and keeps_state(text):
+    if platform == "cpu" and keeps_state(hf_config):
         yield (
             f"model.path: layers of a {kind} carry a state from token to token, and vLLM on CPUs "
             f"was not compared on them: {ours}"

@@ -51,8 +51,13 @@ _KEPT = [
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the repeated blocks of `model`; UsageError if its class names none."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    # What is sharded is of a class that FSDP derives from the model's own.
-    layers = [m for m in model.modules() if any(c.__name__ in names for c in type(m).__mro__)]
+    layers: list[nn.Module] = []
+    within: set[nn.Module] = set()
+    for module in model.modules():
+        # What is sharded is of a class that FSDP derives from the model's own.
+        if module not in within and any(c.__name__ in names for c in type(module).__mro__):
+            layers.append(module)
+            within.update(module.modules())
     if not layers:
         raise UsageError(
             f"model.path: {type(model).__name__} does not say what its layers are, so it can "
