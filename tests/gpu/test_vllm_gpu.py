@@ -132,5 +132,6 @@ def test_new_weights_are_served_as_those_from_disk(
 ) -> None:
     """A publish takes logprobs as far from Transformers' as the same weights from disk do."""
     found, changed_from_disk = quantized(architecture, method, tmp_path, gpu_memory_utilization=0.3)
+    assert not found.stale
     assert found.same < 2 * found.from_disk
     assert found.changed < 2 * changed_from_disk

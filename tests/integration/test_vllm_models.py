@@ -49,6 +49,7 @@ def test_what_is_quantized_survives_new_weights(name: str, method: str, tmp_path
     """A publish takes logprobs as far from Transformers' as the same weights from disk do."""
     found, changed_from_disk = quantized(name, method, tmp_path)
     assert found.from_disk > BOUND  # it is quantized
+    assert not found.stale
     assert found.same < 2 * found.from_disk
     assert found.changed < 2 * changed_from_disk
 
