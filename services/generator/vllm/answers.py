@@ -142,7 +142,7 @@ def facts_in(answer: bytes, max_context: int) -> ServerFacts:
             ),
             (
                 config["speculative_config"] is not None,
-                "its speculative_config was not tried with new weights: leave it out",
+                "its logprobs would be wrong with a speculative_config: leave it out",
             ),
         )
         return ServerFacts(
