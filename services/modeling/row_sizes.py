@@ -105,7 +105,7 @@ def layer_numbers(model: Any) -> int:
     width = getattr(known, "head_dim", None) or hidden // max(1, heads)
     attended = (heads + 2 * (getattr(known, "num_key_value_heads", None) or heads)) * width
     mixed = max(3 * attended, _state_sizes(known)[1])
-    units = getattr(known, "intermediate_size", None) or 4 * hidden
+    units = getattr(known, "intermediate_size", None) or (4 * hidden if heads else 0)
     expert = getattr(known, "moe_intermediate_size", None)
     if expert:
         units = max(units, expert * (getattr(known, "num_experts_per_tok", None) or 1))
@@ -137,6 +137,6 @@ def _state_sizes(known: Any) -> tuple[int, int]:
     width = first("linear_value_head_dim", "mamba_head_dim", "mamba_d_head", "mamba_headdim")
     inner = heads * (width or first("head_dim"))
     if heads:
-        return inner * size, 10 * inner + 6 * heads * (chunk + size)
+        return inner * size, 16 * inner + 6 * heads * (chunk + size)
     inner = first("mamba_expand", "expand") * known.hidden_size
-    return inner * size, 5 * inner * (size + 2)
+    return inner * size, 3 * inner * (size + 2)
