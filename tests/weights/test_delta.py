@@ -43,7 +43,10 @@ def test_every_bit_comes_back(
     assert target == new
 
 
-@pytest.mark.parametrize("places", [[0], [99_999], [0, 99_999], [70_000, 70_001], []])
+PLACES = [[0], [65_534], [65_535], [65_536], [99_999], [0, 99_999], [70_000, 70_001], []]
+
+
+@pytest.mark.parametrize("places", PLACES)
 def test_gaps_beyond_16_bits(places: list[int]) -> None:
     old = np.zeros(100_000, np.uint16)
     new = old.copy()
