@@ -22,6 +22,7 @@ from umbra.services.process.child import (
     ChildError,
     ChildProcess,
     child_environ,
+    child_error,
     describe_exit,
     own_exit_code,
     python_argv,
@@ -92,12 +93,12 @@ def run_stage(
     return output.read_text(encoding="utf-8", errors="replace")
 
 
-def _failed(folder: RunFolder, name: str, code: int) -> ChildError:
+def _failed(folder: RunFolder, name: str, code: int) -> UmbraError:
     said = last_said(folder, name)
     if said and code in FORESEEN_CODES:
-        return ChildError(said, code)
+        return child_error(said, code)
     how = f"{name} failed ({describe_exit(code)})"
-    return ChildError(f"{how}: {said}" if said else how, own_exit_code(code))
+    return child_error(f"{how}: {said}" if said else how, own_exit_code(code))
 
 
 def last_object(text: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from umbra.services.config import SecurityConfig
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.run_address import RunAddress, find_run
 from umbra.services.monitor.view import sparkline, status_dict
-from umbra.services.process.child import ChildError, ChildProcess, child_environ, umbra_argv
+from umbra.services.process.child import ChildProcess, child_environ, child_error, umbra_argv
 from umbra.services.process.files import is_held
 from umbra.services.prompts.readers import is_elsewhere
 
@@ -184,7 +184,7 @@ class Run:
 
         Raises:
             UsageError: there is no trained model yet, or there are no prompts.
-            ChildError: the evaluation failed.
+            UmbraError: the evaluation failed.
         """
         model, config = self.model, self._folder.config
         chosen = str(prompts or json.loads(config.read_bytes())["eval"]["prompts"])
@@ -221,9 +221,9 @@ class Run:
         if summary is None:
             why = f"run {self.id} ended without a summary: see {self._folder.logs}"
             said, code = (child.said, child.poll()) if child is not None else ("", None)
-            raise ChildError(said or why, code or 6)
+            raise child_error(said or why, code or 6)
         if summary["exit_code"]:
-            raise ChildError(summary["exit_reason"], int(summary["exit_code"]))
+            raise child_error(summary["exit_reason"], int(summary["exit_code"]))
         return summary
 
     def stop(self, timeout_s: float = math.inf) -> None:

@@ -20,7 +20,7 @@ from umbra.proto.net.keys import Security
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.feed import Look
 from umbra.services.monitor.screen import screen
-from umbra.services.monitor.view import NewWarnings, headline, starting_text
+from umbra.services.monitor.view import NewWarnings, headline
 
 FRAME_S = 0.25
 LINE_S = 5.0
@@ -128,8 +128,7 @@ class PlainView(View):
         if self._shown < status.steps if ended else self._clock() >= self._next:
             self._next = self._clock() + self._every_s
             self._shown = status.version
-            issued = status.ledger.issued
-            self.say(headline(status, progress.recent_reward) if issued else starting_text(status))
+            self.say(headline(status, progress.recent_reward))
 
 
 class TerminalView(View):

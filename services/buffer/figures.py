@@ -102,14 +102,14 @@ class Throughput:
     def __init__(self, counts: Callable[[], dict[str, int]], now: float) -> None:
         self._counts = counts
         self._meters: dict[str, Meter] = {}
-        self._working = False
+        self._working, self._before = False, counts()["issued_per_s"]  # a resumed run has some
         self.see(now)
 
     def see(self, now: float) -> None:
-        """Read the counts; time before the first sample is issued does not count."""
+        """Read the counts; time before a sample is issued does not count."""
         counts = self._counts()
         if not self._working:
-            self._working = counts["issued_per_s"] > 0
+            self._working = counts["issued_per_s"] > self._before
             if not self._working or not self._meters:
                 self._meters = {name: Meter(count, now) for name, count in counts.items()}
         for name, count in counts.items():

@@ -25,7 +25,7 @@ class AgentProgram:
     `base_url` and `api_key`, as the `openai` client's constructor takes them. It returns a number,
     a `StepResult` or, if it has posted its reward to the endpoint, None. A plain function has its
     process to itself, and finds the same in OPENAI_BASE_URL and OPENAI_API_KEY, and for the
-    `anthropic` client in ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY.
+    `anthropic` client in ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY; it may take the row alone.
 
     Args:
         sandbox: goes to the function as `sandbox`, and is closed when the sample is over.
@@ -41,8 +41,15 @@ class AgentProgram:
     ) -> None:
         if sandbox is not None:
             options["sandbox"] = sandbox
-        inspect.signature(function).bind({}, {}, **options)
         self.concurrent = inspect.iscoroutinefunction(function)
+        parameters, self._alone = inspect.signature(function), False
+        try:
+            parameters.bind({}, {}, **options)
+        except TypeError:  # the variables are enough for a plain `play(row)`
+            if self.concurrent:
+                raise
+            parameters.bind({}, **options)
+            self._alone = True
         self._function = function
         self._name = name
         self._options = options
@@ -60,7 +67,8 @@ class AgentProgram:
             os.environ["OPENAI_BASE_URL"] = endpoint["base_url"]
             os.environ["ANTHROPIC_BASE_URL"] = endpoint["base_url"].removesuffix("/v1")
             os.environ["OPENAI_API_KEY"] = os.environ["ANTHROPIC_API_KEY"] = endpoint["api_key"]
-        value = self._function(self._row, endpoint, **self._options)
+        given = (self._row,) if self._alone else (self._row, endpoint)
+        value = self._function(*given, **self._options)
         if not inspect.isawaitable(value):
             return self._result(value)
 

@@ -11,6 +11,7 @@ of Python 3.10 or newer: it may run in a Python environment without Umbra (`run_
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -29,10 +30,17 @@ of its docstring are told to the model; what it returns is answered as text."""
 
 @dataclass(frozen=True)
 class Opening:
-    """What the model is told first: `messages`, and the JSON schemas of the `tools` it may call."""
+    """What the model is told first: `messages`, and the JSON schemas of the `tools` it may call.
+
+    A tool that is a function becomes its schema.
+    """
 
     messages: list[Message]
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        made = [schema(tool) if callable(tool) else tool for tool in self.tools]
+        object.__setattr__(self, "tools", made)
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,24 @@ def tool_schema(
     given = {"name": name, "description": description, "parameters": parameters}
     function = {key: value for key, value in given.items() if value not in (None, "")}
     return {"type": "function", "function": function}
+
+
+_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+
+
+def schema(function: Tool) -> dict[str, Any]:
+    """Return the JSON schema of a function, as chat templates take it."""
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind = parameter.annotation
+        type_name = kind if isinstance(kind, str) else getattr(kind, "__name__", "str")
+        properties[name] = {"type": _TYPES.get(type_name, "string")}
+        if parameter.default is parameter.empty:
+            required.append(name)
+    parameters = {"type": "object", "properties": properties, "required": required}
+    described = (inspect.getdoc(function) or "").partition("\n")[0]
+    return tool_schema(function.__name__, described, parameters)
 
 
 def tool_call(name: str, arguments: dict[str, Any], call_id: str = "") -> dict[str, Any]:

@@ -22,7 +22,6 @@ from umbra.services.environments.protocol import (
     content_of,
     expected_answer,
     prompt_messages,
-    tool_schema,
 )
 from umbra.services.environments.sandbox import SandboxTools
 
@@ -76,23 +75,6 @@ def _evaluate(node: ast.expr) -> float:
 
 BUILT_IN: dict[str, Tool] = {"calculator": calculator}
 
-_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
-
-
-def schema(function: Tool) -> dict[str, Any]:
-    """The JSON schema of a function, as chat templates take it."""
-    properties: dict[str, Any] = {}
-    required: list[str] = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        kind = parameter.annotation
-        type_name = kind if isinstance(kind, str) else getattr(kind, "__name__", "str")
-        properties[name] = {"type": _TYPES.get(type_name, "string")}
-        if parameter.default is parameter.empty:
-            required.append(name)
-    parameters = {"type": "object", "properties": properties, "required": required}
-    described = (inspect.getdoc(function) or "").partition("\n")[0]
-    return tool_schema(function.__name__, described, parameters)
-
 
 class ToolUse:
     """Answer the row's prompt with the help of tools; reward 1 for the row's "answer".
@@ -119,7 +101,7 @@ class ToolUse:
 
     def reset(self, row: Row) -> Opening:
         self._left, self._answer = self._calls, expected_answer(row, "tools")
-        return Opening(prompt_messages(row), [schema(tool) for tool in self._tools.values()])
+        return Opening(prompt_messages(row), list(self._tools.values()))
 
     async def step(self, response: str) -> StepResult:
         assert isinstance(response, Response)

@@ -27,7 +27,7 @@ from umbra.services.environments.protocol import (
     StepResult,
     prompt_messages,
 )
-from umbra.services.environments.tools import calculator, schema
+from umbra.services.environments.tools import calculator
 from umbra.services.process.parent import die_with_parent
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PLAIN, _TOOLS = Opening([]), Opening([], [schema(calculator)])
+_PLAIN, _TOOLS = Opening([]), Opening([], [calculator])
 
 UNREAD = "nothing here reads the tool calls that the model's chat template writes"
 REMEDY = (

@@ -128,9 +128,9 @@ def evaluate(
 ) -> None:
     """Measure the accuracy (mean reward) of MODEL on held-out prompts.
 
-    MODEL is a directory, or ORG/NAME[@REVISION] on the hub. Without it, have the run at --broker
-    evaluate its policy as it is now, on the prompts of its `eval.prompts`; `umbra status` shows the
-    outcome.
+    MODEL is a directory, ORG/NAME[@REVISION] on the hub, or the folder of a run that has ended.
+    Without it, have the run at --broker evaluate its policy as it is now, on the prompts of its
+    `eval.prompts`; `umbra status` shows the outcome.
     """
     if model is None:
         if not broker:
@@ -141,6 +141,10 @@ def evaluate(
             begun = buffer.call(Order(kind="evaluate"), Ok, timeout_s=ANSWER_S)
         click.echo(f"evaluation of version {begun.version} begins: {begun.samples} samples")
         return
+    if (model / "metrics.jsonl").is_file():  # a run's folder
+        config, model = config or str(model / "config.json"), model / "model"
+        if not model.is_dir():
+            raise UsageError(f"the run in {model.parent} has no trained model: it has not ended")
     settings = load_config(config, overrides=sets)
 
     def beside(path: str) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.config import RunSection
-from umbra.services.process.files import DISK, READABLE_MODE, read_regular
+from umbra.services.process.files import DISK, READABLE_MODE, is_held, read_regular
 
 FILE = "address.json"
 
@@ -69,7 +69,7 @@ def find_address(run: str = "") -> RunAddress:
     """
     if not run:
         here = Path(RunSection().dir)
-        live = [folder for folder in _runs(here) if RunAddress.read(folder) is not None]
+        live = [folder for folder in _runs(here) if is_held(folder)]
         if not live:
             raise UsageError(
                 f"no run in {here.resolve()} is under way: name a run's folder, or its buffer by "
@@ -77,10 +77,14 @@ def find_address(run: str = "") -> RunAddress:
             )
         run = str(max(live, key=_begun))
     folder = find_run(run)
-    address = RunAddress.read(folder)
-    if address is None:
+    held, address = is_held(folder), RunAddress.read(folder)
+    if not held:  # the address of one that was killed may be there still
         raise UsageError(
             f"the run in {folder} is not under way; `umbra up {folder}` goes on with it"
+        )
+    if address is None:
+        raise UsageError(
+            f"the run in {folder} is starting or ending: its buffer is not up, try again"
         )
     return address
 

@@ -29,6 +29,9 @@ def status_dict(status: Status) -> dict[str, Any]:
 
 
 def headline(status: Status, reward: float | None = None) -> str:
+    """Return the state of a run in a line; before training only what is under way."""
+    if not status.ledger.issued:
+        return starting_text(status)
     parts = [f"step {status.version}/{status.steps}"]
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
@@ -48,8 +51,9 @@ def headline(status: Status, reward: float | None = None) -> str:
 
 
 def starting_text(status: Status) -> str:
-    members = [f"{member.name} {member.activity or member.state}" for member in status.members]
-    return f"starting: {', '.join(members) or 'no process has joined yet'}"
+    now = [eval_text(one) for one in status.evals if not one.done]
+    now += [f"{member.name} {member.activity or member.state}" for member in status.members]
+    return f"starting: {', '.join(now) or 'no process has joined yet'}"
 
 
 def speed_text(status: Status) -> str:

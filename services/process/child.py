@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from umbra.proto.deadline import Deadline
-from umbra.proto.errors import PeerLostError, UmbraError
+from umbra.proto.errors import PeerLostError, UmbraError, UsageError
 from umbra.services.config.loader import ENV_PREFIX
 from umbra.services.process.fork_server import ForkOrder, ForkServer
 from umbra.services.process.parent import (
@@ -50,6 +50,12 @@ class ChildError(UmbraError):
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(reason)
         self.exit_code = exit_code
+
+
+def child_error(reason: str, exit_code: int) -> UmbraError:
+    """Return the error of a child that ended with `exit_code`: a mistake of the user's is one."""
+    mistake = exit_code == UsageError.exit_code
+    return UsageError(reason) if mistake else ChildError(reason, exit_code)
 
 
 class ChildProcess:

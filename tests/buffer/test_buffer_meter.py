@@ -4,7 +4,7 @@ import pytest
 from fakes.broker_world import world
 
 from umbra.proto.messages import Heartbeat
-from umbra.services.buffer.figures import RESOLUTION_S, WINDOW_S, Meter
+from umbra.services.buffer.figures import RESOLUTION_S, WINDOW_S, Meter, Throughput
 
 
 def test_a_batch_a_minute() -> None:
@@ -15,6 +15,18 @@ def test_a_batch_a_minute() -> None:
         for later in (0.0, 20.0, 59.0):
             assert meter.rate(60.0 * minute + later) == pytest.approx(256 / 60)
     assert meter.rate(4 * 60.0 + 120.0) == pytest.approx(256 / 120), "the next one is overdue"
+
+
+def test_the_start_of_a_resumed_run_does_not_count() -> None:
+    names = ("steps_per_s", "samples_per_s", "answers_per_s", "issued_per_s", "ended_per_s")
+    counts = dict.fromkeys(names, 100)
+    throughput = Throughput(lambda: counts, 0.0)
+    for now in (20.0, 40.0):  # its processes load the model
+        throughput.see(now)
+    counts |= {"issued_per_s": 140}
+    throughput.see(40.1)
+    counts |= {"samples_per_s": 140}
+    assert throughput.rates(44.1).samples_per_s == pytest.approx(10.0, rel=0.05)
 
 
 def test_a_stream_is_measured_over_the_window() -> None:

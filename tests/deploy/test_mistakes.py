@@ -31,7 +31,6 @@ from umbra.proto.errors import UsageError
 from umbra.services.config.loader import load_config, to_json
 from umbra.services.config.rules import cautions
 from umbra.services.generator.checks import check_chat, check_devices
-from umbra.services.process.child import ChildError
 from umbra.services.process.fork_server import ForkServer
 
 REWARDS = """
@@ -325,7 +324,7 @@ def test_rows_of_a_parquet_file_and_of_several_sources(here: Path) -> None:
         settings = (setting, *(() if "prompts=" in setting else ("data.prompts=",)))
         config = load_run(here / "run.toml", settings)
         try_aside(config, [here])
-        with pytest.raises(ChildError, match="no such thing"):
+        with pytest.raises(UsageError, match="no such thing"):
             bad = (*settings, "environment.reward=tiny_reward:raises")
             try_aside(load_run(here / "run.toml", bad), [here])
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from umbra.services.environments.protocol import Opening, Response, Said, StepResult
-from umbra.services.environments.tools import ToolUse, calculator, schema
+from umbra.services.environments.protocol import Opening, Response, Said, StepResult, schema
+from umbra.services.environments.tools import ToolUse, calculator
 
 
 def call(expression: Any, name: str = "calculator", argument: str = "expression") -> Said:
@@ -97,3 +97,9 @@ def test_a_schema_says_what_a_function_takes() -> None:
             "required": ["query"],
         },
     }
+
+
+def test_functions_in_an_opening_become_schemas() -> None:
+    given = {"type": "function", "function": {"name": "other"}}
+    opening = Opening([], [calculator, given])
+    assert opening.tools == [schema(calculator), given]

@@ -16,7 +16,8 @@ from fakes.waiting import is_alive, until
 
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.stage import StageInterrupted, run_stage
-from umbra.services.process.child import ChildError, ChildProcess, child_environ, python_argv
+from umbra.proto.errors import UsageError
+from umbra.services.process.child import ChildProcess, child_environ, python_argv
 from umbra.services.process.fork_server import ForkServer
 from umbra.services.process.signals import SignalCounter
 from umbra.services.process.supervisor import Program, Supervisor
@@ -157,7 +158,7 @@ def test_where_the_server_has_ended_programs_are_executed(folder: RunFolder) -> 
 
 
 def test_a_failed_stage_says_why(folder: RunFolder) -> None:
-    with SignalCounter() as interrupts, pytest.raises(ChildError, match=r"nothing\.toml") as caught:
+    with SignalCounter() as interrupts, pytest.raises(UsageError, match=r"nothing\.toml"):
         run_stage(
             "show",
             ("check", "--show", "nothing.toml"),
@@ -165,7 +166,6 @@ def test_a_failed_stage_says_why(folder: RunFolder) -> None:
             environ=child_environ(),
             interrupts=interrupts,
         )
-    assert caught.value.exit_code == 2
 
 
 def test_a_signal_ends_a_stage(folder: RunFolder) -> None:

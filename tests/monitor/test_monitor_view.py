@@ -75,6 +75,8 @@ def test_headline() -> None:
         "step 40/300  reward 0.450  staleness 1.12 (max 2, bound 2)  samples/s 1,200  "
         "in flight 16  stuck: sample s1 at generator-0 for 31 s"
     )
+    before = status(ledger=Ledger(issued=0, trained=0, ended={}, in_flight={}))
+    assert headline(before) == "starting: generator-0 decoding"
 
 
 EQUAL = RunWarning(name="equal_rewards", text="95% of them are", figures={"share": 0.95}, since=3)

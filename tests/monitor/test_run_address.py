@@ -13,7 +13,7 @@ from umbra.services.process.files import LOCK, folder_lock, is_held
 
 
 def made(name: str, begun: float, broker: str = "") -> Path:
-    """A run's folder in `runs/` here, under way if it has an address."""
+    """A run's folder in `runs/` here, with an address if it has a `broker`."""
     folder = Path("runs") / name
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
@@ -35,10 +35,17 @@ def test_a_run_is_named_by_its_folder_its_id_or_not_at_all(
     with pytest.raises(UsageError, match="neither older nor runs/older is a folder"):
         find_run("older")
     # The newest is over, so commands are for the newest that is under way.
-    assert find_address() == find_address("old") == RunAddress("tcp://h:1", "keys")
-    with pytest.raises(UsageError, match=r"new is not under way; `umbra up .*new` goes on"):
-        find_address("new")
-    RunAddress.forget(old)
+    with folder_lock(old):
+        assert find_address() == find_address("old") == RunAddress("tcp://h:1", "keys")
+        with pytest.raises(UsageError, match=r"new is not under way; `umbra up .*new` goes on"):
+            find_address("new")
+        RunAddress.forget(old)
+        with pytest.raises(UsageError, match="old is starting or ending: its buffer is not up"):
+            find_address()
+    # That of a run that was killed is still there, and is not asked.
+    made("killed", 3.0, "tcp://h:1")
+    with pytest.raises(UsageError, match="killed is not under way"):
+        find_address("killed")
     with pytest.raises(UsageError, match="is under way: name a run's folder"):
         find_address()
 
