@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ class RunChild:
         argv = umbra_argv("up", str(folder), *flags, *(() if show else ("--quiet",)))
         self._readers: list[threading.Thread] = []
         direct = sys.stdout is sys.__stdout__ and sys.stdout.isatty()  # not put in its place
-        out = None if direct else self._through(lambda line: print(line, flush=True))
+        take = partial(print, flush=True) if show else len  # `--quiet` prints the outcome
+        out = None if direct and show else self._through(take)
         err = self._through(self._hear)
         try:
             self._child = ChildProcess(argv, environ=child_environ(), stdout=out, stderr=err)
@@ -84,7 +86,7 @@ class RunChild:
         """Ask it to end in order; the second time at once."""
         self._child.terminate()
 
-    def _through(self, take: Callable[[str], None]) -> int:
+    def _through(self, take: Callable[[str], object]) -> int:
         """Return the writing end of a pipe whose lines a thread gives to `take`."""
         reading, writing = os.pipe()
 

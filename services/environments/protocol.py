@@ -39,8 +39,9 @@ class Opening:
     tools: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        made = [schema(tool) if callable(tool) else tool for tool in self.tools]
-        object.__setattr__(self, "tools", made)
+        if isinstance(self.tools, list):  # what is none fails the sample by name
+            made = [schema(tool) if callable(tool) else tool for tool in self.tools]
+            object.__setattr__(self, "tools", made)
 
 
 @dataclass(frozen=True)

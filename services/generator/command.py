@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import uuid
 from contextlib import closing
 from dataclasses import asdict
@@ -18,6 +20,7 @@ from umbra.proto.net.keys import Security
 from umbra.services.config.loader import load_config
 from umbra.services.generator.tasks import GYM, VERIFIERS, write_task
 from umbra.services.process.command import ServiceContext, keys_of, service_command
+from umbra.services.process.parent import SEARCH_VARIABLE
 from umbra.services.prompts.readers import placed, read_source
 from umbra.services.reporting.figures import telling
 
@@ -145,6 +148,9 @@ def evaluate(
         config, model = config or str(model / "config.json"), model / "model"
         if not model.is_dir():
             raise UsageError(f"the run in {model.parent} has no trained model: it has not ended")
+        origin = json.loads((model.parent / "origin.json").read_bytes())
+        sys.path.extend(origin["search"])
+        os.environ[SEARCH_VARIABLE] = os.pathsep.join(origin["search"])  # of its processes
     settings = load_config(config, overrides=sets)
 
     def beside(path: str) -> str:

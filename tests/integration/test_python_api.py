@@ -11,6 +11,7 @@ from fakes.slowness import limit
 from fakes.waiting import until
 
 import umbra
+from umbra import cli
 from umbra.deploy.python import run as run_module
 from umbra.deploy.python.run import RunChild
 from umbra.services.monitor.run_address import find_address
@@ -34,7 +35,7 @@ def forked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(4 * DEADLINE_S)
 def test_a_run_is_watched_operated_stopped_and_goes_on(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worth = {"a": 1.0}
 
@@ -46,7 +47,7 @@ def test_a_run_is_watched_operated_stopped_and_goes_on(
             return umbra.StepResult(reward=sum(worth.get(letter, 0.1) for letter in response))
 
     with umbra.train(
-        "model", "prompts.jsonl", environment=Vowels, steps=100_000, wait=False, **SMALL
+        "model", "prompts.jsonl", environment=Vowels, steps=100_000, wait=False, show=False, **SMALL
     ) as run:
         steps = iter(run)
         assert [next(steps).number for _ in range(3)] == [1, 2, 3]
@@ -56,6 +57,7 @@ def test_a_run_is_watched_operated_stopped_and_goes_on(
         with pytest.raises(umbra.UsageError, match="has no trained model yet"):
             run.evaluate()
         run.stop(DEADLINE_S)
+    assert not capfd.readouterr().out
     summary = run.summary
     assert summary is not None and summary["ledger"]["balance"] == 0
     assert summary["exit_code"] == 143
@@ -71,6 +73,8 @@ def test_a_run_is_watched_operated_stopped_and_goes_on(
     on = umbra.Run(run.path, child)
     assert on.wait(2 * DEADLINE_S)["steps"] == int(goal)
     assert on.evaluate("prompts.jsonl", samples=4)["samples"] == 4
+    monkeypatch.setenv("UMBRA_SEARCH", "")  # which the command sets, for its processes
+    assert cli.main(["eval", str(run.path), "--prompts", "prompts.jsonl", "--samples", "4"]) == 0
     assert "Vowels" in repr(on._repr_html_()) or run.id in on._repr_html_()
 
 
