@@ -142,9 +142,12 @@ class Recovery:
             return False
         for key, value in self._same.items():
             if same.get(key) != value:
+                remedy = "choose another --run-dir, or go on with the settings of before"
+                if key == "run_id":  # a folder that was copied or renamed
+                    remedy = f"call the run's folder {same.get(key)} again, wherever it is"
                 raise UsageError(
                     f"the store is of a run with {key} = {same.get(key)}, this one has {value}: "
-                    "choose another --run-dir, or go on with the settings of before"
+                    f"{remedy}"
                 )
         try:
             record = _decode(journal.store.get(NOW))
