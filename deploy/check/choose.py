@@ -6,6 +6,7 @@ Without a GPU only the engine and the threads are chosen: docs/config.md has the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from umbra.deploy.prepare.preflight import check_packages, check_room, check_run
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, given_keys
+from umbra.services.config.rules import device_faults
 from umbra.services.modeling.architectures import read_config
 from umbra.services.modeling.model_directory import directory_of
 
@@ -80,6 +82,8 @@ def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunCon
             f"there is an NVIDIA driver, but torch sees no GPU: {machine.blind}; for a run on CPUs "
             "set trainer.device, generator.device and scorer.device to cpu"
         )
+    if fault := next(device_faults(config, len(machine.gpus)), "") if not machine.blind else "":
+        raise UsageError(fault)
     given = given_keys(tree)
     if not machine.gpus:
         choice = for_hardware(config, given, machine)
@@ -117,14 +121,21 @@ def for_hardware(config: RunConfig, given: Collection[str], machine: Machine) ->
 
     Loads torch where a GPU is shared.
     """
-    chosen = choose(config, given, machine, positions(config.model.name))
+    chosen = choose(config, given, machine, made_for := positions(config.model.name))
     kind = kind_of(config.trainer.device, gpu=bool(machine.gpus))
     faults = "; ".join(config.trainer.device_faults(kind))  # once `auto` is decided
-    refused = f"on a {'GPU' if kind == 'cuda' else 'CPU'}, {faults}" if faults else ""
+    found = [f"on a {'GPU' if kind == 'cuda' else 'CPU'}, {faults}"] if faults else []
+    found += chosen.generator.engine_faults(chosen.generator.engine)
+    if made_for and (context := chosen.generator.max_context) > made_for:
+        found.append(
+            f"{CONTEXT} = {context} is beyond the {made_for} positions of model.path: lower it"
+        )
+    refused = "; ".join(found)
     if not refused and _may_need_room(chosen) and machine.gpus:
-        from umbra.deploy.check.estimate import divide
+        with suppress(ModuleNotFoundError):  # without torch nothing is estimated
+            from umbra.deploy.check.estimate import divide
 
-        chosen, refused = divide(chosen, given, machine)
+            chosen, refused = divide(chosen, given, machine)
     return Choice(chosen, list(_changes(config, chosen)) if machine.gpus else [], refused)
 
 
@@ -179,8 +190,12 @@ def positions(model: str) -> int:
     except (UsageError, StartupError):
         return 0  # it is refused where the run is checked
     text: Any = config.get("text_config") or config
-    found = text.get("max_position_embeddings") if isinstance(text, Mapping) else 0
-    return found if isinstance(found, int) else 0
+    if not isinstance(text, Mapping) or not isinstance(
+        found := text.get("max_position_embeddings"), int
+    ):
+        return 0
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return int(found * max(1, rope.get("factor") or 1))
 
 
 def _may_need_room(config: RunConfig) -> bool:

@@ -16,11 +16,11 @@ from umbra.deploy.check.machine import Finding, as_text, findings, for_cpus, has
 from umbra.deploy.files.formats import to_toml
 from umbra.deploy.prepare.load import load_given, search_path, set_option
 from umbra.deploy.prepare.preflight import check_packages, check_run
-from umbra.deploy.prepare.stage import try_start
+from umbra.deploy.prepare.stage import try_aside, try_model
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, given_keys, load_config
-from umbra.services.config.rules import cautions, implied_staleness
+from umbra.services.config.rules import cautions, device_faults, implied_staleness
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.reporting.tables import aligned, size
 
@@ -63,31 +63,38 @@ def command(
     if gpu is None and not no_code:
         check_run(run, download=False)
     machine = this_machine() if gpu is None else Machine.with_gpu(gpu)
-    found, warnings, chosen, needed = list[Finding](), dict(cautions(run)), list[str](), None
+    found, warnings, needed = list[Finding](), [*cautions(run)], None
+    here = gpu is None and run.trainer.nodes == 1
+    blind = machine.blind and not for_cpus(run)  # which a finding says, with the reason
+    if here:
+        check_packages(run)
+    if here and not blind and (fault := next(device_faults(run, len(machine.gpus)), "")):
+        raise UsageError(fault)
+    choice = for_hardware(run, given_keys(tree), machine)
+    run, chosen = choice.config, choice.chosen
+    if choice.refused and not machine.gpus:  # else the estimate may say more
+        raise UsageError(choice.refused)
+    if here and not blind and not no_code:
+        try_aside(run, search_path(run_file))
+        warnings += [("prompts", text) for text in try_model(run)]
     try:
         from umbra.deploy.check.estimate import estimate  # brings torch
 
-        choice = for_hardware(run, given_keys(tree), machine)
-        run, chosen = choice.config, choice.chosen
         needed = estimate(run, machine)
         found += [refusal("memory", fault) for fault in needed.faults]
         if choice.refused and not needed.faults:
             found.append(refusal("devices", choice.refused))
         found += [Finding("memory", "warning", note, "see --memory") for note in needed.notes]
     except (UsageError, ModuleNotFoundError) as error:
-        found.append(Finding("memory", "not looked at", str(error)))
+        level = "not looked at" if gpu or run.trainer.expert_parallel > 1 else "problem"
+        found.append(Finding("memory", level, str(error)))
     if gpu is None:
-        if run.trainer.nodes == 1:
-            check_packages(run)
-        blind = machine.blind and not for_cpus(run)  # which a finding says, with the reason
-        if run.trainer.nodes == 1 and not no_code and not blind:
-            warnings = dict(try_start(run, search_path(run_file)))
         sums: dict[str, int] = {}
         if needed is not None:
             gpus = 1 + max(needed.loads, default=-1)
             sums = {"gpus": gpus, "shm": needed.arena.bytes, "host": needed.host}
         found += findings(run, **sums)
-    found += [Finding(name, "warning", text) for name, text in warnings.items()]
+    found += [Finding(name, "warning", text) for name, text in warnings]
     lines = _summary(run_file, run, chosen, needed)
     if memory and needed is not None:
         lines += ["", *_memory(needed)]

@@ -28,6 +28,7 @@ from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.prompts.readers import read_source
 from umbra.services.reporting.tables import size
+from umbra.services.weights.planes.plane import check_plane
 
 LEAST_ROOM = 16 << 20  # bytes on the disk of run.dir with which a run is begun
 
@@ -76,11 +77,12 @@ def _model_dir(name: str, key: str, *, tokenizer: bool = True, download: bool) -
 def check_packages(
     config: RunConfig, find: Callable[[str], object | None] = importlib.util.find_spec
 ) -> None:
-    """Whether the optional packages that the settings need are installed here.
+    """Check that the packages and the plane that the settings need can be used here.
 
     Raises:
         UsageError: one is not; names the setting and the extra.
     """
+    check_plane(config.weight_hub.plane)
     trainer, metrics = config.trainer, config.metrics
     kinds = {config.environment.kind, *(one.kind for one in config.environments)}
     needs = (

@@ -14,10 +14,10 @@ import msgspec
 
 from umbra.deploy.files.run_folder import CHECK, RunFolder, last_lines
 from umbra.proto.errors import ERROR_PREFIX, UmbraError
-from umbra.services.buffer.prompts import first_rows
+from umbra.services.buffer.prompts import rows_to_try
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import to_json
-from umbra.services.config.rules import cautions
+from umbra.services.generator.checks import RowsToTry, row_bytes
 from umbra.services.process.child import (
     ChildError,
     ChildProcess,
@@ -120,49 +120,56 @@ def try_environment(
     environ: Mapping[str, str],
     interrupts: SignalCounter,
     waiting: Waiting | None = None,
-) -> None:
-    """Write `config` to `folder`, and call its reward or environment once, on the first prompt.
+    *,
+    model: bool = True,
+    server: ForkServer | None = None,
+) -> list[str]:
+    """Write `config` to `folder`, and try its environment on the first prompt, then its model.
+
+    Returns warnings of `check_model`, which brings torch and is left out without `model`.
 
     Raises:
-        ChildError: that failed, or took longer than `environment.timeout_s`.
+        ChildError: one failed, or took longer than `environment.timeout_s`.
         StageInterrupted: a signal came.
     """
     DISK.replace(folder.config, to_json(config), mode=READABLE_MODE)
     rows = folder.logs / f"{CHECK}.rows"
-    rows.write_bytes(msgspec.json.encode(first_rows(config.data, config.environments)))
-    run_stage(
+    rows.write_bytes(msgspec.json.encode(find_rows(config)))
+    said = run_stage(
         CHECK,
-        (str(folder.config), str(rows)),
+        (str(folder.config), str(rows), *(["model"] if model else [])),
         folder=folder,
         environ=environ,
         interrupts=interrupts,
         module="umbra.services.generator.checks",
         waiting=waiting,
+        server=server,
     )
+    return said.splitlines()
+
+
+def find_rows(config: RunConfig) -> RowsToTry:
+    """Return the first row of each environment, and rows that may be longer than the context."""
+    found = rows_to_try(config.data, config.environments)
+    half = config.generator.max_context // 2  # a template adds the rest
+    long = [one for prompts in found.values() for one in prompts if row_bytes(one.row) >= half]
+    first = {name: prompts[0].row for name, prompts in found.items()}
+    return RowsToTry(first, {one.prompt_id: one.row for one in long})
+
+
+def try_model(config: RunConfig) -> list[str]:
+    """Call `check_model` in this process, which it brings torch into."""
+    from umbra.services.generator.checks import check_model
+
+    return check_model(config, find_rows(config))
 
 
 def try_aside(config: RunConfig, search: Sequence[Path]) -> None:
-    """Call `try_environment` in a folder that is removed at once."""
+    """Try the environment in a folder that is removed at once."""
     with tempfile.TemporaryDirectory(prefix="umbra-check-") as scratch, SignalCounter() as signals:
         folder = RunFolder(Path(scratch))
         folder.logs.mkdir()
         try:
-            try_environment(config, folder, child_environ(search), signals)
+            try_environment(config, folder, child_environ(search), signals, model=False)
         except StageInterrupted as error:
             raise ChildError("interrupted", signals.exit_code) from error
-
-
-def try_start(config: RunConfig, search: list[Path]) -> list[tuple[str, str]]:
-    """Try environment, devices and chat template; return warnings by name.
-
-    Raises:
-        UsageError: something is missing or does not fit; names it.
-        ChildError: the environment cannot be used.
-    """
-    try_aside(config, search)
-    from umbra.services.generator.checks import check_chat, check_devices  # bring torch
-
-    check_devices(config)
-    row = next(iter(first_rows(config.data, config.environments).values()))
-    cut = check_chat(config, row)
-    return [*cautions(config), *([("max_tokens", cut)] if cut else [])]

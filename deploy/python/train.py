@@ -87,6 +87,11 @@ def train(
     _put(tree, "environment", **_environment(reward, environment, source))
     if "environment" in tree:
         tree["environment"] = _named(tree["environment"], source)
+    if not tree.get("environment") and not tree.get("environments") and tools is None:
+        raise UsageError(
+            'umbra.train: give a reward ("exact" compares with the row\'s "answer"), environment '
+            "or tools"
+        )
     if tools is not None:
         _put(tree, "environment", **_with_tools(tree.get("environment", {}), tools, source))
     if tree.get("environment", {}).get("reward_scope") == "group":  # which scorers give

@@ -92,10 +92,16 @@ class Up:
         """
         before = self.folder.remember() if self.folder.config.is_file() else None
         try:
-            waiting = partial(self._view.doing, "trying the environment on the first prompt")
-            try_environment(
-                self.config, self.folder, self.environ, self._interrupts, waiting=waiting
-            )
+            waiting = partial(self._view.doing, "trying environment and model on the first prompt")
+            for warning in try_environment(
+                self.config,
+                self.folder,
+                self.environ,
+                self._interrupts,
+                waiting,
+                server=self._server,
+            ):
+                self._view.say(f"warning: {warning}")
         except (UmbraError, StageInterrupted) as error:
             if before is not None:
                 self.folder.put_back(before)

@@ -47,13 +47,14 @@ def open_prompts(
     return PromptFeed(rows, weights, shuffle=shuffle, seed=seed)
 
 
-def first_rows(data: DataConfig, environments: Sequence[NamedEnvironment] = ()) -> dict[str, Any]:
-    """Return the first prompt row of each environment by its name; of a single one by ""."""
+def rows_to_try(
+    data: DataConfig, environments: Sequence[NamedEnvironment] = ()
+) -> dict[str, list[Prompt]]:
+    """Return the prompts of each environment by its name; of a single one by ""."""
     if environments:
-        rows = _rows_by_environment(data, environments)
-        return {name: prompts[0].row for name, prompts in rows.items()}
-    name = next(iter(data.sources), "")
-    return {"": read_source(name, columns=data.columns)[0].row}
+        return _rows_by_environment(data, environments)
+    sources = data.sources or [""]
+    return {"": [row for one in sources for row in read_source(one, f"{one}, row ", data.columns)]}
 
 
 def _rows_by_environment(

@@ -293,6 +293,14 @@ class GeneratorConfig(Section):
             return "vllm" if kind == "cuda" and vllm else "torch"
         return self.engine
 
+    def engine_faults(self, engine: str) -> Iterator[str]:
+        """Yield keys that `engine`, which is not `auto`, does not have."""
+        for name in ("engine_args", "tensor_parallel") if engine != "vllm" else ():
+            if getattr(self, name) not in ({}, 1):
+                yield (
+                    f'generator.{name} is for vLLM: leave it out, or set generator.engine = "vllm"'
+                )
+
     def faults(self) -> Iterator[str]:
         if 0 < self.sessions < self.slots:
             yield (

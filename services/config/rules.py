@@ -6,6 +6,7 @@ answer of a run would be an hour of silence.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -64,6 +65,21 @@ def check_feasible(config: RunConfig) -> None:
     ]
     if faults:
         raise UsageError("; ".join(faults))
+
+
+def device_fault(device: str, key: str, gpus: int) -> str:
+    """Return why a machine with so many GPUs lacks the device in `key`; empty if it is there."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        return f"{key} {device!r}: use cpu, cuda, cuda:1, ... or auto"
+    kind, _, index = device.partition(":")
+    missing = kind == "cuda" and int(index or 0) >= gpus
+    return f"{key} {device!r}: this machine has {gpus} CUDA devices" if missing else ""
+
+
+def device_faults(config: RunConfig, gpus: int) -> Iterator[str]:
+    for section in ("trainer", "generator", *(["scorer"] if config.buffer.stages else [])):
+        if fault := device_fault(getattr(config, section).device, f"{section}.device", gpus):
+            yield fault
 
 
 def _run_faults(config: RunConfig) -> Iterator[str]:
@@ -316,6 +332,13 @@ def cautions(config: RunConfig) -> Iterator[tuple[str, str]]:
             "warmup",
             f"trainer.warmup_steps = {trainer.warmup_steps} is not less than run.steps = "
             f"{config.run.steps}: the learning rate never reaches its peak",
+        )
+    ahead, stale = config.buffer.run_ahead, config.buffer.max_staleness
+    if ahead > stale:
+        yield (
+            "run_ahead",
+            f"buffer.run_ahead = {ahead} is more than buffer.max_staleness = {stale}, which keeps "
+            f"generators to {stale} batches ahead: lower the one or raise the other",
         )
     longest = max(config.all_environments, key=lambda one: config.sampling_for(one).max_tokens)
     if config.longest_turn >= config.generator.max_context:

@@ -1,17 +1,17 @@
-"""What is tried of a run before it starts: devices, chat template and environment.
+"""What is tried of a run before it starts: its model, chat template and environment.
 
-    python -m umbra.services.generator.checks CONFIG ROWS
+    python -m umbra.services.generator.checks CONFIG ROWS [model]
 
 tries each environment on its first prompt, in a process of its own, because it runs the user's
-code: that may hang, or pull in all of torch.
+code: that may hang, or pull in all of torch. With "model", which takes torch, also the rest.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,17 @@ REMEDY = (
     "name one that does in model.parser (docs/environments.md, Parsers), or set "
     "model.chat_template to a template whose calls are read"
 )
+
+
+class RowsToTry(msgspec.Struct, frozen=True):
+    """The `first` row of each environment by its name, and `long` ones by their places."""
+
+    first: dict[str, dict[str, Any]]
+    long: dict[str, dict[str, Any]]
+
+
+def row_bytes(row: dict[str, Any]) -> int:
+    return len(msgspec.json.encode(row.get("prompt")))
 
 
 def open_chat(config: RunConfig, model: Any = None, source: str = "model.path") -> Chat:
@@ -98,47 +109,69 @@ def _check(chat: Chat, role: str, opening: Opening = _PLAIN) -> None:
         )
 
 
-def check_devices(config: RunConfig) -> None:
-    """Raise UsageError, which names the key, unless the devices that the run names are here."""
-    from umbra.services.modeling.models import pick_device  # brings torch
-
-    for section in ("trainer", "generator", *(["scorer"] if config.buffer.stages else [])):
-        pick_device(getattr(config, section).device, f"{section}.device")
-
-
-def check_chat(config: RunConfig, row: dict[str, Any]) -> str:
-    """Write the first prompt with the model's chat template; return a warning, or "".
+def check_model(config: RunConfig, rows: RowsToTry) -> list[str]:
+    """Try adapter, engine arguments and chat template, and write prompts; return warnings.
 
     Raises:
-        UsageError: it can't be written, or leaves no room for an answer.
+        UsageError: one does not fit the model, or a first prompt leaves no room for an answer.
     """
-    chat = open_chat(config)
-    check_template(config.environment, chat)
-    if "prompt" not in row:
-        return ""
+    from umbra.services.modeling.lora import add_adapter  # brings torch, as the next does
+    from umbra.services.modeling.models import outline_model
+
+    outline = outline_model(config.model.name, checked=config.model.checked)
+    if config.trainer.lora_rank:
+        add_adapter(outline, config.trainer, config.run.seed)
+    if config.generator.engine == "vllm" and config.generator.engine_args:
+        from umbra.services.generator.vllm.options import check_arguments  # brings vLLM
+
+        check_arguments(config.generator)
+    chat = open_chat(config, outline)
+    for environment in config.all_environments:
+        check_template(environment, chat)
+    return list(_prompt_warnings(config, chat, rows))
+
+
+def _prompt_warnings(config: RunConfig, chat: Chat, rows: RowsToTry) -> Iterator[str]:
+    key, context = f"generator.max_context = {config.generator.max_context}", 0
+    limit = config.generator.max_context
+    for row in rows.first.values():
+        tokens = context = _prompt_tokens(chat, row)
+        _check_room(config, tokens)
+        environment = config.environment_of(row)
+        most = config.sampling_for(environment).max_tokens
+        if limit - tokens < most:
+            yield (
+                f"after the first prompt of {tokens} tokens, {key} leaves {limit - tokens} of "
+                f"{environment.sampling_key('max_tokens')} = {most}: longer answers are cut off "
+                "there"
+            )
+    # A token is a byte at least; the first prompt has what the template adds.
+    able = {one: row for one, row in rows.long.items() if row_bytes(row) + context >= limit}
+    counts = {one: _prompt_tokens(chat, row) for one, row in able.items()}
+    found = [(one, tokens) for one, tokens in counts.items() if tokens >= limit]
+    for where, tokens in found[:1]:
+        more = f", as in {len(found) - 1} more" if len(found) > 1 else ""
+        yield (
+            f"{where} has {tokens} tokens, which leaves no room for an answer in {key}{more}: "
+            "samples of it fail; raise max_context, or leave it out"
+        )
+
+
+def _check_room(config: RunConfig, tokens: int) -> None:
+    if tokens >= (limit := config.generator.max_context):
+        raise UsageError(
+            f"the first prompt has {tokens} tokens, which leaves no room for an answer in "
+            f"generator.max_context = {limit}: raise it"
+        )
+
+
+def _prompt_tokens(chat: Chat, row: dict[str, Any]) -> int:
     try:
-        tokens = len(chat.prompt_ids(prompt_messages(row), []))
+        return len(chat.prompt_ids(prompt_messages(row), []))
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(
-            f"model.path: the chat template cannot write the first prompt: {error}"
-        ) from error
-    room = config.generator.max_context - tokens
-    if room <= 0:
-        raise UsageError(
-            f"the first prompt has {tokens} tokens, which leaves no room for an answer in "
-            f"generator.max_context = {config.generator.max_context}: raise it"
-        )
-    environment = config.environment_of(row)
-    most = config.sampling_for(environment).max_tokens
-    if room < most:
-        return (
-            f"after the first prompt of {tokens} tokens, generator.max_context = "
-            f"{config.generator.max_context} leaves {room} of "
-            f"{environment.sampling_key('max_tokens')} = {most}: longer answers are cut off there"
-        )
-    return ""
+        raise UsageError(f"model.path: the chat template cannot write a prompt: {error}") from error
 
 
 _LOOK_S = 0.01
@@ -171,32 +204,38 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
             )
     match [outcome.value for outcome in plays]:
         case [Opening() as opening, StepResult() as answer]:
-            if environment.max_turns == 1 or (answer.done and not opening.tools):
-                return  # no template writes a later turn
+            if not opening.tools and (environment.max_turns == 1 or answer.done):
+                return  # no template writes tools or a later turn
             chat = open_chat(config)
             check_template(environment, chat)
             prompt = chat.prompt_ids(opening.messages, opening.tools)
-            if opening.tools:
+            _check_room(config, len(prompt))
+            if opening.tools and environment.max_turns != 1:
                 _check(chat, "tool", opening)
             if not answer.done and prompt:
                 last = min(chat.stop_ids)
                 chat.turn_ids(answer.messages, last, answer.tool_calls, opening)
 
 
-def main(path: str, rows: str) -> int:
-    """Check the environments of the configuration at `path`, each with its first row.
+def main(path: str, rows: str, *model: str) -> int:
+    """Check the environments of the configuration at `path`, then its `model`; print warnings.
 
-    `rows` is a JSON file with the rows by the environments' names, of which one has none.
+    `rows` is a JSON file of RowsToTry.
     """
     die_with_parent()
     config = load_config(Path(path), environ={})
-    name, named = "", {one.name: one for one in config.environments}
+    where, named = "", {one.name: one for one in config.environments}
     try:
-        for name, row in json.loads(Path(rows).read_bytes()).items():
+        found = msgspec.json.decode(Path(rows).read_bytes(), type=RowsToTry)
+        for name, row in found.first.items():
+            where = f"environment {name}: " if named else ""
             one = named.get(name, config.environment)
             check_environment(msgspec.structs.replace(config, environment=one), row)
+        where = ""
+        for warning in check_model(config, found) if model else ():
+            print(warning)
     except UmbraError as error:
-        print(f"environment {name}: {error}" if named else error, file=sys.stderr)
+        print(f"{where}{error}", file=sys.stderr)
         return error.exit_code
     return 0
 

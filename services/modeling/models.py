@@ -19,6 +19,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.services.config.rules import device_fault
 from umbra.services.modeling.architectures import architecture, check_architecture, in_the_way
 from umbra.services.modeling.chat_template import end_of_turn
 from umbra.services.modeling.model_directory import check_model_dir
@@ -56,20 +57,10 @@ def pick_device(device: str, key: str = "device") -> torch.device:
     """
     if device == "auto":
         return torch.device("cuda", 0) if _sees_gpu(key) else torch.device("cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        chosen = torch.device("meta")
-    if chosen.type not in ("cpu", "cuda"):
-        raise UsageError(f"{key} {device!r}: use cpu, cuda, cuda:1, ... or auto")
-    if chosen.type == "cpu":
-        return chosen
-    index = chosen.index or 0
-    if index >= torch.cuda.device_count():
-        raise UsageError(
-            f"{key} {device!r}: this machine has {torch.cuda.device_count()} CUDA devices"
-        )
-    return torch.device("cuda", index)
+    if fault := device_fault(device, key, torch.cuda.device_count()):
+        raise UsageError(fault)
+    chosen = torch.device(device)
+    return chosen if chosen.type == "cpu" else torch.device("cuda", chosen.index or 0)
 
 
 def load_model(

@@ -247,6 +247,8 @@ def _run(words: Sequence[str]) -> NoReturn:
     try:
         if sys.argv[0] == "-m":
             sys.argv.pop(0)
+            # The server may have imported the module, which is run as another one.
+            warnings.filterwarnings("ignore", "'umbra.* found in sys.modules", RuntimeWarning)
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str(Path(sys.argv[0]).parent))

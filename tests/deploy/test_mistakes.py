@@ -25,12 +25,11 @@ from umbra import cli
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.load import load_run
 from umbra.deploy.prepare.preflight import check_packages, check_room
-from umbra.deploy.prepare.stage import try_aside
+from umbra.deploy.prepare.stage import try_aside, try_model
 from umbra.deploy.run.command import check_extension
 from umbra.proto.errors import UsageError
 from umbra.services.config.loader import load_config, to_json
 from umbra.services.config.rules import cautions
-from umbra.services.generator.checks import check_chat, check_devices
 from umbra.services.process.fork_server import ForkServer
 
 REWARDS = """
@@ -54,6 +53,20 @@ def leaves(prompt, completion, row):
 class NoStep:
     def reset(self, row):
         return []
+
+def look(place: str) -> str:
+    # looks
+    return place
+
+class Looks:
+    def reset(self, row):
+        from umbra.services.environments.protocol import Opening
+        from umbra.services.environments.tools import schema
+        return Opening([{"role": "user", "content": row["prompt"]}], [schema(look)])
+
+    def step(self, turn):
+        from umbra.services.environments.protocol import StepResult
+        return StepResult()
 """
 
 
@@ -64,7 +77,7 @@ class Mistake:
     told: tuple[str, ...]
     settings: tuple[str, ...] = ()
     make: Callable[[Path], object] = lambda project: None
-    words: tuple[str, ...] = ("up", "run.toml")
+    words: tuple[str, ...] = ("up", "run.toml")  # `umbra check run.toml` says the same
 
 
 def wrong(*settings: str, told: str | tuple[str, ...]) -> Mistake:
@@ -111,6 +124,27 @@ MISTAKES = {
     ),
     "groups of one for rloo": wrong(
         "trainer.objective=rloo", "buffer.group_size=1", told="buffer.group_size to 2 or more"
+    ),
+    # what does not fit the model or this machine
+    "layers that the model lacks": wrong(
+        "trainer.lora_rank=4", 'trainer.lora_targets=["nope"]', told=("no layer nope", "q_proj")
+    ),
+    "arguments of another engine": wrong(
+        "generator.engine_args.foo=1", told="generator.engine_args is for vLLM"
+    ),
+    "a context beyond the model": wrong(
+        "generator.max_context=4096", told=("max_context = 4096", "1024 positions")
+    ),
+    "a prompt without room": wrong(
+        "generator.max_context=8", 'data.prompts="long.jsonl"', told="leaves no room for an answer"
+    ),
+    "a device misspelt": wrong("trainer.device=gpu", told="trainer.device 'gpu': use cpu, cuda"),
+    "a GPU that is not here": wrong(
+        "generator.device=cuda:99", told="generator.device 'cuda:99': this machine has"
+    ),
+    "a plane that is not here": wrong("weight_hub.plane=cuda_ipc", told="cannot be used"),
+    "tools that leave no room": wrong(
+        "environment.kind=user_rewards:Looks", "environment.reward=", told="tokens, which leaves no"
     ),
     # the model
     "no model": wrong("model.path=", told="model.path"),
@@ -180,6 +214,7 @@ MISTAKES = {
 @pytest.fixture
 def here(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (project / "user_rewards.py").write_text(REWARDS)
+    (project / "long.jsonl").write_text('{"prompt": "say something long", "word": "a"}\n')
     monkeypatch.chdir(project)
     monkeypatch.setattr(ForkServer, "where_useful", lambda _environ: nullcontext())
     return project
@@ -192,13 +227,15 @@ def test_a_mistake_is_told_in_one_sentence(
     mistake = MISTAKES[name]
     mistake.make(here)
     settings = [word for setting in mistake.settings for word in ("--set", setting)]
-    code = cli.main([*mistake.words, *settings])
-    captured = capsys.readouterr()
-    assert code == 2, captured
-    (line,) = captured.err.splitlines()
-    assert line.startswith("umbra: error: ")
-    for part in mistake.told:
-        assert part in line
+    same = mistake.words == Mistake.words and name != "several hosts"  # which a plan is for
+    for words in (mistake.words, *([("check", "run.toml")] if same else [])):
+        code = cli.main([*words, *settings])
+        captured = capsys.readouterr()
+        assert code == 2, captured
+        errors = [one for one in captured.err.splitlines() if one.startswith("umbra: error: ")]
+        assert len(errors) == 1, captured  # libraries warn while they are imported
+        for part in mistake.told:
+            assert part in errors[0]
     assert not list((here / "runs").glob("*"))
 
 
@@ -300,19 +337,13 @@ def test_what_is_seldom_meant_is_a_warning(setting: str, name: str) -> None:
     assert [found for found, _ in cautions(config)] == [name]
 
 
-def test_a_first_prompt_that_is_too_long_and_a_device_that_is_not_here(here: Path) -> None:
-    row = {"prompt": "say a"}
-    config = load_run(here / "run.toml", ())
-    check_devices(config)
-    assert check_chat(config, row) == ""
-    short = load_run(here / "run.toml", ("generator.max_context=16",))
-    assert "of sampling.max_tokens = 12: longer answers are cut off" in check_chat(short, row)
-    with pytest.raises(UsageError, match="leaves no room for an answer"):
-        check_chat(short, {"prompt": "say a" * 10})
-    with pytest.raises(UsageError, match=r"trainer\.device 'gpu': use cpu, cuda"):
-        check_devices(load_run(here / "run.toml", ("trainer.device=gpu",)))
-    with pytest.raises(UsageError, match=r"generator\.device 'cuda:99': this machine has"):
-        check_devices(load_run(here / "run.toml", ("generator.device=cuda:99",)))
+def test_prompts_that_leave_little_room_or_none(here: Path) -> None:
+    rows = [f'{{"prompt": "say {word}", "word": "a"}}\n' for word in ("a", 20 * "b", "c", 30 * "d")]
+    (here / "prompts.jsonl").write_text("".join(rows))
+    assert try_model(load_run(here / "run.toml", ())) == []
+    cut, long = try_model(load_run(here / "run.toml", ("generator.max_context=16",)))
+    assert "of sampling.max_tokens = 12: longer answers are cut off" in cut
+    assert "prompts.jsonl, row 2 has 26 tokens" in long and "as in 1 more" in long
 
 
 def test_rows_of_a_parquet_file_and_of_several_sources(here: Path) -> None:

@@ -10,7 +10,7 @@ from fakes.trajectories import sample, trajectory
 from umbra.deploy.files.formats import to_toml
 from umbra.deploy.prepare.load import located
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.prompts import first_rows, open_prompts
+from umbra.services.buffer.prompts import open_prompts, rows_to_try
 from umbra.services.config import DataConfig, NamedEnvironment, RunConfig
 from umbra.services.config.loader import as_dict, load_config, to_json
 from umbra.services.config.rules import check_feasible
@@ -128,7 +128,7 @@ def test_prompts_are_drawn_by_the_weights_of_their_environments(tmp_path: Path) 
     again = open_prompts(data, seed=1, environments=environments)
     again.seek(position)
     assert [next(again) for _ in range(20)] == ahead
-    assert first_rows(data, environments)["sums"]["answer"] == 1
+    assert rows_to_try(data, environments)["sums"][0].row["answer"] == 1
 
 
 @pytest.mark.parametrize(

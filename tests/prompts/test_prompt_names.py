@@ -13,7 +13,7 @@ from fakes.hub import Hub, ask_there, serving
 from umbra.deploy.prepare.load import load_run
 from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.prompts import first_rows, open_prompts
+from umbra.services.buffer.prompts import open_prompts, rows_to_try
 from umbra.services.config import DataConfig, EvalConfig, ModelConfig, RunConfig
 from umbra.services.prompts.readers import pin_source, read_source
 
@@ -62,7 +62,7 @@ class TestColumns:
     ) -> None:
         data = DataConfig(prompts=file, columns=COLUMNS, shuffle=False)
         assert next(open_prompts(data, seed=0)).row == MAPPED[0]
-        assert first_rows(data) == {"": MAPPED[0]}
+        assert rows_to_try(data)[""][0].row == MAPPED[0]
         several = DataConfig(prompts={file: 1.0}, columns=COLUMNS)
         assert next(open_prompts(several, seed=0)).row in MAPPED
         config = RunConfig(

@@ -50,11 +50,8 @@ def open_engine(config: RunConfig, name: str) -> OpenEngine:
     engine = engine_here(config)
     if engine == "vllm":
         return _vllm(config, name)
-    for key in ("engine_args", "tensor_parallel"):
-        if getattr(generator, key) not in ({}, 1):
-            raise UsageError(
-                f'generator.{key} is for vLLM: leave it out, or set generator.engine = "vllm"'
-            )
+    if fault := next(generator.engine_faults(engine), ""):
+        raise UsageError(fault)
     if engine == "vllm-http":
         return _servers(config)
     return open_torch(config, _seed(config, name))

@@ -342,14 +342,8 @@ def adapter_arguments(
     }
 
 
-def engine_arguments(
-    config: GeneratorConfig, path: Path, hf_config: Any, dtype: str, seed: int, platform: str
-) -> dict[str, Any]:
-    """Return arguments of `AsyncEngineArgs`, those of `generator.engine_args` included.
-
-    Raises:
-        UsageError: an unknown argument, or one that a key of ours decides.
-    """
+def check_arguments(config: GeneratorConfig) -> None:
+    """Raise UsageError for an unknown one of `engine_args`, or one that a key of ours decides."""
     for name in config.engine_args:
         if name in _OWN:
             raise UsageError(f"generator.engine_args.{name}: Umbra sets it itself, leave it out")
@@ -365,6 +359,17 @@ def engine_arguments(
                 f"generator.engine_args.{name}: vLLM has no such engine argument; "
                 f"did you mean {near[0]}?"
             )
+
+
+def engine_arguments(
+    config: GeneratorConfig, path: Path, hf_config: Any, dtype: str, seed: int, platform: str
+) -> dict[str, Any]:
+    """Return arguments of `AsyncEngineArgs`, those of `generator.engine_args` included.
+
+    Raises:
+        UsageError: see `check_arguments` and `check_served`.
+    """
+    check_arguments(config)
     check_served(config, hf_config, platform)
     ours: dict[str, Any] = {
         "model": str(path),
