@@ -50,12 +50,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def ready(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-    """Return `config` with what `tree` leaves open chosen for this machine, and the choices.
-
-    Raises:
-        UsageError: the run is for several machines, or something is wrong or missing; names it.
-        StartupError: a model or prompts are elsewhere, and cannot be reached.
-    """
+    """Return what `for_this_machine` does; UsageError or StartupError names what is wrong."""
     if config.trainer.nodes > 1:
         raise UsageError(
             f"trainer.nodes = {config.trainer.nodes}: `umbra up` runs everything on this machine; "
@@ -69,12 +64,9 @@ def ready(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[s
 
 
 def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-    """Return what `for_hardware` chooses on this machine, and the choices.
+    """Return `config` with what `tree` leaves open chosen for this machine, and the choices.
 
-    Raises:
-        UsageError: the run does not fit into the machine's GPUs; says what to change.
-        StartupError: see `this_machine`; or torch sees none of its GPUs, and the run is not one for
-            CPUs by name.
+    UsageError says what does not fit; StartupError is of `this_machine`, or torch sees no GPU.
     """
     machine = this_machine()
     if machine.blind and not for_cpus(config):
@@ -142,11 +134,9 @@ def for_hardware(config: RunConfig, given: Collection[str], machine: Machine) ->
 def choose(
     config: RunConfig, given: Collection[str], machine: Machine, positions: int
 ) -> RunConfig:
-    """Engine, devices, lengths and rows; decides by its arguments alone.
+    """Choose engine, devices, lengths and rows by the arguments alone; `given` keys stay.
 
-    Args:
-        given: keys that the user has set, which stay.
-        positions: tokens that the model was made for; 0: unknown.
+    The model was made for `positions` tokens; 0: unknown.
     """
     generator, trainer, sampling = config.generator, config.trainer, config.sampling
     if generator.engine == "vllm-http":  # computes nothing itself

@@ -78,11 +78,7 @@ class Estimate:
 
 
 def estimate(config: RunConfig, machine: Machine) -> Estimate:
-    """Return what the run needs on `machine`, by the config.json of its model.
-
-    Raises:
-        UsageError: there is no such model, it is refused, or a setting is not known here.
-    """
+    """Return what the run needs by its model's config.json; UsageError if that cannot be told."""
     if (value := config.trainer.expert_parallel) > 1:
         raise UsageError(
             f"trainer.expert_parallel = {value}: the estimate does not know yet what it takes; "

@@ -56,11 +56,7 @@ class Machine(msgspec.Struct, frozen=True):
 
     @classmethod
     def with_gpu(cls, kind: str) -> Machine:
-        """Return a machine with GPUs of that kind, of which nothing else is known.
-
-        Raises:
-            UsageError: there is no such kind.
-        """
+        """Return a machine known by its GPUs alone; UsageError if there is no such kind."""
         if kind not in GPUS:
             raise UsageError(f"--gpu {kind}: known are {', '.join(GPUS)}")
         return cls((int(GPUS[kind] * GIB),), kind, vllm=True)
@@ -158,11 +154,7 @@ def why_blind(seen: GpusSeen, driver: str) -> str:
 
 
 def this_machine() -> Machine:
-    """Return what is here; torch is asked for GPUs if there is a driver.
-
-    Raises:
-        StartupError: it gives no answer, so that a run would begin with what is meant for CPUs.
-    """
+    """Return what is here; StartupError if there is a driver, and torch does not name its GPUs."""
     stats = os.statvfs(SHM)
     host, shm = host_bytes(), stats.f_blocks * stats.f_frsize
     cores = len(os.sched_getaffinity(0))

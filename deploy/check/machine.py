@@ -228,11 +228,9 @@ def ports(endpoints: Sequence[str]) -> Iterator[Finding]:
 
 
 def keys(folder: Path | None, public: str) -> Finding:
-    """Check that the keys in `folder` are there, private and sound.
+    """Check that the keys in `folder`, if any, are there, private and sound.
 
-    Args:
-        folder: None: the run has no keys.
-        public: an address of the run that other machines reach; empty if there is none.
+    `public` is an address of the run that other machines reach; empty if there is none.
     """
     if folder is None:
         if not public:

@@ -37,12 +37,7 @@ set_option = click.option(
 
 
 def load_run(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
-    """Return the configuration of `run_file` with absolute paths and pinned names.
-
-    Raises:
-        UsageError: see `load_tree` and `located`.
-        StartupError: a model or prompts are elsewhere, and cannot be reached.
-    """
+    """Return the configuration of `run_file` as `located`, whose errors it raises."""
     return load_given(run_file, overrides)[0]
 
 
@@ -65,12 +60,8 @@ def located(config: RunConfig, run_file: Path, say: Say = lambda text: None) -> 
     """Return `config` with absolute paths and pinned names; what was pinned before stays.
 
     Paths are looked up from the run file's folder, else from here. `say` is told which of two is
-    taken where both exist, and what names stand for.
-
-    Raises:
-        UsageError: a model's name is rather a path with a mistake, a folder cannot be named, there
-            is nothing of such a name, or this machine may not read it.
-        StartupError: it cannot be reached, and no cache has it.
+    taken where both exist, and what names stand for. UsageError is for a name of nothing or of
+    what this machine may not read, StartupError for what cannot be reached, nor is in a cache.
     """
 
     @cache

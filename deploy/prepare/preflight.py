@@ -36,14 +36,8 @@ LEAST_ROOM = 16 << 20  # bytes on the disk of run.dir with which a run is begun
 def check_run(config: RunConfig, *, download: bool = True) -> None:
     """Check the numbers of a run, and the files that it needs.
 
-    Args:
-        config: of the run.
-        download: get the weights of models on the hub too; else only look whether they are there.
-
-    Raises:
-        UsageError: numbers with which no batch would ever be full, or a file that is missing or not
-            what it should be; names it.
-        StartupError: a model or prompts are elsewhere, and cannot be reached.
+    Without `download` weights of models on the hub need only be there. UsageError names what is
+    wrong, StartupError what is elsewhere and cannot be reached.
     """
     check_feasible(config)
     _check_security(config)
@@ -77,11 +71,7 @@ def _model_dir(name: str, key: str, *, tokenizer: bool = True, download: bool) -
 def check_packages(
     config: RunConfig, find: Callable[[str], object | None] = importlib.util.find_spec
 ) -> None:
-    """Check that the packages and the plane that the settings need can be used here.
-
-    Raises:
-        UsageError: one is not; names the setting and the extra.
-    """
+    """Raise UsageError, with the setting and the extra, for a package or plane not usable here."""
     check_plane(config.weight_hub.plane)
     trainer, metrics = config.trainer, config.metrics
     kinds = {config.environment.kind, *(one.kind for one in config.environments)}

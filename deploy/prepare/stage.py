@@ -54,12 +54,8 @@ def run_stage(
 ) -> str:
     """Run `umbra <arguments>`, logging to `logs/<name>.log`; return what it printed.
 
-    `server` forks it, if it is given.
-
-    Raises:
-        ChildError: it failed; the sentence is the last line that it said.
-        StageInterrupted: a signal came; the child is dead. Without `interrupts` a
-            KeyboardInterrupt does the same.
+    `server` forks it, if it is given. ChildError has the last line that it said; StageInterrupted
+    (KeyboardInterrupt without `interrupts`) means that the child is dead.
     """
 
     def turn() -> None:
@@ -126,11 +122,8 @@ def try_environment(
 ) -> list[str]:
     """Write `config` to `folder`, and try its environment on the first prompt, then its model.
 
-    Returns warnings of `check_model`, which brings torch and is left out without `model`.
-
-    Raises:
-        ChildError: one failed, or took longer than `environment.timeout_s`.
-        StageInterrupted: a signal came.
+    Returns warnings of `check_model`, which brings torch and is left out without `model`. Raises
+    the errors of `run_stage`.
     """
     DISK.replace(folder.config, to_json(config), mode=READABLE_MODE)
     rows = folder.logs / f"{CHECK}.rows"
