@@ -86,6 +86,7 @@ def test_mistakes_are_sentences_and_leave_no_folder(project: Path) -> None:
         ({"prompts": [1]}, "row 1 is a int"),
         ({"prompts": [{"prompt": object()}]}, "a object is no JSON value"),
         ({"reward": lambda completion: 0.0}, "a lambda has no name"),
+        ({"reward": None}, "give a reward"),
         ({"reward": "exact", "environment": "guess"}, "give reward or environment, not both"),
         ({"learning_rate": 1.0}, "umbra.train has no argument 'learning_rate'"),
         ({"trainer": {"learning_rat": 1.0}}, "learning_rate"),
