@@ -61,8 +61,7 @@ def look(place: str) -> str:
 class Looks:
     def reset(self, row):
         from umbra.services.environments.protocol import Opening
-        from umbra.services.environments.tools import schema
-        return Opening([{"role": "user", "content": row["prompt"]}], [schema(look)])
+        return Opening([{"role": "user", "content": row["prompt"]}], [look])
 
     def step(self, turn):
         from umbra.services.environments.protocol import StepResult
