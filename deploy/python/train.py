@@ -219,7 +219,8 @@ def _with_tools(
     """Return keys of `[environment]` for an answer with the help of `tools`."""
     kind = environment.get("kind", "tools")
     if kind == "reward":
-        return {"kind": "trl", "id": source.toolset([BUILT_IN.get(str(t), t) for t in tools])}
+        named: list[Any] = [BUILT_IN.get(str(tool), tool) for tool in tools]
+        return {"kind": "trl", "id": source.toolset(named)}
     if kind != "tools":
         raise UsageError(
             'umbra.train: tools are for answers that a reward or the row\'s "answer" judges: leave '

@@ -98,7 +98,9 @@ class Attention:
         """
         window: int | None = getattr(config, "sliding_window", None)
         recurrent = keeps_state(config)
-        sizes = dict.fromkeys(_BESIDE_STATES) if recurrent else {FULL: None, SLIDING: window}
+        sizes: dict[str, int | None] = (
+            dict.fromkeys(_BESIDE_STATES) if recurrent else {FULL: None, SLIDING: window}
+        )
         kinds = sorted(set(layer_kinds(config) or [SLIDING if window else FULL]))
         strange = [kind for kind in kinds if kind not in sizes]
         if strange:

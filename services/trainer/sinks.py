@@ -134,7 +134,7 @@ def _tracker(name: str, config: RunConfig, run_dir: Path, step: int) -> GeneralT
 
 def _mlflow_run(run: str) -> str | None:
     """Return MLflow's id of the run of this name, if there is one."""
-    import mlflow
+    import mlflow  # pyright: ignore[reportMissingImports]
 
     found = mlflow.search_runs(
         search_all_experiments=True,

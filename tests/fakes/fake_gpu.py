@@ -62,8 +62,9 @@ class FakeGpu(TorchDispatchMode):
             assert args[0].shape == args[1].shape and args[0].dtype == args[1].dtype
             self.written += args[0].nbytes
             return args[0]
-        args, kwargs = tree_map(self._there, (args, kwargs))
-        found = func(*args, **kwargs)
+        moved: Any = tree_map(self._there, (args, kwargs))
+        args, named = moved
+        found = func(*args, **named)
         if func in PRODUCTS:
             self.products[args[0].dtype] += 1
         for made in tree_leaves(found):

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +281,9 @@ def test_staged_weights_are_read_where_they_lie(
 class NotMapped(DeviceMemory):
     """Memory of a GPU that no other process can map."""
 
-    handle = b"of another container"
+    @cached_property
+    def handle(self) -> bytes:
+        return b"of another container"
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

@@ -84,7 +84,9 @@ class Engine(Protocol):
     version: int
     slots: int
     max_context: int
-    decoded_tokens: int
+
+    @property
+    def decoded_tokens(self) -> int: ...
 
     @property
     def cache(self) -> CacheFigures: ...

@@ -108,7 +108,8 @@ class GRPOTrainer:
         if train_dataset is None:  # reset() returns the prompts
             train_dataset = [{"prompt": [{"role": "user", "content": ""}]}]
         elif not hasattr(train_dataset, "__len__") and self.args.max_steps > 0:  # maybe endless
-            groups = self.args.generation_batch_size // self.args.num_generations
+            sizes: Any = self.args.generation_batch_size, self.args.num_generations
+            groups = sizes[0] // sizes[1]
             train_dataset = islice(train_dataset, self.args.max_steps * groups)
         self._rows = rows_of(train_dataset, "train_dataset")
         self._held_out = None if eval_dataset is None else rows_of(eval_dataset, "eval_dataset")
@@ -247,8 +248,8 @@ class GRPOTrainer:
         Raises:
             UsageError: it was not trained yet.
         """
-        trained = self._after("save_model").model
-        shutil.copytree(trained, output_dir or self.args.output_dir, dirs_exist_ok=True)
+        trained, target = self._after("save_model").model, output_dir or self.args.output_dir
+        shutil.copytree(trained, str(target), dirs_exist_ok=True)
         if self.args.push_to_hub:
             self.push_to_hub()
 
@@ -257,7 +258,7 @@ class GRPOTrainer:
         from huggingface_hub import HfApi
 
         model, api = self._after("push_to_hub").model, HfApi(token=self.args.hub_token)
-        name = self.args.hub_model_id or Path(self.args.output_dir).name
+        name = self.args.hub_model_id or Path(str(self.args.output_dir)).name
         repo = api.create_repo(name, private=self.args.hub_private_repo, exist_ok=True).repo_id
         return api.upload_folder(repo_id=repo, folder_path=model, commit_message=commit_message)
 
