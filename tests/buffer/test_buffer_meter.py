@@ -20,7 +20,7 @@ def test_a_batch_a_minute() -> None:
 def test_the_start_of_a_resumed_run_does_not_count() -> None:
     names = ("steps_per_s", "samples_per_s", "answers_per_s", "issued_per_s", "ended_per_s")
     counts = dict.fromkeys(names, 100)
-    throughput = Throughput(lambda: counts, 0.0)
+    throughput = Throughput(lambda: {**counts}, 0.0)
     for now in (20.0, 40.0):  # its processes load the model
         throughput.see(now)
     counts |= {"issued_per_s": 140}
