@@ -9,8 +9,9 @@ from fakes.whole_runs import Up
 def test_a_run_with_all_stages_and_evaluations(project: Path, up: Up) -> None:
     rows = (project / "prompts.jsonl").read_text()
     (project / "heldout.jsonl").write_text(rows)
+    first, _, others = rows.partition("\n")
     too_long = json.dumps({"prompt": "say b" * 40, "word": "b"})
-    (project / "prompts.jsonl").write_text(f"{too_long}\n{rows}")
+    (project / "prompts.jsonl").write_text(f"{first}\n{too_long}\n{others}")
     process = up(
         'buffer.stages=["reward", "ref_logp", "logp"]',
         "buffer.on_batch=interrupt",
@@ -32,6 +33,6 @@ def test_a_run_with_all_stages_and_evaluations(project: Path, up: Up) -> None:
     assert counters["flushed"]
     assert summary["ledger"]["ended"]["failed"] >= 4
     assert (
-        ": prompt 1: the prompt has 202 tokens, which leaves no room for an answer in the context "
+        ": prompt 2: the prompt has 202 tokens, which leaves no room for an answer in the context "
         "length, generator.max_context = 64\n"
     ) in process.log("generator-0")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 from trl.trainer.grpo_config import GRPOConfig
@@ -26,6 +26,9 @@ from umbra.deploy.files.run_folder import Row, RunFolder, StepFollower
 from umbra.deploy.python.run import Run
 from umbra.deploy.python.train import see_through, train
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.architectures import read_config
+from umbra.services.modeling.model_directory import directory_of
+from umbra.services.modeling.models import AS_IT_IS
 from umbra.services.prompts.rows import rows_of
 
 INSTEAD = {
@@ -149,20 +152,27 @@ class GRPOTrainer:
 
     def _kind(self) -> str:
         own = getattr(self._given, "config", None)
-        return str((own or AutoConfig.from_pretrained(self._path)).model_type)
+        if own is None:
+            return str(read_config(directory_of(self._path, weights=False))["model_type"])
+        return str(own.model_type)
 
     @property
     def model(self) -> Any:
         """Return the trained model, loaded from the run; before that the one that was given."""
-        if self.run is not None and self.run.summary is not None:
-            return AutoModelForCausalLM.from_pretrained(self.run.model)
-        return AutoModelForCausalLM.from_pretrained(self._path) if self._saved else self._given
+        ended = self.run is not None and self.run.summary is not None
+        if not ended and not self._saved:
+            return self._given
+        directory = directory_of(self._after("model").model if ended else self._path)
+        return AutoModelForCausalLM.from_pretrained(directory, **AS_IT_IS, use_safetensors=True)
 
     @property
     def processing_class(self) -> Any:
         """Return the model's tokenizer."""
         name = self._path if self._saved else self._given.config.name_or_path
-        return self._tokenizer or AutoTokenizer.from_pretrained(name)
+        if self._tokenizer is None:
+            directory = directory_of(name, weights=False)
+            return AutoTokenizer.from_pretrained(directory, **AS_IT_IS)
+        return self._tokenizer
 
     def add_callback(self, callback: Any) -> None:
         """Call `callback` in `train`; its methods read, and cannot stop or save."""
