@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from report import Report, spread, text
@@ -153,7 +153,7 @@ def summarise(report: Report) -> None:
         report.table(task, columns, [_line(name, some) for name, some in modes.items()])
         _compare(report, task, modes)
         if known := [row for row in report.rows if row["mix"] == task and row.get("right")]:
-            report.figure(f"{task}_minutes", mean(row["curve"][-1][0] for row in known) / 60)
+            report.figure(f"{task}_minutes", median(row["curve"][-1][0] for row in known) / 60)
             for at, name in enumerate(("before", "after")):
                 right = [row["right"][at] for row in known]
                 report.figure(f"{task}_right_{name}", mean(right))
