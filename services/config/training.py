@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from umbra.services.config.keys import Section, key
 from umbra.services.config.objective import ObjectiveKeys
+
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
+TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
 
 
 class TrainerConfig(ObjectiveKeys):
@@ -204,7 +207,7 @@ class CheckpointConfig(Section):
 class MetricsConfig(Section):
     """Metrics of the training steps; they are always in <run dir>/metrics.jsonl."""
 
-    also: list[Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]] = key(
+    also: list[Tracker] = key(
         [],
         "also write them for TensorBoard, to <run dir>/tensorboard, or log them with a tracker, "
         "whose variables are read (WANDB_MODE, MLFLOW_TRACKING_URI, SWANLAB_PROJECT, ...)",

@@ -44,6 +44,7 @@ from umbra.services.generator.engines.engine import (
     EngineRequest,
     KvPolicy,
     check_request,
+    take,
     told_of,
 )
 from umbra.services.generator.vllm import private
@@ -245,8 +246,7 @@ class VllmEngine:
         if kv_policy != "abort":
             return []
         self._collect(0.0)
-        aborted = [o for o in self._ready if o.finish_reason == "abort"]
-        self._ready = [o for o in self._ready if o.finish_reason != "abort"]
+        aborted = take(self._ready, lambda o: o.finish_reason == "abort")
         for key in under_way:
             self._open.pop(key, None)
         return aborted
@@ -383,9 +383,7 @@ class VllmEngine:
         return output
 
     def _take(self, wanted: set[str] | None = None) -> list[EngineOutput]:
-        taken = [o for o in self._ready if wanted is None or o.request_id in wanted]
-        self._ready = [o for o in self._ready if wanted is not None and o.request_id not in wanted]
-        return taken
+        return take(self._ready, lambda o: wanted is None or o.request_id in wanted)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Its result. A core that dies while it loads weights leaves vLLM waiting for its answer.

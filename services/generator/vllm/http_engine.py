@@ -27,6 +27,7 @@ from umbra.services.generator.engines.engine import (
     EngineRequest,
     KvPolicy,
     check_request,
+    take,
     told_of,
 )
 from umbra.services.generator.vllm.http_client import HttpClient
@@ -214,9 +215,7 @@ class HttpEngine:
         if kv_policy != "abort":
             return []
         self._collect(0.0)
-        aborted = [o for o in self._ready if o.finish_reason == "abort"]
-        self._ready = [o for o in self._ready if o.finish_reason != "abort"]
-        return aborted
+        return take(self._ready, lambda o: o.finish_reason == "abort")
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
         wanted = None if request_ids is None else set(request_ids)
@@ -272,9 +271,7 @@ class HttpEngine:
                 stream, output = self.ended.get_nowait()
 
     def _take(self, wanted: set[str] | None = None) -> list[EngineOutput]:
-        taken = [o for o in self._ready if wanted is None or o.request_id in wanted]
-        self._ready = [o for o in self._ready if wanted is not None and o.request_id not in wanted]
-        return taken
+        return take(self._ready, lambda o: wanted is None or o.request_id in wanted)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         try:

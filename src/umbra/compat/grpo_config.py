@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 from umbra.proto.errors import UsageError
+from umbra.services.config.training import TRACKERS
 
 READ = frozenset(
     {
@@ -71,7 +72,6 @@ INSTEAD = {
 }
 """What replaces fields of `GRPOConfig` that are refused."""
 
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab")
 # How a model is loaded, which has no influence on results.
 _LOADING = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage")
 
