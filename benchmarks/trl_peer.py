@@ -76,7 +76,7 @@ def solved(completions: list[Any], answer: list[str], **_: Any) -> list[float | 
 
 
 def graded(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
-    """What the reward of examples/smollm gives."""
+    """Return the rewards that examples/smollm gives."""
     score = runpy.run_path(str(run_file("smollm").with_name("reward.py")))["score"]
     pairs = zip(completions, answer, strict=True)
     return [score(None, said[0]["content"], {"answer": right}) for said, right in pairs]

@@ -1,4 +1,4 @@
-"""What is tried of a run before it starts: its model, chat template and environment.
+"""Try a run before it starts: its model, chat template and environment.
 
     python -m umbra.services.generator.checks CONFIG ROWS [model]
 

@@ -1,4 +1,4 @@
-"""What a vLLM server answers over HTTP, as read in vLLM 0.32."""
+"""Answers of a vLLM server over HTTP, as read in vLLM 0.32."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ INSTEAD = {
     "fsdp": _RANKS,
     "num_generations_eval": "set umbra={'eval': {'samples_per_prompt': N}}",
 }
-"""What replaces fields of `GRPOConfig` that are refused."""
+"""Replacements of fields of `GRPOConfig` that are refused."""
 
 # How a model is loaded, which has no influence on results.
 _LOADING = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage")
