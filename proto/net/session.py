@@ -22,8 +22,7 @@ from umbra.proto.errors import (
     StartupError,
     UmbraError,
 )
-from umbra.proto.net.channel import Channel
-from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.io_thread import Channel, IoThread
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.sockets import check_address
 
