@@ -154,7 +154,7 @@ class Client:
 
     def join(self, joined: Action) -> None:
         """Join the run, then do `joined`."""
-        body = Join(role=self._role, name=self.name, pid=1, host="simulated", package_version="")
+        body = Join(role=self._role, name=self.name, pid=1, host="simulated")
 
         def welcome(reply: Welcome) -> None:
             self._timeline.after(reply.heartbeat_s, self._beat)

@@ -145,7 +145,8 @@ class Channel:
         future: Future[Message] = Future()
         if on_done is not None:
             future.add_done_callback(on_done)
-        self._link.run(lambda: self._start(body, future, timeout_s))
+        if not self._link.run(lambda: self._start(body, future, timeout_s)):
+            _fail(future, _closing(self.peer))
         return future
 
     def send(self, body: Message) -> None:
@@ -292,6 +293,10 @@ CLOSE_DEADLINE_S = 5.0
 HEARD_AT_ONCE = 256  # events taken from one subscription before the others get their turn
 
 
+def _closing(peer: str) -> DeadlineError:
+    return DeadlineError(f"the process is closing while waiting for {peer}")
+
+
 class IoThread:
     """Sockets of one process, polled by one thread; other threads talk to it through `run`."""
 
@@ -309,6 +314,7 @@ class IoThread:
         self._timers: list[tuple[float, float, Callable[[], None]]] = []
         self._jobs: deque[Callable[[], None]] = deque()
         self._closing = threading.Event()
+        self._ended = False  # no job is taken any more
         self._wake_lock = threading.Lock()
         self._wake_in, self._wake_out = sockets.pair(self.context, "wake")
         self._poller = zmq.Poller()
@@ -316,12 +322,15 @@ class IoThread:
         self._thread = service_thread(self._main, "umbra-link")
         self._thread.start()
 
-    def run(self, job: Callable[[], None]) -> None:
-        self._jobs.append(job)
+    def run(self, job: Callable[[], None]) -> bool:
+        """Have the thread do `job` soon; False if it has ended, and nothing will be done."""
         with self._wake_lock:
+            if self._ended:
+                return False
+            self._jobs.append(job)
             with suppress(zmq.Again):  # full: it is awake already, with plenty to do
-                if not self._wake_out.closed:
-                    self._wake_out.send(b"", zmq.NOBLOCK)
+                self._wake_out.send(b"", zmq.NOBLOCK)
+            return True
 
     def channel(
         self, endpoint: str, peer: str, *, server: Role = "buffer", insists: bool = False
@@ -348,7 +357,8 @@ class IoThread:
                 self._poller.register(one, zmq.POLLIN)
             made.set_result(channel)
 
-        self.run(connect)
+        if not self.run(connect):
+            raise _closing(f"{peer} at {endpoint}")
         return made.result()
 
     def publish_to(self, endpoint: str) -> None:
@@ -456,18 +466,17 @@ class IoThread:
         return next_at
 
     def _shut(self) -> None:
+        with self._wake_lock:
+            self._ended = True
         while self._jobs:  # what was posted before the close is still sent
             self._jobs.popleft()()
         for channel in self._channels:
-            channel.fail_all(
-                DeadlineError(f"the process is closing while waiting for {channel.peer}")
-            )
+            channel.fail_all(_closing(channel.peer))
             channel.close()
         for socket in self._subscriptions:
             socket.close(linger=0)
         if self._publisher is not None:
             self._publisher.close()
-        with self._wake_lock:
-            self._wake_out.close(linger=0)
+        self._wake_out.close(linger=0)
         self._wake_in.close(linger=0)
         self.context.term()

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from umbra._version import __version__
 from umbra.proto import messages as m
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import (
@@ -130,7 +129,6 @@ class Session:
             name=name,
             pid=os.getpid(),
             host=socket.gethostname(),
-            package_version=__version__,
             endpoints=endpoints or {},
             replaces=int(os.environ.get(REPLACES_VARIABLE, "0")),
             vocabulary=vocabulary,

@@ -246,7 +246,9 @@ class WeightHub:
             case m.Committed() as message:
                 return self.protocol.committed(peer, message, now)
             case m.HubStatusRequest():
-                self._server.reply(request, self._status(peer))
+                waiting = self._waiting.get(peer.name)
+                known = self.protocol.knows(peer) or (waiting and _peer(waiting) == peer)
+                self._server.reply(request, m.HubStatus(subscribed=bool(known)))
             case m.Ping():
                 self._server.reply(request, m.Pong(role="weight_hub", state="ready"))
             case _:
@@ -471,17 +473,6 @@ class WeightHub:
     def _subscribe_waiting(self, now: float) -> list[Effect]:
         waiting, self._waiting = self._waiting, {}
         return [effect for one in waiting.values() for effect in self._subscribe(one, now)]
-
-    def _status(self, peer: HubPeer) -> m.HubStatus:
-        newest = self.protocol.newest
-        waiting = self._waiting.get(peer.name)
-        is_waiting = waiting is not None and _peer(waiting) == peer
-        return m.HubStatus(
-            version=newest.version if newest else -1,
-            pushes=self.protocol.counters["pushes"],
-            receivers=self.protocol.serving,
-            subscribed=self.protocol.knows(peer) or is_waiting,
-        )
 
     # -- effects ----------------------------------------------------------------------------------
 

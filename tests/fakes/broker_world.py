@@ -190,9 +190,7 @@ class World:
         """A process joins; its later messages carry this incarnation."""
         number = incarnation or f"{name}-1"
         facts.setdefault("replaces", 1)  # as a supervisor says whose process has died
-        body = m.Join(
-            role=role, name=name, pid=1, host=f"h{1:d}", package_version="0", endpoints={}, **facts
-        )
+        body = m.Join(role=role, name=name, pid=1, host=f"h{1:d}", endpoints={}, **facts)
         reply = self.ask(name, body, incarnation=number)
         if isinstance(reply, m.Welcome):
             self.incarnations[name] = number
