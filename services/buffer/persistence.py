@@ -169,6 +169,7 @@ class Recovery:
 
 
 def _key(prefix: str, name: str) -> str:
+    """Return the key of `name`, which may be longer than a key."""
     return prefix + xxhash.xxh3_128_hexdigest(name.encode())
 
 

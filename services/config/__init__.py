@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from umbra.services.config.buffer import BufferConfig
 from umbra.services.config.generation import (
     ENVIRONMENT,
     EnvironmentConfig,
@@ -22,13 +23,11 @@ from umbra.services.config.generation import (
 )
 from umbra.services.config.keys import Section
 from umbra.services.config.run import (
-    BufferConfig,
     DataConfig,
     LogConfig,
     ModelConfig,
     RunSection,
     SecurityConfig,
-    WeightHubConfig,
 )
 from umbra.services.config.training import (
     CheckpointConfig,
@@ -37,6 +36,7 @@ from umbra.services.config.training import (
     MetricsConfig,
     TrainerConfig,
 )
+from umbra.services.config.weights import WeightHubConfig
 
 
 class RunConfig(Section):

@@ -49,8 +49,7 @@ class Sandbox(Protocol):
     async def run(self, command: Sequence[str], stdin: str = "") -> CommandOutcome:
         """Run `command`, with `stdin` as its input; its files are there for the next command.
 
-        Raises:
-            SandboxError: it took too long; processes and files of the sample are gone.
+        If it took too long (SandboxError), processes and files of the sample are gone.
         """
         ...
 
@@ -61,27 +60,16 @@ class Sandbox(Protocol):
 
 @dataclass(frozen=True)
 class ContainerLimits:
-    """`environment.sandbox_options` of a container.
+    """`environment.sandbox_options` of a container."""
 
-    Attributes:
-        image: with the tools that commands need (`sh`, `python3`).
-        memory_mb: MiB of all processes in it together, its files included; without swap.
-        cpus: of the host, as a share.
-        processes: that may be there at once.
-        disk_mb: MiB of files in the working directory, which is in memory.
-        command_s: seconds of one command.
-        network: "none", or the name of a network of the runtime; "host" is refused.
-        arguments: more arguments of `docker run`, for what is not named here.
-    """
-
-    image: str = "python:3.12-slim"
-    memory_mb: int = 512
-    cpus: float = 1.0
-    processes: int = 128
-    disk_mb: int = 128
-    command_s: float = 30.0
-    network: str = "none"
-    arguments: Sequence[str] = field(default_factory=tuple)
+    image: str = "python:3.12-slim"  # with the tools that commands need (`sh`, `python3`)
+    memory_mb: int = 512  # MiB of all processes together, files included; without swap
+    cpus: float = 1.0  # of the host, as a share
+    processes: int = 128  # that may be there at once
+    disk_mb: int = 128  # MiB of files in the working directory, which is in memory
+    command_s: float = 30.0  # seconds of one command
+    network: str = "none"  # or the name of a network of the runtime; "host" is refused
+    arguments: Sequence[str] = field(default_factory=tuple)  # more of `docker run`
 
     def __post_init__(self) -> None:
         for name in ("memory_mb", "cpus", "processes", "disk_mb", "command_s"):
@@ -274,5 +262,4 @@ class SandboxTools:
         return "\n".join(filter(None, (outcome.output.rstrip("\n"), code))) or "(no output)"
 
 
-TOOLS = ("python", "shell")
-"""Names of the tools that need a sandbox."""
+TOOLS = ("python", "shell")  # that need a sandbox

@@ -62,10 +62,7 @@ class EnvironmentHost:
 
         Without responses the conversation is opened, anew if there is one; a response to one that
         is not open opens it first. An environment with `step_all` judges a group: `responses` are
-        those of its samples, and each has an answer.
-
-        Raises:
-            SampleError: the environment raised, or answered what is no answer.
+        those of its samples, and each has an answer. What it raises becomes a SampleError.
         """
         try:
             environment = self._environments.get(key)

@@ -57,9 +57,8 @@ def check_architecture(
 ) -> None:
     """Raise UsageError for the model in `directory` unless Umbra is known to be right for it.
 
-    Args:
-        source: the key or flag it came from, for the error.
-        checked: architectures (`model_type`) for which the user has run `umbra check-model`.
+    `source` is the key or flag it came from; `checked` are architectures (`model_type`) for which
+    the user has run `umbra check-model`.
     """
     config = read_config(directory, source)
     try:

@@ -1,8 +1,7 @@
 """Which earlier positions each layer of a model attends to, and by which backend.
 
-Transformers calls our attention (`attention_backends.py`). The torch engine gives it a `SlotMask`
-(`attention_backends.py`). Packed rows (`Scorer`, the value model) have the backend that
-is right for the device and the rows:
+Transformers calls our attention (`attention_backends.py`). The torch engine gives it a `SlotMask`.
+Packed rows (`Scorer`, the value model) have the backend that is right for the device and the rows:
 
 | backend | where | in memory |
 |---|---|---|
@@ -50,14 +49,10 @@ class Attention:
 
     windows: tuple[tuple[str, int | None], ...] = ((FULL, None),)
     """Of each kind of attention: how many tokens a position sees, itself included; None: all."""
-    backend: Choice = "sdpa"
-    """Of packed rows."""
-    plain: bool = True
-    """Scores have no soft cap, and there are no sinks."""
-    flexes: bool = True
-    """flex_attention is right on this GPU; else `auto` takes a dense mask."""
-    recurrent: bool = False
-    """Some layers carry a state from token to token: a row has one sequence."""
+    backend: Choice = "sdpa"  # of packed rows
+    plain: bool = True  # scores have no soft cap, and there are no sinks
+    flexes: bool = True  # flex_attention is right on this GPU; else `auto` takes a dense mask
+    recurrent: bool = False  # layers carry a state from token to token: a row has one sequence
 
     @classmethod
     def prepare(cls, model: PreTrainedModel, device: torch.device) -> Attention:
@@ -65,9 +60,6 @@ class Attention:
 
         flex_attention is compared with a dense mask on the GPU first (`attention_probe.py`), and
         not used where it is wrong.
-
-        Raises:
-            UsageError: a kind of layer that is none of ours.
         """
         attention = cls.of(model.config)
         capped = getattr(model.config, "attn_logit_softcapping", None) is not None
@@ -88,13 +80,10 @@ class Attention:
 
     @classmethod
     def of(cls, config: Any) -> Attention:
-        """What the Transformers config of a loaded model says.
+        """Return the windows of a loaded model's Transformers config.
 
         Classes that have `layer_types` take one mask for each kind of layer; others have one
         window, `sliding_window`, for all layers.
-
-        Raises:
-            UsageError: a kind of layer that is none of ours.
         """
         window: int | None = getattr(config, "sliding_window", None)
         recurrent = keeps_state(config)
@@ -130,7 +119,6 @@ class Attention:
         return mask
 
     def _backend(self, rows: RowMask) -> Choice:
-        """Return the chosen backend, or the one that is right for `rows`."""
         if self.backend != "auto":
             return self.backend
         if rows.positions.device.type != "cuda" or not self.flexes:

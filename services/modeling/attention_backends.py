@@ -16,7 +16,7 @@ import functools
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,19 +39,13 @@ class Context(NamedTuple):
 class SlotMask:
     """What the tokens of such a pass attend to."""
 
-    newest: Tensor
-    """What is added to the scores of the first tokens, [n, 1, 1, L]: 0 or -inf."""
+    newest: Tensor  # added to the scores of the first tokens, [n, 1, 1, L]: 0 or -inf
     contexts: Sequence[Context]
     window: int | None = None
-
-    @property
-    def ndim(self) -> int:
-        """Four, as of a mask [1, 1, T, L]: Transformers looks, and hands such a one on as it is."""
-        return 4
+    ndim: ClassVar[int] = 4  # as of a mask [1, 1, T, L]: Transformers hands such a one on as it is
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """As of such a mask."""
         tokens = len(self.newest) + sum(context.length for context in self.contexts)
         return 1, 1, tokens, self.newest.shape[-1]
 

@@ -70,8 +70,7 @@ def differences(
 ) -> dict[str, float]:
     """Return the norms of differences to a dense mask in float64, over that of the latter.
 
-    Of the outputs, and of the gradients of queries, keys, values and sinks, over rows in which two
-    samples share a prompt and others stand beside them.
+    Of outputs and gradients, over rows in which two samples share a prompt and others stand beside.
     """
     micro = _rows().to(device)
     mask = micro.mask.within(None if window is None else min(window, WINDOW))
@@ -81,8 +80,7 @@ def differences(
     exact = _pass(shape, [t.double() for t in of], mask.allowed().unsqueeze(1), seen)
     found = _pass(shape, of, mask.blocks(), seen)
     with torch.no_grad():
-        how: Any = {"scale": shape.scale, "cap": shape.cap, "sinks": of[3] if shape.sinks else None}
-        attend(of[0], of[1], of[2], mask.blocks(), **how)
+        attend(of[0], of[1], of[2], mask.blocks(), **_how(shape, of))
     names = ["outputs", *(f"gradients of {name}" for name in INPUTS)]
     return {
         name: float((ours.double() - theirs).norm() / theirs.norm())
@@ -133,12 +131,14 @@ def _inputs(shape: Shape, mask: RowMask, device: torch.device, dtype: torch.dtyp
     return [t.to(device, dtype) for t in made]
 
 
+def _how(shape: Shape, of: list[Tensor]) -> dict[str, Any]:
+    return {"scale": shape.scale, "cap": shape.cap, "sinks": of[3] if shape.sinks else None}
+
+
 def _pass(shape: Shape, of: list[Tensor], mask: Any, seen: Tensor) -> list[Tensor]:
     """Outputs at positions that are `seen`, bool [R, L], and gradients of their weighted sum."""
     own = [t.detach().requires_grad_() for t in of]
-    sinks = own[3] if shape.sinks else None
-    how: Any = {"scale": shape.scale, "cap": shape.cap, "sinks": sinks}
-    found = attend(own[0], own[1], own[2], mask, **how).transpose(1, 2)[seen]
+    found = attend(own[0], own[1], own[2], mask, **_how(shape, own)).transpose(1, 2)[seen]
     weights = torch.linspace(-1, 1, found.numel(), dtype=torch.float64, device=found.device)
     (found * weights.view_as(found).to(found.dtype)).sum().backward()
     grads = [t.grad for t in own if t.grad is not None]

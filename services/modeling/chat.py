@@ -19,8 +19,7 @@ from umbra.services.modeling.chat_template import (
     TurnsError,
     end_of_turn,
 )
-from umbra.services.modeling.parser_choice import choose_parser
-from umbra.services.modeling.parsers import Parser, Tools
+from umbra.services.modeling.parsers import Parser, Tools, choose_parser
 
 _PLAIN = Opening([])  # no system message, no tools
 _CACHED_CHARS = 16_384  # what tools read out may be long, and is not read twice
@@ -34,11 +33,9 @@ log = logging.getLogger(__name__)
 class Chat:
     """A tokenizer and its chat template, used so that turns can be concatenated token by token.
 
-    Args:
-        tokenizer: a Hugging Face tokenizer; one without a chat template takes plain-text prompts.
-        stop_ids: the tokens that end a model's turn.
-        options: more variables of the template (`model.chat_template_kwargs`).
-        parser: name of what reads turns, as in `model.parser`.
+    A tokenizer without a chat template takes plain-text prompts. `stop_ids` are the tokens that end
+    a model's turn, `options` more variables of the template (`model.chat_template_kwargs`), and
+    `parser` the name of what reads turns (`model.parser`).
     """
 
     def __init__(
@@ -63,11 +60,7 @@ class Chat:
 
     @classmethod
     def configured(cls, config: ModelConfig, tokenizer: Any, stop_ids: Iterable[int]) -> Chat:
-        """The chat of the run's model, with the chat template that `config` names.
-
-        Raises:
-            UsageError: the file of the template can't be read, or there is no such parser.
-        """
+        """Return the chat of the run's model, with the chat template that `config` names."""
         if config.chat_template:
             try:
                 text = Path(config.chat_template).read_text(encoding="utf-8")
@@ -93,8 +86,7 @@ class Chat:
     ) -> list[int]:
         """Return the tokens of the first turn, up to where the assistant begins to speak.
 
-        A template that knows no tools has them described in a system message instead. Raises
-        UsageError for messages that are not written.
+        A template that knows no tools has them described in a system message instead.
         """
         texts = json.dumps(list(messages)), json.dumps(list(tools))
         short = sum(map(len, texts)) <= _CACHED_CHARS
@@ -109,16 +101,15 @@ class Chat:
     ) -> list[int]:
         """Return what the template writes between a model's turn and its next one.
 
+        A TurnsError says what is in the way if appended tokens would not be what the template
+        writes for the whole conversation.
+
         Args:
             messages: what the environment says.
             last_token: the last one of the model's turn: its end token is not repeated.
             calls: the tools that were called in that turn, as chat templates take them; many
                 templates write an answer differently, or not at all, without its call.
             opening: how the conversation began.
-
-        Raises:
-            UsageError: appended tokens would not be what the template writes for the whole
-                conversation; says what is in the way.
         """
         template = self._needs_template()
         told = calls if template.writes_calls else ()
@@ -132,14 +123,13 @@ class Chat:
         """Return whether the template keeps all of a model's turn when messages of `roles` follow.
 
         If not, it drops something, most often reasoning, which stays in the conversation's tokens.
-        With "tool" among the roles, the turn called that many tools. Raises as `turn_ids`.
+        With "tool" among the roles, the turn called that many tools.
         """
         calls = roles.count("tool") if self._needs_template().writes_calls else 0
         return self._find(tuple(roles), calls, opening)
 
     @functools.cached_property
     def parser(self) -> Parser:
-        """Choose the parser of turns; raises UsageError for an unknown `model.parser`."""
         return choose_parser(self._parser, self._tokenizer, self._template)
 
     def cannot_fit(self, given: Any, tokens: int) -> bool:
@@ -173,13 +163,10 @@ class Chat:
         tools: Tools = (),
         stops: Sequence[str] = (),
     ) -> Said:
-        """Read one turn of the model.
+        """Read one turn of the model, with the token that ended it if there is one.
 
-        Args:
-            token_ids: the turn, with the token that ended it if there is one.
-            before: the tokens before it, of which the last few matter.
-            tools: those that the model was told of.
-            stops: texts that end a turn; they are no part of what was said.
+        Of the tokens `before` it the last few matter; `tools` are those that the model was told of;
+        `stops` are texts that end a turn, and no part of what was said.
         """
         ended = bool(token_ids) and token_ids[-1] in self.stop_ids
         ids, stop = (token_ids[:-1], self.piece(token_ids[-1])) if ended else (token_ids, "")
@@ -212,20 +199,10 @@ class Chat:
                     f"{self._tokenizer.name_or_path} has no chat template: prompts must be text"
                 )
             return tuple(self.text_ids(messages[0]["content"], begins=True))
-        try:
-            return tuple(
-                self._template.encode(self._template.render(messages, json.loads(tools_text)))
-            )
-        except TurnsError as error:
-            raise UsageError(f"{self._template.name} {error}") from error
+        return tuple(self._template.encode(self._template.render(messages, json.loads(tools_text))))
 
     def _encode_tail(self, text: str) -> tuple[int, ...]:
-        template = self._needs_template()
-        messages, calls = json.loads(text)
-        try:
-            return tuple(template.tail(messages, calls)[1])
-        except TurnsError as error:
-            raise UsageError(f"{template.name} {error}") from error
+        return tuple(self._needs_template().tail(*json.loads(text))[1])
 
     def _needs_template(self) -> ChatTemplate:
         if self._template is None:
@@ -242,7 +219,7 @@ class Chat:
             Kind(roles, calls, first.get("role") == "system", bool(opening.tools))
         )
         if isinstance(found, TurnsError):
-            raise UsageError(f"{template.name} {found}") from found
+            raise TurnsError(str(found))
         return found
 
 

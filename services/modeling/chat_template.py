@@ -44,8 +44,8 @@ def trial_tool(**types: str) -> dict[str, Any]:
 _SCHEMA = trial_tool(mark="string")
 
 
-class TurnsError(Exception):
-    """Why turns can't be appended: the end of a sentence that begins with the template's name."""
+class TurnsError(UsageError):
+    """Turns can't be appended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,7 @@ class Kind:
     """What decides how a tail is written, its words aside.
 
     `roles` are those of the messages in it and `calls` the number of tools that the model called
-    before; `system` and `tools` tell whether the conversation began with such a message, and
-    whether the model was told of tools.
+    before; `system` and `tools` tell whether the conversation began with such.
     """
 
     roles: tuple[str, ...]
@@ -64,13 +63,7 @@ class Kind:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer that has one.
-        stop_ids: the tokens that end a model's turn.
-        options: more variables of the template (`model.chat_template_kwargs`).
-    """
+    """The chat template of a tokenizer; arguments as of `Chat`."""
 
     def __init__(
         self,
@@ -114,16 +107,15 @@ class ChatTemplate:
             return False
         return self.tells_tools and _mark(0, 0) in text
 
+    def _fault(self, what: str) -> TurnsError:
+        return TurnsError(f"{self.name} {what}")
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, cue: bool = True
     ) -> str:
-        """The text of a conversation; with `cue`, up to where the model begins to speak.
-
-        Raises:
-            TurnsError: the template fails on these messages, or writes no text of users.
-        """
+        """Return the text of a conversation; with `cue`, up to where the model begins to speak."""
         if not self._writes_text:
-            raise TurnsError("does not write a user's message that is a text")
+            raise self._fault("does not write a user's message that is a text")
         if not self.tells_tools:
             messages = as_text(messages)
             messages = with_tools(messages, tools) if tools else messages
@@ -146,7 +138,7 @@ class ChatTemplate:
     def turn_text(
         self, said: Message, tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, str, str]:
-        """Return what it writes before turn `said`, the turn, and its end token; or TurnsError."""
+        """Return what it writes before turn `said`, the turn, and its end token."""
         history = [_user()]
         prompt = self.render(history, tools)
         whole = self.render([*history, said], tools, cue=False)
@@ -180,10 +172,7 @@ class ChatTemplate:
         """Hold a conversation; the model's reasoning, if it has some, is in `field`.
 
         Return whether what stood before the model's turns when it began to speak still does, and
-        whether its reasoning does.
-
-        Raises:
-            TurnsError: something else changes when the conversation goes on.
+        whether its reasoning does. A TurnsError: something else changes when it goes on.
         """
         tools = [_SCHEMA] if kind.tools else []
         after = "a message of role " + " and ".join(map(repr, kind.roles))
@@ -207,19 +196,19 @@ class ChatTemplate:
                 _, found, text = text.partition(message["content"])
                 if not found:
                     turn = "a tool call" if kind.calls else "an assistant's message"
-                    raise TurnsError(f"drops a message of role {message['role']!r} after {turn}")
+                    raise self._fault(f"drops a message of role {message['role']!r} after {turn}")
             history += [said, *heard]
             rendered = self.render(history, tools)
             whole = self.encode(rendered)
             if whole[-len(tail) :] != tail:
-                raise TurnsError(
+                raise self._fault(
                     f"writes {after} otherwise in a longer conversation than in a short one"
                 )
             own = whole[: -len(tail)]
             if own[: len(spoken)] != spoken:
                 cues = False
                 if before != own[: len(before)] or before != spoken[: len(before)]:
-                    raise TurnsError(f"changes earlier messages when {after} follows")
+                    raise self._fault(f"changes earlier messages when {after} follows")
             if field and any(_thought(n) not in rendered for n in range(number + 1)):
                 thoughts = False
             spoken = whole
@@ -228,14 +217,9 @@ class ChatTemplate:
     def tail(
         self, messages: Sequence[Message], calls: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, list[int]]:
-        """Return the text after a model's turn, and its tokens with the end token before.
+        """Return the text after a model's turn that called `calls`, which `messages` follow.
 
-        Args:
-            messages: what follows the turn.
-            calls: the tools that it called, as chat templates take them.
-
-        Raises:
-            TurnsError: the template writes no such turn, or does not end it.
+        And its tokens, with the end token before.
         """
         said = _said(0, [_marked(0, i, call) for i, call in enumerate(calls)])
         text = self.render([_user(), said, *_addressed(messages, calls)])
@@ -245,10 +229,10 @@ class ChatTemplate:
             found = found and bool(mark)
         if not found:
             many = f"{len(calls)} tool calls in one turn"
-            raise TurnsError(f"does not write {many if calls else 'earlier assistant messages'}")
+            raise self._fault(f"does not write {many if calls else 'earlier assistant messages'}")
         ends = [(rest.find(stop), stop) for stop in self._stops if stop in rest]
         if not ends:
-            raise TurnsError(
+            raise self._fault(
                 f"ends an assistant's turn by {rest.partition(_HEARD)[0][:_SHOWN]!r}, in which "
                 "there is no token that ends the model's turns here "
                 f"({', '.join(map(repr, self._stops))}); if one does, name it in "
@@ -296,7 +280,7 @@ class ChatTemplate:
                     "another one in model.chat_template"
                 ) from error
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise TurnsError(f"fails on messages of roles {roles}: {error}") from error
+            raise self._fault(f"fails on messages of roles {roles}: {error}") from error
 
     def _quoted(self, message: Message) -> Message:
         """Mark special tokens in what a user or a tool says; `encode` reads the marks."""

@@ -48,10 +48,6 @@ def divide_experts(model: nn.Module, group: ExpertGroup, mesh: DeviceMesh) -> li
     """Leave each rank of `group` its experts of each layer; return the modules that had all.
 
     Their parameters are DTensors afterwards, `Shard(0)` on `mesh`, which has the ranks of `group`.
-    A model without experts stays as it is.
-
-    Raises:
-        UsageError: the experts have adapters, or can't be divided evenly.
     """
     divided: list[nn.Module] = []
     for name, module in model.named_modules():
@@ -87,10 +83,7 @@ class _Forward:
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs, as Transformers defines it.
 
-        Args:
-            hidden_states: [n, H].
-            top_k_index: int64 [n, k], of all experts.
-            top_k_weights: [n, k].
+        Hidden states are [n, H], indices (of all experts) and weights [n, k].
         """
         group, own = self.group, _Own(self.experts, self.group.size)
         choices = top_k_index.shape[1]

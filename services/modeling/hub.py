@@ -55,12 +55,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def refuse_misspelt(text: str, source: str, folder: Path | None = None) -> None:
-    """Raise a UsageError for a name without a revision whose first part is a folder here.
-
-    Args:
-        source: the key or flag it came from.
-        folder: where paths are looked up; the current directory by default.
-    """
+    """Raise a UsageError for a name without a revision whose first part is a folder here."""
     here = (folder or Path()) / text
     if looks_like_name(text) and "@" not in text and here.parent.is_dir() and not here.exists():
         near = get_close_matches(here.name, [path.name for path in here.parent.iterdir()], n=1)
@@ -75,9 +70,8 @@ def refuse_misspelt(text: str, source: str, folder: Path | None = None) -> None:
 def pin(text: str, source: str) -> HubName:
     """Return the name in `text` with the commit that its revision stands for.
 
-    Raises:
-        UsageError: there is no such model, or this machine may not read it; or `refuse_misspelt`.
-        StartupError: the hub cannot be reached, and the cache does not know the name.
+    Raises UsageError if there is no such model, or this machine may not read it; StartupError if
+    the hub cannot be reached, and the cache does not know the name.
     """
     name = HubName.of(text)
     if name.pinned:
@@ -89,15 +83,8 @@ def pin(text: str, source: str) -> HubName:
 def fetch(text: str, source: str, *, weights: bool = True, code: bool = False) -> Path:
     """Return the directory of a model in the cache, after downloading what is missing.
 
-    Args:
-        text: see `is_hub_name`.
-        source: the key or flag it came from, for errors.
-        weights: False if they are not read.
-        code: the Python files too.
-
-    Raises:
-        UsageError: as `pin`; or there are no safetensors weights.
-        StartupError: as `pin`.
+    `source` is the key or flag it came from; with `code` come the Python files too. Raises as
+    `pin`, and UsageError if there are no safetensors weights.
     """
     name = pin(text, source)
     patterns = [*SMALL, *(CODE if code else ()), *(WEIGHTS if weights else ())]
@@ -148,11 +135,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _snapshot(name: HubName, patterns: list[str], source: str, **how: Any) -> Any:
-    """Call `snapshot_download` for the files at the top of a repository.
-
-    Raises:
-        UsageError, StartupError: it fails, said in one sentence with a remedy.
-    """
+    """Call `snapshot_download` for the files at the top of a repository."""
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ModuleNotFoundError as error:

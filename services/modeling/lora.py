@@ -87,9 +87,6 @@ def add_adapter(model: PreTrainedModel, config: TrainerConfig, seed: int) -> Non
     """Put an adapter into the layers that `trainer.lora_targets` names; all else is frozen.
 
     `seed` fixes A, so that all ranks begin alike.
-
-    Raises:
-        UsageError: peft is missing, no layer has such a name, or one cannot be merged.
     """
     try:
         from peft import LoraConfig, LoraModel
@@ -142,7 +139,7 @@ def _targets(model: PreTrainedModel, wanted: list[str]) -> tuple[list[str], list
     """Return the full names of modules, and of experts' parameters, that get an adapter.
 
     `wanted` are names or their ends, as in peft; empty = all linear layers but the output, and the
-    experts. Routers are neither. Raises UsageError if nothing has such a name.
+    experts. Routers are neither.
     """
     head = model.get_output_embeddings()
     # Mamba multiplies by the weight of this one itself, whatever is around the layer.

@@ -23,14 +23,8 @@ def directory_of(
 ) -> Path:
     """Return the directory of the model `name`: itself, or where the hub's cache has it.
 
-    Args:
-        name: a directory, or ORG/NAME[@REVISION] on the hub, which is downloaded if need be.
-        source: the key or flag it came from, for the error.
-        weights: False if they are not read, so that they need not be downloaded.
-        code: whether the Python files that the model brings are needed.
-
-    Raises:
-        UsageError, StartupError: the hub does not give it; see `hub.fetch`.
+    A name on the hub, ORG/NAME[@REVISION], is downloaded if need be, with `weights`, and with the
+    Python files that the model brings if `code` is needed (`hub.fetch`).
     """
     if is_hub_name(str(name)):
         return fetch(str(name), source, weights=weights, code=code)
@@ -49,10 +43,6 @@ def check_model_dir(
 
     Args as of `directory_of`; a directory has to have weights anyway. `tokenizer` is False if it
     does not need one.
-
-    Raises:
-        UsageError: what is missing, and where.
-        StartupError: the hub cannot be reached.
     """
     if not str(path):
         raise UsageError(

@@ -33,14 +33,9 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def _sees_gpu(key: str) -> bool:
-    """True if torch sees a GPU.
-
-    Raises:
-        StartupError: there is a driver, and torch sees none: a CPU would take days without a word.
-    """
     if torch.cuda.is_available():
         return True
-    if DRIVER.exists():
+    if DRIVER.exists():  # a CPU would take days without a word
         raise StartupError(
             "there is an NVIDIA driver, but torch sees no GPU: `umbra check` says why; to compute "
             f"on the CPU, set {key} to cpu"
@@ -49,12 +44,7 @@ def _sees_gpu(key: str) -> bool:
 
 
 def pick_device(device: str, key: str = "device") -> torch.device:
-    """The torch device for what `key` names, a GPU with its number; "auto" takes one if there is.
-
-    Raises:
-        UsageError: an unknown name, or a GPU that is not there.
-        StartupError: see `_sees_gpu`.
-    """
+    """Return the torch device for what `key` names, a GPU with its number; "auto" takes one."""
     if device == "auto":
         return torch.device("cuda", 0) if _sees_gpu(key) else torch.device("cpu")
     if fault := device_fault(device, key, torch.cuda.device_count()):
@@ -70,10 +60,7 @@ def load_model(
     source: str = "model.path",
     checked: Collection[str] = (),
 ) -> Any:
-    """Load the causal language model in `path`, and make its GPU the current one.
-
-    Raises as `read_weights`.
-    """
+    """Load the causal language model in `path`, and make its GPU the current one."""
     directory = check_model_dir(path, source)
     transformers_logging.disable_progress_bar()
     model: Any = read_weights(AutoModelForCausalLM, directory, dtype, source, checked)
@@ -92,14 +79,9 @@ def read_weights(
 ) -> PreTrainedModel:
     """Load the model in `directory` to the CPU, with an attention that computes all it asks for.
 
-    Args:
-        kind: `AutoModelForCausalLM`, or `AutoModel` for one without its output layer.
-        directory: see `check_model_dir`.
-        config: Transformers', in place of the one in `directory`.
-
-    Raises:
-        UsageError: it cannot be loaded, or Umbra is not right for it; see `check_architecture`,
-            also for `source` and `checked`.
+    `kind` is `AutoModelForCausalLM`, or `AutoModel` for one without its output layer; `config` is
+    Transformers', in place of the one in `directory`. For `source` and `checked` see
+    `check_architecture`.
     """
     check_architecture(directory, source, checked)
     with loading(directory, source):
@@ -153,7 +135,7 @@ def loading(directory: Path, source: str, what: str = "") -> Iterator[None]:
 def outline_model(
     path: str | Path, source: str = "model.path", checked: Collection[str] = ()
 ) -> Any:
-    """Return the model in `path` without its weights; raises as `read_weights`."""
+    """Return the model in `path` without its weights."""
     directory = check_model_dir(path, source, weights=False)
     return _outline(AutoModelForCausalLM, directory, source, checked)
 
@@ -161,11 +143,9 @@ def outline_model(
 def outline_weights(
     kind: Any, directory: Path, source: str, checked: Collection[str] = ()
 ) -> tuple[PreTrainedModel, WeightFiles]:
-    """The model that `read_weights` gives, its parameters on the meta device, and their files.
+    """Return the model that `read_weights` gives, on the meta device, and its files.
 
-    Raises:
-        UsageError: as `read_weights`, also where that would only warn of missing weights.
-        NotByRowsError: only `read_weights` can load it.
+    A model that only `read_weights` can load is a NotByRowsError.
     """
     model = _outline(kind, directory, source, checked, dtype=torch.float32)
     with loading(directory, source):
@@ -189,9 +169,6 @@ def load_tokenizer(path: str | Path, source: str = "model.path", *, trust: bool 
     """Load the tokenizer in `path`, a model directory or a name on the hub.
 
     `trust`: run Python code that the model brings for its tokenizer (model.trust_remote_code).
-
-    Raises:
-        UsageError: there is none, or it is code that is not trusted.
     """
     directory = check_model_dir(path, source, weights=False, code=trust)
     if not trust and (code := _tokenizer_code(directory)):
@@ -217,11 +194,7 @@ def _tokenizer_code(directory: Path) -> str:
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a turn: of the generation config, the tokenizer and its chat template.
-
-    Raises:
-        UsageError: there are none, so that no turn would ever end.
-    """
+    """Return the tokens that end a turn: of generation config, tokenizer and chat template."""
     config: GenerationConfig | None = model.generation_config
     configured = config.eos_token_id if config is not None else None
     ids: set[int] = {configured} if isinstance(configured, int) else set(configured or ())
@@ -235,11 +208,7 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def named_tokens(tokenizer: Any, texts: Iterable[str]) -> frozenset[int]:
-    """The tokens that `sampling.stop_tokens` names.
-
-    Raises:
-        UsageError: a text that is not exactly one token.
-    """
+    """Return the tokens that `sampling.stop_tokens` names."""
     ids: set[int] = set()
     for text in texts:
         found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

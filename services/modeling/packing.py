@@ -22,8 +22,6 @@ from torch import Tensor
 
 from umbra.services.modeling.micro_batch import MicroBatch, Tokens, Unit, lay_out
 
-__all__ = ["Cost", "MicroBatch", "Tokens", "count_tokens", "first_fit_decreasing", "pack"]
-
 Row = list[Unit]
 # What it costs to feed positions [start, end) of a sequence, from which so many tokens are learned.
 Cost = Callable[[int, int, int], float]

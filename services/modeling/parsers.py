@@ -1,18 +1,29 @@
 """Parsers of a model's turn: where its reasoning ends, and which tools it calls.
 
-Most are *response templates* of Transformers; `vllm_parsers.py` has vLLM's, and `parser_choice.py`
-finds the one for a model.
+Most are *response templates* of Transformers, others vLLM's. A model's is the one that
+`model.parser` names, or its family's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import json
+import logging
+import tomllib
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from umbra.services.environments.protocol import Said
+from umbra.proto.errors import UsageError
+from umbra.services.environments.protocol import Message, Said, tool_call
+from umbra.services.modeling.chat_template import TOOL, ChatTemplate, TurnsError, trial_tool
+
+log = logging.getLogger(__name__)
 
 Tools = Sequence[dict[str, Any]]
 _CALLS = "tool_calls"
@@ -65,7 +76,6 @@ class PlainParser:
     marked = False
 
     def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
-        """Read the turn; see `Parser`."""
         del prompt, tools, stop
         return Said(text=text, content=text)
 
@@ -74,15 +84,9 @@ PLAIN = PlainParser()
 
 
 class ResponseTemplateParser:
-    """A response template of Transformers.
+    """A response template of Transformers, by its name in `model.parser`.
 
-    Args:
-        name: as in `model.parser`.
-        template: the response template.
-        told: whether calls are read as a system message has told the model to write them.
-
-    Raises:
-        ValueError: it is no response template.
+    With `told`, calls are read as a system message has told the model to write them.
     """
 
     def __init__(self, name: str, template: dict[str, Any], *, told: bool = False) -> None:
@@ -98,7 +102,6 @@ class ResponseTemplateParser:
         self._silent = load_response_template({**template, "fields": fields}) if fields else None
 
     def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
-        """Read the turn; see `Parser`."""
         template = self._calling if tools or self._silent is None else self._silent
         prefix = prompt if template.start_anchor_re.search(prompt) is not None else ""
         turn = _Turn(template, prefix, tools, [text, stop])
@@ -176,3 +179,173 @@ class _Turn:
         close = self._calls_field.close_re
         start = self._starts[-1] if self._starts else 0
         return close is None or close.search(self._text, start) is not None
+
+
+VLLM = "vllm/"  # begins the names of vLLM's parsers
+FAMILIES = (
+    ("<arg_key>", "glm4moe"),
+    ("<function=", "qwen3_5"),
+    ("<|tool_call>call:", "gemma4"),
+    ("<|channel|>", "gptoss"),
+    ("<|tool_call_start|>", f"{VLLM}lfm2"),
+    ("[TOOL_CALLS]", f"{VLLM}mistral"),
+    ("<｜Assistant｜><think>", "deepseek_r1"),
+    ("<｜tool▁calls▁begin｜>", f"{VLLM}deepseek_v3"),
+    ("<tool_call>", "qwen3"),
+    ('"parameters": ', "llama3"),
+)
+"""A text in the chat templates of a family of models, and the name of its parser."""
+_WORDS = "Well, f(x) is 1 (or 2), and so on."  # which some take for a call
+_CALL = tool_call(TOOL, {"place": "Lund 4", "days": 3}, "call00000")
+_SCHEMA = trial_tool(place="string", days="integer")
+
+
+def choose_parser(wanted: str, tokenizer: Any, template: ChatTemplate | None) -> Parser:
+    """Return the parser that `model.parser` names, or with "auto" that of the model's family.
+
+    Without a family whose parser reads back what `template` writes, turns are words.
+    """
+    if wanted == "none" or (wanted == "auto" and template is None):
+        return PLAIN
+    if wanted == "auto":
+        assert template is not None
+        return _of_family(tokenizer, template)
+    found = _named(wanted, tokenizer)
+    if template is not None and template.writes_calls and not _reads_back(found, template):
+        log.warning("model.parser = %s does not read the calls of %s", wanted, template.name)
+    return found
+
+
+@functools.cache
+def response_templates() -> dict[str, dict[str, Any]]:
+    """Response templates of Transformers by the name of their family."""
+    return tomllib.loads(
+        Path(__file__).with_name("response_templates.toml").read_text(encoding="utf-8")
+    )
+
+
+def _of_family(tokenizer: Any, template: ChatTemplate) -> Parser:
+    own = getattr(tokenizer, "response_template", None)
+    if isinstance(own, dict) and (template.writes_calls or not template.tells_tools):
+        return ResponseTemplateParser("model", own, told=not template.tells_tools)
+    text = str(tokenizer.chat_template)
+    names = [name for mark, name in FAMILIES if mark in text]
+    if not template.tells_tools:  # calls are in plain text, as a system message says
+        known = response_templates()
+        name = next((name for name in names if name in known), "told")
+        return ResponseTemplateParser(name, known.get(name, TOLD), told=True)
+    if not template.writes_calls:
+        return PLAIN
+    for name in names:
+        try:
+            parser = _named(name, tokenizer)
+        except UsageError as error:
+            log.warning("%s", error)
+            continue
+        if _reads_back(parser, template):
+            return parser
+    return PLAIN
+
+
+def _named(wanted: str, tokenizer: Any) -> Parser:
+    key = f"model.parser = {wanted}"
+    if (known := response_templates().get(wanted)) is not None:
+        return ResponseTemplateParser(wanted, known)
+    if not wanted.startswith(VLLM):
+        raise UsageError(
+            f"{key} is unknown; use auto, none, {', '.join(response_templates())}, or {VLLM}TOOLS "
+            f"or {VLLM}TOOLS+REASONING (parsers of vLLM)"
+        )
+    if find_spec("vllm") is None:
+        raise UsageError(f'{key} needs vLLM: pip install "umbra-rl[vllm]"')
+    calls, _, reasoning = wanted.removeprefix(VLLM).partition("+")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what vLLM imports
+            return VllmParser(tokenizer, calls, reasoning)
+    except Exception as error:
+        raise UsageError(f"{key}: vLLM says: {error}") from error
+
+
+def _reads_back(parser: Parser, template: ChatTemplate) -> bool:
+    """Whether `parser` reads a call and plain words as `template` writes them."""
+    called = _read(parser, template, {"role": "assistant", "content": "", "tool_calls": [_CALL]})
+    words = _read(parser, template, {"role": "assistant", "content": _WORDS})
+    return (
+        called is not None
+        and [each["function"] for each in called.tool_calls] == [_CALL["function"]]
+        and words is not None
+        and not words.tool_calls
+        and words.content.strip() == _WORDS
+    )
+
+
+def _read(parser: Parser, template: ChatTemplate, said: Message) -> Said | None:
+    try:
+        prompt, text, stop = template.turn_text(said, [_SCHEMA])
+        return parser.read(prompt, text, [_SCHEMA], stop)
+    except TurnsError:
+        return None
+    except Exception as error:  # noqa: BLE001 - a parser of another family may fail anyhow
+        log.debug("%s: %s", parser.name, error)
+        return None
+
+
+class VllmParser:
+    """Parsers of vLLM: of tool calls, and if it is named, of reasoning."""
+
+    calls = True
+    marked = True
+
+    def __init__(self, tokenizer: Any, calls: str, reasoning: str = "") -> None:
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.tool_parsers import ToolParserManager
+
+        self.name = f"{VLLM}{calls}" + (f"+{reasoning}" if reasoning else "")
+        self._tokenizer = tokenizer
+        self._calls = ToolParserManager.get_tool_parser(calls)
+        self._reasoning = (
+            ReasoningParserManager.get_reasoning_parser(reasoning) if reasoning else None
+        )
+        self.read("", "", [])  # some refuse tokenizers
+
+    def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        del stop
+        user: Any = {"role": "user", "content": ""}
+        fields: dict[str, Any] = {"messages": [user], "tools": list(tools) or None}
+        request = ChatCompletionRequest(**fields)
+        reasoning, content = "", text
+        if self._reasoning is not None:
+            reader: Any = self._reasoning(self._tokenizer)
+            before = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            reader.adjust_initial_state_from_prompt(list(before))
+            found, rest = reader.extract_reasoning(text, request)
+            reasoning, content = found or "", rest or ""
+        calls: list[dict[str, Any]] = []
+        problem = ""
+        if tools and content:
+            maker: Any = self._calls
+            found = maker(self._tokenizer, request.tools).extract_tool_calls(content, request)
+            try:
+                calls = list(_calls(found.tool_calls))
+            except (TypeError, ValueError) as error:
+                problem = f"the tool call cannot be read: its arguments must be an object: {error}"
+            else:
+                content = (found.content or "").strip() if calls else content
+        return Said(
+            text=text,
+            content=content,
+            reasoning=reasoning.strip(),
+            tool_calls=calls,
+            problem=problem,
+        )
+
+
+def _calls(found: Any) -> Iterator[dict[str, Any]]:
+    for call in found:
+        arguments = json.loads(call.function.arguments or "{}")
+        if not isinstance(arguments, dict):
+            raise TypeError(f"{call.function.arguments!r}")
+        yield tool_call(str(call.function.name), arguments)

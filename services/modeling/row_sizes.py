@@ -35,11 +35,8 @@ def rows_within(
     two of the longest responses, so that they share a prompt, and no more: its mask is dense. Where
     layers carry a state, a row has one sequence: no two fit into one token.
 
-    Args:
-        model: its Transformers config.
-        fits: tokens that there is memory for.
-        kind: of the device, "cpu" or "cuda".
-        max_tokens: `sampling.max_tokens`, the longest response of a turn; 0: unknown.
+    `fits` are the tokens that there is memory for, `kind` that of the device, `model` a
+    Transformers config, and `max_tokens` the longest response of a turn; 0: unknown.
     """
     pack_tokens, micro_tokens = config.pack_tokens, config.micro_tokens
     gpu = kind == "cuda"
@@ -64,11 +61,7 @@ def scoring_rows(
 ) -> RowSizes:
     """Return the sizes of passes without gradient, which keep one layer's tensors at a time.
 
-    Args:
-        model: its Transformers config.
-        weights: numbers of the model, of `each` bytes.
-        memory: bytes that the device has in all.
-        kind, max_tokens: as for `rows_within`.
+    `weights` are numbers of `each` bytes; the device has `memory` bytes in all.
     """
     room = room_for_tokens(memory, weights * each, config)
     fits = room // (each * layer_numbers(model))
@@ -94,11 +87,11 @@ def memory_of(device: torch.device, per_host: int) -> int:
 
 
 def layer_numbers(model: Any) -> int:
-    """Numbers of a token in a layer that training keeps, by the shapes in the model's config.
+    """Return the numbers of a token in a layer that training keeps, by the model's config.
 
     Ten as wide as the hidden state (two norms, the output projections, the residual stream), three
     of each query, key and value (projected, normed or rotated, and what attention keeps), four of
-    each unit of the feed-forward part that the token meets. `model` is a Transformers config.
+    each unit of the feed-forward part that the token meets.
     """
     known = model.get_text_config()
     hidden, heads = known.hidden_size, getattr(known, "num_attention_heads", 0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +26,22 @@ _FACTORS = ("logit_scale", "lm_head_multiplier")
 _APART = 0.03  # nats: the same to the bit, but for experts, whose kernels may sum up otherwise
 
 
+class ScoreOptions(TypedDict, total=False):
+    """What `Scorer` is asked for besides logprobs."""
+
+    with_entropy: bool  # True unless said; else entropies are zeros
+    entropy_gradient: bool
+    with_support: bool  # logprobs are [N, 1 + k]: of the learned token, then of `batch.support`
+    balance: float  # what each token that is fed weighs in the routers' `balance_loss`
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
     """The arguments of `Scorer.forward`."""
 
     batch: MicroBatch
     temperature: Tensor
-    with_entropy: bool
-    entropy_gradient: bool
-    with_support: bool
-    balance: float
+    how: ScoreOptions
 
 
 class Scorer(nn.Module):
@@ -56,10 +62,8 @@ class Scorer(nn.Module):
         group: ranks that share the tokens of each row; all are given the same micro-batches and
             get the same results.
 
-    Raises:
-        UsageError: in the first pass, if the model's class does to its logits what is not known
-            here, or a sequence's logprobs depend on its neighbours; or a model whose rows cannot be
-            shared.
+    A model whose class does to its logits what is not known here, or of which a sequence's logprobs
+    depend on its neighbours, is refused in the first pass.
     """
 
     def __init__(
@@ -89,41 +93,27 @@ class Scorer(nn.Module):
         model.register_forward_hook(self._replace_logits, prepend=True)
 
     def forward(
-        self,
-        batch: MicroBatch,
-        temperature: Tensor,
-        *,
-        with_entropy: bool = True,
-        entropy_gradient: bool = False,
-        with_support: bool = False,
-        balance: float = 0.0,
+        self, batch: MicroBatch, temperature: Tensor, **how: Unpack[ScoreOptions]
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies in nats, float32 [N].
-
-        Entropies are zeros unless `with_entropy`, and have a gradient only with `entropy_gradient`.
+        """Return logprobs and entropies in nats, float32 [N].
 
         `temperature` [N] divides the logits, as it did when the tokens were sampled. Where the
         batch tells all tokens that could have been drawn, both are of the distribution over these:
         recomputing these would be wrong at the boundary, where rounding swaps two tokens.
 
-        Logprobs `with_support` are [N, 1 + k]: of the learned token, then of `batch.support`.
-
-        The backward pass adds the gradients of the routers' balance loss (`balance_loss`), in which
-        each token that is fed weighs `balance`.
+        The backward pass adds the gradients of the routers' balance loss, if it has a weight.
         """
         if not self._probed:
             self._probed = True
             self._check_neighbours(batch.input_ids.device)
-        request = _Request(
-            batch, temperature, with_entropy, entropy_gradient, with_support, balance
-        )
         if self._parallel is None:
-            return self._run(request, batch)
+            return self._run(_Request(batch, temperature, how), batch)
         share = self._parallel.share(batch)
-        own = replace(request, batch=share.own, temperature=temperature[share.learned])
+        own = _Request(share.own, temperature[share.learned], how)
         logprobs, entropy = self._run(own, share.rows, share)
-        logprobs = share.join(logprobs)
-        return logprobs, share.join(entropy) if with_entropy else logprobs.new_zeros(len(logprobs))
+        if how.get("with_entropy", True):
+            return share.join(logprobs), share.join(entropy)
+        return share.join(logprobs), entropy.new_zeros(len(batch.targets))
 
     @torch.no_grad()
     def _check_neighbours(self, device: torch.device) -> None:
@@ -149,9 +139,9 @@ class Scorer(nn.Module):
             # one have to find the same.
             self.routers.replay = batch.routing
             self.routers.balance = None
-            if request.balance:
+            if balance := request.how.get("balance"):
                 assert batch.fed is not None, "a batch that was laid out says what is fed"
-                self.routers.balance = batch.fed * request.balance
+                self.routers.balance = batch.fed * balance
             self.routers.counted = batch.fed if torch.is_grad_enabled() else None
         elif batch.routing is not None:
             raise UsageError("model.path: it has no routers, but its tokens have a routing")
@@ -228,13 +218,14 @@ class Scorer(nn.Module):
             inside = logprobs[:, 1:].masked_fill(outside, -torch.inf).logsumexp(-1)
             logprobs = logprobs - torch.where(whole, inside, 0.0).unsqueeze(-1)
         entropy = logprobs.new_zeros(len(logprobs))
-        if request.with_entropy:
-            with torch.set_grad_enabled(request.entropy_gradient and torch.is_grad_enabled()):
+        if request.how.get("with_entropy", True):
+            gradient = request.how.get("entropy_gradient", False)
+            with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
                 entropy = -(distribution.exp() * distribution).sum(-1)
                 if outside is not None and whole is not None:
                     kept = logprobs[:, 1:].masked_fill(outside, _NOTHING)
                     entropy = torch.where(whole, -(kept.exp() * kept).sum(-1), entropy)
-        return logprobs if request.with_support else logprobs[:, 0], entropy
+        return logprobs if request.how.get("with_support") else logprobs[:, 0], entropy
 
     @torch.no_grad()
     def _compare(self, hidden: Tensor, logits: Tensor) -> None:

@@ -43,14 +43,10 @@ class SequenceGroup:
 class SequenceShare:
     """One rank's part of a micro-batch with N learned tokens.
 
-    No dataclass: FSDP, which casts what a layer is given, would hand each layer a copy of it.
-
-    Args:
-        group: who has the rest.
-        rows: R rows of L tokens, padded to a multiple of the ranks.
-        own: this rank's columns of them, [R, L / ranks], and the learned tokens predicted there;
-            its segments and prefixes are those of `rows`.
-        learned: int64, which of the N learned tokens these are.
+    `rows` are the whole, padded to a multiple of the ranks; `own` has this rank's columns of them
+    and `learned`, int64 indices of the learned tokens predicted there; its segments and prefixes
+    are those of `rows`. No dataclass: FSDP, which casts what a layer is given, would hand each
+    layer a copy of it.
     """
 
     def __init__(
@@ -77,13 +73,7 @@ class SequenceShare:
 class SequenceParallel:
     """Has a model attend to whole rows while it is given a share of their tokens.
 
-    Args:
-        model: prepared by `Attention.prepare`; its attention is put between two exchanges.
-        attention: what that gave.
-        group: the ranks that share rows.
-
-    Raises:
-        UsageError: the model's query heads cannot be divided by the ranks.
+    The model was prepared by `Attention.prepare`; its attention is put between two exchanges.
     """
 
     def __init__(self, model: PreTrainedModel, attention: Attention, group: SequenceGroup) -> None:
@@ -169,11 +159,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Our attention over whole rows, between two exchanges; see `AttentionInterface`.
 
-    Args:
-        query: [R, heads, L / ranks, D].
-        key: [R, key heads, L / ranks, D].
-        value: as `key`, with a width of its own.
-        attention_mask: of whole rows.
+    Queries are [R, heads, L / ranks, D], keys and values [R, key heads, L / ranks, ...].
     """
     share: SequenceShare | None = arguments.pop(_ARGUMENT, None)
     if share is None:
@@ -190,30 +176,23 @@ def _attend(
         arguments["s_aux"] = arguments["s_aux"].chunk(group.size)[group.rank]
     if arguments.get("position_ids") is not None:
         arguments["position_ids"] = share.rows.position_ids
-    heads = [_to_heads(group, x) for x in (query, key, value)]
+    heads = [_exchange(group, x) for x in (query, key, value)]
     output, _ = ALL_ATTENTION_FUNCTIONS[NAME](module, *heads, attention_mask, **arguments)
-    return _to_tokens(group, output), None
+    return _exchange(group, output), None
 
 
 def _mask_of(*_: Any, attention_mask: Any = None, **__: Any) -> Any:
     return attention_mask
 
 
-def _to_heads(group: SequenceGroup, tensor: Tensor) -> Tensor:
-    """Exchange [R, heads, L / ranks, D] for [R, heads / ranks, L, D]."""
-    parts = tensor.unflatten(1, (group.size, -1)).movedim(1, 0)
-    return _exchange(group, parts).movedim(0, 2).flatten(2, 3)
+def _exchange(group: SequenceGroup, tensor: Tensor) -> Tensor:
+    """Exchange [R, heads, L / ranks, D] for [R, heads / ranks, L, D].
 
-
-def _to_tokens(group: SequenceGroup, output: Tensor) -> Tensor:
-    """Exchange [R, L, heads / ranks, D] for [R, L / ranks, heads, D]."""
-    parts = output.unflatten(1, (group.size, -1)).movedim(1, 0)
-    return _exchange(group, parts).movedim(0, 2).flatten(2, 3)
-
-
-def _exchange(group: SequenceGroup, parts: Tensor) -> Tensor:
-    """Exchange [ranks, ...]: part j of rank i becomes part i of rank j."""
-    return all_to_all_single_autograd(parts.contiguous(), None, None, group.group)
+    And [R, L, heads / ranks, D], as attention returns it, for [R, L / ranks, heads, D].
+    """
+    parts = tensor.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
+    found = all_to_all_single_autograd(parts, None, None, group.group)
+    return found.movedim(0, 2).flatten(2, 3)
 
 
 class _Join(torch.autograd.Function):

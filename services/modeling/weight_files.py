@@ -60,19 +60,10 @@ class _Origin:
 
 
 class WeightFiles:
-    """Where the tensors of `model` come from.
+    """Where the tensors of `model`, which is on the meta device, come from.
 
     Its buffers are there afterwards: stored ones are read, all others made anew. Parameters stay on
-    the meta device until `fill`.
-
-    Args:
-        directory: with safetensors.
-        model: on the meta device, as its class makes it.
-        source: the key or flag that the directory came from, for errors.
-
-    Raises:
-        UsageError: the files have no such tensor, or one of another shape.
-        NotByRowsError: the model has to be loaded whole.
+    the meta device until they are read. A model that has to be loaded whole is a NotByRowsError.
     """
 
     def __init__(self, directory: Path, model: PreTrainedModel, source: str = "model.path") -> None:
@@ -100,11 +91,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def read(self, name: str, place: Tensor, first: int = 0) -> None:
-        """Copy rows `[first, first + len(place))` of parameter `name` to `place`, cast to it.
-
-        Raises:
-            UsageError: a file cannot be read, or is of another model.
-        """
+        """Copy rows `[first, first + len(place))` of parameter `name` to `place`, cast to it."""
         try:
             if place.numel():
                 self._read(name, place, first)

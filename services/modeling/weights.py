@@ -67,11 +67,7 @@ class WeightTable:
     def load(self, manifest: Manifest, data: Part, guard: SlotGuard | None = None) -> None:
         """Copy a version in place, and verify what is in the model then by `guard`.
 
-        Raises:
-            UsageError: a name is missing or unknown, a shape differs, or a dtype is not known;
-                nothing was changed then.
-            PeerLostError: `data` is not as long as the version; nothing was changed then.
-            ChangedError: what was loaded is not the version.
+        If it does not fit, nothing was changed; a ChangedError says that something was.
         """
         self.check(manifest)
         if len(data) != manifest.total_bytes:
@@ -138,7 +134,7 @@ def weight_table(model: Any, config: RunConfig) -> WeightTable:
 
     If they are those of an adapter, `model` gets it here, and the forward pass is the trainer's
     own: base and factors are multiplied one after the other and never merged, so small factors
-    are not rounded away. Raises as `add_adapter`.
+    are not rounded away.
     """
     device, dtype = model.device, model.dtype
     adapter = put_adapter(model, config)

@@ -35,10 +35,7 @@ class LogprobWorker:
         refresh: brings the newest weights into the model and returns their version; -1 for a model
             that stays as it is.
         replay: route tokens to the experts that the generator's engine chose.
-        max_tokens: `sampling.max_tokens`, by which rows of `auto` are sized; 0: unknown.
-
-    Raises:
-        UsageError: there is nothing to replay with this model.
+        max_tokens: the longest response of a turn, by which rows are sized; 0: unknown.
     """
 
     def __init__(
@@ -91,11 +88,7 @@ class LogprobWorker:
         # As in the engines, temperature 0 stands for the plain softmax.
         temperatures = torch.tensor([t.sampling.temperature or 1.0 for t in trajectories])
         logprobs = torch.zeros(len(tokens.learned))
-        for micro in pack(
-            tokens,
-            pack_tokens=self.rows.pack_tokens,
-            micro_tokens=self.rows.micro_tokens,
-        ):
+        for micro in pack(tokens, **self.rows._asdict()):
             alive()
             temperature = temperatures[tokens.owner[micro.source]].to(self._device)
             new, _ = self._scorer(micro.to(self._device), temperature, with_entropy=False)
@@ -103,16 +96,8 @@ class LogprobWorker:
         index = itertools.count()
         for task, lines in zip(sound, own, strict=True):
             found = [_spread(line, logprobs[tokens.owner == next(index)]) for line in lines]
-            score = Score(
-                sample_id=task.sample_id,
-                attempt=task.attempt,
-                logprobs=b"".join(found),
-                version=version,
-            )
-            yield [score]
-
-    def close(self) -> None:
-        """Nothing to let go of."""
+            given = {"logprobs": b"".join(found), "version": version}
+            yield [Score(sample_id=task.sample_id, attempt=task.attempt, **given)]
 
 
 class ReferenceWorker:
@@ -129,16 +114,9 @@ class ReferenceWorker:
         for name, some in own.items():
             yield from self._workers[name].score(some, alive)
 
-    def close(self) -> None:
-        """Nothing to let go of."""
-
 
 def check_tokens(config: RunConfig, path: str) -> None:
-    """Refuse a reference model to which the policy's token ids mean something else.
-
-    Raises:
-        UsageError: the hashes of the two vocabularies, ids included, differ.
-    """
+    """Refuse a reference model to which the policy's token ids mean something else."""
     if path == config.model.name:
         return
     hashes = [

@@ -6,6 +6,7 @@ Of single samples, or of whole groups at once (`environment.reward_scope`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from umbra.proto.records import Score, Task, unpack_int32
 from umbra.services.config.trajectory_rules import reward_fault
@@ -16,53 +17,39 @@ from umbra.services.modeling.chat import Chat
 WAIT_S = 0.05
 
 
+@dataclass(frozen=True)
 class RewardWorker:
-    """Rewards responses of one turn, several at once, each with a deadline.
+    """Rewards responses of one turn, several at once, each with a deadline."""
 
-    Args:
-        wait: waits up to so many seconds for an outcome.
-        stops: texts that end a turn, by the prompt's row.
-        whole: the environments reward groups; the tasks of one come together.
-    """
-
-    def __init__(
-        self,
-        chat: Chat,
-        pool: EnvironmentPool,
-        wait: Callable[[float], object],
-        stops: Callable[[Row], Sequence[str]] = lambda _: (),
-        *,
-        whole: bool = False,
-    ) -> None:
-        self._chat = chat
-        self._pool = pool
-        self._wait = wait
-        self._stops = stops
-        self._whole = whole
+    chat: Chat
+    pool: EnvironmentPool
+    wait: Callable[[float], object]  # up to so many seconds for an outcome
+    stops: Callable[[Row], Sequence[str]] = lambda _: ()  # texts that end a turn
+    whole: bool = False  # the environments reward groups; the tasks of one come together
 
     def score(self, tasks: Sequence[Task], alive: Callable[[], None]) -> Iterator[list[Score]]:
         """Return a reward for each of `tasks`, as the environments answer."""
         groups: dict[str, list[Task]] = {}  # by what the environment calls a sample
         for task in tasks:
-            key = task.group_id if self._whole else task.sample_id
+            key = task.group_id if self.whole else task.sample_id
             groups.setdefault(key, []).append(task)
         plays: dict[str, tuple[Row, list[Said | str]]] = {}
         for key, own in groups.items():
             said: list[Said | str] = []
             for made, row in [(task.made, task.row) for task in own]:
                 response, prompt = unpack_int32(made.response_ids), unpack_int32(made.prompt_ids)
-                said.append(self._chat.said(response, prompt, stops=self._stops(row)))
+                said.append(self.chat.said(response, prompt, stops=self.stops(row)))
             plays[key] = own[0].row, said
 
         def wait() -> None:
             alive()
-            self._wait(WAIT_S)
+            self.wait(WAIT_S)
 
-        for outcome in outcomes_of(self._pool, plays, wait):
+        for outcome in outcomes_of(self.pool, plays, wait):
             yield _scores(groups[outcome.key], outcome)
 
     def close(self) -> None:
-        self._pool.close()
+        self.pool.close()
 
 
 def _scores(tasks: Sequence[Task], outcome: EpisodeOutcome) -> list[Score]:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import closing
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from umbra.proto.net.session import Session
 from umbra.proto.net.task_client import TaskClient
@@ -18,14 +18,12 @@ from umbra.services.scorer.loop import GATHER_S, ScorerLoop, StageWorker
 from umbra.services.weights.planes.receiving import open_planes
 from umbra.services.weights.receiver import Receiver, StagedVersion
 
+if TYPE_CHECKING:
+    from umbra.services.scorer.reward import RewardWorker
+
 
 def run(context: ServiceContext) -> int:
-    """Score until the run ends or this process is told to stop.
-
-    Raises:
-        UsageError: no model or reward where the configuration says.
-        UmbraError: a peer was lost.
-    """
+    """Score until the run ends or this process is told to stop."""
     config = context.config
     stage = context.options["stage"]
     reward = reward_worker(config) if stage == "reward" else None
@@ -41,7 +39,7 @@ def run(context: ServiceContext) -> int:
         return 0
 
 
-def reward_worker(config: RunConfig) -> StageWorker:
+def reward_worker(config: RunConfig) -> RewardWorker:
     """Return the worker of stage "reward". Needs a tokenizer, but no model."""
     from umbra.services.environments.pool import open_rewards
     from umbra.services.modeling.chat import Chat

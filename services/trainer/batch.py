@@ -74,16 +74,10 @@ def make_batch(
     *,
     centered: bool = False,
 ) -> TrainBatch:
-    """Make the tensors of `samples`.
+    """Make the tensors of `samples`, or raise BatchError for the first that is not sound.
 
-    Args:
-        vocab_size: token ids are below it.
-        most_tokens: prompt and response tokens of a trajectory, at most.
-        routers: those of the model, if their choices are to be replayed.
-        centered: samples say what the sampler's likeliest tokens were.
-
-    Raises:
-        BatchError: some are not sound (`find_fault`), or there are none.
+    `routers` are those of the model, if their choices are to be replayed; `centered` samples say
+    what the sampler's likeliest tokens were.
     """
     facts = RunFacts(
         vocab_size, most_tokens, routing=routers and True, routers=routers, centered=centered

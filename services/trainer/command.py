@@ -32,20 +32,14 @@ def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
     """Run the other ranks of this host until the block ends; yield where rank 0 awaits all ranks.
 
     None on other hosts than rank 0's. Nothing is started with a single rank, or where a launcher
-    has started this process.
-
-    Raises:
-        UsageError: no run directory, or it is not said which host this is.
-        StartupError: rank 0 cannot listen where the others will look for it.
-        PeerLostError: from the block, with the rank that is the cause.
+    has started this process. A PeerLostError from the block gets the rank that is the cause.
     """
     config = context.config.trainer
     if config.ranks == 1 or "WORLD_SIZE" in os.environ:
         yield None
         return
     node = _node(config, context.options.get("node_rank"))
-    if context.run_dir is None:
-        raise UsageError("--run-dir is missing: the trained model is written there")
+    assert context.run_dir is not None
     here = config.ranks // config.nodes
     first = node * here
     listener: socket.socket | None = None
@@ -100,11 +94,7 @@ def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
 
 
 def _node(config: TrainerConfig, given: int | None) -> int:
-    """Return the number of this host.
-
-    Raises:
-        UsageError: it is not said, or there are not so many; or the ranks could not meet.
-    """
+    """Return the number of this host, or refuse what ranks of several hosts could not meet with."""
     nodes = config.nodes
     if nodes == 1:
         if given:
@@ -143,6 +133,8 @@ def _culprit(supervisor: Supervisor, first: int) -> str:
 
 
 def _run(context: ServiceContext) -> int:
+    if context.run_dir is None:
+        raise UsageError("--run-dir is missing: the trained model is written there")
     with launch(context) as listener:
         # Here and not above: `umbra trainer --help` need not wait for torch.
         from umbra.services.trainer.service import run

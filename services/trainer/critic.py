@@ -7,8 +7,6 @@ it is called: collectives that two threads start reach the ranks in different or
 
 from __future__ import annotations
 
-import os
-import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,14 +22,13 @@ from umbra.services.config import RunConfig
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.sequence_parallel import SequenceGroup, SequenceParallel
-from umbra.services.process.files import DISK
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.checkpoints.state import ModelState
 from umbra.services.trainer.distributed.sharding import clip_gradients
 from umbra.services.trainer.learner import Learner, bring_up
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.advantages import value_loss
-from umbra.services.trainer.policy import no_progress_bars, open_backbone, read
+from umbra.services.trainer.policy import no_progress_bars, open_backbone, read, written_whole
 from umbra.services.trainer.snapshot import whole_weights
 
 HEAD_FILE = "value_head.safetensors"
@@ -77,11 +74,7 @@ class ValueModel(nn.Module):
 
 
 class Critic:
-    """A value model, on the policy's device and ranks, and its optimizer (AdamW, no decay).
-
-    Raises:
-        UsageError: it cannot be loaded.
-    """
+    """A value model, on the policy's device and ranks, and its optimizer (AdamW, no decay)."""
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
         self._config = config.critic
@@ -110,7 +103,7 @@ class Critic:
             self._parameters, lr=config.critic.learning_rate, weight_decay=0.0, fused=True
         )
         self._thread = worker(self._device) if self._ranks.world == 1 else None
-        self.state = ModelState("critic", self.model, self._optimizer)  # read after `settle`
+        self.state = ModelState("critic", self.model, self._optimizer, settle=self.settle)
         self._micros: list[MicroBatch] = []
         self._learning: Future[Row] | None = None
         self._outcome: Row = {"critic/loss": None, "critic/grad_norm": None}
@@ -156,17 +149,12 @@ class Critic:
         self.settle()
         weights = whole_weights(self.model, self._ranks)
         if self._ranks.rank == 0:
-            scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-            shutil.rmtree(scratch, ignore_errors=True)
             head = {name: weights.pop(name) for name in ("weight", "bias")}
             bare = {name.removeprefix("backbone."): tensor for name, tensor in weights.items()}
-            with no_progress_bars():
-                self.model.backbone.save_pretrained(scratch, state_dict=bare)
-            save_file(head, scratch / HEAD_FILE)
-            DISK.sync_tree(scratch)
-            shutil.rmtree(out, ignore_errors=True)
-            scratch.rename(out)
-            DISK.sync_directory(out.parent)
+            with written_whole(out) as scratch:
+                with no_progress_bars():
+                    self.model.backbone.save_pretrained(scratch, state_dict=bare)
+                save_file(head, scratch / HEAD_FILE)
         return out
 
     def close(self) -> None:

@@ -49,11 +49,7 @@ class TrainingFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> TrainingFlops:
-        """Count those of `model`, which may be sharded or have adapters.
-
-        Raises:
-            UsageError: the model's config does not say how many experts a token meets.
-        """
+        """Count those of `model`, which may be sharded or have adapters."""
         config: Any = model.config.get_text_config()
         head = config.vocab_size * config.hidden_size
         named = {n: p for n, p in model.named_parameters() if "embed" not in n}
@@ -74,10 +70,7 @@ class TrainingFlops:
         )
 
     def sequence(self, start: int, end: int, learned: int) -> float:
-        """Count a forward and a backward pass over positions [start, end) of a sequence.
-
-        So many tokens are learned from them.
-        """
+        """Count both passes over positions [start, end) of a sequence, some of them learned."""
         pairs = self.attention * (_pairs(end) - _pairs(start))
         for window, attention in self.windowed:
             pairs += attention * (_pairs(end, window) - _pairs(start, window))
@@ -140,13 +133,6 @@ def row_sizes(
 
     A pass has what fits, by `activation_bytes`, into half of the memory that weights leave, and
     rows are those of `rows_within`. All ranks get the same: that of the one with the least memory.
-
-    Args:
-        config: the two keys, and what memory depends on.
-        model: its config and its number of weights are read; it may be sharded.
-        device: where it computes.
-        ranks: who shares the weights, and on a CPU the memory.
-        max_tokens: as for `rows_within`.
     """
     fits = torch.zeros(1, dtype=torch.int64)
     if config.micro_tokens == "auto":
@@ -161,27 +147,18 @@ def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> in
     """Return what a token keeps for the backward pass: tensors of all layers (`layer_numbers`).
 
     Of layers that are computed again: their input, and all of one. `selective` counts as none of
-    them, which is more than it keeps. `model` is its Transformers config; `kind` the device's,
-    which `auto` keys depend on.
+    them, which is more than it keeps. `model` is its Transformers config.
     """
     known = model.get_text_config()
-    hidden, layers = known.hidden_size, known.num_hidden_layers
-    layer = layer_numbers(model)
+    layers = known.num_hidden_layers
     chosen = config.recomputes_on(kind)
     every = 1 if chosen is True else int(str(chosen).split()[1]) if "every" in str(chosen) else 0
     again = layers // every if every else 0
-    kept = hidden * again + layer * (layers - again + bool(again))
+    kept = known.hidden_size * again + layer_numbers(model) * (layers - again + bool(again))
     return kept * (4 if config.precision_on(kind) == "no" else 2)
 
 
 def fitting_tokens(config: TrainerConfig, model: Any, weights: int, memory: int, kind: str) -> int:
-    """Return how many tokens' activations fit beside the weights; 0 if these alone do not.
-
-    Args:
-        model: its Transformers config.
-        weights: that a rank holds.
-        memory: bytes that it has in all.
-        kind: of its device, "cpu" or "cuda".
-    """
+    """Return how many tokens' activations fit beside a rank's weights; 0 if these alone do not."""
     room = room_for_tokens(memory, WEIGHT_BYTES * weights, config)
     return room // activation_bytes(config, model, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Unpack
 
 import torch
 from accelerate import Accelerator
@@ -19,7 +20,7 @@ from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.micro_batch import MicroBatch, Tokens
 from umbra.services.modeling.models import pick_device
 from umbra.services.modeling.packing import pack
-from umbra.services.modeling.scorer import Scorer
+from umbra.services.modeling.scorer import ScoreOptions, Scorer
 from umbra.services.modeling.weight_files import WeightFiles
 from umbra.services.trainer.checkpoints.state import ModelState
 from umbra.services.trainer.distributed.ranks import Ranks
@@ -41,9 +42,7 @@ REASONS = {
 
 
 class Learner:
-    """Scores micro-batches and updates the policy.
-
-    Accelerate autocasts; sharding is ours.
+    """Scores micro-batches and updates the policy. Accelerate autocasts; sharding is ours.
 
     Args:
         model: the policy, float32, the same on all ranks.
@@ -52,11 +51,7 @@ class Learner:
         ranks: who shares the work.
         seed: of an adapter's first weights.
         files: of the weights, if the model is on the meta device.
-        max_tokens: as of `row_sizes`.
-
-    Raises:
-        UsageError: a device or an optional package that is not there, or settings that exclude each
-            other.
+        max_tokens: of the longest response, for `row_sizes`.
     """
 
     def __init__(
@@ -137,29 +132,12 @@ class Learner:
             )
 
     def score(
-        self,
-        micro: MicroBatch,
-        temperature: Tensor,
-        *,
-        with_entropy: bool = True,
-        entropy_gradient: bool = False,
-        with_support: bool = False,
-        balance: float = 0.0,
+        self, micro: MicroBatch, temperature: Tensor, **how: Unpack[ScoreOptions]
     ) -> tuple[Tensor, Tensor]:
-        """Return logprobs (with gradient) and entropies of the learned tokens, [N] each.
-
-        `with_support` and `balance` are as of `Scorer`.
-        """
+        """Return logprobs (with gradient) and entropies of the learned tokens, [N] each."""
         phase = "forward" if torch.is_grad_enabled() else "score"
         with self.phases(phase), self._accelerator.autocast():
-            return self._scorer(
-                micro.to(self.device),
-                temperature.to(self.device),
-                with_entropy=with_entropy,
-                entropy_gradient=entropy_gradient,
-                with_support=with_support,
-                balance=balance,
-            )
+            return self._scorer(micro.to(self.device), temperature.to(self.device), **how)
 
     @torch.no_grad()
     def logprobs(self, micros: list[MicroBatch], temperature: Tensor) -> Tensor:
@@ -227,16 +205,10 @@ class Learner:
     def state(self, base: str = "") -> ModelState:
         """Return what a checkpoint has to hold; the learning rate follows from the step.
 
-        Args:
-            base: checksum of the weights that an adapter is trained for.
+        `base` is the checksum of the weights that an adapter is trained for.
         """
-        return ModelState(
-            "policy",
-            self.model,
-            self._optimizer,
-            base=base,
-            master_weights=self._master_weights,
-        )
+        masters = self._master_weights
+        return ModelState("policy", self.model, self._optimizer, base=base, master_weights=masters)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the whole weights, float32 on the CPU, adapter merged, on rank 0; all call it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import msgspec
 
@@ -25,11 +26,9 @@ from umbra.services.trainer.update import PolicyUpdate
 
 
 class Loop:
-    """Trains to `run.steps`. The version counts committed optimizer steps.
+    """Trains to `run.steps`, from the step that `saver` has begun. `member` is rank 0's alone.
 
-    Args:
-        saver: names the step that `learner` is at.
-        member: rank 0's link to the run; None on the other ranks.
+    The version counts committed optimizer steps.
     """
 
     def __init__(
@@ -99,9 +98,6 @@ class Loop:
         """Hand the current weights to the hub; receivers get them while training goes on.
 
         False when asked to stop and the hub does not answer any more: it ends too.
-
-        Raises:
-            DeadlineError: no slot became free in time.
         """
         member, slot, place = self._member, None, b""
         with self._phase("wait_slot"):
@@ -135,13 +131,8 @@ class Loop:
                     self._save_on_request()
                 if turn.trajectories:
                     facts = self._facts
-                    return make_batch(
-                        turn.trajectories,
-                        facts.vocabulary,
-                        facts.tokens,
-                        facts.routers,
-                        centered=facts.centered,
-                    )
+                    known = facts.vocabulary, facts.tokens, facts.routers
+                    return make_batch(turn.trajectories, *known, centered=facts.centered)
 
     def _train(self, batch: TrainBatch) -> Row | None:
         """Learn from a batch; return the row of the step, or None when asked to stop."""
@@ -166,12 +157,7 @@ class Loop:
         return done
 
     def _check(self, row: Row) -> None:
-        """Log that an update was left out; all ranks end if that was one too many.
-
-        Raises:
-            DivergedError: it was.
-            UsageError: the metric of the best checkpoint is not measured.
-        """
+        """Log that an update was left out; all ranks end if that was one too many."""
         best = self._config.checkpoint.best_metric.removeprefix("-")
         if best and best not in row:
             raise UsageError(
@@ -203,25 +189,21 @@ class Loop:
             yield
 
 
+@dataclass
 class SkipLimit:
     """Counts batches whose updates were all left out; `limit` in a row are too many."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._in_a_row = 0
+    limit: int
+    _in_a_row: int = 0
 
     def see(self, row: Row, step: int) -> str:
-        """Return why updates of this batch were left out, in words; empty if none was.
-
-        Raises:
-            DivergedError: it was one too many.
-        """
+        """Return why updates of this batch were left out, in words; empty if none was."""
         if not row["skipped"]:
             self._in_a_row = 0
             return ""
         why = " and ".join(text for name, text in REASONS.items() if row[f"skipped/{name}"])
         self._in_a_row = self._in_a_row + 1 if row["skipped"] == 1.0 else 0
-        if self._in_a_row >= self._limit:
+        if self._in_a_row >= self.limit:
             raise DivergedError(
                 f"stopped at step {step}: the updates of the last {self._in_a_row} batches were "
                 f"left out, because {why}; the weights are those of step "

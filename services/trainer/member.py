@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
-from typing import TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +19,7 @@ from umbra.proto.messages import (
     CommitBatch,
     FinishRun,
     LeaseBatch,
+    Message,
     Ok,
     RunFinished,
 )
@@ -52,6 +53,7 @@ SHOWN = {
     "train_tokens_per_s": "train_tokens_per_s",
 }
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 
 class NextStep(msgspec.Struct, frozen=True):
@@ -62,31 +64,20 @@ class NextStep(msgspec.Struct, frozen=True):
     stop: bool = False  # leave the run
 
 
+@dataclass(eq=False)
 class RunMember:
     """The session of rank 0, and what it reports to."""
 
-    def __init__(
-        self,
-        context: ServiceContext,
-        session: Session,
-        learner: Learner,
-        publisher: Publisher,
-        folder: CheckpointFolder,
-        sinks: Sinks,
-        rollouts: RolloutLog,
-    ) -> None:
-        self.session = session
-        self.publisher = publisher
-        self._context = context
-        self._config = context.config
-        self._learner = learner
-        self._folder = folder
-        self._sinks = sinks
-        self._rollouts = rollouts
-        self._grace_s = context.config.run.broker_grace_s  # what the buffer may be away for
-        self._told = time.monotonic()  # when the last batch came, or was said to be late
-        self._resumed = -1  # the step of the checkpoint, which may be on other hosts alone
-        self._compared = 0.0  # tokens of generators and trainer in all steps
+    context: ServiceContext
+    session: Session
+    learner: Learner
+    publisher: Publisher
+    folder: CheckpointFolder
+    sinks: Sinks
+    rollouts: RolloutLog
+    told: float = field(default_factory=time.monotonic)  # when a batch came, or was said to be late
+    resumed: int = -1  # the step of the checkpoint, which may be on other hosts alone
+    compared: float = 0.0  # tokens of generators and trainer in all steps
 
     @property
     def stopping(self) -> bool:
@@ -101,44 +92,31 @@ class RunMember:
         """Ask the buffer for the batch of `step`, for a second at most.
 
         There is no limit to how often: as long as the buffer answers, the run waits too.
-
-        Raises:
-            PeerLostError: what was published last is lost, so that none may ever come.
         """
         if self.stopping:
             return NextStep(stop=True)
-        self.publisher.check()
+        self.publisher.check()  # if what was published last is lost, no batch may ever come
         self.session.progress(f"waiting for batch {step}", 0)
         ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
-        wait_s = LEASE_SLICE_S + self._grace_s
-        stopping = self.session.stopping
-        lease = self._answered(
-            lambda: self.session.data.call(ask, BatchLease, timeout_s=wait_s, stopping=stopping)
-        )
+        lease = self._call(ask, BatchLease, LEASE_SLICE_S)
         if lease is None:
             return NextStep(stop=True)
-        self._sinks.write_evals(lease.evals)
+        self.sinks.write_evals(lease.evals)
         now = time.monotonic()
         if lease.trajectories or lease.paused:
-            self._told = now
-        elif now - self._told > TELL_S:
-            self._told = now
+            self.told = now
+        elif now - self.told > TELL_S:
+            self.told = now
             awaited = lease.waiting_for or "trajectories"
-            self._context.log.warning("no batch for step %d yet: waiting for %s", step, awaited)
+            self.context.log.warning("no batch for step %d yet: waiting for %s", step, awaited)
         return NextStep(lease.scored(), save=lease.checkpoint)
 
     def commit(self, step: int, row: Row) -> bool:
         """Tell the buffer that the batch of `step` is trained on.
-
         False when asked to stop and the buffer does not answer any more: it ends too.
         """
         metrics = {name: value for name, value in row.items() if value is not None}
-        commit, stopping = CommitBatch(step=step, metrics=metrics), self.session.stopping
-        ack = self._answered(
-            lambda: self.session.data.call(
-                commit, CommitAck, timeout_s=self._grace_s, stopping=stopping
-            )
-        )
+        ack = self._call(CommitBatch(step=step, metrics=metrics), CommitAck)
         if ack is not None and ack.version != step:
             raise UmbraError(f"the buffer is at version {ack.version} after the commit of {step}")
         return ack is not None
@@ -146,8 +124,15 @@ class RunMember:
     def slot(self, version: int) -> memoryview | None:
         """Return memory for a version, None when asked to stop; DeadlineError without a slot."""
         self.session.progress(f"snapshot of version {version}")
-        limit_s = self._config.weight_hub.pace.limit_s(self.publisher.manifest.total_bytes)
+        pace = self.context.config.weight_hub.pace
+        limit_s = pace.limit_s(self.publisher.manifest.total_bytes)
         return self._answered(lambda: self.publisher.slot(version, 2 * limit_s))
+
+    def _call(self, ask: Message, kind: type[M], wait_s: float = 0.0) -> M | None:
+        """Ask the buffer, which may be away for as long as `run.broker_grace_s`."""
+        data, stopping = self.session.data, self.session.stopping
+        timeout_s = wait_s + self.context.config.run.broker_grace_s
+        return self._answered(lambda: data.call(ask, kind, timeout_s=timeout_s, stopping=stopping))
 
     def _answered(self, ask: Callable[[], T]) -> T | None:
         """Return the answer; None if there is none and this process is to stop: its peer is too."""
@@ -159,87 +144,78 @@ class RunMember:
             raise
 
     def resume(self, step: int) -> None:
-        """Tell the buffer which steps need not be repeated.
-
-        Raises:
-            UsageError: the checkpoint of `step` is not of the buffer's run.
-        """
-        self._resumed = step
+        """Tell the buffer which steps need not be repeated, by the checkpoint of `step`."""
+        self.resumed = step
         try:
             self.tell_covered()
         except RejectedError as error:
             raise UsageError(
-                f"{self._folder.of(step)} is not of the run that the buffer has ({error}): choose "
+                f"{self.folder.of(step)} is not of the run that the buffer has ({error}): choose "
                 "another --run-dir, or give the buffer the store of that run"
             ) from error
-        self._context.log.info("going on from the checkpoint of step %d", step)
+        self.context.log.info("going on from the checkpoint of step %d", step)
 
     def tell_covered(self, error: str = "") -> None:
         """Have the buffer let go of what checkpoints cover; `error` is why none is newer."""
-        newest = max(*self._folder.steps(), self._resumed, -1)
-        covered = CheckpointSaved(step=self._folder.covered, newest=newest, error=error)
-        self.session.data.call(covered, Ok, timeout_s=self._grace_s)
+        newest = max(*self.folder.steps(), self.resumed, -1)
+        covered = CheckpointSaved(step=self.folder.covered, newest=newest, error=error)
+        grace_s = self.context.config.run.broker_grace_s
+        self.session.data.call(covered, Ok, timeout_s=grace_s)
 
     def saved(self, outcomes: list[SaveOutcome]) -> None:
         """Report checkpoints to the metrics, the monitor, the log and the buffer."""
-        log = self._context.log
+        log = self.context.log
         for one in outcomes:
-            self._context.metrics.write("checkpoint", **asdict(one))
-            self.session.emit("checkpoint", **asdict(one))
+            self._publish("checkpoint", asdict(one))
             if one.error:
-                steps = self._folder.steps()
+                steps = self.folder.steps()
                 newest = f"the newest is that of step {steps[-1]}" if steps else "there is none yet"
                 log.warning(
                     "the checkpoint of step %d was not saved: %s; %s; training goes on",
-                    one.step,
-                    one.error,
-                    newest,
+                    *(one.step, one.error, newest),
                 )
             else:
                 log.info(
                     "checkpoint of step %d: %s, training waited %.3f s, written after %.2f s",
-                    one.step,
-                    size(one.size),
-                    one.copy_s,
-                    one.write_s,
+                    *(one.step, size(one.size), one.copy_s, one.write_s),
                 )
             if not self.stopping:
                 self.tell_covered(one.error)
 
     def report(self, step: int, row: Row, seconds: dict[str, float], batch: TrainBatch) -> None:
         """Report a step: to the metrics, the monitor, the curves and the log."""
-        learner = self._learner
+        learner = self.learner
         work = row.pop("operations", None) or 0.0
         row |= speed_metrics(row["tokens"] or 0.0, work, seconds["train_step"], learner.ceiling)
         row["memory/peak_gib"] = peak_memory_gib(learner.device)
         row |= {f"seconds/{name}": spent for name, spent in seconds.items()}
-        self._context.metrics.write("step", step=step, **row)
-        self.session.emit("step", step=step, **row)
-        self._compared += row.get("mismatch/compared") or 0.0
-        self._sinks.write(step, row)
+        self._publish("step", {"step": step, **row})
+        self.compared += row.get("mismatch/compared") or 0.0
+        self.sinks.write(step, row)
         shown = {name: row.get(key) for name, key in SHOWN.items()}
         self.session.stats(step=step, **{k: v for k, v in shown.items() if v is not None})
-        self._context.log.info(
+        ess = row.get("ess")
+        self.context.log.info(
             "step %d: reward %.3f, staleness %.2f, ess %s, waited %.2f s, trained %.2f s",
-            step,
-            row["reward/mean"],
-            row["staleness/total/mean"],
-            "-" if (ess := row.get("ess")) is None else f"{ess:.3f}",
-            seconds["wait_batch"],
-            seconds["train_step"],
+            *(step, row["reward/mean"], row["staleness/total/mean"]),
+            *("-" if ess is None else f"{ess:.3f}", seconds["wait_batch"], seconds["train_step"]),
         )
-        self._rollouts.step(step, batch.samples)
+        self.rollouts.step(step, batch.samples)
+
+    def _publish(self, event: str, values: dict[str, Any]) -> None:
+        self.context.metrics.write(event, **values)
+        self.session.emit(event, **values)
 
     def finish(self) -> None:
         """End the run, once the buffer has completed an evaluation that is under way."""
-        config = self._config.eval
+        config = self.context.config.eval
         timeout_s = FINISH_S + (config.timeout_s if config.prompts else 0.0)
         ask = FinishRun(reason="steps reached")
         end = self.session.data.call(ask, RunFinished, timeout_s=timeout_s)
-        self._sinks.write_evals(end.evals)
-        ledger, log = end.ledger, self._context.log
+        self.sinks.write_evals(end.evals)
+        ledger, log = end.ledger, self.context.log
         log.info("%d samples trained of %d issued", ledger.trained, ledger.issued)
-        if not self._compared:
+        if not self.compared:
             log.warning(
                 "generators and trainer were not compared in this run: no response was sampled by "
                 "weights that the trainer had or kept"

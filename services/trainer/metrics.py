@@ -81,11 +81,8 @@ def mismatch_sums(
 ) -> Tensor:
     """Return the sums named in `MISMATCH` over N learned tokens, float64, where `logprobs` is.
 
-    Args:
-        logprobs: log pi [N], with the weights that the batch found.
-        behaviour: log mu [N].
-        on_policy: bool [N], tokens whose version is that of these weights (`TrainBatch.leading`).
-        seen: bool [N], those that count; None: all.
+    `logprobs` are those of the weights that the batch found; `on_policy` tokens are of their
+    version (`TrainBatch.leading`); those that are not `seen` do not count.
     """
     if seen is None:
         seen = torch.ones_like(on_policy)
@@ -104,10 +101,7 @@ def mismatch_row(sums: Tensor) -> Row:
     With r = pi/mu: k1 = mean(-log r), k3 = mean(r - log r - 1), chi2 = mean(r^2) - 1, and the
     effective share of samples ess = (sum r)^2 / (N sum r^2). On tokens of the current version only
     rounding is left, so `k3_on_policy` (None without such tokens) tells errors of the programs
-    from staleness.
-
-    Args:
-        sums: as `mismatch_sums` gives them, of all ranks.
+    from staleness. `sums` are those of all ranks.
     """
     total = dict(zip(MISMATCH, sums.tolist(), strict=True))
     count, on_policy = total["tokens"], total["on_policy"]
@@ -142,11 +136,8 @@ def expert_metrics(load: Tensor, rerouted: Tensor | None = None) -> Row:
 
     The load of a layer is that of its busiest expert over the mean (1 = even), its entropy that of
     the experts' shares over the largest there can be (1 = even). An expert is dead without a token.
-
-    Args:
-        load: tokens that each expert was given, [layers, experts].
-        rerouted: [layers], tokens that the layer's router would have given to another expert than
-            the generator's engine did; None: nothing was replayed.
+    `load` are the tokens that each got, [layers, experts], and `rerouted` those that the layer's
+    router would have given to another expert than the generator's engine did, [layers].
     """
     total = load.sum(1, keepdim=True)
     share = load / total
@@ -188,15 +179,8 @@ class LossMetrics:
     """Adds up the passes of a batch on the device; the ranks exchange a row of sums each.
 
     In each epoch a token is seen once on one of the ranks, so sums over the ranks are those of the
-    whole.
-
-    Args:
-        batch: M learned tokens.
-        found: logprobs under the weights that the batch found, [M], where a pass was spent on them.
-        parts: how many optimizer steps an epoch is cut into.
-        updates: optimizer steps of all epochs.
-        version: of the weights that the batch found.
-        per_version: optimizer updates of a version, for the staleness counted in them.
+    whole. `found` are logprobs [M] under the weights of `version`, which the batch found, where a
+    pass was spent on them; an epoch is cut into `parts` updates, and a version has `per_version`.
     """
 
     def __init__(
@@ -209,7 +193,6 @@ class LossMetrics:
         version: int,
         per_version: int,
     ) -> None:
-        self._batch = batch
         self._found = found
         self._per_epoch = parts
         self._updates = updates

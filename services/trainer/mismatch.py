@@ -68,12 +68,7 @@ class Compared:
 
 
 class Verdicts:
-    """What is known of every generator, and when it has to be looked at.
-
-    Args:
-        bound: on a generator's figure.
-        every: steps until one that was judged is due again; 0 = none ever is.
-    """
+    """What is known of every generator, and when it has to be looked at: each `every` steps."""
 
     def __init__(self, bound: float, every: int) -> None:
         self._bound = bound
@@ -140,11 +135,7 @@ class MismatchCheck:
         self._aside: _Aside | None = None
 
     def __call__(self, batch: TrainBatch, version: int) -> Row:
-        """Compare the generators that are due, with weights of `version`; return the columns.
-
-        Raises:
-            MismatchError: a generator differs by more than the bound.
-        """
+        """Compare the generators that are due, with weights of `version`; return the columns."""
         begin = time.perf_counter()
         now = _Comparison(batch)
         due = [name for name in now.generators if self._verdicts.due(name, version)]

@@ -45,11 +45,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 class MasterWeights:
-    """A float32 copy of each of `parameters`, sharded like it.
+    """A float32 copy of each of the trained `parameters`, sharded like it.
 
-    Args:
-        parameters: those that are trained.
-        device: of the copies; None: there are none, and the optimizer updates the parameters.
+    Without a `device` there are none, and the optimizer updates the parameters.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device | None) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,10 +22,6 @@ class Phases:
 
     A phase within another is a part of it: `train_step/forward`. On a GPU the moments are events in
     the stream of this thread, because the calls return before the kernels have run.
-
-    Args:
-        device: where the work is done.
-        clock: seconds, for what is done on a CPU.
     """
 
     def __init__(
@@ -85,28 +82,23 @@ def _between(first: Moment, last: Moment) -> float:
     return last - first
 
 
+@dataclass
 class Profile:
     """Traces of chosen steps by torch's profiler, which Perfetto (ui.perfetto.dev) opens.
 
-    Each rank writes `<folder>/step-<step>.rank-<rank>.json.gz`. A trace that cannot be written is
-    logged and left out.
-
-    Args:
-        folder: made if missing, once there is a trace.
-        steps: as `metrics.jsonl` counts them: the step that makes version n is step n.
-        rank: this process.
+    Each rank writes `<folder>/step-<step>.rank-<rank>.json.gz`; the step that makes version n is
+    step n. A trace that cannot be written is logged and left out.
     """
 
-    def __init__(self, folder: Path, steps: Collection[int], rank: int = 0) -> None:
-        self._folder = folder
-        self._steps = frozenset(steps)
-        self._rank = rank
-        self._step = 0
-        self._running: profile | None = None
+    folder: Path
+    steps: Collection[int]
+    rank: int = 0
+    _step: int = 0
+    _running: profile | None = None
 
     def begin(self, step: int) -> None:
         """Record from here on, if `step` is one of the chosen."""
-        if step not in self._steps or self._running is not None:
+        if step not in self.steps or self._running is not None:
             return
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -120,9 +112,9 @@ class Profile:
         if running is None:
             return
         running.stop()
-        file = self._folder / f"step-{self._step}.rank-{self._rank}.json.gz"
+        file = self.folder / f"step-{self._step}.rank-{self.rank}.json.gz"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             running.export_chrome_trace(str(file))
         except (OSError, RuntimeError) as error:
             log.warning("the trace of step %d was not written: %s", self._step, error)

@@ -46,10 +46,6 @@ def load_policy(
 
     `source` is the key or flag that the path came from, for errors; `checked` are architectures
     that the user vouches for (`check_architecture`); `trust` is of `load_tokenizer`.
-
-    Raises:
-        UsageError: no such directory, a part of it is missing, it cannot be loaded, or Umbra is
-            not right for it.
     """
     directory = check_model_dir(path, source)
     with no_progress_bars():
@@ -66,14 +62,10 @@ def open_policy(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, WeightFiles | None]:
     """Do as `load_policy` without weights; return the files that each rank reads its own rows from.
 
-    There are none where the model had to be loaded whole.
-
-    Raises:
-        UsageError: as `load_policy`, or a weight is missing, or what was trained of it could not be
-            written.
+    There are none where the model had to be loaded whole. A model that could not be written again
+    is refused.
     """
-    directory = check_model_dir(path, source)
-    model, files = _open(AutoModelForCausalLM, directory, source, checked)
+    model, files = _open(AutoModelForCausalLM, check_model_dir(path, source), source, checked)
     tokenizer = load_tokenizer(path, source, trust=trust)
     with tempfile.TemporaryDirectory() as trial:
         try:
@@ -113,9 +105,6 @@ def write_policy(
 
     Who may read the weights is decided by the umask, as for the other files: safetensors itself
     lets their owner alone.
-
-    Raises:
-        OSError, SafetensorError: they cannot be written.
     """
     with no_progress_bars():
         kept = model.generation_config
@@ -144,21 +133,28 @@ def export_policy(
     out: str | Path,
     weights: dict[str, Tensor] | None = None,
 ) -> Path:
-    """Write weights, config, generation config and tokenizer to directory `out`, atomically.
+    """Write weights, config, generation config and tokenizer to directory `out`, whole or not.
 
-    Everything is written next to `out` first and renamed, so `out` is never half a model; an older
-    export at the same place is replaced. `weights` are written instead of the model's own, which
-    may be sharded, or a base and an adapter.
-
-    Raises:
-        UmbraError: the disk is full, say; an older export is as it was.
+    `weights` are written instead of the model's own, which may be sharded, or a base and an
+    adapter.
     """
     out = Path(out)
+    with written_whole(out) as scratch:
+        write_policy(model, tokenizer, scratch, weights)
+    return out
+
+
+@contextmanager
+def written_whole(out: Path) -> Iterator[Path]:
+    """Yield a folder to write a model to, which is `out` afterwards; an older one is replaced.
+
+    Raises UmbraError if the disk is full, say; an older one is as it was.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    scratch, older = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        write_policy(model, tokenizer, scratch, weights)
+        yield scratch
         DISK.sync_tree(scratch)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -167,14 +163,10 @@ def export_policy(
             "place"
         ) from error
     if out.exists():
-        older = out.with_name(f".{out.name}.{os.getpid()}.old")
         out.rename(older)
-        scratch.rename(out)
-        shutil.rmtree(older)
-    else:
-        scratch.rename(out)
+    scratch.rename(out)
+    shutil.rmtree(older, ignore_errors=True)
     DISK.sync_directory(out.parent)
-    return out
 
 
 @contextmanager
@@ -209,10 +201,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 def place(model: nn.Module, device: torch.device, *, parameters_at: torch.device) -> None:
     """Bring `model`, sharded or not, to its devices; what was on the meta device has no values yet.
 
-    Args:
-        model: after `shard`, if it is.
-        device: of the buffers.
-        parameters_at: the device of the parameters, or of this rank's rows of them.
+    Buffers go to `device`, parameters, or this rank's rows of them, to `parameters_at`.
     """
 
     def moved(tensor: Tensor) -> Tensor:
@@ -242,15 +231,8 @@ def read(
 ) -> None:
     """Read the rows that are held here of every weight; adapters have theirs.
 
-    Besides these a rank needs the memory of its rows of one tensor.
-
-    Args:
-        model: placed.
-        source: has the weights by the model's names.
-        into: what of a parameter is to be filled, sharded like it.
-
-    Raises:
-        UsageError: a file cannot be read, or is of another model.
+    Besides these a rank needs the memory of its rows of one tensor. `into` says which tensor,
+    sharded like it, is filled for a parameter.
     """
     for name, parameter in model.named_parameters():
         if not is_adapter(name):

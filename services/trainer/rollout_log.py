@@ -23,12 +23,7 @@ LOST = "\ufffd"  # what stands for half a character
 class RolloutLog:
     """Writes `log.samples` rollouts of each step, spread over its rewards from worst to best.
 
-    Args:
-        folder: of the run.
-        tokenizer: of the policy.
-        count: rollouts of a step at most; 0 = none.
-        tell: hands one to those who watch, now and then.
-        clock: seconds, monotonic.
+    `tell` hands one to those who watch, now and then.
     """
 
     def __init__(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import ExitStack, closing
 
-from transformers import PreTrainedTokenizerBase
-
-from umbra.proto.errors import EXIT_DONE, UsageError
+from umbra.proto.errors import EXIT_DONE
 from umbra.services.config.loader import as_dict
 from umbra.services.modeling.lora import adapter_facts
 from umbra.services.modeling.model_directory import weights_checksum
@@ -15,7 +13,7 @@ from umbra.services.process.command import ServiceContext
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.loader import resume
 from umbra.services.trainer.checkpoints.saver import Saver
-from umbra.services.trainer.critic import Critic, open_critic
+from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.distributed.ranks import join_ranks
 from umbra.services.trainer.distributed.shards import Snapshots, row_owners
 from umbra.services.trainer.learner import Learner
@@ -34,16 +32,9 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
     All ranks run this. It resumes from the newest whole checkpoint in `<run_dir>/checkpoints`.
     Asked to stop before the end, it leaves between two steps and exports nothing. `listener` is
     where the other ranks come to, if `launch` started them.
-
-    Raises:
-        UsageError: no run directory, a model that cannot be loaded, or checkpoints that are of
-            another one, or all damaged.
-        UmbraError: a peer was lost, a wait ended without an answer, or a batch is not sound.
     """
-    if context.run_dir is None:
-        raise UsageError("--run-dir is missing: the trained model is written there")
-    config = context.config
-    lora = config.trainer.lora_rank > 0
+    config, run_dir = context.config, context.run_dir
+    assert run_dir is not None
     with join_ranks(config.trainer, listener, context.stopping) as ranks, ExitStack() as stack:
         model, tokenizer, files = open_policy(
             config.model.name,
@@ -59,7 +50,7 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
             files,
             config.longest_turn,
         )
-        base = weights_checksum(config.model.name) if lora else ""
+        base = weights_checksum(config.model.name) if config.trainer.lora_rank else ""
         adapter = adapter_facts(config.trainer, base)
         alone = adapter is not None
         served = config.weight_hub.dtype_on(learner.device.type)
@@ -67,30 +58,18 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
         owners = row_owners(learner.model, ranks, adapter=alone)
         manifest = build_manifest(layout, config.weight_hub.bucket_bytes, owners, adapter)
         critic = open_critic(config, learner)
-        update = PolicyUpdate(config, learner, critic, MismatchCheck(config, learner))
         models = [learner.state(base), *([critic.state] if critic is not None else [])]
-        path = context.run_dir / "checkpoints"
-        folder = CheckpointFolder(path, config.checkpoint, node=ranks.node)
+        folder = CheckpointFolder(run_dir / "checkpoints", config.checkpoint, node=ranks.node)
         step = resume(folder, models, ranks)
-        saver = Saver(
-            folder,
-            models,
-            ranks,
-            every=config.checkpoint.every,
-            begun=step,
-            run=context.run_dir.name,
-            config=as_dict(config),
-            settle=critic.settle if critic is not None else None,
-        )
-        stack.enter_context(closing(saver))
-        snapshots = Snapshots(learner.model, manifest, ranks)
-        stack.enter_context(closing(snapshots))
+        saver = stack.enter_context(closing(Saver(folder, models, ranks, step, as_dict(config))))
+        snapshots = stack.enter_context(closing(Snapshots(learner.model, manifest, ranks)))
         if critic is not None:
             stack.enter_context(closing(critic))
         member: RunMember | None = None
         if ranks.rank == 0:
             joined = join_run(context, learner, manifest, tokenizer, folder, step)
             member = stack.enter_context(joined)
+        update = PolicyUpdate(config, learner, critic, MismatchCheck(config, learner))
         loop = Loop(context, learner, update, snapshots, saver, member)
         if member is not None and step:
             member.resume(step)
@@ -101,7 +80,15 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
             done = loop.run()
         loop.save()
         if done:
-            _export(context, learner, critic, tokenizer)
+            weights = learner.weights()
+            if member is not None:
+                out = export_policy(learner.model, tokenizer, run_dir / "model", weights)
+                context.log.info("model written to %s", out)
+            if critic is not None:
+                ranks.spread()  # the others wait here, however long the disk takes
+                out = critic.export(run_dir / "critic")
+                if member is not None:
+                    context.log.info("critic written to %s", out)
         if member is None:
             return EXIT_DONE
         if done:
@@ -111,24 +98,3 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
         context.log.info("stopped at version %d: %s", loop.version, why)
         failure = member.session.failure
         return failure.exit_code if failure else EXIT_DONE
-
-
-def _export(
-    context: ServiceContext,
-    learner: Learner,
-    critic: Critic | None,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Write the model and the critic to the run's folder; all ranks give rank 0 their rows."""
-    assert context.run_dir is not None
-    if critic is not None:
-        critic.settle()
-    ranks, weights = learner.ranks, learner.weights()
-    if ranks.rank == 0:
-        out = export_policy(learner.model, tokenizer, context.run_dir / "model", weights)
-        context.log.info("model written to %s", out)
-    if critic is not None:
-        ranks.spread()  # the others wait here, however long the disk takes
-        out = critic.export(context.run_dir / "critic")
-        if ranks.rank == 0:
-            context.log.info("critic written to %s", out)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,69 +34,49 @@ _HINTS = {
 }
 
 
+@dataclass
 class Sinks:
-    """Several sinks, each with `log` and `log_eval`.
+    """Accelerate's trackers, by their names in `metrics.also`.
 
     One that fails, as where its disk is full or its server gone, is named once and left out:
-    training does not depend on it.
-
-    Args:
-        begun: step that training begins after; earlier evaluations are in the sinks already.
+    training does not depend on it. Evaluations before step `begun` are in the trackers already.
     """
 
-    def __init__(self, sinks: Sequence[Any], begun: int = 0) -> None:
-        self._sinks = list(sinks)
-        self._begun = begun
-        self._evals: list[EvalReport] = []  # those that were written
+    trackers: dict[str, GeneralTracker]
+    begun: int = 0
+    _evals: list[EvalReport] = field(default_factory=list)  # those that were written
 
     def write(self, step: int, row: Row) -> None:
-        values = {name: value for name, value in row.items() if value is not None}
-        self._each("log", values, step)
+        self._each({name: value for name, value in row.items() if value is not None}, step)
 
     def write_evals(self, reports: Sequence[EvalReport]) -> None:
-        """Hand on those of the evaluations that are new."""
+        """Hand on the new ones, over their version, which may be earlier than the newest step."""
         for report in reports:
-            if report not in self._evals and report.version >= self._begun:
+            if report not in self._evals and report.version >= self.begun:
                 self._evals.append(report)
                 scores = {"accuracy": report.accuracy, **report.scores}
                 values = {f"eval/{name}": value for name, value in scores.items()}
-                self._each("log_eval", values, report.version)
+                self._each(values, report.version, evaluation=True)
 
-    def _each(self, method: str, values: dict[str, float], step: int) -> None:
-        for sink in list(self._sinks):
+    def _each(self, values: dict[str, float], step: int, *, evaluation: bool = False) -> None:
+        for name, tracker in list(self.trackers.items()):
             try:
-                getattr(sink, method)(values, step)
+                if name != "wandb":  # most take no @ in a name
+                    tracker.log({k.replace("@", "_at_"): v for k, v in values.items()}, step)
+                elif evaluation:  # it takes no earlier step
+                    tracker.log({**values, "eval/version": step}, commit=False)
+                else:
+                    tracker.log(values, step)
             except Exception as error:  # noqa: BLE001 - of classes that only these packages have
-                log.warning("no more metrics to %s: %s", sink.name, error)
-                self._sinks.remove(sink)
-
-
-@dataclass(frozen=True)
-class Sink:
-    """One of Accelerate's trackers, by its name in `metrics.also`."""
-
-    name: str
-    tracker: GeneralTracker
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Draw one point on each curve; most take no @ in a name."""
-        if self.name != "wandb":
-            values = {name.replace("@", "_at_"): value for name, value in values.items()}
-        self.tracker.log(values, step)
-
-    def log_eval(self, values: dict[str, float], version: int) -> None:
-        """Draw them over their version, which may be earlier than the newest step."""
-        if self.name != "wandb":
-            self.log(values, version)
-        else:  # it takes no earlier step
-            self.tracker.log({**values, "eval/version": version}, commit=False)
+                log.warning("no more metrics to %s: %s", name, error)
+                del self.trackers[name]
 
 
 @contextmanager
 def open_sinks(config: RunConfig, run_dir: Path, step: int) -> Iterator[Sinks]:
     """Open the configured sinks for steps after `step`; UsageError says which cannot be."""
     with ExitStack() as stack:
-        sinks: list[Sink] = []
+        sinks = Sinks({}, step)
         for name in dict.fromkeys(config.metrics.also):
             try:
                 tracker: Any = _tracker(name, config, run_dir, step)
@@ -109,9 +89,9 @@ def open_sinks(config: RunConfig, run_dir: Path, step: int) -> Iterator[Sinks]:
                 ) from None
             except Exception as error:
                 raise UsageError(f"metrics.also = {name}: {error}{_HINTS.get(name, '')}") from error
-            sinks.append(Sink(name, tracker))
+            sinks.trackers[name] = tracker
             stack.callback(tracker.finish)
-        yield Sinks(sinks, step)
+        yield sinks
 
 
 def _tracker(name: str, config: RunConfig, run_dir: Path, step: int) -> GeneralTracker:

@@ -41,17 +41,12 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what torch adds to 
 def tensor_layout(
     model: nn.Module, dtype: str, *, adapter: bool = False
 ) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, safetensors dtype and full shape of every tensor of a version, layer by layer.
+    """Return name, safetensors dtype and full shape of every tensor of a version, layer by layer.
 
     Names are those of Hugging Face's `state_dict`. Tied weights appear once, under their first
     name. Buffers that a checkpoint would hold are sent as they are, whatever `dtype` is; integer
     ones are counters of the training and stay here, and all others are computed from the model's
-    configuration.
-
-    Args:
-        model: the policy, without wrappers around the whole, sharded or not.
-        dtype: what is served: "float32", "bfloat16" or "float16".
-        adapter: the factors of adapters alone.
+    configuration. With `adapter` it is the factors alone.
     """
     served = DTYPES[dtype][1]
     if adapter:
@@ -75,19 +70,11 @@ def write_shards(
     world: int = 1,
     sums: Copied | None = None,
 ) -> int:
-    """Cast what `rank` holds of `model` into `slot`; the bytes written.
+    """Cast what `rank` holds of `model` into `slot`; return the bytes written.
 
-    The ranks together write every byte of every tensor exactly once. They wait for each other only
-    where an adapter is merged; see `Snapshots` for what comes after.
-
-    Args:
-        model: as given to `tensor_layout` when `manifest` was built. Facts of an adapter in
-            `manifest` say that its tensors are the factors.
-        slot: `[manifest.total_bytes]`, the same memory in all ranks of a host.
-        sums: gets the bytes that this rank means to write.
-
-    Raises:
-        ValueError: a parameter is sharded other than by rows.
+    The ranks together write every byte of every tensor exactly once; `slot` is the same memory in
+    all ranks of a host. They wait for each other only where an adapter is merged; see `Snapshots`
+    for what comes after. `sums` gets the bytes that this rank means to write.
     """
     reshard(model)
     tensors = _tensors(model) if manifest.adapter is None else factors(model)
@@ -124,10 +111,10 @@ def whole_weights(
     ranks: Ranks | None = None,
     of: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter,
 ) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, whole and on the CPU, by their Hugging Face names; on rank 0.
+    """Return all tensors of a checkpoint, whole, float32 and on the CPU, by name; on rank 0.
 
     Where parameters are sharded every rank has to call it, and sends what it holds, one tensor
-    after the other. `of` gives what to take for a parameter. Weights are float32.
+    after the other. `of` gives what to take for a parameter.
     """
     whole: dict[str, Tensor] = {}
     ranks = ranks or Ranks()
@@ -198,12 +185,9 @@ def bare_name(name: str) -> str:
 
 
 def own_rows(name: str, tensor: Tensor, rank: int, world: int) -> tuple[Tensor, int]:
-    """The rows of `tensor` that this rank writes, and the number of the first one.
+    """Return the rows of `tensor` that this rank writes, and the number of the first one.
 
     Of what is not sharded each of `world` ranks writes its chunk.
-
-    Raises:
-        ValueError: it is sharded other than by rows.
     """
     if isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements):
         return held_rows(name, tensor)

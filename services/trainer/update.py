@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.presets import ObjectiveSpec
 from umbra.services.modeling.micro_batch import MicroBatch
@@ -19,19 +18,15 @@ from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import REASONS, Learner
 from umbra.services.trainer.metrics import LossMetrics, Row
 from umbra.services.trainer.mismatch import MismatchCheck
-from umbra.services.trainer.objectives.advantages import rewarded, token_advantages
-from umbra.services.trainer.objectives.aggregation import count, token_weights
+from umbra.services.trainer.objectives.advantages import batch_advantages
+from umbra.services.trainer.objectives.aggregation import token_weights
 from umbra.services.trainer.objectives.centering import Candidates
 from umbra.services.trainer.objectives.objective import Constants, Objective, TokenInputs
 from umbra.services.trainer.objectives.terms import LOG_RATIO_BOUND, Sequences, interpolated
 
 
 class PolicyUpdate:
-    """Advantages, packing, loss and optimizer steps, as the configuration combines them.
-
-    Raises:
-        UsageError: advantages by a value model without one.
-    """
+    """Advantages, packing, loss and optimizer steps, as the configuration combines them."""
 
     def __init__(
         self,
@@ -40,17 +35,11 @@ class PolicyUpdate:
         critic: Critic | None = None,
         mismatch_check: MismatchCheck | None = None,
     ) -> None:
-        self._config = config.trainer
-        self._seed = config.run.seed
+        self._config = config
         self._pieces = config.trainer.pieces
-        if self._pieces.needs_critic and critic is None:
-            raise UsageError("trainer.advantage = gae needs a value model")
-        self._limit = config.longest_turn
-        self._has_reference = "ref_logp" in config.buffer.stages
         self._learner = learner
         self._critic = critic
         self._check = mismatch_check
-        self._warmup = config.critic.warmup_steps
         self._ranks = learner.ranks
         self._objective = Objective(self._pieces)
 
@@ -64,34 +53,32 @@ class PolicyUpdate:
         `keep_going` is asked before each micro-batch; where it says no, the result is None and the
         batch must not be committed. Of several ranks each does its share of the micro-batches, rank
         0's `keep_going` counts, and all get the same result.
-
-        Raises:
-            BatchError: a sample lacks logprobs that the objective needs.
-            MismatchError: generator and trainer do not agree; nothing is updated.
         """
-        pieces = self._pieces
-        reference = recorded_logprobs(batch, "ref_logprobs") if self._has_reference else None
+        pieces, trainer = self._pieces, self._config.trainer
+        stages = self._config.buffer.stages
+        reference = recorded_logprobs(batch, "ref_logprobs") if "ref_logp" in stages else None
         values = None
         if self._critic is not None:
             with self._learner.phases("critic"):
                 values = self._critic.values(batch)
-        earned = rewarded(batch, pieces, reference, values)
-        advantages, returns = token_advantages(earned, pieces)
+        advantages, returns = batch_advantages(batch, pieces, reference, values)
         # Learned tokens of each line; none of those that are filtered.
-        own = torch.bincount(batch.tokens.owner, minlength=len(batch.trajectories))
+        owner = batch.tokens.owner
+        own = torch.bincount(owner, minlength=len(batch.trajectories))
         if pieces.overlong_filter:
             own[torch.tensor([t.finish_reason == "length" for t in batch.trajectories])] = 0
         some = own > 0
         if not pieces.regularised:
-            some &= torch.bincount(batch.tokens.owner[advantages != 0], minlength=len(own)) > 0
+            some &= torch.bincount(owner[advantages != 0], minlength=len(own)) > 0
         useful = some.nonzero().squeeze(1)  # the lines that a forward pass is spent on
-        if self._critic is not None and version < self._warmup:
+        if self._critic is not None and version < self._config.critic.warmup_steps:
             useful = useful[:0]
         samples = batch.sample[useful].unique()
-        cuts = min(self._config.minibatches, len(samples))
+        cuts = min(trainer.minibatches, len(samples))
+        seed = f"{self._config.run.seed}/{version}"
         parts = [
             batch.lines_of(part, useful)
-            for part in minibatches(samples, cuts, self._config.epochs, f"{self._seed}/{version}")
+            for part in minibatches(samples, cuts, trainer.epochs, seed)
         ]
         pack = self._learner.pack
         first = [pack(batch.tokens, part) for part in parts[:cuts]]  # every sample once
@@ -99,17 +86,16 @@ class PolicyUpdate:
         found = self._found(batch, first, len(parts))
         fixed = self._fixed(batch, useful, found)
         versions = token_versions(batch) if pieces.proximal == "interpolate" else None
-        per_version = self._config.updates_per_batch
+        per_version = trainer.updates_per_batch
         seen = LossMetrics(batch, found, cuts, len(parts), version=version, per_version=per_version)
-        supports, centered = batch.tokens.support, self._config.score_centering > 0
+        supports, centered = batch.tokens.support, trainer.score_centering > 0
         rows: list[Row] = []
         work = 0.0
         for number, part in enumerate(parts):
             micros = first[number] if number < cuts else pack(batch.tokens, part)
-            guard = Guard(self._config.max_ratio, pieces, self._ranks)
-            counts = count(pieces.denominator, own, part, cuts, batch.weight)
+            guard = Guard(trainer.max_ratio, pieces, self._ranks)
             weights = token_weights(
-                pieces.aggregation, batch.tokens, part, counts, self._limit, batch.weight
+                pieces, owner, own, part, cuts, self._config.longest_turn, batch.weight
             )
             balance = self._learner.balance(micros)
             for micro in micros:
@@ -125,7 +111,7 @@ class PolicyUpdate:
                 )
                 logprobs = scores[:, 0] if centered else scores
                 behaviour = batch.behaviour[here].to(logprobs)
-                sequences = Sequences(batch.tokens.owner[here].to(logprobs.device), len(own))
+                sequences = Sequences(owner[here].to(logprobs.device), len(own))
                 out = guard.outliers(logprobs, behaviour, sequences)
                 tokens = TokenInputs(
                     # Left out before anything is computed from them: zero times NaN is NaN.
@@ -207,10 +193,7 @@ class PolicyUpdate:
 class Guard:
     """Watches the forward passes of one update; all ranks come to the same verdict.
 
-    Args:
-        max_ratio: bound on pi / mu of a learned token; 0 = none.
-        pieces: of the objective: where a sequence's tokens share a ratio, one that is out of bounds
-            takes the whole sequence along.
+    Where a sequence's tokens share a ratio, one that is out of bounds takes it all along.
     """
 
     def __init__(self, max_ratio: float, pieces: ObjectiveSpec, ranks: Ranks) -> None:

@@ -9,7 +9,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,16 +36,7 @@ class WarmStartResult(NamedTuple):
 
 
 class Demonstrations:
-    """Conversations, each tokenised once; batches are drawn from them.
-
-    Args:
-        conversations: lists of `{"role": ..., "content": ...}`.
-        tokenizer: a fast tokenizer with a chat template.
-
-    Raises:
-        UsageError: no chat template, or one whose text for a conversation does not begin with its
-            text for the first messages of it.
-    """
+    """Conversations, each tokenised once; batches are drawn from them."""
 
     def __init__(
         self, conversations: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase
@@ -86,11 +76,7 @@ class Demonstrations:
 
 
 def read_conversations(path: str | Path) -> list[list[Message]]:
-    """Read a JSONL file of `{"messages": [{"role": ..., "content": ...}, ...]}`.
-
-    Raises:
-        UsageError: unreadable, or a row that is not of that form; it names the row.
-    """
+    """Read a JSONL file of `{"messages": [{"role": ..., "content": ...}, ...]}`."""
     conversations: list[list[Message]] = []
     for number, row in enumerate(read_jsonl(path), start=1):
         messages: Any = row.get("messages")
@@ -152,9 +138,6 @@ def warm_start(
     Each update takes `batch` examples, in an order that `seed` fixes, and the mean of
     -log p over their learned tokens. `report` gets the number and the loss of each update. For
     `checked` see `check_architecture`.
-
-    Raises:
-        UsageError: a model, a file or an example that cannot be used; it names which.
     """
     import torch
 
@@ -187,15 +170,6 @@ def warm_start(
         report(step + 1, total)
     export_policy(learner.model, tokenizer, out, learner.weights())
     return WarmStartResult(losses[0], losses[-1], time.perf_counter() - begin)
-
-
-def _show(steps: int, step: int, loss: float) -> None:
-    """Write progress to standard error: one line of a terminal, ten of anything else."""
-    text = f"step {step}/{steps}  loss {loss:.3f}"
-    if sys.stderr.isatty():
-        click.echo(f"\r{text:<40}", err=True, nl=step == steps)
-    elif step * 10 // steps != (step - 1) * 10 // steps:
-        click.echo(text, err=True)
 
 
 @click.command("sft", context_settings={"show_default": True})
@@ -237,18 +211,18 @@ def command(
     Each line of the examples is {"messages": [{"role": ..., "content": ...}, ...]}; what the
     assistant says is learned. An older model at --out is replaced.
     """
+
+    def show(step: int, loss: float) -> None:
+        """Write progress to standard error: one line of a terminal, ten of anything else."""
+        text = f"step {step}/{steps}  loss {loss:.3f}"
+        if sys.stderr.isatty():
+            click.echo(f"\r{text:<40}", err=True, nl=step == steps)
+        elif step * 10 // steps != (step - 1) * 10 // steps:
+            click.echo(text, err=True)
+
     config = TrainerConfig(learning_rate=lr, pack_tokens=64, micro_tokens=8192, **settings)
-    outcome = warm_start(
-        model,
-        data,
-        out,
-        steps=steps,
-        batch=batch,
-        seed=seed,
-        config=config,
-        report=partial(_show, steps),
-        checked=checked,
-    )
+    how: Any = {"steps": steps, "batch": batch, "seed": seed, "checked": checked}
+    outcome = warm_start(model, data, out, config=config, report=show, **how)
     if as_json:
         click.echo(json.dumps({"out": str(out), "steps": steps, **outcome._asdict()}))
         return

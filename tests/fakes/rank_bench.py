@@ -189,9 +189,7 @@ def save(
     row: Row,
 ) -> None:
     folder = CheckpointFolder(path, config.checkpoint, node=ranks.node)
-    with closing(
-        Saver(folder, models, ranks, every=1, begun=0, run="test", config=as_dict(config))
-    ) as saver:
+    with closing(Saver(folder, models, ranks, 0, as_dict(config))) as saver:
         (outcome,) = saver.last(step, row)
         assert not outcome.error
 

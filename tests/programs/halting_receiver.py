@@ -37,7 +37,7 @@ class Halting(StagedPlanes):
     """Planes whose ends halt before, in, or after their work."""
 
     def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
-        """See `StagedPlanes.open`."""
+        """See `ReceiverPlanes.open`."""
         return HaltingEnd(super().open(reply, security))
 
 

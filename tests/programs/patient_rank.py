@@ -57,7 +57,7 @@ def checkpoint(ranks: Ranks, folder: Path) -> None:
         return write(self, *args)
 
     setattr(Saver, "_write", slow)  # noqa: B010 - of a class
-    with closing(Saver(made, models, ranks, every=1, begun=0, run="test", config={})) as saver:
+    with closing(Saver(made, models, ranks, 0, {})) as saver:
         (outcome,) = saver.last(1, {})
     assert not outcome.error, outcome.error
     assert made.steps() == [1]

@@ -32,9 +32,7 @@ class Training:
         self.models = [ModelState("policy", module)]
         self.folder = CheckpointFolder(path, KEEP, disk)
         self.step = resume(self.folder, self.models, Ranks())
-        self._saver = Saver(
-            self.folder, self.models, Ranks(), every=1, begun=self.step, run="t", config={}
-        )
+        self._saver = Saver(self.folder, self.models, Ranks(), self.step, {})
 
     def save(self, step: int) -> None:
         """A checkpoint of `step`."""
@@ -54,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LossyDisk,
     disk = LossyDisk(root)
     told = [0]
     with closing(Training(root / "checkpoints", disk)) as training:
-        for step in (1, 2, 3, 4, 4):  # the last one takes the place of another
+        for step in (1, 2, 3, 4, 5):
             training.save(step)
             told += [told[-1]] * (len(disk.steps) - len(told)) + [step]
     assert {step[0] for step in disk.steps} >= {"rename", "remove", "sync", "names", "folder"}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from umbra.services.config.presets import PRESETS, ObjectiveSpec, Preset
 from umbra.services.modeling.micro_batch import Supports
-from umbra.services.trainer.objectives.advantages import Rewarded, token_advantages
+from umbra.services.trainer.objectives.advantages import token_advantages
 from umbra.services.trainer.objectives.centering import Candidates
 from umbra.services.trainer.objectives.objective import Objective, TokenInputs
 from umbra.services.trainer.objectives.terms import ESTIMATORS, Sequences
@@ -362,13 +362,9 @@ def test_distillation_follows_the_reverse_kl_to_the_teacher() -> None:
     """On-policy the expected gradient is that of KL(pi || teacher) at each prefix."""
     w, pieces = world(4, 0.0), PRESETS["opd"]
     count = len(SEQUENCES)
-    earned = Rewarded(
-        rewards=torch.randn(count),  # which are not read
-        groups=torch.arange(count),
-        owner=OWNER,
-        penalties=pieces.kl_coef * ESTIMATORS[pieces.kl_estimator](w.mu, w.reference),
-    )
-    advantages, _ = token_advantages(earned, pieces)
+    penalties = pieces.kl_coef * ESTIMATORS[pieces.kl_estimator](w.mu, w.reference)
+    unread = torch.randn(count)  # rewards
+    advantages, _ = token_advantages(unread, torch.arange(count), OWNER, pieces, penalties)
     w = replace(w, advantages=advantages.double())
     found = autograd((w.chance * losses(pieces, w)).sum(), w)
     torch.testing.assert_close(found, autograd(exact_kl(w), w), rtol=1e-5, atol=1e-6)

@@ -189,13 +189,8 @@ def test_a_missing_package_is_named(
 class Full:
     """A sink whose disk is full."""
 
-    name = "full"
-
     def log(self, values: dict[str, float], step: int) -> None:
         raise OSError("No space left on device")
-
-    def log_eval(self, values: dict[str, float], version: int) -> None:
-        self.log(values, version)
 
 
 class Good(Full):
@@ -210,7 +205,8 @@ def test_a_sink_that_fails_is_told_once_and_the_others_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     good = Good()
-    sinks = Sinks([Full(), good])
+    trackers: Any = {"full": Full(), "good": good}
+    sinks = Sinks(trackers)
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
             sinks.write(step, {"loss": 1.0})

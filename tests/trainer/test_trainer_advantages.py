@@ -10,12 +10,11 @@ from torch import Tensor
 
 from umbra.services.config import TrainerConfig
 from umbra.services.trainer.objectives.advantages import (
-    Rewarded,
+    batch_advantages,
     dr_grpo,
     gae,
     grpo,
     overlong,
-    rewarded,
     rloo,
     token_advantages,
     value_loss,
@@ -57,15 +56,14 @@ def test_a_group_of_one_keeps_its_reward_and_equal_rewards_give_exactly_zero(
 
 def by_token(**keys: Any) -> tuple[Tensor, Tensor]:
     """Of two groups of two samples with 1, 2, 1 and 3 tokens; the second one has no penalties."""
-    values = torch.tensor([0.5, 0.25, 0.0, 1.0, -1.0, 0.5, 0.5])
-    earned = Rewarded(
-        rewards=torch.tensor([1.0, 0.0, 2.0, 1.0], dtype=torch.float64),
-        groups=torch.tensor([0, 0, 1, 1]),
-        owner=torch.tensor([0, 1, 1, 2, 3, 3, 3]),
+    return token_advantages(
+        torch.tensor([1.0, 0.0, 2.0, 1.0], dtype=torch.float64),
+        torch.tensor([0, 0, 1, 1]),
+        torch.tensor([0, 1, 1, 2, 3, 3, 3]),
+        TrainerConfig(**keys).pieces,
         penalties=torch.tensor([0.5, 0, 0, 0.25, 0.1, 0.2, 0.3]),
-        values=values,
+        values=torch.tensor([0.5, 0.25, 0.0, 1.0, -1.0, 0.5, 0.5]),
     )
-    return token_advantages(earned, TrainerConfig(**keys).pieces)
 
 
 def test_a_kl_in_the_reward_is_taken_off_token_by_token() -> None:
@@ -77,8 +75,8 @@ def test_a_kl_in_the_reward_is_taken_off_token_by_token() -> None:
         behaviour=torch.tensor([-1.0, -2.0]),
     )
     pieces = TrainerConfig(objective="reinforce_pp", kl_coef=0.5, kl_estimator="k1").pieces
-    found = rewarded(batch, pieces, torch.tensor([-1.5, -1.0]), None).penalties
-    torch.testing.assert_close(found, torch.tensor([0.25, -0.5], dtype=torch.float64))
+    _, returns = batch_advantages(batch, pieces, torch.tensor([-1.5, -1.0]), None)
+    torch.testing.assert_close(returns, torch.tensor([1.25, 1.5], dtype=torch.float64))
 
 
 def test_group_advantages_are_of_the_reward_less_all_penalties() -> None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from umbra.services.config.presets import PRESETS
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.trainer.learner import learning_rate
 from umbra.services.trainer.objectives import terms
-from umbra.services.trainer.objectives.aggregation import count, token_weights
+from umbra.services.trainer.objectives.aggregation import token_weights
 from umbra.services.trainer.objectives.objective import Objective, TokenInputs, TokenLosses
 from umbra.services.trainer.objectives.terms import Sequences, interpolated
 
@@ -162,8 +163,8 @@ def test_aggregations_leave_out_what_is_not_trained(
 ) -> None:
     part, own = torch.tensor([1, 2]), torch.tensor([1, 3, 2])
     for denominator, expected in (("trained", trained), ("all", everything)):
-        counts = count(denominator, own, part, updates=1)
-        weights = token_weights(aggregation, three_sequences(), part, counts, length=10)
+        pieces: Any = SimpleNamespace(aggregation=aggregation, denominator=denominator)
+        weights = token_weights(pieces, three_sequences().owner, own, part, updates=1, length=10)
         torch.testing.assert_close(weights, torch.tensor([0.0, *expected]))
 
 

@@ -26,7 +26,7 @@ from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.make_model import make_model
-from umbra.services.trainer.objectives.advantages import rewarded, token_advantages
+from umbra.services.trainer.objectives.advantages import batch_advantages
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
 
@@ -148,8 +148,7 @@ def trl_side(
 def our_advantages(directory: Path, trajectories: list[Trajectory], **keys: Any) -> Tensor:
     config = settings(directory, **keys)
     batch = make_batch(trajectories, vocab_size=1000)
-    earned = rewarded(batch, config.trainer.pieces, None, None)
-    advantages, _ = token_advantages(earned, config.trainer.pieces)
+    advantages, _ = batch_advantages(batch, config.trainer.pieces, None, None)
     first = torch.searchsorted(batch.tokens.owner, torch.arange(len(trajectories)))
     return advantages[first]
 

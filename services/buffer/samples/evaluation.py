@@ -97,6 +97,7 @@ class Evaluations:
         return self.reports[-REPORTS_TOLD:]
 
     def status(self) -> list[EvalReport]:
+        """Return all reports, including that of the evaluation under way."""
         return [*self.reports, self._report(self.open)] if self.open else list(self.reports)
 
     def ask(self) -> int:

@@ -14,13 +14,8 @@ from umbra.services.config import RunConfig
 def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
     """Write the weights of `checkpoint`, an adapter merged, to directory `out`; whole or not.
 
-    Args:
-        checkpoint: a checkpoint, or the folder of a run, whose newest one is taken.
-        out: is written.
-        model: where the run began, a directory or a name, if that is not where it was.
-
-    Raises:
-        UsageError: no checkpoint, a damaged one, or one of another model.
+    A run's folder stands for its newest one. `model` is where the run began, a directory or a name,
+    if that is not where it was.
     """
     from umbra.services.modeling.lora import add_adapter
     from umbra.services.modeling.model_directory import weights_checksum

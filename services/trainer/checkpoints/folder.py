@@ -18,7 +18,6 @@ from umbra.services.config import CheckpointConfig
 from umbra.services.process.files import DISK, Disk
 
 SCRATCH = ".writing-"
-REPLACED = "replaced-"  # of a life that went on from an earlier one, until the new one is there
 NAME = "checkpoint.json"
 NODE = "node-"  # begins the names of the folders of other nodes than the first
 FORMAT = 5
@@ -100,13 +99,8 @@ def read_index(directory: Path) -> Index:
 class CheckpointFolder:
     """Only one process, the first rank of a host, changes what is in it.
 
-    Each host has one, with the files of its ranks; that of node K is named so, in case that hosts
-    share a disk.
-
-    Args:
-        path: made when the first checkpoint is.
-        config: what is kept.
-        node: the number of this host.
+    Each host (`node`) has one, with the files of its ranks; that of node K is named so, in case
+    that hosts share a disk. `config` says what is kept.
     """
 
     def __init__(
@@ -115,7 +109,7 @@ class CheckpointFolder:
         self.root = path
         self.path = path / f"{NODE}{node}" if node else path
         self.disk = disk
-        self._config = config
+        self.config = config
 
     def of(self, step: int) -> Path:
         return self.path / f"step-{step}"
@@ -175,12 +169,12 @@ class CheckpointFolder:
 
         While there are fewer than are kept, the beginning of the run counts as one.
         """
-        newest = self.steps()[-self._config.keep :]
-        return newest[0] if len(newest) == self._config.keep else 0
+        newest = self.steps()[-self.config.keep :]
+        return newest[0] if len(newest) == self.config.keep else 0
 
     def best(self) -> int | None:
         """Return the step of the best checkpoint, the newest of equals; None if nothing tells."""
-        name = self._config.best_metric
+        name = self.config.best_metric
         metric, sign = name.removeprefix("-"), -1 if name.startswith("-") else 1
         values: list[tuple[float, int]] = []
         for step in self.steps() if metric else ():
@@ -206,32 +200,20 @@ class CheckpointFolder:
 
     def finish(self, index: Index) -> None:
         """Give the checkpoint its name once its files are on the disk; OSError if it can't be."""
-        scratch, final = self.scratch(index.step), self.of(index.step)
-        older, disk = final.with_name(REPLACED + final.name), self.disk
+        scratch, final, disk = self.scratch(index.step), self.of(index.step), self.disk
         with disk.opened(scratch / NAME, new=True) as fd:
             disk.write_all(fd, msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n", 0)
             disk.sync(fd)
         disk.sync_directory(scratch)
-        if final.exists():
-            self._remove(older)
-            disk.rename(final, older)
+        if final.exists():  # another host could not finish this one before
+            disk.remove_tree(final)
         disk.rename(scratch, final)
         disk.sync_directory(self.path)
-        self._remove(older)
-
-    def mend(self) -> None:
-        """Finish what ended in the middle of putting a checkpoint in the place of another one."""
-        for older in self.path.glob(f"{REPLACED}*"):
-            final = self.path / older.name.removeprefix(REPLACED)
-            if final.exists():
-                self._remove(older)
-            else:
-                self.disk.rename(older, final)
 
     def prune(self) -> None:
         """Remove all checkpoints but the newest and the best."""
         steps = self.steps()
-        for step in sorted({*steps[: -self._config.keep]} - {self.best()}):
+        for step in sorted({*steps[: -self.config.keep]} - {self.best()}):
             gone = self.scratch(step)  # whole or not there, also while it is being removed
             self._remove(gone)
             self.disk.rename(self.of(step), gone)

@@ -24,27 +24,21 @@ from umbra.services.trainer.checkpoints.folder import (
     SavedRows,
     file_name,
 )
-from umbra.services.trainer.checkpoints.state import ModelState, restore_randomness
+from umbra.services.trainer.checkpoints.state import ModelState
 from umbra.services.trainer.distributed.ranks import Ranks
-from umbra.services.trainer.snapshot import as_bytes, held_rows
+from umbra.services.trainer.snapshot import PIECE_BYTES, as_bytes, held_rows
 
 log = logging.getLogger(__name__)
 
 SHOWN = 4  # faults in an error
-PIECE_BYTES = 32 << 20  # of rows, in one message
 
 
 def resume(folder: CheckpointFolder, models: Sequence[ModelState], ranks: Ranks) -> int:
     """Load the newest whole checkpoint into `models`; return its step, or 0 where there is none.
 
     Those after it are named and set aside. All ranks call this together.
-
-    Raises:
-        UsageError: there are checkpoints, but none is whole; or it is of another model.
     """
     faults: dict[int, str] = {}
-    if ranks.leads_host:
-        folder.mend()
     mine = msgspec.json.encode(folder.seen() if ranks.leads_host else [])
     steps = {s for some in ranks.collect(mine) for s in msgspec.json.decode(some, type=list[int])}
     for step in sorted(steps, reverse=True):
@@ -52,7 +46,6 @@ def resume(folder: CheckpointFolder, models: Sequence[ModelState], ranks: Ranks)
             saved = Saved.open(folder, step, ranks)
             for model in models:
                 model.load(saved)
-            restore_randomness(saved.facts.get("randomness", {}))
         except DamagedError as error:
             faults[step] = str(error)
             if ranks.rank == 0:
@@ -76,14 +69,12 @@ def resume(folder: CheckpointFolder, models: Sequence[ModelState], ranks: Ranks)
 class Saved:
     """An open checkpoint. All ranks open it, and fill the same tensors in one order.
 
-    Attributes:
-        source: names it in errors.
-        facts: what this rank saved besides tensors; if there were fewer ranks, the last one.
+    `facts` are what this rank saved besides tensors; if there were fewer ranks, the last one.
     """
 
     def __init__(self, folder: CheckpointFolder, index: Index, ranks: Ranks | None = None) -> None:
         self.directory = folder.of(index.step)
-        self.source = f"checkpoint {self.directory}"
+        self.source = f"checkpoint {self.directory}"  # in errors
         self.index = index
         self._folder = folder
         self._ranks = ranks or Ranks()
@@ -97,11 +88,7 @@ class Saved:
 
     @classmethod
     def open(cls, folder: CheckpointFolder, step: int, ranks: Ranks) -> Saved:
-        """Open the checkpoint of `step` that was saved last, whichever hosts have it.
-
-        Raises:
-            DamagedError: no host has an index that can be read.
-        """
+        """Open the checkpoint of `step` that was saved last, whichever hosts have it."""
         found: Index | str
         try:
             found = folder.newest_index(step)
@@ -127,8 +114,7 @@ class Saved:
     def fill(self, places: dict[str, Tensor]) -> None:
         """Copy the rows of tensors to `places`: of each its own rows if it is sharded, else all.
 
-        Raises:
-            DamagedError: rows or a file are missing or damaged; on all ranks alike.
+        Missing or damaged rows are a DamagedError on all ranks alike.
         """
         error, wanted = "", dict[int, dict[int, tuple[Tensor, int]]]()  # by file and place in it
         for name, place in places.items():
@@ -189,11 +175,7 @@ class Saved:
             piece.copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
 
     def _sources(self, wanted: set[int]) -> dict[int, int]:
-        """Return the files that hosts lack, each with a rank that has it.
-
-        Raises:
-            DamagedError: no host has one of them; on all ranks alike.
-        """
+        """Return the files that hosts lack, each with a rank that has it, or raise DamagedError."""
         mine = msgspec.json.encode((wanted - set(self._paths), set(self._paths)))
         kind = tuple[set[int], set[int]]  # that are missing on a rank's host, and are there
         told = [msgspec.json.decode(one, type=kind) for one in self._ranks.collect(mine)]

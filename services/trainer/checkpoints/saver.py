@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ from umbra.services.trainer.checkpoints.folder import (
     TensorInfo,
     file_name,
 )
-from umbra.services.trainer.checkpoints.state import ModelState, randomness
+from umbra.services.trainer.checkpoints.state import ModelState
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.snapshot import as_bytes, own_rows
@@ -66,15 +66,10 @@ class _Writing:
 
 
 class Saver:
-    """Decides when checkpoints are made, and makes them.
+    """Decides when checkpoints of `models` are made, and makes them.
 
-    Args:
-        models: what is saved, besides random numbers.
-        every: steps between checkpoints; 0 = none.
-        begun: the step of the checkpoint that training went on from.
-        run: id of the run, for the index.
-        config: of the run, for the index.
-        settle: waits until nothing changes the models.
+    `begun` is the step of the checkpoint that training went on from; `config` that of the run, for
+    the index.
     """
 
     def __init__(
@@ -82,22 +77,16 @@ class Saver:
         folder: CheckpointFolder,
         models: Sequence[ModelState],
         ranks: Ranks,
-        *,
-        every: int,
         begun: int,
-        run: str,
         config: dict[str, Any],
-        settle: Callable[[], object] | None = None,
     ) -> None:
         self.folder = folder
         self.begun = begun  # the last step of which there is a checkpoint, or one is being made
         self._models = models
         self._ranks = ranks
-        self._every = every
+        self._every = folder.config.every
         self._saved = begun  # the last step of which there is one
-        self._run = run
         self._config = config
-        self._settle_models = settle
         self._late = False
         self._writing: _Writing | None = None
         self._outcomes: list[SaveOutcome] = []
@@ -120,9 +109,7 @@ class Saver:
             log.warning(
                 "step %d: the checkpoint of step %d is still being written: the disk is slower "
                 "than checkpoint.every = %d asks for; the next one is put off until it is done",
-                step,
-                self.begun,
-                self._every,
+                *(step, self.begun, self._every),
             )
 
     def wanted(self, step: int, row: Row) -> bool:
@@ -167,7 +154,6 @@ class Saver:
             return
         tensors, copies = self._copy()
         facts = {model.name: model.facts() for model in self._models}
-        facts["randomness"] = randomness()
         copy_s = time.perf_counter() - began
         report = self._thread.submit(self._write, step, copies, facts)
         metrics = {name: value for name, value in row.items() if value is not None}
@@ -177,8 +163,6 @@ class Saver:
     def _copy(self) -> tuple[dict[str, TensorInfo], dict[str, tuple[int, Tensor]]]:
         """Copy the rows that this rank writes to host memory; return them with their first one."""
         ranks = self._ranks
-        if self._settle_models is not None:
-            self._settle_models()
         tensors: dict[str, TensorInfo] = {}
         copies: dict[str, tuple[int, Tensor]] = {}
         for model in self._models:
@@ -253,7 +237,7 @@ class Saver:
         ranks, place = self._ranks, self._ranks.place
         index = Index(
             step=writing.step,
-            run=self._run,
+            run=self.folder.root.parent.name,
             saved_at=time.time(),
             config=self._config,
             metrics=writing.metrics,

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: the states of models, and random numbers.
+"""What a checkpoint is made of: the states of models.
 
 Tensors are sharded by rows (DTensors) or the same on all ranks; either way each rank saves its
 share of the rows and no more.
@@ -6,8 +6,7 @@ share of the rows and no more.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +32,7 @@ class ModelState:
         optimizer: None: moments are neither saved nor read.
         base: checksum of the weights that the run began with, if some of them are frozen.
         master_weights: the float32 copies of parameters, which are saved in their place.
+        settle: waits until nothing changes them.
     """
 
     def __init__(
@@ -43,15 +43,18 @@ class ModelState:
         *,
         base: str = "",
         master_weights: MasterWeights | None = None,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
         self.name = name
         self._model = model
         self._optimizer = optimizer
         self._base = base
         self._master_weights = master_weights or MasterWeights((), None)
+        self._settle = settle
 
     def tensors(self) -> dict[str, Tensor]:
         """Return weights and buffers as `NAME/...`, moments as `NAME-optimizer/PARAMETER.KEY`."""
+        self._settle()
         # Only AdamW8bit has tensors that cannot be stored as they are.
         unpack = getattr(self._optimizer, "unpack", lambda _, state: state)
         held = {} if self._optimizer is None else self._optimizer.state
@@ -69,12 +72,7 @@ class ModelState:
 
     @torch.no_grad()
     def load(self, saved: Saved) -> None:
-        """Overwrite tensors and facts.
-
-        Raises:
-            UsageError: they are of another model, optimizer or base; nothing is promised of the
-                state then.
-        """
+        """Overwrite tensors and facts; UsageError if they are of another model or optimizer."""
         self._check_facts(saved.source, saved.facts.get(self.name, {}))
         places = self._weights()
         self._check_names(saved, places)
@@ -145,31 +143,3 @@ class ModelState:
                 f"{saved.source} is of another model: {'; '.join(faults[:SHOWN])}{more}; go on "
                 "with the model.path and LoRA settings of before, or choose another --run-dir"
             )
-
-
-def randomness() -> dict[str, Any]:
-    """Return the states of this process's generators: torch's, that of its GPU, and Python's."""
-    version, numbers, gauss = random.getstate()
-    states = {"torch": _as_hex(torch.get_rng_state())}
-    if torch.cuda.is_initialized():
-        states["cuda"] = _as_hex(torch.cuda.get_rng_state())
-    return {**states, "python": [version, list(numbers), gauss]}
-
-
-def restore_randomness(states: Mapping[str, Any]) -> None:
-    """Put the generators into `states`, as `randomness` returned them."""
-    if "torch" in states:
-        torch.set_rng_state(_of_hex(states["torch"]))
-    if "cuda" in states and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(_of_hex(states["cuda"]))
-    if "python" in states:
-        version, numbers, gauss = states["python"]
-        random.setstate((version, tuple(numbers), gauss))
-
-
-def _as_hex(state: Tensor) -> str:
-    return bytes(state.numpy()).hex()
-
-
-def _of_hex(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -36,11 +36,9 @@ def end_process(code: int, reason: str) -> None:
 class RankHeartbeat:
     """One rank's heartbeat, and its ear for those of the others.
 
-    Args:
-        store: shared by all ranks, for this purpose alone (`PrefixStore`).
-        timeout_s: seconds that another rank may be silent.
-        describe: names a rank in sentences, with its host.
-        end: called with an exit code and a reason, when a rank is silent or rank 0 has ended all.
+    `store` is shared by all ranks, for this purpose alone (`PrefixStore`); `describe` names a rank
+    with its host. If one is silent for `timeout_s`, or rank 0 has ended all, `end` is called with
+    an exit code and a reason.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from umbra.proto.errors import PeerLostError, UmbraError, UsageError
-from umbra.proto.sockets import interface_towards
+from umbra.proto.net.address import interface_towards
 from umbra.services.config import TrainerConfig
 from umbra.services.process.supervisor import FINAL_CODES
 from umbra.services.trainer.distributed.heartbeat import RankHeartbeat
@@ -44,14 +44,9 @@ _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broke
 class Ranks:
     """This process among `world` ranks; `Ranks()` is a trainer of one process.
 
-    All ranks make theirs together: each joins the process groups that it is in.
-
-    Args:
-        timeout_s: seconds that another rank may be silent in a collective.
-        place: with the hosts that they are on; None: all are on one.
-        sequence: so many neighbours share the tokens of each row.
-        experts: so many neighbours divide the experts of each layer.
-        control: that in which rank 0's decisions are told; None is the default one.
+    All ranks make theirs together: each joins the process groups that it is in. `sequence`
+    neighbours share the tokens of each row, `experts` neighbours divide the experts of each layer.
+    Rank 0's decisions are told in the group `control`; None is the default one.
     """
 
     def __init__(
@@ -82,16 +77,12 @@ class Ranks:
         if experts > 1:
             from umbra.services.modeling.expert_parallel import ExpertGroup
 
-            near, alike = self._near(experts), self._alike(experts)
-            self.experts = ExpertGroup(near, alike, rank % experts, experts)
+            alike = self._own([range(at, world, experts) for at in range(experts)])
+            self.experts = ExpertGroup(self._near(experts), alike, rank % experts, experts)
 
     def _near(self, size: int) -> dist.ProcessGroup:
         """Return the group of `size` neighbours."""
         return self._own([range(first, first + size) for first in range(0, self.world, size)])
-
-    def _alike(self, size: int) -> dist.ProcessGroup:
-        """Return the group of those at the same place among `size` neighbours."""
-        return self._own([range(at, self.world, size) for at in range(size)])
 
     def _own(self, groups: list[range]) -> dist.ProcessGroup:
         """Return that of `groups` which this rank is in; all ranks make all of them."""
@@ -172,12 +163,8 @@ def join_ranks(
 ) -> Iterator[Ranks]:
     """Meet the other ranks that torchrun, accelerate or `launch` started, if there are any.
 
-    `listener` is where rank 0 waits for them, if `launch` started them.
-
-    Raises:
-        UsageError: another number of ranks than configured.
-        PeerLostError: in the block or before: a rank is gone, or silent for too long.
-        SystemExit: asked to stop before all were there.
+    `listener` is where rank 0 waits for them, if `launch` started them. In the block, the loss of a
+    rank is a PeerLostError that names it.
     """
     place = RankPlace.of_environment()
     _check(config, place)
@@ -219,11 +206,7 @@ def join_ranks(
 
 
 def _check(config: TrainerConfig, place: RankPlace) -> None:
-    """Refuse what was started otherwise than configured.
-
-    Raises:
-        UsageError: it was; or what the config says cannot be with so many ranks.
-    """
+    """Refuse what was started otherwise than configured."""
     world = place.world
     if config.ranks not in (1, world):
         raise UsageError(

@@ -91,15 +91,9 @@ def meet(
 ) -> tuple[Store, RankPlace]:
     """Return the store of all ranks, once they are there, and `place` with the names of the hosts.
 
-    Args:
-        timeout_s: for all of it.
-        key: that sets it, for the error.
-        listener: where rank 0 is to wait, if `launch` has made it.
-        stopping: whether this process was asked to end.
-
-    Raises:
-        DeadlineError: a host did not come; says which.
-        SystemExit: asked to stop.
+    Ranks that do not come within `timeout_s` are named in a DeadlineError, with the `key` that
+    sets it; asked to stop, the process exits. `listener` is where rank 0 is to wait, if `launch`
+    has made it.
     """
     deadline, told = Deadline(timeout_s), time.monotonic()
     card = _Card(socket.gethostname(), secrets.token_hex(8))

@@ -49,7 +49,7 @@ _KEPT = [
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated blocks of `model`; UsageError if its class names none."""
+    """Return the repeated blocks of `model`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers: list[nn.Module] = []
     within: set[nn.Module] = set()
@@ -130,9 +130,6 @@ def shard(
     Gradients are reduced in float32, whatever the compute dtype. `root` is what runs `model`, if
     that is another module. Where `ranks` divide experts, the rows of those that a rank has are
     divided over the ranks that have the same ones.
-
-    Raises:
-        UsageError: experts can't be divided.
     """
     mesh = init_device_mesh(device.type, (ranks.world,))
     policy = MixedPrecisionPolicy(

@@ -136,9 +136,7 @@ class Snapshots:
     def write(self, place: tuple[str, int], slot: memoryview | None = None) -> list[int]:
         """Write the current weights; return the checksum of every bucket.
 
-        Args:
-            place: of the slot: the path of the arena, and its number.
-            slot: rank 0's memory.
+        `place` is that of the slot: the path of the arena, and its number. Rank 0 has its memory.
         """
         ranks, manifest = self._ranks, self._manifest
         if slot is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -15,27 +13,13 @@ STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
 
 
-@dataclass(frozen=True, slots=True)
-class Rewarded:
-    """S samples with M learned tokens, and what they earned."""
-
-    rewards: Tensor  # float64 [S]
-    groups: Tensor  # int64 [S], the group of each sample, counted from 0
-    owner: Tensor  # int64 [M], the sample of each token, ascending
-    penalties: Tensor | None = None  # float [M], taken off the reward token by token
-    values: Tensor | None = None  # float [M], of a value model
-
-
-def rewarded(
+def batch_advantages(
     batch: TrainBatch, pieces: ObjectiveSpec, reference: Tensor | None, values: Tensor | None
-) -> Rewarded:
-    """Return the rewards of `batch` with the penalties that `pieces` ask for.
+) -> tuple[Tensor, Tensor]:
+    """Return `token_advantages` of `batch`, with the penalties that `pieces` ask for.
 
-    Args:
-        batch: S samples with M learned tokens.
-        pieces: overlong and KL settings are read.
-        reference: log of the reference policy [M], needed for a KL to it in the reward.
-        values: of a value model [M].
+    `reference` is the log of the reference policy [M], needed for a KL to it in the reward. That KL
+    is of the policy that sampled: its logprobs are exact and always there.
     """
     rewards, owner = batch.rewards, batch.sample[batch.tokens.owner]
     if pieces.overlong_buffer:
@@ -45,10 +29,9 @@ def rewarded(
     penalties = None
     if pieces.kl_coef and pieces.kl_in == "reward":
         assert reference is not None
-        # Of the policy that sampled: its logprobs are exact and always there.
         estimate = ESTIMATORS[pieces.kl_estimator](batch.behaviour, reference)
         penalties = pieces.kl_coef * estimate.double()
-    return Rewarded(rewards, batch.groups, owner, penalties, values)
+    return token_advantages(rewards, batch.groups, owner, pieces, penalties, values)
 
 
 def overlong(lengths: Tensor, limits: Tensor, buffer: int) -> Tensor:
@@ -61,53 +44,61 @@ def overlong(lengths: Tensor, limits: Tensor, buffer: int) -> Tensor:
     return (-exceeding / buffer).clamp(max=0.0)
 
 
-def token_advantages(of: Rewarded, pieces: ObjectiveSpec) -> tuple[Tensor, Tensor]:
+def token_advantages(
+    rewards: Tensor,
+    groups: Tensor,
+    owner: Tensor,
+    pieces: ObjectiveSpec,
+    penalties: Tensor | None = None,
+    values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return A of each token, float32 [M], and the returns a value model would learn, float64 [M].
 
     REINFORCE++ takes discounted returns, GAE those of the values; both are whitened. On-policy
     distillation takes kl_coef (log p_teacher - log mu) of each token alone and no reward: with r A
     as gain its expected gradient on-policy is that of the reverse KL to the teacher at each prefix
     (Lu et al., "On-Policy Distillation", Thinking Machines 2025; prime-rl's ref_kl loss).
+
+    Args:
+        rewards: float64 [S].
+        groups: int64 [S], the group of each sample, counted from 0.
+        owner: int64 [M], the sample of each token, ascending.
+        penalties: float [M], taken off the reward token by token.
+        values: float [M], of a value model.
     """
-    penalties = torch.zeros(len(of.owner)) if of.penalties is None else of.penalties
+    if penalties is None:
+        penalties = torch.zeros(len(owner))
     if pieces.advantage in ("reinforce_pp", "gae"):
-        rewards = -penalties.double()
-        last = torch.ones_like(of.owner, dtype=torch.bool)
-        last[:-1] = of.owner[1:] != of.owner[:-1]
-        rewards[last] += of.rewards[of.owner[last]]
-        values, lam = torch.zeros_like(rewards), 1.0
-        if pieces.advantage == "gae":
-            assert of.values is not None
-            values, lam = of.values, pieces.gae_lambda
-        advantages, returns = gae(rewards, values, of.owner, pieces.gamma, lam)
+        earned = -penalties.double()
+        last = torch.ones_like(owner, dtype=torch.bool)
+        last[:-1] = owner[1:] != owner[:-1]
+        earned[last] += rewards[owner[last]]
+        lam = pieces.gae_lambda
+        if pieces.advantage == "reinforce_pp":
+            values, lam = torch.zeros_like(earned), 1.0
+        assert values is not None
+        advantages, returns = gae(earned, values, owner, pieces.gamma, lam)
         return whitened(advantages).float(), returns
-    totals = of.rewards.double().index_add(0, of.owner, -penalties.double())
+    totals = rewards.double().index_add(0, owner, -penalties.double())
     match pieces.advantage:
-        case "reinforce_pp_baseline":
-            tokens = whitened(_centre(totals, of.groups)[0][of.owner])
-        case "dr_grpo":
-            tokens = dr_grpo(totals, of.groups)[of.owner]
-        case "grpo":
-            tokens = grpo(totals, of.groups)[of.owner]
-        case "rloo":
-            tokens = rloo(totals, of.groups)[of.owner]
         case "teacher":
             tokens = -penalties
-    return tokens.float(), totals[of.owner]
+        case "reinforce_pp_baseline":
+            tokens = whitened(_centre(totals, groups)[0][owner])
+        case "dr_grpo":
+            tokens = dr_grpo(totals, groups)[owner]
+        case "grpo":
+            tokens = grpo(totals, groups)[owner]
+        case "rloo":
+            tokens = rloo(totals, groups)[owner]
+    return tokens.float(), totals[owner]
 
 
 def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = R_i - mean(R of its group), without division by the standard deviation.
+    """A_i = R_i - mean(R of its group), without division by the standard deviation; float32 [S].
 
     Dr. GRPO (arXiv 2503.20783). A group of one has nothing to compare with: its advantage is the
     reward itself, as in verl. Where all rewards of a group are equal it is exactly zero.
-
-    Args:
-        rewards: float [S].
-        groups: int64 [S], the group of each sample, counted from 0.
-
-    Returns:
-        float32 [S].
     """
     centred, _ = _centre(rewards, groups)
     return centred.float()
@@ -117,8 +108,6 @@ def grpo(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = (R_i - mean) / (std + 1e-6) over its group, with the unbiased (n - 1) deviation.
 
     GRPO (DeepSeekMath, arXiv 2402.03300); a group of one has mean 0 and deviation 1, as in verl.
-
-    Args and returns: as `dr_grpo`.
     """
     centred, count = _centre(rewards, groups)
     squares = torch.zeros_like(count).index_add(0, groups, centred.square())
@@ -131,8 +120,6 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = R_i - mean(R of the others in its group) = (R_i - mean) G / (G - 1).
 
     RLOO (arXiv 2402.14740); a group of one keeps its reward.
-
-    Args and returns: as `dr_grpo`.
     """
     centred, count = _centre(rewards, groups)
     return (centred * (count / (count - 1).clamp(min=1))[groups]).float()
@@ -171,14 +158,8 @@ def gae(
 
     GAE, arXiv 1506.02438, eq. 16; V and A are 0 after a sequence's last token, returns are A + V.
     Only learned tokens are steps: those of the environment between them are skipped. With values of
-    0 and lam = 1 the returns are plain discounted sums of rewards.
-
-    Args:
-        rewards: float [M], of each token.
-        values: float [M].
-        owner: int64 [M], the sequence of each token, ascending.
-        gamma: discount per token.
-        lam: lambda.
+    0 and lam = 1 the returns are plain discounted sums of rewards. `owner` is the sequence of each
+    token, ascending.
     """
     lengths = torch.bincount(owner)
     rows, width = len(lengths), int(lengths.max()) if len(lengths) else 0

@@ -34,13 +34,9 @@ class Candidates:
 
     @classmethod
     def of(cls, supports: Supports, source: Tensor, logprobs: Tensor, out: Tensor) -> Candidates:
-        """Return those of the tokens `source`.
+        """Return those of the tokens `source`, but for those that are `out`, bool [N].
 
-        Args:
-            supports: with the sampler's logprobs.
-            source: int64 [N], on the CPU.
-            logprobs: log pi [N, k] of the ids, as `Scorer` finds them.
-            out: bool [N], tokens that are left out.
+        `logprobs` are log pi [N, k] of the ids, as `Scorer` finds them.
         """
         at, there = supports.rows(source)
         there, whole = there.to(out.device) & ~out.unsqueeze(1), supports.whole[source].to(out)

@@ -78,13 +78,7 @@ class Objective:
         self.pieces = pieces
 
     def constants(self, proximal: Tensor, behaviour: Tensor, sequences: Sequences) -> Constants:
-        """Weights and masks of the tokens given; mask "m2po" wants all those of the batch at once.
-
-        Args:
-            proximal: log p [N].
-            behaviour: log mu [N].
-            sequences: whose tokens they are.
-        """
+        """Return weights and masks of the tokens; mask "m2po" wants all of the batch at once."""
         pieces = self.pieces
         log_ratio = proximal - behaviour
         weight = torch.ones_like(proximal)
@@ -106,7 +100,6 @@ class Objective:
         return Constants(proximal, weight, keep)
 
     def __call__(self, tokens: TokenInputs, constants: Constants) -> TokenLosses:
-        """Return the losses of `tokens`; `constants` are theirs."""
         pieces, advantages = self.pieces, tokens.advantages
         anchor = constants.proximal if pieces.anchor == "proximal" else tokens.behaviour
         if pieces.ratio_level == "sequence":

@@ -184,15 +184,9 @@ def interpolated(logprobs: Tensor, behaviour: Tensor, versions: Tensor, version:
     """Approximate the proximal log p without a forward pass; no gradient.
 
     AReaL's log-linear approximation: log p = log mu + alpha (log pi - log mu) with alpha =
-    (v_p - v_b) / (v - v_b). v_b is the version that sampled the token, v_p that of the weights
-    which the batch found (`version`), v = v_p + 1 the one that is being made. A token of the
-    newest version has p = mu.
-
-    Args:
-        logprobs: log pi [N].
-        behaviour: log mu [N].
-        versions: v_b, int64 [N].
-        version: v_p.
+    (v_p - v_b) / (v - v_b). v_b is the version that sampled the token (`versions`), v_p that of the
+    weights which the batch found (`version`), v = v_p + 1 the one that is being made. A token of
+    the newest version has p = mu.
     """
     age = (version - versions).to(logprobs)
     return behaviour + age / (age + 1) * (logprobs.detach() - behaviour)
