@@ -39,7 +39,7 @@ _PLAIN, _TOOLS = Opening([]), Opening([], [calculator])
 
 UNREAD = "nothing here reads the tool calls that the model's chat template writes"
 REMEDY = (
-    "name one that does in model.parser (docs/environments.md, Parsers), or set "
+    "name one that does in model.parser (docs/generation.md, Parsers), or set "
     "model.chat_template to a template whose calls are read"
 )
 

@@ -1,5 +1,7 @@
 """Runs from Python: a script of a few lines, a run that is watched and operated, mistakes."""
 
+import json
+import linecache
 import runpy
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from umbra.deploy.python import run as run_module
 from umbra.deploy.python.run import RunChild
 from umbra.services.monitor.run_address import find_address
 
+ROOT = Path(__file__).parents[2]
 DEADLINE_S = limit(60.0)
 SMALL: dict[str, Any] = {
     "sampling": {"max_tokens": 12},
@@ -31,6 +34,22 @@ def forked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ChildProcess", "run_stage"):
         start = getattr(run_module, name)
         monkeypatch.setattr(run_module, name, partial(start, server=forks.server()))
+
+
+@pytest.mark.timeout(4 * DEADLINE_S)
+def test_the_notebook_of_the_first_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells in order, of which Python knows the source as in a kernel; with fewer steps."""
+    notebook = json.loads((ROOT / "examples" / "start.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] == "code":
+            source = "".join(cell["source"]).replace("STEPS = 40", "STEPS = 3")
+            name = f"<cell {number}>"
+            linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+            exec(compile(source, name, "exec"), names)
+    assert len(names["rewards"]) == names["summary"]["steps"] == 3
+    assert names["run"].model.is_dir() and (names["run"].path / "report.html").is_file()
+    assert "step   3  reward" in capsys.readouterr().out
 
 
 @pytest.mark.timeout(4 * DEADLINE_S)

@@ -63,10 +63,10 @@ def test_python_dash_m_prints_the_version() -> None:
 
 
 def test_public_names() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
     for name in umbra.__all__:
         assert hasattr(umbra, name)
-        assert name == "__version__" or f"umbra.{name}" in page, f"docs/data.md lacks {name}"
+        assert name == "__version__" or f"umbra.{name}" in page, f"docs/python.md lacks {name}"
     with pytest.raises(AttributeError, match="has no attribute 'trains'"):
         _ = umbra.trains  # pyright: ignore[reportAttributeAccessIssue]
 

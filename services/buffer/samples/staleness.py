@@ -27,7 +27,7 @@ leased at g = v (it was issued under b <= v + K, and v only grows).
 
 Example: B = 2, A = 1, K = 2, v = 3. 6 groups are trained; admission is open until 4 are not. The
 third of them has b = 4 and needs g >= 2. It is trained at version 4 if nothing overtakes it:
-staleness 4 - g, at most 2. `docs/algorithms.md` has an example and other systems' names.
+staleness 4 - g, at most 2. `docs/algorithms.md` has an example.
 
 Sources: AReaL's capacity formula (`staleness_manager.py`) for the admission, prime-rl's and NeMo's
 consume-time sweep for the bound; the split in flight / in queue is prime-rl's.
