@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from umbra.deploy.files.formats import to_toml
-from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.files.run_folder import RunFolder, StepFollower
 from umbra.deploy.files.shown import best_effort_output, command_line, shown_command
 from umbra.deploy.prepare.load import located, set_option
 from umbra.deploy.prepare.preflight import check_run
@@ -23,6 +23,7 @@ from umbra.deploy.run.up import Up
 from umbra.proto.errors import EXIT_DONE
 from umbra.services.config.loader import as_dict, load_config
 from umbra.services.generator.tasks import write_task
+from umbra.services.monitor.view import sparkline
 from umbra.services.process.child import child_environ
 from umbra.services.process.fork_server import ForkServer
 from umbra.services.process.signals import SignalCounter
@@ -143,6 +144,7 @@ def command(
         server = stack.enter_context(ForkServer.where_useful(child_environ()))
         view = choose_view(quiet=quiet, as_json=as_json)
         folder = RunFolder.create(parent, f"demo-{task}")
+        stack.enter_context(folder.held())
         view.say(f"everything goes to {folder.path}")
         try:
             summary = run_demo(task, seed, folder, view, interrupts, overrides, server)
@@ -153,17 +155,21 @@ def command(
             view.close()
         code = finish(summary, folder, as_json=as_json)
         if code == EXIT_DONE and not as_json:
-            for line in closing_words(folder.path):
+            for line in closing_words(folder):
                 click.echo(line)
         return code
 
 
-def closing_words(run: Path) -> Iterator[str]:
-    """Yield where the figures are explained, and the next commands."""
+def closing_words(run: RunFolder) -> Iterator[str]:
+    """Yield where the figures are explained, the next commands, and a picture of the reward."""
     yield "\nwhat the figures mean: docs/operate.md; next: open the report in a browser, or"
     for what, line in (
-        ("read rollouts that earned little", command_line("runs", run, "--worst")),
+        ("read rollouts that earned little", command_line("runs", run.path, "--worst")),
         ("begin with a model and prompts of your own", f"{shown_command()} init my-run"),
     ):
         yield f"  {line}"
         yield f"      # {what}"
+    rewards = [float(row.get("reward/mean") or 0.0) for row in StepFollower(run.metrics).new()]
+    if rewards:
+        curve = f"{rewards[0]:.2f} {sparkline(rewards)} {rewards[-1]:.2f}"
+        yield f"\nmean reward of steps 1 to {len(rewards)}: {curve}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -27,12 +26,12 @@ from umbra.services.monitor.web import WEB
 from umbra.services.reporting.figures import busy, is_idle
 
 COLUMNS = (
-    "reward/mean", "solved", "loss", "response_length/mean", "response_length/p99",
+    "reward/mean", "solved", "samples_per_s", "loss", "response_length/mean", "response_length/p99",
     "staleness/total/mean", "staleness/total/max", "entropy", "grad_norm", "mismatch/k3", "ess",
     "train_tokens_per_s", "truncated", "seconds/wait_batch", "seconds/train_step",
 )  # fmt: skip
 """What the page draws of the steps, by the names in metrics.jsonl."""
-ROLLOUTS = 8
+ROLLOUT_STEPS = 12  # whose rollouts are shown, from the first step to the last
 POINTS, PUSHES = 400, 2_000  # of a line at most, of which more are thinned out by means; the newest
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
@@ -124,6 +123,13 @@ def _member(name: str, seconds: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
+def _rollouts(folder: RunFolder) -> list[Row]:
+    steps = sorted({row["step"] for row in read_rollouts(folder)})
+    last = len(steps) - 1
+    shown = {steps[i * last // (ROLLOUT_STEPS - 1)] for i in range(ROLLOUT_STEPS) if steps}
+    return [row for row in read_rollouts(folder) if row["step"] in shown]
+
+
 def _mean(steps: Sequence[Row], name: str) -> float | None:
     values = [float(row[name]) for row in steps if row.get(name) is not None]
     return sum(values) / len(values) if values else None
@@ -167,7 +173,7 @@ def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
         else [("warning", f"{row['name']}: {row['text']}") for row in figures.warnings],
         status=read_object(folder.buffer),
         config=config,
-        rollouts=list(deque(read_rollouts(folder), maxlen=ROLLOUTS)),
+        rollouts=_rollouts(folder),
     )
     with rewritten(folder.report) as file:
         file.write(page(look))

@@ -10,8 +10,9 @@ from umbra.proto.messages import Curves, Rates
 
 KEPT = 256  # stretches at most; then two and two become one
 SHOWN = (
-    "reward/mean", "loss", "staleness/total/mean", "response_length/mean", "entropy", "grad_norm",
-    "mismatch/k3", "ess", "train_tokens_per_s",
+    "reward/mean", "solved", "samples_per_s", "loss", "staleness/total/mean", "staleness/total/max",
+    "response_length/mean", "response_length/p99", "truncated", "entropy", "grad_norm", "ess",
+    "mismatch/k3",
 )  # fmt: skip
 
 
@@ -40,8 +41,12 @@ class StepCurves:
     def __init__(self) -> None:
         self._stretches: list[_Stretch] = []
         self._length = 1
+        self._last_at: float | None = None
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
+    def add(self, step: int, values: Mapping[str, float], now: float) -> None:
+        if self._last_at is not None and (took := now - self._last_at) > 0:
+            values = {**values, "samples_per_s": values.get("samples", 0.0) / took}
+        self._last_at = now
         own = _Stretch(step, step, {n: (values[n], 1) for n in SHOWN if n in values})
         last = self._stretches[-1] if self._stretches else None
         if last is not None and last.last - last.first + 1 < self._length:

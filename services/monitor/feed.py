@@ -22,7 +22,7 @@ from umbra.services.monitor.view import status_dict
 
 TOPICS = (b"push", b"spans", b"rollout")
 PUSHES_KEPT = 24
-ROLLOUTS_KEPT = 6
+ROLLOUTS_KEPT = 16
 SPANS_KEPT = 1_500  # of each member
 SENDERS_KEPT = 256
 

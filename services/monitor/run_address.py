@@ -67,16 +67,17 @@ def find_address(run: str = "") -> RunAddress:
     Raises:
         UsageError: there is no such run, or it is over.
     """
-    if not run:
+    if run:
+        folder = find_run(run)
+    else:
         here = Path(RunSection().dir)
-        live = [folder for folder in _runs(here) if is_held(folder)]
+        live = [folder for folder in here.glob("*") if is_held(folder)]
         if not live:
             raise UsageError(
                 f"no run in {here.resolve()} is under way: name a run's folder, or its buffer by "
                 "--broker tcp://host:port"
             )
-        run = str(max(live, key=_begun))
-    folder = find_run(run)
+        folder = max(live, key=_begun).resolve()
     held, address = is_held(folder), RunAddress.read(folder)
     if not held:  # the address of one that was killed may be there still
         raise UsageError(
@@ -84,9 +85,9 @@ def find_address(run: str = "") -> RunAddress:
             "not reached its end"
         )
     if address is None:
-        raise UsageError(
-            f"the run in {folder} is starting or ending: its buffer is not up, try again"
-        )
+        ending = (folder / "summary.json").exists()
+        state = "ending, and its buffer is gone" if ending else "starting: before training"
+        raise UsageError(f"the run in {folder} is {state}; try again")
     return address
 
 
@@ -95,4 +96,5 @@ def _runs(parent: Path) -> Iterator[Path]:
 
 
 def _begun(folder: Path) -> float:
-    return (folder / "config.json").stat().st_mtime
+    config = folder / "config.json"  # which a demo that makes its model lacks still
+    return (config if config.is_file() else folder).stat().st_mtime

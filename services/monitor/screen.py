@@ -12,7 +12,6 @@ from umbra.proto.messages import Rates, Status
 from umbra.services.monitor.feed import Look, RolloutSeen
 from umbra.services.monitor.view import (
     COLUMNS,
-    counters_text,
     eta_text,
     evals_text,
     headline,
@@ -29,7 +28,10 @@ from umbra.services.monitor.view import (
 from umbra.services.reporting.figures import PHASES
 from umbra.services.reporting.tables import aligned, clock, number
 
-CURVES = ("reward/mean", "loss", "response_length/mean", "staleness/total/mean", "entropy")
+CURVES = (
+    "reward/mean", "samples_per_s", "loss", "response_length/mean", "staleness/total/mean",
+    "entropy",
+)  # fmt: skip
 WIDE = 120  # columns of a terminal, below which a member's activity and figures are left out
 NARROW_COLUMNS = ("service", "state", "version", "lag", "tokens/s", "busy", "idle")
 NUMBERS = ("version", "lag", "tokens/s", "busy")
@@ -62,7 +64,8 @@ def lines(
 ) -> Iterator[StyledLine]:
     """Yield all that is known of a run, the most urgent first."""
     status = look.status
-    yield StyledLine(f"run {status.run_id}: {status.state}, up {clock(status.uptime_s)}", "bold")
+    state = "finished" if status.finished else status.state
+    yield StyledLine(f"run {status.run_id}: {state}, up {clock(status.uptime_s)}", "bold")
     if notice := notice_text(status):
         yield StyledLine(notice, "bold green" if status.finished else "bold yellow")
     yield StyledLine(f"{headline(status)}{eta_text(status)}")
@@ -82,15 +85,14 @@ def lines(
         yield from _rollout(look.rollouts[-1])
     for text in refused_texts(status):
         yield StyledLine(f"refused: {text}", "yellow")
-    if counters := counters_text(status):
-        yield StyledLine(f"counters: {counters}", "dim")
 
 
 def _curves(status: Status) -> Iterator[StyledLine]:
     for name in CURVES:
         values = [v for v in status.curves.values.get(name, []) if v is not None]
         if values:
-            yield StyledLine(f"{name:21} {sparkline(values)} {number(values[-1])}", "cyan")
+            least, most, now = map(number, (min(values), max(values), values[-1]))
+            yield StyledLine(f"{name:21} {sparkline(values)} {least} to {most}, now {now}", "cyan")
     if total := sum(status.staleness_counts):
         shares = (f"{at}: {n / total:.0%}" for at, n in enumerate(status.staleness_counts) if n)
         yield StyledLine(f"trained by staleness: {'  '.join(shares)}")

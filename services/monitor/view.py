@@ -168,10 +168,6 @@ def _where(stuck: Stuck) -> str:
     return f"{stuck.what} at {stuck.holder}{since}"
 
 
-def counters_text(status: Status) -> str:
-    return "  ".join(f"{key} {count}" for key, count in sorted(status.counters.items()) if count)
-
-
 def refused_texts(status: Status) -> list[str]:
     most = sorted(status.refused.items(), key=lambda item: -item[1])
     return [f"{what}: {count} times" for what, count in most]

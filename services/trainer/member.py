@@ -187,6 +187,7 @@ class RunMember:
         learner = self.learner
         work = row.pop("operations", None) or 0.0
         row |= speed_metrics(row["tokens"] or 0.0, work, seconds["train_step"], learner.ceiling)
+        row["samples_per_s"] = (row["samples"] or 0.0) / max(seconds["step"], 1e-9)
         row["memory/peak_gib"] = peak_memory_gib(learner.device)
         row |= {f"seconds/{name}": spent for name, spent in seconds.items()}
         self._publish("step", {"step": step, **row})

@@ -46,7 +46,7 @@ ROWS = [
     row("weight-hub", "push", 2.5, **PUSH),
     row("buffer", "batch", 1.0, in_flight={"queued": 2, "ready": 6}),
     row("buffer", "eval", 3.5, version=1, accuracy=0.5, answered=8, samples=8, seconds=1.0),
-    row("trainer", "step", 2.0, step=1, loss=0.5, train_tokens_per_s=9.0, **{"reward/mean": 0.25}),
+    row("trainer", "step", 2.0, step=1, loss=0.5, samples_per_s=9.0, **{"reward/mean": 0.25}),
     row("trainer", "step", 2.0, step=2, **{"reward/mean": 0.5, "loss": None}),
 ]  # fmt: skip
 

@@ -22,16 +22,19 @@ def shown(what: Look, width: int = 140) -> str:
 def test_the_screen_has_everything() -> None:
     text = shown(look())
     for expected in (
-        "run-1", "step 40/300", "2:10 left", "reward/mean", "▁█", "0.875", "-0.5",
+        "run-1", "step 40/300", "2:10 left", "reward/mean", "▁█ 0.1 to 0.875, now 0.875", "-0.5",
         "staleness 1.12 (max 2, bound 2)", "1: 75%", "100 issued = 80 trained",
         "130/s issued, 129/s answered, 128/s trained, 2/s ended", "generating",
         "warning: equal_rewards: 88% are", "87.5% of groups with equal rewards",
         "4,321", "30% (work)",
         "generator-0", "shm", "12.3", "20.0", "☃ envnew", "s-9  reward 1.25", "staleness 2",
-        "stuck: sample s1 at generator-0 for 31 s, leased again", "expired_leases 2",
+        "stuck: sample s1 at generator-0 for 31 s, leased again", "run run-1: ready",
     ):  # fmt: skip
         assert expected in text, expected
     assert "PAUSED" not in text
+    assert "expired_leases" not in text, "raw counters are in umbra status --json"
+    ended = shown(look(state="draining", ending="steps reached", finished=True))
+    assert "run run-1: finished" in ended and "draining" not in ended
 
 
 def test_text_of_others_is_never_markup() -> None:

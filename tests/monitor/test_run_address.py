@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,13 @@ def test_a_run_is_named_by_its_folder_its_id_or_not_at_all(
         with pytest.raises(UsageError, match=r"new is not under way; `umbra up .*new` goes on"):
             find_address("new")
         RunAddress.forget(old)
-        with pytest.raises(UsageError, match="old is starting or ending: its buffer is not up"):
+        (new / "config.json").unlink()  # as a demo that makes its model
+        for held, said in ((old, "old is starting: before training"), (new, "new is starting")):
+            with nullcontext() if held == old else folder_lock(held):
+                with pytest.raises(UsageError, match=said):
+                    find_address()
+        (old / "summary.json").touch()
+        with pytest.raises(UsageError, match="old is ending"):
             find_address()
     # That of a run that was killed is still there, and is not asked.
     made("killed", 3.0, "tcp://h:1")

@@ -13,6 +13,8 @@ class Node {
   setAttribute(name, value) { this.attributes[name] = String(value); }
   append(...children) { this.children.push(...children); }
   replaceChildren(...children) { this.children = children; this.text = null; }
+  addEventListener(name, action) { this[name] = action; }
+  getBoundingClientRect() { return { left: 0, width: 340 }; }
   closest() { return this.section ??= new Node("section"); }
   get textContent() {
     return this.text ?? this.children.map((c) => (c instanceof Node ? c.textContent : String(c))).join(" ");

@@ -80,13 +80,13 @@ class TrainerEndpoint:
         self.serve(now)
         self.expire(now)
 
-    def commit(self, request: Request, body: m.CommitBatch, _now: float) -> None:
+    def commit(self, request: Request, body: m.CommitBatch, now: float) -> None:
         """Commit a batch; a repeated commit is a no-op."""
         leased = self._batches.leased
         if leased is not None and leased.step == body.step:
             batch = self._batches.commit()
             self._run.committer = request.header.incarnation
-            self._run.curves.add(body.step, body.metrics)
+            self._run.curves.add(body.step, body.metrics, now)
             self._counters["mixed_version"] += batch.staleness.mixed
             tokens = [sample.tokens for group in batch.groups for sample in group.samples]
             self._run.health.trained(body.step, body.metrics, tokens)

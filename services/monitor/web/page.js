@@ -2,10 +2,11 @@
 // report.html has what was recorded in itself. All text of the run goes in as text, never as markup.
 "use strict";
 
-const EVERY_MS = 1000, WINDOW_S = 20, TRACKS = 40, RATES_KEPT = 600;
+const EVERY_MS = 1000, WINDOW_S = 20, TRACKS = 40, DOTS = 50;
 const SVG = "http://www.w3.org/2000/svg";
 const CHARTS = {  // title: label and column of each line
   "reward": [["mean", "reward/mean"], ["solved", "solved"]],
+  "throughput, samples/s": [["samples/s", "samples_per_s"]],
   "loss": [["loss", "loss"]],
   "response length, tokens": [["mean", "response_length/mean"], ["p99", "response_length/p99"]],
   "staleness of a batch, steps": [["mean", "staleness/total/mean"], ["max", "staleness/total/max"]],
@@ -13,12 +14,13 @@ const CHARTS = {  // title: label and column of each line
   "gradient norm": [["norm", "grad_norm"]],
   "mismatch k3": [["k3", "mismatch/k3"]],
   "effective share of samples": [["ess", "ess"]],
-  "throughput: tokens/s while training": [["tokens/s", "train_tokens_per_s"]],
   "share of answers cut off": [["truncated", "truncated"]],
+  "tokens/s while training": [["tokens/s", "train_tokens_per_s"]],
   "seconds of a step": [["wait for batch", "seconds/wait_batch"], ["train", "seconds/train_step"]],
 };
 const PHASES = ["snapshot", "wire", "stage", "commit", "total"];
-const rates = [];  // of a live run since the page was opened: seconds, trained and answered samples/s
+const hover = { title: "", at: 0 };  // the chart under the pointer, and where; outlives a redrawing
+let latest = null, chosen = "", picked = "", ended = false;  // look; step of the rollouts, and those shown; all steps are done
 const $ = (id) => document.getElementById(id);
 
 function element(tag, attributes = {}, ...children) {
@@ -45,6 +47,9 @@ function number(value) {
 }
 
 function table(target, columns, rows) {
+  const kept = columns.map((_, i) => i).filter((i) => rows.some((row) => row[i] !== ""));  // no empty columns
+  if (columns.length) rows = rows.map((row) => kept.map((i) => row[i]));
+  columns = kept.map((i) => columns[i]);
   const cell = (tag) => (value) => value instanceof Node ? element(tag, {}, value)
     : element(tag, typeof value === "number" ? { class: "n" } : {},
       typeof value === "number" ? number(value) : String(value));
@@ -83,18 +88,18 @@ function bar(shares, classes) {
 }
 
 // Lines over a common x, each a list of [x, y] by its name; null if there is nothing to draw.
-function lineChart(title, lines) {
+function lineChart(title, axis, lines) {
   const drawn = Object.entries(lines).map(([name, points]) => [name, points.filter(([, y]) => y !== null && y !== undefined)])
     .filter(([, points]) => points.length);
   if (!drawn.length) return null;
-  const W = 320, H = 110, R = 4, T = 6, B = 16;
   const all = drawn.flatMap(([, points]) => points);
   const range = (i) => all.reduce(([low, high], p) => [Math.min(low, p[i]), Math.max(high, p[i])], [Infinity, -Infinity]);
   let [first, last] = range(0), [low, high] = range(1);
   if (high - low < 1e-12) { low -= 0.5; high += 0.5; }
   last = Math.max(last, first + 1);
-  const ticks = [low, (low + high) / 2, high];
-  const L = 8 + 6.5 * Math.max(...ticks.map((v) => number(v).length));  // room for the longest
+  const ticks = [low, (low + high) / 2, high], names = drawn.map(([name]) => drawn.length > 1 ? name : "");
+  const longest = (texts) => Math.max(...texts.map((text) => text.length));
+  const W = 340, H = 130, T = 8, B = 28, L = 8 + 6 * longest(ticks.map(number)), R = 10 + 6.5 * longest(names);
   const x = (v) => L + (W - L - R) * (v - first) / (last - first);
   const y = (v) => H - B - (H - B - T) * (v - low) / (high - low);
   const svg = shape("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": title });
@@ -102,35 +107,51 @@ function lineChart(title, lines) {
     svg.append(shape("line", { class: "grid", x1: L, x2: W - R, y1: y(v), y2: y(v) }),
       shape("text", { class: "end", x: L - 4, y: y(v) + 4 }, number(v)));
   }
-  for (const v of [first, last]) {
-    svg.append(shape("text", { class: v === last ? "end" : "mid", x: x(v), y: H - 4 }, number(v)));
-  }
-  const names = element("span");
-  drawn.forEach(([name, points], i) => {
-    svg.append(shape("polyline", { class: `line c${i % 8}`, points: points.map(([a, b]) => `${x(a).toFixed(1)},${y(b).toFixed(1)}`).join(" ") }));
-    const newest = number(points[points.length - 1][1]);
-    names.append(element("span", { class: `c${i % 8}` }, drawn.length > 1 ? ` ${name} ${newest}` : newest));
+  for (const v of [first, last]) svg.append(shape("text", { class: "mid", x: x(v), y: H - B + 13 }, number(v)));
+  svg.append(shape("text", { class: "mid", x: x((first + last) / 2), y: H - 4 }, axis));
+  [...drawn.entries()].reverse().forEach(([i, [, points]]) => {  // the first on top
+    const places = points.map(([a, b]) => [x(a).toFixed(1), y(b).toFixed(1)]);
+    svg.append(shape("polyline", { class: `line c${i % 8}`, points: places.join(" ") }));
+    for (const [cx, cy] of places.length > DOTS ? places.slice(-1) : places) svg.append(shape("circle", { class: `f${i % 8}`, cx, cy, r: 2 }));
   });
-  return element("figure", {}, element("figcaption", {}, element("span", {}, title), names), svg);
+  let above = T - 6;  // names stand beside the ends of their lines, below each other
+  const ends = drawn.map(([, points], i) => [y(points[points.length - 1][1]) + 3, i]).sort((a, b) => a[0] - b[0]);
+  for (const [at, i] of ends) {
+    above = Math.max(at, above + 11);
+    svg.append(shape("text", { class: `name c${i % 8}`, x: W - R + 5, y: above }, names[i]));
+  }
+  const mark = shape("line", { class: "mark", y1: T, y2: H - B }), values = element("span");
+  svg.append(mark);
+  const read = () => {  // the values where the pointer is, else the newest
+    const wanted = hover.title === title ? first + (last - first) * (hover.at * W - L) / (W - L - R) : last;
+    const near = (points) => points.reduce((a, b) => Math.abs(b[0] - wanted) < Math.abs(a[0] - wanted) ? b : a);
+    const at = near(all)[0];
+    mark.setAttribute("visibility", hover.title === title ? "visible" : "hidden");
+    for (const end of ["x1", "x2"]) mark.setAttribute(end, x(at));
+    values.replaceChildren(...(hover.title === title ? [element("span", { class: "dim" }, `${axis} ${number(at)}: `)] : []),
+      ...drawn.map(([, points], i) => element("span", { class: `c${i % 8}` }, `${names[i]} ${number(near(points)[1])} `)));
+  };
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect();
+    Object.assign(hover, { title, at: (event.clientX - box.left) / box.width });
+    read();
+  });
+  svg.addEventListener("pointerleave", () => { hover.title = ""; read(); });
+  read();
+  return element("figure", {}, element("figcaption", {}, element("span", {}, title), values), svg);
 }
 
 function drawCurves(look) {
   const { steps, values } = look.curves;
-  const charts = Object.entries(CHARTS).map(([title, columns]) => lineChart(title, Object.fromEntries(
+  const charts = Object.entries(CHARTS).map(([title, columns]) => lineChart(title, "step", Object.fromEntries(
     columns.map(([label, column]) => [label, steps.map((step, i) => [step, (values[column] ?? [])[i]])]))));
-  if (look.rates) {
-    rates.push([look.uptime_s, look.rates.samples_per_s, look.rates.answers_per_s]);
-    if (rates.length > RATES_KEPT) rates.shift();
-    const lines = { trained: rates.map((r) => [r[0], r[1]]), answered: rates.map((r) => [r[0], r[2]]) };
-    charts.push(lineChart("throughput: samples/s, by second", lines));
-  }
   const names = [...new Set(look.evals.flatMap((one) => Object.keys(one.scores ?? {})))]
     .filter((name) => name.startsWith("pass@") && name !== "pass@1");
   const scores = Object.fromEntries(names.map((name) => [name, look.evals.map((one) => [one.version, one.scores?.[name]])]));
-  charts.push(lineChart("accuracy on held-out prompts, by version",
-    { accuracy: look.evals.map((one) => [one.version, one.accuracy]), ...scores }));
+  charts.splice(1, 0, lineChart("accuracy on held-out prompts", "step",
+    { accuracy: look.evals.filter((one) => one.answered).map((one) => [one.version, one.accuracy]), ...scores }));
   const receivers = [...new Set(look.pushes.map((p) => p.receiver))].sort().slice(0, 8);
-  charts.push(lineChart("ms from the snapshot to the commit, by version", Object.fromEntries(receivers.map((name) =>
+  charts.push(lineChart("ms from the snapshot to the commit", "version", Object.fromEntries(receivers.map((name) =>
     [name, look.pushes.filter((p) => p.receiver === name).map((p) => [p.version, 1e3 * p.total_s])]))));
   charts.push(histogram(look.staleness_counts));
   $("curves").replaceChildren(...charts.filter(Boolean));
@@ -139,17 +160,18 @@ function drawCurves(look) {
 function histogram(counts) {
   const total = counts.reduce((a, b) => a + b, 0);
   if (!total) return null;
-  const W = 320, H = 110, B = 16, T = 14, top = Math.max(...counts), width = W / counts.length;
+  const W = 340, H = 130, B = 28, T = 14, top = Math.max(...counts), width = W / counts.length;
   const svg = shape("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "staleness" });
+  svg.append(shape("text", { class: "mid", x: W / 2, y: H - 4 }, "steps"));
   counts.forEach((count, i) => {
     const height = (H - B - T) * count / top;
     svg.append(
       shape("rect", { class: "f0", x: i * width + width * 0.1, y: H - B - height, width: width * 0.8, height }),
-      shape("text", { class: "mid", x: (i + 0.5) * width, y: H - 4 }, String(i)),
+      shape("text", { class: "mid", x: (i + 0.5) * width, y: H - B + 13 }, String(i)),
       shape("text", { class: "mid", x: (i + 0.5) * width, y: H - B - height - 3 },
         (100 * count / total).toFixed(0) + "%"));
   });
-  return element("figure", {}, element("figcaption", {}, "staleness of trained samples, steps"), svg);
+  return element("figure", {}, element("figcaption", {}, "staleness of trained samples"), svg);
 }
 
 function drawLedger(look) {
@@ -250,8 +272,15 @@ function drawConfig(look) {
   }));
 }
 
+// Those of the chosen step, else of the newest; drawn again only if they are others.
 function drawRollouts(look) {
-  $("rollouts").replaceChildren(...look.rollouts.slice(-8).reverse().flatMap(rollout));
+  const steps = [...new Set(look.rollouts.map((one) => one.step))].sort((a, b) => b - a), pick = $("pick");
+  const shown = look.rollouts.filter((one) => one.step === (steps.includes(Number(chosen)) ? Number(chosen) : steps[0]));
+  const key = JSON.stringify([steps, shown.map((one) => one.sample)]);
+  if (picked === key) return;
+  picked = key;
+  pick.replaceChildren(...steps.map((step) => element("option", step === shown[0].step ? { selected: "" } : {}, String(step))));
+  $("rollouts").replaceChildren(...shown.reverse().flatMap(rollout));
 }
 
 // A rollout: its facts, and its response in pieces by how old the weights were that said them.
@@ -272,18 +301,17 @@ function rollout(one) {
 }
 
 function draw(look) {
+  latest = look;
+  ended = Boolean(look.finished) || look.version >= look.steps;
   document.title = `${look.version}/${look.steps} ${look.run_id}`;
   $("run").textContent = look.run_id;
-  $("state").textContent = `${look.state}, ${look.recorded ? "took" : "up"} ${Math.floor(look.uptime_s / 60)} min ${Math.floor(look.uptime_s % 60)} s`;
+  const state = ended && !look.recorded && (look.lost || look.finished) ? "finished" : look.state;
+  $("state").textContent = `${state}, ${look.recorded ? "took" : "up"} ${Math.floor(look.uptime_s / 60)} min ${Math.floor(look.uptime_s % 60)} s`;
   $("progress").max = Math.max(1, look.steps);
   $("progress").value = look.version;
-  $("step").textContent = `step ${look.version}/${look.steps}${look.rates ? `, ${number(look.rates.steps_per_s)}/s` : ""}`;
-  const done = look.finished || look.version >= look.steps;
-  const notice = look.recorded ? "" : look.lost ? (done ? `the run has done all its ${look.steps} steps and has ended`
-    : `the run has ended, or cannot be reached: seen at step ${look.version}/${look.steps}`)
-    : look.finished ? `all steps are done, the run ends: ${look.ending}`
+  $("step").textContent = `step ${look.version}/${look.steps}${look.rates && !ended ? `, ${number(look.rates.steps_per_s)}/s` : ""}`;
+  const notice = look.recorded || ended ? "" : look.lost ? `the run has ended, or cannot be reached: seen at step ${look.version}/${look.steps}`
     : look.ending ? `ENDING: ${look.ending}` : look.paused ? `PAUSED: ${look.paused}` : "";
-  $("notice").classList.toggle("well", done);
   $("notice").hidden = !notice;
   $("notice").textContent = notice;
   $("warnings").replaceChildren(...(look.warnings ?? []).filter((w) => w.until < 0).map((w) =>
@@ -309,15 +337,16 @@ async function turn() {
     const answer = await fetch("look.json", { cache: "no-store" });
     if (!answer.ok) throw new Error(answer.statusText);
     const look = await answer.json();
-    document.body.classList.toggle("lost", look.lost);
     draw(look);
+    document.body.classList.toggle("lost", look.lost && !ended);
   } catch (error) {
-    document.body.classList.add("lost");
+    document.body.classList.toggle("lost", !ended);
     $("notice").hidden = false;
     $("notice").textContent = `no answer from the monitor: ${error.message}`;
   }
   setTimeout(turn, EVERY_MS);
 }
 
+$("pick").addEventListener("change", () => { chosen = $("pick").value; drawRollouts(latest); });
 if ($("recorded")) draw(JSON.parse($("recorded").textContent));
 else turn();
