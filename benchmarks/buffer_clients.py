@@ -130,7 +130,7 @@ def join(context: zmq.Context[zmq.Socket[bytes]], broker: str, role: str, name: 
     """Take part in the run at `broker`."""
     encoder = Encoder(name, uuid.uuid4().hex[:12])
     control = sockets.dealer(context, broker, name.encode())
-    hello = Join(role=role, name=name, pid=1, host="bench", package_version="0")  # type: ignore[arg-type]
+    hello = Join(role=role, name=name, pid=1, host="bench")  # type: ignore[arg-type]
     control.send_multipart(encoder.encode(hello)[1])
     if not control.poll(60_000):
         raise TimeoutError(f"no answer from {broker}")

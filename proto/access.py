@@ -105,7 +105,6 @@ LARGE: dict[type[m.Message], int] = {
     m.OfferSlot: 1 << 20,
     m.Subscribed: 16 << 20,
     m.Prepare: 1 << 20,
-    m.HubStatus: 4 << 20,
     m.Event: 256 << 10,
 }
 

@@ -56,8 +56,6 @@ class UsageError(UmbraError):
 
 
 class StartupError(UmbraError):
-    """The process could not start."""
-
     exit_code = 3
 
 
@@ -107,8 +105,6 @@ class WireError(UmbraError):
 
 
 class LimitError(WireError):
-    """A message above its size limits."""
-
     def __init__(self, reason: str, *, path: str = "$") -> None:
         super().__init__(reason, path=path, code="too_large")
 
@@ -128,9 +124,6 @@ def named_errors(what: str) -> Generator[None]:
     """Whatever the block raises is one of ours and says that `what` has failed; see `foreseen`.
 
     An import that is missing passes: the command says which package to install.
-
-    Raises:
-        UmbraError: the block has failed.
     """
     try:
         yield

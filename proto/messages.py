@@ -94,7 +94,6 @@ class Join(Message, frozen=True, kw_only=True):
     name: Name
     pid: int
     host: Name
-    package_version: Name
     endpoints: Annotated[dict[Name, Name], Meta(max_length=16)] = {}
     replaces: int = 0  # pid on this host of the process whose place it takes, known to be dead
     vocabulary: int = 0  # trainer: tokens of its model, by which the buffer judges answers

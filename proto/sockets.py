@@ -17,7 +17,7 @@ import re
 import secrets
 import socket as tcp
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 import zmq
@@ -46,7 +46,7 @@ class Curve:
     """CURVE keys of one end of connections, 40 characters of Z85 each.
 
     The connecting end names the server that it expects; a binding one has `domain`, by which its
-    allow-list is asked (`proto/net/zap.py`), and takes in nobody while there is no list.
+    allow-list is asked (`proto/net/server.py`), and takes in nobody while there is no list.
     """
 
     public: bytes
@@ -125,7 +125,6 @@ def subscriber(
     topics: Sequence[bytes] = (b"",),
     curve: Curve | None = None,
 ) -> zmq.Socket[bytes]:
-    """A SUB that connects to the relay."""
     socket = _socket(context, zmq.SUB, curve)
     for topic in topics:
         socket.set(zmq.SUBSCRIBE, topic)
@@ -169,7 +168,6 @@ def pair(
 
 
 def drain(socket: zmq.Socket[bytes]) -> None:
-    """Take all that waits in `socket`."""
     with suppress(zmq.Again):
         while True:
             socket.recv(zmq.NOBLOCK)
@@ -294,3 +292,52 @@ def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
         raise UsageError(
             f"cannot connect to {endpoint!r}: {error}; write it as tcp://host:port"
         ) from error
+
+
+WILDCARDS = ("*", "0.0.0.0", "[::]")
+_advertised = ""
+
+
+def advertise(host: str) -> None:
+    """Set the host by which others reach this process (`run.advertise`); empty: the bound one."""
+    global _advertised
+    _advertised = host
+
+
+def reachable(endpoint: str) -> str:
+    """Return the bound `endpoint` as others can connect to it.
+
+    Its host becomes the advertised one if there is one; else a wildcard becomes this machine's
+    name.
+    """
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    known = _advertised or (tcp.gethostname() if host in WILDCARDS else host)
+    if ":" in known and not known.startswith("["):
+        known = f"[{known}]"  # IPv6
+    return f"tcp://{known}:{port}"
+
+
+def next_port(endpoint: str) -> str:
+    """Return the address after `endpoint` on its host; any port if its own is any."""
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + 1}" if port.isdigit() and int(port) else f"{host}:*"
+
+
+def interface_towards(host: str) -> str:
+    """Return the name of the interface whose address this host has in connections to `host`.
+
+    Empty where it cannot be told. Nothing is sent.
+    """
+    import psutil  # with the trainer, whose ranks ask
+
+    try:
+        family, _, _, _, address = tcp.getaddrinfo(host, 1, type=tcp.SOCK_DGRAM)[0]
+        with closing(tcp.socket(family, tcp.SOCK_DGRAM)) as asking:
+            asking.connect(address)
+            own = asking.getsockname()[0].partition("%")[0]
+    except OSError:
+        return ""
+    for name, known in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == own for one in known):
+            return name.partition(":")[0]
+    return ""

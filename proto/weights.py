@@ -7,7 +7,6 @@ from typing import Annotated
 from msgspec import Meta
 
 from umbra.proto.bounds import (
-    BATCH,
     BUCKETS,
     OWNERS,
     Blob,
@@ -188,17 +187,10 @@ class Abort(Message, frozen=True, kw_only=True):
 
 
 class HubStatusRequest(Message, frozen=True, kw_only=True):
-    """What does the hub hold and push?"""
+    """Does the hub know the process that asks?"""
 
 
 class HubStatus(Message, frozen=True, kw_only=True):
-    """Newest published version (-1: none), and by receiver the version that it serves.
+    """Whether the hub knows the process that asked: a receiver, or the trainer of its layout."""
 
-    `subscribed` tells the process that asked whether the hub knows it, as a receiver or as the
-    trainer whose layout it has.
-    """
-
-    version: int
-    pushes: int
-    receivers: Annotated[dict[Name, int], Meta(max_length=BATCH)]
-    subscribed: bool = False
+    subscribed: bool

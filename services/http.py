@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.net.keys import is_loopback
-from umbra.proto.net.zap import Refusals
+from umbra.proto.net.server import Refusals
 from umbra.services.process.loop_thread import ends_with_it
 from umbra.services.reporting.tables import size
 

@@ -19,7 +19,7 @@ from umbra.proto.messages import (
     Welcome,
 )
 from umbra.proto.net.server import Request
-from umbra.services.buffer.broker import Broker, Endpoints
+from umbra.services.buffer.broker import Broker
 from umbra.services.buffer.effects import Reply
 from umbra.services.buffer.prompts import PromptFeed
 from umbra.services.buffer.state import RunState
@@ -93,8 +93,8 @@ class SimulatedBroker:
     def __init__(self, timeline: Timeline, config: RunConfig, speed: BrokerSpeed) -> None:
         prompts = PromptFeed({"": [Prompt("1", {})]})
         state = RunState(config, MemoryStore(durable=False), prompts)
-        endpoints = Endpoints("data", "events-in", "events-out")
-        self.broker = Broker(state, run_id="simulated", endpoints=endpoints, now=timeline.now)
+        welcome = Welcome(run_id="simulated", heartbeat_s=1.0, data="", events_in="", events_out="")
+        self.broker = Broker(state, welcome, now=timeline.now)
         state.facts.samplings = {}  # simulated tokens have no sampling that could be checked
         self.requests = 0
         self.waited_s = 0.0  # of all requests in the queue
@@ -154,7 +154,7 @@ class Client:
 
     def join(self, joined: Action) -> None:
         """Join the run, then do `joined`."""
-        body = Join(role=self._role, name=self.name, pid=1, host="simulated", package_version="")
+        body = Join(role=self._role, name=self.name, pid=1, host="simulated")
 
         def welcome(reply: Welcome) -> None:
             self._timeline.after(reply.heartbeat_s, self._beat)

@@ -3,26 +3,298 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from umbra.proto import sockets
-from umbra.proto.codec import Encoder, decode
-from umbra.proto.errors import DeadlineError, RejectedError, UsageError, WireError, service_thread
-from umbra.proto.messages import Event, Header, Role
-from umbra.proto.net.channel import Channel
+from umbra.proto.codec import Encoder, Envelope, decode, decode_header, nack
+from umbra.proto.errors import (
+    DeadlineError,
+    RejectedError,
+    UmbraError,
+    UsageError,
+    WireError,
+    service_thread,
+)
+from umbra.proto.messages import Event, Header, Message, Nack, Role
 from umbra.proto.net.keys import OPEN, Security
+
+INSIST_S = 0.3  # between a refusal and the next try, for a channel that insists
+LOOK_S = 0.1  # how soon a waiting thread sees that it should stop
+STOPPING_S = 1.0
+RESEND_S = 3.0  # a lost connection costs at most this long; the server recognises the repetition
+
+FAILURES = 5  # broken handshakes in a row, before the first that succeeds, that are no accident
+MISMATCH = "it needs keys that we lack, has none, or has those of another run"
+EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+M = TypeVar("M", bound=Message)
+
+log = logging.getLogger(__name__)
+
+
+class UndecodedError(DeadlineError):
+    """An answer has come, and is not a valid message."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    body: Message
+    future: Future[Message]
+    frames: list[bytes]
+    deadline: float
+    resend_at: float
+    timeout_s: float
+
+
+class Channel:
+    """Requests to one server. Made by `IoThread.channel`, on whose thread its socket is used.
+
+    Raises:
+        UsageError: `endpoint` is no address.
+    """
+
+    def __init__(
+        self, link: IoThread, endpoint: str, peer: str, server: Role, *, insists: bool
+    ) -> None:
+        self.endpoint = endpoint
+        self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.on_moved: Callable[[], None] | None = None  # on the link's thread: it must be quick
+        self.sender = link.name  # this process, as the server knows it
+        self.security = link.security
+        self._peer = peer
+        self._link = link
+        self._insists = insists
+        self._pending: dict[int, _Pending] = {}
+        self._failures = 0  # of handshakes, in a row
+        self._connected = False  # at least once
+        self._locked = ""  # why it will not be connected, to follow the name of the server
+        self._suspicion = ""  # why it is not, it seems; what stands between may do that as well
+        curve = link.security.connecting(server)
+        self.socket = sockets.dealer(link.context, "", link.identity, curve)
+        # Its handshakes are watched from before there is a connection.
+        self.handshakes = sockets.handshakes(link.context, self.socket, EVENTS)
+        try:
+            sockets.connect(self.socket, endpoint)
+        except UsageError:
+            self.close()
+            raise
+
+    @property
+    def peer(self) -> str:
+        return f"{self._peer} at {self.endpoint}"
+
+    def call(
+        self,
+        body: Message,
+        reply: type[M],
+        *,
+        timeout_s: float,
+        stopping: threading.Event | None = None,
+    ) -> M:
+        """Send `body`, wait for its reply.
+
+        Once `stopping` is set, the wait ends within `STOPPING_S` seconds: a server that is there
+        has answered by then, and one that ended with us never will.
+
+        Raises:
+            DeadlineError: no reply within `timeout_s` seconds, or none before we stop.
+            RejectedError: the server answered with a Nack, or does not let us in.
+            WireError: the server answered with another type.
+        """
+        future = self.request(body, timeout_s=timeout_s)
+        while stopping is not None and not wait([future], LOOK_S).done:
+            if stopping.is_set():
+                if not wait([future], STOPPING_S).done:
+                    raise DeadlineError(f"stopped while waiting for {self.peer}")
+                break
+        answer = future.result()
+        if not isinstance(answer, reply):
+            raise WireError(
+                f"{self.peer} answered {type(answer).__name__} instead of {reply.__name__}",
+                code="unexpected",
+            )
+        return answer
+
+    def request(
+        self,
+        body: Message,
+        *,
+        timeout_s: float,
+        on_done: Callable[[Future[Message]], None] | None = None,
+    ) -> Future[Message]:
+        """Send `body`; the future ends with its reply, or with the errors of `call`.
+
+        `on_done` runs on the link's thread: it must be quick.
+        """
+        future: Future[Message] = Future()
+        if on_done is not None:
+            future.add_done_callback(on_done)
+        if not self._link.run(lambda: self._start(body, future, timeout_s)):
+            _fail(future, _closing(self.peer))
+        return future
+
+    def send(self, body: Message) -> None:
+        self._link.run(lambda: self._start_one_way(body))
+
+    def beside(self, endpoint: str, peer: str, server: Role) -> Channel:
+        """Another channel of this process; `peer` names its server, of role `server`, in errors."""
+        return self._link.channel(endpoint, peer, server=server)
+
+    def move(self, endpoint: str) -> None:
+        """The server was restarted, and is at `endpoint` now: ask it whatever is still open."""
+        self._link.run(lambda: self._move(endpoint))
+
+    # -- the link's thread ------------------------------------------------------------------------
+
+    def _move(self, endpoint: str) -> None:
+        if endpoint != self.endpoint:
+            self.socket.disconnect(self.endpoint)
+            self.socket.connect(endpoint)
+            self.endpoint = endpoint
+        for pending in self._pending.values():
+            self._transmit(pending.frames)
+        if self.on_moved is not None:
+            self.on_moved()
+
+    def _start(self, body: Message, future: Future[Message], timeout_s: float) -> None:
+        now = time.monotonic()
+        if self._locked:
+            _fail(future, self._locked_out(self._locked))
+            return
+        try:
+            number, frames = self._link.encoder.encode(body)
+        except WireError as error:
+            _fail(future, error)
+            return
+        self._pending[number] = _Pending(
+            body, future, frames, now + timeout_s, now + RESEND_S, timeout_s
+        )
+        self._transmit(frames)
+
+    def _start_one_way(self, body: Message) -> None:
+        try:
+            self._transmit(self._link.encoder.encode(body)[1])
+        except WireError:
+            log.exception("a message to %s stays unsent", self.peer)
+
+    def _transmit(self, frames: list[bytes]) -> None:
+        # If nobody reads at the other end: requests are resent, and their deadline ends that.
+        with suppress(zmq.Again):
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def received(self, envelope: Envelope) -> None:
+        if envelope.header.reply_to is None:
+            self.pushes.put(envelope.body)
+            return
+        pending = self._pending.pop(envelope.header.reply_to, None)
+        if pending is None:
+            return  # the second answer to a resent request, or one that came after its deadline
+        if isinstance(envelope.body, Nack):
+            nack = envelope.body
+            if not self._insists or nack.code != "not_member":
+                _fail(pending.future, RejectedError(f"{self.peer}: {nack.reason}", code=nack.code))
+                return
+            # Ask again soon, under a new number: the old one has had its answer.
+            number, pending.frames = self._link.encoder.encode(pending.body)
+            pending.resend_at = time.monotonic() + INSIST_S
+            self._pending[number] = pending
+        else:
+            with suppress(InvalidStateError):  # cancelled by its owner
+                pending.future.set_result(envelope.body)
+
+    def undecoded(self, frames: Sequence[bytes], error: WireError) -> None:
+        """Refuse an answer that cannot be decoded, and fail the request that it is of."""
+        with suppress(WireError):
+            number = decode_header(frames).reply_to or 0
+            if (pending := self._pending.pop(number, None)) is not None:
+                self._transmit(self._link.encoder.encode(nack(error), reply_to=number)[1])
+                what = f"the answer of {self.peer} to {type(pending.body).__name__}"
+                _fail(pending.future, UndecodedError(f"{what} cannot be decoded: {error}"))
+
+    def tick(self, now: float) -> float:
+        """Resend and expire; the time of the next tick."""
+        next_at = now + RESEND_S
+        for number, pending in list(self._pending.items()):
+            if now >= pending.deadline:
+                del self._pending[number]
+                _fail(pending.future, self._overdue(pending))
+                continue
+            if now >= pending.resend_at:
+                pending.resend_at = now + RESEND_S
+                self._transmit(pending.frames)
+            next_at = min(next_at, pending.deadline, pending.resend_at)
+        return next_at
+
+    def shook_hands(self) -> None:
+        while self.handshakes.poll(0):
+            event = recv_monitor_message(self.handshakes)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected, self._failures = True, 0
+                self._locked = self._suspicion = ""
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # libzmq does not try again
+                self._locked = "does not know our key, or has no use for one of our role"
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # the same
+                self._locked = f"does not understand us: {MISMATCH}"
+            else:
+                self._failures += 1
+                if self._failures >= FAILURES and not self._connected:
+                    self._suspicion = f"breaks off the connection: {MISMATCH}"
+        if self._locked:
+            self.fail_all(self._locked_out(self._locked))
+
+    def close(self) -> None:
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+        self.handshakes.close(linger=0)
+        self.socket.close()
+
+    def fail_all(self, error: UmbraError) -> None:
+        for pending in self._pending.values():
+            _fail(pending.future, error)
+        self._pending.clear()
+
+    def _locked_out(self, why: str) -> RejectedError:
+        return RejectedError(
+            f"{self.peer} {why}: check security.keys (--keys) on both sides",
+            code="locked_out",
+        )
+
+    def _overdue(self, pending: _Pending) -> UmbraError:
+        if self._suspicion:
+            return self._locked_out(self._suspicion)
+        return DeadlineError(
+            f"no answer from {self.peer} to {type(pending.body).__name__} "
+            f"within {pending.timeout_s:g} s"
+        )
+
+
+def _fail(future: Future[Message], error: Exception) -> None:
+    with suppress(InvalidStateError):  # cancelled by its owner
+        future.set_exception(error)
+
 
 CLOSE_DEADLINE_S = 5.0
 HEARD_AT_ONCE = 256  # events taken from one subscription before the others get their turn
 
-log = logging.getLogger(__name__)
+
+def _closing(peer: str) -> DeadlineError:
+    return DeadlineError(f"the process is closing while waiting for {peer}")
 
 
 class IoThread:
@@ -42,6 +314,7 @@ class IoThread:
         self._timers: list[tuple[float, float, Callable[[], None]]] = []
         self._jobs: deque[Callable[[], None]] = deque()
         self._closing = threading.Event()
+        self._ended = False  # no job is taken any more
         self._wake_lock = threading.Lock()
         self._wake_in, self._wake_out = sockets.pair(self.context, "wake")
         self._poller = zmq.Poller()
@@ -49,12 +322,15 @@ class IoThread:
         self._thread = service_thread(self._main, "umbra-link")
         self._thread.start()
 
-    def run(self, job: Callable[[], None]) -> None:
-        self._jobs.append(job)
+    def run(self, job: Callable[[], None]) -> bool:
+        """Have the thread do `job` soon; False if it has ended, and nothing will be done."""
         with self._wake_lock:
+            if self._ended:
+                return False
+            self._jobs.append(job)
             with suppress(zmq.Again):  # full: it is awake already, with plenty to do
-                if not self._wake_out.closed:
-                    self._wake_out.send(b"", zmq.NOBLOCK)
+                self._wake_out.send(b"", zmq.NOBLOCK)
+            return True
 
     def channel(
         self, endpoint: str, peer: str, *, server: Role = "buffer", insists: bool = False
@@ -81,7 +357,8 @@ class IoThread:
                 self._poller.register(one, zmq.POLLIN)
             made.set_result(channel)
 
-        self.run(connect)
+        if not self.run(connect):
+            raise _closing(f"{peer} at {endpoint}")
         return made.result()
 
     def publish_to(self, endpoint: str) -> None:
@@ -189,18 +466,17 @@ class IoThread:
         return next_at
 
     def _shut(self) -> None:
+        with self._wake_lock:
+            self._ended = True
         while self._jobs:  # what was posted before the close is still sent
             self._jobs.popleft()()
         for channel in self._channels:
-            channel.fail_all(
-                DeadlineError(f"the process is closing while waiting for {channel.peer}")
-            )
+            channel.fail_all(_closing(channel.peer))
             channel.close()
         for socket in self._subscriptions:
             socket.close(linger=0)
         if self._publisher is not None:
             self._publisher.close()
-        with self._wake_lock:
-            self._wake_out.close(linger=0)
+        self._wake_out.close(linger=0)
         self._wake_in.close(linger=0)
         self.context.term()

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from umbra._version import __version__
 from umbra.proto import messages as m
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import (
@@ -22,8 +21,7 @@ from umbra.proto.errors import (
     StartupError,
     UmbraError,
 )
-from umbra.proto.net.channel import Channel
-from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.io_thread import Channel, IoThread
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.sockets import check_address
 
@@ -131,7 +129,6 @@ class Session:
             name=name,
             pid=os.getpid(),
             host=socket.gethostname(),
-            package_version=__version__,
             endpoints=endpoints or {},
             replaces=int(os.environ.get(REPLACES_VARIABLE, "0")),
             vocabulary=vocabulary,

@@ -16,7 +16,7 @@ from umbra.proto.bounds import LEASES, SPANS
 from umbra.proto.codec import portions
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError
-from umbra.proto.net.channel import Channel, UndecodedError
+from umbra.proto.net.io_thread import Channel, UndecodedError
 from umbra.proto.records import SAMPLE, Score, Task, Trajectory, array_bytes
 
 WAIT_S = 1.0  # how long the buffer may keep a question for work open
@@ -36,7 +36,6 @@ class TaskClient:
     """Asks for tasks of one kind, delivers results, renews leases. `poll` takes the answers in.
 
     Args:
-        channel: to the buffer's data socket.
         wake: set, from other threads, when an answer is there, or anything else to do.
         grace_s: seconds that the buffer may be away for.
         kind: of the tasks: samples to generate, or a scoring stage.

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from msgspec.structs import replace
 
 from umbra.proto import messages as m
 from umbra.proto.access import QUESTIONS, SENDERS, may_send, needs_membership
-from umbra.proto.net.server import Request
-from umbra.proto.net.zap import Refusals
+from umbra.proto.net.server import Refusals, Request
 from umbra.services.buffer.effects import Effect, NackError
 from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
 from umbra.services.buffer.endpoints.worker import WorkerEndpoint
@@ -38,27 +38,14 @@ Handler: TypeAlias = Callable[[Request, Any, float], None]
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoints:
-    data: str
-    events_in: str
-    events_out: str
-
-
 class Broker:
-    """Handlers of messages and of time over the state of one run.
-
-    Args:
-        wire_counters: of the sockets; shown with the broker's own.
-        refusals: of peers without the right key.
-    """
+    """Handlers of messages and of time over the state of one run; `welcome` is for who joins."""
 
     def __init__(
         self,
         run: RunState,
+        welcome: m.Welcome,
         *,
-        run_id: str,
-        endpoints: Endpoints,
         now: float,
         wire_counters: Mapping[str, int] | None = None,
         refusals: Refusals | None = None,
@@ -67,8 +54,7 @@ class Broker:
         self.counters, self.members = run.counters, run.members
         self.policy, self.pool, self.batches = run.policy, run.pool, run.batches
         self.failure = ""  # why the run fails, if it does
-        self._run_id = run_id
-        self._endpoints = endpoints
+        self._welcome = welcome
         self._refusals = refusals or Refusals()
         self._outbox = run.outbox
         self._deadline = 0.0  # for the others to leave, once the run is ending
@@ -76,13 +62,12 @@ class Broker:
         self._moved = True  # since the last `save`
         self._workers = WorkerEndpoint(run)
         self._training = TrainerEndpoint(run, missing=StallReport(run).missing)
-        self._recovery = Recovery(run, run_id)
+        self._recovery = Recovery(run, welcome.run_id)
         self.room = DiskQuota(run)
         self._overview = StatusPage(
             run,
             self.room,
-            run_id=run_id,
-            events=endpoints.events_out,
+            welcome,
             started_at=now,
             wire_counters={} if wire_counters is None else wire_counters,
             refusals=self._refusals,
@@ -177,7 +162,6 @@ class Broker:
         return self._overview.status(now, finished=self.finished)
 
     def _resume(self, now: float) -> None:
-        """Continue the run in the store, if there is one."""
         if not self._recovery.restore(now):
             return
         self.counters["restarts"] += 1
@@ -261,19 +245,10 @@ class Broker:
         self.run.facts.learn(body.vocabulary, body.routers)
         log.info("%s has joined (%s, pid %d on %s)", peer.name, peer.role, peer.pid, peer.host)
         weights, incarnation = self.members.hub
-        welcome = m.Welcome(
-            run_id=self._run_id,
-            heartbeat_s=self.run.buffer.heartbeat_s,
-            data=self._endpoints.data,
-            events_in=self._endpoints.events_in,
-            events_out=self._endpoints.events_out,
-            weights=weights,
-            weights_incarnation=incarnation,
-        )
-        self._outbox.reply(request, welcome)
+        hub = {"weights": weights, "weights_incarnation": incarnation}
+        self._outbox.reply(request, replace(self._welcome, **hub))
 
     def _check_member(self, request: Request, now: float) -> None:
-        """Raise NackError unless the sender is a member whose role allows the request."""
         peer, kind = self.members.hear(request, now), type(request.body)
         # With keys the server has checked this: a member has the role of its key.
         if request.role is None and kind in SENDERS and not may_send(peer.role, kind):

@@ -18,16 +18,12 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
 
 
 class Notify(msgspec.Struct, frozen=True, gc=False):
-    """Send `body` unasked to the socket `identity` of a channel."""
-
     identity: bytes
     body: Message
     channel: str = "control"
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """A row for the metrics file."""
-
     kind: str
     fields: dict[str, Any]
 

@@ -16,7 +16,7 @@ from umbra.proto.bounds import MEMBERS
 from umbra.proto.messages import Heartbeat, Join, Member, Role, State, Stuck
 from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import NackError
-from umbra.services.buffer.figures import Meter
+from umbra.services.buffer.health import Meter
 from umbra.services.config import BufferConfig
 
 DEPARTED_KEPT = 1024  # names and incarnations that are remembered after their end
@@ -186,7 +186,6 @@ class Membership:
         self.changed.add(peer.name)
 
     def record(self, name: str) -> dict[str, Any] | None:
-        """Return the member in plain values, for the store; None if it is gone."""
         peer = self.peers.get(name)
         names = ("name", "role", "incarnation", "seal", "pid", "host", "endpoints")
         return None if peer is None else {name: getattr(peer, name) for name in names}

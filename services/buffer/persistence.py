@@ -169,7 +169,6 @@ class Recovery:
 
 
 def _key(prefix: str, name: str) -> str:
-    """Return the key of `name`, which may be longer than a key."""
     return prefix + xxhash.xxh3_128_hexdigest(name.encode())
 
 

@@ -15,10 +15,10 @@ import zmq
 
 from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError, service_thread
 from umbra.proto.messages import CONTROL, DATA, Event, Welcome
-from umbra.proto.net.address import reachable
 from umbra.proto.net.server import Server
 from umbra.proto.net.session import WATCHED
-from umbra.services.buffer.broker import Broker, Endpoints
+from umbra.proto.sockets import reachable
+from umbra.services.buffer.broker import Broker
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
 from umbra.services.buffer.prompts import open_prompts
 from umbra.services.buffer.state import RunState
@@ -29,7 +29,7 @@ from umbra.services.buffer.store import (
     open_marked,
     refuse_marked,
 )
-from umbra.services.config import BufferConfig
+from umbra.services.config import RunConfig
 from umbra.services.config.rules import check_feasible, implied_staleness
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.files import DISK, READABLE_MODE
@@ -69,11 +69,11 @@ def serve(context: ServiceContext) -> int:
         addresses = Addresses(store)
         if context.options["new_address"]:
             addresses.forget()
-        control, endpoints = bind(server, config.run.broker, config.buffer, addresses)
+        run_id = context.run_dir.name if context.run_dir else config.run.name
+        control, welcome = bind(server, config, run_id, addresses)
         broker = Broker(
             RunState(config, store, prompts, eval_prompts),
-            run_id=context.run_dir.name if context.run_dir else config.run.name,
-            endpoints=endpoints,
+            welcome,
             now=server.listened_s,
             wire_counters=server.counters,
             refusals=server.refusals,
@@ -83,7 +83,7 @@ def serve(context: ServiceContext) -> int:
         )
         broker.save()
         store.commit()
-        context.ready({"broker": control, "data": endpoints.data})
+        context.ready({"broker": control, "data": welcome.data})
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         try:
@@ -119,16 +119,17 @@ def open_store(context: ServiceContext) -> Store:
 
 
 def bind(
-    server: Server, address: str, settings: BufferConfig, addresses: Addresses
-) -> tuple[str, Endpoints]:
-    """Bind all sockets on the host of `address`; return the endpoints, control first.
+    server: Server, config: RunConfig, run_id: str, addresses: Addresses
+) -> tuple[str, Welcome]:
+    """Bind all sockets on the host of `run.broker`; return its endpoint and what joiners are told.
 
     A restarted buffer binds where it was before.
 
     Raises:
-        UsageError: `address` is not tcp://host:port, not ours, or reachable by others without keys.
+        UsageError: it is not tcp://host:port, not ours, or reachable by others without keys.
         StartupError: it is taken.
     """
+    address, settings = config.run.broker, config.buffer
     host, separator, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://") or not separator or not host:
         raise UsageError(f"--broker {address}: write it as tcp://host:port (port * picks one)")
@@ -139,7 +140,8 @@ def bind(
     bound = [control, data, events_in, events_out]
     addresses.keep(host, bound)
     told = [reachable(endpoint) for endpoint in bound]
-    return told[0], Endpoints(data=told[1], events_in=told[2], events_out=told[3])
+    where = {"data": told[1], "events_in": told[2], "events_out": told[3]}
+    return told[0], Welcome(run_id=run_id, heartbeat_s=settings.heartbeat_s, **where)
 
 
 class Service:

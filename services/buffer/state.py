@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from umbra.services.buffer.effects import Effects
-from umbra.services.buffer.figures import StepCurves
-from umbra.services.buffer.health import Health, SampleFailure
+from umbra.services.buffer.health import Health, SampleFailure, StepCurves
 from umbra.services.buffer.members import Membership
 from umbra.services.buffer.prompts import PromptFeed
 from umbra.services.buffer.samples.batches import Admission, Batches

@@ -166,7 +166,6 @@ class LmdbStore:
         """Return the values of `keys`, in order.
 
         Raises:
-            KeyError: there is no such key.
             StoreError: bytes have changed on the disk.
         """
         values: list[Value] = []
@@ -191,7 +190,6 @@ class LmdbStore:
         self._pending[key] = None
 
     def keys(self, prefix: str) -> list[str]:
-        """Return all keys that begin with `prefix`, in order."""
         found: set[str] = set()
         with self._env.begin() as transaction, transaction.cursor() as cursor:
             cursor.set_range(prefix.encode()) if prefix else cursor.first()
@@ -421,7 +419,6 @@ def open_marked(run_dir: Path | None, folder: Path) -> LmdbStore:
 
 
 def refuse_marked(run_dir: Path | None) -> None:
-    """Raise StoreError if the run has had a store."""
     mark = read_mark(run_dir)
     if mark is not None:
         raise _gone(mark, run_dir, 'buffer.store is "memory"')
@@ -471,7 +468,6 @@ def _system_errors() -> Generator[None]:
 
 
 def _refuse_network(directory: Path) -> None:
-    """Raise StoreError if `directory` is on a network's file system."""
     kind = file_system(directory)
     if kind.startswith(NETWORK):
         raise StoreError(

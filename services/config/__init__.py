@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from umbra.services.config.buffer import BufferConfig
 from umbra.services.config.generation import (
     ENVIRONMENT,
     EnvironmentConfig,
@@ -23,11 +22,13 @@ from umbra.services.config.generation import (
 )
 from umbra.services.config.keys import Section
 from umbra.services.config.run import (
+    BufferConfig,
     DataConfig,
     LogConfig,
     ModelConfig,
     RunSection,
     SecurityConfig,
+    WeightHubConfig,
 )
 from umbra.services.config.training import (
     CheckpointConfig,
@@ -36,7 +37,6 @@ from umbra.services.config.training import (
     MetricsConfig,
     TrainerConfig,
 )
-from umbra.services.config.weights import WeightHubConfig
 
 
 class RunConfig(Section):

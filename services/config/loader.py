@@ -23,80 +23,6 @@ log = logging.getLogger(__name__)
 ENV_PREFIX = "UMBRA_"
 ENVIRONMENTS = "environments"
 """The one section that is a list of tables."""
-DROPPED: dict[str, str] = {
-    "model.dialect": "leave it out, or name a parser in model.parser",
-    "generator.count=auto": "give a number",
-    "generator.replicas": 'use generator.count with generator.device = "cuda:N"',
-    "generator.kv_cache_mb": "set generator.slots, for vLLM engine_args.kv_cache_memory_bytes",
-    "generator.engine=replay": "use torch; benchmarks/simulator runs the broker without a model",
-    "env_worker": "set environment.workers = 0 and start `umbra run-agents` on any machine",
-    "environment.concurrency": "set generator.sessions",
-    "environment.run_on": "set environment.workers = 0 where `umbra run-agents` runs the programs",
-    "buffer.stale_policy=restart": 'use "wait", which lets nothing get stale, or "drop"',
-    "buffer.on_batch=cut": 'use "interrupt" with buffer.oversample',
-    "buffer.min_ess": "set buffer.run_ahead to what the objective bears",
-    "buffer.sampling": "groups are trained in the order of their completion",
-    "buffer.replay_times": "set trainer.epochs to train on a batch more than once",
-    "buffer.batch_tokens": "a batch is always buffer.batch_groups groups",
-    "data.curriculum": "order the rows in a function (data.prompts) and set data.shuffle = false",
-    "data.environment_weights": "set the weight of each of [[environments]]",
-    "log.traced_share": "trace.json, from `umbra report`, shows what each process did",
-    "trainer.moments": "set trainer.optimizer = adamw8bit for moments in 8 bits",
-    "trainer.optimizer=muon": "use adamw",
-    "environment.reset_s": "set environment.timeout_s",
-    "environment.score_s": "set environment.timeout_s",
-    "environment.max_s": "set environment.max_turns or environment.max_tokens",
-    "trainer.precision=fp16": "use bf16",
-    "buffer.score_lease_s": "set buffer.lease_s",
-    "buffer.score_attempts": "set buffer.max_attempts",
-    "buffer.heartbeat_s": "set buffer.dead_after_s: 15 heartbeats come in that time",
-    "scorer.pack_tokens": "set trainer.pack_tokens, which scorers read too",
-    "scorer.micro_tokens": "set trainer.micro_tokens, which scorers read too",
-    "critic.max_grad_norm": "set trainer.max_grad_norm, which the critic reads too",
-    "checkpoint.best_mode": 'write checkpoint.best_metric = "-NAME" for the lowest value',
-    "weight_hub.least_rate": "set weight_hub.deadline_s; bytes take 20 MB/s besides",
-    "metrics.tensorboard": 'set metrics.also = ["tensorboard"]',
-    "metrics.wandb": 'set metrics.also = ["wandb"], and WANDB_MODE=offline for no network',
-    "data.sources": "write the table as data.prompts",
-    "environment.rewards": "write the table as environment.reward",
-    "scorer.stage": "use --stage of `umbra scorer`",
-    "eval.run_samples": "set eval.samples",
-    "eval.greedy": "use `umbra eval MODEL --greedy`",
-    "eval.at_start": "set eval.at_ends",
-    "metrics.wandb_project": "set the variable WANDB_PROJECT",
-    **dict.fromkeys(("weight_hub.advertise", "buffer.advertise"), "set run.advertise"),
-    "buffer.straggler": "set buffer.straggler_s, which is 0 for groups that wait",
-    "generator.serve_key": "set the variable UMBRA_AGENT_KEY",
-    "generator.stall_s": "set buffer.stall_s: an engine may be silent for ten times as long",
-    **{f"scorer.{one}": f"set scorer.count.{one}" for one in ("reward", "ref_logp", "logp")},
-    "scorer.threads": "set the variable OMP_NUM_THREADS of the scorer",
-    "trainer.on_mismatch": "raise trainer.max_mismatch for a run that goes on nevertheless",
-    "trainer.response_limit": "set sampling.max_tokens",
-    "trainer.ratio_level": "set trainer.objective = gspo for ratios of sequences",
-    "trainer.clip": "set trainer.objective: cispo, sapo and prime_rl have clips of their own",
-    "trainer.kl_in": "set trainer.objective: reinforce_pp and ppo_critic have the KL in the reward",
-    **dict.fromkeys(
-        (
-            "buffer.batch_lease_s buffer.min_survivors buffer.partial_max_age_s "
-            "buffer.partial_max_segments buffer.partial_policy buffer.prompt_attempts "
-            "critic.epochs environment.agent_sampling environment.max_branches "
-            "environment.sampling eval.timeout_s generator.prefetch generator.receive "
-            "generator.replay run.stop_s scorer.attention scorer.capacity "
-            "scorer.logits_mib security.encrypt_weights trainer.attention trainer.batch_wait_s "
-            "trainer.experts trainer.final_lr_ratio trainer.logits_mib trainer.max_ratio "
-            "trainer.max_skipped trainer.mismatch_every trainer.overlong_factor "
-            "trainer.reduce_gradients trainer.rendezvous_timeout_s trainer.reshard_after_forward "
-            "weight_hub.buckets_listen weight_hub.chunk_bytes weight_hub.connections "
-            "weight_hub.connections_listen weight_hub.device trainer.replicas critic.kind"
-        ).split(),
-        "leave it out: it is chosen for you",
-    ),
-}
-"""Keys, sections and values of run files that 0.2 has no more, and what to use instead.
-
-Written "section.key", "section" or "section.key=value"; what a key of [environment] says holds for
-[[environments]] too.
-"""
 FOREIGN: dict[str, tuple[str, int]] = {
     "async_generation_ratio": ("ROLL", 0),
     "generate_ahead_steps": ("async-rl / dots.rl", 1),
@@ -162,16 +88,10 @@ def given_keys(tree: Mapping[str, Any]) -> frozenset[str]:
 
 
 def config_of(tree: Any, where: str) -> RunConfig:
-    """The configuration in `tree`, as a file of the name `where` would have it.
-
-    Raises:
-        UsageError: unknown key (with the nearest name), or a bad value.
-    """
     return msgspec.convert(_check(tree, where), RunConfig)
 
 
 def as_dict(config: RunConfig) -> dict[str, Any]:
-    """The whole tree as plain values, for JSON and for `umbra check --show`."""
     return msgspec.to_builtins(config)
 
 
@@ -215,7 +135,6 @@ def _check(tree: Any, where: str) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for section, values in tree.items():
         if section not in SECTIONS:
-            _refuse_dropped(section, where)
             raise UsageError(f"{where}: unknown section [{section}]{_hint(section, SECTIONS)}")
         if section == ENVIRONMENTS:
             checked[section] = _check_environments(values, where)
@@ -262,7 +181,6 @@ def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
     """Put `text` into `tree` at `path`: a key, or a place inside a key that is a table."""
     section, _, rest = path.partition(".")
     if section not in SECTIONS:
-        _refuse_dropped(section, where)
         raise UsageError(f"{where}: unknown section {section!r}{_hint(section, SECTIONS)}")
     key, *inner = rest.split(".")
     if section == ENVIRONMENTS:
@@ -291,11 +209,6 @@ def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
 
 
 def _translate(section: str, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return `values` of one section with the names in `FOREIGN` replaced by ours.
-
-    Raises:
-        UsageError: one has a bad value, or contradicts one of our keys beside it.
-    """
     result = dict(values)
     for name in values.keys() & FOREIGN.keys() if section == "buffer" else ():
         (system, offset), value = FOREIGN[name], result.pop(name)
@@ -316,18 +229,9 @@ def _translate(section: str, values: Mapping[str, Any], where: str) -> dict[str,
 def _kind(section: str, key: str, where: str) -> introspect.Type:
     fields = SECTIONS[section]
     if key not in fields:
-        _refuse_dropped(f"{section}.{key}", where)
         hint = _hint(key, [*fields, *FOREIGN] if section == "buffer" else fields, f"{section}.")
         raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
     return bare(introspect.type_info(fields[key]))
-
-
-def _refuse_dropped(path: str, where: str) -> None:
-    """Raise UsageError if `path` was dropped, with what to use instead."""
-    known = path.replace(f"{ENVIRONMENTS}.", "environment.", 1)
-    if instead := DROPPED.get(path) or DROPPED.get(known):
-        said = path.replace("=", " = ")
-        raise UsageError(f"{where}: {said} was dropped in 0.2: {instead}")
 
 
 def bare(kind: introspect.Type) -> introspect.Type:
@@ -362,8 +266,6 @@ def _convert(section: str, key: str, value: Any, where: str) -> Any:
             return converted
     except msgspec.ValidationError:
         pass  # the error below says it with the name, the value and the source
-    if isinstance(value, str):
-        _refuse_dropped(f"{section}.{key}={value}", where)
     given = json.dumps(value, default=str)
     near = difflib.get_close_matches(str(value).lower(), choices(kind), n=1, cutoff=0.6)
     hint = f"; did you mean {near[0]}?" if near else ""

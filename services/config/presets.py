@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import msgspec
+
+from umbra.services.config.keys import Section, key
 
 Preset = Literal[
     "ppo", "naive", "tis", "tis_opsm", "decoupled", "icepop", "sequence_mask", "m2po", "prime_rl",
@@ -73,7 +76,6 @@ class ObjectiveSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_critic(self) -> bool:
-        """Whether advantages are made of a value model's values."""
         return self.advantage == "gae"
 
     @property
@@ -164,3 +166,181 @@ PRESETS: dict[Preset, ObjectiveSpec] = {
         denominator="all",
     ),
 }
+
+
+BY_RATIO = ("token", "sequence", "geometric")  # masks with bounds
+BY_RULE = ("m2po", "opsm", "probability")  # masks with a threshold
+
+# Which pieces are read under which circumstances; the others always are.
+READ: dict[str, tuple[str, Callable[[ObjectiveSpec], bool]]] = {
+    "gamma": ("advantage reinforce_pp or gae", lambda p: p.advantage in ("reinforce_pp", "gae")),
+    "gae_lambda": ("advantage gae", lambda p: p.advantage == "gae"),
+    "proximal": ("anchor proximal, a correction or a mask by ratio", lambda p: p.uses_proximal),
+    "clip_low": ("clip ppo or cispo", lambda p: p.clip in ("ppo", "cispo")),
+    "clip_high": ("clip ppo or cispo", lambda p: p.clip in ("ppo", "cispo")),
+    "dual_clip": ("clip ppo", lambda p: p.clip == "ppo"),
+    "is_level": ("a correction", lambda p: p.correction != "none"),
+    "is_floor": ("a correction", lambda p: p.correction != "none"),
+    "is_cap": ("a correction", lambda p: p.correction != "none"),
+    "mask_low": ("mask token, sequence or geometric", lambda p: p.mask in BY_RATIO),
+    "mask_high": ("mask token, sequence or geometric", lambda p: p.mask in BY_RATIO),
+    "mask_threshold": ("mask m2po, opsm or probability", lambda p: p.mask in BY_RULE),
+    "denominator": (
+        "aggregation token_mean, sequence_mean or sequence_sum",
+        lambda p: p.aggregation not in ("constant", "token_sum"),
+    ),
+    "kl_to": ("kl_coef", lambda p: p.kl_coef > 0),
+    "kl_estimator": ("kl_coef", lambda p: p.kl_coef > 0),
+    "kl_unbiased": ("kl_coef", lambda p: p.kl_coef > 0),
+}
+
+
+class ObjectiveKeys(Section):
+    """The preset and the keys that change one of its pieces; None leaves it as in the preset."""
+
+    objective: Preset = key(
+        "tis_opsm", "preset of the policy loss; the keys below change its pieces"
+    )
+    advantage: Advantage | None = key(
+        None,
+        "reward - group mean; that over the std; reward - mean of the others; return or reward "
+        "- group mean, whitened over the batch; by a value model (gae); or what a teacher says "
+        "(teacher, of objective opd)",
+    )
+    gamma: float | None = key(None, "discount per token (reinforce_pp, gae)", ge=0, le=1)
+    gae_lambda: float | None = key(None, "lambda of generalised advantage estimation", ge=0, le=1)
+    overlong_buffer: int | None = key(
+        None, "last tokens before a sample's max_tokens that cost reward (DAPO); 0 = none", ge=0
+    )
+    overlong_filter: bool | None = key(None, "leave out what was cut off at the token limit (DAPO)")
+    anchor: Anchor | None = key(
+        None,
+        "denominator of the ratio: the policy that sampled, or the trainer's before this batch "
+        "(proximal)",
+    )
+    proximal: Proximal | None = key(
+        None,
+        "logprobs of the proximal policy: a forward pass, the scoring stage logp, or log-linear"
+        " between behaviour and current policy",
+    )
+    clip_low: float | None = key(None, "ratio clip below: 1 - clip_low", gt=0)
+    clip_high: float | None = key(None, "ratio clip above: 1 + clip_high", gt=0)
+    dual_clip: float | None = key(
+        None, "bound of the ratio where the advantage is negative, > 1; 0 = off", ge=0
+    )
+    correction: Correction | None = key(
+        None, "weight proximal / behaviour: none, truncated to is_floor..is_cap, or 0 outside"
+    )
+    is_level: Level | None = key(None, "that weight per token, or the product of a sequence")
+    is_floor: float | None = key(None, "least such weight; 0 = none", ge=0)
+    is_cap: float | None = key(None, "largest such weight; 0 = none", ge=0)
+    mask: Mask | None = key(
+        None,
+        "what is left out: tokens, sequences by product or by geometric mean with proximal / "
+        "behaviour outside mask_low..mask_high; or by a rule with mask_threshold",
+    )
+    mask_low: float | None = key(None, "least ratio that is kept", ge=0)
+    mask_high: float | None = key(None, "largest ratio that is kept", gt=0)
+    mask_threshold: float | None = key(
+        None,
+        "m2po: mean squared log ratio; opsm: mean log ratio of a sequence; probability: change "
+        "of a token's probability",
+        gt=0,
+    )
+    aggregation: Aggregation | None = key(
+        None,
+        "of the token losses: mean over tokens, mean over sequences of their means or sums, sum"
+        " over the longest turn's tokens, or sum",
+    )
+    denominator: Denominator | None = key(
+        None, "samples that a mean counts: those with an advantage, or all"
+    )
+    kl_coef: float | None = key(None, "weight of the KL term; 0 = off", ge=0)
+    kl_estimator: KlEstimator | None = key(None, "estimate of the KL per token")
+    kl_to: KlPolicy | None = key(None, "KL to the reference model, or to what sampled")
+    kl_unbiased: bool | None = key(None, "multiply the KL by pi / mu of the token (DeepSeek-V3.2)")
+    entropy_coef: float | None = key(None, "weight of the entropy bonus; 0 = off", ge=0)
+    score_centering: int = key(
+        0,
+        "center the scores (arXiv 2609.20807) by so many of the sampler's likeliest tokens, which "
+        "generators tell of each; 0 = off, 128 in the paper",
+        ge=0,
+        le=1024,
+    )
+
+    @property
+    def chosen(self) -> dict[str, object]:
+        values = {name: getattr(self, name, None) for name in ObjectiveSpec.__struct_fields__}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def pieces(self) -> ObjectiveSpec:
+        return msgspec.structs.replace(PRESETS[self.objective], **self.chosen)
+
+    @property
+    def implied(self) -> dict[str, object]:
+        """The pieces that the preset chooses (no key does), of those that are read."""
+        pieces = self.pieces
+        values = {name: getattr(pieces, name) for name in ObjectiveSpec.__struct_fields__}
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in self.chosen and (name not in READ or READ[name][1](pieces))
+        }
+
+    def objective_faults(self) -> Iterator[str]:
+        """Pieces that contradict each other, and keys that do nothing with the others."""
+        pieces, objective = self.pieces, self.objective
+        for key_ in self.chosen:
+            needs, read = READ.get(key_, ("", lambda _: True))
+            if not read(pieces):
+                yield f"trainer.{key_} does nothing with objective {objective}: it needs {needs}"
+        if pieces.anchor == "behaviour" and pieces.correction != "none":
+            yield (
+                f"trainer.correction = {pieces.correction} corrects for the behaviour policy a "
+                "second time, which is in the ratio already: set trainer.anchor to proximal, or "
+                "the correction to none"
+            )
+        if self.score_centering and pieces.ratio_level == "sequence":
+            yield (
+                "trainer.score_centering centers the scores of tokens, and objective "
+                f"{objective} has one ratio for a response: set it to 0, or choose another"
+            )
+        if pieces.correction != "none" and 0 < pieces.is_cap <= pieces.is_floor:
+            yield (
+                f"trainer.is_floor = {pieces.is_floor:g} must be less than trainer.is_cap = "
+                f"{pieces.is_cap:g}"
+            )
+        if pieces.mask in BY_RATIO and pieces.mask_low >= pieces.mask_high:
+            yield (
+                f"trainer.mask_low = {pieces.mask_low:g} must be less than trainer.mask_high = "
+                f"{pieces.mask_high:g}"
+            )
+        if pieces.mask == "m2po" and pieces.proximal == "interpolate":
+            yield (
+                "trainer.mask = m2po looks at the whole batch before it is trained on, where "
+                "nothing can be interpolated yet: set trainer.proximal to recompute or stage"
+            )
+        if pieces.dual_clip and pieces.dual_clip <= 1 + pieces.clip_high:
+            yield (
+                f"trainer.dual_clip = {pieces.dual_clip:g} must be more than 1 + clip_high = "
+                f"{1 + pieces.clip_high:g}"
+            )
+        if pieces.advantage == "teacher" and not (pieces.kl_coef and pieces.kl_in == "reward"):
+            yield (
+                "trainer.advantage = teacher takes the KL to a teacher for the reward: set "
+                "trainer.objective = opd, and trainer.kl_coef above 0"
+            )
+        if not pieces.kl_coef or pieces.kl_in == "loss":
+            return
+        if pieces.kl_to == "behaviour":
+            yield (
+                f"trainer.kl_to = behaviour with objective {objective}, whose KL is in the reward, "
+                "compares the policy that sampled with itself: set it to reference"
+            )
+        if pieces.kl_unbiased or pieces.kl_estimator == "k3_plus":
+            which = "kl_unbiased" if pieces.kl_unbiased else "kl_estimator = k3_plus"
+            yield (
+                f"trainer.{which} changes the gradient of a KL in the loss, and objective "
+                f"{objective} has it in the reward: leave it out"
+            )

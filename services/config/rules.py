@@ -34,7 +34,6 @@ class Staleness:
     updates: int  # optimizer updates between the weights of a token and those it trains, at most
 
     def describe(self) -> str:
-        """One line for people."""
         text = f"at most {self.bound} versions, typically up to {self.typical}"
         if self.updates != self.bound:
             text += f"; at most {self.updates} optimizer updates, as each batch is several"
@@ -309,7 +308,6 @@ LEAST_RATE, MOST_RATE, MOST_ADAPTER_RATE = 1e-8, 5e-3, 5e-2
 
 
 def cautions(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Name and sentence of each."""
     trainer = config.trainer
     if config.model.trust_remote_code:
         yield (

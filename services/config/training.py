@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal, get_args
 
 from umbra.services.config.keys import Section, key
-from umbra.services.config.objective import ObjectiveKeys
+from umbra.services.config.presets import ObjectiveKeys
 
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
 TRACKERS: tuple[Tracker, ...] = get_args(Tracker)

@@ -26,7 +26,7 @@ from umbra.services.environments.kinds.conversation import request
 from umbra.services.environments.protocol import EpisodeOutcome, Lost, StepResult
 from umbra.services.environments.worker_pool import NO_REWARD, WorkerPool, offered_name
 from umbra.services.http import KEY_VARIABLE
-from umbra.services.process.logs import setup_logging
+from umbra.services.process.command import setup_logging
 from umbra.services.process.loop_thread import ends_with_it
 
 LEASE_S = 10.0  # at most

@@ -65,9 +65,7 @@ class ChildProcess:
     (`parent.py`) has to be made in a thread that outlives it, such as the main thread.
 
     Args:
-        argv: the command.
         environ: its environment, `child_environ()` if not given; what `parent.py` reads is added.
-        stdout, stderr: where they go.
         channel: the child's end of a socket pair (`pipe.py`), as its stdin. It says there that it
             is up. Its stdout is our stderr, because libraries print there.
         session: whether it leads a session of its own: Ctrl-C in the terminal does not reach it,
@@ -148,7 +146,6 @@ class ChildProcess:
         return self._popen.pid
 
     def ready(self) -> dict[str, Any] | None:
-        """What the child said when it was up; None before that."""
         if not self._ready_line.endswith(b"\n") and self._ready_fd >= 0:
             try:
                 self._ready_line += os.read(self._ready_fd, 65536)

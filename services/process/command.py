@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import resource
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -16,17 +19,51 @@ import click
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError, named_errors
 from umbra.proto.messages import Role
-from umbra.proto.net.address import advertise
 from umbra.proto.net.keys import OPEN, Security, open_security
 from umbra.proto.net.session import Session
-from umbra.proto.sockets import check_address
-from umbra.services.config import RunConfig, RunSection
+from umbra.proto.sockets import advertise, check_address
+from umbra.services.config import LogConfig, RunConfig, RunSection
 from umbra.services.config import SecurityConfig as SecurityConfig
 from umbra.services.config.loader import load_config
-from umbra.services.process.logs import setup_logging
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.process.parent import tell_ready
 from umbra.services.process.signals import stop_on_signals
+
+
+class LineFormatter(logging.Formatter):
+    """`12:34:56.789 service level message`, or one JSON object per record."""
+
+    def __init__(self, service: str, *, as_json: bool) -> None:
+        super().__init__()
+        self._service = service
+        self._as_json = as_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        level, message = record.levelname.lower(), record.getMessage()
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        if not self._as_json:
+            clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+            line = f"{clock}.{record.msecs:03.0f} {self._service} {level} {message}"
+            return f"{line}\n{trace}" if trace else line
+        row = {
+            "time": record.created,
+            "level": level,
+            "service": self._service,
+            "logger": record.name,
+            "message": message,
+        }
+        return json.dumps({**row, "exception": trace} if trace else row)
+
+
+def setup_logging(config: LogConfig, service: str) -> None:
+    """Send all of this process's logging to standard error as `config` says."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(service, as_json=config.format == "json"))
+    logging.basicConfig(level=config.level.upper(), handlers=[handler], force=True)
+    if config.level == "info":  # a line for each request of the hub's client is for debugging
+        for client in ("httpx", "httpx2"):
+            logging.getLogger(client).setLevel(logging.WARNING)
+
 
 OPEN_FILES = 65_536
 ALONE: tuple[Role, ...] = ("relay", "part")  # may run without a buffer

@@ -166,11 +166,6 @@ def open_regular(path: Path) -> int:
 
 
 def read_regular(path: Path, most: int = 64 << 20) -> bytes:
-    """Return what is in a file that others may have put there.
-
-    Raises:
-        OSError: there is none, it is no regular file, or it has more than `most` bytes.
-    """
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:

@@ -104,7 +104,6 @@ class ForkServer:
 
     @classmethod
     def of_fork(cls, environ: Mapping[str, str]) -> ForkServer | None:
-        """A server, if this process was forked by one."""
         return cls(environ) if cls.in_fork else None
 
     def ready(self) -> bool:

@@ -160,7 +160,6 @@ class MetricsFile:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Append a row of kind "span" with `start` and `end` (seconds since the epoch)."""
         start = self._clock()
         self.spans.begin(name, start)
         yield

@@ -35,7 +35,6 @@ class _End(Generic[T]):
     """One end of a pipe.
 
     Args:
-        end: the socket.
         kind: of the messages that come: a type, or a union of tagged ones.
     """
 
@@ -94,7 +93,6 @@ class Pipe(_End[T]):
         return message
 
     def close(self) -> None:
-        """Close it, with the file descriptors that nobody has received."""
         self._end.close()
         while self._fds:
             os.close(self._fds.popleft())
@@ -134,7 +132,6 @@ class AsyncPipe(_End[T]):
             return None
 
     def close(self) -> None:
-        """Close it; what is not sent yet is lost."""
         if self._end.fileno() >= 0:
             self._loop.remove_writer(self._end)
             self._end.close()

@@ -102,7 +102,6 @@ class Supervisor:
     """The processes of one run, or of one of its services.
 
     Args:
-        spawn: starts a program.
         goal: the program whose orderly exit means that the run is done, if there is such a one.
         report: gets a line for people at every event.
         last_line: the last thing that a program said, for the sentence about its end.
@@ -140,7 +139,6 @@ class Supervisor:
         slot.pid = slot.child.pid
 
     def ready(self, name: str) -> dict[str, Any] | None:
-        """What `name` said when it was up; None before that."""
         child = self._slots[name].child
         return None if child is None else child.ready()
 

@@ -36,11 +36,6 @@ OPTIONS = (
 
 
 def _identify(options: Mapping[str, Any]) -> tuple[Role, str]:
-    """Return the role and the default name of a daemon with these options.
-
-    Raises:
-        UsageError: an owner without an upstream, or an upstream that is no address.
-    """
     upstream, owner = options["upstream"], options["owner"]
     if not upstream and owner is not None:
         raise UsageError("--owner is for the daemon of another trainer host: add --upstream")
@@ -53,7 +48,6 @@ def _identify(options: Mapping[str, Any]) -> tuple[Role, str]:
 
 
 def _run(context: ServiceContext) -> int:
-    """Run the daemon until it is told to stop; return the exit code."""
     from umbra.services.weight_hub.daemon import Daemon
     from umbra.services.weight_hub.part import PartHub
     from umbra.services.weights.planes.plane import check_plane

@@ -7,24 +7,157 @@ ranks of one more trainer host write (`part.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+import time
 import uuid
-from contextlib import ExitStack
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, closing
+from typing import TypeVar
 
 import msgspec
 import zmq
 
-from umbra.proto.net.address import reachable
+from umbra.proto import messages as m
+from umbra.proto.deadline import Deadline
+from umbra.proto.errors import DeadlineError, RejectedError
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.net.server import Server
 from umbra.proto.net.session import Session
+from umbra.proto.sockets import reachable
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
-from umbra.services.weight_hub.upstream import UpstreamPlanes
-from umbra.services.weights.planes.receiving import GpuReceiving
-from umbra.services.weights.receiver import Receiver
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.manifest import held_whole
+from umbra.services.weights.planes.bucket_server import BucketStore, Delta
+from umbra.services.weights.planes.bucket_wire import Piece
+from umbra.services.weights.planes.nccl import NcclReceiver
+from umbra.services.weights.planes.plane import Receipt, ReceiverEnd, Receiving
+from umbra.services.weights.planes.receiving import GpuReceiving, StagedPlanes
+from umbra.services.weights.planes.tcp import TcpReceiver
+from umbra.services.weights.receiver import Receiver, StagedVersion
+
+ANSWER_S = 60.0  # of the hub in this very process, besides what its arena takes
+LOOK_S = 0.02
+
+M = TypeVar("M", bound=m.Message)
+
+
+class UpstreamPlanes(StagedPlanes):
+    """The planes between the hub above and this daemon; all of them fill its arena.
+
+    Args:
+        hub: of this daemon; its `step` runs on another thread.
+        gpu: receives broadcasts, if there is one; closed with this.
+    """
+
+    def __init__(self, config: WeightHubConfig, hub: WeightHub, gpu: GpuReceiving | None) -> None:
+        super().__init__(["tcp"], gpu=gpu, config=config)
+        self._hub = hub
+        self._tcp = hub.planes.open_tcp()
+        self._end: UpstreamEnd | None = None
+
+    def open(self, reply: m.Subscribed, security: Security) -> ReceiverEnd:
+        """Register the layout with this daemon's hub; RejectedError if that has no room for it."""
+        manifest = reply.manifest
+        whole = held_whole(manifest)  # as it is here, whoever has it above
+        size, pace = manifest.total_bytes, self._config.pace
+        limit_s = pace.after(ANSWER_S).limit_s(self._config.slots * size)
+        made = _answer(self._hub.ask(m.RegisterManifest(manifest=whole)), m.ArenaReady, limit_s)
+        store = self._tcp.store_of(whole)
+        arena = Arena.attach(made.path, slot_bytes=size)
+
+        def delta_came(piece: Piece, data: bytes) -> None:
+            store.encoded(piece.bucket, Delta(piece.base, piece.result, data))
+
+        slots = [arena.slot(index) for index in range(made.slots)]
+        pull = TcpReceiver(manifest, slots, self._config, delta_came, security)
+        end: TcpReceiver | NcclReceiver = pull
+        if self._gpu is not None and reply.plane == "nccl":
+            end = self._gpu.broadcasts(arena, pull)
+        self._end = UpstreamEnd(self._hub, store, arena, end, pace.limit_s(size))
+        return self._end
+
+    def publish(self, staged: StagedVersion) -> None:
+        """Publish what was staged last to receivers of this host; RejectedError if refused."""
+        assert self._end is not None
+        self._end.publish(staged.version)
+
+
+class UpstreamEnd:
+    """Receives versions into slots of the daemon's arena, on whichever plane.
+
+    Args:
+        arena: the slots, filled by `end`.
+        end: of the plane that the hub above chose.
+        deadline_s: seconds to wait for a free slot.
+    """
+
+    def __init__(
+        self,
+        hub: WeightHub,
+        store: BucketStore,
+        arena: Arena,
+        end: TcpReceiver | NcclReceiver,
+        deadline_s: float,
+    ) -> None:
+        self._hub = hub
+        self._store = store
+        self._arena = arena
+        self._end = end
+        self._deadline_s = deadline_s
+        self._staged: m.Publish | None = None
+
+    def receive(self, message: m.Prepare) -> Receiving:
+        """Fetch a version; the next daemon may fetch it from here at the same time."""
+        deadline = Deadline(self._deadline_s)
+        asked = self._hub.ask(m.AcquireSlot(version=message.version))
+        while not wait([asked], LOOK_S).done:
+            if deadline.passed:
+                return Receipt(error=f"no slot was free within {self._deadline_s:g} s")
+            yield None
+        granted = asked.result()
+        if not isinstance(granted, m.SlotGranted):
+            return Receipt(error=granted.reason if isinstance(granted, m.Nack) else repr(granted))
+        slot, waited = granted.slot, self._deadline_s - deadline.left_s
+        sums = message.checksums
+        self._store.offer(slot, self._arena.slot(slot), sums, range(len(sums)))
+        with closing(self._end.receive(message, slot)) as steps:
+            while True:
+                try:
+                    bucket = next(steps)
+                except StopIteration as end:
+                    done: Receipt = end.value
+                    break
+                if bucket is not None:
+                    self._store.arrived(slot, bucket)
+                yield bucket
+        self._staged = m.Publish(version=message.version, slot=slot, checksums=sums, snapshot_s=0.0)
+        return dataclasses.replace(done, stage_s=done.stage_s + waited)
+
+    def publish(self, version: int) -> None:
+        if self._staged is None or self._staged.version != version:
+            raise RejectedError(f"version {version} is not the one that was staged last")
+        _answer(self._hub.ask(self._staged), m.Ok, ANSWER_S)
+
+    def close(self) -> None:
+        self._end.close()
+        self._arena.close()
+
+
+def _answer(asked: Future[m.Message], kind: type[M], timeout_s: float) -> M:
+    start = time.monotonic()
+    try:
+        answer = asked.result(timeout_s)
+    except TimeoutError:
+        spent = time.monotonic() - start
+        raise DeadlineError(f"no answer from this daemon's own hub within {spent:.3g} s") from None
+    if isinstance(answer, m.Nack):
+        raise RejectedError(answer.reason, code=answer.code)
+    assert isinstance(answer, kind)
+    return answer
 
 
 class Daemon:
@@ -32,12 +165,8 @@ class Daemon:
 
     Args:
         name: in the run; with an upstream unique among all receivers of the hub.
-        config: the section `weight_hub`.
-        metrics: receives the rows of pushes.
         upstream: weights endpoint of the hub to fetch from; empty: the trainer publishes here.
-        host: names the /dev/shm of this process; empty = find out.
         gpu: for plane `nccl` from upstream; closed with this.
-        security: keys of this process.
 
     Raises:
         StartupError: the address is taken.

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Mapping
 
-import msgspec
-
 from umbra.proto.errors import RejectedError, UmbraError
 from umbra.proto.messages import Subscribe
-from umbra.proto.net.address import next_port
 from umbra.proto.net.keys import OPEN, Security
-from umbra.proto.records import BucketsAt, GpuFacts, Manifest
+from umbra.proto.records import BucketsAt, Manifest
+from umbra.proto.sockets import next_port
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.weight_hub.push import HubPeer
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess, result
+from umbra.services.weights.gpu.cuda import facts
+from umbra.services.weights.gpu.worker import GpuWorkerProcess
 from umbra.services.weights.planes.cuda_ipc import IpcHub
 from umbra.services.weights.planes.nccl import NcclHub
 from umbra.services.weights.planes.plane import (
     AUTO,
     GPU_PLANES,
-    Background,
     HubEnd,
     Side,
     choose_plane,
@@ -36,13 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class HubPlanes:
-    """Planes are opened when the first receiver that can use them subscribes.
-
-    Args:
-        config: the section `weight_hub`.
-        host: names the /dev/shm of this process.
-        security: keys of this process.
-    """
+    """Planes are opened when the first receiver that can use them subscribes."""
 
     def __init__(
         self,
@@ -51,21 +42,17 @@ class HubPlanes:
         security: Security = OPEN,
     ) -> None:
         self._config = config
-        self._side = Side(host)
         self._security = security
         self._chosen: dict[str, HubEnd] = {}  # by receiver
         self._ends: dict[str, HubEnd] = {}
         self._tcp: TcpHub | None = None  # that among them
         self._broken: dict[str, str] = {}
-        self._looking: Background[GpuFacts] = Background("umbra-gpu-facts")
-        self._closing = threading.Event()
+        self._side = Side(host)
         self._layout: tuple[Arena, Manifest] | None = None
 
     @property
     def deltas(self) -> bool:
-        """Return whether deltas are made, as far as is known now."""
-        slow = self._tcp is not None and self._tcp.links_are_slow
-        return slow or self._config.delta == "always"
+        return self._tcp is not None and self._tcp.links_are_slow
 
     @property
     def ends(self) -> list[HubEnd]:
@@ -73,7 +60,6 @@ class HubPlanes:
 
     @property
     def refused(self) -> int:
-        """Number of peers refused for lack of the right key."""
         return 0 if self._tcp is None else self._tcp.server.refusals.counts.total()
 
     def of(self, name: str) -> HubEnd:
@@ -99,6 +85,8 @@ class HubPlanes:
                 )
             offered = ["tcp"]
         theirs = Side(message.host, message.gpu)
+        if message.gpu is not None and not self._is_divided:
+            self._look_at_gpu()
         broken = self._broken | {name: end.broken for name, end in self._ends.items() if end.broken}
         plane = choose_plane(self._config.plane, self._side, theirs, offered, broken)
         if plane in ("tcp", "nccl") and (relay := self._relay_beside(message)):
@@ -120,37 +108,9 @@ class HubPlanes:
         return self._tcp
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
-        """Set the arena of all pushes from now on, before the one before is closed."""
         self._layout = arena, manifest
         for end in self._ends.values():
             end.layout(arena, manifest)
-
-    def awaits_gpu(self, message: Subscribe) -> bool:
-        """Return whether our own GPU must be known to choose a plane; starts the look-up."""
-        if message.gpu is None or self._side.gpu is not None or self._broken or self._is_divided:
-            return False
-        if all(unavailable(n) for n in GPU_PLANES if self._config.plane in (AUTO, n)):
-            return False
-        if not self._looking.busy:
-            self._looking.start(self._facts)
-        return True
-
-    @property
-    def looking(self) -> bool:
-        """Return whether our own GPU is being looked up."""
-        return self._looking.busy
-
-    def looked(self) -> bool:
-        """Return whether the look-up has ended since the last call."""
-        found = self._looking.take()
-        if found is None:
-            return False
-        if isinstance(found, UmbraError):
-            self._broken = dict.fromkeys(GPU_PLANES, f"the hub's GPU worker: {found}")
-            log.warning("no GPU planes: %s", found)
-        else:
-            self._side = Side(self._side.host, found)
-        return True
 
     def found(self, parts: Mapping[int, BucketsAt]) -> None:
         """Set the buckets endpoints of the trainer's other hosts."""
@@ -176,9 +136,7 @@ class HubPlanes:
             )
 
     def close(self) -> None:
-        self._closing.set()
-        self._looking.close()
-        for end in self.ends:
+        for end in self._ends.values():
             end.close()
 
     @property
@@ -193,15 +151,17 @@ class HubPlanes:
         relay = self._tcp.relay_at(message.host)
         return "" if relay == message.avoid else relay
 
-    def _facts(self) -> GpuFacts:
-        """Look at the GPU in a worker, which takes seconds; on the thread."""
-        worker = GpuWorkerProcess(self._config.device)
+    def _look_at_gpu(self) -> None:
+        """Find out about our own GPU, for the first receiver that has one."""
+        if self._side.gpu is not None or self._broken:
+            return
+        if all(unavailable(n) for n in GPU_PLANES if self._config.plane in (AUTO, n)):
+            return
         try:
-            worker.order("facts")
-            answer = worker.answer(START_S, abortable=False)
-            return msgspec.convert(result(answer, self._closing.is_set)["facts"], GpuFacts)
-        finally:
-            worker.kill()
+            self._side = Side(self._side.host, facts(self._config.device))
+        except UmbraError as error:
+            self._broken = dict.fromkeys(GPU_PLANES, f"the hub's GPU: {error}")
+            log.warning("no GPU planes: %s", error)
 
     def _open(self, name: str) -> HubEnd:
         """The end of a plane, from now on; each GPU plane's has a worker of its own.

@@ -38,12 +38,9 @@ class PartHub:
     """The part hub of a trainer host; `run` until it is told to stop, then `close`.
 
     Args:
-        name: in the run.
         owner: trainer host, from 1.
         upstream: weights endpoint of the hub.
         config: the section `weight_hub`; buckets are fetched at its `listen`.
-        host: names the /dev/shm of this process; empty = find out.
-        security: keys of role `part`.
 
     Raises as `BucketServer`.
     """
@@ -102,7 +99,6 @@ class PartHub:
     # -- the hub ----------------------------------------------------------------------------------
 
     def _state(self, stopping: threading.Event) -> bool:
-        """Report our state; return whether the hub has answered."""
         known = self._order is not None and (self._arena is not None or self._error)
         state = PartState(
             owner=self._owner,
@@ -140,7 +136,6 @@ class PartHub:
     # -- the arena --------------------------------------------------------------------------------
 
     def _hold(self, order: HoldArena) -> None:
-        """Begin to hold another arena, unless it is the current one."""
         before = self._order
         if before is not None and not self._error:
             if (before.path, before.manifest) == (order.path, order.manifest):
@@ -177,7 +172,6 @@ class PartHub:
             arena.close()
 
     def _offer(self, message: OfferSlot) -> None:
-        """Hand out a slot, or stop doing so."""
         if self._arena is None or self._order is None or self._order.path != message.path:
             return  # of an arena before
         buckets = len(self._order.manifest.buckets)

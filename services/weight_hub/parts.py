@@ -31,8 +31,6 @@ NOTHING = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
 
 @dataclass(slots=True)
 class _PartHub:
-    """A connected part hub."""
-
     peer: HubPeer
     state: PartState
     heard_at: float
@@ -67,7 +65,6 @@ class Parts:
 
     @property
     def buckets(self) -> Mapping[int, BucketsAt]:
-        """Return where the buckets of each owner are handed out."""
         return {owner: part.state.buckets for owner, part in self._parts.items()}
 
     @property
@@ -89,7 +86,6 @@ class Parts:
         return self._error(made=True)
 
     def next_deadline(self) -> float | None:
-        """Return when `tick` must be called at the latest."""
         return min((part.heard_at + SILENT_S for part in self._parts.values()), default=None)
 
     # -- what happens -----------------------------------------------------------------------------
@@ -104,7 +100,6 @@ class Parts:
             part.offered.clear()
 
     def forget(self) -> None:
-        """Forget the layout."""
         self._layout = None
 
     def ask_again(self) -> None:
@@ -140,11 +135,9 @@ class Parts:
         return None
 
     def lost(self, name: str) -> None:
-        """Forget a part hub that cannot be reached."""
         self._parts = {owner: p for owner, p in self._parts.items() if p.peer.name != name}
 
     def tick(self, now: float) -> list[str]:
-        """Forget silent part hubs; returns their names."""
         gone = [p.peer.name for p in self._parts.values() if now >= p.heard_at + SILENT_S]
         for name in gone:
             self.lost(name)

@@ -36,19 +36,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from umbra.proto import messages as m
 from umbra.proto.deadline import Pace
-from umbra.proto.messages import (
-    Abort,
-    Commit,
-    Committed,
-    Message,
-    Nack,
-    Ok,
-    Prepare,
-    Publish,
-    Ready,
-    SlotGranted,
-)
 
 ATTEMPTS = 2  # pushes of one version to one receiver that may fail until it is dropped
 STAGINGS = 8  # the trainer waits for a slot at most as long as so many of the longest took
@@ -84,18 +73,14 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class HubReply:
-    """Effect: reply to a request."""
-
     ticket: Ticket
-    message: Message
+    message: m.Message
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Effect: push a message to a receiver."""
-
     receiver: str
-    message: Prepare | Commit | Abort
+    message: m.Prepare | m.Commit | m.Abort
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +117,16 @@ Effect = HubReply | Send | Pushed | Failed
 
 @dataclass(slots=True)
 class PushInProgress:
-    """A push under way."""
-
     epoch: int
     publication: Publication
     attempt: int
     deadline: float
     phase: Literal["staging", "committing"] = "staging"
-    ready: Ready | None = None
+    ready: m.Ready | None = None
 
 
 @dataclass(slots=True)
 class ReceiverState:
-    """A subscribed receiver."""
-
     peer: HubPeer
     since: float
     push: PushInProgress | None = None
@@ -210,11 +191,9 @@ class PushProtocol:
         return peer == self._publisher or (receiver is not None and receiver.peer == peer)
 
     def readers(self, slot: int, phase: str = "staging") -> list[str]:
-        """Return the receivers that read `slot` in a phase."""
         return [name for name, r in self._receivers.items() if r.reads(slot, phase)]
 
     def next_deadline(self) -> float | None:
-        """Return when `tick` must be called at the latest; None while nothing is under way."""
         due = [r.push.deadline for r in self._receivers.values() if r.push]
         if self._parked is not None and self._loads_awaited:
             due.append(self._parked[2] + self._load_patience_s)
@@ -229,7 +208,7 @@ class PushProtocol:
         publisher: HubPeer,
         digest: str,
         now: float,
-        published: Publish | None = None,
+        published: m.Publish | None = None,
         nbytes: int = 0,
     ) -> list[Effect]:
         """The trainer stated its layout, by which a version has `nbytes` bytes.
@@ -262,21 +241,19 @@ class PushProtocol:
         return self._settle(now)
 
     def acquire(self, ticket: Ticket, publisher: HubPeer, version: int, now: float) -> list[Effect]:
-        """Grant the trainer a slot for `version`, when one is free."""
         if not self._may_write(ticket, publisher):
             return self._settle(now)
         self._refuse_parked("the trainer asked again")
         if self._grant is not None:  # its last answer was lost, or it gave that version up
             self._grant = self._grant[0], version
-            self._answer(ticket, SlotGranted(slot=self._grant[0]))
+            self._answer(ticket, m.SlotGranted(slot=self._grant[0]))
         else:
             self._parked, self._loads_awaited = (ticket, version, now), True
         return self._settle(now)
 
     def publish(
-        self, ticket: Ticket, publisher: HubPeer, message: Publish, now: float
+        self, ticket: Ticket, publisher: HubPeer, message: m.Publish, now: float
     ) -> list[Effect]:
-        """Publish the slot that the trainer has filled."""
         if not self._may_write(ticket, publisher):
             return self._settle(now)
         if self._grant != (message.slot, message.version):
@@ -289,7 +266,7 @@ class PushProtocol:
         self._grant = None
         self._add(message.version, message.slot, message.checksums, message.snapshot_s, now)
         self.counters["published"] += 1
-        self._answer(ticket, Ok())
+        self._answer(ticket, m.Ok())
         return self._settle(now)
 
     # -- receivers --------------------------------------------------------------------------------
@@ -299,7 +276,7 @@ class PushProtocol:
         self._receivers[peer.name] = ReceiverState(peer, now)
         return self._settle(now)
 
-    def ready(self, peer: HubPeer, message: Ready, now: float) -> list[Effect]:
+    def ready(self, peer: HubPeer, message: m.Ready, now: float) -> list[Effect]:
         """Commit the version that a receiver has staged, or count its failure."""
         receiver, push = self._under_way(peer, message.epoch, "staging")
         if receiver and push:
@@ -309,11 +286,10 @@ class PushProtocol:
                 self._longest_s = max(self._longest_s, now - push.deadline + self._deadline_s)
                 push.phase, push.ready = "committing", message
                 push.deadline = now + self._deadline_s
-                self._send(receiver, Commit(epoch=push.epoch, version=push.publication.version))
+                self._send(receiver, m.Commit(epoch=push.epoch, version=push.publication.version))
         return self._settle(now)
 
-    def committed(self, peer: HubPeer, message: Committed, now: float) -> list[Effect]:
-        """End the push of a receiver that serves its version, or count its failure."""
+    def committed(self, peer: HubPeer, message: m.Committed, now: float) -> list[Effect]:
         receiver, push = self._under_way(peer, message.epoch, "committing")
         if receiver and push and push.ready:
             if message.error:
@@ -327,7 +303,6 @@ class PushProtocol:
         return self._settle(now)
 
     def lost(self, name: str, reason: str, now: float) -> list[Effect]:
-        """Drop a receiver that cannot be reached."""
         if (receiver := self._receivers.get(name)) is not None:
             self._drop(receiver, reason, tell=False)
         return self._settle(now)
@@ -367,7 +342,6 @@ class PushProtocol:
         self.held.clear()
 
     def _add(self, version: int, slot: int, sums: list[int], snapshot_s: float, now: float) -> None:
-        """Make the version in `slot` the newest."""
         self._publications += 1
         made = Publication(self._publications, version, slot, sums, snapshot_s, now)
         self.newest = self.held[slot] = made
@@ -398,7 +372,7 @@ class PushProtocol:
         self,
         receiver: ReceiverState,
         push: PushInProgress,
-        ready: Ready,
+        ready: m.Ready,
         commit_s: float,
         now: float,
     ) -> None:
@@ -427,7 +401,7 @@ class PushProtocol:
             self._drop(receiver, reason)
             return
         name, version = receiver.peer.name, push.publication.version
-        self._send(receiver, Abort(epoch=push.epoch, version=version, reason=reason))
+        self._send(receiver, m.Abort(epoch=push.epoch, version=version, reason=reason))
         self._effects.append(Failed(name, version, push.phase, reason, dropped=False))
         receiver.push = None
         # Else `_settle` starts with what is newer.
@@ -441,7 +415,7 @@ class PushProtocol:
         self.counters["dropped"] += 1
         if tell:
             epoch, about = (push.epoch, push.publication.version) if push else (0, -1)
-            self._send(receiver, Abort(epoch=epoch, version=about, reason=reason, dropped=True))
+            self._send(receiver, m.Abort(epoch=epoch, version=about, reason=reason, dropped=True))
         phase = push.phase if push else "idle"
         self._effects.append(Failed(receiver.peer.name, version, phase, reason, dropped=True))
 
@@ -454,7 +428,9 @@ class PushProtocol:
         self._epoch += 1
         receiver.push = PushInProgress(self._epoch, publication, attempt, now + self._deadline_s)
         version, slot, sums = publication.version, publication.slot, publication.checksums
-        self._send(receiver, Prepare(epoch=self._epoch, version=version, slot=slot, checksums=sums))
+        self._send(
+            receiver, m.Prepare(epoch=self._epoch, version=version, slot=slot, checksums=sums)
+        )
 
     def _settle(self, now: float) -> list[Effect]:
         """Start what can start now; returns the effects of this event."""
@@ -470,7 +446,7 @@ class PushProtocol:
                 self._parked = None
                 self.held.pop(slot, None)
                 self._grant = slot, version
-                self._answer(ticket, SlotGranted(slot=slot))
+                self._answer(ticket, m.SlotGranted(slot=slot))
         effects, self._effects = self._effects, []
         return effects
 
@@ -496,13 +472,11 @@ class PushProtocol:
 
     @property
     def _patience_s(self) -> float:
-        """Return how long the trainer waits for a slot that is read."""
         patience_s = max(PATIENCE_S, STAGINGS * self._longest_s) / 2**self._impatience
         return min(self._deadline_s, max(LEAST_PATIENCE_S, patience_s))
 
     @property
     def _load_patience_s(self) -> float:
-        """Return how long the trainer waits for a slot that is loaded in place."""
         return max(LOAD_S, LOADS * self._longest_load_s)
 
     def _refuse_parked(self, reason: str) -> None:
@@ -510,11 +484,11 @@ class PushProtocol:
             self._nack(self._parked[0], "superseded", reason)
             self._parked = None
 
-    def _send(self, receiver: ReceiverState, message: Prepare | Commit | Abort) -> None:
+    def _send(self, receiver: ReceiverState, message: m.Prepare | m.Commit | m.Abort) -> None:
         self._effects.append(Send(receiver.peer.name, message))
 
-    def _answer(self, ticket: Ticket, message: Message) -> None:
+    def _answer(self, ticket: Ticket, message: m.Message) -> None:
         self._effects.append(HubReply(ticket, message))
 
     def _nack(self, ticket: Ticket, code: str, reason: str) -> None:
-        self._effects.append(HubReply(ticket, Nack(code=code, reason=reason)))
+        self._effects.append(HubReply(ticket, m.Nack(code=code, reason=reason)))

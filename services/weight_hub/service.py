@@ -6,40 +6,22 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import cast
 
+from umbra.proto import messages as m
+from umbra.proto.access import KeyRole
 from umbra.proto.errors import RejectedError, StartupError, UmbraError, UsageError, WireError
-from umbra.proto.messages import (
-    AcquireSlot,
-    ArenaReady,
-    Committed,
-    HubStatus,
-    HubStatusRequest,
-    Message,
-    Nack,
-    Ok,
-    PartState,
-    Ping,
-    Pong,
-    Prepare,
-    Publish,
-    Ready,
-    RegisterManifest,
-    SlotGranted,
-    Subscribe,
-    Subscribed,
-)
 from umbra.proto.net.server import Request, Server
 from umbra.proto.records import Manifest
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.process.metrics import MetricsFile
-from umbra.services.weight_hub.bindings import Bindings
 from umbra.services.weight_hub.hub_planes import HubPlanes
-from umbra.services.weight_hub.parts import Parts
+from umbra.services.weight_hub.parts import NOTHING, Parts
 from umbra.services.weight_hub.push import (
     Effect,
     Failed,
@@ -54,16 +36,71 @@ from umbra.services.weights.arena import Arena, remove_leftovers, shm_host
 from umbra.services.weights.manifest import check_manifest, owned_ranges
 from umbra.services.weights.planes.plane import Background, Settled
 
+KEPT = 8192  # names, the last ones
+BINDING = (m.RegisterManifest, m.PartState, m.Subscribe)  # what a process begins with
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    incarnation: str
+    identity: bytes
+    role: KeyRole | None
+
+
+class Bindings:
+    """Whose name is whose: it belongs to the connection and the key that it came with first.
+
+    As at the buffer: names and incarnations are known to all, the identity of its sockets only to
+    a process itself. A new incarnation may take its name over, with a key of the same role.
+    """
+
+    def __init__(self) -> None:
+        self.owners: OrderedDict[str, _Owner] = OrderedDict()
+
+    def check(self, request: Request) -> m.Nack | None:
+        """Why `request` may not be made in the name that it states; None if it may.
+
+        The first of a process, and of a new incarnation of it, claims the name.
+        """
+        header = request.header
+        owner = self.owners.get(header.sender)
+        begins = isinstance(request.body, BINDING)
+        known = owner is not None and owner.incarnation == header.incarnation
+        if owner is not None:
+            if owner.role != request.role or (known and owner.identity != request.identity):
+                return _not_allowed(f"{header.sender!r} came over another connection")
+            if not known and not begins:
+                return _not_allowed(f"{header.sender!r} has not begun with this incarnation")
+        if begins and not known:
+            self.owners[header.sender] = _Owner(header.incarnation, request.identity, request.role)
+        if header.sender in self.owners:
+            self.owners.move_to_end(header.sender)
+        if len(self.owners) > KEPT:
+            self.owners.popitem(last=False)
+        return None
+
+
+def _not_allowed(reason: str) -> m.Nack:
+    return m.Nack(code="not_allowed", reason=reason, path="sender")
+
+
 CHANNEL = "weights"
-ACCEPTS: tuple[type[Message], ...] = (
-    RegisterManifest, AcquireSlot, Publish, PartState, Subscribe, Ready, Committed,
-    HubStatusRequest, Ping,
+ACCEPTS: tuple[type[m.Message], ...] = (
+    m.RegisterManifest, m.AcquireSlot, m.Publish, m.PartState, m.Subscribe, m.Ready, m.Committed,
+    m.HubStatusRequest, m.Ping,
 )  # fmt: skip
 # What is done in the name of its sender; the rest is asked by anyone, or by an operator.
-IN_A_NAME = (RegisterManifest, AcquireSlot, Publish, PartState, Subscribe, Ready, Committed)
-LEAVING = Nack(code="leaving", reason="this daemon is about to end")
+IN_A_NAME = (
+    m.RegisterManifest,
+    m.AcquireSlot,
+    m.Publish,
+    m.PartState,
+    m.Subscribe,
+    m.Ready,
+    m.Committed,
+)
+LEAVING = m.Nack(code="leaving", reason="this daemon is about to end")
 POLL_S = 0.2
-NO_MANIFEST = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
 BUSY_POLL_S = 0.01  # while the arena is made, or a plane works
 UPSTREAM = HubPeer("upstream", "")  # who writes the versions of a daemon with an upstream
 
@@ -76,11 +113,8 @@ class WeightHub:
     Args:
         server: with the channel "weights" bound.
         run_id: names the shared memory.
-        config: the section `weight_hub`.
         metrics: receives a row "push" per version and receiver.
-        host: names the /dev/shm of this process; empty = find out.
         upstream: address of the hub that versions come from; empty: a trainer publishes them.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -100,7 +134,7 @@ class WeightHub:
         self._metrics = metrics
         self._upstream = upstream
         self._clock = clock
-        self._asked: SimpleQueue[tuple[Message, Future[Message]]] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[m.Message, Future[m.Message]]] = SimpleQueue()
         self._is_leaving = False
         self._wake = server.waker() if upstream else None
         self._arena: Arena | None = None
@@ -108,16 +142,13 @@ class WeightHub:
         self._arenas_made = 0
         self._making: Background[Arena] = Background("umbra-arena")
         # For the first of these the arena is made; the others wait until it is there.
-        self._registering: list[tuple[Ticket, HubPeer, RegisterManifest]] = []
+        self._registering: list[tuple[Ticket, HubPeer, m.RegisterManifest]] = []
         self._manifest: Manifest | None = None
         self._bindings = Bindings()
-        self._identities: dict[str, bytes] = {}
-        self._peers: dict[str, HubPeer] = {}
-        # Subscriptions that wait for a layout, or until our own GPU is known.
-        self._waiting: dict[str, tuple[Request, HubPeer, Subscribe]] = {}
+        self._waiting: dict[str, Request] = {}  # subscriptions without a layout, by receiver
         host = host or shm_host()
         self._parts = Parts(host)
-        self._taken_over: Publish | None = None  # what lies in the arena of the hub before us
+        self._taken_over: m.Publish | None = None  # what lies in the arena of the hub before us
         self._is_lost = False  # a trainer host came back without the memory of the layout
         self.planes = HubPlanes(config, host, server.security)
 
@@ -126,8 +157,7 @@ class WeightHub:
         for due in (self.protocol.next_deadline(), self._parts.next_deadline()):
             if due is not None:
                 timeout_s = min(timeout_s, max(0.0, due - self._clock()))
-        working = (self.planes.looking, self._making.busy, *(end.busy for end in self.planes.ends))
-        if any(working):
+        if self._making.busy or any(end.busy for end in self.planes.ends):
             timeout_s = min(timeout_s, BUSY_POLL_S)
         if self._arena is not None and not self._arena.has_name:
             raise UmbraError(
@@ -137,8 +167,6 @@ class WeightHub:
         requests = self._server.poll(timeout_s)
         if (made := self._making.take()) is not None:
             self._apply(self._arena_made(made, self._clock()))
-        if self.planes.looked():
-            self._apply(self._subscribe_waiting(self._clock()))
         for request in requests:
             self._apply(self._handle(request))
         while not self._asked.empty():
@@ -151,9 +179,9 @@ class WeightHub:
             self._apply(end.poll(self._clock()))
         return len(requests)
 
-    def ask(self, body: Message) -> Future[Message]:
+    def ask(self, body: m.Message) -> Future[m.Message]:
         """Have `step` handle what the receiver of a daemon with an upstream asks; any thread."""
-        answer: Future[Message] = Future()
+        answer: Future[m.Message] = Future()
         if self._is_leaving:
             answer.set_result(LEAVING)
             return answer
@@ -169,7 +197,6 @@ class WeightHub:
             self._asked.get_nowait()[1].set_result(LEAVING)
 
     def stats(self) -> dict[str, float]:
-        """Return figures for the monitor."""
         counters = self.protocol.counters
         newest = self.protocol.newest
         return {
@@ -194,66 +221,66 @@ class WeightHub:
     # -- events -----------------------------------------------------------------------------------
 
     def _handle(self, request: Request) -> list[Effect]:
-        peer = HubPeer(request.header.sender, request.header.incarnation)
-        now = self._clock()
+        peer, now = _peer(request), self._clock()
         if isinstance(request.body, IN_A_NAME) and (nack := self._bindings.check(request)):
             self._refuse(request, nack)
             return []
         match request.body:
-            case RegisterManifest() | AcquireSlot() | Publish() | PartState() if self._upstream:
+            case m.RegisterManifest() | m.AcquireSlot() | m.Publish() | m.PartState() if (
+                self._upstream
+            ):
                 reason = f"versions come from {self._upstream} here"
-                self._refuse(request, Nack(code="not_allowed", reason=reason))
-            case RegisterManifest() | AcquireSlot() | Publish() as message:
+                self._refuse(request, m.Nack(code="not_allowed", reason=reason))
+            case m.RegisterManifest() | m.AcquireSlot() | m.Publish() as message:
                 return self._versions(request, peer, message, now)
-            case PartState() as message:
+            case m.PartState() as message:
                 refused = self._parts.heard(peer, message, now)
-                if refused is None:
-                    self._identities[peer.name] = request.identity
-                self._server.reply(request, refused or Ok())
+                self._server.reply(request, refused or m.Ok())
                 return self._part_hubs(now)
-            case Subscribe() as message:
-                return self._subscribe(request, peer, message, now)
-            case Ready() as message:
+            case m.Subscribe():
+                return self._subscribe(request, now)
+            case m.Ready() as message:
                 for end in self.planes.ends:
                     end.staged(peer.name, message)
                 return self.protocol.ready(peer, message, now)
-            case Committed() as message:
+            case m.Committed() as message:
                 return self.protocol.committed(peer, message, now)
-            case HubStatusRequest():
-                self._server.reply(request, self._status(peer))
-            case Ping():
-                self._server.reply(request, Pong(role="weight_hub", state="ready"))
+            case m.HubStatusRequest():
+                waiting = self._waiting.get(peer.name)
+                known = self.protocol.knows(peer) or (waiting and _peer(waiting) == peer)
+                self._server.reply(request, m.HubStatus(subscribed=bool(known)))
+            case m.Ping():
+                self._server.reply(request, m.Pong(role="weight_hub", state="ready"))
             case _:
                 pass  # an Ok or Nack that nobody asked for
         return []
 
-    def _versions(self, ticket: Ticket, peer: HubPeer, body: Message, now: float) -> list[Effect]:
+    def _versions(self, ticket: Ticket, peer: HubPeer, body: m.Message, now: float) -> list[Effect]:
         """Handle a message of whoever writes the versions."""
         match body:
-            case RegisterManifest():
+            case m.RegisterManifest():
                 return self._register(ticket, peer, body, now)
-            case AcquireSlot():
+            case m.AcquireSlot():
                 return self.protocol.acquire(ticket, peer, body.version, now)
-            case Publish():
+            case m.Publish():
                 return self._publish(ticket, peer, body, now)
             case _:
                 raise TypeError(f"unexpected message {type(body).__name__}")
 
-    def _reply(self, ticket: Ticket, message: Message) -> None:
-        """Answer a request, or what was asked in this process."""
+    def _reply(self, ticket: Ticket, message: m.Message) -> None:
         if isinstance(ticket, Request):
             self._server.reply(ticket, message)
         else:
-            cast("Future[Message]", ticket).set_result(message)
+            cast("Future[m.Message]", ticket).set_result(message)
 
-    def _refuse(self, request: Request, nack: Nack) -> None:
+    def _refuse(self, request: Request, nack: m.Nack) -> None:
         kind = type(request.body).__name__
         self._server.refusals.add(f"{kind} of {request.header.sender!r}: {nack.reason}")
         self._server.counters[nack.code] += 1
         self._server.reply(request, nack)
 
     def _register(
-        self, ticket: Ticket, peer: HubPeer, message: RegisterManifest, now: float
+        self, ticket: Ticket, peer: HubPeer, message: m.RegisterManifest, now: float
     ) -> list[Effect]:
         if self._registering:
             self._registering.append((ticket, peer, message))
@@ -272,10 +299,10 @@ class WeightHub:
                 effects += self._begin(manifest, now)
         except (WireError, RejectedError) as error:
             path = error.path if isinstance(error, WireError) else "manifest"
-            self._reply(ticket, Nack(code=error.code, reason=str(error), path=path))
+            self._reply(ticket, m.Nack(code=error.code, reason=str(error), path=path))
             return effects
         except (StartupError, UsageError) as error:
-            self._reply(ticket, Nack(code="no_room", reason=str(error)))
+            self._reply(ticket, m.Nack(code="no_room", reason=str(error)))
             return effects
         return effects + self._registered(ticket, peer, manifest, now)
 
@@ -285,7 +312,7 @@ class WeightHub:
         self._registering = []
         effects: list[Effect] = []
         if isinstance(made, UmbraError):
-            self._reply(ticket, Nack(code="no_room", reason=str(made)))
+            self._reply(ticket, m.Nack(code="no_room", reason=str(made)))
         else:
             self._begin_layout(made, message.manifest)
             effects += self._begin(message.manifest, now)
@@ -309,7 +336,7 @@ class WeightHub:
         if is_new:
             self._remove_leftovers()  # now that what is still needed is ours
         effects += self._subscribe_waiting(now)
-        ready = ArenaReady(path=str(self._arena.path), slots=self._config.slots)
+        ready = m.ArenaReady(path=str(self._arena.path), slots=self._config.slots)
         self._reply(ticket, ready)
         log.info(
             "%s registered %d tensors, %d bytes in %d buckets",
@@ -331,13 +358,13 @@ class WeightHub:
         self._parts.begin(manifest, path, self._config.slots, made=made)
         return effects
 
-    def _not_whole(self) -> Nack:
+    def _not_whole(self) -> m.Nack:
         """Return why a trainer has to register again."""
         if broken := self._parts.broken:
             self._parts.ask_again()
-            return Nack(code="no_room", reason=broken)
+            return m.Nack(code="no_room", reason=broken)
         reason = self._parts.missing or "the memory of a trainer host is lost"
-        return Nack(code="part_missing", reason=reason)
+        return m.Nack(code="part_missing", reason=reason)
 
     def _part_hubs(self, now: float) -> list[Effect]:
         """Update the part hubs; hold pushes back while one is missing."""
@@ -349,7 +376,7 @@ class WeightHub:
             effects = self.protocol.withdraw(f"a part of every version is lost: {gone}", now)
         held = self.protocol.held
         for name, message in self._parts.tell(held, deltas=self.planes.deltas):
-            if not self._server.push(CHANNEL, self._identities[name], message):
+            if not self._reaches(name, message):
                 self._parts.lost(name)
         missing = self._parts.missing
         if missing != self.protocol.held_back:
@@ -357,7 +384,7 @@ class WeightHub:
         self.planes.found(self._parts.buckets)
         return effects + self.protocol.hold_back(missing, now)
 
-    def _take_over(self, message: RegisterManifest) -> Publish | None:
+    def _take_over(self, message: m.RegisterManifest) -> m.Publish | None:
         """Go on with the arena that the hub before this one has left, if the trainer still has it.
 
         What was published last, if it is in there; else None.
@@ -406,64 +433,46 @@ class WeightHub:
         for path in remove_leftovers(self._run_id):
             log.warning("removed %s, which an earlier hub of this run had left", path)
 
-    def _publish(self, ticket: Ticket, peer: HubPeer, message: Publish, now: float) -> list[Effect]:
+    def _publish(
+        self, ticket: Ticket, peer: HubPeer, message: m.Publish, now: float
+    ) -> list[Effect]:
         buckets = len(self._manifest.buckets) if self._manifest else 0
         if self._manifest is not None and len(message.checksums) != buckets:
             reason = f"{len(message.checksums)} checksums for {buckets} buckets"
-            self._reply(ticket, Nack(code="malformed", reason=reason, path="checksums"))
+            self._reply(ticket, m.Nack(code="malformed", reason=reason, path="checksums"))
             return []
         return self.protocol.publish(ticket, peer, message, now)
 
-    def _subscribe(
-        self, request: Request, peer: HubPeer, message: Subscribe, now: float
-    ) -> list[Effect]:
+    def _subscribe(self, request: Request, now: float) -> list[Effect]:
+        peer, message = _peer(request), request.body
+        assert isinstance(message, m.Subscribe)
         if (message.serves or message.buckets) and request.role not in (None, "relay"):
             reason = f"only relays serve others, not the {request.role} key"
-            self._refuse(request, Nack(code="not_allowed", reason=reason, path="serves"))
+            self._refuse(request, m.Nack(code="not_allowed", reason=reason, path="serves"))
             return []
         self._waiting.pop(peer.name, None)
-        awaits_gpu = self.planes.awaits_gpu(message)
-        if not awaits_gpu:
-            try:
-                relay = self.planes.subscribe(peer, message)
-            except (RejectedError, StartupError, UsageError) as error:
-                code = error.code if isinstance(error, RejectedError) else "no_plane"
-                self._server.reply(request, Nack(code=code, reason=str(error)))
-                return []
-            if relay:
-                reply = Subscribed(manifest=NO_MANIFEST, plane="relay", path=relay)
-                self._server.reply(request, reply)
-                return []
-        if awaits_gpu or not self.protocol.digest:
-            self._waiting[peer.name] = request, peer, message
+        try:
+            relay = self.planes.subscribe(peer, message)
+        except (RejectedError, StartupError, UsageError) as error:
+            code = error.code if isinstance(error, RejectedError) else "no_plane"
+            self._server.reply(request, m.Nack(code=code, reason=str(error)))
             return []
-        self._identities[peer.name] = request.identity
-        self._peers[peer.name] = peer
+        if relay:
+            reply = m.Subscribed(manifest=NOTHING, plane="relay", path=relay)
+            self._server.reply(request, reply)
+            return []
+        if not self.protocol.digest:
+            self._waiting[peer.name] = request
+            return []
         assert self._manifest is not None and self._arena is not None
         plane, path = self.planes.of(peer.name).plane, str(self._arena.path)
-        self._server.reply(request, Subscribed(manifest=self._manifest, plane=plane, path=path))
+        self._server.reply(request, m.Subscribed(manifest=self._manifest, plane=plane, path=path))
         log.info("%s subscribed by %s", peer.name, plane)
         return self.protocol.subscribe(peer, now)
 
     def _subscribe_waiting(self, now: float) -> list[Effect]:
-        """Subscribe those who waited; each plane is chosen again, by what is known now."""
         waiting, self._waiting = self._waiting, {}
-        return [
-            effect
-            for request, peer, message in waiting.values()
-            for effect in self._subscribe(request, peer, message, now)
-        ]
-
-    def _status(self, peer: HubPeer) -> HubStatus:
-        newest = self.protocol.newest
-        waiting = self._waiting.get(peer.name)
-        is_waiting = waiting is not None and waiting[1] == peer
-        return HubStatus(
-            version=newest.version if newest else -1,
-            pushes=self.protocol.counters["pushes"],
-            receivers=self.protocol.serving,
-            subscribed=self.protocol.knows(peer) or is_waiting,
-        )
+        return [effect for one in waiting.values() for effect in self._subscribe(one, now)]
 
     # -- effects ----------------------------------------------------------------------------------
 
@@ -474,13 +483,13 @@ class WeightHub:
         while todo:
             match todo.popleft():
                 case HubReply(ticket=ticket, message=message):
-                    if isinstance(message, SlotGranted):
+                    if isinstance(message, m.SlotGranted):
                         for end in self.planes.ends:
                             end.granted(message.slot)
                         assert self._arena is not None
                         self._arena.begin(message.slot)
                     self._reply(ticket, message)
-                case Send(receiver=name, message=Prepare() as message):
+                case Send(receiver=name, message=m.Prepare() as message):
                     assert self._arena is not None
                     self._arena.end(message.slot)
                     todo.extend(self.planes.of(name).prepare(name, message, self._clock()))
@@ -501,21 +510,26 @@ class WeightHub:
                         *(failed.version, name, end, reason),
                     )
 
-    def _push(self, name: str, message: Message) -> list[Effect]:
-        if self._server.push(CHANNEL, self._identities[name], message):
+    def _push(self, name: str, message: m.Message) -> list[Effect]:
+        if self._reaches(name, message):
             return []
         self._left(name)  # before its successor is told of its source
         return self.protocol.lost(name, "it is unreachable", self._clock())
+
+    def _reaches(self, name: str, message: m.Message) -> bool:
+        owner = self._bindings.owners.get(name)  # none: that of a flood of others
+        return owner is not None and self._server.push(CHANNEL, owner.identity, message)
 
     def _left(self, name: str) -> None:
         for end in self.planes.ends:
             end.left(name)
 
     def _refused(self, settled: Settled) -> list[Effect]:
-        """Count a push that came to nothing before it went out."""
         epoch, version = settled.prepare.epoch, settled.prepare.version
-        failed = Ready(epoch=epoch, version=version, wire_s=0.0, stage_s=0.0, error=settled.error)
-        return self.protocol.ready(self._peers[settled.receiver], failed, self._clock())
+        failed = m.Ready(epoch=epoch, version=version, wire_s=0.0, stage_s=0.0, error=settled.error)
+        owner = self._bindings.owners.get(settled.receiver)
+        peer = HubPeer(settled.receiver, owner.incarnation if owner is not None else "")
+        return self.protocol.ready(peer, failed, self._clock())
 
     def _record(self, pushed: Pushed) -> None:
         assert self._manifest is not None
@@ -525,3 +539,7 @@ class WeightHub:
         log.debug(
             "%s serves version %d after %.3f s", pushed.receiver, pushed.version, pushed.total_s
         )
+
+
+def _peer(request: Request) -> HubPeer:
+    return HubPeer(request.header.sender, request.header.incarnation)

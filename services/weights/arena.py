@@ -185,11 +185,7 @@ class Arena:
 
     @classmethod
     def anonymous(cls, *, slot_bytes: int, slots: int) -> Arena:
-        """A new arena without a name, all of it allocated: it goes with its last process.
-
-        Raises:
-            StartupError: there is too little memory.
-        """
+        """A new arena without a name, all of it allocated: it goes with its last process."""
         size = _size(slot_bytes, slots)
         ask_for(size, "the slots of the weights", SMALLER)
         fd = os.memfd_create("umbra-weights", os.MFD_CLOEXEC)
@@ -209,7 +205,6 @@ class Arena:
         return cls(Path(), fd, slot_bytes, slots)
 
     def fileno(self) -> int:
-        """Return the open file, to send to another process."""
         return self._fd
 
     def slot(self, index: int) -> memoryview:
@@ -262,7 +257,6 @@ class Arena:
         return os.fstat(self._fd).st_nlink > 0
 
     def unlink(self) -> None:
-        """Remove the file; may be called again."""
         self.path.unlink(missing_ok=True)
 
     def _populate(self, ranges: Iterable[tuple[int, int]]) -> None:

@@ -37,7 +37,6 @@ _U8_GAP_DENSITY = 1 / 250  # of changed elements; below, one byte would need too
 
 
 def available() -> bool:
-    """Return whether this process can encode and decode deltas."""
     return all(importlib.util.find_spec(name) is not None for name in ("numpy", "zstandard"))
 
 
@@ -126,7 +125,6 @@ def _unzigzag(values: Words, item_bytes: int) -> Words:
 def _bridge(
     gaps: NDArray[np.int64], differences: Words, largest: int
 ) -> tuple[NDArray[np.int64], Words]:
-    """Insert entries without a change where a gap exceeds `largest`."""
     import numpy as np
 
     bridges = gaps // (largest + 1)  # each covers `largest` elements and its own place

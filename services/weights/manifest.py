@@ -44,8 +44,6 @@ def build_manifest(
     `bucket_bytes`.
 
     Args:
-        tensors: in the order in which they are to lie.
-        bucket_bytes: of one bucket, at most.
         owners: by tensor which trainer host has which rows; the others are host 0's.
         adapter: what the tensors belong to, if they are the factors of one.
 
@@ -189,13 +187,11 @@ def checksum(data: memoryview) -> int:
 
 
 def wrong_checksum(manifest: Manifest, bucket: int) -> str:
-    """Return the error text for a bucket whose bytes are not those that were published."""
     start, end = manifest.buckets[bucket]
     return f"checksum of bucket {bucket} [{start}, {end}) is wrong"
 
 
 def checksums(manifest: Manifest, view: memoryview) -> list[int]:
-    """Return the checksum of every bucket of the version in `view`, `[total_bytes]`."""
     return [checksum(view[start:end]) for start, end in manifest.buckets]
 
 
@@ -229,7 +225,6 @@ class _Stretch:
 def _stretches(
     entries: list[TensorEntry], total: int, owners: Mapping[str, RowOwners]
 ) -> Iterator[_Stretch]:
-    """All bytes of the slot, in order."""
     ends = [*(entry.offset for entry in entries[1:]), total]
     for entry, end in zip(entries, ends, strict=True):
         rows = entry.shape[0] if entry.shape else 1

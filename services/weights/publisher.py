@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from umbra.proto import messages as m
 from umbra.proto.deadline import LEAST_RATE, Deadline, Pace
 from umbra.proto.errors import (
     DeadlineError,
@@ -18,18 +19,7 @@ from umbra.proto.errors import (
     UmbraError,
     service_thread,
 )
-from umbra.proto.messages import (
-    AcquireSlot,
-    ArenaReady,
-    HubStatus,
-    HubStatusRequest,
-    Message,
-    Ok,
-    Publish,
-    RegisterManifest,
-    SlotGranted,
-)
-from umbra.proto.net.channel import Channel
+from umbra.proto.net.io_thread import Channel
 from umbra.proto.records import Manifest
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.memory import copy
@@ -41,7 +31,7 @@ PARTS_BACK_S = 60.0  # that a part hub may take to start again, besides what its
 CHECK_S = 5.0  # between questions whether the hub still has what lies on several hosts
 FORGOTTEN = ("not_registered", "not_granted")  # how a restarted hub answers
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=m.Message)
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +62,6 @@ class Publisher:
     is lost, so is the version, and the trainer has to start again from a checkpoint (`check`).
 
     Args:
-        channel: to the weight hub.
-        manifest: the layout, from `build_manifest`.
         stopping: once it is set no answer is waited for any longer than a living hub takes, because
             a hub of the same run may have ended before us.
         pace: how long the hub may take for an answer, which may have to wait for an arena.
@@ -92,7 +80,7 @@ class Publisher:
         self._channel = channel
         self._arena: Arena | None = None
         self._granted: _ArenaVersion | None = None
-        self._last: tuple[_ArenaVersion, Publish] | None = None
+        self._last: tuple[_ArenaVersion, m.Publish] | None = None
         self._failure: UmbraError | None = None
         self._lock = threading.Lock()  # one exchange with the hub at a time
         self._moved = threading.Event()
@@ -103,14 +91,12 @@ class Publisher:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Return path of the arena and number of the slot that was acquired last."""
         if self._granted is None:
             raise ValueError("no slot is acquired")
         return str(self._granted.arena.path), self._granted.slot
 
     @property
     def _answer_s(self) -> float:
-        """Return how long the hub may take for an answer: a restarted one allocates an arena."""
         slots = self._arena.slots if self._arena is not None else 1
         return self._pace.limit_s(slots * self.manifest.total_bytes)
 
@@ -142,7 +128,6 @@ class Publisher:
         Raises:
             DeadlineError: no slot became free within `timeout_s` seconds, or before we stop.
             RejectedError: another trainer has registered.
-            PeerLostError: as `check`.
         """
         deadline = Deadline(timeout_s)
         self._join()
@@ -163,7 +148,6 @@ class Publisher:
         """Publish what was written into the slot of `version`; returns before it is pushed.
 
         Args:
-            version: as given to `slot`.
             snapshot_s: seconds that writing took, for the records.
             sums: checksum of every bucket, of the bytes that were meant to be written.
 
@@ -172,17 +156,16 @@ class Publisher:
             RejectedError: another trainer has registered, or a part hub is gone and does not come
                 back within `PARTS_BACK_S` seconds and the time for its arena.
             DeadlineError: the hub does not answer.
-            PeerLostError: as `check`.
         """
         with self._lock:
             place = self._granted
             if place is None or place.version != version:
                 raise ValueError(f"no slot was acquired for version {version}")
-            message = Publish(
+            message = m.Publish(
                 version=version, slot=place.slot, checksums=sums, snapshot_s=snapshot_s
             )
             try:
-                self._insist(message, Ok, self._answer_s, Deadline(PARTS_BACK_S + self._answer_s))
+                self._insist(message, m.Ok, self._answer_s, Deadline(PARTS_BACK_S + self._answer_s))
             except RejectedError as error:
                 if error.code not in FORGOTTEN:
                     raise
@@ -240,9 +223,8 @@ class Publisher:
                 return
 
     def _is_known(self) -> bool:
-        """Return whether the hub still has our layout, or does not answer now."""
         try:
-            return self._call(HubStatusRequest(), HubStatus, CHECK_S).subscribed
+            return self._call(m.HubStatusRequest(), m.HubStatus, CHECK_S).subscribed
         except UmbraError:
             return True  # a restarted one is told of in another way
 
@@ -265,7 +247,7 @@ class Publisher:
             log.info("the weight hub has version %d again", place.version)
             return True
 
-    def _move(self, place: _ArenaVersion, message: Publish) -> tuple[_ArenaVersion, Publish]:
+    def _move(self, place: _ArenaVersion, message: m.Publish) -> tuple[_ArenaVersion, m.Publish]:
         """Publish what lies in `place` from where the restarted hub wants it."""
         if self.manifest.owners and self._arena is not place.arena:
             self._failure = PeerLostError(
@@ -279,22 +261,22 @@ class Publisher:
         if there != place:
             copy(place.data, there.data)
         message = msgspec.structs.replace(message, slot=slot, snapshot_s=0.0)
-        self._call(message, Ok, self._answer_s)
+        self._call(message, m.Ok, self._answer_s)
         return there, message
 
     def _register(self, timeout_s: float) -> None:
         known = str(self._arena.path) if self._arena is not None else ""
         published = self._last[1] if self._last is not None else None
-        message = RegisterManifest(manifest=self.manifest, path=known, published=published)
-        ready = self._insist(message, ArenaReady, timeout_s, Deadline(timeout_s))
+        message = m.RegisterManifest(manifest=self.manifest, path=known, published=published)
+        ready = self._insist(message, m.ArenaReady, timeout_s, Deadline(timeout_s))
         if ready.path != known:
             # The old one stays mapped: what was published last is in it.
             self._arena = Arena.attach(ready.path, slot_bytes=self.manifest.total_bytes)
 
     def _acquire(self, version: int, timeout_s: float) -> int:
-        message = AcquireSlot(version=version)
+        message = m.AcquireSlot(version=version)
         try:
-            return self._call(message, SlotGranted, timeout_s).slot
+            return self._call(message, m.SlotGranted, timeout_s).slot
         except DeadlineError as error:
             if self._stopping.is_set():
                 raise
@@ -303,7 +285,9 @@ class Publisher:
                 "staging the versions before it, or the weight hub is gone"
             ) from error
 
-    def _insist(self, message: Message, reply: type[M], timeout_s: float, deadline: Deadline) -> M:
+    def _insist(
+        self, message: m.Message, reply: type[M], timeout_s: float, deadline: Deadline
+    ) -> M:
         """Retry until `deadline` while a part hub is missing, for `timeout_s` each time."""
         told = ""
         while True:
@@ -318,5 +302,5 @@ class Publisher:
                     log.warning("%s", told)
             self._closing.wait(PARTS_S)
 
-    def _call(self, message: Message, reply: type[M], timeout_s: float) -> M:
+    def _call(self, message: m.Message, reply: type[M], timeout_s: float) -> M:
         return self._channel.call(message, reply, timeout_s=timeout_s, stopping=self._stopping)

@@ -11,26 +11,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from umbra.proto import messages as m
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import PeerLostError, StartupError, UmbraError, foreseen
-from umbra.proto.messages import (
-    Abort,
-    Commit,
-    Committed,
-    HubStatus,
-    HubStatusRequest,
-    Message,
-    Prepare,
-    Ready,
-    Subscribe,
-    Subscribed,
-)
-from umbra.proto.net.channel import Channel
+from umbra.proto.net.io_thread import Channel
 from umbra.proto.records import BucketsAt, Manifest
 from umbra.services.weights.arena import shm_host
 from umbra.services.weights.manifest import Part, check_dtype, check_manifest
 from umbra.services.weights.planes.plane import GPU_PLANES, Receipt, ReceiverEnd, Receiving
-from umbra.services.weights.planes.receiving import ReceiverPlanes
+from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.verify import ChangedError, SlotGuard
 
 LOOK_S = 0.05  # how soon a stop is noticed
@@ -60,7 +49,6 @@ class Receiver:
     """Gets every new version from the hub; a thread of its own stages while the engine decodes.
 
     Args:
-        channel: to the weight hub.
         planes: those that the hub can choose from; closed with this.
         host: names the /dev/shm of this process; empty = find out (`shm_host`).
         serves: endpoint at which a daemon serves others; told to the hub.
@@ -75,7 +63,7 @@ class Receiver:
     def __init__(
         self,
         channel: Channel,
-        planes: ReceiverPlanes,
+        planes: StagedPlanes,
         host: str = "",
         *,
         serves: str = "",
@@ -100,9 +88,9 @@ class Receiver:
         self._retry_s = retry_s
         self._timeout_s = 0.0
         self._end: ReceiverEnd | None = None
-        self._reply: Subscribed | None = None  # that `_end` is for
-        self._waiting: Prepare | None = None  # until the engine has loaded the version before
-        self._receiving: tuple[Prepare, Receiving] | None = None
+        self._reply: m.Subscribed | None = None  # that `_end` is for
+        self._waiting: m.Prepare | None = None  # until the engine has loaded the version before
+        self._receiving: tuple[m.Prepare, Receiving] | None = None
         self._dropped = ""  # why we were unsubscribed, until the thread has seen it
         self._staged: StagedVersion | None = None
         self._committed = False  # what is staged may be loaded
@@ -120,7 +108,7 @@ class Receiver:
             StartupError: the hub's shared memory cannot be seen from here.
         """
         self._timeout_s = timeout_s
-        reply = self._channel.call(self._request(), Subscribed, timeout_s=timeout_s)
+        reply = self._channel.call(self._request(), m.Subscribed, timeout_s=timeout_s)
         self._subscribed(reply)
         self._hub.on_moved = lambda: self._drop("the weight hub was restarted")
         self._thread.start()
@@ -213,7 +201,7 @@ class Receiver:
             if self._loading is staged:
                 self._loading = None
         self._channel.send(
-            Committed(epoch=staged.epoch, version=staged.version, commit_s=commit_s, error=error)
+            m.Committed(epoch=staged.epoch, version=staged.version, commit_s=commit_s, error=error)
         )
 
     def wait_first(self, timeout_s: float, stopping: threading.Event) -> StagedVersion | None:
@@ -221,7 +209,6 @@ class Receiver:
 
         Raises:
             DeadlineError: none came within `timeout_s` seconds.
-            UmbraError: as `poll`.
         """
         deadline = Deadline(timeout_s, f"no weights from the {self._channel.peer}")
         while not stopping.is_set():
@@ -233,7 +220,6 @@ class Receiver:
         return None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until `poll` may have something, for `timeout_s` seconds at most."""
         with self._changed:
             self._changed.wait(timeout_s)
 
@@ -275,10 +261,10 @@ class Receiver:
             elif message is None and subscribe_at is None and now >= check_at:
                 # A hub that could not reach us for a moment has dropped us without a message.
                 check_at = math.inf
-                self._ask(HubStatusRequest())
+                self._ask(m.HubStatusRequest())
             self._receive()
 
-    def _next_message(self) -> Message | None:
+    def _next_message(self) -> m.Message | None:
         """Return what arrives next; waits for it if there is nothing else to do."""
         try:
             if self._receiving is not None:
@@ -287,20 +273,20 @@ class Receiver:
         except queue.Empty:
             return None
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: m.Message) -> None:
         match message:
-            case Prepare():
+            case m.Prepare():
                 self._give_up()  # the hub has given up what was under way
                 if self._end is not None:  # else we have asked for another plane
                     self._waiting = message
-            case Commit():
+            case m.Commit():
                 with self._changed:
                     if self._staged is not None and self._staged.epoch == message.epoch:
                         self._committed = True
                         self._changed.notify_all()
                 if self._load is not None and (staged := self.poll()) is not None:
                     self._load_now(self._load, staged)
-            case Abort():
+            case m.Abort():
                 log.info("version %d was aborted: %s", message.version, message.reason)
                 under_way = self._receiving[0] if self._receiving is not None else self._waiting
                 if under_way is not None and under_way.epoch == message.epoch:
@@ -310,10 +296,10 @@ class Receiver:
                         self._staged, self._committed = None, False
                 if message.dropped:
                     self._drop(message.reason)
-            case Subscribed():
+            case m.Subscribed():
                 self._give_up()
                 self._subscribed(message)
-            case HubStatus():
+            case m.HubStatus():
                 if not message.subscribed:
                     self._drop("the hub does not know us")
             case _:
@@ -337,8 +323,8 @@ class Receiver:
             reason, self._dropped = self._dropped, ""
         return reason
 
-    def _request(self) -> Subscribe:
-        return Subscribe(
+    def _request(self) -> m.Subscribe:
+        return m.Subscribe(
             host=self._host,
             planes=self._planes.offered,
             serves=self._serves,
@@ -347,13 +333,13 @@ class Receiver:
             gpu=self._planes.facts,
         )
 
-    def _ask(self, body: Message) -> None:
+    def _ask(self, body: m.Message) -> None:
         """Send a request whose reply arrives among the pushes, in their order."""
         channel = self._channel
-        parked = channel is self._hub or isinstance(body, Subscribe)
+        parked = channel is self._hub or isinstance(body, m.Subscribe)
         timeout_s = self._timeout_s if parked else min(RELAY_SILENT_S, self._timeout_s)
 
-        def answered(future: Future[Message]) -> None:
+        def answered(future: Future[m.Message]) -> None:
             error = future.exception()
             if error is None:
                 channel.pushes.put(future.result())
@@ -373,7 +359,6 @@ class Receiver:
             self._changed.notify_all()
 
     def _give_up(self) -> None:
-        """Stop receiving the version under way."""
         receiving, self._receiving, self._waiting = self._receiving, None, None
         if receiving is not None:
             receiving[1].close()
@@ -391,7 +376,7 @@ class Receiver:
             self._receiving = None
             self._received(message, end.value)
 
-    def _begin(self, message: Prepare) -> None:
+    def _begin(self, message: m.Prepare) -> None:
         assert self._reply is not None and self._end is not None
         with self._changed:
             if self._loading is not None:
@@ -404,8 +389,7 @@ class Receiver:
         else:
             self._received(message, Receipt(error=f"{given} checksums for {buckets} buckets"))
 
-    def _received(self, message: Prepare, done: Receipt) -> None:
-        """Report the outcome of a version to the hub."""
+    def _received(self, message: m.Prepare, done: Receipt) -> None:
         assert self._reply is not None
         if not done.error:
             assert done.data is not None
@@ -414,7 +398,7 @@ class Receiver:
             with self._changed:
                 self._staged, self._committed = staged, False
         self._channel.send(
-            Ready(
+            m.Ready(
                 epoch=message.epoch,
                 version=message.version,
                 wire_s=done.wire_s,
@@ -438,7 +422,7 @@ class Receiver:
         self._ask(self._request())
         return True
 
-    def _subscribed(self, reply: Subscribed) -> None:
+    def _subscribed(self, reply: m.Subscribed) -> None:
         """Prepare for versions of the layout in `reply`, or ask the relay that it names."""
         if reply.plane == "relay":
             endpoint = reply.path
@@ -446,7 +430,7 @@ class Receiver:
                 endpoint, "relay", "relay"
             )
             self._relays[endpoint] = self._channel
-            self._ask(HubStatusRequest())
+            self._ask(m.HubStatusRequest())
             return
         check_manifest(reply.manifest)
         if self._dtype:
@@ -468,7 +452,7 @@ class Receiver:
             self._staged, self._loading, self._committed = None, None, False
 
 
-def _is_same(before: Subscribed | None, now: Subscribed) -> bool:
+def _is_same(before: m.Subscribed | None, now: m.Subscribed) -> bool:
     """Return whether an end for one subscription serves the other; the path matters to shm only."""
     if before is None or before.plane != now.plane:
         return False

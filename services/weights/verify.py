@@ -41,10 +41,6 @@ class Checksums:
 
     `copied` takes bytes from the copying thread, while they are in its cache. What a GPU copies is
     not seen on its way: `until` has threads compute it from the version's memory afterwards.
-
-    Args:
-        manifest: the layout.
-        data: the version, `[manifest.total_bytes]`.
     """
 
     def __init__(self, manifest: Manifest, data: memoryview) -> None:
@@ -105,9 +101,6 @@ class SlotGuard:
     Args:
         sequence: the sequence number of the slot, a view of one u64 in shared memory.
         check: raises an OSError or an error of ours if the memory is gone.
-        manifest: the layout.
-        data: the slot.
-        checksums: of every bucket, as they were published.
     """
 
     def __init__(
@@ -134,7 +127,6 @@ class SlotGuard:
 
     @property
     def is_readable(self) -> bool:
-        """Return whether the version is still there."""
         try:
             self._check()
         except (OSError, UmbraError):

@@ -158,7 +158,7 @@ def test_an_older_incarnation_is_refused_for_ever() -> None:
     run = world()
     run.join("generator", "a", "a-2")
     assert isinstance(run.beat("a"), m.HeartbeatAck)
-    body = m.Join(role="generator", name="a", pid=1, host="h", package_version="0")
+    body = m.Join(role="generator", name="a", pid=1, host="h")
     for old in (m.LeaseTasks(capacity=1, version=0, wait_s=0), body):
         reply = run.get("a", old, m.Nack, incarnation="a-1")
         assert reply.code == "stale_incarnation"
@@ -224,7 +224,7 @@ def test_a_trainer_that_waits_is_refused_when_it_departs_and_by_no_other_departu
 def test_the_hub_is_told_to_everyone() -> None:
     run = world()
     body = m.Join(
-        role="weight_hub", name="hub", pid=1, host="h", package_version="0",
+        role="weight_hub", name="hub", pid=1, host="h",
         endpoints={"weights": "tcp://h:9"},
     )  # fmt: skip
     assert isinstance(run.ask("hub", body), m.Welcome)

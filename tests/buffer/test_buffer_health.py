@@ -8,8 +8,21 @@ import pytest
 from fakes.broker_world import World, trajectory, world
 
 from umbra.proto import messages as m
+from umbra.proto.messages import Heartbeat
 from umbra.proto.records import Task
-from umbra.services.buffer.health import BATCHES, Health, SampleFailure, Share
+from umbra.services.buffer.health import (
+    BATCHES,
+    KEPT,
+    RESOLUTION_S,
+    WINDOW_S,
+    Health,
+    Meter,
+    SampleFailure,
+    Share,
+    StepCurves,
+    Throughput,
+)
+from umbra.services.buffer.samples.staleness import StalenessStats
 from umbra.services.config import BufferConfig, CriticConfig, RunConfig, RunSection, TrainerConfig
 
 
@@ -271,3 +284,123 @@ def test_the_broker_tells_of_stored_answers_that_became_stale() -> None:
     assert run.pool.ledger.snapshot().ended["stale"] == 2
     tokens = run.broker.run.health._tokens
     assert (len(tokens["stale"]), len(tokens["trained"])) == (1, 4)
+
+
+def test_every_step_is_a_point_at_first() -> None:
+    curves = StepCurves()
+    curves.add(1, {"loss": 0.5, "of no interest": 1.0, "samples": 8.0}, 10.0)
+    curves.add(2, {"loss": 0.25, "reward/mean": 1.0, "samples": 8.0}, 12.0)
+    record = curves.record()
+    assert record.steps == [1, 2]
+    assert record.values == {
+        "reward/mean": [None, 1.0], "loss": [0.5, 0.25], "samples_per_s": [None, 4.0],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [KEPT, KEPT + 1, 10 * KEPT, 10_001])
+def test_long_runs_are_condensed_to_means(steps: int) -> None:
+    curves = StepCurves()
+    for step in range(1, steps + 1):
+        curves.add(step, {"loss": float(step)}, float(step))
+    record = curves.record()
+    assert len(record.steps) <= KEPT
+    assert record.steps[-1] == steps
+    losses = record.values["loss"]
+    first = record.steps[0]
+    assert losses[0] == pytest.approx((1 + first) / 2)
+    assert losses == sorted(loss for loss in losses if loss is not None)
+
+
+def test_steps_that_are_done_once_more_count_once() -> None:
+    curves = StepCurves()
+    for step in range(1, 6):
+        curves.add(step, {"loss": 1.0}, 0.0)
+    curves.cut(3)
+    curves.add(3, {"loss": 2.0}, 0.0)
+    assert curves.record().steps == [1, 2, 3]
+    assert curves.record().values["loss"] == [1.0, 1.0, 2.0]
+
+
+def test_the_histogram_of_staleness_adds_up() -> None:
+    one, two = StalenessStats(), StalenessStats()
+    one.add(oldest=4, newest=5, version=5)
+    one.add(oldest=5, newest=5, version=5)
+    two.add(oldest=2, newest=5, version=5)
+    one.merge(two)
+    assert one.counts == [1, 1, 0, 1]
+    assert sum(one.counts) == one.samples
+    one.remove(two)
+    assert one.counts == [1, 1, 0, 0]
+
+
+def test_a_batch_a_minute() -> None:
+    meter = Meter(0, 0.0)
+    assert meter.rate(30.0) == 0.0
+    for minute in range(1, 5):
+        meter.see(256 * minute, 60.0 * minute)
+        for later in (0.0, 20.0, 59.0):
+            assert meter.rate(60.0 * minute + later) == pytest.approx(256 / 60)
+    assert meter.rate(4 * 60.0 + 120.0) == pytest.approx(256 / 120), "the next one is overdue"
+
+
+def test_the_start_of_a_resumed_run_does_not_count() -> None:
+    names = ("steps_per_s", "samples_per_s", "answers_per_s", "issued_per_s", "ended_per_s")
+    counts = dict.fromkeys(names, 100)
+    throughput = Throughput(lambda: {**counts}, 0.0)
+    for now in (20.0, 40.0):  # its processes load the model
+        throughput.see(now)
+    counts |= {"issued_per_s": 140}
+    throughput.see(40.1)
+    counts |= {"samples_per_s": 140}
+    assert throughput.rates(44.1).samples_per_s == pytest.approx(10.0, rel=0.05)
+
+
+def test_a_stream_is_measured_over_the_window() -> None:
+    meter = Meter(0, 0.0)
+    for tick in range(1, 2001):  # 40/s for 50 s, then 80/s
+        total = 2 * tick if tick <= 1000 else 2000 + 4 * (tick - 1000)
+        meter.see(total, tick / 20)
+        if tick > 1:
+            assert meter.rate(tick / 20) > 0
+    assert meter.rate(100.0) == pytest.approx(80.0)
+    assert len(meter._marks) <= WINDOW_S / RESOLUTION_S * 1.5
+
+
+def test_a_count_that_goes_down_begins_anew() -> None:
+    """A trainer that starts again has its last steps to do once more."""
+    meter = Meter(0, 0.0)
+    meter.see(10, 1.0)
+    meter.see(5, 2.0)
+    assert meter.rate(2.0) == 0.0
+    meter.see(9, 4.0)
+    assert meter.rate(4.0) == 2.0
+
+
+def test_the_first_status_has_the_speed_of_what_was_done() -> None:
+    """Who asks once is told as much as who has watched; waiting for generators does not count."""
+    run = world(run_ahead=1)
+    run.pass_time(5.0)
+    assert run.broker.status(run.now).rates.issued_per_s == 0.0
+    tasks = run.produce("a", 0)
+    run.pass_time(1.0)
+    run.pass_time(1.0)
+    rates = run.broker.status(run.now).rates
+    assert rates.issued_per_s == rates.answers_per_s == len(tasks)  # all within a second
+    assert rates.samples_per_s == rates.steps_per_s == 0.0
+    run.batch(1)
+    run.commit(1)
+    rates = run.broker.status(run.now).rates
+    assert rates.samples_per_s == pytest.approx(4 / 2.0), "of 4 samples, since work began"
+    assert rates.steps_per_s == pytest.approx(1 / 2.0)
+
+
+def test_the_progress_of_a_member_has_a_rate() -> None:
+    run = world()
+    (member,) = [m for m in run.broker.status(run.now).members if m.name == "a"]
+    assert member.progress_per_s == 0.0
+
+    for second in range(1, 6):
+        run.now = float(second)
+        run.ask("a", Heartbeat(state="ready", activity="x", progress=7 * second, idle_s=0.0))
+    (member,) = [m for m in run.broker.status(run.now).members if m.name == "a"]
+    assert member.progress_per_s == pytest.approx(7.0)

@@ -12,6 +12,7 @@ from umbra.proto.access import LEASE_BYTES
 from umbra.proto.messages import LeaseTasks, Message, Nack, RenewLeases, SubmitResults, TaskLeases
 from umbra.proto.records import Score
 from umbra.services.buffer.samples import leases
+from umbra.services.buffer.samples.ledger import LedgerError, RunningLedger
 from umbra.services.prompts.rows import Prompt
 
 
@@ -108,3 +109,20 @@ def test_what_a_worker_cannot_decode_goes_back_and_is_lost_alone() -> None:
     assert len(run.lease("a", 6, 0)) == 1
     run.answer("a", run.lease("a", 6, 0), 0)
     assert len(run.lease("a", 6, 0)) > 1, "it can decode others"
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("training", "queued"), ("ready", "generating"), ("queued", "training")]
+)
+def test_a_move_that_there_is_not_is_refused(source: str, target: str) -> None:
+    with pytest.raises(LedgerError, match=f"from {source} to {target}"):
+        RunningLedger().move(source, target)
+
+
+def test_a_broken_balance_is_an_internal_error() -> None:
+    ledger = RunningLedger()
+    ledger.issue(1)
+    ledger.issued += 1
+    with pytest.raises(LedgerError, match="out of balance by 1") as caught:
+        ledger.check()
+    assert caught.value.exit_code == 6

@@ -81,7 +81,7 @@ def test_relays_join_beside_the_hub_and_may_be_drained() -> None:
         where = {} if relay else {"weights": f"tcp://{name}:1"}
         body = m.Join(
             role="relay" if relay else "weight_hub",
-            name=name, pid=1, host="h", package_version="0", endpoints=where,
+            name=name, pid=1, host="h", endpoints=where,
         )  # fmt: skip
         return run.ask(name, body)
 

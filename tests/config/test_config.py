@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -11,7 +14,7 @@ import msgspec.inspect as introspect
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.config import NamedEnvironment, RunConfig, loader
+from umbra.services.config import NamedEnvironment, RunConfig
 from umbra.services.config.loader import FOREIGN, as_dict, load_config, to_json
 from umbra.services.config.presets import PRESETS
 
@@ -171,48 +174,6 @@ def test_a_bad_file(text: str, told: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{tmp_path / 'run.toml'}: {told}")
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("[buffer]\nmin_ess = 0.5", r"buffer.min_ess was dropped in 0.2: use run_ahead"),
-        ("[buffer]\non_batch = 'cut'", r"buffer.on_batch = cut was dropped in 0.2: use wait"),
-        ("[env_worker]\ncount = 2", r"env_worker was dropped in 0.2: start a runner"),
-        ("[environment]\nrun_on = 1", r"environment.run_on was dropped in 0.2: start a runner"),
-        (
-            "[[environments]]\nname = 'a'\nrun_on = 1",
-            r"environments.run_on was dropped in 0.2: start a runner",
-        ),
-    ],
-)
-def test_what_was_dropped_is_answered_by_what_to_use_instead(
-    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dropped = {
-        "buffer.min_ess": "use run_ahead",
-        "buffer.on_batch=cut": "use wait",
-        "env_worker": "start a runner",
-        "environment.run_on": "start a runner",
-    }
-    fields = {name: dict(keys) for name, keys in loader.SECTIONS.items()}
-    for section, key in (("buffer", "min_ess"), ("environment", "run_on")):  # may still be in use
-        fields[section].pop(key, None)
-    fields["environments"].pop("run_on", None)
-    fields.pop("env_worker", None)
-    monkeypatch.setattr(loader, "DROPPED", dropped)
-    monkeypatch.setattr(loader, "SECTIONS", fields)
-    file = tmp_path / "run.toml"
-    file.write_text(text)
-    with pytest.raises(UsageError, match=told):
-        load_config(file, environ={})
-
-
-def test_nothing_dropped_is_still_a_key() -> None:
-    for path in loader.DROPPED:
-        section, _, key = path.partition(".")
-        kept = loader.SECTIONS.get(section, {})
-        assert "=" in key or (key not in kept if key else section not in loader.SECTIONS), path
-
-
 def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"run\.toml is not valid TOML: .*line 2") as caught:
         load("[run]\nsteps = = 3\n", tmp_path)
@@ -296,3 +257,20 @@ def test_auto_is_fast_on_gpus_and_exact_on_cpus(
             run.weight_hub.dtype_on(kind),
         )
         assert found == expected
+
+
+SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "config_page.py"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
+page = runpy.run_path(str(SCRIPT))
+READERS, described = page["READERS"], page["described"]
+
+
+def test_the_page_is_what_the_script_prints() -> None:
+    made = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=True)
+    assert PAGE.read_text(encoding="utf-8") == made.stdout, (
+        "write it anew: python .ci/config_page.py > docs/config.md"
+    )
+
+
+def test_there_are_170_keys_at_most() -> None:
+    assert len(list(described())) <= 170

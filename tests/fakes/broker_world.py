@@ -12,7 +12,7 @@ import msgspec
 from umbra.proto import messages as m
 from umbra.proto.net.server import Request
 from umbra.proto.records import Score, Task, Trajectory, VersionSpan, pack_float32, pack_int32
-from umbra.services.buffer.broker import Broker, Endpoints
+from umbra.services.buffer.broker import Broker
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
 from umbra.services.buffer.prompts import PromptFeed
 from umbra.services.buffer.state import RunState
@@ -129,8 +129,13 @@ class World:
         prompts = EndlessPrompts([one.name for one in self.config.environments])
         return Broker(
             RunState(self.config, self.store, prompts, self.eval_prompts),
-            run_id="run-1",
-            endpoints=Endpoints("tcp://h:1", "tcp://h:2", "tcp://h:3"),
+            m.Welcome(
+                run_id="run-1",
+                heartbeat_s=self.config.buffer.heartbeat_s,
+                data="tcp://h:1",
+                events_in="tcp://h:2",
+                events_out="tcp://h:3",
+            ),
             now=self.now,
         )
 
@@ -185,9 +190,7 @@ class World:
         """A process joins; its later messages carry this incarnation."""
         number = incarnation or f"{name}-1"
         facts.setdefault("replaces", 1)  # as a supervisor says whose process has died
-        body = m.Join(
-            role=role, name=name, pid=1, host=f"h{1:d}", package_version="0", endpoints={}, **facts
-        )
+        body = m.Join(role=role, name=name, pid=1, host=f"h{1:d}", endpoints={}, **facts)
         reply = self.ask(name, body, incarnation=number)
         if isinstance(reply, m.Welcome):
             self.incarnations[name] = number

@@ -109,7 +109,7 @@ class Peer:
         curve = None if keys is None else Security(load_keys(keys, role)).connecting("buffer")
         self.encoder = Encoder(name, uuid.uuid4().hex[:12])
         self.control = sockets.dealer(context, broker, name.encode(), curve)
-        hello = m.Join(role=role, name=name, pid=1, host="h", package_version="0", replaces=1)
+        hello = m.Join(role=role, name=name, pid=1, host="h", replaces=1)
         welcome = self._exchange(self.control, hello)
         assert isinstance(welcome, m.Welcome), welcome
         self.data_endpoint = welcome.data

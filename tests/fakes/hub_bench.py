@@ -15,8 +15,7 @@ from fakes.slowness import limit
 
 from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.messages import Ping, Pong, Role
-from umbra.proto.net.channel import Channel
-from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.io_thread import Channel, IoThread
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.net.server import Server
 from umbra.proto.records import Manifest

@@ -84,7 +84,7 @@ def test_a_generators_key_decides_nothing_over_the_run(run: CrashRun, keys: Path
     attacker = Attacker(run, keys, "generator", trainer.name, trainer.incarnation)
 
     def join(role: m.Role, name: str = trainer.name) -> m.Join:
-        return m.Join(role=role, name=name, pid=1, host="h", package_version="0")
+        return m.Join(role=role, name=name, pid=1, host="h")
 
     beat = m.Heartbeat(state="ready", activity="x", progress=1, idle_s=0.0)
     wanted: list[tuple[m.Message, str, str]] = [

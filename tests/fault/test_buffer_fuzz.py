@@ -25,7 +25,7 @@ def seeds() -> list[list[bytes]]:
     made = trajectory(task, 0, 1)
     returned = m.ReturnedSample(sample_id="s-1", attempt=1, reason="x", partial=made)
     bodies = [
-        m.Join(role="generator", name="stranger", pid=1, host="h", package_version="0"),
+        m.Join(role="generator", name="stranger", pid=1, host="h"),
         m.Heartbeat(state="ready", activity="x", progress=1, idle_s=0.0),
         m.LeaseTasks(capacity=4, version=0, wait_s=0.0),
         m.SubmitResults(trajectories=[made, made]),

@@ -76,7 +76,7 @@ def attack(
                 continue
             attacker = HostilePeer(context, keys, role, endpoint, server, f"evil-{role}")
             if on == "control" and role not in ("buffer", "weight_hub", "operator"):
-                join = m.Join(role=role, name=attacker.name, pid=1, host="h", package_version="0")
+                join = m.Join(role=role, name=attacker.name, pid=1, host="h")
                 assert isinstance(attacker.call(join), m.Welcome)
             for cls in SOCKETS[on]:
                 limit = costly_bytes(cls, role, MOST_BYTES)
@@ -106,9 +106,7 @@ def test_no_frame_costs_a_service_more_than_it_is(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         honest = HostilePeer(context, keys, "monitor", buffer.broker, "buffer", "honest")
-        welcome = honest.call(
-            m.Join(role="monitor", name="honest", pid=1, host="h", package_version="0")
-        )
+        welcome = honest.call(m.Join(role="monitor", name="honest", pid=1, host="h"))
         assert isinstance(welcome, m.Welcome)
         until = time.monotonic() + WAIT_S
         while not (status := honest.call(m.StatusRequest())).weights:  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from umbra.proto.net.zap import Refusals
+from umbra.proto.net.server import Refusals
 from umbra.services.http import ApiError, Gate
 
 

@@ -15,7 +15,7 @@ from umbra.proto.errors import DeadlineError, UmbraError
 from umbra.proto.records import GpuFacts
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu import cuda
-from umbra.services.weights.gpu.worker_process import GpuWorkerProcess, result
+from umbra.services.weights.gpu.worker import GpuWorkerProcess, result
 from umbra.services.weights.planes.plane import mismatch
 
 WAIT_S = 60.0

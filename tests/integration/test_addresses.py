@@ -8,11 +8,12 @@ import pytest
 import zmq
 from fakes.ports import reserved_port
 
-from umbra.proto.net.address import advertise, next_port, reachable
+from umbra.proto.messages import Welcome
 from umbra.proto.net.server import Server
+from umbra.proto.sockets import advertise, next_port, reachable
 from umbra.services.buffer.service import Addresses, bind
 from umbra.services.buffer.store import MemoryStore
-from umbra.services.config import BufferConfig
+from umbra.services.config import BufferConfig, RunConfig, RunSection
 
 
 @pytest.mark.parametrize(
@@ -61,14 +62,24 @@ def a_server(incarnation: str) -> Iterator[Server]:
         context.term()
 
 
+def bound(
+    server: Server,
+    addresses: Addresses,
+    port: int | str = "*",
+    ports: tuple[int, int, int] = (0, 0, 0),
+) -> tuple[str, Welcome]:
+    run = RunSection(broker=f"tcp://127.0.0.1:{port}")
+    return bind(server, RunConfig(run=run, buffer=BufferConfig(ports=ports)), "run-1", addresses)
+
+
 def test_the_buffer_binds_the_ports_that_it_is_given(ports: list[int], advertised: None) -> None:
     advertise("node-a")
     control, *others = ports
-    settings = BufferConfig(ports=(others[0], others[1], others[2]))
+    given = others[0], others[1], others[2]
     addresses = Addresses(MemoryStore())
     for _ in range(2):  # and again when it starts again
         with a_server("b1") as server:
-            told, endpoints = bind(server, f"tcp://127.0.0.1:{control}", settings, addresses)
+            told, endpoints = bound(server, addresses, control, given)
         assert told == f"tcp://node-a:{control}"
         assert [endpoints.data, endpoints.events_in, endpoints.events_out] == [
             f"tcp://node-a:{port}" for port in others
@@ -80,12 +91,12 @@ def test_the_buffer_comes_back_where_it_was_unless_nobody_knows_that() -> None:
     another process has the ports; it starts again with a new address: other ones."""
     addresses = Addresses(MemoryStore())
     with a_server("b1") as server:
-        first = bind(server, "tcp://127.0.0.1:*", BufferConfig(), addresses)
+        first = bound(server, addresses)
     with a_server("b2") as server:
-        assert bind(server, "tcp://127.0.0.1:*", BufferConfig(), addresses) == first
+        assert bound(server, addresses) == first
         addresses.forget()
         with a_server("b3") as other:
-            control, endpoints = bind(other, "tcp://127.0.0.1:*", BufferConfig(), addresses)
+            control, endpoints = bound(other, addresses)
     told = {control, endpoints.data, endpoints.events_in, endpoints.events_out}
     assert not told & {first[0], first[1].data, first[1].events_in, first[1].events_out}
 
@@ -94,9 +105,8 @@ def test_a_port_that_is_given_outranks_the_one_of_before(ports: list[int]) -> No
     data, control, *_ = ports
     addresses = Addresses(MemoryStore())
     with a_server("b1") as server:
-        _, first = bind(server, f"tcp://127.0.0.1:{control}", BufferConfig(), addresses)
+        _, first = bound(server, addresses, control)
     with a_server("b2") as server:
-        settings = BufferConfig(ports=(data, 0, 0))
-        _, second = bind(server, f"tcp://127.0.0.1:{control}", settings, addresses)
+        _, second = bound(server, addresses, control, (data, 0, 0))
     assert second.data == f"tcp://127.0.0.1:{data}"
     assert (second.events_in, second.events_out) == (first.events_in, first.events_out)

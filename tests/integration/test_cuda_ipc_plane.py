@@ -2,16 +2,12 @@
 
 import os
 import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fakes.gpu_world import TOTAL, GpuWorld
-from fakes.hub_bench import WAIT_S, content, load, publish, take
+from fakes.hub_bench import content, load, publish, take
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import GpuFacts
-from umbra.services.weight_hub.hub_planes import HubPlanes
 from umbra.services.weights.gpu.cuda import DeviceMemory
 
 NAMES = ("gen-0", "gen-1")
@@ -105,32 +101,6 @@ def test_auto_takes_no_large_share_of_a_gpu(
     planes = {row["receiver"]: row["plane"] for row in gpu_world.rows(2)}
     assert planes == {"gen-0": "shm", "gen-1": "cuda_ipc"}
     assert 'plane auto takes at most 5%: set weight_hub.plane = "cuda_ipc"' in caplog.text
-
-
-def test_while_the_hub_looks_at_its_gpu_others_are_served(
-    gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """1. The hub looks at its GPU for a receiver. 2. Another gets a version. 3. So does the first,
-    by the GPU, once the hub knows it."""
-    look, facts = threading.Event(), HubPlanes._facts
-
-    def slow(self: HubPlanes) -> GpuFacts:
-        assert look.wait(WAIT_S)
-        return facts(self)
-
-    monkeypatch.setattr(HubPlanes, "_facts", slow)
-    gpu_world.start("auto")
-    bench = gpu_world.bench
-    publisher = bench.publisher()
-    with ThreadPoolExecutor(1) as executor:
-        coming = executor.submit(gpu_world.receiver, "gen-0", "auto", ("shm", "tcp"))
-        publish(publisher, 0)
-        load(bench.receiver("gen-1"), 0)
-        assert not coming.done()
-        look.set()
-        load(coming.result(WAIT_S), 0)
-    planes = {row["receiver"]: row["plane"] for row in gpu_world.rows(2)}
-    assert planes == {"gen-0": "cuda_ipc", "gen-1": "shm"}
 
 
 def test_planes_are_chosen_by_gpu_and_host(gpu_world: GpuWorld) -> None:

@@ -106,6 +106,17 @@ def test_pushes_arrive_in_order(broker: Broker, link: IoThread) -> None:
     assert channel.pushes.get(timeout=WAIT_S) == m.Command(kind="drain", reason="enough")
 
 
+def test_who_asks_when_a_link_is_closed_is_told_so(broker: Broker) -> None:
+    """Nobody would ever have answered, whatever the deadline."""
+    link = IoThread("late", "i1")
+    channel = link.channel(broker.endpoint, "broker")
+    link.close()
+    asked = channel.request(m.Ping(), timeout_s=WAIT_S)
+    assert isinstance(asked.exception(WAIT_S), DeadlineError)
+    with pytest.raises(DeadlineError, match="is closing while waiting for hub at"):
+        link.channel(broker.endpoint, "hub")
+
+
 def test_a_resent_request_is_answered_once_more_but_done_once(
     broker: Broker, zmq_context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:

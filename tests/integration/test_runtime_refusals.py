@@ -13,8 +13,7 @@ from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import RejectedError, WireError
 from umbra.proto.net import server as server_module
-from umbra.proto.net.channel import UndecodedError
-from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.io_thread import IoThread, UndecodedError
 from umbra.proto.net.server import Request, Server
 from umbra.proto.records import PROTOCOL_MAJOR
 

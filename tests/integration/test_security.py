@@ -17,8 +17,7 @@ from umbra.proto import sockets
 from umbra.proto.access import MEMBERS, KeyRole, may_send
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import RejectedError
-from umbra.proto.net.channel import Channel
-from umbra.proto.net.io_thread import IoThread
+from umbra.proto.net.io_thread import Channel, IoThread
 from umbra.proto.net.keys import OPEN, Security, load_keys
 from umbra.proto.net.server import Server
 from umbra.proto.records import BucketsAt

@@ -136,7 +136,8 @@ def test_while_an_arena_is_made_others_are_answered(
         registering(2)
         other = bench.channel("monitor")
         assert other.call(m.Ping(), m.Pong, timeout_s=WAIT_S).role == "weight_hub"
-        assert other.call(m.HubStatusRequest(), m.HubStatus, timeout_s=WAIT_S).version == -1
+        status = other.call(m.HubStatusRequest(), m.HubStatus, timeout_s=WAIT_S)
+        assert not status.subscribed
         make.set()
         first.result(WAIT_S)
         publisher = second.result(WAIT_S)

@@ -14,8 +14,7 @@ from fakes.looks import look, status
 
 from umbra.proto.messages import Rates
 from umbra.proto.records import Role, State
-from umbra.services.buffer.figures import SHOWN
-from umbra.services.buffer.health import NAMES
+from umbra.services.buffer.health import NAMES, SHOWN
 from umbra.services.monitor.feed import Look
 from umbra.services.monitor.web.prometheus import prometheus_text
 from umbra.services.reporting.figures import PHASES

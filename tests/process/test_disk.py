@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from fakes.hub_bench import LAYOUT
 from fakes.lossy_disk import LossyDisk, power_cuts
 
+from umbra.proto.errors import StartupError
+from umbra.proto.messages import Prepare, Subscribed
+from umbra.proto.net.keys import OPEN
+from umbra.services.config import WeightHubConfig
+from umbra.services.process import host_memory
 from umbra.services.process.files import DISK, Disk
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.manifest import checksums
+from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.planes.tcp import TcpHub
 
 
 def test_a_replaced_file_is_whole_or_as_before(tmp_path: Path) -> None:
@@ -60,3 +72,80 @@ def test_a_write_that_is_cut_short_goes_on(tmp_path: Path) -> None:
     with Slow().opened(tmp_path / "file") as fd:
         Slow().write_all(fd, b"0123456789", 2)
     assert (tmp_path / "file").read_bytes() == b"\0\0" + b"0123456789"
+
+
+KIB, SIZE = 1 << 10, LAYOUT.total_bytes
+
+
+class Host:
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        for name in ("MEMINFO", "CGROUP_LIMIT", "CGROUP_USED", "CGROUP_STATS"):
+            patch.setattr(host_memory, name, folder / name)
+
+    def says(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text, encoding="ascii")
+
+    def has(self, nbytes: int) -> None:
+        self.says("MEMINFO", f"MemTotal: 1 kB\nMemAvailable: {nbytes // KIB} kB\n")
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(tmp_path, monkeypatch)
+
+
+def test_what_is_available_is_the_hosts_or_the_containers(host: Host) -> None:
+    assert host_memory.available_bytes() == host_memory.host_bytes(), "nothing says more"
+    host.has(1000 * KIB)
+    assert host_memory.available_bytes() == 1000 * KIB
+    host.says("CGROUP_LIMIT", "max\n")
+    host.says("CGROUP_USED", str(5000 * KIB))
+    assert host_memory.available_bytes() == 1000 * KIB, "no limit"
+    host.says("CGROUP_LIMIT", f"{1200 * KIB}\n")
+    host.says("CGROUP_USED", str(900 * KIB))
+    assert host_memory.available_bytes() == 300 * KIB
+    host.says("CGROUP_STATS", f"anon 7\ninactive_file {200 * KIB}\n")
+    assert host_memory.available_bytes() == 500 * KIB, "cached files make room"
+    host.says("CGROUP_USED", str(9000 * KIB))
+    assert host_memory.available_bytes() == 0
+
+
+def test_staging_is_refused_before_memory_is_taken(host: Host) -> None:
+    host.has(SIZE - KIB)
+    planes = StagedPlanes(["tcp"], allocate=lambda _size: pytest.fail("taken"))
+    with pytest.raises(StartupError, match=r'are free here: set weight_hub.dtype = "bfloat16"'):
+        planes.open(Subscribed(manifest=LAYOUT, plane="tcp", path=""), OPEN)
+
+
+def test_an_arena_is_refused_before_memory_is_taken(
+    host: Host, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.posix_fallocate", lambda *_: pytest.fail("taken"))
+    host.has(2 * SIZE - KIB)
+    with pytest.raises(StartupError, match=r"slots of the weights .*set weight_hub.slots = 2"):
+        Arena.create(run_id, "a", slot_bytes=SIZE, slots=2)
+    assert not list(Path("/dev/shm").glob(f"umbra-{run_id}-*"))
+    with pytest.raises(StartupError, match=r"slots of the weights .*set weight_hub.slots = 2"):
+        Arena.anonymous(slot_bytes=SIZE, slots=2)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.anonymous(slot_bytes=SIZE, slots=1)
+    yield arena
+    arena.close()
+
+
+def test_without_memory_for_a_copy_all_bytes_are_sent(
+    host: Host, arena: Arena, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.has(SIZE - KIB)
+    hub = TcpHub("tcp://127.0.0.1:*", WeightHubConfig(delta="always"))
+    hub.layout(arena, LAYOUT)
+    prepare = Prepare(epoch=1, version=0, slot=0, checksums=checksums(LAYOUT, arena.slot(0)))
+    for _ in range(2):
+        assert hub.complete("gen-0", prepare).sources[0].endpoint == hub.buckets.endpoint
+    hub.close()
+    assert caplog.text.count("all bytes are sent: deltas") == 1
+    assert 'set weight_hub.delta = "off"' in caplog.text

@@ -16,8 +16,7 @@ from click.testing import CliRunner
 from fakes.slowness import limit
 
 from umbra.proto.errors import UsageError
-from umbra.services.process.command import ServiceContext, service_command
-from umbra.services.process.logs import LineFormatter
+from umbra.services.process.command import LineFormatter, ServiceContext, service_command
 from umbra.services.process.signals import SignalCounter, stop_on_signals
 
 WAIT_S = limit(20.0)

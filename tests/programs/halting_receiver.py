@@ -37,7 +37,7 @@ class Halting(StagedPlanes):
     """Planes whose ends halt before, in, or after their work."""
 
     def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
-        """See `ReceiverPlanes.open`."""
+        """See `StagedPlanes.open`."""
         return HaltingEnd(super().open(reply, security))
 
 

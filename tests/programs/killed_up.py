@@ -27,7 +27,7 @@ from fakes.injected import run
 
 from umbra.deploy.run import up
 from umbra.proto.messages import CommitBatch
-from umbra.proto.net.channel import Channel
+from umbra.proto.net.io_thread import Channel
 from umbra.services.process.files import Disk
 from umbra.services.trainer.checkpoints.saver import Saver
 

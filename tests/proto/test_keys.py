@@ -19,7 +19,7 @@ from umbra.proto.access import ANYONE, KEY_ROLES, MEMBERS, SENDERS, KeyRole, may
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import TYPES
 from umbra.proto.net.keys import OPEN, Keys, Security, is_local, load_keys, make_keys, open_security
-from umbra.proto.net.zap import NAMED, OTHERS, AllowList, Refusals
+from umbra.proto.net.server import NAMED, OTHERS, AllowList, Refusals
 from umbra.services.config import SecurityConfig as SecurityConfig
 
 ROOT = Path(__file__).resolve().parents[2]

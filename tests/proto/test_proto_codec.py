@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 import types
 import typing
 from typing import Any
@@ -10,15 +11,26 @@ from typing import Any
 import msgpack
 import msgspec
 import pytest
+from fakes.costly_frames import costly_bodies
+from fakes.trajectories import trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta
 
 from umbra.proto import messages as m
-from umbra.proto.access import COMMON_BYTES, HEADER_BYTES, body_bytes
+from umbra.proto.access import COMMON_BYTES, HEADER_BYTES, SENDERS, body_bytes
 from umbra.proto.bounds import FIGURES, LEASES, NAME_CHARS, TEXT_CHARS, TOKENS, one_line, printable
-from umbra.proto.codec import REASON_CHARS, Encoder, decode, decode_header, nack
+from umbra.proto.codec import (
+    FILL_BYTES,
+    REASON_CHARS,
+    Encoder,
+    decode,
+    decode_header,
+    nack,
+    portions,
+)
 from umbra.proto.errors import LimitError, WireError
+from umbra.proto.messages import Message
 from umbra.proto.records import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -26,6 +38,7 @@ from umbra.proto.records import (
     Task,
     Trajectory,
     VersionSpan,
+    array_bytes,
     pack_float32,
     pack_int32,
     unpack_float32,
@@ -437,3 +450,57 @@ def test_frames_at_their_limits_are_taken() -> None:
     body = msgpack.packb({"new": bytes((1 << 15) + room)})
     assert len(body) == COMMON_BYTES
     assert decode([frames("Ping", {})[0], body]).body == m.Ping()
+
+
+@given(sizes=st.lists(st.integers(0, 12)), most=st.integers(1, 4), fill=st.integers(1, 20))
+def test_all_in_order_and_no_portion_that_could_be_fuller(
+    sizes: list[int], most: int, fill: int
+) -> None:
+    made = list(portions(sizes, int, most, fill))
+    assert [size for portion in made for size in portion] == sizes
+    for portion, following in zip(made, [*made, None][1:], strict=True):
+        assert 1 <= len(portion) <= most
+        assert sum(portion) <= fill or len(portion) == 1
+        if following is not None:
+            assert len(portion) == most or sum(portion) + following[0] > fill
+
+
+@pytest.mark.parametrize(("size", "lengths"), [(0, [512, 512, 1]), (FILL_BYTES, [1] * 1025)])
+def test_a_portion_is_a_message_that_the_buffer_takes(size: int, lengths: list[int]) -> None:
+    assert [len(portion) for portion in portions(range(1025), lambda _: size)] == lengths
+
+
+def test_the_bytes_of_a_trajectory_are_those_of_its_arrays() -> None:
+    made = trajectory([1, 2], [3, 4, 5])
+    assert array_bytes(made) == 8 + 12 + 3 + 12
+    two = pack_float32([0.0, 0.0, 0.0])
+    made = msgspec.structs.replace(made, ref_logprobs=two, proximal_logprobs=two)
+    assert array_bytes(made) == 8 + 12 + 3 + 12 + 24
+    assert array_bytes(None) == 0
+
+
+SPARE = 8 << 20
+TIMES = 3  # and the frame itself, which makes four
+MOST = 2 << 20  # of a body here: a larger one only has more bytes in its arrays
+
+
+@pytest.mark.parametrize("cls", SENDERS, ids=lambda cls: cls.__name__)
+def test_decoding_costs_no_more_than_a_frame_brings(cls: type[Message]) -> None:
+    header = msgpack.packb(
+        {
+            "major": PROTOCOL_MAJOR, "minor": PROTOCOL_MINOR, "type": cls.__name__, "id": 1,
+            "sender": "s", "incarnation": "i",
+        }
+    )  # fmt: skip
+    sound = 0
+    for body in costly_bodies(cls, min(body_bytes(cls), MOST)):
+        tracemalloc.start()
+        try:
+            sound += decode([header, body]) is not None
+        except WireError as error:
+            assert len(str(error)) < 1000
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert peak <= TIMES * len(body) + SPARE, (len(body), body[:40])
+    assert sound, "none of them was decoded"

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import re
+import threading
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
 from fakes.slowness import limit
+from fakes.trajectories import trajectory
 from zmq.utils.monitor import recv_monitor_message
 
 from umbra.proto import sockets
 from umbra.proto.access import MOST_BYTES, socket_bytes
-from umbra.proto.errors import StartupError, UsageError
-from umbra.proto.net.channel import EVENTS
+from umbra.proto.bounds import SPANS
+from umbra.proto.codec import Encoder, decode
+from umbra.proto.deadline import Deadline
+from umbra.proto.errors import DeadlineError, StartupError, UsageError
+from umbra.proto.messages import Message, RenewLeases, ReturnedSample, ReturnTasks, SubmitResults
+from umbra.proto.net.io_thread import EVENTS, UndecodedError
+from umbra.proto.net.task_client import MIXED, TaskClient
+from umbra.proto.records import Trajectory, VersionSpan
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -197,3 +208,84 @@ def test_a_frame_above_the_limit_never_arrives(zmq_context: Context, tmp_path: P
         router.disable_monitor()
         close(monitor)
         close(router, dealer)
+
+
+def of_versions(name: str, count: int) -> Trajectory:
+    spans = [VersionSpan(version=n, start=n, end=n + 1) for n in range(count)]
+    return trajectory([1], [5] * count, [-1.0] * count, sample_id=name, spans=spans)
+
+
+def test_a_sample_of_too_many_versions_is_given_back_and_the_others_are_delivered() -> None:
+    """A frame with it was refused as a whole, which ended the generator."""
+    sent: list[Any] = []
+
+    def request(body: Message, **_kwargs: Any) -> Future[Message]:
+        _number, frames = Encoder("a", "b").encode(body)
+        sent.append(decode(frames).body)
+        return Future()
+
+    channel: Any = SimpleNamespace(request=request)
+    client = TaskClient(channel, threading.Event(), gather_s=0.0)
+    mixed, good = of_versions("mixed", SPANS + 1), of_versions("good", SPANS)
+    client.submit([mixed, good])
+    client.save([mixed, good])
+    client.give_back([ReturnedSample(sample_id="s", attempt=1, reason="r", partial=mixed)])
+    back, submitted, saved, stopped = sent
+    assert isinstance(back, ReturnTasks) and back.samples[0].reason == MIXED
+    assert isinstance(submitted, SubmitResults)
+    assert [one.sample_id for one in submitted.trajectories] == ["good"]
+    assert isinstance(saved, RenewLeases)
+    assert [one.sample_id for one in saved.partials] == ["good"]
+    assert isinstance(stopped, ReturnTasks) and stopped.samples[0].partial is None
+
+
+def test_what_was_delivered_is_stored_although_its_answer_cannot_be_decoded() -> None:
+    sent: list[Future[Message]] = []
+
+    def request(_body: Message, **_kwargs: Any) -> Future[Message]:
+        sent.append(Future())
+        return sent[-1]
+
+    channel: Any = SimpleNamespace(request=request)
+    client = TaskClient(channel, threading.Event(), gather_s=0.0)
+    client.submit([of_versions("good", 1)], capacity=1)
+    client.ask(1)
+    assert len(sent) == 1, "the first one asks for tasks as well"
+    sent[0].set_exception(UndecodedError("it is of another kind"))
+    assert client.poll() == ([], [])
+    client.ask(1)
+    assert len(sent) == 2
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_it_names_what_did_not_happen() -> None:
+    clock = Clock()
+    deadline = Deadline(2.5, "no batch for step 3", clock=clock)
+    clock.now += 2.4
+    deadline.check()
+    assert not deadline.passed
+    assert deadline.left_s == pytest.approx(0.1)
+    clock.now += 0.1
+    assert deadline.passed
+    assert deadline.left_s == 0
+    with pytest.raises(DeadlineError, match=r"^no batch for step 3 within 2\.5 s: no scorer$"):
+        deadline.check(": no scorer")
+
+
+def test_the_error_may_be_another() -> None:
+    with pytest.raises(StartupError, match="the buffer was not up within 0 s"):
+        Deadline(0, "the buffer was not up", error=StartupError).check()
+
+
+def test_it_may_begin_anew() -> None:
+    clock = Clock()
+    deadline = Deadline(1.0, clock=clock)
+    clock.now += 5
+    deadline.restart()
+    assert deadline.left_s == 1.0

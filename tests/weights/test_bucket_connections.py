@@ -22,10 +22,8 @@ from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import BucketsAt
 from umbra.services.weights.manifest import build_manifest, checksums
 from umbra.services.weights.planes import bucket_fetch, bucket_server, bucket_wire
-from umbra.services.weights.planes.assembly import Assembly, Holdings
-from umbra.services.weights.planes.bucket_fetch import BucketSource, Transfer
-from umbra.services.weights.planes.bucket_server import BucketServer
-from umbra.services.weights.planes.bucket_store import BucketStore
+from umbra.services.weights.planes.bucket_fetch import Assembly, BucketSource, Holdings, Transfer
+from umbra.services.weights.planes.bucket_server import BucketServer, BucketStore
 from umbra.services.weights.planes.bucket_wire import (
     HEAD,
     HELLO_BYTES,

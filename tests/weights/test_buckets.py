@@ -13,11 +13,11 @@ from umbra.proto.records import BucketsAt
 from umbra.services.config import WeightHubConfig
 from umbra.services.weights import delta
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.gpu import worker_process
+from umbra.services.weights.gpu.worker import result
 from umbra.services.weights.manifest import build_manifest, checksums, item_bytes
 from umbra.services.weights.planes import tcp
-from umbra.services.weights.planes.assembly import FAILURES, Assembly, Holdings
-from umbra.services.weights.planes.bucket_store import BucketStore, Delta
+from umbra.services.weights.planes.bucket_fetch import FAILURES, Assembly, Holdings
+from umbra.services.weights.planes.bucket_server import BucketStore, Delta
 from umbra.services.weights.planes.bucket_wire import Piece
 
 LAYOUT = build_manifest([("a", "BF16", [256, 16]), ("b", "F32", [64, 16])], 4096)
@@ -63,8 +63,8 @@ def test_a_slot_that_is_written_anew_is_not_handed_out() -> None:
 
 def test_deltas_lead_from_what_is_held_to_what_is_wanted() -> None:
     held = store()
-    for base, result in ((1, 2), (2, 3), (3, 4)):
-        held.encoded(0, Delta(base, result, b"x"))
+    for base in (1, 2, 3):
+        held.encoded(0, Delta(base, base + 1, b"x"))
     parts = held.parts(0, 4, [2], 1024)
     assert parts is not None
     assert [(piece.base, piece.result) for piece, _ in parts] == [(2, 3), (3, 4)]
@@ -267,6 +267,6 @@ def test_a_receiver_fetches_from_each_host_what_that_has(
     receiver = tcp.TcpReceiver(SHARED, [memory], WeightHubConfig())
     message = prepare(0, [1] * len(SHARED.buckets))
     at = [BucketsAt(endpoint=endpoint, key=bytes(48)) for endpoint in sources]
-    receipt = worker_process.result(receiver.receive(msgspec.structs.replace(message, sources=at)))
+    receipt = result(receiver.receive(msgspec.structs.replace(message, sources=at)))
     assert receipt.error == error
     assert error or found == fetched

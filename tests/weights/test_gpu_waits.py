@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,3 +148,24 @@ def test_memory_of_another_process_is_given_back_by_unmapping_it(gpu_world: GpuW
     assert bytes(own) == content(3, SIZE)
     with pytest.raises(cuda.StartupError, match="cannot be mapped"):
         cuda.DeviceMemory(device, SIZE, b"memory-gone".ljust(64, b"\0"))
+
+
+@pytest.mark.parametrize(
+    ("built", "told"),
+    [
+        ("cuda: Optional[str] = '13.0'", "pip install 'umbra-rl[nccl-cuda13]'"),
+        ("cuda: Optional[str] = '12.6'", "pip install 'umbra-rl[nccl]'"),
+        ("cuda = '12.8'", "pip install 'umbra-rl[nccl]'"),
+        ("cuda: Optional[str] = None", "pip install 'umbra-rl[nccl]' for CUDA 12, or [nccl-"),
+        ("", "pip install 'umbra-rl[nccl]' for CUDA 12, or [nccl-"),  # no torch
+    ],
+)
+def test_the_extra_is_that_of_torchs_cuda(
+    built: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{built}\nhip = '13.9'\n")
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py")) if built else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
+    found = cuda._to_install()
+    assert found.startswith(told)
+    assert "nvidia-nccl" not in found + cuda.NO_NCCL.partition("(")[0], "torch's own would go"

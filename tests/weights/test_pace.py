@@ -12,7 +12,7 @@ import pytest
 
 from umbra.proto.deadline import Pace
 from umbra.proto.messages import ArenaReady, Message, Ok, Publish, RegisterManifest, SlotGranted
-from umbra.proto.net.channel import Channel
+from umbra.proto.net.io_thread import Channel
 from umbra.services.config import WeightHubConfig
 from umbra.services.config.loader import load_config
 from umbra.services.generator import service as generator_service

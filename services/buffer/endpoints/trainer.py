@@ -237,7 +237,6 @@ class CheckpointRequests:
         self._newest = min(self._newest, step)
 
     def give_up(self, reason: str, until: float = math.inf) -> None:
-        """Refuse those whose deadline is `until` at most."""
         for request, _, deadline in self._waiting:
             if deadline <= until:
                 self._outbox.refuse(request, "no_checkpoint", reason)

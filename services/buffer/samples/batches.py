@@ -87,7 +87,6 @@ class Batches:
         return batch
 
     def can_rewind(self, step: int) -> bool:
-        """True if the batches from `step` to the version are all kept."""
         steps = self.archive.steps
         return bool(steps) and steps[0] <= step <= self.version == steps[-1]
 
@@ -193,7 +192,6 @@ class Admission:
 
     @property
     def _room(self) -> int:
-        """Groups that may be issued."""
         if self._pool.blocked:
             return 0
         return self._policy.room(self._batches.untrained, self._batches.version)

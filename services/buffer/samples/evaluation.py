@@ -97,7 +97,6 @@ class Evaluations:
         return self.reports[-REPORTS_TOLD:]
 
     def status(self) -> list[EvalReport]:
-        """Return all reports, including that of the evaluation under way."""
         return [*self.reports, self._report(self.open)] if self.open else list(self.reports)
 
     def ask(self) -> int:

@@ -87,7 +87,6 @@ class Group:
 
     @property
     def oldest(self) -> int | None:
-        """Version of the oldest token of the group; None while there is none."""
         if self.moved:
             versions = [s.oldest_possible for s in self.samples]
             self._age = min((one for one in versions if one is not None), default=None)
@@ -145,11 +144,9 @@ class GroupRules:
         return bool(self.together) and (not self.only or prompt.row.get(ENVIRONMENT) in self.only)
 
     def passes_by(self, stage: str, group: Group) -> bool:
-        """True if `stage` is for groups of other environments."""
         return stage == self.together and not self.scores_together(group.prompt)
 
     def can_lose(self, group: Group) -> bool:
-        """True if `group` may go on with one sample less."""
         return self.straggler_s > 0 and len(group.samples) > self.min_survivors
 
     def overdue(self, group: Group, now: float) -> bool:

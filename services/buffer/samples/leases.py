@@ -82,7 +82,6 @@ class LeaseTable:
         sample.deadline = now + self.lease_s
 
     def release(self, sample: Sample) -> None:
-        """End the lease of `sample`, if it has one."""
         if sample.holder:
             held = self.held[sample.holder]
             del held[sample.sample_id]

@@ -66,7 +66,6 @@ class RunningLedger:
         self._in_flight["training"] += 1
 
     def restore(self, state: str) -> None:
-        """Add one sample in `state` that is counted as issued already."""
         self._in_flight[state] += 1
 
     def end(self, source: str, reason: str) -> None:

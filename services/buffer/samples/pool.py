@@ -111,7 +111,6 @@ class SamplePool:
         return self._queue.first()
 
     def lease(self, sample: Sample, grant: Grant) -> None:
-        """Lease `sample`, the `next_queued`, to the generator of `grant`."""
         self._queue.take(sample)
         self._move(sample, State.GENERATING)
         sample.attempt += 1
@@ -119,7 +118,6 @@ class SamplePool:
         self._hand_out(sample, grant)
 
     def lease_scoring(self, samples: Sequence[Sample], grant: Grant) -> None:
-        """Lease `samples`, one or all of a group, to the scorer of `grant`."""
         attempt = max(sample.score_attempts for sample in samples) + 1
         for sample in samples:
             sample.score_attempts = attempt
@@ -220,7 +218,6 @@ class SamplePool:
         self._advance(sample, now)
 
     def scored(self, sample: Sample, packed: Packed, reward: float, now: float) -> None:
-        """Store the score of the stage that `sample` is in; `reward` is added to its own."""
         self.leases.release(sample)
         self.trajectory_store.put_score(sample.sample_id, self.stage_of(sample), packed)
         sample.stage += 1
@@ -274,7 +271,6 @@ class SamplePool:
             self.end(group, "failed")
 
     def cut(self, group: Group, samples: Sequence[Sample], reason: str) -> None:
-        """End `samples` of `group`, which goes on without them."""
         for sample in samples:
             self._end(sample, reason)
             group.samples.remove(sample)
@@ -345,7 +341,6 @@ class SamplePool:
         return group.samples[0].sample_id in self.samples
 
     def _advance(self, sample: Sample, now: float) -> None:
-        """Move `sample` to its next scoring stage, or to ready."""
         group = sample.group
         while sample.stage < len(self.stages) and self.rules.passes_by(
             self.stage_of(sample), group

@@ -39,7 +39,6 @@ class Scoring:
         return sum(len(pool.unscored.get(stage, ())) for pool in self._pools)
 
     def waiting_since(self, stage: str) -> float | None:
-        """Return since when the oldest trajectory waits in `stage`; None if none does."""
         return min(
             (
                 sample.unscored_since
@@ -113,7 +112,6 @@ class Scoring:
 
 
 def _waits(sample: Sample, pool: SamplePool, stage: str) -> bool:
-    """True if `sample` waits in `stage` for a scorer."""
     return sample.state is State.SCORING and pool.stage_of(sample) == stage and not sample.holder
 
 

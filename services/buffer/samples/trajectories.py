@@ -87,7 +87,6 @@ class TrajectoryStore:
         self._store.put(score_key(sample_id, stage), packed)
 
     def get(self, sample_id: str) -> Trajectory:
-        """Return the newest trajectory of the sample, without scores. Raises KeyError."""
         return _decode(self._store.get(PREFIX + sample_id))
 
     def packed(self, sample_id: str) -> bytes | memoryview:

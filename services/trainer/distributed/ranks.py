@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from umbra.proto.errors import PeerLostError, UmbraError, UsageError
-from umbra.proto.net.address import interface_towards
+from umbra.proto.sockets import interface_towards
 from umbra.services.config import TrainerConfig
 from umbra.services.process.supervisor import FINAL_CODES
 from umbra.services.trainer.distributed.heartbeat import RankHeartbeat

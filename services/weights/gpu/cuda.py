@@ -62,7 +62,6 @@ def _to_install() -> str:
 
 @cache
 def cuda_unavailable() -> str | None:
-    """Return why there is no CUDA device, or None."""
     try:
         from cupy import cuda
     except ImportError:
@@ -76,7 +75,6 @@ def cuda_unavailable() -> str | None:
 
 @cache
 def nccl_unavailable() -> str | None:
-    """Return why NCCL cannot be used, or None."""
     if (reason := cuda_unavailable()) is not None:
         return reason
     from cupy.cuda import nccl
@@ -85,11 +83,7 @@ def nccl_unavailable() -> str | None:
 
 
 def facts(device: int) -> GpuFacts:
-    """What must agree before two processes enter NCCL together, and where this one runs.
-
-    Raises:
-        StartupError: there is no such GPU.
-    """
+    """What must agree before two processes enter NCCL together, and where this one runs."""
     if (reason := cuda_unavailable()) is not None:
         raise StartupError(f"the GPU cannot be used: {reason}")
     from cupy.cuda import nccl, runtime
@@ -216,7 +210,6 @@ class Device:
     remembers the current device by thread: a thread that was not the one to make this calls `use`.
 
     Raises:
-        StartupError: CUDA refuses the GPU.
         GpuError: from any method: CUDA failed.
     """
 
@@ -232,7 +225,6 @@ class Device:
             self.collectives = cuda.Stream(non_blocking=True)
 
     def use(self) -> None:
-        """Make it the current device of the calling thread."""
         with self._working("it cannot be made the current device"):
             self._device.use()
 
@@ -260,11 +252,7 @@ class Device:
             self._runtime.free(address)
 
     def pin(self, memory: memoryview) -> int:
-        """Register host memory (writable) with the driver, so that copies run at full speed.
-
-        Raises:
-            StartupError: the driver refuses.
-        """
+        """Register host memory (writable) with the driver, so that copies run at full speed."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         what = f"{len(memory)} bytes of host memory cannot be pinned for GPU {self.index}"
         with _cuda(what, StartupError):
@@ -359,12 +347,10 @@ class DeviceMemory:
 
     @cached_property
     def handle(self) -> bytes:
-        """With which another process maps it."""
         self.device.use()
         return self.device.export(self.address)
 
     def __bytes__(self) -> bytes:
-        """Copy to host memory."""
         self.device.use()
         host = ctypes.create_string_buffer(self.size)
         self.device.to_host(ctypes.addressof(host), self.address, self.size)
@@ -389,9 +375,6 @@ class NcclCommunicator:
         size: number of ranks.
         uid: from `unique_id`, the same in all ranks.
         rank: of this process; 0 sends.
-
-    Raises:
-        PeerLostError: NCCL or CUDA failed.
     """
 
     def __init__(self, device: Device, size: int, uid: bytes, rank: int) -> None:
@@ -467,5 +450,4 @@ class NcclCommunicator:
 
 
 def _signed(uid: bytes) -> tuple[int, ...]:
-    """Convert an id for CuPy before 14."""
     return tuple(byte - 256 if byte > 127 else byte for byte in uid)

@@ -7,22 +7,200 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from umbra.proto.errors import PeerLostError, WireError
-from umbra.proto.records import BucketsAt
-from umbra.services.weights.memory import keep_freed_memory
-from umbra.services.weights.planes.assembly import Assembly
+from umbra.proto.records import BucketsAt, Manifest
+from umbra.services.weights import delta
+from umbra.services.weights.manifest import checksum, wrong_checksum
+from umbra.services.weights.memory import copy, keep_freed_memory
 from umbra.services.weights.planes.bucket_wire import (
     LOOK_S,
     ORDER,
     REFUSED,
     WAIT,
+    BucketOrder,
     Piece,
     Records,
 )
+
+FAILURES = 3  # of one bucket until a version is given up
+
+
+@dataclass(slots=True)
+class Holdings:
+    """A receiver's buffers, and the content of each bucket in each (0: unknown)."""
+
+    manifest: Manifest
+    buffers: Sequence[memoryview]
+    contents: list[list[int]] = field(default_factory=list[list[int]])
+
+    def __post_init__(self) -> None:
+        self.contents = [[0] * len(self.manifest.buckets) for _ in self.buffers]
+
+
+class Assembly:
+    """One version on its way into buffer `target`.
+
+    Args:
+        holdings: what there is, kept from version to version.
+        target: index of the buffer.
+        wanted: content of every bucket.
+        deltas: whether deltas can be decoded here.
+        buckets: those that it is about; the others are another assembly's. None = all.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        target: int,
+        wanted: Sequence[int],
+        *,
+        deltas: bool,
+        buckets: Iterable[int] | None = None,
+    ) -> None:
+        self.manifest = holdings.manifest
+        self.corrupted = 0  # buckets that came with a wrong checksum
+        self._buffers = holdings.buffers
+        self._contents = holdings.contents
+        self._target = target
+        self._wanted = wanted
+        self._deltas = deltas
+        self._filled = [0] * len(wanted)
+        self._failures = [0] * len(wanted)
+        # In the target as far as we know: differs from `_contents` within a chain of deltas.
+        self._now = list(holdings.contents[target])
+        about = range(len(wanted)) if buckets is None else buckets
+        self.missing = {bucket for bucket in about if not self._have(bucket)}
+        self.awaited: set[int] = set()  # ordered and neither complete nor failed
+
+    def order(self, frame_bytes: int) -> BucketOrder:
+        wanted = sorted(self.missing)
+        self.awaited = set(wanted)
+        for bucket in wanted:
+            self._filled[bucket] = 0
+            self._now[bucket] = self._contents[self._target][bucket]
+        bases = [
+            [0 if self._failures[bucket] else contents[bucket] for bucket in wanted]
+            for contents in self._contents
+        ]
+        return BucketOrder(
+            wanted=wanted,
+            contents=[self._wanted[bucket] for bucket in wanted],
+            bases=[held for held in bases if self._deltas and any(held)],
+            frame_bytes=frame_bytes,
+        )
+
+    def room(self, piece: Piece, nbytes: int) -> memoryview | None:
+        """Where the next bytes of a bucket belong; None for a delta, or where nothing is awaited.
+
+        They may be written there at once; then `placed` is called.
+
+        Raises:
+            WireError: they are not the next ones.
+        """
+        bucket = piece.bucket
+        if piece.base or bucket not in self.awaited:
+            return None  # a repetition, or what follows a piece that was bad
+        start, end = self.manifest.buckets[bucket]
+        until = piece.offset + nbytes
+        if piece.offset != self._filled[bucket] or until > end - start or not nbytes:
+            raise WireError(f"piece [{piece.offset}, {until}) of bucket {bucket} is out of order")
+        self._contents[self._target][bucket] = 0
+        return self._buffers[self._target][start + piece.offset : start + until]
+
+    def placed(self, piece: Piece, nbytes: int) -> bool:
+        """The bytes of a piece are where `room` said; True when they complete its bucket.
+
+        Raises:
+            WireError: the bucket has come wrong too often.
+        """
+        bucket = piece.bucket
+        start, end = self.manifest.buckets[bucket]
+        self._filled[bucket] += nbytes
+        if self._filled[bucket] < end - start:
+            return False
+        return self._complete(bucket, checksum(self._buffers[self._target][start:end]))
+
+    def take(self, piece: Piece, raw: bytes | memoryview) -> bool:
+        """Add a piece that lies elsewhere; True when it completes its bucket.
+
+        Raises:
+            WireError: it does not belong here, or a bucket has come wrong too often.
+        """
+        bucket = piece.bucket
+        if not piece.base:
+            if (room := self.room(piece, len(raw))) is None:
+                return False
+            copy(raw, room)
+            return self.placed(piece, len(raw))
+        if bucket not in self.awaited:
+            return False
+        start, end = self.manifest.buckets[bucket]
+        area = self._buffers[self._target][start:end]
+        try:
+            self._apply(piece, raw, area)
+        except WireError:
+            return self._failed(bucket)
+        if piece.result != self._wanted[bucket]:
+            return False
+        return self._complete(bucket, checksum(area))
+
+    def _complete(self, bucket: int, actual: int) -> bool:
+        """Check a bucket that is in the target with checksum `actual`."""
+        if actual != self._wanted[bucket]:
+            return self._failed(bucket)
+        self._contents[self._target][bucket] = self._wanted[bucket]
+        self.awaited.discard(bucket)
+        self.missing.discard(bucket)
+        return True
+
+    def _have(self, bucket: int) -> bool:
+        """Return whether the target holds the wanted content, or gets it from another buffer."""
+        start, end = self.manifest.buckets[bucket]
+        wanted = self._wanted[bucket]
+        area = self._buffers[self._target][start:end]
+        order = sorted(range(len(self._buffers)), key=lambda index: index != self._target)
+        for index in order:
+            if self._contents[index][bucket] != wanted:
+                continue
+            if index != self._target:
+                self._contents[self._target][bucket] = 0
+                copy(self._buffers[index][start:end], area)
+            if checksum(area) == wanted:
+                self._contents[self._target][bucket] = wanted
+                return True
+            self._contents[index][bucket] = 0
+        return False
+
+    def _apply(self, piece: Piece, raw: bytes | memoryview, area: memoryview) -> None:
+        bucket = piece.bucket
+        if self._now[bucket] != piece.base:
+            start, end = self.manifest.buckets[bucket]
+            for held, buffer in zip(self._contents, self._buffers, strict=True):
+                if held[bucket] == piece.base:
+                    copy(buffer[start:end], area)
+                    break
+            else:
+                raise WireError(f"a delta of bucket {bucket} from a base that is not held")
+        self._contents[self._target][bucket] = 0
+        self._now[bucket] = 0
+        delta.apply(raw, area)
+        self._now[bucket] = piece.result
+
+    def _failed(self, bucket: int) -> bool:
+        """Note a wrong bucket: it is ordered again, without a delta."""
+        self.corrupted += 1
+        self._failures[bucket] += 1
+        self.awaited.discard(bucket)
+        self._contents[self._target][bucket] = 0
+        if self._failures[bucket] >= FAILURES:
+            raise WireError(f"{wrong_checksum(self.manifest, bucket)}, again and again")
+        return False
+
 
 CONNECT_S = 2.0
 LOST_S = 2.0  # nobody listens: the source is gone
@@ -47,11 +225,7 @@ class StoppedError(Exception):
 
 
 class BucketSource:
-    """A connection to one source after another. For one thread at a time.
-
-    Args:
-        sealed: whether the run has keys.
-    """
+    """A connection to one source after another. For one thread at a time."""
 
     def __init__(self, *, sealed: bool = False) -> None:
         keep_freed_memory()
@@ -61,7 +235,6 @@ class BucketSource:
         self._stopping = threading.Event()
 
     def use(self, at: BucketsAt) -> None:
-        """Fetch from there from now on."""
         if at.endpoint != self.at.endpoint:
             self.close()
         self.at = at
@@ -72,7 +245,6 @@ class BucketSource:
         Raises:
             SourceLostError: nobody answers.
             OSError: the source refuses us, or the connection broke.
-            StoppedError: `stopping` is set.
         """
         self._stopping = stopping
         if self._records is None:
@@ -115,9 +287,6 @@ class Transfer:
     """Fetches what an assembly lacks.
 
     Args:
-        source: to be fetched from.
-        assembly: takes the pieces.
-        frame_bytes: in one record, at most.
         delta_came: called with each delta of a bucket, once the bucket is right.
     """
 
@@ -182,7 +351,6 @@ class Transfer:
             stopping.wait(RETRY_S)
 
     def _next(self, records: Records, complete: Callable[[int], object]) -> None:
-        """Take a record."""
         piece, data, placed = records.next(self.assembly.room)
         if piece.bucket == REFUSED:
             raise WireError(f"the source refuses: {bytes(data).decode(errors='replace')}")
@@ -213,10 +381,6 @@ def run_together(transfers: Sequence[Transfer]) -> Iterator[int | None]:
 
     Yields each bucket that is complete and verified, and None while none is. When it is closed,
     nothing is written any more.
-
-    Raises:
-        SourceLostError: one of the sources is gone.
-        WireError: one of them sends malformed data, or nothing.
     """
     came: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()  # None: one is done
     stopping = threading.Event()

@@ -70,7 +70,6 @@ class BucketOrder(msgspec.Struct, frozen=True, kw_only=True):
     frame_bytes: int  # at most, in one record
 
     def check(self, buckets: int) -> None:
-        """Raise WireError if an order makes no sense for so many `buckets`."""
         count = len(self.wanted)
         if any(len(values) != count for values in (self.contents, *self.bases)):
             raise WireError("contents and bases must be as many as wanted", path="contents")
@@ -93,7 +92,6 @@ class Records:
     """One end of a connection, whose socket waits without a bound of Python's. For one thread.
 
     Args:
-        connection: to the other end.
         idle: called again and again while nothing comes; its errors pass.
     """
 
@@ -118,12 +116,7 @@ class Records:
             self._seals = _seal(granted, b"orders", said), _seal(granted, b"pieces", said)
 
     def admit(self, secret: bytes, *, sealed: bool) -> None:
-        """Begin as the source with this secret.
-
-        Raises:
-            WireError: the receiver has no grant.
-            OSError: it is gone.
-        """
+        """Begin as the source with this secret."""
         shown = bytes(self._fill(memoryview(bytearray(HELLO_BYTES))))
         said, proof = shown[: 2 * NONCE_BYTES], shown[2 * NONCE_BYTES :]
         granted = grant(secret, said[:NONCE_BYTES])
@@ -157,7 +150,6 @@ class Records:
             self.flush(timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Send what waits; raises as `send`."""
         if self._waiting:
             self._send_now(self._waiting, timeout_s)
             self._waiting.clear()
@@ -179,7 +171,6 @@ class Records:
 
         Raises:
             WireError: it is not what the other end sealed, or too large.
-            OSError: the connection broke.
         """
         head = bytes(self._fill(memoryview(bytearray(HEAD.size))))
         *fields, nbytes = HEAD.unpack(head)

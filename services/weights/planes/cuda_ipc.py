@@ -26,8 +26,7 @@ from umbra.services.weights.gpu.cuda import (
     GpuError,
     device_stride,
 )
-from umbra.services.weights.gpu.worker import POLL_S
-from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess, result
+from umbra.services.weights.gpu.worker import POLL_S, START_S, GpuWorkerProcess, result
 from umbra.services.weights.manifest import checksum, wrong_checksum
 from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes.plane import (
@@ -56,7 +55,6 @@ class IpcHub(HubEnd):
     for it as well.
 
     Args:
-        worker: of the hub, on the receivers' GPU.
         pace: of a phase of a push, half of which an upload may take.
     """
 
@@ -155,10 +153,6 @@ class IpcHub(HubEnd):
 
 class IpcReceiver:
     """Copies versions into memory of its own on the same GPU, one at a time.
-
-    Args:
-        manifest: the layout.
-        device: index of the GPU.
 
     Raises:
         StartupError: there is no such GPU, or too little of its memory.

@@ -19,7 +19,7 @@ from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import Manifest, NcclRound
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.gpu.worker_process import GpuWorkerProcess, result
+from umbra.services.weights.gpu.worker import GpuWorkerProcess, result
 from umbra.services.weights.manifest import wrong_checksum
 from umbra.services.weights.planes.nccl_rounds import NcclGroup, Round, Rounds
 from umbra.services.weights.planes.plane import (
@@ -46,7 +46,6 @@ class NcclHub(HubEnd):
     receiver, it fetches over the plane `tcp` of this same hub.
 
     Args:
-        worker: of the hub.
         chunk_bytes: of device memory, and of a broadcast.
         pace: of a phase of a push.
         first_epoch: communicators count from the one after it.
@@ -229,8 +228,6 @@ class NcclReceiver:
     """Fills the slots of `arena`; the buffers of `pull` are these same slots.
 
     Args:
-        worker: the process that enters NCCL.
-        arena: what it receives into.
         chunk_bytes: of device memory, and of a broadcast.
         pull: fetches what no broadcast brings.
         pace: of a phase of a push.

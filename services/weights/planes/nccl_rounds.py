@@ -66,7 +66,6 @@ class NcclGroup:
         return names
 
     def join(self, name: str, incarnation: str) -> None:
-        """Add a member, from the next communicator on."""
         before = self._members.pop(name, None)
         out = before is not None and before.out and before.incarnation == incarnation
         self._members[name] = _GroupMember(incarnation, out=out)
@@ -77,7 +76,6 @@ class NcclGroup:
         self._ranks.pop(name, None)
 
     def begin(self) -> CommunicatorRanks:
-        """Return the communicator for a broadcast to all eligible members."""
         names = self.eligible
         if self._whole and set(names) == set(self._ranks) and self._size == len(names) + 1:
             return CommunicatorRanks(self.epoch, dict(self._ranks), fresh=False)
@@ -136,13 +134,7 @@ class _PendingPush:
 
 @dataclass(slots=True)
 class Rounds:
-    """Rounds of one hub.
-
-    Args:
-        group: who can take part.
-        gather_s: seconds to wait for others.
-        start_s: seconds to wait for the hub's own worker.
-    """
+    """Rounds of one hub."""
 
     group: NcclGroup
     gather_s: float
@@ -153,7 +145,6 @@ class Rounds:
     _given: dict[str, Content] = field(default_factory=dict[str, Content])
 
     def offer(self, name: str, prepare: Prepare, now: float) -> None:
-        """Add a version that `name` is to get."""
         content = (prepare.slot, tuple(prepare.checksums))
         self._waiting[name] = _PendingPush(prepare, content, now)
 
@@ -206,7 +197,6 @@ class Rounds:
         return self.failed(gone=name) if concerned else []
 
     def sent(self) -> None:
-        """Note that the hub's worker has sent everything."""
         if self.current is not None:
             self.current.sent = True
             self._end()

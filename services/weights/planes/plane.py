@@ -81,7 +81,6 @@ class HubEnd:
 
     @property
     def busy(self) -> bool:
-        """Return whether `poll` will have something soon."""
         return False
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
@@ -130,7 +129,6 @@ class Background(Generic[T]):
         return self._future is not None
 
     def start(self, call: Callable[[], T]) -> None:
-        """Start a call; none may be under way."""
         assert self._future is None
         self._future = self._thread.submit(call)
 
@@ -149,7 +147,6 @@ class Background(Generic[T]):
         return future.result()
 
     def wait(self) -> None:
-        """Wait for the call under way; its result stays to be taken."""
         if self._future is not None:
             wait([self._future])
 
@@ -238,10 +235,6 @@ def choose_plane(
     """The plane for a receiver that offers `offered`.
 
     Args:
-        configured: `weight_hub.plane`.
-        hub: this end.
-        receiver: the other end.
-        offered: by the receiver.
         broken: why planes that are available do not work after all, by name.
 
     Raises:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
-
-import msgspec
+from typing import Literal
 
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.messages import Subscribed
 from umbra.proto.net.keys import Security
-from umbra.proto.records import GpuFacts
 from umbra.services.config import WeightHubConfig
 from umbra.services.process.host_memory import ask_for
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import Device, index_of
-from umbra.services.weights.gpu.worker_process import START_S, GpuWorkerProcess
+from umbra.services.weights.gpu.worker import GpuWorkerProcess
 from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes.cuda_ipc import IpcReceiver
 from umbra.services.weights.planes.nccl import NcclReceiver
@@ -32,26 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class GpuReceiving:
-    """A receiver's GPU.
-
-    Args:
-        device: index of the GPU.
-        planes: to be offered to the hub.
-        config: the section `weight_hub`.
-
-    Raises:
-        UmbraError: the GPU cannot be used.
-    """
-
     def __init__(self, device: int, planes: Sequence[GpuPlane], config: WeightHubConfig) -> None:
         self.planes = list(planes)
         self._config = config
         self.worker = GpuWorkerProcess(device)
-        try:
-            found = self.worker.call("facts", START_S)["facts"]
-        finally:
-            self.worker.kill()  # its context takes half a GiB; plane nccl starts it again
-        self.facts = msgspec.convert(found, GpuFacts)
+        self.facts = self.worker.facts()  # it ends with that; plane nccl starts it again
 
     def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
         """Open the end for `reply`; StartupError if host or GPU have too little memory."""
@@ -86,9 +68,6 @@ def gpu_for(config: WeightHubConfig, device: str, gpus: int = 1) -> GpuReceiving
     With `weight_hub.plane` "auto" None where there is none; with a plane that needs no GPU, None.
     `gpus` are those that its engine is divided over, from `device` on: plane `cuda_ipc` puts a
     version on one.
-
-    Raises:
-        UsageError: a GPU plane is set by name and cannot be used here.
     """
     kind, _, index = device.partition(":")
     if config.plane == "cuda_ipc" and (kind != "cuda" or gpus > 1):
@@ -143,11 +122,6 @@ def open_planes(
     allocate: Callable[[int], memoryview] = private_memory,
     gpus: int = 1,
 ) -> StagedPlanes:
-    """Return the planes of a receiver that computes on `device`; see `gpu_for`, `StagedPlanes`.
-
-    Raises:
-        UsageError: a GPU plane is set by name and cannot be used here.
-    """
     return StagedPlanes(
         host_planes(config.plane),
         gpu=gpu_for(config, device, gpus),
@@ -156,36 +130,12 @@ def open_planes(
     )
 
 
-class ReceiverPlanes(Protocol):
-    """The planes that a receiver offers, and its end of the chosen one."""
-
-    offered: list[str]
-    """Names, best first."""
-    facts: GpuFacts | None
-    """Of the GPU, where there is a plane for it."""
-
-    def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
-        """Open the end for the layout and plane in `reply`.
-
-        Args:
-            reply: of the hub.
-            security: keys of this process.
-
-        Raises:
-            StartupError: shared memory cannot be seen, or there is too little memory.
-        """
-        ...
-
-    def close(self) -> None: ...
-
-
 class StagedPlanes:
-    """The planes of a receiver with an engine.
+    """The planes that a receiver offers, best first, and its end of the chosen one.
 
     Args:
         planes: to be offered besides those of `gpu`, which come first.
         gpu: for planes `nccl` and `cuda_ipc`; closed with this.
-        config: the section `weight_hub`.
         allocate: gives so many writable bytes for a version of plane `tcp`.
     """
 
@@ -204,6 +154,11 @@ class StagedPlanes:
         self._allocate = allocate
 
     def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
+        """Open the end for the layout and plane in `reply`.
+
+        Raises:
+            StartupError: shared memory cannot be seen, or there is too little memory.
+        """
         if self._gpu is not None and reply.plane in self._gpu.planes:
             return self._gpu.open(reply, security)
         if reply.plane == "shm":

@@ -24,9 +24,6 @@ class ShmHub(HubEnd):
 class ShmReceiver:
     """Verifies versions in the hub's arena.
 
-    Args:
-        reply: names the arena.
-
     Raises:
         StartupError: the arena cannot be seen from here.
     """

@@ -11,24 +11,24 @@ import msgspec
 
 from umbra.proto.errors import StartupError, WireError
 from umbra.proto.messages import Prepare, Ready, Subscribe
-from umbra.proto.net.address import reachable
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import BucketsAt, Manifest
+from umbra.proto.sockets import reachable
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.process.host_memory import ask_for
 from umbra.services.weights import delta
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import checksum, owned_buckets
-from umbra.services.weights.planes.assembly import Assembly, Holdings
 from umbra.services.weights.planes.bucket_fetch import (
+    Assembly,
     BucketSource,
     DeltaCame,
+    Holdings,
     SourceLostError,
     Transfer,
     run_together,
 )
-from umbra.services.weights.planes.bucket_server import BucketServer
-from umbra.services.weights.planes.bucket_store import BucketStore, DeltaEncoder
+from umbra.services.weights.planes.bucket_server import BucketServer, BucketStore, DeltaEncoder
 from umbra.services.weights.planes.bucket_wire import grant
 from umbra.services.weights.planes.plane import HubEnd, Receipt, Receiving, Settled
 
@@ -46,9 +46,6 @@ class TcpHub(HubEnd):
     however many nodes there are. Receivers that are no relays fetch from the hub.
 
     Args:
-        endpoint: to bind; port * picks a free one.
-        config: the section `weight_hub`.
-        security: keys of the hub.
         owner: trainer host whose buckets lie in its arena, where there are several.
     Raises as `BucketServer`.
     """
@@ -93,7 +90,6 @@ class TcpHub(HubEnd):
         return list(self._chain)
 
     def relay_at(self, host: str) -> str:
-        """Return the weights endpoint of the relay on `host`, or ""."""
         return next((r.serves for r in self._relays.values() if r.host == host), "")
 
     def store_of(self, manifest: Manifest) -> BucketStore:
@@ -181,7 +177,6 @@ class TcpHub(HubEnd):
 
     @property
     def links_are_slow(self) -> bool:
-        """Return whether deltas pay."""
         slow = any(rate < FAST_LINK for rate in self._rates.values())
         return slow or self._config.delta == "always"
 
@@ -210,11 +205,8 @@ class TcpReceiver:
     """Fetches versions bucket by bucket, and goes on where it was when a connection breaks.
 
     Args:
-        manifest: the layout.
         buffers: to be filled, `[manifest.total_bytes]` each.
-        config: the section `weight_hub`.
         delta_came: called with each delta that led to a bucket, before that is yielded.
-        security: keys of this process.
     """
 
     def __init__(
