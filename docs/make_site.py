@@ -23,13 +23,21 @@ PAGES = {
     "proto/README.md": "proto.md",
     "proto/weights.md": "proto-weights.md",
 }
-LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".yaml": "yaml", ".jsonl": "json"}
+LANGUAGES = {
+    ".py": "python",
+    ".toml": "toml",
+    ".json": "json",
+    ".ipynb": "json",
+    ".yaml": "yaml",
+    ".jsonl": "json",
+}
 # Code, which is left alone, or the target of a link.
 _LINK = re.compile(r"^```.*?^```|`[^`\n]+`|(?<=\]\()(?P<target>[^)\s]+)(?=\))", re.M | re.S)
 _FOREIGN = re.compile(r"#|[a-z]+:")
 # What GitHub shows as a list or a table, and mkdocs as lines of a paragraph.
 _CODE = re.compile(r"<(pre|code)\b.*?</\1>|<!--.*?-->", re.S)
 _PARAGRAPH = re.compile(r"<(p|li)>((?:(?!</?(?:p|li|ul|ol)\b).)*)", re.S)
+_KEY = re.compile(r"<code>([^<\s]{1,40}|[^<]{1,24})</code>")
 _LOST = re.compile(r"^ *(?:[-*|]|1\.) .*$", re.M)
 
 log = logging.getLogger("mkdocs.hooks.make_site")
@@ -64,14 +72,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _LINK.sub(rewritten, markdown)
 
 
-def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
-    """Warn of lists and tables that were not seen as such, for want of an empty line above."""
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Keep keys in one piece; warn of lists and tables that lack an empty line above."""
     for match in _PARAGRAPH.finditer(_CODE.sub("", html)):
         _, _, rest = match[2].partition("\n")
         for lost in _LOST.findall(rest):
             log.warning(
                 "%s: needs an empty line above, or more indent: %r", page.file.src_uri, lost
             )
+    return _KEY.sub(r'<code class="key">\1</code>', html)
 
 
 def _repository_path(page: str, target: str | None) -> str | None:

@@ -95,7 +95,7 @@ function lineChart(title, axis, lines) {
   const all = drawn.flatMap(([, points]) => points);
   const range = (i) => all.reduce(([low, high], p) => [Math.min(low, p[i]), Math.max(high, p[i])], [Infinity, -Infinity]);
   let [first, last] = range(0), [low, high] = range(1);
-  if (high - low < 1e-12) { low -= 0.5; high += 0.5; }
+  if (high - low < 1e-12) [low, high] = low < 0 ? [2 * low, 0] : [0, 2 * high || 1];
   last = Math.max(last, first + 1);
   const ticks = [low, (low + high) / 2, high], names = drawn.map(([name]) => drawn.length > 1 ? name : "");
   const longest = (texts) => Math.max(...texts.map((text) => text.length));
