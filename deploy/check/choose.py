@@ -14,12 +14,11 @@ import msgspec
 from umbra.deploy.check.hardware import (
     Machine,
     ask_aside,
-    driver_version,
     first_gpu,
     kind_of,
     this_machine,
 )
-from umbra.deploy.check.machine import for_cpus, versions_line
+from umbra.deploy.check.machine import for_cpus
 from umbra.deploy.prepare.preflight import check_packages, check_room, check_run
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.config import RunConfig
@@ -27,6 +26,7 @@ from umbra.services.config.loader import as_dict, given_keys
 from umbra.services.config.rules import device_faults
 from umbra.services.modeling.architectures import read_config
 from umbra.services.modeling.model_directory import directory_of
+from umbra.services.process.versions import driver_version, versions_line
 
 MOST_CONTEXT = 8192  # of a model that could take more: longer answers are asked for by name
 PATIENCE_S = 1800.0  # for a choice in another process, which ends itself far earlier
@@ -100,11 +100,10 @@ def in_one_line(config: RunConfig) -> str:
     # What is chosen for a machine with GPUs names the engine's device, or the user has.
     gpu = bool(driver_version())
     trains, generates = kind_of(trainer.device, gpu=gpu), kind_of(generator.device, gpu=gpu)
-    precision = {"no": "float32"}.get(chosen := trainer.precision_on(trains), chosen)
     return (
-        f"trainer on {trains} ({precision}), engine {generator.engine} on {generates} "
-        f"({config.weight_hub.dtype_on(generates)}), plane {config.weight_hub.plane}; "
-        f"{versions_line()}"
+        f"trainer on {trains} ({trainer.computes_in(trains)}), "
+        f"engine {generator.engine} on {generates} ({config.weight_hub.dtype_on(generates)}), "
+        f"plane {config.weight_hub.plane}; {versions_line()}"
     )
 
 

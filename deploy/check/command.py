@@ -14,6 +14,7 @@ from umbra.deploy.check.choose import for_hardware
 from umbra.deploy.check.hardware import GPUS, Machine, this_machine
 from umbra.deploy.check.machine import Finding, as_text, findings, for_cpus, has_problem, refusal
 from umbra.deploy.files.formats import to_toml
+from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.load import load_given, search_path, set_option
 from umbra.deploy.prepare.preflight import check_packages, check_run
 from umbra.deploy.prepare.stage import try_aside, try_model
@@ -22,6 +23,7 @@ from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, given_keys, load_config
 from umbra.services.config.rules import cautions, device_faults, implied_staleness
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
+from umbra.services.process.files import named_run
 from umbra.services.reporting.tables import aligned, size
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ def command(
         if showing or gpu or overrides:
             raise UsageError("--show, --gpu and --set are about a run: give RUN_FILE")
         return _finish([], list(findings()), {}, json_wanted)
+    run_file = named_run(run_file)
+    if run_file.is_dir():
+        run_file = RunFolder.existing(run_file, extends=True).config
     if showing:
         return _show(load_config(run_file, overrides=overrides), json_wanted)
     run, tree = load_given(run_file, overrides)
@@ -85,8 +90,8 @@ def command(
         if choice.refused and not needed.faults:
             found.append(refusal("devices", choice.refused))
         found += [Finding("memory", "warning", note, "see --memory") for note in needed.notes]
-    except (UsageError, ModuleNotFoundError) as error:
-        level = "not looked at" if gpu or run.trainer.expert_parallel > 1 else "problem"
+    except UsageError as error:
+        level = "not looked at" if run.trainer.expert_parallel > 1 else "problem"
         found.append(Finding("memory", level, str(error)))
     if gpu is None:
         sums: dict[str, int] = {}

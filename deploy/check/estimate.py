@@ -30,6 +30,7 @@ USABLE = 0.95  # of a GPU: its allocator leaves gaps
 VLLM_SHARE = 0.92  # vLLM 0.32's gpu_memory_utilization
 SHARE = "gpu_memory_utilization"
 MARGIN = 1.1  # more than is estimated: no estimate has been compared with a GPU yet
+ENOUGH = 4  # times fewer full contexts than slots: answers are seldom as long as they may be
 SMALLER = "trainer.lora_rank, trainer.offload or a smaller generator.max_context"
 
 
@@ -47,6 +48,8 @@ class Estimate:
     host: int
     faults: tuple[str, ...]
     notes: tuple[str, ...]
+    room: float | None  # in vLLM's KV cache, as `vllm_room`
+    largest: Item  # that a user can change, on the fullest GPU or the host
 
     def places(self) -> list[tuple[str, int, int | None, str]]:
         """Return name, bytes needed, bytes there (if known) and kind of each memory."""
@@ -58,11 +61,17 @@ class Estimate:
         ]
 
     def in_short(self) -> str:
-        return ", ".join(
+        """Return what is needed of each memory, the margin, and what to change for more."""
+        sums = [
             f"{name} {size(needed)}"
             + (f" of {size(there)} ({1 - needed / there:.0%} left)" if there else "")
             for name, needed, there, _ in self.places()
-        )
+        ]
+        if self.room is not None:
+            sums.append(f"vLLM's KV cache has {self.room:.0f} full contexts")
+        item = self.largest
+        more = f"; for more, {item.remedy} ({item.name}: {size(item.bytes)})" if item.remedy else ""
+        return ", ".join(sums) + more
 
     def as_dict(self) -> dict[str, Any]:
         """Return values for JSON; sizes in bytes."""
@@ -89,9 +98,9 @@ def estimate(config: RunConfig, machine: Machine) -> Estimate:
 
 def judge(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Estimate:
     found = needs(config, sizes, gpu=machine.gpu, host=machine.host)
-    slots = config.weight_hub.slots
+    copies = config.weight_hub.slots
     version = published(config, sizes, gpu=machine.gpu > 0)
-    arena = Item(f"arena, {slots} versions", slots * version, LOADED, "set weight_hub.slots = 2")
+    arena = Item(f"arena, {copies} versions", copies * version, LOADED, "set weight_hub.slots = 2")
     by_gpu: dict[int, list[Need]] = defaultdict(list)
     for need in found:
         for index in (index for gpus in need.gpus for index in gpus):
@@ -99,15 +108,24 @@ def judge(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Estimate:
     loads = {i: sum(taken(config, one, machine) for one in own) for i, own in by_gpu.items()}
     host = peak([arena, *(item for need in found for item in need.host * need.count)])
     faults = [*_gpu_faults(by_gpu, loads, machine), *_host_faults(found, arena, host, machine)]
-    room, note = vllm_room(config, found, machine)
-    if room is not None and room < 1:
-        faults.append(
-            f"{note}, so vLLM would refuse to start: lower generator.max_context, or raise "
-            "generator.tensor_parallel"
+    slots, room = config.generator.slots, vllm_room(config, found, machine)
+    notes: list[str] = []
+    if room is not None and room < max(1, slots / ENOUGH):
+        has = (
+            f"the KV cache of a generator has room for {room:.1f} sequences of "
+            f"generator.max_context = {config.generator.max_context} tokens, of generator.slots = "
+            f"{slots}"
         )
-        note = ""
-    notes = (note,) if note else ()
-    return Estimate(machine, tuple(found), arena, loads, host, tuple(faults), notes)
+        (faults if room < 1 else notes).append(
+            f"{has}{', so vLLM would refuse to start' if room < 1 else ''}: lower "
+            "generator.max_context, or raise generator.tensor_parallel"
+        )
+    # vLLM takes its share whatever it needs.
+    own = by_gpu[max(loads, key=loads.__getitem__)] if loads else found
+    choosable = [one for one in own if room is None or one.name != "generator"] or own
+    most = _largest(tuple(i for one in choosable for i in (one.device if loads else one.host)))
+    told = tuple(faults), tuple(notes)
+    return Estimate(machine, tuple(found), arena, loads, host, *told, room, most)
 
 
 def taken(config: RunConfig, need: Need, machine: Machine) -> int:
@@ -118,22 +136,16 @@ def taken(config: RunConfig, need: Need, machine: Machine) -> int:
     return peak(need.device)
 
 
-def vllm_room(config: RunConfig, found: list[Need], machine: Machine) -> tuple[float | None, str]:
-    """Return how many full contexts vLLM's KV cache has room for, and a sentence if too few."""
+def vllm_room(config: RunConfig, found: list[Need], machine: Machine) -> float | None:
+    """Return how many full contexts vLLM's KV cache has room for; None where it need not be."""
     generator = config.generator
     need = next((need for need in found if need.name == "generator" and need.gpus), None)
     given = generator.engine_args.get("kv_cache_memory_bytes")
     if need is None or generator.engine != "vllm" or given or not machine.gpu:
-        return None, ""
+        return None
     weights, cache = need.device[0].bytes, need.device[1].bytes
     left = taken(config, need, machine) - weights - VLLM_WORK
-    room = max(0.0, left / (cache / generator.slots))
-    if room >= generator.slots:
-        return room, ""
-    return room, (
-        f"the KV cache of a generator has room for {room:.1f} sequences of generator.max_context = "
-        f"{generator.max_context} tokens, of generator.slots = {generator.slots}"
-    )
+    return max(0.0, left / (cache / generator.slots))
 
 
 def _gpu_faults(

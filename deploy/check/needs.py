@@ -14,9 +14,13 @@ import msgspec
 from umbra.deploy.check.hardware import GIB, first_gpu, kind_of
 from umbra.deploy.check.model_sizes import ModelSizes
 from umbra.services.config import RunConfig, TrainerConfig
-from umbra.services.modeling.row_sizes import reading_tokens, rows_within, scoring_rows
+from umbra.services.modeling.row_sizes import (
+    fitting_tokens,
+    reading_tokens,
+    rows_within,
+    scoring_rows,
+)
 from umbra.services.process.host_memory import host_bytes
-from umbra.services.trainer.flops import fitting_tokens
 from umbra.services.weights.planes.plane import GPU_PLANES
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "no": 4, "bf16": 2}

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from umbra.proto.errors import UsageError
-from umbra.services.config.loader import read_run_file
+from umbra.services.config.loader import SECTIONS, read_run_file
 
 NAME = r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$"  # of hosts; what else needs names makes its own
 LINE = r"^[^\x00-\x1f]*$"
@@ -133,6 +133,8 @@ def load_cluster(path: Path) -> ClusterFile:
     for section in tree:
         if section not in ("cluster", "nodes"):
             near = nearest(section, ["cluster", "nodes"])
+            if section in SECTIONS:
+                near = ", which is of run files: give the cluster file first, then the run file"
             raise UsageError(f"{path}: unknown section [{section}]{near}")
     listed = tree.get("nodes", [])
     if not isinstance(listed, list) or not listed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -122,11 +123,13 @@ DEVICES = Path("/dev")
 @click.option("--model", help="Its directory, or ORG/NAME on the hub.")
 @click.option("--prompts", help="A file or datasets:NAME:SPLIT.")
 @click.option("--reward", type=click.Choice(list(REWARDS)), help="What answers are worth.")
+@click.option("--gpus", type=click.IntRange(0), help="That will run it.  [default: those here]")
 def command(
     folder: Path,
     model: str | None,
     prompts: str | None,
     reward: str | None,
+    gpus: int | None,
 ) -> int:
     """Write run.toml, and what it needs, to FOLDER [default: this one]; overwrite nothing.
 
@@ -140,10 +143,11 @@ def command(
         raise UsageError(f"--prompts {prompts}: there is no such file")
     kinds = click.Choice(list(REWARDS))
     reward = _ask("reward: your own function, or the row's answer", reward, "function", kinds)
+    here = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in DEVICES.iterdir())
     run = shlex.quote(shown_path((folder / RUN_FILE).absolute()))
     texts = {
         RUN_FILE: run_file(
-            sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in DEVICES.iterdir()),
+            here if gpus is None else gpus,
             file=run,
             name=re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.absolute().name).strip("-.") or "run",
             model=_from(folder, model),
@@ -195,7 +199,8 @@ def _ask(
 
 
 def _from(folder: Path, path: str) -> str:
-    """Return `path` as it is found from any folder; unchanged for a run file that lies here."""
+    """Return `path` as it is found from the run file, also once both have moved if it lies here."""
     if not path or path.startswith(DATASETS) or not Path(path).exists() or folder == Path():
         return path
-    return str(Path(path).absolute())
+    absolute = Path(path).absolute()
+    return os.path.relpath(path, folder) if absolute.is_relative_to(Path.cwd()) else str(absolute)

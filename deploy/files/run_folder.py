@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from umbra.proto.errors import UNREADABLE, UsageError
-from umbra.services.process.files import LOCK, HeldError, folder_lock, open_regular, read_regular
+from umbra.services.process.files import (
+    DISK,
+    LOCK,
+    READABLE_MODE,
+    HeldError,
+    folder_lock,
+    open_regular,
+    read_regular,
+)
 from umbra.services.process.metrics import parse_row
 from umbra.services.reporting.tables import number
 
@@ -44,7 +52,7 @@ class RunFolder:
     path: Path
 
     config = _Below("config.json")
-    origin = _Below("origin.json")  # `search`: where modules are looked for
+    origin = _Below("origin.json")  # `search`: where modules are looked for; `folder`: this one
     metrics = _Below("metrics.jsonl")  # rows of all services
     samples = _Below("samples.jsonl")  # rollouts that were trained on (`log.samples`)
     summary = _Below("summary.json")
@@ -73,6 +81,19 @@ class RunFolder:
                 f"cannot create {folder.path}: {error.strerror}; choose another run.dir"
             ) from error
         return folder
+
+    def write_origin(self, search: Iterable[Path]) -> None:
+        origin = {"search": [*map(str, search)], "folder": str(self.path)}
+        text = json.dumps(origin, ensure_ascii=False)
+        DISK.replace(self.origin, text.encode() + b"\n", mode=READABLE_MODE)
+
+    def follow_move(self) -> None:
+        """Have config and origin name this folder where they name the one that it is a copy of."""
+        before = str(self.read_origin().get("folder", self.path))
+        old, new = (json.dumps(f"{one}/", ensure_ascii=False)[1:-1] for one in (before, self.path))
+        for path in (self.config, self.origin) if old != new else ():
+            text = path.read_text(encoding="utf-8")
+            DISK.replace(path, text.replace(old, new).encode(), mode=READABLE_MODE)
 
     @classmethod
     def existing(cls, path: str | Path, *, extends: bool = False) -> RunFolder:

@@ -15,6 +15,7 @@ import click
 import msgspec
 from msgspec.structs import replace
 
+from umbra.deploy.files.run_folder import RunFolder
 from umbra.proto.errors import UsageError
 from umbra.proto.net.keys import FOLDER
 from umbra.services.config import ModelConfig, RunConfig
@@ -53,6 +54,8 @@ def note(text: str) -> None:
 
 def search_path(run_file: Path) -> list[Path]:
     """Return where modules of the user's environment or reward are looked for."""
+    if known := RunFolder(run_file.parent).read_origin().get("search"):  # a run's config.json
+        return [*map(Path, known), Path.cwd()]
     return list(dict.fromkeys((run_file.resolve().parent, Path.cwd())))
 
 

@@ -16,6 +16,7 @@ from umbra.deploy.files.run_folder import CHECK, RunFolder, last_lines
 from umbra.proto.errors import ERROR_PREFIX, UmbraError
 from umbra.services.buffer.prompts import rows_to_try
 from umbra.services.config import RunConfig
+from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.config.loader import to_json
 from umbra.services.generator.checks import RowsToTry, row_bytes
 from umbra.services.process.child import (
@@ -30,6 +31,8 @@ from umbra.services.process.child import (
 from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.process.fork_server import ForkServer
 from umbra.services.process.signals import SignalCounter
+from umbra.services.prompts.readers import read_source
+from umbra.services.prompts.rows import Prompt
 
 POLL_S = 0.02
 Waiting = Callable[[], None]  # called again and again while a stage runs
@@ -142,12 +145,21 @@ def try_environment(
 
 
 def find_rows(config: RunConfig) -> RowsToTry:
-    """Return the first row of each environment, and rows that may be longer than the context."""
-    found = rows_to_try(config.data, config.environments)
+    """Return the first row of each environment, and rows that may be longer than the context.
+
+    Those of eval.prompts, too.
+    """
+    found = {"data.prompts": rows_to_try(config.data, config.environments)}
+    if heldout := config.eval.prompts:
+        rows = found["eval.prompts"] = dict[str, list[Prompt]]()
+        where, columns = "eval.prompts, row ", config.eval.columns
+        for one in read_source(heldout, where, columns, section="eval"):
+            name = str(one.row.get(ENVIRONMENT)) if config.environments else ""
+            rows.setdefault(name, []).append(one)
+    first = [(of, name, own[0].row) for of, rows in found.items() for name, own in rows.items()]
     half = config.generator.max_context // 2  # a template adds the rest
-    long = [one for prompts in found.values() for one in prompts if row_bytes(one.row) >= half]
-    first = {name: prompts[0].row for name, prompts in found.items()}
-    return RowsToTry(first, {one.prompt_id: one.row for one in long})
+    every = (one for rows in found.values() for own in rows.values() for one in own)
+    return RowsToTry(first, {one.prompt_id: one.row for one in every if row_bytes(one.row) >= half})
 
 
 def try_model(config: RunConfig) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
@@ -256,5 +255,4 @@ def _write(folder: RunFolder, config: RunConfig, source: CopiedSource) -> None:
         DISK.replace(module, source.text.encode(), mode=READABLE_MODE)
         search = [folder.inputs, *search]
     DISK.replace(folder.config, to_json(config), mode=READABLE_MODE)
-    origin = {"search": [str(path) for path in search]}
-    DISK.replace(folder.origin, json.dumps(origin).encode() + b"\n", mode=READABLE_MODE)
+    folder.write_origin(search)

@@ -21,8 +21,9 @@ from umbra.deploy.files.run_folder import (
 )
 from umbra.deploy.report.recording import Figures, gather, recorded, write_trace
 from umbra.deploy.report.summary import balanced, summary_rows
-from umbra.proto.errors import EXIT_DONE
+from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.monitor.web import WEB
+from umbra.services.process.files import named_run
 from umbra.services.reporting.figures import busy, is_idle
 
 COLUMNS = (
@@ -144,10 +145,13 @@ def _mean(steps: Sequence[Row], name: str) -> float | None:
 def command(run: Path, others: tuple[Path, ...]) -> int:
     """Write RUN/report.html, a page that needs nothing else, and RUN/trace.json for Perfetto.
 
-    RUN is the folder of a run, which may still be going on.
+    RUN is the folder of a run, or its id in runs/; it may still be going on.
     """
-    with only_rows_of_runs(run):
-        for path in write_report(RunFolder(run), others):
+    folder = named_run(run)
+    if not folder.is_dir():
+        raise UsageError(f"{run} is no run: neither it nor runs/{run} is a folder")
+    with only_rows_of_runs(folder):
+        for path in write_report(RunFolder(folder), others):
             click.echo(str(path))
     return EXIT_DONE
 

@@ -31,6 +31,7 @@ from umbra.services.config.rules import cautions
 from umbra.services.config.training import after_extension
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.process.child import child_environ
+from umbra.services.process.files import named_run
 from umbra.services.process.fork_server import ForkServer
 from umbra.services.process.signals import SignalCounter
 from umbra.services.reporting.tables import size
@@ -55,16 +56,19 @@ def up(
     generators that fail, and ends with a summary. Ctrl-C stops the run in order, a second Ctrl-C at
     once. The exit code is 0 only if the run ended well.
 
-    If RUN_FILE is the folder of a run that was stopped or killed, that run goes on: from the newest
-    checkpoint, with the very batches that came after it. One that has reached its end is trained on
-    with --set run.steps=N. `umbra check RUN_FILE` tries all of it and starts nothing.
+    If RUN_FILE is the folder of a run that was stopped or killed, or its id in runs/, that run goes
+    on: from the newest checkpoint, with the very batches that came after it. One that has reached
+    its end is trained on with --set run.steps=N. `umbra check RUN_FILE` tries all of it, and starts
+    nothing.
     """
     extends = any(text.partition("=")[0].strip() == "run.steps" for text in overrides)
+    run_file = named_run(run_file)
     before = RunFolder.existing(run_file, extends=extends) if run_file.is_dir() else None
     with ExitStack() as stack:
         stack.enter_context(best_effort_output())
         if before is not None:
             stack.enter_context(before.held())
+            before.follow_move()
             run_file = before.config
         config, tree = load_given(run_file, overrides)
         told = check_extension(before, config) if before is not None and before.has_ended() else ""
@@ -73,8 +77,6 @@ def up(
             note(f"model: {size(missing)} of weights to download")
         config, chosen = ready(config, tree)  # before a folder is made
         search = search_path(run_file)
-        if before is not None:
-            search = [*map(Path, before.read_origin().get("search", [])), Path.cwd()]
         check_ports_free(config)
         view = choose_view(quiet=quiet, as_json=as_json)
         interrupts = stack.enter_context(SignalCounter())

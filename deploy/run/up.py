@@ -5,7 +5,6 @@ Its processes start in the order of `Up._start`, and stop in waves.
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import time
@@ -34,7 +33,6 @@ from umbra.services.buffer.command import NEW_ADDRESS
 from umbra.services.config import RunConfig
 from umbra.services.monitor.run_address import RunAddress
 from umbra.services.process.child import ChildError, ChildProcess, child_environ, umbra_argv
-from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.process.fork_server import ForkServer
 from umbra.services.process.signals import SignalCounter
 from umbra.services.process.supervisor import Program, Supervisor
@@ -138,8 +136,7 @@ class Up:
     def _phases(self) -> tuple[str, int]:
         remove_leftovers(self.folder.id)  # of a life of this run that was killed
         self.folder.forget_end()
-        origin = json.dumps({"search": [str(path) for path in self._search]}).encode() + b"\n"
-        DISK.replace(self.folder.origin, origin, mode=READABLE_MODE)
+        self.folder.write_origin(self._search)
         return self._supervise()
 
     # -- the loop ---------------------------------------------------------------------------------

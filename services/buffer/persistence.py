@@ -96,7 +96,10 @@ def put_back(record: RunRecord, run: RunState) -> None:
 
 
 class Recovery:
-    """Saves and restores the state of one run; `run_id` and the sizes must stay the same."""
+    """Saves and restores the state of one run; the sizes must stay the same.
+
+    So must `run_id`, but where the store is inside of the run's folder, which may be copied.
+    """
 
     def __init__(self, run: RunState, run_id: str) -> None:
         self._run = run
@@ -109,6 +112,7 @@ class Recovery:
         }
         if only := run.pool.rules.only:  # samples of others have not been left to scorers
             self._same["[[environments]] of reward_scope group"] = sorted(only)
+        self._is_inside = not run.buffer.store
         self._last = b""
 
     def save(self) -> None:
@@ -141,14 +145,13 @@ class Recovery:
             journal.write("run", self._same)
             return False
         for key, value in self._same.items():
-            if same.get(key) != value:
-                remedy = "choose another --run-dir, or go on with the settings of before"
-                if key == "run_id":  # a folder that was copied or renamed
-                    remedy = f"call the run's folder {same.get(key)} again, wherever it is"
+            if same.get(key) != value and not (key == "run_id" and self._is_inside):
                 raise UsageError(
                     f"the store is of a run with {key} = {same.get(key)}, this one has {value}: "
-                    f"{remedy}"
+                    "choose another --run-dir, or go on with the settings of before"
                 )
+        if same != self._same:  # a copied or renamed folder is a run of the name that it has now
+            journal.write("run", self._same)
         try:
             record = _decode(journal.store.get(NOW))
         except (KeyError, msgspec.MsgspecError) as error:

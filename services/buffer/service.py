@@ -54,6 +54,7 @@ def serve(context: ServiceContext) -> int:
             run, damaged or in use; or too many samples failed.
     """
     config, heldout = context.config, context.config.eval
+    context.begin(f"store {config.buffer.store or 'in the run folder'}")
     check_feasible(config)
     prompts = open_prompts(config.data, seed=config.run.seed, environments=config.environments)
     eval_prompts: list[Prompt] = []

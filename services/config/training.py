@@ -102,6 +102,10 @@ class TrainerConfig(ObjectiveKeys):
             return "bf16" if kind == "cuda" else "no"
         return self.precision
 
+    def computes_in(self, kind: str) -> Literal["float32", "bfloat16"]:
+        """Return the dtype of matrix products on a device of that kind."""
+        return "float32" if self.precision_on(kind) == "no" else "bfloat16"
+
     def recomputes_on(self, kind: str) -> bool | str:
         chosen = self.activation_checkpointing
         return kind == "cuda" if chosen == "auto" else chosen

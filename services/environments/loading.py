@@ -235,7 +235,7 @@ def _load(target: str, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise UsageError(
             f"{key} {target!r}: {module_name} has no callable {name!r}"
-            f"{_nearest(name, vars(module))}"
+            f"{_nearest(name, [n for n, found in vars(module).items() if callable(found)])}"
         )
     return found
 

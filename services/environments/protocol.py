@@ -172,7 +172,7 @@ def prompt_messages(row: Row) -> list[Message]:
 
 def expected_answer(row: Row, kind: str) -> str:
     if "answer" not in row:
-        raise SampleError(f'environment "{kind}" needs "answer" in every row of data.prompts')
+        raise SampleError(f'environment "{kind}" needs "answer" in every row of its prompts')
     return str(row["answer"]).strip()
 
 

@@ -45,9 +45,12 @@ REMEDY = (
 
 
 class RowsToTry(msgspec.Struct, frozen=True):
-    """The `first` row of each environment by its name, and `long` ones by their places."""
+    """The `first` row of each environment, and `long` ones by their places.
 
-    first: dict[str, dict[str, Any]]
+    A first row comes with the key of its prompts, and the environment's name; "" if it has none.
+    """
+
+    first: list[tuple[str, str, dict[str, Any]]]
     long: dict[str, dict[str, Any]]
 
 
@@ -115,16 +118,17 @@ def check_model(config: RunConfig, rows: RowsToTry) -> list[str]:
     Raises:
         UsageError: one does not fit the model, or a first prompt leaves no room for an answer.
     """
-    from umbra.services.modeling.lora import add_adapter  # brings torch, as the next does
-    from umbra.services.modeling.models import outline_model
+    from umbra.services.modeling.models import outline_model  # brings torch
 
     outline = outline_model(config.model.name, checked=config.model.checked)
     if config.trainer.lora_rank:
-        add_adapter(outline, config.trainer, config.run.seed)
-    if config.generator.engine == "vllm" and config.generator.engine_args:
-        from umbra.services.generator.vllm.options import check_arguments  # brings vLLM
+        from umbra.services.modeling.lora import add_adapter
 
-        check_arguments(config.generator)
+        add_adapter(outline, config.trainer, config.run.seed)
+    if config.generator.engine == "vllm":
+        from umbra.services.generator.vllm.options import check_run  # may bring vLLM
+
+        check_run(config, outline)
     chat = open_chat(config, outline)
     for environment in config.all_environments:
         check_template(environment, chat)
@@ -134,14 +138,14 @@ def check_model(config: RunConfig, rows: RowsToTry) -> list[str]:
 def _prompt_warnings(config: RunConfig, chat: Chat, rows: RowsToTry) -> Iterator[str]:
     key, context = f"generator.max_context = {config.generator.max_context}", 0
     limit = config.generator.max_context
-    for row in rows.first.values():
+    for of, _, row in rows.first:
         tokens = context = _prompt_tokens(chat, row)
-        _check_room(config, tokens)
+        _check_room(config, tokens, of)
         environment = config.environment_of(row)
         most = config.sampling_for(environment).max_tokens
         if limit - tokens < most:
             yield (
-                f"after the first prompt of {tokens} tokens, {key} leaves {limit - tokens} of "
+                f"after the first of {of}, {tokens} tokens, {key} leaves {limit - tokens} of "
                 f"{environment.sampling_key('max_tokens')} = {most}: longer answers are cut off "
                 "there"
             )
@@ -157,10 +161,10 @@ def _prompt_warnings(config: RunConfig, chat: Chat, rows: RowsToTry) -> Iterator
         )
 
 
-def _check_room(config: RunConfig, tokens: int) -> None:
+def _check_room(config: RunConfig, tokens: int, of: str = "data.prompts") -> None:
     if tokens >= (limit := config.generator.max_context):
         raise UsageError(
-            f"the first prompt has {tokens} tokens, which leaves no room for an answer in "
+            f"the first of {of} has {tokens} tokens, which leaves no room for an answer in "
             f"generator.max_context = {limit}: raise it"
         )
 
@@ -227,8 +231,9 @@ def main(path: str, rows: str, *model: str) -> int:
     where, named = "", {one.name: one for one in config.environments}
     try:
         found = msgspec.json.decode(Path(rows).read_bytes(), type=RowsToTry)
-        for name, row in found.first.items():
+        for of, name, row in found.first:
             where = f"environment {name}: " if named else ""
+            where += "eval.prompts: " if of == "eval.prompts" else ""
             one = named.get(name, config.environment)
             check_environment(msgspec.structs.replace(config, environment=one), row)
         where = ""

@@ -20,6 +20,7 @@ from umbra.proto.net.keys import Security
 from umbra.services.config.loader import load_config
 from umbra.services.generator.tasks import GYM, VERIFIERS, write_task
 from umbra.services.process.command import ServiceContext, keys_of, service_command
+from umbra.services.process.files import named_run
 from umbra.services.process.parent import SEARCH_VARIABLE
 from umbra.services.prompts.readers import placed, read_source
 from umbra.services.reporting.figures import telling
@@ -131,9 +132,9 @@ def evaluate(
 ) -> None:
     """Measure the accuracy (mean reward) of MODEL on held-out prompts.
 
-    MODEL is a directory, ORG/NAME[@REVISION] on the hub, or the folder of a run that has ended.
-    Without it, have the run at --broker evaluate its policy as it is now, on the prompts of its
-    `eval.prompts`; `umbra status` shows the outcome.
+    MODEL is a directory, ORG/NAME[@REVISION] on the hub, or a run that has ended (its folder, or
+    its id in runs/). Without it, have the run at --broker evaluate its policy as it is now, on the
+    prompts of its `eval.prompts`; `umbra status` shows the outcome.
     """
     if model is None:
         if not broker:
@@ -144,6 +145,7 @@ def evaluate(
             begun = buffer.call(Order(kind="evaluate"), Ok, timeout_s=ANSWER_S)
         click.echo(f"evaluation of version {begun.version} begins: {begun.samples} samples")
         return
+    model = named_run(model)
     if (model / "metrics.jsonl").is_file():  # a run's folder
         config, model = config or str(model / "config.json"), model / "model"
         if not model.is_dir():

@@ -13,7 +13,7 @@ from umbra.proto.net.session import Session
 from umbra.proto.net.task_client import TaskClient
 from umbra.services.config import RunConfig
 from umbra.services.generator.activity import Activity, StallWatch, watching
-from umbra.services.generator.engines.opening import OpenEngine, engine_here, open_engine
+from umbra.services.generator.engines.opening import OpenEngine, computes, engine_here, open_engine
 from umbra.services.generator.loop import GeneratorLoop
 from umbra.services.generator.pools import open_environments, settings_for, unrewarded
 from umbra.services.generator.runner import RolloutRunner
@@ -33,6 +33,7 @@ def run(
     `make_engine` makes the engine; its second argument seeds what is drawn.
     """
     config = unrewarded(ctx.config)
+    ctx.begin(*computes(config))
     # A process that is started again must not draw what the one before it drew.
     opened = make_engine(config, f"{ctx.name}/{uuid.uuid4().hex}")
     wake = threading.Event()

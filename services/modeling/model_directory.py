@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.hub import fetch, is_hub_name, looks_like_name
+from umbra.services.modeling.hub import fetch, is_hub_name
 from umbra.services.process.files import open_regular
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
@@ -62,10 +62,15 @@ def check_model_dir(
         raise UsageError(
             f"{source}: {error.filename} cannot be read: {error.strerror}{remedy}"
         ) from error
+    if files is None and directory.suffix == ".gguf":
+        raise UsageError(
+            f"{source}: {directory} is a GGUF file: convert it with `umbra make-model FOLDER "
+            f"--from {directory}`, and name that folder"
+        )
     if files is None:
         raise UsageError(
             f"{source}: {directory} is no directory; download the model there, name one on the hub "
-            f"({_on_hub(str(path))}), or make a small one with `umbra make-model`"
+            "(ORG/NAME), or make a small one with `umbra make-model`"
         )
     for what, names, needed in (
         ("config", ("config.json",), True),
@@ -97,13 +102,6 @@ def _check_index(index: Path, source: str) -> None:
                 f"{source}: {index} names {name!r}, and weights are read from .safetensors files "
                 "beside it only: save the model with safe_serialization=True"
             )
-
-
-def _on_hub(path: str) -> str:
-    """How a model on the hub is named where `path` was taken for a directory."""
-    org_and_name = "/".join(Path(path).parts[-2:])
-    is_name = looks_like_name(org_and_name) and "@" not in org_and_name
-    return f"{org_and_name}@main if that was meant" if is_name else "ORG/NAME"
 
 
 def weights_bytes(path: str | Path) -> int:

@@ -24,18 +24,16 @@ from umbra.services.modeling.architectures import architecture, check_architectu
 from umbra.services.modeling.chat_template import end_of_turn
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.weight_files import NotByRowsError, WeightFiles
+from umbra.services.process.versions import driver_version
 
 AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """How Transformers reads a directory: it fetches nothing, and runs no code that lies in it."""
 
 
-DRIVER = Path("/proc/driver/nvidia/version")
-
-
 def _sees_gpu(key: str) -> bool:
     if torch.cuda.is_available():
         return True
-    if DRIVER.exists():  # a CPU would take days without a word
+    if driver_version():  # a CPU would take days without a word
         raise StartupError(
             "there is an NVIDIA driver, but torch sees no GPU: `umbra check` says why; to compute "
             f"on the CPU, set {key} to cpu"
@@ -163,6 +161,24 @@ def _outline(kind: Any, directory: Path, source: str, checked: Collection[str], 
             generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
             model.generation_config = generation
     return model
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the repeated blocks of `model`."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers: list[torch.nn.Module] = []
+    within: set[torch.nn.Module] = set()
+    for module in model.modules():
+        # What is sharded is of a class that FSDP derives from the model's own.
+        if module not in within and any(c.__name__ in names for c in type(module).__mro__):
+            layers.append(module)
+            within.update(module.modules())
+    if not layers:
+        raise UsageError(
+            f"model.path: {type(model).__name__} does not say what its layers are, so it can "
+            "neither be sharded nor compiled nor recomputed by layers"
+        )
+    return layers
 
 
 def load_tokenizer(path: str | Path, source: str = "model.path", *, trust: bool = False) -> Any:

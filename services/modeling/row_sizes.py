@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.architectures import keeps_state, layer_kinds
 from umbra.services.process.host_memory import host_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 SHORT_ROW = 256  # tokens; narrower rows save little
 CPU_PASS, GPU_PASS = 4096, 65536  # tokens at most; more of them make no device faster
 SCORING_PASS = 16384  # the same of a pass without gradient on a GPU, which others may use too
 READ_TOKENS = 16384  # of contexts in a pass of the torch engine, so that its memory stays bounded
 READ_FLOPS = 5e11  # the same on a CPU: some ten seconds, since leases are renewed between passes
+WEIGHT_BYTES = 16  # of a weight in float32, its gradient and two moments
 ACTIVATIONS = 0.5  # of the memory that weights leave: the rest is logits, scratch and fragmentation
 
 
@@ -82,8 +84,31 @@ def room_for_tokens(memory: int, weights: int, config: TrainerConfig) -> int:
 def memory_of(device: torch.device, per_host: int) -> int:
     """Return the bytes of the GPU, or this process's share of the host's or container's."""
     if device.type == "cuda":
+        import torch  # not above: `umbra check` estimates without it
+
         return torch.cuda.get_device_properties(device).total_memory
     return host_bytes() // per_host
+
+
+def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> int:
+    """Return what a token keeps for the backward pass: tensors of all layers (`layer_numbers`).
+
+    Of layers that are computed again: their input, and all of one. `selective` counts as none of
+    them, which is more than it keeps. `model` is its Transformers config.
+    """
+    known = model.get_text_config()
+    layers = known.num_hidden_layers
+    chosen = config.recomputes_on(kind)
+    every = 1 if chosen is True else int(str(chosen).split()[1]) if "every" in str(chosen) else 0
+    again = layers // every if every else 0
+    kept = known.hidden_size * again + layer_numbers(model) * (layers - again + bool(again))
+    return kept * (4 if config.precision_on(kind) == "no" else 2)
+
+
+def fitting_tokens(config: TrainerConfig, model: Any, weights: int, memory: int, kind: str) -> int:
+    """Return how many tokens' activations fit beside a rank's weights; 0 if these alone do not."""
+    room = room_for_tokens(memory, WEIGHT_BYTES * weights, config)
+    return room // activation_bytes(config, model, kind)
 
 
 def layer_numbers(model: Any) -> int:

@@ -28,6 +28,7 @@ from umbra.services.config.loader import load_config
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.process.parent import tell_ready
 from umbra.services.process.signals import stop_on_signals
+from umbra.services.process.versions import versions_line
 
 
 class LineFormatter(logging.Formatter):
@@ -98,6 +99,10 @@ class ServiceContext:
             security=self.security,
             **facts,
         )
+
+    def begin(self, *facts: str) -> None:
+        """Log where and by what this process computes, and its versions: its first line."""
+        self.log.info("%s; %s", ", ".join(facts), versions_line())
 
     def ready(self, facts: dict[str, Any]) -> None:
         """Tell whoever started this process that it is up, and where (one JSON line)."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.proto.errors import UNREADABLE, UsageError
+from umbra.services.config import RunSection
 from umbra.services.config.loader import decode_json
 
 FILE_MODE = 0o600  # what a run keeps is its owner's
@@ -188,6 +189,12 @@ def is_held(folder: Path) -> bool:
     return False
 
 
+def named_run(path: Path) -> Path:
+    """Return `path`; if nothing is there and `runs/` here has a run of that id, its folder."""
+    there = Path(RunSection().dir) / path
+    return there if not path.exists() and (there / "config.json").is_file() else path
+
+
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """Return the objects in `path`, one per line; UsageError for anything else but blank lines."""
     return [row for _, row in read_numbered(path)]
@@ -207,7 +214,10 @@ def read_numbered(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
         try:
             rows.append((number, decode_json(line, dict[str, Any])))
         except UNREADABLE as error:
-            raise UsageError(f"{path}, line {number}: not a JSON object ({error})") from error
+            raise UsageError(
+                f"{path}, line {number}: not a JSON object ({error}); write one object per line, "
+                "no array around them and no other format (data.prompts takes Parquet too)"
+            ) from error
     if not rows:
         raise UsageError(f"{path} is empty: it needs one JSON object per line")
     return rows

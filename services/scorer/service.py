@@ -26,6 +26,8 @@ def run(context: ServiceContext) -> int:
     """Score until the run ends or this process is told to stop."""
     config = context.config
     stage = context.options["stage"]
+    if stage == "reward":
+        context.begin("stage reward, without a model")
     reward = reward_worker(config) if stage == "reward" else None
     with context.join("scorer") as session:
         if reward is not None:
@@ -73,6 +75,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     device = pick_device(scorer.device, "scorer.device")
     dtype = config.weight_hub.dtype_on(device.type)
     longest = config.longest_turn
+    context.begin(f"stage {stage} on {device} ({dtype})", f"plane {config.weight_hub.plane}")
 
     def load(path: str, source: str) -> Any:
         return load_model(path, device, getattr(torch, dtype), source, config.model.checked)

@@ -19,9 +19,8 @@ from umbra.services.modeling.architectures import layer_kinds
 from umbra.services.modeling.attention import FULL, Attention
 from umbra.services.modeling.row_sizes import (
     RowSizes,
-    layer_numbers,
+    fitting_tokens,
     memory_of,
-    room_for_tokens,
     rows_within,
 )
 from umbra.services.trainer.distributed.ranks import Ranks
@@ -123,9 +122,6 @@ def ceiling(device: torch.device) -> float:
     return 2 * MATRIX**3 / best
 
 
-WEIGHT_BYTES = 16  # of a weight in float32, its gradient and two moments
-
-
 def row_sizes(
     config: TrainerConfig, model: Any, device: torch.device, ranks: Ranks, max_tokens: int = 0
 ) -> RowSizes:
@@ -141,24 +137,3 @@ def row_sizes(
         fits[0] = fitting_tokens(config, model.config, weights // ranks.world, memory, kind)
         fits = ranks.gather(fits).min()
     return rows_within(config, model.config, int(fits), device.type, max_tokens)
-
-
-def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> int:
-    """Return what a token keeps for the backward pass: tensors of all layers (`layer_numbers`).
-
-    Of layers that are computed again: their input, and all of one. `selective` counts as none of
-    them, which is more than it keeps. `model` is its Transformers config.
-    """
-    known = model.get_text_config()
-    layers = known.num_hidden_layers
-    chosen = config.recomputes_on(kind)
-    every = 1 if chosen is True else int(str(chosen).split()[1]) if "every" in str(chosen) else 0
-    again = layers // every if every else 0
-    kept = known.hidden_size * again + layer_numbers(model) * (layers - again + bool(again))
-    return kept * (4 if config.precision_on(kind) == "no" else 2)
-
-
-def fitting_tokens(config: TrainerConfig, model: Any, weights: int, memory: int, kind: str) -> int:
-    """Return how many tokens' activations fit beside a rank's weights; 0 if these alone do not."""
-    room = room_for_tokens(memory, WEIGHT_BYTES * weights, config)
-    return room // activation_bytes(config, model, kind)

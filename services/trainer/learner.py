@@ -71,7 +71,7 @@ class Learner:
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
             torch.use_deterministic_algorithms(True)
-        self.device = _device(config, self.ranks)
+        self.device = rank_device(config, self.ranks)
         kind = self.device.type
         if fault := next(config.device_faults(kind), ""):
             raise UsageError(fault)
@@ -235,7 +235,7 @@ def bring_up(
     return rows_at
 
 
-def _device(config: TrainerConfig, ranks: Ranks) -> torch.device:
+def rank_device(config: TrainerConfig, ranks: Ranks) -> torch.device:
     """Return the device of this rank, and make its GPU the current one."""
     device = pick_device(config.device, "trainer.device")
     if device.type == "cpu":

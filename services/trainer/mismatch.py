@@ -40,7 +40,6 @@ LOOKED_AT = 1024  # learned tokens of a generator that a pass of their own is sp
 # kernel computes in TF32) and about 1e-3 in bfloat16, where 0.03 at the first step was a fault
 # (PrimeIntellect-ai/prime-rl, issue 2671).
 BOUNDS = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 0.02, "fp8": 0.1}
-_PRECISIONS = {"no": "float32", "bf16": "bfloat16"}
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ def bound_of(config: RunConfig, kind: str) -> tuple[float, str]:
     refuses to (`check_served_dtype`).
     """
     arguments = config.generator.engine_args
-    formats = {config.weight_hub.dtype_on(kind), _PRECISIONS[config.trainer.precision_on(kind)]}
+    formats = {config.weight_hub.dtype_on(kind), config.trainer.computes_in(kind)}
     if arguments.get("quantization") or "fp8" in str(arguments.get("kv_cache_dtype", "")):
         formats.add("fp8")
     coarsest = max(formats, key=lambda name: BOUNDS[name])

@@ -16,7 +16,7 @@ from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.distributed.ranks import join_ranks
 from umbra.services.trainer.distributed.shards import Snapshots, row_owners
-from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.learner import Learner, rank_device
 from umbra.services.trainer.loop import Loop
 from umbra.services.trainer.member import RunMember, join_run
 from umbra.services.trainer.mismatch import MismatchCheck
@@ -36,6 +36,11 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
     config, run_dir = context.config, context.run_dir
     assert run_dir is not None
     with join_ranks(config.trainer, listener, context.stopping) as ranks, ExitStack() as stack:
+        device = rank_device(config.trainer, ranks)
+        served = config.weight_hub.dtype_on(device.type)
+        context.begin(
+            f"on {device} ({config.trainer.computes_in(device.type)})", f"versions in {served}"
+        )
         model, tokenizer, files = open_policy(
             config.model.name,
             checked=config.model.checked,
@@ -53,7 +58,6 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
         base = weights_checksum(config.model.name) if config.trainer.lora_rank else ""
         adapter = adapter_facts(config.trainer, base)
         alone = adapter is not None
-        served = config.weight_hub.dtype_on(learner.device.type)
         layout = tensor_layout(learner.model, served, adapter=alone)
         owners = row_owners(learner.model, ranks, adapter=alone)
         manifest = build_manifest(layout, config.weight_hub.bucket_bytes, owners, adapter)

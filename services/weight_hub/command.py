@@ -57,6 +57,7 @@ def _run(context: ServiceContext) -> int:
     upstream, owner, wait_s = options["upstream"], options["owner"], options["wait_s"]
     role, _ = _identify(options)
     session: Session | None = None
+    context.begin(f"{role} on {socket.gethostname()}", f"plane {config.plane}")
     with ExitStack() as stack:
         if owner is not None:
             part = stack.enter_context(

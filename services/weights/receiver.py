@@ -447,6 +447,7 @@ class Receiver:
                 raise
             return
         self._end, self._reply = end, reply
+        log.info("weights come over plane %s", reply.plane)
         with self._changed:
             # A load under way keeps its memory alive by itself.
             self._staged, self._loading, self._committed = None, None, False

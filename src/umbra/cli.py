@@ -112,6 +112,23 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer", "run-agents"),
 }
 
+# What people type for a command of another name.
+OTHER_NAMES: dict[str, str] = {
+    **dict.fromkeys(("train", "run", "start", "launch"), "up RUN_FILE"),
+    **dict.fromkeys(("simulate", "estimate", "doctor", "validate", "config"), "check RUN_FILE"),
+    **dict.fromkeys(("stop", "kill", "cancel"), "drain RUN"),
+    **dict.fromkeys(("list", "ls", "samples", "rollouts"), "runs"),
+    **dict.fromkeys(("logs", "watch", "top"), "monitor RUN"),
+    **dict.fromkeys(("evaluate", "test"), "eval MODEL --prompts FILE"),
+    "continue": "up runs/ID",
+}
+# Flags that people give for keys of the run file whose names are different.
+OTHER_FLAGS: dict[str, str] = {
+    **dict.fromkeys(("gpus", "num_gpus"), "trainer.ranks and generator.count"),
+    **dict.fromkeys(("lr", "learning_rate"), "trainer.learning_rate"),
+    **dict.fromkeys(("model", "data", "output_dir"), "model.path, data.prompts or run.dir"),
+}
+
 # Optional packages, by the extra of this distribution that installs them.
 EXTRAS: dict[str, str] = {
     "torch": "trainer",
@@ -167,6 +184,8 @@ class LazyGroup(click.Group):
 
             near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
+            if instead := OTHER_NAMES.get(name):
+                hint = f" It is `umbra {instead}` here."
             ctx.fail(f"No such command {name!r}.{hint}")
         return super().resolve_command(ctx, args)
 
@@ -245,6 +264,18 @@ def _report(error: Exception) -> int | None:
     return None
 
 
+def _key_for(error: click.NoSuchOption) -> str:
+    """Return the key of the run file that an unknown flag stands for, if the command has --set."""
+    if not error.ctx or not any("--set" in one.opts for one in error.ctx.command.params):
+        return ""
+    from umbra.services.config.loader import SECTIONS
+
+    name = error.option_name.lstrip("-").replace("-", "_")
+    keys = [f"{section}.{name}" for section, keys in SECTIONS.items() if name in keys]
+    found = OTHER_FLAGS.get(name) or " or ".join(keys)
+    return f"Set {found} in the run file, or by --set SECTION.KEY=VALUE." if found else ""
+
+
 def _open_closed_streams() -> None:
     """Open /dev/null as each standard stream that is closed, or a file would get its number."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
@@ -269,6 +300,8 @@ def main(args: Sequence[str] | None = None) -> int:
         )
     except click.ClickException as error:
         error.show()
+        if isinstance(error, click.NoSuchOption) and (hint := _key_for(error)):
+            click.echo(hint, err=True)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("umbra: interrupted", err=True)

@@ -25,6 +25,7 @@ from umbra.proto.errors import StartupError, UmbraError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import given_keys, load_config, load_tree
 from umbra.services.modeling import models
+from umbra.services.process import versions
 
 ONE = Machine((8 * GIB,), "made-up", vllm=True)
 FOUR = Machine((8 * GIB,) * 4, "made-up", vllm=True)
@@ -167,14 +168,18 @@ def test_who_starts_a_run_asks_another_process(
         for_this_machine(config, {})
 
 
+CPUS = ["trainer.device=cpu", "generator.device=cpu"]
+
+
 def test_gpus_that_do_not_answer_are_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def silent() -> NoReturn:
         raise UmbraError("it took longer than 180 s")
 
     monkeypatch.setattr(hardware, "driver_version", lambda: "550.1")
     monkeypatch.setattr(hardware, "gpus_seen", silent)
-    with pytest.raises(StartupError, match="what GPUs it sees: it took longer than 180 s"):
-        this_machine()
+    with pytest.raises(StartupError, match=r"sees no GPU: .* took longer than 180 s; see whether"):
+        for_this_machine(load_config(environ={}), {})
+    assert not for_this_machine(load_config(overrides=CPUS, environ={}), {})[1]
     monkeypatch.setattr(hardware, "driver_version", lambda: "")
     assert not this_machine().gpus
 
@@ -237,14 +242,14 @@ def test_a_driver_is_found_in_three_places(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hardware, "NVIDIA", tmp_path)
+    monkeypatch.setattr(versions, "NVIDIA", tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     if module is not None:
         (tmp_path / "version").write_text(module + "\n")
     if program is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-    assert hardware.driver_version.__wrapped__() == version
+    assert versions.driver_version.__wrapped__() == version
 
 
 def test_only_a_run_for_cpus_begins_where_torch_sees_none_of_the_gpus(
@@ -257,7 +262,7 @@ def test_only_a_run_for_cpus_begins_where_torch_sees_none_of_the_gpus(
     monkeypatch.setattr(looking, "driver_version", lambda: "550.90")
     for module in (hardware, looking):
         monkeypatch.setattr(module, "gpus_seen", lambda: BLIND)
-    monkeypatch.setattr(models, "DRIVER", Path("/proc/version"))
+    monkeypatch.setattr(models, "driver_version", lambda: "550.90")
     given = [f"model.path={tiny_model_dir}", "trainer.device=cpu"]
     with pytest.raises(
         StartupError, match=r"sees no GPU: driver 550\.90 is too old.*device to cpu"

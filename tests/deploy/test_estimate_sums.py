@@ -249,11 +249,14 @@ def test_what_does_not_fit_names_the_key_to_change(
         assert part in text
 
 
-def test_room_for_fewer_sequences_than_slots_is_told() -> None:
-    keys = ("generator.engine=vllm", "generator.device=cuda:1", "generator.max_context=100000")
-    found = judge(settings(*keys), SIZES, msgspec.structs.replace(LARGE, gpus=(250 * GB,)))
-    assert not found.faults
-    assert "sequences of generator.max_context = 100000" not in "".join(found.notes)
-    keys = (*keys, "generator.slots=2000")
-    found = judge(settings(*keys), SIZES, msgspec.structs.replace(LARGE, gpus=(250 * GB,)))
-    assert "of generator.slots = 2000" in found.notes[0]
+def test_room_for_a_quarter_of_the_slots_is_told() -> None:
+    """Before, it is in the short form alone, beside what to change for more memory."""
+    keys = ["generator.engine=vllm", "generator.device=cuda:1", "generator.max_context=100000"]
+    for slots in ("128", "2000", "20000"):
+        run = settings(*keys, f"generator.slots={slots}")
+        found = judge(run, SIZES, msgspec.structs.replace(LARGE, gpus=(250 * GB,)))
+        assert not found.faults
+        assert found.room is not None
+        assert (found.room < int(slots) / 4) == bool(found.notes)
+        assert f"vLLM's KV cache has {found.room:.0f} full contexts; for more, " in found.in_short()
+    assert f"of generator.slots = {slots}: lower generator.max_context" in found.notes[0]

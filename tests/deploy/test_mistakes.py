@@ -161,11 +161,32 @@ MISTAKES = {
     "a model without config": Mistake(
         ("model.path", "config.json"), ("model.path=partial",), _without("config.json")
     ),
+    "a GGUF file": Mistake(
+        ("is a GGUF file", "umbra make-model FOLDER --from"),
+        ("model.path=m.gguf",),
+        lambda project: (project / "m.gguf").write_text("GGUF"),
+    ),
+    "a name without its organisation": wrong(
+        "model.path=Qwen3-0.6B", told="name one on the hub (ORG/NAME)"
+    ),
     # the prompts
     "prompts that are not there": wrong("data.prompts=nowhere.jsonl", told="nowhere.jsonl"),
     "prompts that are empty": prompts("", "empty"),
     "a line that is no JSON": prompts('{"prompt": "a"}\nb\n', "prompts.jsonl, line 2"),
     "another name for the prompt": prompts('{"question": "a"}\n', "line 1", "prompt"),
+    "an array of rows": prompts('[{"prompt": "a"}]', "line 1", "write one object per line"),
+    "rows of an evaluation without an answer": Mistake(
+        ("eval.prompts: ", 'needs "answer" in every row'),
+        ("eval.prompts=long.jsonl", "environment.kind=exact", "environment.reward="),
+        lambda project: (project / "prompts.jsonl").write_text('{"prompt": "a", "answer": "a"}\n'),
+    ),
+    "a prompt of an evaluation without room": Mistake(
+        ("the first of eval.prompts has", "generator.max_context"),
+        ("eval.prompts=heldout.jsonl",),
+        lambda project: (project / "heldout.jsonl").write_text(
+            f'{{"prompt": "{2000 * "a"}", "word": "a"}}\n'
+        ),
+    ),
     # the reward and the environment
     "an environment misspelt": wrong(
         "environment.kind=exakt", "environment.reward=", told="did you mean 'exact'?"
@@ -198,7 +219,18 @@ MISTAKES = {
     "rows without an answer": wrong(
         "environment.kind=exact", "environment.reward=", told='needs "answer" in every row'
     ),
+    "a value that is no function": wrong(
+        "environment.reward=user_rewards:time", told="user_rewards has no callable 'time'"
+    ),
     # places and flags
+    "a report of nothing": Mistake(("nope is no run",), words=("report", "nope")),
+    "an export without checkpoint": Mistake(
+        ("model is no checkpoint", "checkpoint.every"), words=("export", "model", "--out=out")
+    ),
+    "files of a plan the wrong way round": Mistake(
+        ("[run], which is of run files: give the cluster file first",),
+        words=("plan", "run.toml", "cluster.toml"),
+    ),
     "a file for a folder": wrong("run.dir=run.toml", told="run.toml is a file; name a folder"),
     "an address without protocol": wrong(
         "run.broker=127.0.0.1:5555", told="run.broker 127.0.0.1:5555: write it as tcp://host:port"

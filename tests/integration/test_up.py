@@ -10,6 +10,8 @@ from fakes.slowness import limit
 from fakes.whole_runs import QUIET_S, UMBRA, Up
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from umbra import __version__
+
 
 def test_a_run_with_own_model_prompts_and_reward(up: Up) -> None:
     process = up("eval.prompts=prompts.jsonl", "eval.samples=16", flags=("--json",))
@@ -27,6 +29,11 @@ def test_a_run_with_own_model_prompts_and_reward(up: Up) -> None:
     assert set(services) == {"buffer", "weight-hub", "trainer", "generator-0"}
     assert all(used["cpu"] > 0 for used in services.values())
     assert generates(summary["model"])
+    firsts = {name: process.log(name).splitlines()[0] for name in services}
+    assert all(f"umbra-rl {__version__}, torch " in line for line in firsts.values()), firsts
+    assert "on cpu (float32), versions in float32; " in firsts["trainer"]
+    assert "engine torch on cpu (float32), plane auto; " in firsts["generator-0"]
+    assert "weights come over plane shm" in process.log("generator-0")
     trace = json.loads((process.run_dir / "trace.json").read_text())["traceEvents"]
     spans = {(event["cat"], event["name"]) for event in trace if event["ph"] == "X"}
     assert {("trainer", "train_step"), ("generator-0", "decode"), ("weight-hub", "push 4")} <= spans

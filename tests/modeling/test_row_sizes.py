@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from umbra.services.config import TrainerConfig
-from umbra.services.modeling.row_sizes import RowSizes, scoring_rows
+from umbra.services.modeling.row_sizes import RowSizes, activation_bytes, scoring_rows
 from umbra.services.trainer import flops as module
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.rendezvous import RankPlace
-from umbra.services.trainer.flops import activation_bytes, row_sizes
+from umbra.services.trainer.flops import row_sizes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB = 1 << 30

@@ -43,6 +43,14 @@ def test_every_command_and_flag_is_documented_with_its_default() -> None:
     [
         (["bufer"], "No such command 'bufer'. Did you mean 'buffer'?"),
         (["zzzz"], "No such command 'zzzz'."),
+        (["train", "run.toml"], "No such command 'train'. It is `umbra up RUN_FILE` here."),
+        (["simulate"], "It is `umbra check RUN_FILE` here."),
+        (["up", "run.toml", "--gpus", "2"], "Set trainer.ranks and generator.count in the"),
+        (
+            ["up", "run.toml", "--max-tokens=9"],
+            "or sampling.max_tokens in the run file, or by",
+        ),
+        (["check", "--gpus", "h100"], "Did you mean '--gpu'?"),
         (["trainer", "--learnig-rate", "1"], "No such option"),
         (["buffer", "--set", "buffer.group_siez=3"], "did you mean buffer.group_size?"),
     ],

@@ -18,11 +18,11 @@ from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.lora import low_rank
+from umbra.services.modeling.models import decoder_layers
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.distributed.ranks import Ranks
-from umbra.services.trainer.distributed.sharding import decoder_layers
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.snapshot import tensor_layout, write_shards

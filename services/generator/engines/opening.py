@@ -65,6 +65,16 @@ def engine_here(config: RunConfig) -> str:
     return generator.engine_on(kind, vllm=importlib.util.find_spec("vllm") is not None)
 
 
+def computes(config: RunConfig) -> tuple[str, str]:
+    """Return engine, device and dtype of a generator that is not open yet, and its planes."""
+    device, urls = config.generator.device, ", ".join(config.generator.urls)
+    if device == "auto" and not urls:
+        device = str(pick_device(device, "generator.device"))
+    dtype = config.weight_hub.dtype_on(device.partition(":")[0])
+    on = urls or f"{device} ({dtype})"  # servers decide for themselves
+    return f"engine {engine_here(config)} on {on}", f"plane {config.weight_hub.plane}"
+
+
 def _vllm(config: RunConfig, name: str) -> OpenEngine:
     from umbra.services.generator.vllm.options import require_vllm, set_environment
 

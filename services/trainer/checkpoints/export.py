@@ -9,6 +9,7 @@ import msgspec
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
+from umbra.services.process.files import named_run
 
 
 def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
@@ -20,6 +21,7 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
     from umbra.services.modeling.lora import add_adapter
     from umbra.services.modeling.model_directory import weights_checksum
     from umbra.services.trainer.checkpoints.folder import (
+        NAME,
         NODE,
         CheckpointFolder,
         DamagedError,
@@ -35,8 +37,11 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
         if not folder.steps():
             raise UsageError(f"{folder.path} holds no checkpoint")
         checkpoint = folder.of(folder.steps()[-1])
-    if not checkpoint.is_dir():
-        raise UsageError(f"{checkpoint} is no checkpoint: name a folder like checkpoints/step-20")
+    elif not (checkpoint / NAME).is_file():
+        raise UsageError(
+            f"{checkpoint} is no checkpoint: name a run that has saved one (checkpoint.every), or "
+            "a folder like runs/ID/checkpoints/step-20"
+        )
     try:
         index = read_index(checkpoint)
         config = msgspec.convert(index.config, RunConfig)
@@ -66,10 +71,11 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
 def command(checkpoint: Path, out: Path, model: str) -> None:
     """Write CHECKPOINT as a Hugging Face model (safetensors, float32, tokenizer included).
 
-    CHECKPOINT is a folder like runs/ID/checkpoints/step-20, or runs/ID for the newest one. A LoRA
-    adapter is merged into its base. `hf upload ORG/NAME OUT` uploads what is written.
+    CHECKPOINT is a folder like runs/ID/checkpoints/step-20, or a run (its folder, or its id in
+    runs/) for the newest one. A LoRA adapter is merged into its base. `hf upload ORG/NAME OUT`
+    uploads what is written.
     """
     there = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if there and not all((out / n).is_file() for n in ("config.json", "tokenizer_config.json")):
         raise UsageError(f"--out {out} is there, and is no model: name another folder")
-    click.echo(f"{export_checkpoint(checkpoint, out, model)}")
+    click.echo(f"{export_checkpoint(named_run(checkpoint), out, model)}")

@@ -27,9 +27,9 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.expert_parallel import divide_experts
+from umbra.services.modeling.models import decoder_layers
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.optimizer import local
 
@@ -46,24 +46,6 @@ _KEPT = [
     _ATEN._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
 ]
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated blocks of `model`."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    layers: list[nn.Module] = []
-    within: set[nn.Module] = set()
-    for module in model.modules():
-        # What is sharded is of a class that FSDP derives from the model's own.
-        if module not in within and any(c.__name__ in names for c in type(module).__mro__):
-            layers.append(module)
-            within.update(module.modules())
-    if not layers:
-        raise UsageError(
-            f"model.path: {type(model).__name__} does not say what its layers are, so it can "
-            "neither be sharded nor compiled nor recomputed by layers"
-        )
-    return layers
 
 
 def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> None:
