@@ -44,7 +44,7 @@ from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.flops import TrainingFlops, ceiling
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model, make_tokenizer
-from umbra.services.trainer.policy import load_policy, no_progress_bars
+from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
 
 GROUP = 8
@@ -143,9 +143,8 @@ def make_moe(path: Path) -> None:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    with no_progress_bars():
-        Qwen3MoeForCausalLM(config).save_pretrained(path)
-        tokenizer.save_pretrained(path)
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 def on_cpu(args: argparse.Namespace, report: Report) -> None:

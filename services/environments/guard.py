@@ -127,7 +127,6 @@ def _end_tree(code: int) -> None:
 
 
 def _reaped() -> Iterator[tuple[int, int]]:
-    """Yield the pids and statuses of children that have ended."""
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             yield found

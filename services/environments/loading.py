@@ -156,7 +156,6 @@ def _rewards(config: EnvironmentConfig) -> Rewards:
 
 
 def _functions(config: EnvironmentConfig) -> dict[str, float]:
-    """Return the reward functions, each with its weight."""
     reward = config.reward
     return {reward: 1.0} if isinstance(reward, str) and reward else dict(reward or {})
 

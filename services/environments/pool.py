@@ -45,9 +45,7 @@ class EnvironmentPool(Protocol):
         """The sample is over; an answer that is under way goes nowhere, or comes for nobody."""
         ...
 
-    def collect(self) -> list[EpisodeOutcome]:
-        """Return the outcomes since the last call."""
-        ...
+    def collect(self) -> list[EpisodeOutcome]: ...
 
     def close(self) -> None: ...
 
@@ -204,7 +202,6 @@ def outcomes_of(
 
 
 def _at_once(play: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that never waits."""
     try:
         play.send(None)
     except StopIteration as end:

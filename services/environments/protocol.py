@@ -67,9 +67,7 @@ class Environment(Protocol):
 
     def reset(
         self, row: Row
-    ) -> list[Message] | Opening | Awaitable[list[Message]] | Awaitable[Opening]:
-        """Return the messages that the model answers first."""
-        ...
+    ) -> list[Message] | Opening | Awaitable[list[Message]] | Awaitable[Opening]: ...
 
     def step(self, response: str) -> StepResult | Awaitable[StepResult]:
         """Return the answer to the text that the model said."""
@@ -146,7 +144,6 @@ def schema(function: Tool) -> dict[str, Any]:
 
 
 def tool_call(name: str, arguments: dict[str, Any], call_id: str = "") -> dict[str, Any]:
-    """Return a tool call as chat templates take it."""
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"id": call_id, **call} if call_id else call
 

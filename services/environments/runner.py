@@ -94,7 +94,6 @@ class AgentRunner:
         self._ends: dict[str, asyncio.Future[EpisodeOutcome]] = {}
 
     async def start(self) -> None:
-        """Start the first process; raises UsageError or DeadlineError if it cannot be loaded."""
         await self._workers.start()
         self._places = asyncio.Semaphore(self._workers.room)
 
@@ -123,7 +122,6 @@ class AgentRunner:
             await asyncio.gather(*playing, return_exceptions=True)
 
     async def close(self) -> None:
-        """End all processes of agents."""
         await self._workers.close()
 
     async def _play(self, generator: str, work: Any) -> None:

@@ -147,7 +147,6 @@ class EnvironmentHost:
 
 
 def _are_objects(values: Any) -> bool:
-    """Return whether it is a list of dicts whose keys are text."""
     return isinstance(values, list) and all(
         isinstance(value, dict) and all(isinstance(key, str) for key in value) for value in values
     )
@@ -291,16 +290,6 @@ class Worker:
             del self._under_way[key]
 
 
-def hello(make: EnvironmentFactory) -> dict[str, Any]:
-    """Return what a worker says first (`worker_pool.Hello`).
-
-    It takes one play at a time if the environment's methods may block.
-    """
-    environment = make()
-    closes = callable(getattr(environment, "close", None))
-    return {"room": ASYNC_ROOM if waits(environment) else 1, "closes": closes}
-
-
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -324,14 +313,15 @@ async def _serve() -> None:
     config = cast("EnvironmentConfig", SimpleNamespace(**setup))
     try:
         make = load_environment(config)
-        said = hello(make)
+        environment = make()
     except UmbraError as error:
         worker.send("hello", usage_error=str(error))
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # some libraries set a handler of their own
     if config.memory_mb:
         _limit_memory(config.memory_mb)
-    worker.send("hello", **said)
+    closes = callable(getattr(environment, "close", None))
+    worker.send("hello", room=ASYNC_ROOM if waits(environment) else 1, closes=closes)
     await worker.serve(EnvironmentHost(make, name_of(config)), config.timeout_s)
 
 

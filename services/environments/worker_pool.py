@@ -313,7 +313,6 @@ class WorkerPool:
         call.timer = asyncio.get_running_loop().call_later(seconds, self._overdue, worker, call)
 
     def _wanted(self, call: _Call) -> bool:
-        """Whether the sample still waits for it."""
         return self._conversations.get(call.play.key) is call.conversation
 
     def _answer(self, call: _Call, value: Delivered | None, error: str) -> None:
@@ -444,7 +443,6 @@ def apart(python: str, module: str, *arguments: str) -> tuple[list[str], dict[st
 
 
 def offered_name(environment: EnvironmentConfig) -> str:
-    """Return what generators and runners call the environment."""
     several = isinstance(environment, NamedEnvironment)
     return environment.name if several else name_of(environment)
 

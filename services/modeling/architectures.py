@@ -130,13 +130,20 @@ def architecture(config: Mapping[str, Any]) -> str:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Return the kind of each layer by Transformers' config of a model; [] if it names none."""
     return list(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 def keeps_state(config: Any) -> bool:
     """True if layers would carry a state into the next sequence of a row; `Scorer` checks that."""
     return not _STATEFUL.isdisjoint(layer_kinds(config))
+
+
+def head_widths(config: Any) -> tuple[int, int]:
+    """Return the dimensions of a head's queries and keys, and of its values."""
+    if getattr(config, "kv_lora_rank", None):
+        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return width, width
 
 
 def cache_argument(model: Any) -> str:

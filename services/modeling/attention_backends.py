@@ -79,7 +79,6 @@ class Scores(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """True if SDPA makes such scores."""
         return self.cap is None and self.sinks is None
 
 

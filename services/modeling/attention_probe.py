@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from umbra.services.modeling.architectures import head_widths
 from umbra.services.modeling.attention_backends import attend
 from umbra.services.modeling.micro_batch import MicroBatch, RowMask, Tokens
 from umbra.services.modeling.packing import pack
@@ -45,11 +46,8 @@ class Shape:
         known = config.get_text_config()
         heads = known.num_attention_heads
         groups = getattr(known, "num_key_value_heads", None) or heads
-        width = values = getattr(known, "head_dim", None) or known.hidden_size // heads
-        if getattr(known, "kv_lora_rank", None):
-            width, values = known.qk_nope_head_dim + known.qk_rope_head_dim, known.v_head_dim
         cap = getattr(known, "attn_logit_softcapping", None)
-        return cls(heads, groups, width, values, cap, sinks, scale)
+        return cls(heads, groups, *head_widths(known), cap, sinks, scale)
 
 
 @functools.cache

@@ -422,7 +422,6 @@ def _said(number: int, calls: Sequence[dict[str, Any]], field: str = "") -> Mess
 
 
 def _quote(value: Any, pattern: re.Pattern[str]) -> Any:
-    """Return `value` with marks around what matches in its texts."""
     if isinstance(value, str):
         return pattern.sub("\ue000\\g<0>\ue001", value)
     if isinstance(value, dict):

@@ -109,7 +109,6 @@ class Routers:
         self.load[layer, -1] += (other.flatten() * weight).sum()
 
     def take_load(self) -> Tensor:
-        """Return the counts since the last call, on the CPU."""
         load, self.load = self.load, None
         if load is None:
             return torch.zeros(self.layers, self.experts + 1, dtype=torch.int64)

@@ -134,7 +134,6 @@ class HashedCopies:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in host memory."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 

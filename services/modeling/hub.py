@@ -45,7 +45,6 @@ class HubName(NamedTuple):
 
 
 def looks_like_name(text: str) -> bool:
-    """True if `text` has the form of a name on the hub."""
     return bool(_NAME.fullmatch(text))
 
 

@@ -314,7 +314,6 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
     position_ids[place] = position
 
     def cells(values: Tensor) -> Tensor:
-        """Return int32 [R, L], -1 for padding."""
         made = torch.full((count * width,), -1, dtype=torch.int32)
         made[place] = values.int()
         return made.view(count, width)

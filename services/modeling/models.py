@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,9 @@ from umbra.services.process.versions import driver_version
 
 AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """How Transformers reads a directory: it fetches nothing, and runs no code that lies in it."""
+
+
+log = logging.getLogger(__name__)
 
 
 def _sees_gpu(key: str) -> bool:
@@ -60,7 +64,6 @@ def load_model(
 ) -> Any:
     """Load the causal language model in `path`, and make its GPU the current one."""
     directory = check_model_dir(path, source)
-    transformers_logging.disable_progress_bar()
     model: Any = read_weights(AutoModelForCausalLM, directory, dtype, source, checked)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # what takes a thread's current device takes this one
@@ -82,6 +85,7 @@ def read_weights(
     `check_architecture`.
     """
     check_architecture(directory, source, checked)
+    transformers_logging.disable_progress_bar()
     with loading(directory, source):
         config = config or read_transformers_config(directory)
         return kind.from_pretrained(
@@ -133,21 +137,24 @@ def loading(directory: Path, source: str, what: str = "") -> Iterator[None]:
 def outline_model(
     path: str | Path, source: str = "model.path", checked: Collection[str] = ()
 ) -> Any:
-    """Return the model in `path` without its weights."""
     directory = check_model_dir(path, source, weights=False)
     return _outline(AutoModelForCausalLM, directory, source, checked)
 
 
-def outline_weights(
+def open_weights(
     kind: Any, directory: Path, source: str, checked: Collection[str] = ()
-) -> tuple[PreTrainedModel, WeightFiles]:
+) -> tuple[PreTrainedModel, WeightFiles | None]:
     """Return the model that `read_weights` gives, on the meta device, and its files.
 
-    A model that only `read_weights` can load is a NotByRowsError.
+    A model that cannot be read by rows is loaded whole, and has no files.
     """
     model = _outline(kind, directory, source, checked, dtype=torch.float32)
-    with loading(directory, source):
-        return model.eval(), WeightFiles(directory, model, source)
+    try:
+        with loading(directory, source):
+            return model.eval(), WeightFiles(directory, model, source)
+    except NotByRowsError as error:
+        log.warning("%s: every rank loads the whole of %s: %s", source, directory, error)
+    return read_weights(kind, directory, torch.float32, source, checked), None
 
 
 def _outline(kind: Any, directory: Path, source: str, checked: Collection[str], **how: Any) -> Any:

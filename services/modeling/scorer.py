@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -146,20 +147,20 @@ class Scorer(nn.Module):
         elif batch.routing is not None:
             raise UsageError("model.path: it has no routers, but its tokens have a routing")
         try:
-            found = self.model(
-                input_ids=request.batch.input_ids,
-                position_ids=request.batch.position_ids,
+            forward = partial(
+                self.model,
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
                 attention_mask=self._attention.express(rows.mask),
                 use_cache=False,
-                **(share.arguments() if share is not None else {}),
             )
+            if self._parallel is None or share is None:
+                return forward()
+            return self._parallel.run(share, forward)
         finally:
             self._request = self._hidden = None
             if self.routers is not None:
                 self.routers.counted = None
-        if self._parallel is not None and share is not None:
-            self._parallel.check(share)
-        return found
 
     def _take_hidden(self, _head: nn.Module, args: tuple[Tensor, ...]) -> Any:
         """Keep the hidden states of learned tokens, and let the output layer see at most one."""

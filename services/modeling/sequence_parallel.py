@@ -58,9 +58,6 @@ class SequenceShare:
         self.learned = learned
         self.layers = 0  # that have attended in this pass
 
-    def arguments(self) -> dict[str, Any]:
-        return {_ARGUMENT: self}
-
     def join(self, values: Tensor) -> Tensor:
         """Return the values [N, ...] of all learned tokens; each rank gives its own, [n, ...].
 
@@ -113,13 +110,15 @@ class SequenceParallel:
         )
         return SequenceShare(group, rows, own, learned)
 
-    def check(self, share: SequenceShare) -> None:
-        """Raise UsageError after a forward pass in which not all layers exchanged."""
+    def run(self, share: SequenceShare, forward: Callable[..., Any]) -> Any:
+        """Call `forward` on a share; refuse a model of which not all layers exchanged."""
+        found = forward(**{_ARGUMENT: share})
         if share.layers != self._layers:
             raise UsageError(
                 f"trainer.sequence_parallel: {share.layers} of the {self._layers} layers of "
                 f"{self._class} attend through Transformers' attention interface: set it to 1"
             )
+        return found
 
 
 def _padded(batch: MicroBatch, multiple: int) -> MicroBatch:

@@ -223,7 +223,6 @@ class _OpenFiles(ExitStack):
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """Return the file of every stored tensor."""
     whole, index = (directory / name for name in WEIGHT_FILES)
     if not whole.is_file():
         found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

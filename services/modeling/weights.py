@@ -18,7 +18,7 @@ from umbra.services.weights.gpu.cuda import DeviceMemory
 from umbra.services.weights.manifest import Part
 from umbra.services.weights.verify import SlotGuard
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES_SHOWN = 3
 
 
@@ -42,9 +42,9 @@ def _elements(data: Part, dtype: torch.dtype, offset: int, count: int) -> torch.
 
 def _dtype(entry: TensorEntry) -> torch.dtype:
     try:
-        return _DTYPES[entry.dtype]
+        return DTYPES[entry.dtype]
     except KeyError:
-        told = f"tensor {entry.name} has dtype {entry.dtype}; known: {', '.join(_DTYPES)}"
+        told = f"tensor {entry.name} has dtype {entry.dtype}; known: {', '.join(DTYPES)}"
         raise UsageError(told) from None
 
 

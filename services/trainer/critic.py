@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
@@ -28,7 +29,7 @@ from umbra.services.trainer.distributed.sharding import clip_gradients
 from umbra.services.trainer.learner import Learner, bring_up
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.advantages import value_loss
-from umbra.services.trainer.policy import no_progress_bars, open_backbone, read, written_whole
+from umbra.services.trainer.policy import open_backbone, read, written_whole
 from umbra.services.trainer.snapshot import whole_weights
 
 HEAD_FILE = "value_head.safetensors"
@@ -55,9 +56,7 @@ class ValueModel(nn.Module):
         if self._parallel is None:
             return self._values(micro, micro)
         share = self._parallel.share(micro)
-        values = self._values(share.own, share.rows, **share.arguments())
-        self._parallel.check(share)
-        return share.join(values)
+        return share.join(self._parallel.run(share, partial(self._values, share.own, share.rows)))
 
     def _values(self, own: MicroBatch, rows: MicroBatch, **arguments: Any) -> Tensor:
         output: Any = self.backbone(
@@ -152,8 +151,8 @@ class Critic:
             head = {name: weights.pop(name) for name in ("weight", "bias")}
             bare = {name.removeprefix("backbone."): tensor for name, tensor in weights.items()}
             with written_whole(out) as scratch:
-                with no_progress_bars():
-                    self.model.backbone.save_pretrained(scratch, state_dict=bare)
+                transformers_logging.disable_progress_bar()
+                self.model.backbone.save_pretrained(scratch, state_dict=bare)
                 save_file(head, scratch / HEAD_FILE)
         return out
 
@@ -190,5 +189,4 @@ def worker(device: torch.device) -> ThreadPoolExecutor:
 
 
 def open_critic(config: RunConfig, learner: Learner) -> Critic | None:
-    """Return the configured critic, if the advantages need one."""
     return Critic(config, learner) if config.trainer.pieces.needs_critic else None

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
-from umbra.services.modeling.architectures import layer_kinds
+from umbra.services.modeling.architectures import head_widths, layer_kinds
 from umbra.services.modeling.attention import FULL, Attention
 from umbra.services.modeling.row_sizes import (
     RowSizes,
@@ -60,7 +60,7 @@ class TrainingFlops:
         kinds = [FULL if kind == "hybrid" else kind for kind in kinds]
         layers = Counter(windows[kind] for kind in kinds if kind in windows)
         heads = getattr(config, "num_attention_heads", 0)
-        width = heads * _head_width(config) if heads else 0
+        width = heads * sum(head_widths(config)) / 2 if heads else 0
         return cls(
             body,
             head,
@@ -97,14 +97,6 @@ def _met(named: dict[str, nn.Parameter], config: Any) -> Iterator[int]:
     for name, parameter in named.items():
         count = parameter.numel()
         yield count * routed // experts if ".experts." in name else count  # adapters included
-
-
-def _head_width(config: Any) -> float:
-    """Return the dimensions of a head: the mean of a query's and a value's."""
-    if getattr(config, "kv_lora_rank", None):
-        return (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
-    width = getattr(config, "head_dim", None)
-    return width or config.hidden_size // config.num_attention_heads
 
 
 def ceiling(device: torch.device) -> float:

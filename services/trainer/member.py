@@ -84,7 +84,6 @@ class RunMember:
         return self.session.stopping.is_set()
 
     def keep_going(self, step: int) -> bool:
-        """Report progress in a step; False when asked to stop."""
         self.session.progress(f"training step {step}")
         return not self.stopping
 

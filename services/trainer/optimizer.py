@@ -60,7 +60,6 @@ class MasterWeights:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The tensors that the optimizer updates."""
         return [self.of(parameter) for parameter in self._trained]
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -82,13 +81,11 @@ class MasterWeights:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Round the copies to the parameters."""
         for parameter, copy in self._copies.items():
             local(parameter).copy_(local(copy))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, without gradient."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,12 +25,10 @@ from transformers.utils import logging as transformers_logging
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.modeling.lora import is_adapter
 from umbra.services.modeling.model_directory import check_model_dir
-from umbra.services.modeling.models import load_tokenizer, outline_weights, read_weights
-from umbra.services.modeling.weight_files import NotByRowsError, WeightFiles
+from umbra.services.modeling.models import load_tokenizer, open_weights, read_weights
+from umbra.services.modeling.weight_files import WeightFiles
 from umbra.services.process.files import DISK
 from umbra.services.trainer.snapshot import bare_name, held_rows
-
-log = logging.getLogger(__name__)
 
 
 def load_policy(
@@ -48,8 +44,7 @@ def load_policy(
     that the user vouches for (`check_architecture`); `trust` is of `load_tokenizer`.
     """
     directory = check_model_dir(path, source)
-    with no_progress_bars():
-        model = read_weights(AutoModelForCausalLM, directory, torch.float32, source, checked)
+    model = read_weights(AutoModelForCausalLM, directory, torch.float32, source, checked)
     return model, load_tokenizer(path, source, trust=trust)
 
 
@@ -65,7 +60,8 @@ def open_policy(
     There are none where the model had to be loaded whole. A model that could not be written again
     is refused.
     """
-    model, files = _open(AutoModelForCausalLM, check_model_dir(path, source), source, checked)
+    directory = check_model_dir(path, source)
+    model, files = open_weights(AutoModelForCausalLM, directory, source, checked)
     tokenizer = load_tokenizer(path, source, trust=trust)
     with tempfile.TemporaryDirectory() as trial:
         try:
@@ -81,18 +77,7 @@ def open_backbone(
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
     """Open the transformer without its output layer or tokenizer; raises as `open_policy`."""
     directory = check_model_dir(path, source, tokenizer=False)
-    return _open(AutoModel, directory, source, checked)
-
-
-def _open(
-    kind: Any, directory: Path, source: str, checked: Collection[str]
-) -> tuple[PreTrainedModel, WeightFiles | None]:
-    try:
-        return outline_weights(kind, directory, source, checked)
-    except NotByRowsError as error:
-        log.warning("%s: every rank loads the whole of %s: %s", source, directory, error)
-    with no_progress_bars():
-        return read_weights(kind, directory, torch.float32, source, checked), None
+    return open_weights(AutoModel, directory, source, checked)
 
 
 def write_policy(
@@ -106,13 +91,13 @@ def write_policy(
     Who may read the weights is decided by the umask, as for the other files: safetensors itself
     lets their owner alone.
     """
-    with no_progress_bars():
-        kept = model.generation_config
-        model.generation_config = GenerationConfig()  # a strict check would refuse what is in use
-        try:
-            model.save_pretrained(directory, state_dict=weights)
-        finally:
-            model.generation_config = kept
+    transformers_logging.disable_progress_bar()
+    kept = model.generation_config
+    model.generation_config = GenerationConfig()  # a strict check would refuse what is in use
+    try:
+        model.save_pretrained(directory, state_dict=weights)
+    finally:
+        model.generation_config = kept
     _write_rest(model, tokenizer, directory)
     for file in directory.glob("*.safetensors"):
         shutil.copymode(directory / "config.json", file)
@@ -167,18 +152,6 @@ def written_whole(out: Path) -> Iterator[Path]:
     scratch.rename(out)
     shutil.rmtree(older, ignore_errors=True)
     DISK.sync_directory(out.parent)
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Silence the bars that Transformers draws when it loads and saves."""
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()
 
 
 class HeldWeights:

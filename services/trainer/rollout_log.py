@@ -108,7 +108,6 @@ def rollout_row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, 
 
 
 def told(row: dict[str, Any]) -> dict[str, Any]:
-    """Return `row` cut down to the size of an event."""
 
     def short(text: str) -> str:
         return text if len(text) <= TOLD_CHARS else f"{text[:TOLD_CHARS]}…"

@@ -11,8 +11,8 @@ from umbra.services.modeling.lora import adapter_facts
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.process.command import ServiceContext
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
-from umbra.services.trainer.checkpoints.loader import resume
 from umbra.services.trainer.checkpoints.saver import Saver
+from umbra.services.trainer.checkpoints.state import resume
 from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.distributed.ranks import join_ranks
 from umbra.services.trainer.distributed.shards import Snapshots, row_owners

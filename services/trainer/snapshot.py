@@ -22,18 +22,12 @@ from torch.distributed.tensor.placement_types import (
 from umbra.proto.records import Manifest
 from umbra.services.modeling.gpu_copies import HashedCopies, gpu_copies, page_lock
 from umbra.services.modeling.lora import BASE, LowRank, factors, is_adapter, low_rank
+from umbra.services.modeling.weights import DTYPES
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import reshard
 from umbra.services.weights.verify import Copied
 
-# Configuration's names, torch's types and safetensors' names.
-DTYPES: dict[str, tuple[torch.dtype, str]] = {
-    "float32": (torch.float32, "F32"),
-    "bfloat16": (torch.bfloat16, "BF16"),
-    "float16": (torch.float16, "F16"),
-}
-_TORCH = {name: dtype for dtype, name in DTYPES.values()}
-_NAMES = {dtype: name for dtype, name in DTYPES.values()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PIECE_BYTES = 32 << 20  # of one message between ranks, unless a row has more
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what torch adds to names
 
@@ -48,7 +42,7 @@ def tensor_layout(
     ones are counters of the training and stay here, and all others are computed from the model's
     configuration. With `adapter` it is the factors alone.
     """
-    served = DTYPES[dtype][1]
+    served = _NAMES[getattr(torch, dtype)]
     if adapter:
         return [(name, served, tuple(own.shape)) for name, own in factors(model).items()]
     return [
@@ -89,7 +83,7 @@ def write_shards(
             own, first = own_rows(entry.name, tensor, rank, world)
             if own.numel() == 0:
                 continue
-            dtype = _TORCH[entry.dtype]
+            dtype = DTYPES[entry.dtype]
             row = entry.nbytes // entry.shape[0] if entry.shape else entry.nbytes
             begin = entry.offset + first * row
             area = slot[begin : begin + own.numel() * dtype.itemsize]

@@ -19,7 +19,6 @@ import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from umbra.services.trainer.make_model import END, PAD, SPECIAL_TOKENS, make_tokenizer
-from umbra.services.trainer.policy import no_progress_bars
 
 WINDOW = 8  # tokens; less than the sequences of the tests, so that windows matter
 CONTEXT = 256
@@ -68,9 +67,8 @@ class Architecture:
 
     def write(self, out: Path, seed: int = 0) -> Path:
         """Write such a model to the directory `out`."""
-        with no_progress_bars():
-            self.model(seed).save_pretrained(out)
-            make_tokenizer(CONTEXT).save_pretrained(out)
+        self.model(seed).save_pretrained(out)
+        make_tokenizer(CONTEXT).save_pretrained(out)
         return out
 
 

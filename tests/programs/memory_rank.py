@@ -25,7 +25,7 @@ from programs.memory_peak import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, status
 from transformers import AutoModelForCausalLM
 
 from umbra.services.config import TrainerConfig
-from umbra.services.modeling.models import outline_weights
+from umbra.services.modeling.models import open_weights
 from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
 from umbra.services.trainer.learner import Learner
 
@@ -35,7 +35,7 @@ def measure(directory: Path, trainer: dict[str, Any], rows: RowShape, ranks: Ran
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = begin()
-    model, files = outline_weights(AutoModelForCausalLM, directory, "model.path")
+    model, files = open_weights(AutoModelForCausalLM, directory, "model.path")
     learner = Learner(
         model, TrainerConfig(device="cpu", threads=1, **trainer), 1, ranks, files=files
     )

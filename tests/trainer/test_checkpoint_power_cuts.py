@@ -14,9 +14,8 @@ from fakes.lossy_disk import LossyDisk, power_cuts
 from umbra.services.config import CheckpointConfig
 from umbra.services.process.files import Disk
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder, read_index
-from umbra.services.trainer.checkpoints.loader import Saved, resume
 from umbra.services.trainer.checkpoints.saver import Saver
-from umbra.services.trainer.checkpoints.state import ModelState
+from umbra.services.trainer.checkpoints.state import ModelState, Saved, resume
 from umbra.services.trainer.distributed.ranks import Ranks
 
 KEEP = CheckpointConfig(every=1, keep=2)

@@ -29,8 +29,8 @@ from umbra.services.process.files import Disk
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints.export import export_checkpoint
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder, read_index
-from umbra.services.trainer.checkpoints.loader import resume
 from umbra.services.trainer.checkpoints.saver import Saver
+from umbra.services.trainer.checkpoints.state import resume
 from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner

@@ -12,11 +12,12 @@ from accelerate.state import AcceleratorState
 from fakes.rank_bench import make_batches
 from torch import Tensor
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import Trajectory
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.config.rules import check_feasible
+from umbra.services.trainer import critic as critic_module
 from umbra.services.trainer.batch import TrainBatch, make_batch
 from umbra.services.trainer.critic import HEAD_FILE, Critic, open_critic, worker
 from umbra.services.trainer.distributed.ranks import Ranks
@@ -94,7 +95,10 @@ def test_the_value_of_a_token_depends_on_what_came_before_it_alone(
 
 
 def test_a_critic_comes_back_from_its_directory(
-    directory: Path, trajectories: list[Trajectory], tmp_path: Path
+    directory: Path,
+    trajectories: list[Trajectory],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch = make_batch(trajectories, 1000)
     _, critic = opened(configured(directory))
@@ -103,6 +107,15 @@ def test_a_critic_comes_back_from_its_directory(
     assert (out / HEAD_FILE).exists()
     _, again = opened(configured(directory, critic__path=out))
     torch.testing.assert_close(again.values(batch), critic.values(batch))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(critic_module, "save_file", full)
+    with pytest.raises(UmbraError, match=r"critic: .*No space left .*: make room there"):
+        critic.export(tmp_path / "critic")
+    assert [path.name for path in tmp_path.iterdir()] == ["critic"], "and the older one is there"
+    assert (out / HEAD_FILE).exists()
     critic.close()
     again.close()
 

@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.model_directory import check_model_dir
+from umbra.services.modeling.weights import DTYPES
 from umbra.services.trainer.distributed.ranks import join_ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import export_policy, load_policy, open_policy
-from umbra.services.trainer.snapshot import DTYPES, tensor_layout, write_shards
+from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
 
 
@@ -137,9 +138,10 @@ def test_a_model_that_cannot_be_written_again_is_refused_at_the_start(
         open_policy(directory)
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES))
-def test_a_snapshot_holds_the_state_dict(directory: Path, dtype: str) -> None:
+@pytest.mark.parametrize("name", list(DTYPES))
+def test_a_snapshot_holds_the_state_dict(directory: Path, name: str) -> None:
     model, _ = load_policy(directory)
+    dtype = str(DTYPES[name]).removeprefix("torch.")
     manifest = build_manifest(tensor_layout(model, dtype), bucket_bytes=4096)
     slot = bytearray(manifest.total_bytes)
     assert write_shards(model, manifest, memoryview(slot)) == sum(
@@ -147,12 +149,12 @@ def test_a_snapshot_holds_the_state_dict(directory: Path, dtype: str) -> None:
     )
     state = model.state_dict()
     names = [entry.name for entry in manifest.tensors]
-    assert names == [name for name in state if name != "lm_head.weight"], "tied weights once"
+    assert names == [one for one in state if one != "lm_head.weight"], "tied weights once"
     for entry in manifest.tensors:
         area = slot[entry.offset : entry.offset + entry.nbytes]
-        found = torch.frombuffer(area, dtype=DTYPES[dtype][0]).view(entry.shape)
-        assert torch.equal(found, state[entry.name].to(DTYPES[dtype][0])), entry.name
-        assert entry.dtype == DTYPES[dtype][1]
+        found = torch.frombuffer(area, dtype=DTYPES[name]).view(entry.shape)
+        assert torch.equal(found, state[entry.name].to(DTYPES[name])), entry.name
+        assert entry.dtype == name
     with safe_open(directory / "model.safetensors", framework="pt") as file:
         assert sorted(file.keys()) == sorted(names), "the names of the Hugging Face file"
 

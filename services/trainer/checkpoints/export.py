@@ -27,8 +27,7 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
         DamagedError,
         read_index,
     )
-    from umbra.services.trainer.checkpoints.loader import Saved
-    from umbra.services.trainer.checkpoints.state import ModelState
+    from umbra.services.trainer.checkpoints.state import ModelState, Saved
     from umbra.services.trainer.policy import export_policy, load_policy
     from umbra.services.trainer.snapshot import whole_weights
 

@@ -211,7 +211,6 @@ class CheckpointFolder:
         disk.sync_directory(self.path)
 
     def prune(self) -> None:
-        """Remove all checkpoints but the newest and the best."""
         steps = self.steps()
         for step in sorted({*steps[: -self.config.keep]} - {self.best()}):
             gone = self.scratch(step)  # whole or not there, also while it is being removed

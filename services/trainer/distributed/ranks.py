@@ -81,7 +81,6 @@ class Ranks:
             self.experts = ExpertGroup(self._near(experts), alike, rank % experts, experts)
 
     def _near(self, size: int) -> dist.ProcessGroup:
-        """Return the group of `size` neighbours."""
         return self._own([range(first, first + size) for first in range(0, self.world, size)])
 
     def _own(self, groups: list[range]) -> dist.ProcessGroup:
@@ -95,7 +94,6 @@ class Ranks:
 
     @property
     def leads_host(self) -> bool:
-        """True on the first rank of each host."""
         return self.rank == self.place.ranks_on(self.node)[0]
 
     def spread(self, data: bytes = b"", source: int = 0) -> bytes:

@@ -101,7 +101,6 @@ class PieceSums:
         """Nothing: what was not added is not compared."""
 
     def result(self) -> list[Piece]:
-        """Return all pieces, in order."""
         self._close()
         return sorted(self._pieces)
 

@@ -55,7 +55,6 @@ class Constants:
     keep: Tensor  # bool
 
     def at(self, source: Tensor, device: torch.device) -> Constants:
-        """Return those of some of the tokens, on `device`."""
         parts = (self.proximal, self.weight, self.keep)
         return Constants(*(part[source].to(device) for part in parts))
 

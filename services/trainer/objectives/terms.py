@@ -23,16 +23,13 @@ class Sequences:
     count: int
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over each sequence's tokens, at every token of it: [N] to [N]."""
         return values.new_zeros(self.count).index_add(0, self.owner, values)[self.owner]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average over each sequence's tokens, at every token of it: [N] to [N]."""
         return self.sum(values) / self.sum(torch.ones_like(values))
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp, with the exponent clamped to +-20."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
