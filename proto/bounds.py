@@ -136,7 +136,6 @@ def _fitting(figures: dict[str, float], kind: msgspec.inspect.DictType) -> dict[
 def _softly_bound(
     cls: type[msgspec.Struct],
 ) -> list[tuple[str, msgspec.inspect.StrType | msgspec.inspect.DictType]]:
-    """Fields of type `Text`, maps of it, and maps of numbers."""
     info = msgspec.inspect.type_info(cls)
     assert isinstance(info, msgspec.inspect.StructType)
     found: list[tuple[str, msgspec.inspect.StrType | msgspec.inspect.DictType]] = []

@@ -87,7 +87,6 @@ def decode(frames: Sequence[Frame]) -> Envelope:
 
 
 def decode_header(frames: Sequence[Frame]) -> Header:
-    """The header alone, by which it is known what the body may be."""
     if len(frames) < 2:
         raise WireError(f"expected at least 2 frames, got {len(frames)}", code="frames")
     if len(frames[0]) > HEADER_BYTES:
@@ -171,7 +170,6 @@ def _decode(frame: Frame, cls: type[S]) -> S:
 
 @cache
 def _decoder(cls: type[S]) -> tuple[msgspec.msgpack.Decoder[S], bool]:
-    """The decoder of a class, and whether it has values of any type."""
     free_form = "AnyType" in repr(msgspec.inspect.type_info(cls))
     return msgspec.msgpack.Decoder(cls), free_form
 

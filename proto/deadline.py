@@ -49,12 +49,10 @@ class Deadline:
         self.restart()
 
     def restart(self) -> None:
-        """Allow the full time again from now on."""
         self._at = self._clock() + self._seconds
 
     @property
     def left_s(self) -> float:
-        """Seconds until the deadline; 0 from then on."""
         return max(0.0, self._at - self._clock())
 
     @property

@@ -81,7 +81,6 @@ class Sampling(Kept, frozen=True, kw_only=True):
 
     @property
     def cuts_off(self) -> bool:
-        """True if some tokens cannot be drawn."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
@@ -126,7 +125,6 @@ class Support(Kept, frozen=True, kw_only=True):
     logprobs: Supported | None = None  # float32 [K] by the sampler, if anybody asks for them
 
     def part(self, start: int, end: int) -> Support:
-        """Return that of tokens `[start, end)`."""
         sizes = memoryview(self.sizes).cast("H")
         first = 4 * sum(sizes[:start])
         last = first + 4 * sum(sizes[start:end])
@@ -248,7 +246,6 @@ class Trajectory(Kept, frozen=True, kw_only=True):
 
 
 def array_bytes(trajectory: Trajectory | None) -> int:
-    """Bytes of all arrays of a trajectory, those of its branches included."""
     if trajectory is None:
         return 0
     arrays = (
@@ -414,7 +411,6 @@ class Ledger(Record, frozen=True, kw_only=True):
 
     @property
     def balance(self) -> int:
-        """Zero when every issued sample is accounted for."""
         return self.issued - self.trained - sum(self.ended.values()) - sum(self.in_flight.values())
 
 

@@ -102,7 +102,6 @@ def dealer(
     identity: bytes,
     curve: Curve | None = None,
 ) -> zmq.Socket[bytes]:
-    """A DEALER that connects to `endpoint` under `identity`; not yet if `endpoint` is empty."""
     socket = _socket(context, zmq.DEALER, curve)
     socket.set(zmq.IDENTITY, identity)
     if endpoint:

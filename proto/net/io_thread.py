@@ -228,7 +228,6 @@ class Channel:
                 _fail(pending.future, UndecodedError(f"{what} cannot be decoded: {error}"))
 
     def tick(self, now: float) -> float:
-        """Resend and expire; the time of the next tick."""
         next_at = now + RESEND_S
         for number, pending in list(self._pending.items()):
             if now >= pending.deadline:
@@ -362,8 +361,6 @@ class IoThread:
         return made.result()
 
     def publish_to(self, endpoint: str) -> None:
-        """Open the telemetry socket, instead of an earlier one."""
-
         def connect() -> None:
             if self._publisher is not None:
                 self._publisher.close()

@@ -29,8 +29,6 @@ KEY_CHARACTERS = 40  # 32 bytes in Z85
 
 
 class Settings(Protocol):
-    """Section `[security]` of a run file."""
-
     @property
     def keys(self) -> str: ...
     @property
@@ -39,8 +37,6 @@ class Settings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """A process's own pair, and the public keys of all roles."""
-
     role: KeyRole
     public: bytes
     secret: bytes = field(repr=False)

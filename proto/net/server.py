@@ -102,14 +102,12 @@ class ZapGate:
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """To be polled; what comes is for `serve`."""
         return [self._zap, *self._watched]
 
     def watch(self, socket: zmq.Socket[bytes], name: str) -> None:
         self._watched[sockets.handshakes(self._context, socket, UNASKED)] = (name, socket)
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
-        """Handle what has come on one of `sockets`."""
         for _ in range(BURST):
             try:
                 if socket is self._zap:
@@ -277,7 +275,6 @@ class Server:
         return self._by_name[channel].endpoint
 
     def relay_events(self, endpoint_in: str, endpoint_out: str) -> tuple[str, str]:
-        """Relay telemetry from publishers to subscribers; the endpoints of both sides."""
         for endpoint in (endpoint_in, endpoint_out):
             self.security.check_bind(endpoint)
         curves = self.security.binding("events_in"), self.security.binding("events_out")

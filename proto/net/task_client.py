@@ -164,7 +164,6 @@ class TaskClient:
             self._send(m.ReturnTasks(samples=portion), _answer)
 
     def save(self, partials: Sequence[Trajectory]) -> None:
-        """Send partials of samples that go on, for the buffer to keep."""
         for portion in portions([one for one in partials if _fits(one)], array_bytes):
             held = [(t.sample_id, t.attempt) for t in portion]
             self._send(m.RenewLeases(partials=portion), partial(self._renewed, held))

@@ -88,14 +88,12 @@ class Broker:
 
     @property
     def finished(self) -> bool:
-        """True if the run has reached its end, and not just this process."""
         return bool(self.run.finished)
 
     def handle(self, request: Request, now: float) -> list[Effect]:
         return self.handle_all((request,), now)
 
     def handle_all(self, requests: Iterable[Request], now: float) -> list[Effect]:
-        """Handle `requests`, which came together, in order."""
         settled = True
         for request in requests:
             kind = type(request.body)
@@ -140,7 +138,6 @@ class Broker:
         return self._outbox.take()
 
     def is_over(self, now: float) -> bool:
-        """True if the run is ending and all but monitors have left, or ran out of time."""
         if self.state != "draining":
             return False
         return now >= self._deadline or not self.members.working
@@ -301,7 +298,6 @@ class Broker:
         self._take_back(peer, lost=lost)
 
     def _take_back(self, peer: Participant, *, lost: bool) -> None:
-        """Requeue what `peer` holds; a batch stays leased for the next trainer."""
         if count := self._workers.take_back(peer.name, lost=lost):
             log.info("took %d samples back from %s", count, peer.name)
             self.counters["taken_back"] += count

@@ -181,7 +181,6 @@ class Share:
 
     @property
     def known(self) -> float:
-        """The share, 0 until a batch's worth was seen."""
         return self.share if self._parts else 0.0
 
     @property
@@ -310,7 +309,6 @@ class Health:
             share.hits, share.seen = before.get(name, (0, 0))
 
     def _holding(self, version: int) -> Iterator[tuple[str, str, dict[str, float]]]:
-        """Yield name, text and figures of each warning that holds."""
         buffer = self._config.buffer
         if text := lone_groups(self._config):
             yield "lone_groups", text, {"group_size": 1.0}

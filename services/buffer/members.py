@@ -210,7 +210,6 @@ class Membership:
 
     @property
     def hub(self) -> tuple[str, str]:
-        """Endpoint and incarnation of the weight hub; empty until there is one."""
         hub = self.find("weight_hub")
         return ("", "") if hub is None else (hub.endpoints.get("weights", ""), hub.incarnation)
 

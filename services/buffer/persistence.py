@@ -116,7 +116,6 @@ class Recovery:
         self._last = b""
 
     def save(self) -> None:
-        """Put what has changed since the last call into the store; the caller commits."""
         journal, members = self._journal, self._run.members
         for name in members.changed:
             record = members.record(name)

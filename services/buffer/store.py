@@ -332,7 +332,6 @@ class LmdbStore:
             DISK.sync(fd)
 
     def _check_values(self) -> StoreHeader:
-        """Check schema, newest commit and all checksums; return the header."""
         with self._env.begin(buffers=True) as transaction:
             content = _unseal(HEADER, transaction.get(HEADER, b""))
             if content is None:
@@ -356,7 +355,6 @@ class LmdbStore:
         return header
 
     def _check_acknowledged(self) -> None:
-        """Check that `data.mdb` has the newest acknowledged commit of this store."""
         path = self.directory / ACKNOWLEDGED
         if not path.exists():
             DISK.replace(path, self._acknowledgement())  # new, or to go on with an older copy
@@ -425,7 +423,6 @@ def refuse_marked(run_dir: Path | None) -> None:
 
 
 def read_mark(run_dir: Path | None) -> RunMark | None:
-    """Return the content of the file; None if there is none. Raises StoreError."""
     path = None if run_dir is None else run_dir / MARK
     if path is None or not path.exists():
         return None

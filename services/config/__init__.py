@@ -82,10 +82,8 @@ class RunConfig(Section):
         return self.rewarded_by_groups if self.environments else (self.environment,)
 
     def sampling_for(self, environment: EnvironmentConfig) -> SamplingConfig:
-        """How samples of `environment` are drawn: by keys of its own, and the run's others."""
         return msgspec.structs.replace(self.sampling, **environment.own_sampling)
 
     @property
     def longest_turn(self) -> int:
-        """Tokens that a turn has at most, in any environment."""
         return max(self.sampling_for(one).max_tokens for one in self.all_environments)

@@ -65,7 +65,6 @@ def load_tree(
     overrides: Iterable[str] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
-    """What `load_config` reads, and raises, without the defaults of what was not given."""
     tree: dict[str, Any] = {}
     if file is not None:
         tree = _check(read_run_file(Path(file)), str(file))
@@ -82,7 +81,6 @@ def load_tree(
 
 
 def given_keys(tree: Mapping[str, Any]) -> frozenset[str]:
-    """The keys in `tree`, as section.key; those of several environments aside."""
     tables = ((section, keys) for section, keys in tree.items() if isinstance(keys, Mapping))
     return frozenset(f"{section}.{key}" for section, keys in tables for key in keys)
 
@@ -129,7 +127,6 @@ def read_run_file(path: Path, called: str = "run file") -> Any:
 
 
 def _check(tree: Any, where: str) -> dict[str, Any]:
-    """`tree` with every name known and every value converted to its type."""
     if not isinstance(tree, Mapping):
         raise UsageError(f"{where}: must be an object with a key per section")
     checked: dict[str, Any] = {}
@@ -245,7 +242,6 @@ def bare(kind: introspect.Type) -> introspect.Type:
 
 
 def choices(kind: introspect.Type) -> tuple[str, ...]:
-    """The values that there are of `kind`, as they are written; none if there are any number."""
     match kind:
         case introspect.BoolType():
             return "true", "false"
@@ -273,7 +269,6 @@ def _convert(section: str, key: str, value: Any, where: str) -> Any:
 
 
 def _scalar(text: str) -> Any:
-    """`text` as a TOML value, or as the string it is."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -290,7 +285,6 @@ def _hint(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def expected(kind: introspect.Type) -> str:
-    """What a value has to be, in words."""
     match kind:
         case introspect.BoolType():
             return "true or false"

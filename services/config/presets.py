@@ -67,7 +67,6 @@ class ObjectiveSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uses_proximal(self) -> bool:
-        """Whether the loss needs logprobs of the proximal policy."""
         return (
             self.anchor == "proximal"
             or self.correction != "none"
@@ -289,7 +288,6 @@ class ObjectiveKeys(Section):
         }
 
     def objective_faults(self) -> Iterator[str]:
-        """Pieces that contradict each other, and keys that do nothing with the others."""
         pieces, objective = self.pieces, self.objective
         for key_ in self.chosen:
             needs, read = READ.get(key_, ("", lambda _: True))

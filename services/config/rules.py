@@ -41,7 +41,6 @@ class Staleness:
 
 
 def implied_staleness(config: RunConfig) -> Staleness:
-    """Return the worst and the typical staleness of `config`: K, min(A, K) and K * m + m - 1."""
     buffer, updates = config.buffer, config.trainer.updates_per_batch
     bound = buffer.max_staleness if buffer.run_ahead else 0
     return Staleness(bound, min(buffer.run_ahead, bound), bound * updates + updates - 1)
@@ -121,7 +120,6 @@ def _run_faults(config: RunConfig) -> Iterator[str]:
 
 
 def objective_faults(config: RunConfig) -> Iterator[str]:
-    """What an objective needs of other sections, and does not have."""
     pieces, stages = config.trainer.pieces, config.buffer.stages
     if not pieces.needs_critic and config.critic != CriticConfig():
         yield (
@@ -164,7 +162,6 @@ def objective_faults(config: RunConfig) -> Iterator[str]:
 
 
 def _support_faults(config: RunConfig) -> Iterator[str]:
-    """Where trajectories would tell too many of the tokens that could have been drawn."""
     trainer, context = config.trainer, config.generator.max_context
     batch = config.buffer.group_size * config.buffer.batch_groups
     most = min(
@@ -205,7 +202,6 @@ def lone_groups(config: RunConfig) -> str:
 
 
 def _environment_faults(config: RunConfig) -> Iterator[str]:
-    """What can't work, or has no effect; a sentence each."""
     several, serve = config.environments, config.generator.serve
     if several and config.environment != EnvironmentConfig():
         yield "environment and [[environments]] are both set: remove one of them"
@@ -228,7 +224,6 @@ def _environment_faults(config: RunConfig) -> Iterator[str]:
 
 
 def _stage_faults(config: RunConfig) -> Iterator[str]:
-    """Where the environments and stage "reward" don't fit."""
     if groups := config.rewarded_by_groups:
         yield from _group_faults(config, groups[0])
     elif "reward" not in config.buffer.stages:
@@ -246,7 +241,6 @@ def _stage_faults(config: RunConfig) -> Iterator[str]:
 
 
 def _group_faults(config: RunConfig, one: EnvironmentConfig) -> Iterator[str]:
-    """Why rewards can't be given to whole groups, as `one` of the environments asks for."""
     scope, buffer = f"{one.where}.reward_scope = group", config.buffer
     if "reward" not in buffer.stages:
         yield f'{scope} is done by scorers: put "reward" into buffer.stages'

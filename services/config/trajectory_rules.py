@@ -74,7 +74,6 @@ class RunFacts:
         return cls(vocabulary, tokens, routing=trainer.router_replay, centered=centered)
 
     def sampling_of(self, prompt_id: str) -> Sampling | None:
-        """What samples of that prompt are drawn by; None = anything."""
         return self.samplings.get(environment_of(prompt_id)) or self.samplings.get("")
 
     def learn(self, vocabulary: int, routers: RouterKind | None = None) -> None:
@@ -86,7 +85,6 @@ class RunFacts:
 
 
 def sampling_of(config: SamplingConfig, *, greedy: bool = False) -> Sampling:
-    """The wire record of the configured sampling; `greedy` is temperature 0."""
     return Sampling(
         temperature=0.0 if greedy else config.temperature,
         top_p=config.top_p,
@@ -157,7 +155,6 @@ def _branches_fault(
 
 
 def reward_fault(reward: float, parts: dict[str, float], reason: str = "stop") -> str | None:
-    """Return what is wrong with a reward, its parts or the reason of the end; None if nothing."""
     if not -MOST_REWARD <= reward <= MOST_REWARD:  # nor is it where it is NaN
         return f"reward is {reward}, which is not within {MOST_REWARD:g}"
     if not _is_name(reason):
@@ -305,7 +302,6 @@ def _sampling_fault(given: Sampling, wanted: Sampling | None, trained: bool) -> 
 
 
 def _plain_fault(trajectory: Trajectory) -> str | None:
-    """What tensors and columns are made of, or a log tells."""
     if not 0 <= trajectory.turns <= MOST_TURNS:
         return f"turns is {trajectory.turns}"
     if not -1 <= trajectory.proximal_version <= MOST_VERSION:

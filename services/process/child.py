@@ -175,7 +175,6 @@ class ChildProcess:
         return self.returncode
 
     def wait(self, timeout_s: float) -> int | None:
-        """The exit code, as soon as it has ended; None if it has not in `timeout_s` seconds."""
         deadline = Deadline(timeout_s)
         while (code := self.poll()) is None and not deadline.passed:
             time.sleep(_LOOK_S)

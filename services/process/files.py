@@ -37,7 +37,6 @@ class Disk:
         return os.open(path, flags, mode)
 
     def write(self, fd: int, data: bytes | memoryview, offset: int) -> int:
-        """Write as much of `data` as there is room for to `offset`; how many bytes that were."""
         return os.pwrite(fd, data, offset)
 
     def truncate(self, fd: int, size: int) -> None:
@@ -82,7 +81,6 @@ class Disk:
             self.sync_directory(path.parent)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a file, or a folder with all that is in it; nothing is synced."""
         if path.is_dir() and not path.is_symlink():
             for entry in list(path.iterdir()):
                 self.remove_tree(entry)

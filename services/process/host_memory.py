@@ -18,7 +18,6 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def host_bytes() -> int:
-    """The host's memory, or what the container may take of it if that is less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _container_limit()
     return total if limit is None else min(total, limit)

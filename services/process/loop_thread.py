@@ -13,8 +13,6 @@ Ts = TypeVarTuple("Ts")
 
 
 class LoopThread:
-    """Runs until it is closed."""
-
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._name = name

@@ -38,8 +38,6 @@ STEADY = steady_clock()
 
 
 class Span(NamedTuple):
-    """Something that took from `start` to `end`, seconds since the epoch."""
-
     name: str
     start: float
     end: float
@@ -172,7 +170,6 @@ class MetricsFile:
 
 
 def span_name(row: dict[str, Any]) -> str:
-    """What the span of `row` shows as: its name, with the reason if it has one."""
     reason = row.get("reason")
     return f"{row['name']}: {reason}" if reason else str(row["name"])
 

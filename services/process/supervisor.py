@@ -194,7 +194,6 @@ class Supervisor:
 
     @property
     def done(self) -> bool:
-        """Whether the run reached its goal before anyone asked it to stop."""
         return self._reached and self.failure is None
 
     def states(self) -> dict[str, str]:
@@ -266,7 +265,6 @@ class Supervisor:
         self.drain()
 
     def _cause(self, slot: _Slot) -> str:
-        """Return the oldest recent end of another process that may have ended that of `slot`."""
         since = self._clock() - CAUSE_S
         ends = [s.ended_badly for s in self._all() if s is not slot and s.ended_badly]
         return min((end for end in ends if end[0] >= since), default=(0.0, ""))[1]

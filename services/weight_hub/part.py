@@ -161,7 +161,6 @@ class PartHub:
         return True
 
     def _drop(self) -> None:
-        """Remove the arena, or the one that is being made."""
         self._making.wait()  # bounded by the size of the arena
         self._made()
         arena, self._arena, self._order, self._error = self._arena, None, None, ""

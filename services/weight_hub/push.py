@@ -85,20 +85,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """Effect: a receiver serves a version; seconds of each phase.
+    """Effect: a receiver serves a version.
 
     `total_s` runs from Publish (or from the subscription, if that was later) to COMMITTED.
     """
 
     receiver: str
-    version: int
     epoch: int
-    snapshot_s: float
-    wire_s: float
-    stage_s: float
+    publication: Publication
+    ready: m.Ready
     commit_s: float
     total_s: float
-    wire_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +296,12 @@ class PushProtocol:
                     known = self._longest_load_s if self.counters["loads"] else 0.0
                     self._longest_load_s = max(known, message.commit_s)
                     self.counters["loads"] += 1
-                self._finish(receiver, push, push.ready, message.commit_s, now)
+                published = push.publication
+                receiver.push, receiver.served = None, published
+                self.counters["pushes"] += 1
+                total_s, name = now - max(published.at, receiver.since), peer.name
+                pushed = Pushed(name, push.epoch, published, push.ready, message.commit_s, total_s)
+                self._effects.append(pushed)
         return self._settle(now)
 
     def lost(self, name: str, reason: str, now: float) -> list[Effect]:
@@ -367,31 +369,6 @@ class PushProtocol:
                 return receiver, push
         self.counters["late"] += 1
         return None, None
-
-    def _finish(
-        self,
-        receiver: ReceiverState,
-        push: PushInProgress,
-        ready: m.Ready,
-        commit_s: float,
-        now: float,
-    ) -> None:
-        publication = push.publication
-        receiver.push, receiver.served = None, publication
-        self.counters["pushes"] += 1
-        self._effects.append(
-            Pushed(
-                receiver=receiver.peer.name,
-                version=publication.version,
-                epoch=push.epoch,
-                snapshot_s=publication.snapshot_s,
-                wire_s=ready.wire_s,
-                stage_s=ready.stage_s,
-                commit_s=commit_s,
-                wire_bytes=ready.wire_bytes,
-                total_s=now - max(publication.at, receiver.since),
-            )
-        )
 
     def _failed(
         self, receiver: ReceiverState, push: PushInProgress, reason: str, now: float

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 import uuid
@@ -307,7 +306,6 @@ class WeightHub:
         return effects + self._registered(ticket, peer, manifest, now)
 
     def _arena_made(self, made: Arena | UmbraError, now: float) -> list[Effect]:
-        """Answer the registrations that waited for the arena."""
         (ticket, peer, message), *others = self._registering
         self._registering = []
         effects: list[Effect] = []
@@ -359,7 +357,6 @@ class WeightHub:
         return effects
 
     def _not_whole(self) -> m.Nack:
-        """Return why a trainer has to register again."""
         if broken := self._parts.broken:
             self._parts.ask_again()
             return m.Nack(code="no_room", reason=broken)
@@ -533,12 +530,22 @@ class WeightHub:
 
     def _record(self, pushed: Pushed) -> None:
         assert self._manifest is not None
-        plane = self.planes.of(pushed.receiver).plane
-        row = dataclasses.asdict(pushed)
-        self._metrics.write("push", plane=plane, bytes=self._manifest.total_bytes, **row)
-        log.debug(
-            "%s serves version %d after %.3f s", pushed.receiver, pushed.version, pushed.total_s
+        name, publication, ready = pushed.receiver, pushed.publication, pushed.ready
+        self._metrics.write(
+            "push",
+            plane=self.planes.of(name).plane,
+            bytes=self._manifest.total_bytes,
+            receiver=name,
+            version=publication.version,
+            epoch=pushed.epoch,
+            snapshot_s=publication.snapshot_s,
+            wire_s=ready.wire_s,
+            stage_s=ready.stage_s,
+            commit_s=pushed.commit_s,
+            total_s=pushed.total_s,
+            wire_bytes=ready.wire_bytes,
         )
+        log.debug("%s serves version %d after %.3f s", name, publication.version, pushed.total_s)
 
 
 def _peer(request: Request) -> HubPeer:

@@ -364,7 +364,6 @@ class Receiver:
             receiving[1].close()
 
     def _receive(self) -> None:
-        """Take one step of receiving, or begin with the version that waits."""
         if self._waiting is not None:
             self._begin(self._waiting)
         if self._receiving is None:
@@ -423,7 +422,6 @@ class Receiver:
         return True
 
     def _subscribed(self, reply: m.Subscribed) -> None:
-        """Prepare for versions of the layout in `reply`, or ask the relay that it names."""
         if reply.plane == "relay":
             endpoint = reply.path
             self._channel = self._relays.get(endpoint) or self._hub.beside(

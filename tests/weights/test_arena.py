@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,14 +20,6 @@ from umbra.services.weights.arena import (
     run_and_suffix,
     shm_host,
 )
-
-
-@pytest.fixture
-def run_id() -> Iterator[str]:
-    """A run id of the test's own; what it leaves in /dev/shm fails the test."""
-    name = f"test-{uuid.uuid4().hex[:8]}"
-    yield name
-    assert remove_leftovers(name) == []
 
 
 @pytest.fixture

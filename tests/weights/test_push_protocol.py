@@ -40,7 +40,11 @@ def test_a_push_goes_through_all_phases_and_is_measured() -> None:
     assert hub.ready(A, 1, 0) == [Send("a", Commit(epoch=1, version=0))]
     hub.now += 4
     assert hub.protocol.serving == {"a": -1}
-    assert hub.committed(A, 1, 0) == [Pushed("a", 0, 1, 0.5, 1.0, 2.0, 3.0, total_s=8.0)]
+    (pushed,) = hub.committed(A, 1, 0)
+    assert isinstance(pushed, Pushed)
+    assert (pushed.receiver, pushed.epoch, pushed.publication.version) == ("a", 1, 0)
+    phases = pushed.publication.snapshot_s, pushed.ready.wire_s, pushed.ready.stage_s
+    assert (*phases, pushed.commit_s, pushed.total_s) == (0.5, 1.0, 2.0, 3.0, 8.0)
     assert hub.protocol.serving == {"a": 0}
     assert hub.protocol.next_deadline() is None
 

@@ -81,7 +81,6 @@ class TrainerEndpoint:
         self.expire(now)
 
     def commit(self, request: Request, body: m.CommitBatch, now: float) -> None:
-        """Commit a batch; a repeated commit is a no-op."""
         leased = self._batches.leased
         if leased is not None and leased.step == body.step:
             batch = self._batches.commit()

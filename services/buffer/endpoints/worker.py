@@ -341,7 +341,6 @@ class WorkerEndpoint:
         self._answer_parked(math.inf)
 
     def _answer_parked(self, until: float) -> None:
-        """Answer the parked requests whose wait ends by `until` with nothing."""
         for parked in (self._generators, self._scorers):
             for question in [one for one in parked.values() if one.deadline <= until]:
                 del parked[question.name]

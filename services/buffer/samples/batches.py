@@ -54,7 +54,6 @@ class Batches:
         return len(self._pool.groups) + sum(len(batch.groups) for batch in self.formed.values())
 
     def form(self, now: float) -> StoredBatch | None:
-        """Return the batch of the next step, formed if need be; None while groups are missing."""
         if self.leased is None:
             groups = self._choose()
             if groups is None:
@@ -121,7 +120,6 @@ class Batches:
         self.formed.clear()
 
     def waits_for(self) -> list[Group]:
-        """Groups that the next batch has to wait for, because they would be stale after it."""
         return [group for group in self._last_chance() if not group.completed]
 
     def _choose(self) -> list[Group] | None:
@@ -187,7 +185,6 @@ class Admission:
 
     @property
     def available(self) -> int:
-        """Samples that could be leased now to a generator with the newest weights."""
         return self._pool.ledger.count("queued") + max(self._room, 0) * self._pool.rules.size
 
     @property
@@ -229,5 +226,4 @@ class Admission:
         return sample if version >= self.required_version(sample) else None
 
     def required_version(self, sample: Sample) -> int:
-        """Oldest weights that may generate `sample` now."""
         return self._policy.required_version(sample.group.due, self._batches.version)

@@ -170,7 +170,6 @@ class Evaluations:
     # -- steps -------------------------------------------------------------------------------------
 
     def _is_for(self, version: int) -> bool:
-        """True if a generator that serves `version` may have samples."""
         if self.open is None:
             return False
         due, pinned = self.open.due, self.open.pinned
@@ -237,7 +236,6 @@ class Evaluations:
             self.pool.openings += 1
 
     def _end_all(self, reason: str) -> None:
-        """End incomplete groups, or all of them if cancelled."""
         for group in list(self.pool.groups.values()):
             if not group.is_ready or reason == "cancelled":
                 self.pool.end(group, reason)

@@ -54,7 +54,6 @@ class Sample:
 
     @property
     def lease_attempt(self) -> int:
-        """Attempt of its newest lease, of the sort that its state says."""
         return self.score_attempts if self.state is State.SCORING else self.attempt
 
     @property
@@ -140,7 +139,6 @@ class GroupRules:
         )
 
     def scores_together(self, prompt: Prompt) -> bool:
-        """True if all samples of a group for `prompt` are scored at once."""
         return bool(self.together) and (not self.only or prompt.row.get(ENVIRONMENT) in self.only)
 
     def passes_by(self, stage: str, group: Group) -> bool:
@@ -150,7 +148,6 @@ class GroupRules:
         return self.straggler_s > 0 and len(group.samples) > self.min_survivors
 
     def overdue(self, group: Group, now: float) -> bool:
-        """True if `group` has enough samples and the others exceeded `straggler_s`."""
         return (
             self.straggler_s > 0
             and self.min_survivors <= group.ready < len(group.samples)

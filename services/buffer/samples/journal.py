@@ -58,7 +58,6 @@ def group_record(group: Group) -> msgspec.Struct:
 
 
 def make_group(record: dict[str, Any], row: dict[str, Any] | None = None) -> Group:
-    """Build a group from its record and the `row` of its prompt."""
     values = {k: v for k, v in record.items() if k not in ("prompt", "samples")}
     group = Group(prompt=Prompt(record["prompt"], row or {}), **values)
     for sample in record["samples"]:

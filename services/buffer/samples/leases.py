@@ -67,7 +67,6 @@ class LeaseTable:
             heapq.heapify(self._heap)
 
     def find(self, sample_id: str, attempt: int, holder: str) -> Sample | None:
-        """Return the sample if `holder` has the lease `(sample_id, attempt)`."""
         held = self.held.get(holder)
         sample = held.get(sample_id) if held else None
         return sample if sample is not None and sample.lease_attempt == attempt else None

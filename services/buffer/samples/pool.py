@@ -125,7 +125,6 @@ class SamplePool:
         self._touch(samples[0].group)
 
     def task(self, sample: Sample) -> tuple[Task, int]:
-        """Return what the holder of `sample` gets, and the bytes of its row and trajectory."""
         group = sample.group
         scoring = sample.state is State.SCORING
         row: Any = msgspec.Raw(group.packed_row())
@@ -157,7 +156,6 @@ class SamplePool:
             self.cut(group, slow, "cancelled")
 
     def keep(self, sample: Sample, trajectory: Trajectory, packed: Packed) -> None:
-        """Store the trajectory of `sample`: complete, or a partial to continue."""
         self.trajectory_store.put(sample.sample_id, packed)
         sample.oldest = trajectory.oldest_version
         sample.newest = trajectory.newest_version
@@ -210,7 +208,6 @@ class SamplePool:
         self.fail(sample, reason, own=own)
 
     def accept(self, sample: Sample, trajectory: Trajectory, packed: Packed, now: float) -> None:
-        """Store the complete `trajectory` of `sample`, and pass it to its first stage."""
         self.leases.release(sample)
         self.keep(sample, trajectory, packed)
         sample.stage = 0

@@ -84,7 +84,6 @@ class StalenessPolicy:
         return max(due, version) - self.bound
 
     def is_stale(self, oldest: int, version: int) -> bool:
-        """Whether a sample whose oldest token is of version `oldest` is too old to train on."""
         return version - oldest > self.bound
 
 
