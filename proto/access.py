@@ -55,12 +55,11 @@ SENDERS: dict[type[m.Message], tuple[KeyRole, ...]] = {
 QUESTIONS: tuple[type[m.Message], ...] = (m.Ping, m.StatusRequest, m.HubStatusRequest)
 
 SOCKETS: dict[str, tuple[type[m.Message], ...]] = {
-    "control": m.CONTROL,
+    "control": (*m.CONTROL, *m.TELEMETRY),
     "data": m.DATA,
     "weights": (*m.WEIGHTS, m.Ping),
-    "events_in": m.TELEMETRY,
 }
-WATCHERS: tuple[KeyRole, ...] = ("monitor", "operator")  # may connect to `events_out`
+WATCHERS: tuple[KeyRole, ...] = ("monitor", "operator")  # may connect to `events`
 
 
 @cache
@@ -76,7 +75,7 @@ def needs_membership(kind: type[m.Message]) -> bool:
 
 def may_connect(role: KeyRole, socket: str) -> bool:
     """Whether the key of `role` opens `socket`: there is something that it may send there."""
-    if socket == "events_out":
+    if socket == "events":
         return role in WATCHERS
     return any(may_send(role, kind) for kind in SOCKETS.get(socket, ()))
 
@@ -124,7 +123,7 @@ def allowed_bytes(kind: type[m.Message], role: KeyRole | None) -> int:
 
 def socket_bytes(socket: str) -> int:
     """Bytes of the largest frame that anybody may send to a server's `socket`."""
-    if socket == "events_out":
+    if socket == "events":
         return SUBSCRIPTION_BYTES
     kinds = SOCKETS.get(socket, ())
     return max((body_bytes(kind) for kind in kinds if kind in SENDERS), default=COMMON_BYTES)

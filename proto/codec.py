@@ -116,11 +116,16 @@ def decode_body(
     most_bytes: int,
 ) -> Envelope:
     """The rest of `decode`, for those who look at the header first; `most_bytes` of the body."""
+    check_frames(header, frames, most_bytes)
+    return Envelope(header, _decode(frames[1], kind))
+
+
+def check_frames(header: Header, frames: Sequence[Frame], most_bytes: int) -> None:
+    """Raise WireError unless there is one body, of at most `most_bytes`."""
     if len(frames[1]) > most_bytes:
         raise LimitError(f"{header.type} of {len(frames[1])} bytes, at most {most_bytes}")
     if len(frames) > 2:
         raise WireError(f"{header.type}: expected 2 frames, got {len(frames)}", code="frames")
-    return Envelope(header, _decode(frames[1], kind))
 
 
 def nack(error: WireError) -> Nack:

@@ -106,8 +106,6 @@ class Welcome(Message, frozen=True, kw_only=True):
     run_id: Name
     heartbeat_s: Number
     data: Name
-    events_in: Name
-    events_out: Name
     weights: Name = ""
     weights_incarnation: Name = ""
 
@@ -331,11 +329,11 @@ class Interrupt(Message, frozen=True, kw_only=True):
     reason: Text = ""
 
 
-# -- telemetry (PUB -> XSUB/XPUB -> SUB): may be lost, never changes behaviour -------------------
+# -- telemetry (control socket, then PUB - SUB): may be lost, never changes behaviour -------------
 
 
 class Event(Message, frozen=True, kw_only=True):
-    """Something happened; `Header.id` counts per sender, so that a gap shows a loss."""
+    """Something happened."""
 
     kind: Name
     fields: Row = {}

@@ -16,16 +16,13 @@ import logging
 import re
 import secrets
 import socket as tcp
-from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 import zmq
 
 from umbra.proto.access import MOST_BYTES, socket_bytes
-from umbra.proto.codec import Encoder
-from umbra.proto.errors import StartupError, UmbraError, UsageError, WireError
-from umbra.proto.messages import Event
+from umbra.proto.errors import StartupError, UmbraError, UsageError
 
 LINGER_MS = 1_000
 # An idle connection to a dead host ends after 20 s; one with unacknowledged data likewise.
@@ -109,50 +106,24 @@ def dealer(
     return socket
 
 
-def publisher(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None = None
-) -> zmq.Socket[bytes]:
-    """A PUB that connects to the relay; never blocks, may drop."""
-    socket = _socket(context, zmq.PUB, curve)
-    connect(socket, endpoint)
-    return socket
-
-
 def subscriber(
     context: zmq.Context[zmq.Socket[bytes]],
     endpoint: str,
-    topics: Sequence[bytes] = (b"",),
     curve: Curve | None = None,
 ) -> zmq.Socket[bytes]:
     socket = _socket(context, zmq.SUB, curve)
-    for topic in topics:
-        socket.set(zmq.SUBSCRIBE, topic)
+    socket.set(zmq.SUBSCRIBE, b"")
     connect(socket, endpoint)
     return socket
 
 
-def relay(
-    context: zmq.Context[zmq.Socket[bytes]],
-    endpoint_in: str,
-    endpoint_out: str,
-    curve_in: Curve | None = None,
-    curve_out: Curve | None = None,
-) -> tuple[zmq.Socket[bytes], str, zmq.Socket[bytes], str]:
-    """Bind the XSUB that publishers connect to and the XPUB that subscribers connect to.
-
-    Raises as `router`.
-    """
-    inward = _socket(context, zmq.XSUB, curve_in)
-    inward.set(zmq.MAXMSGSIZE, socket_bytes("events_in"))
-    actual_in = _bind(inward, endpoint_in)
-    outward = _socket(context, zmq.XPUB, curve_out)
-    outward.set(zmq.MAXMSGSIZE, socket_bytes("events_out"))
-    try:
-        actual_out = _bind(outward, endpoint_out)
-    except UmbraError:
-        inward.close(linger=0)
-        raise
-    return inward, actual_in, outward, actual_out
+def publisher(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None = None
+) -> tuple[zmq.Socket[bytes], str]:
+    """Bind the PUB that subscribers connect to; never blocks, may drop. Raises as `router`."""
+    socket = _socket(context, zmq.PUB, curve)
+    socket.set(zmq.MAXMSGSIZE, socket_bytes("events"))
+    return socket, _bind(socket, endpoint)
 
 
 def pair(
@@ -170,16 +141,6 @@ def drain(socket: zmq.Socket[bytes]) -> None:
     with suppress(zmq.Again):
         while True:
             socket.recv(zmq.NOBLOCK)
-
-
-def publish(socket: zmq.Socket[bytes], encoder: Encoder, event: Event) -> None:
-    """Send `event` by a PUB or XPUB; it may be lost, which the gap in `Header.id` shows."""
-    try:
-        _, frames = encoder.encode(event)
-        with suppress(zmq.Again):
-            socket.send_multipart([event.kind.encode(), *frames], zmq.NOBLOCK)
-    except WireError:
-        log.exception("an event stays unsent")
 
 
 def allow_list(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:

@@ -93,7 +93,7 @@ class SimulatedBroker:
     def __init__(self, timeline: Timeline, config: RunConfig, speed: BrokerSpeed) -> None:
         prompts = PromptFeed({"": [Prompt("1", {})]})
         state = RunState(config, MemoryStore(durable=False), prompts)
-        welcome = Welcome(run_id="simulated", heartbeat_s=1.0, data="", events_in="", events_out="")
+        welcome = Welcome(run_id="simulated", heartbeat_s=1.0, data="")
         self.broker = Broker(state, welcome, now=timeline.now)
         state.facts.samplings = {}  # simulated tokens have no sampling that could be checked
         self.requests = 0

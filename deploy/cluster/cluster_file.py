@@ -54,12 +54,11 @@ class Port(IntEnum):
 
     CONTROL = 0
     DATA = 1
-    EVENTS_IN = 2
-    EVENTS_OUT = 3
-    WEIGHTS = 4
-    BUCKETS = 5
-    PART = 6
-    RENDEZVOUS = 7  # where the ranks of a trainer over several nodes meet
+    EVENTS = 2
+    WEIGHTS = 3
+    BUCKETS = 4
+    PART = 5
+    RENDEZVOUS = 6  # where the ranks of a trainer over several nodes meet
 
 
 class SlurmSpec(_Table, frozen=True):

@@ -17,7 +17,7 @@ from umbra.services.prompts.readers import DATASETS, is_function, is_parquet
 
 # The ports of what serves others, which needs no torch unless it broadcasts from GPUs.
 PORTS: dict[Task, tuple[Port, ...]] = {
-    "buffer": (Port.CONTROL, Port.DATA, Port.EVENTS_IN, Port.EVENTS_OUT),
+    "buffer": (Port.CONTROL, Port.DATA, Port.EVENTS),
     "weight_hub": (Port.WEIGHTS, Port.BUCKETS),
     "relay": (Port.WEIGHTS, Port.BUCKETS),
     "part": (Port.PART,),

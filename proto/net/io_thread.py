@@ -309,7 +309,6 @@ class IoThread:
         self._channels: list[Channel] = []
         self._by_socket: dict[zmq.Socket[bytes], Channel] = {}
         self._subscriptions: dict[zmq.Socket[bytes], Callable[[Header, Event], None]] = {}
-        self._publisher: zmq.Socket[bytes] | None = None
         self._timers: list[tuple[float, float, Callable[[], None]]] = []
         self._jobs: deque[Callable[[], None]] = deque()
         self._closing = threading.Event()
@@ -360,30 +359,12 @@ class IoThread:
             raise _closing(f"{peer} at {endpoint}")
         return made.result()
 
-    def publish_to(self, endpoint: str) -> None:
-        def connect() -> None:
-            if self._publisher is not None:
-                self._publisher.close()
-            curve = self.security.connecting("buffer")
-            self._publisher = sockets.publisher(self.context, endpoint, curve)
-
-        self.run(connect)
-
-    def publish(self, event: Event) -> None:
-        def send() -> None:
-            if self._publisher is not None:
-                sockets.publish(self._publisher, self.encoder, event)
-
-        self.run(send)
-
-    def subscribe(
-        self, endpoint: str, topics: Sequence[bytes], on_event: Callable[[Header, Event], None]
-    ) -> None:
+    def subscribe(self, endpoint: str, on_event: Callable[[Header, Event], None]) -> None:
         """Watch telemetry at `endpoint`; `on_event` runs on the link's thread: it must be quick."""
 
         def connect() -> None:
             curve = self.security.connecting("buffer")
-            socket = sockets.subscriber(self.context, endpoint, topics, curve)
+            socket = sockets.subscriber(self.context, endpoint, curve)
             self._subscriptions[socket] = on_event
             self._poller.register(socket, zmq.POLLIN)
 
@@ -438,7 +419,7 @@ class IoThread:
     def _hear(self, socket: zmq.Socket[bytes]) -> None:
         for _ in range(HEARD_AT_ONCE):
             try:
-                _topic, *frames = socket.recv_multipart(zmq.NOBLOCK)
+                frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
@@ -472,8 +453,6 @@ class IoThread:
             channel.close()
         for socket in self._subscriptions:
             socket.close(linger=0)
-        if self._publisher is not None:
-            self._publisher.close()
         self._wake_out.close(linger=0)
         self._wake_in.close(linger=0)
         self.context.term()

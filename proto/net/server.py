@@ -33,7 +33,7 @@ from umbra.proto.access import (
     socket_bytes,
 )
 from umbra.proto.bounds import NAME_CHARS, one_line
-from umbra.proto.codec import Encoder, decode_body, decode_header, kind_of, nack
+from umbra.proto.codec import Encoder, check_frames, decode_body, decode_header, kind_of, nack
 from umbra.proto.errors import WireError
 from umbra.proto.messages import ANY, Event, Header, Message, Ok
 from umbra.proto.net.keys import OPEN, Keys, Security
@@ -153,7 +153,6 @@ REPLY_BYTES_KEPT = 64 << 20  # of all peers, and the last reply at any rate
 ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
 LARGE_BYTES = 4 << 10  # frames from this size are decoded where they were received
 FRAMES_KEPT = 3  # of a message: header, body, and one too many, by which it is refused
-EVENT_FRAMES = 3  # topic, header, body
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
 RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a long burst
 
@@ -245,7 +244,7 @@ class Server:
         self._poller = zmq.Poller()
         self._channels: dict[zmq.Socket[bytes], _BoundChannel] = {}
         self._by_name: dict[str, _BoundChannel] = {}
-        self._relay: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+        self._events: zmq.Socket[bytes] | None = None  # to those who watch
         self._clock = clock
         self._polled_at = clock()
         self.listened_s = 0.0  # time since the start, less that in which nobody polled
@@ -268,27 +267,27 @@ class Server:
         socket, actual = sockets.router(self._context, endpoint, curve, limit)
         bound = _BoundChannel(channel, socket, accepts, actual)
         self._channels[socket] = self._by_name[channel] = bound
-        self._register(channel, socket)
+        self._poller.register(socket, zmq.POLLIN)
+        self._watch(channel, socket)
         return actual
 
     def endpoint(self, channel: str) -> str:
         return self._by_name[channel].endpoint
 
-    def relay_events(self, endpoint_in: str, endpoint_out: str) -> tuple[str, str]:
-        for endpoint in (endpoint_in, endpoint_out):
-            self.security.check_bind(endpoint)
-        curves = self.security.binding("events_in"), self.security.binding("events_out")
-        inward, actual_in, outward, actual_out = sockets.relay(
-            self._context, endpoint_in, endpoint_out, *curves
-        )
-        self._relay = (inward, outward)
-        self._register("events_in", inward)
-        self._register("events_out", outward)
-        return actual_in, actual_out
+    def bind_events(self, endpoint: str) -> str:
+        """Publish there the events that come on other channels; return where that really is."""
+        self.security.check_bind(endpoint)
+        curve = self.security.binding("events")
+        self._events, actual = sockets.publisher(self._context, endpoint, curve)
+        self._watch("events", self._events)
+        return actual
 
     def publish(self, event: Event) -> None:
-        if self._relay is not None:
-            sockets.publish(self._relay[1], self._encoder, event)
+        """Send an event of our own to those who watch; it may be lost."""
+        try:
+            self._pass_on(self._encoder.encode(event)[1])
+        except WireError:
+            log.exception("an event stays unsent")
 
     def poll(self, timeout_s: float) -> list[Request]:
         """Requests that arrived within `timeout_s` seconds, already validated."""
@@ -303,8 +302,6 @@ class Server:
                 sockets.drain(socket)
             elif channel is not None:
                 requests.extend(self._receive(channel))
-            elif self._relay and socket in self._relay:
-                self._relay_from(socket)
             elif self._gate is not None:
                 self._gate.serve(socket)
         return requests
@@ -345,15 +342,14 @@ class Server:
             self._gate.close()
         for socket in self._channels:
             socket.close()
-        for socket in self._relay or ():
-            socket.close()
+        if self._events is not None:
+            self._events.close()
         with self._wake_lock:
             for socket in self._wake or ():
                 socket.close(linger=0)
         self._channels.clear()
 
-    def _register(self, name: str, socket: zmq.Socket[bytes]) -> None:
-        self._poller.register(socket, zmq.POLLIN)
+    def _watch(self, name: str, socket: zmq.Socket[bytes]) -> None:
         if self._gate is not None:
             self._gate.watch(socket, name)
             for own in self._gate.sockets:
@@ -399,6 +395,10 @@ class Server:
             header = decode_header(frames)
             kind = kind_of(header)
             most_bytes = self._check_allowed(channel, header, kind, role)
+            if kind is Event:
+                check_frames(header, frames, most_bytes)
+                self._pass_on(frames)  # as it came: watchers decode it
+                return None
             # Of those who only ask questions nothing need be remembered.
             is_kept = header.reply_to is None and kind not in QUESTIONS
             key = _key(channel.name, identity, header)
@@ -474,18 +474,10 @@ class Server:
             return False
         return True
 
-    def _relay_from(self, socket: zmq.Socket[bytes]) -> None:
-        """Pass on events to those who watch, and their subscriptions to those who publish."""
-        assert self._relay is not None
-        inward, outward = self._relay
-        target = outward if socket is inward else inward
-        with suppress(zmq.Again):
-            for _ in range(RECEIVE_BURST):
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-                if socket is inward and len(frames) != EVENT_FRAMES:
-                    self.counters["frames"] += 1
-                else:
-                    target.send_multipart(frames, zmq.NOBLOCK)
+    def _pass_on(self, frames: Sequence[bytes | memoryview]) -> None:
+        if self._events is not None:
+            with suppress(zmq.Again):
+                self._events.send_multipart(frames, zmq.NOBLOCK)
 
 
 def _key(channel: str, identity: bytes, header: Header) -> _RequestKey:

@@ -92,7 +92,6 @@ class Session:
         self._weights_known = threading.Event()
         if welcome.weights:
             self._weights_known.set()
-        link.publish_to(welcome.events_in)
         link.every(welcome.heartbeat_s, self._beat)
 
     @classmethod
@@ -194,7 +193,7 @@ class Session:
             self._stats.update(values)
 
     def emit(self, kind: str, **fields: Any) -> None:
-        self._link.publish(m.Event(kind=kind, fields=fields))
+        self._control.send(m.Event(kind=kind, fields=fields))
 
     def drain(self, reason: str) -> None:
         with self._lock:
@@ -292,8 +291,6 @@ class Session:
             self._heard_at = time.monotonic()
             if self._data is not None and welcome.data != self.welcome.data:
                 self._data.move(welcome.data)
-            if welcome.events_in != self.welcome.events_in:
-                self._link.publish_to(welcome.events_in)
             self.welcome = welcome
 
     def _take_commands(self) -> None:

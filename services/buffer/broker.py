@@ -46,6 +46,7 @@ class Broker:
         run: RunState,
         welcome: m.Welcome,
         *,
+        events: str = "",
         now: float,
         wire_counters: Mapping[str, int] | None = None,
         refusals: Refusals | None = None,
@@ -67,7 +68,8 @@ class Broker:
         self._overview = StatusPage(
             run,
             self.room,
-            welcome,
+            welcome.run_id,
+            events=events,
             started_at=now,
             wire_counters={} if wire_counters is None else wire_counters,
             refusals=self._refusals,

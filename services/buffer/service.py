@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 import zmq
 
+from umbra.proto.access import SOCKETS
 from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError, service_thread
-from umbra.proto.messages import CONTROL, DATA, Event, Welcome
+from umbra.proto.messages import DATA, Event, Welcome
 from umbra.proto.net.server import Server
 from umbra.proto.net.session import WATCHED
 from umbra.proto.sockets import reachable
@@ -71,10 +72,11 @@ def serve(context: ServiceContext) -> int:
         if context.options["new_address"]:
             addresses.forget()
         run_id = context.run_dir.name if context.run_dir else config.run.name
-        control, welcome = bind(server, config, run_id, addresses)
+        control, events, welcome = bind(server, config, run_id, addresses)
         broker = Broker(
             RunState(config, store, prompts, eval_prompts),
             welcome,
+            events=events,
             now=server.listened_s,
             wire_counters=server.counters,
             refusals=server.refusals,
@@ -121,8 +123,10 @@ def open_store(context: ServiceContext) -> Store:
 
 def bind(
     server: Server, config: RunConfig, run_id: str, addresses: Addresses
-) -> tuple[str, Welcome]:
-    """Bind all sockets on the host of `run.broker`; return its endpoint and what joiners are told.
+) -> tuple[str, str, Welcome]:
+    """Bind all sockets on the host of `run.broker`.
+
+    Return the endpoints of control and events, and what joiners are told.
 
     A restarted buffer binds where it was before.
 
@@ -135,14 +139,13 @@ def bind(
     if not address.startswith("tcp://") or not separator or not host:
         raise UsageError(f"--broker {address}: write it as tcp://host:port (port * picks one)")
     before = addresses.before(host, port, settings.ports)
-    control = server.bind("control", before[0], CONTROL)
+    control = server.bind("control", before[0], SOCKETS["control"])
     data = server.bind("data", before[1], DATA)
-    events_in, events_out = server.relay_events(*before[2:])
-    bound = [control, data, events_in, events_out]
+    bound = [control, data, server.bind_events(before[2])]
     addresses.keep(host, bound)
     told = [reachable(endpoint) for endpoint in bound]
-    where = {"data": told[1], "events_in": told[2], "events_out": told[3]}
-    return told[0], Welcome(run_id=run_id, heartbeat_s=settings.heartbeat_s, **where)
+    welcome = Welcome(run_id=run_id, heartbeat_s=settings.heartbeat_s, data=told[1])
+    return told[0], told[2], welcome
 
 
 class Service:
@@ -253,7 +256,7 @@ class Addresses:
     def before(self, host: str, port: str, ports: Sequence[int]) -> list[str]:
         """Return where the buffer was bound on `host`, unless another port is asked for.
 
-        `port` is that of control, `ports` those of data, events in and events out; 0 is any.
+        `port` is that of control, `ports` those of data and events; 0 is any.
         """
         asked = [f"tcp://{host}:{number or '*'}" for number in (port, *ports)]
         try:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from msgspec.structs import replace
 
 from umbra.proto.messages import State as ServiceState
-from umbra.proto.messages import Status, Stuck, Welcome
+from umbra.proto.messages import Status, Stuck
 from umbra.proto.net.server import Refusals
 from umbra.services.buffer.health import Throughput
 from umbra.services.buffer.persistence import DiskQuota
@@ -164,8 +164,9 @@ class StatusPage:
         self,
         run: RunState,
         room: DiskQuota,
-        welcome: Welcome,
+        run_id: str,
         *,
+        events: str,
         started_at: float,
         wire_counters: Mapping[str, int],
         refusals: Refusals,
@@ -176,7 +177,8 @@ class StatusPage:
         self._members = run.members
         self._report = StallReport(run)
         self._room = room
-        self._welcome = welcome
+        self._run_id = run_id
+        self._events = events
         self._started_at = started_at
         self._wire_counters = wire_counters
         self._refusals = refusals
@@ -207,7 +209,7 @@ class StatusPage:
         run = self._run
         last = run.batches.last.figures()
         return Status(
-            run_id=self._welcome.run_id,
+            run_id=self._run_id,
             state=self.state,
             uptime_s=now - self._started_at,
             version=run.batches.version,
@@ -229,7 +231,7 @@ class StatusPage:
             weights=self._members.hub[0],
             staleness_counts=list(run.batches.trained.counts),
             curves=run.curves.record(),
-            events=self._welcome.events_out,
+            events=self._events,
             refused=dict(self._refusals.counts),
             rates=self._throughput.rates(now),
             health=run.health.figures(),

@@ -171,9 +171,9 @@ class WeightHubConfig(Section):
 class BufferConfig(Section):
     """The broker: groups, batches, staleness and leases."""
 
-    ports: tuple[int, int, int] = key(
-        (0, 0, 0),
-        "of data, events in and events out, beside run.broker; 0 = any free one",
+    ports: tuple[int, int] = key(
+        (0, 0),
+        "of data and events, beside run.broker; 0 = any free one",
         ge=0,
         le=65535,
     )

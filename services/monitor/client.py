@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import zmq
@@ -98,11 +98,9 @@ class StatusClient:
             self.drain(member.name, reason, timeout_s)
         return [member.name for member in leaving]
 
-    def subscribe(
-        self, endpoint: str, topics: Sequence[bytes], on_event: Callable[[m.Header, m.Event], None]
-    ) -> None:
+    def subscribe(self, endpoint: str, on_event: Callable[[m.Header, m.Event], None]) -> None:
         """Watch telemetry; `on_event` runs on another thread, and must be quick."""
-        self._link.subscribe(endpoint, topics, on_event)
+        self._link.subscribe(endpoint, on_event)
 
     def close(self) -> None:
         self._link.close()

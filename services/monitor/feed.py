@@ -20,7 +20,6 @@ from umbra.proto.net.keys import OPEN, Security
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.view import status_dict
 
-TOPICS = (b"push", b"spans", b"rollout")
 PUSHES_KEPT = 24
 ROLLOUTS_KEPT = 16
 SPANS_KEPT = 1_500  # of each member
@@ -151,7 +150,7 @@ class Watch:
         status = self.client.status(timeout_s)
         if status.events and status.events != self._endpoint:
             self._endpoint = status.events
-            self.client.subscribe(status.events, TOPICS, self._feed.heard)
+            self.client.subscribe(status.events, self._feed.heard)
         return self._feed.look(status)
 
     def __enter__(self) -> Watch:

@@ -303,7 +303,7 @@ def test_processes_reach_one_another_at_the_addresses_of_the_hosts_that_the_job_
     assert "--advertise head.ib" in named["buffer"]
     assert "--het-group=0 --nodes=1 --ntasks=1 --nodelist=x1 " in named["weight-hub"]
     assert "--het-group=1 --nodes=1 --ntasks=1 --nodelist=c " in named["relay-c"]
-    assert "--upstream tcp://x1.ib:5559" in named["relay-c"]
+    assert "--upstream tcp://x1.ib:5558" in named["relay-c"]
     assert "--advertise 10.0.0.3" in named["relay-c"]
     assert "--advertise x2.ib" in named["relay-d"]
     text = render(plan, "slurm")["run.sbatch"]

@@ -40,7 +40,7 @@ def flags(plan: Plan, name: str) -> dict[str, str]:
 def test_a_share_of_two_nodes_is_two_nodes() -> None:
     assert trainers(TWO) == [("a", tuple(range(8))), ("b", tuple(range(8)))]
     assert (TWO.config.trainer.nodes, TWO.config.trainer.ranks) == (2, 16)
-    assert TWO.config.trainer.rendezvous == "10.0.0.1:5562"
+    assert TWO.config.trainer.rendezvous == "10.0.0.1:5561"
     parts = [(p.name, p.node.name, p.node_rank) for p in TWO.processes if p.task == "part"]
     assert parts == [("part-b", "b", 1)]  # the hub has the part of its own node
     assert TWO.the("weight_hub").node.name == "a"
@@ -78,7 +78,7 @@ def test_a_group_that_shares_the_trainer_s_nodes() -> None:
     on_b = [process.task for process in SHARED.on(SHARED.nodes[1])]
     assert on_b == ["relay", "part", "train", *["logp"] * 4]
     used = [port for p in SHARED.on(SHARED.nodes[1]) for port in ports(SHARED, p)]
-    assert used == [5559, 5560, 5561]
+    assert used == [5558, 5559, 5560]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_every_node_s_ranks_know_where_they_meet() -> None:
         found = flags(TWO, name)
         assert found["--node-rank"] == str(rank)
         assert (found["trainer.nodes"], found["trainer.ranks"]) == ("2", "16")
-        assert found["trainer.rendezvous"] == "10.0.0.1:5562"
+        assert found["trainer.rendezvous"] == "10.0.0.1:5561"
     assert "--node-rank" not in flags(plan_of(8, 8), "trainer")
     moved = plan_of(8, 8, 8, 8, base_port=7000)
     assert flags(moved, "trainer-b")["trainer.rendezvous"] == "10.0.0.1:7007"
@@ -174,8 +174,8 @@ def test_every_node_s_ranks_know_where_they_meet() -> None:
 
 def test_a_part_finds_the_hub_and_says_where_it_is_found() -> None:
     found = flags(TWO, "part-b")
-    assert found["--upstream"] == "tcp://10.0.0.1:5559"
-    assert found["weight_hub.listen"] == "tcp://0.0.0.0:5561"
+    assert found["--upstream"] == "tcp://10.0.0.1:5558"
+    assert found["weight_hub.listen"] == "tcp://0.0.0.0:5560"
     assert found["--owner"] == "1"
     assert found["--advertise"] == "10.0.0.2"
 
@@ -191,7 +191,7 @@ def test_a_script_for_slurm_ends_with_rank_0_and_meets_on_its_host() -> None:
     steps = {line.split()[3].strip("'"): line for line in lines if line.startswith("step ")}
     for rank, name in enumerate(("trainer", "trainer-b")):
         assert steps[name].startswith(f"step {rank} 0,1,2,3,4,5,6,7 {name} 20 umbra trainer ")
-        assert '--set "trainer.rendezvous=${addresses[0]}:5562" ' in steps[name]
+        assert '--set "trainer.rendezvous=${addresses[0]}:5561" ' in steps[name]
     assert lines.count("trainer=$!") == 1
     assert lines[lines.index("trainer=$!") - 1] == steps["trainer"]
     assert '--advertise "${addresses[1]}"' in steps["part-b"]

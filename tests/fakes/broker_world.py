@@ -133,8 +133,6 @@ class World:
                 run_id="run-1",
                 heartbeat_s=self.config.buffer.heartbeat_s,
                 data="tcp://h:1",
-                events_in="tcp://h:2",
-                events_out="tcp://h:3",
             ),
             now=self.now,
         )

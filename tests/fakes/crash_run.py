@@ -54,7 +54,7 @@ class BufferProcess:
         self.folder = folder
         self.kills = 0
         self._start = popen
-        self._ports = [reserved_port() for _ in range(4)]  # nobody's while it is dead
+        self._ports = [reserved_port() for _ in range(3)]  # nobody's while it is dead
         (folder / "prompts.jsonl").write_text(
             "".join(json.dumps({"prompt": f"row {n}"}) + "\n" for n in range(1, 51))
         )

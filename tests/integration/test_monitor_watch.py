@@ -15,9 +15,8 @@ import zmq
 from fakes.looks import PUSH, status
 from fakes.slowness import limit
 
-from umbra.proto.access import KeyRole
+from umbra.proto.access import SOCKETS, KeyRole
 from umbra.proto.messages import (
-    CONTROL,
     Heartbeat,
     HeartbeatAck,
     Join,
@@ -50,10 +49,8 @@ def security(request: pytest.FixtureRequest, tmp_path: Path) -> SecurityOf:
 class Buffer:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], security: Security) -> None:
         self.server = Server(context, "buffer", "b1", security)
-        self.endpoint = self.server.bind("control", "tcp://127.0.0.1:*", CONTROL)
-        self.events_in, self.events_out = self.server.relay_events(
-            "tcp://127.0.0.1:*", "tcp://127.0.0.1:*"
-        )
+        self.endpoint = self.server.bind("control", "tcp://127.0.0.1:*", SOCKETS["control"])
+        self.events = self.server.bind_events("tcp://127.0.0.1:*")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main)
         self._thread.start()
@@ -71,15 +68,9 @@ class Buffer:
     def _answer(self, body: Message) -> Message:
         match body:
             case StatusRequest():
-                return status(events=self.events_out)
+                return status(events=self.events)
             case Join():
-                return Welcome(
-                    run_id="r",
-                    heartbeat_s=0.05,
-                    data=self.endpoint,
-                    events_in=self.events_in,
-                    events_out=self.events_out,
-                )
+                return Welcome(run_id="r", heartbeat_s=0.05, data=self.endpoint)
             case Heartbeat():
                 return HeartbeatAck(version=7)
             case _:

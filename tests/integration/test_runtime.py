@@ -11,6 +11,7 @@ from fakes.waiting import until
 
 from umbra.proto import messages as m
 from umbra.proto import sockets
+from umbra.proto.access import SOCKETS
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import DeadlineError, RejectedError
 from umbra.proto.net.io_thread import IoThread
@@ -26,11 +27,8 @@ class Broker:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.server = Server(context, "broker", "b1")
-        self.endpoint = self.server.bind("control", "tcp://127.0.0.1:*", m.CONTROL)
+        self.endpoint = self.server.bind("control", "tcp://127.0.0.1:*", SOCKETS["control"])
         self.data = self.server.bind("data", "tcp://127.0.0.1:*", m.DATA)
-        self.events_in, self.events_out = self.server.relay_events(
-            "tcp://127.0.0.1:*", "tcp://127.0.0.1:*"
-        )
         self.seen: list[m.Message] = []
         self.left = threading.Event()
         self.beats = threading.Semaphore(0)
@@ -43,13 +41,7 @@ class Broker:
     def default_answer(self, request: Request) -> m.Message | None:
         match request.body:
             case m.Join():
-                return m.Welcome(
-                    run_id="r",
-                    heartbeat_s=0.05,
-                    data=self.data,
-                    events_in=self.events_in,
-                    events_out=self.events_out,
-                )
+                return m.Welcome(run_id="r", heartbeat_s=0.05, data=self.data)
             case m.Heartbeat():
                 self.beats.release()
                 return m.HeartbeatAck(version=7, weights="tcp://127.0.0.1:1")

@@ -14,7 +14,7 @@ from fakes.waiting import until
 
 from umbra.proto import messages as m
 from umbra.proto import sockets
-from umbra.proto.access import MEMBERS, KeyRole, may_send
+from umbra.proto.access import MEMBERS, SOCKETS, KeyRole, may_send
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import RejectedError
 from umbra.proto.net.io_thread import Channel, IoThread
@@ -40,9 +40,9 @@ class Served:
     def __init__(self, context: Context, keys: Path) -> None:
         security = Security(load_keys(keys, "buffer"))
         self.server = Server(context, "buffer", "b1", security)
-        self.control = self.server.bind("control", ANY_PORT, m.CONTROL)
+        self.control = self.server.bind("control", ANY_PORT, SOCKETS["control"])
         self.data = self.server.bind("data", ANY_PORT, (*m.DATA, m.Ping))
-        self.events = self.server.relay_events(ANY_PORT, ANY_PORT)
+        self.events = self.server.bind_events(ANY_PORT)
         self.reached: list[tuple[str, KeyRole | None]] = []
         self._stop = threading.Event()
         self._links: list[IoThread] = []
@@ -125,29 +125,26 @@ def test_a_client_with_keys_talks_to_no_server_without(zmq_context: Context, key
 def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
     served: Served, zmq_context: Context, keys: Path
 ) -> None:
-    inward, outward = served.events
-    watcher = sockets.subscriber(
-        zmq_context, outward, curve=of(keys, "monitor").connecting("buffer")
-    )
-    spy = sockets.subscriber(zmq_context, outward, curve=of(keys, "generator").connecting("buffer"))
+    curves = [of(keys, role).connecting("buffer") for role in ("monitor", "generator")]
+    watcher, spy = (sockets.subscriber(zmq_context, served.events, curve) for curve in curves)
     member, stranger = IoThread("g", "g1", security=of(keys, "generator")), IoThread("s", "s1")
-    member.publish_to(inward)
-    stranger.publish_to(inward)
     tick = threading.Event()
-    for link, kind in ((member, "ours"), (stranger, "theirs")):
-        link.every(0.02, lambda link=link, kind=kind: link.publish(m.Event(kind=kind)))
+    for link in (member, stranger):
+        channel = link.channel(served.control, "buffer")
+        link.every(0.02, lambda to=channel, name=link.name: to.send(m.Event(kind=name)))
     for _ in range(20):
         assert watcher.poll(round(1000 * WAIT_S))
-        assert watcher.recv_multipart()[0] == b"ours"
+        assert decode(watcher.recv_multipart()).body == m.Event(kind="g")
         tick.wait(0.01)
     assert not spy.poll(0)
     for link in (member, stranger):
         link.close()
     for socket in (watcher, spy):
         socket.close(linger=0)
+    assert not served.reached, "it is no request"
     counts = served.server.refusals.counts
-    until(lambda: counts["the generator key from 127.0.0.1 on events_out"] == 1, "the spy is told")
-    until(lambda: any(what.endswith(" on events_in") for what in list(counts)), "it is counted")
+    until(lambda: counts["the generator key from 127.0.0.1 on events"] == 1, "the spy is told")
+    until(lambda: any(what.endswith(" on control") for what in list(counts)), "it is counted")
 
 
 @pytest.mark.parametrize(

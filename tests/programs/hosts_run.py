@@ -86,7 +86,7 @@ def services(folder: Path, hosts: dict[str, Host], relays: list[str]) -> dict[st
         "alpha": {
             "buffer": [
                 *("buffer", "--broker", "tcp://0.0.0.0:5555"),
-                *("--set", "buffer.ports=[5556,5557,5558]"),
+                *("--set", "buffer.ports=[5556,5557]"),
                 *("--advertise", alpha, "--set", f"buffer.store={folder}/store"),
             ],
             "weight-hub": ["weight-hub", *listen],

@@ -235,18 +235,18 @@ def test_what_a_key_allows_to_send(role: KeyRole, allowed: set[str]) -> None:
 @pytest.mark.parametrize(
     ("role", "sockets"),
     [
-        ("generator", {"control", "data", "weights", "events_in"}),
-        ("trainer", {"control", "data", "weights", "events_in"}),
-        ("weight_hub", {"control", "weights", "events_in"}),
-        ("part", {"control", "weights", "events_in"}),
-        ("relay", {"control", "weights", "events_in"}),
-        ("monitor", {"control", "weights", "events_in", "events_out"}),
-        ("operator", {"control", "weights", "events_out"}),
+        ("generator", {"control", "data", "weights"}),
+        ("trainer", {"control", "data", "weights"}),
+        ("weight_hub", {"control", "weights"}),
+        ("part", {"control", "weights"}),
+        ("relay", {"control", "weights"}),
+        ("monitor", {"control", "weights", "events"}),
+        ("operator", {"control", "weights", "events"}),
         ("buffer", set[str]()),
     ],
 )
 def test_which_sockets_a_key_opens(role: KeyRole, sockets: set[str]) -> None:
-    names = ("control", "data", "weights", "events_in", "events_out", "", "other")
+    names = ("control", "data", "weights", "events", "", "other")
     # Ok and Nack are no reason to connect.
     assert {name for name in names if may_connect(role, name)} == sockets
 
@@ -263,7 +263,7 @@ def test_the_answer_names_the_role(folder: Path) -> None:
     refusals = Refusals()
     allowed = AllowList(load_keys(folder, "buffer"), refusals)
     for role in KEY_ROLES:
-        for socket in ("control", "data", "events_out"):
+        for socket in ("control", "data", "events"):
             answer = allowed.answer(zap(load_keys(folder, role), socket))
             assert answer[:2] == [b"1.0", b"1"]
             want = (b"200", role.encode()) if may_connect(role, socket) else (b"400", b"")

@@ -408,9 +408,7 @@ def test_a_header_above_its_limit() -> None:
 def test_the_encoder_refuses_what_nobody_would_take() -> None:
     with pytest.raises(LimitError, match="Header of 5"):
         Encoder("x" * 5000, "i").encode(m.Ping())
-    large = m.Welcome(
-        run_id="x" * COMMON_BYTES, heartbeat_s=1.0, data="", events_in="", events_out=""
-    )
+    large = m.Welcome(run_id="x" * COMMON_BYTES, heartbeat_s=1.0, data="")
     with pytest.raises(LimitError, match=rf"Welcome of \d+ bytes, at most {COMMON_BYTES}"):
         Encoder("x", "i").encode(large)
 

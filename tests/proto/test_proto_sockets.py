@@ -47,14 +47,12 @@ def close(*opened: Socket) -> None:
 
 def all_kinds(context: Context) -> dict[str, Socket]:
     router, endpoint = sockets.router(context, ANY_PORT)
-    inward, endpoint_in, outward, endpoint_out = sockets.relay(context, ANY_PORT, ANY_PORT)
+    publisher, endpoint_out = sockets.publisher(context, ANY_PORT)
     bound, connected = sockets.pair(context, "wake")
     return {
         "router": router,
         "dealer": sockets.dealer(context, endpoint, b"me"),
-        "xsub": inward,
-        "xpub": outward,
-        "pub": sockets.publisher(context, endpoint_in),
+        "pub": publisher,
         "sub": sockets.subscriber(context, endpoint_out),
         "pair bound": bound,
         "pair connected": connected,
@@ -69,8 +67,8 @@ def test_options(zmq_context: Context) -> None:
             assert socket.get(zmq.SNDHWM) == HWM_MESSAGES, name
             received = sockets.ROUTER_RECEIVE_HWM if name == "router" else HWM_MESSAGES
             assert socket.get(zmq.RCVHWM) == received, name
-            limits = {"xsub": socket_bytes("events_in"), "xpub": socket_bytes("events_out")}
-            assert socket.get(zmq.MAXMSGSIZE) == limits.get(name, MOST_BYTES), name
+            limit_bytes = socket_bytes("events") if name == "pub" else MOST_BYTES
+            assert socket.get(zmq.MAXMSGSIZE) == limit_bytes, name
             assert socket.get(zmq.HEARTBEAT_IVL) == 0, name  # libzmq aborts on some of them
             assert socket.get(zmq.TCP_KEEPALIVE) == 1, name
             assert socket.get(zmq.TCP_KEEPALIVE_IDLE) == sockets.KEEPALIVE_IDLE_S, name
@@ -138,21 +136,10 @@ def test_an_impossible_address_is_named(zmq_context: Context, endpoint: str) -> 
     assert endpoint in str(caught.value)
 
 
-def test_a_relay_that_cannot_bind_leaves_nothing_open(zmq_context: Context) -> None:
-    router, actual = sockets.router(zmq_context, ANY_PORT)
-    try:
-        # The context's fixture fails the test if the first of the two sockets stays open.
-        with pytest.raises(StartupError):
-            sockets.relay(zmq_context, ANY_PORT, actual)
-    finally:
-        close(router)
-
-
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:5555", "tcp://127.0.0.1", "tcp://127.0.0.1:*"])
 def test_an_impossible_address_to_connect_to_is_named(zmq_context: Context, endpoint: str) -> None:
     for connect in (
         lambda: sockets.dealer(zmq_context, endpoint, b"me"),
-        lambda: sockets.publisher(zmq_context, endpoint),
         lambda: sockets.subscriber(zmq_context, endpoint),
     ):
         with pytest.raises(UsageError, match="cannot connect to ") as caught:

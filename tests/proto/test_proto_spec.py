@@ -225,7 +225,7 @@ def test_limits() -> None:
         "header": access.HEADER_BYTES,
         **{cls.__name__: limit for cls, limit in access.LARGE.items()},
         "any other body": access.COMMON_BYTES,
-        "to `events out": access.socket_bytes("events_out"),
+        "to `events": access.socket_bytes("events"),
     }
 
 
