@@ -101,13 +101,11 @@ class Join(Message, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Joined. The rest of what the joiner must know; `weights` is empty until a hub has joined."""
+    """Joined. The rest of what the joiner must know."""
 
     run_id: Name
     heartbeat_s: Number
     data: Name
-    weights: Name = ""
-    weights_incarnation: Name = ""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -122,11 +120,11 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
-    """What may have changed since Welcome. `version` is the number of optimizer steps committed."""
+    """What may change. `version` is the number of optimizer steps committed."""
 
     version: int
     heartbeat_s: Number = 0.0  # seconds between heartbeats from now on; 0 = as before
-    weights: Name = ""
+    weights: Name = ""  # endpoint of the hub; empty until one has joined
     weights_incarnation: Name = ""  # another one says that the hub was restarted
 
 

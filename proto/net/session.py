@@ -86,12 +86,10 @@ class Session:
         self._metrics = metrics
         if metrics is not None:
             metrics.on_row = self._row
-        self._hub = (welcome.weights, welcome.weights_incarnation)
+        self._hub = ("", "")  # endpoint and incarnation, from the first heartbeat on
         self._weights: Channel | None = None
         self._data: Channel | None = None
         self._weights_known = threading.Event()
-        if welcome.weights:
-            self._weights_known.set()
         link.every(welcome.heartbeat_s, self._beat)
 
     @classmethod

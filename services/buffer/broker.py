@@ -13,8 +13,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from msgspec.structs import replace
-
 from umbra.proto import messages as m
 from umbra.proto.access import QUESTIONS, SENDERS, may_send, needs_membership
 from umbra.proto.net.server import Refusals, Request
@@ -243,9 +241,7 @@ class Broker:
             self._take_back(before, lost=True)
         self.run.facts.learn(body.vocabulary, body.routers)
         log.info("%s has joined (%s, pid %d on %s)", peer.name, peer.role, peer.pid, peer.host)
-        weights, incarnation = self.members.hub
-        hub = {"weights": weights, "weights_incarnation": incarnation}
-        self._outbox.reply(request, replace(self._welcome, **hub))
+        self._outbox.reply(request, self._welcome)
 
     def _check_member(self, request: Request, now: float) -> None:
         peer, kind = self.members.hear(request, now), type(request.body)
