@@ -20,7 +20,7 @@ PRODUCTION = ("deploy", "proto", "services", "src")
 
 # folder: lines, public names
 BUDGETS: dict[str, tuple[int, int]] = {
-    "proto": (3_980, 155),
+    "proto": (3_885, 153),
     "services": (260, 8),
     "services/buffer": (5_380, 80),
     "services/config": (2_495, 52),

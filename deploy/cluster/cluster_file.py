@@ -92,7 +92,7 @@ class ClusterSpec(_Table, frozen=True):
     ratios: list[Annotated[float, Meta(gt=0, le=1)]] = []  # of the groups; empty = equal shares
     unit: Literal["auto", "node", "gpu"] = "auto"  # what ratios count; auto = nodes if enough
     broker: str = ""  # node of the buffer; empty = the first one
-    base_port: Annotated[int, Meta(ge=1024, le=65528)] = 5555  # first of the run's eight ports
+    base_port: Annotated[int, Meta(ge=1024, le=65528)] = 5555  # first of the run's seven ports
     image: Text = "umbra"  # images are called IMAGE-broker:TAG and so on
     tag: Text = "latest"
     user: Annotated[str, Meta(pattern=r"^[0-9]+(:[0-9]+)?$")] = msgspec.field(

@@ -168,8 +168,8 @@ def test_every_node_s_ranks_know_where_they_meet() -> None:
         assert found["trainer.rendezvous"] == "10.0.0.1:5561"
     assert "--node-rank" not in flags(plan_of(8, 8), "trainer")
     moved = plan_of(8, 8, 8, 8, base_port=7000)
-    assert flags(moved, "trainer-b")["trainer.rendezvous"] == "10.0.0.1:7007"
-    assert moved.config.trainer.rendezvous == "10.0.0.1:7007"
+    assert flags(moved, "trainer-b")["trainer.rendezvous"] == "10.0.0.1:7006"
+    assert moved.config.trainer.rendezvous == "10.0.0.1:7006"
 
 
 def test_a_part_finds_the_hub_and_says_where_it_is_found() -> None:
