@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,7 @@ def command(
         found += [refusal("memory", fault) for fault in needed.faults]
         if choice.refused and not needed.faults:
             found.append(refusal("devices", choice.refused))
-        found += [Finding("memory", "warning", note, "see --memory") for note in needed.notes]
+        found += [replace(refusal("memory", note), level="warning") for note in needed.notes]
     except UsageError as error:
         level = "not looked at" if run.trainer.expert_parallel > 1 else "problem"
         found.append(Finding("memory", level, str(error)))

@@ -114,12 +114,12 @@ def judge(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Estimate:
         has = (
             f"the KV cache of a generator has room for {room:.1f} sequences of "
             f"generator.max_context = {config.generator.max_context} tokens, of generator.slots = "
-            f"{slots}"
+            f"{slots}{', so vLLM would refuse to start' if room < 1 else ''}"
         )
-        (faults if room < 1 else notes).append(
-            f"{has}{', so vLLM would refuse to start' if room < 1 else ''}: lower "
-            "generator.max_context, or raise generator.tensor_parallel"
-        )
+        beside = any(len(own) > 1 for own in by_gpu.values())  # the trainer, on the same GPU
+        adapter = "train an adapter (trainer.lora_rank), which takes less beside it"
+        more = adapter if beside else "raise generator.tensor_parallel"
+        (faults if room < 1 else notes).append(f"{has}: lower generator.max_context, or {more}")
     # vLLM takes its share whatever it needs.
     own = by_gpu[max(loads, key=loads.__getitem__)] if loads else found
     choosable = [one for one in own if room is None or one.name != "generator"] or own

@@ -83,14 +83,15 @@ class RunFolder:
         return folder
 
     def write_origin(self, search: Iterable[Path]) -> None:
-        origin = {"search": [*map(str, search)], "folder": str(self.path)}
+        origin = {"search": [*map(str, search)], "folder": f"{self.path}/"}
         text = json.dumps(origin, ensure_ascii=False)
         DISK.replace(self.origin, text.encode() + b"\n", mode=READABLE_MODE)
 
     def follow_move(self) -> None:
         """Have config and origin name this folder where they name the one that it is a copy of."""
-        before = str(self.read_origin().get("folder", self.path))
-        old, new = (json.dumps(f"{one}/", ensure_ascii=False)[1:-1] for one in (before, self.path))
+        now = f"{self.path}/"
+        paths = self.read_origin().get("folder", now), now
+        old, new = (json.dumps(path, ensure_ascii=False)[1:-1] for path in paths)
         for path in (self.config, self.origin) if old != new else ():
             text = path.read_text(encoding="utf-8")
             DISK.replace(path, text.replace(old, new).encode(), mode=READABLE_MODE)

@@ -11,6 +11,7 @@ import pytest
 from fakes.broker_world import World, trajectory
 
 from umbra.proto import messages as m
+from umbra.proto.errors import UsageError
 from umbra.proto.records import EvalReport
 from umbra.services.buffer.persistence import PLACES, RunRecord, pack_run, put_back
 from umbra.services.buffer.samples.evaluation import OpenEvaluation
@@ -35,6 +36,22 @@ def test_members_and_leases_outlive_the_buffer() -> None:
     assert world.submit("a", *(trajectory(task, 0) for task in tasks)).accepted == 3
     assert world.submit("a", trajectory(tasks[0], 0)).accepted == 1  # its ack was lost
     assert world.pool.ledger.count("ready") == 3
+
+
+def test_a_copied_folder_of_a_run_has_a_name_of_its_own() -> None:
+    """Its store went with it; a store that is elsewhere may be another run's by a mistake."""
+    for inside in (True, False):
+        world = started(**({} if inside else {"store": "/elsewhere"}))
+        tasks = world.lease("a", 3, 0)
+        world.run_id = "copied"
+        if not inside:
+            with pytest.raises(UsageError, match="is of a run with run_id = run-1, this one has"):
+                world.restart_broker()
+            continue
+        for _ in range(2):
+            world.restart_broker()
+        assert world.broker.status(world.now).run_id == "copied"
+        assert world.submit("a", *(trajectory(task, 0) for task in tasks)).accepted == 3
 
 
 def test_a_member_that_was_not_heard_since_is_replaced_at_once() -> None:

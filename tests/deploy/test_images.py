@@ -97,11 +97,12 @@ def test_a_target_installs_what_it_is_for_and_all_of_it_is_pinned(target: str) -
 
 @pytest.mark.real
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("cupy", ["nccl", "nccl-cuda13"])  # for the CUDA of torch
 @pytest.mark.parametrize("target", ["trainer", "generator"])
-def test_the_pins_of_a_target_fit_together(target: str) -> None:
+def test_the_pins_of_a_target_fit_together(target: str, cupy: str) -> None:
     """As pip resolves them from the index, of which it reads what each package needs."""
     (pins,) = re.findall(r"constraints\S*\.txt", "\n".join(stages()[f"{target}-env"]))[:1]
-    extras = (*(one for one in EXTRAS[target] if one != "nccl"), "nccl-cuda13")
+    extras = (*(one for one in EXTRAS[target] if one != "nccl"), cupy)
     options = ("--dry-run", "--ignore-installed", "--quiet", "--prefer-binary")
     done = subprocess.run(
         [sys.executable, "-m", "pip", "install", *options, "--constraint", IMAGES / pins,

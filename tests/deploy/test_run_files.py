@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from umbra.deploy.files.run_folder import RunFolder, read_object, read_rows
+from umbra.deploy.prepare.load import search_path
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
-from umbra.services.config.loader import to_json
+from umbra.services.config.loader import load_config, to_json
 
 
 @pytest.fixture
@@ -24,6 +25,22 @@ def folder(tmp_path: Path) -> RunFolder:
     made.samples.write_text('{"kind": "rollout"}\n')
     made.model.mkdir()
     return made
+
+
+def test_what_lies_in_a_folder_is_found_after_a_move(folder: RunFolder, tmp_path: Path) -> None:
+    """As of a run begun from Python: prompts and functions lie in it, the model elsewhere."""
+    prompts, elsewhere = folder.inputs / "prompts.jsonl", f"{folder.path}-2/model"
+    settings = [f"data.prompts={prompts}", f"model.path={elsewhere}"]
+    folder.config.write_bytes(to_json(load_config(overrides=settings, environ={})))
+    folder.write_origin([folder.inputs, tmp_path])
+    moved = RunFolder(folder.path.rename(tmp_path / "größer"))
+    moved.follow_move()
+    config = load_config(moved.config, environ={})
+    assert (config.data.prompts, config.model.path) == (str(moved.inputs / prompts.name), elsewhere)
+    assert search_path(moved.config)[:2] == [moved.inputs, tmp_path]
+    before = moved.config.stat()
+    moved.follow_move()
+    assert moved.config.stat() == before
 
 
 @pytest.mark.parametrize("left", [b"", b'{"search"', b"[]", b"[" * 10_000])

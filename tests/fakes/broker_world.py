@@ -113,6 +113,7 @@ class World:
         )
         self.eval_prompts = eval_prompts
         self.now = 0.0
+        self.run_id = "run-1"
         self.store = MemoryStore(durable=durable)
         self.broker = self._make_broker()
         self.late: defaultdict[str, list[m.Message]] = defaultdict(list)  # to parked requests
@@ -130,7 +131,7 @@ class World:
         return Broker(
             RunState(self.config, self.store, prompts, self.eval_prompts),
             m.Welcome(
-                run_id="run-1",
+                run_id=self.run_id,
                 heartbeat_s=self.config.buffer.heartbeat_s,
                 data="tcp://h:1",
             ),

@@ -26,6 +26,7 @@ from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
+from umbra.services.trainer.mismatch import MismatchCheck, bound_of
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.trainer.update import PolicyUpdate
 from umbra.services.weights.manifest import build_manifest
@@ -61,11 +62,19 @@ RECIPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "experts, LoRA": (MIXTURE, {"lora_rank": 16}),
     "minibatches": (DENSE, {"minibatches": 2}),
     "critic": (DENSE, {"objective": "ppo_critic"}),
+    "served in fp8": (DENSE, {}),
+    "experts served in fp8": (MIXTURE, {"router_aux_loss_coef": 0.01}),
     "masks": (DENSE, {"score_centering": 2}),
     "sharded": (DENSE, {"ranks": 2}),
     "sharded, recomputed": (DENSE, {"ranks": 2, "activation_checkpointing": True}),
     "sharded experts": (MIXTURE, {"ranks": 2}),
 }
+
+FP8 = (
+    "generator.engine=vllm",
+    "generator.engine_args.quantization=fp8",
+    "trainer.max_mismatch=2",  # more than there is: numbers that are not there disagree
+)
 
 
 def ranks(world: int) -> Ranks:
@@ -82,6 +91,7 @@ def run(recipe: str, folder: Path) -> dict[str, Any]:
         make_model(folder, hidden=64, ff=128)  # for a critic
     architecture, keys = RECIPES[recipe]
     overrides = [f"trainer.{key}={as_text(value)}" for key, value in keys.items()]
+    overrides += FP8 if "fp8" in recipe else ()
     config = load_config(
         overrides=[*overrides, "trainer.device=cuda", "run.steps=2", f"model.path={folder}"],
         environ={},
@@ -96,7 +106,8 @@ def run(recipe: str, folder: Path) -> dict[str, Any]:
             critic = open_critic(config, learner)
             if critic is not None:
                 critic._thread = None  # in which it would be a torch without a GPU
-            update = PolicyUpdate(config, learner, critic)
+            mismatch = MismatchCheck(config, learner) if "fp8" in recipe else None
+            update = PolicyUpdate(config, learner, critic, mismatch)
             batch = make_batch(make_batches(1)[0], architecture.vocab_size)
             gpu.products.clear()
             scorer._APART = math.inf  # numbers that are not there seem to differ
@@ -121,6 +132,9 @@ def run(recipe: str, folder: Path) -> dict[str, Any]:
         "copied": gpu.written,
         "version": sum(entry.nbytes for entry in manifest.tensors),
         "ranks": trainer.ranks,
+        "published": sorted({entry.dtype for entry in manifest.tensors}),
+        "agreement": bound_of(config, learner.device.type)[1],
+        "compared": row and row.get("mismatch/compared"),
         "largest": gpu.largest,
         "bound": max(embedding, trainer.logits_mib * 2**20),
     }
