@@ -8,7 +8,7 @@ from html import escape
 from statistics import mean
 from typing import Any
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 430, 280, 50, 16, 34, 34  # of a panel, and its margins
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 500, 290, 50, 132, 34, 44  # of a panel, and its margins
 COLOURS = ("#1a7f37", "#0969da", "#cf222e", "#9a6700", "#8250df", "#57606a", "#bf3989", "#1b7c83")
 STYLE = (
     "text{font-family:system-ui,sans-serif;font-size:12px;fill:#1b1f24}"
@@ -20,10 +20,10 @@ Rows = Sequence[Mapping[str, Any]]
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 
-def panel(title: str, lines: Lines, number: int, unit: str = "") -> str:
+def panel(title: str, lines: Lines, number: int, axis: str) -> str:
     """Draw panel `number` of two columns: a line through the points (x, y) of each name.
 
-    The y axis reaches from 0 to 1.
+    The y axis reaches from 0 to 1, the x axis is called `axis`; names are ordered as lines end.
     """
     x0, y0 = number % 2 * WIDTH, number // 2 * HEIGHT
     xs = [x for line in lines.values() for x, _ in line]
@@ -42,15 +42,18 @@ def panel(title: str, lines: Lines, number: int, unit: str = "") -> str:
             f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
         )
     parts += [
-        f'<text x="{x_at:.1f}" y="{bottom + 18}" text-anchor="middle">{x:,.0f}{unit}</text>'
-        for x, x_at in ((low, left), (high, right))
+        f'<text x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">{x}</text>'
+        for x, at in ((f"{low:,.0f}", left), (axis, (left + right) / 2), (f"{high:,.0f}", right))
     ]
+    beside, above = dict[str, float](), 0.0
+    for name, line in sorted(lines.items(), key=lambda item: -item[1][-1][1]):
+        beside[name] = above = max(place(*line[-1])[1] + 4, above + 15)
     for n, (name, line) in enumerate(lines.items()):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line))
         parts.append(
             f'<polyline class="line" stroke="{COLOURS[n]}" points="{path}"/>'
-            f'<circle fill="{COLOURS[n]}" cx="{right - 160}" cy="{bottom - 12 - 15 * n}" r="5"/>'
-            f'<text x="{right - 150}" y="{bottom - 8 - 15 * n}">{escape(name)}</text>'
+            f'<text x="{right + 8}" y="{beside[name]:.1f}" style="fill:{COLOURS[n]}">'
+            f"{escape(name)}</text>"
         )
     return "".join(parts)
 
@@ -79,7 +82,7 @@ def end_to_end(rows: Rows) -> str:
                 (curve[n - 1][0], mean(reward for _, reward in curve[n - SMOOTH : n]))
                 for n in range(SMOOTH, len(curve) + 1)
             ]
-        panels.append(panel(f"reward on {task}, two cores", lines, number, " s"))
+        panels.append(panel(f"reward on {task}, two cores", lines, number, "seconds"))
     return svg(panels)
 
 
@@ -98,5 +101,7 @@ def staleness(rows: Rows) -> str:
             name: [(k, mean(values)) for k, values in sorted(({0: shared} | some).items())]
             for name, some in found.items()
         }
-        panels.append(panel(f"{task}, {updates} minibatch(es) per version", lines, number))
+        panels.append(
+            panel(f"{task}, {updates} minibatch(es) per version", lines, number, "staleness")
+        )
     return svg(panels)

@@ -32,7 +32,7 @@ CURVES = (
     "reward/mean", "samples_per_s", "loss", "response_length/mean", "staleness/total/mean",
     "entropy",
 )  # fmt: skip
-WIDE = 120  # columns of a terminal, below which a member's activity and figures are left out
+WIDE = 120  # columns of a terminal, below which a member's activity is left out
 NARROW_COLUMNS = ("service", "state", "version", "lag", "tokens/s", "busy", "idle")
 NUMBERS = ("version", "lag", "tokens/s", "busy")
 MEMBERS_SHOWN = 24

@@ -16,7 +16,6 @@ from umbra.services.reporting.tables import clock, counts, number
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = (
     "service", "state", "incarnation", "version", "lag", "tokens/s", "busy", "idle", "activity",
-    "figures",
 )  # fmt: skip
 
 
@@ -182,7 +181,6 @@ def eta_text(status: Status) -> str:
 
 SLOW_S = 10.0  # idle or silent for longer than this is pointed out
 INCARNATION_SHOWN = 6  # characters, enough to see that it is another one
-SHOWN_APART = ("version", "step", "decoded_per_s", "train_tokens_per_s")
 
 
 class MemberRow(NamedTuple):
@@ -195,7 +193,6 @@ class MemberRow(NamedTuple):
     busy: str = ""
     idle: str = ""
     activity: str = ""
-    figures: str = ""
 
 
 def member_rows(status: Status, processes: Mapping[str, str] | None = None) -> list[MemberRow]:
@@ -244,9 +241,6 @@ def _row(member: Member, newest: int) -> MemberRow:
     stats = member.stats
     version = stats.get("version", stats.get("step"))
     tokens_s = stats.get("decoded_per_s", stats.get("train_tokens_per_s"))
-    figures = [f"{key} {number(value)}" for key, value in stats.items() if key not in SHOWN_APART]
-    if member.progress_per_s and tokens_s is None:
-        figures.insert(0, f"progress/s {number(member.progress_per_s)}")
     return MemberRow(
         name=member.name,
         state=f"silent {member.silent_s:.0f} s" if member.silent_s >= SLOW_S else member.state,
@@ -257,5 +251,4 @@ def _row(member: Member, newest: int) -> MemberRow:
         busy=f"{busy(member.shares):.0%}" if member.shares else "",
         idle=idle_text(member),
         activity=member.activity,
-        figures="  ".join(figures),
     )

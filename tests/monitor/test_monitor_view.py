@@ -134,7 +134,6 @@ def test_members_gone_and_processes_without_membership_are_shown() -> None:
             "75%",
             "25% (work)",
             "decoding",
-            "live 8",
         ),
         MemberRow("generator-1", "gone", activity="silent for 15 s"),
         MemberRow("generator-2", "restarts in 0.5 s"),

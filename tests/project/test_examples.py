@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -16,7 +17,13 @@ from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.config.rules import implied_staleness
 from umbra.services.environments.loading import load_environment
-from umbra.services.environments.protocol import Opening, StepResult
+from umbra.services.environments.protocol import (
+    Opening,
+    Response,
+    Said,
+    StepResult,
+    tool_call,
+)
 from umbra.services.environments.worker import EnvironmentHost
 from umbra.services.generator.checks import check_environment
 from umbra.services.prompts.readers import read_source
@@ -73,6 +80,31 @@ def test_the_reward_of_gsm8k(said: str, reward: float, monkeypatch: pytest.Monke
     result = asyncio.run(pool.play("one", row, [said]))
     assert isinstance(result, StepResult)
     assert result.reward == reward
+
+
+@pytest.mark.parametrize(
+    ("calls", "told", "reward"),
+    [
+        (["price tea", "price rice", "add rice"], ["9", "4", "in the basket: rice"], 1.0),
+        (["add tea", "add rice"], ["in the basket: tea", "in the basket: tea, rice"], 0.0),
+        (["steal rice", "price gold", "add gold"], ["error: 'steal'", "error: 'gold'", None], 0.0),
+        ([], [], 0.0),
+        (["price tea"] * 6, ["9"] * 5, 0.0),
+    ],
+)
+def test_the_basket_of_the_shop_counts(calls: list[str], told: list[str], reward: float) -> None:
+    shop = runpy.run_path(str(ROOT / "examples" / "shop" / "shop.py"))["Shop"]()
+    opening = shop.reset({"prompt": "the cheapest?", "prices": {"tea": 9, "rice": 4}})
+    assert [tool["function"]["name"] for tool in opening.tools] == ["price", "add"]
+    results: list[StepResult] = []
+    for name, _, item in (call.partition(" ") for call in calls):
+        said = Said(text="call", tool_calls=[tool_call(name, {"item": item})])
+        results.append(shop.step(Response.of(said)))
+    if len(told) == len(calls):  # the turns are not over
+        results.append(shop.step(Response.of("done")))
+    answers = [message["content"] for result in results for message in result.messages]
+    assert answers == [said if said else "in the basket: " for said in told]
+    assert results[-1].done and sum(result.reward for result in results) == reward
 
 
 def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
