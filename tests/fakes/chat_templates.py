@@ -8,6 +8,8 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from umbra.services.environments.protocol import tool_schema
+
 # The tokens that end a turn of the models that a template is of, by the beginning of its name; as
 # in the generation configs of these models.
 _ENDS = {
@@ -89,3 +91,9 @@ def _folder() -> Path:
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parent / "chat_templates"
+
+
+def weather(**properties: Any) -> dict[str, Any]:
+    """Return the schema of a tool that tells the weather."""
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return tool_schema("weather", "The weather of a city.", parameters)

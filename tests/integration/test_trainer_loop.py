@@ -29,17 +29,8 @@ from umbra.services.config import TrainerConfig
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.trainer import member, service
-from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
 from umbra.services.weights.manifest import checksums
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path: Path = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(path, hidden=32, ff=64)
-    return path
 
 
 class World:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.chat_templates import chat_tokenizer, template_names, training_names
+from fakes.chat_templates import chat_tokenizer, template_names, training_names, weather
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import Message, Opening, Said
@@ -20,18 +20,7 @@ from umbra.services.modeling.chat_template import as_text, with_tools
 
 DOC = Path(__file__).parents[2] / "docs" / "generation.md"
 BEGIN, END = "<!-- chat templates -->\n", "<!-- end of chat templates -->"
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "description": "its name"}},
-            "required": ["city"],
-        },
-    },
-}
+WEATHER = weather(city={"type": "string", "description": "its name"})
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "How warm is it?"}
 USER, TOOL, TOOLS = ("user",), ("tool",), ("tool", "tool")

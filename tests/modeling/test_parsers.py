@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.chat_templates import chat_tokenizer
+from fakes.chat_templates import chat_tokenizer, weather
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,20 +13,10 @@ from umbra.services.config import ModelConfig
 from umbra.services.environments.protocol import Said
 from umbra.services.modeling.chat import Chat, StopSearch
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "zip": {"type": "string", "description": "its code"},
-                "days": {"type": "integer", "description": "from now"},
-            },
-        },
-    },
-}
+WEATHER = weather(
+    zip={"type": "string", "description": "its code"},
+    days={"type": "integer", "description": "from now"},
+)
 USER = [{"role": "user", "content": "How warm is it?"}]
 
 

@@ -18,7 +18,6 @@ from umbra.services.config.loader import load_config
 from umbra.services.config.presets import PRESETS
 from umbra.services.trainer.batch import BatchError, TrainBatch, make_batch
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import Row, environment_metrics, sample_metrics
 from umbra.services.trainer.objectives.advantages import gae
 from umbra.services.trainer.policy import load_policy
@@ -27,14 +26,6 @@ from umbra.services.trainer.update import PolicyUpdate, minibatches
 VERSION = 3
 TERMS = 600  # two layers, forward and backward, of 64 units at most, and a small vocabulary
 Gradients = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path: Path = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(path, hidden=32, ff=64)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ from umbra.proto.records import Trajectory, pack_float32, unpack_float32, unpack
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.trainer.batch import make_batch
-from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.objectives.advantages import batch_advantages
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
@@ -35,14 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and its friend
 
 TERMS = 300  # two layers, forward and backward, of 64 units at most, and a small vocabulary
 LIMIT = 8  # tokens of a response at most
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path: Path = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(path, hidden=32, ff=64)
-    return path
 
 
 def settings(directory: Path, **keys: Any) -> RunConfig:
