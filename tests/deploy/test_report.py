@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import pytest
 from click.testing import CliRunner
 from fakes.slowness import limit
 
+from umbra.deploy.commands import demo
 from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.prepare.stage import StageInterrupted
 from umbra.deploy.report.page import POINTS, command, recorded_look, write_report
 from umbra.deploy.report.recording import Figures
 from umbra.proto.errors import UsageError
+from umbra.services.process.files import is_held
 
 T0 = 1_700_000_000.0
 NODE = shutil.which("node")
@@ -192,3 +196,23 @@ def test_rollouts_are_shown_with_rewards_and_ages(folder: RunFolder, tmp_path: P
     assert "step 2, s-9: reward 1.25 (right 1, short 0.250), 5 tokens, stop, staleness 9" in text
     assert "<i>ask</i> old  env  new" in text
     assert "<i>" not in folder.report.read_text()
+
+
+def test_a_demo_holds_its_folder_and_ends_with_a_picture_of_the_reward(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So `umbra monitor` and `umbra runs` know that it is under way while it makes its model."""
+    held: list[bool] = []
+
+    def run_demo(*arguments: Any) -> dict[str, Any]:
+        held.append(is_held(arguments[2].path))
+        raise StageInterrupted
+
+    monkeypatch.setattr(demo, "run_demo", run_demo)
+    monkeypatch.setattr(demo.ForkServer, "where_useful", lambda _environ: nullcontext())
+    CliRunner().invoke(demo.command, ["--dir", str(tmp_path / "demos"), "--quiet"])
+    assert held == [True]
+    folder.metrics.write_text(
+        "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in ROWS), encoding="utf-8"
+    )
+    assert [*demo.closing_words(folder)][-1] == "\nmean reward of steps 1 to 2: 0.25 ▁█ 0.50"
