@@ -160,8 +160,10 @@ class MetricsFile:
     def span(self, name: str) -> Iterator[None]:
         start = self._clock()
         self.spans.begin(name, start)
-        yield
-        self.write("span", name=name, start=start, end=self._clock())
+        try:
+            yield
+        finally:
+            self.write("span", name=name, start=start, end=self._clock())
 
     def close(self) -> None:
         if self._fd is not None:

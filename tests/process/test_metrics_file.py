@@ -155,5 +155,11 @@ def test_rows_of_the_metrics_file_are_watched() -> None:
     with file.span("score"):
         assert "score" in file.spans.shares() or now == 10.0
         now = 11.0
+    with pytest.raises(TimeoutError), file.span("wait_work"):  # ends what failed as well
+        now = 12.0
+        raise TimeoutError
+    now = 21.0
     assert rows == [("push", {"version": 3})]
-    assert file.spans.take() == [Span("idle: work", 8.0, 9.0), Span("score", 10.0, 11.0)]
+    ended = [Span("idle: work", 8.0, 9.0), Span("score", 10.0, 11.0), Span("wait_work", 11.0, 12.0)]
+    assert file.spans.take() == ended
+    assert file.spans.shares()["wait_work"] == pytest.approx(0.1)
