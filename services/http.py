@@ -6,6 +6,7 @@ import asyncio
 import errno
 import hmac
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import uvicorn
@@ -24,6 +25,7 @@ BODY_S = 10.0  # for a client to send the body of its request
 HELD_BYTES = 1 << 30  # bodies of all requests under way
 KEY_VARIABLE = "UMBRA_AGENT_KEY"
 _STOP_S = 1
+_JSON = ("application/json",)
 _MAX_PORT = 65535
 
 
@@ -100,6 +102,8 @@ class Gate:
         max_body: bytes that the body of a request may have.
         requests: answered at once; more get 503.
         name: one more name of this machine, in lower case.
+        types: of bodies that are taken.
+        signed: begins the paths whose requests need no key, as the application checks them.
     """
 
     def __init__(
@@ -111,17 +115,21 @@ class Gate:
         requests: int,
         refusals: Refusals,
         name: str = "",
+        types: Sequence[str] = _JSON,
+        signed: str = "",
     ) -> None:
         self._app, self._refusals = app, refusals
         self._local, self._key, self._own_name = local, key.encode(), name
         self._max_body, self._requests = max_body, requests
+        self._types, self._signed = types, signed
         self._active = self._held = 0  # requests under way, and bytes of their bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._active += 1
         body = bytearray()
         try:
-            self.check(Headers(scope=scope))
+            signed = bool(self._signed) and scope["path"].startswith(self._signed)
+            self.check(Headers(scope=scope), signed=signed)
             whole = await self._read(receive, body)
         except ApiError as refused:
             self._refusals.add(f"an HTTP request from {scope['client'][0]}: {refused}")
@@ -139,7 +147,7 @@ class Gate:
             self._active -= 1
             self._held -= len(body)
 
-    def check(self, headers: Headers) -> None:
+    def check(self, headers: Headers, *, signed: bool = False) -> None:
         """Raise ApiError if a request with these headers is not answered."""
         host = headers.get("host", "").lower()
         called = host if host.endswith("]") else host.rpartition(":")[0] or host
@@ -155,7 +163,7 @@ class Gate:
                 )
         given = headers.get("authorization") or headers.get("x-api-key", "")
         given = given.removeprefix("Bearer ").encode("latin-1")
-        if self._key and not hmac.compare_digest(given, self._key):
+        if self._key and not signed and not hmac.compare_digest(given, self._key):
             raise ApiError("the API key is wrong or missing", status=401, code="invalid_api_key")
         if self._active > self._requests:
             raise ApiError(
@@ -165,9 +173,11 @@ class Gate:
         self._check_size(length, length)
         kinds = [k.partition(";")[0].strip().lower() for k in headers.getlist("content-type")]
         has_body = kinds or length or "transfer-encoding" in headers
-        if has_body and kinds != ["application/json"]:
+        if has_body and (len(kinds) != 1 or kinds[0] not in self._types):
             raise ApiError(
-                "the content type must be application/json", status=415, code="wrong_type"
+                f"the content type must be {' or '.join(self._types)}",
+                status=415,
+                code="wrong_type",
             )
 
     def _check_size(self, length: int, more: int) -> None:
@@ -207,10 +217,14 @@ class HttpServer:
         max_body: int = 0,
         requests: int,
         name: str = "",
+        types: Sequence[str] = _JSON,
+        signed: str = "",
     ) -> None:
         self.refusals = Refusals()
         self._bound = bound
-        gate = Gate(app, is_local(bound), key, max_body, requests, self.refusals, name)
+        gate = Gate(
+            app, is_local(bound), key, max_body, requests, self.refusals, name, types, signed
+        )
         config = uvicorn.Config(
             gate,
             http="h11",

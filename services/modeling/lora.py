@@ -83,10 +83,13 @@ class LowRank:
         return product.mT if self.transposed else product
 
 
-def add_adapter(model: PreTrainedModel, config: TrainerConfig, seed: int) -> None:
+def add_adapter(
+    model: PreTrainedModel, config: TrainerConfig, seed: int, *, merged: bool = True
+) -> None:
     """Put an adapter into the layers that `trainer.lora_targets` names; all else is frozen.
 
-    `seed` fixes A, so that all ranks begin alike.
+    `seed` fixes A, so that all ranks begin alike. One that is never `merged` may be on an output
+    layer that shares its weight with the embedding.
     """
     try:
         from peft import LoraConfig, LoraModel
@@ -94,7 +97,7 @@ def add_adapter(model: PreTrainedModel, config: TrainerConfig, seed: int) -> Non
         raise UsageError(
             "trainer.lora_rank needs peft: install it with pip install 'umbra-rl[lora]'"
         ) from None
-    modules, parameters = _targets(model, config.lora_targets)
+    modules, parameters = adapter_targets(model, config.lora_targets)
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,  # pyright: ignore[reportArgumentType]  # any number works
@@ -113,29 +116,32 @@ def add_adapter(model: PreTrainedModel, config: TrainerConfig, seed: int) -> Non
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     strange = [name for name in trained if ".lora_A." not in name and ".lora_B." not in name]
     head: Any = model.get_output_embeddings()
-    if strange or (hasattr(head, "lora_A") and model.config.tie_word_embeddings):
+    if strange or (merged and hasattr(head, "lora_A") and model.config.tie_word_embeddings):
         raise UsageError(
             "trainer.lora_targets: only linear layers that share their weight with no other layer, "
             "and experts, can have an adapter"
         )
-    _draw(model, seed)
-
-
-@torch.no_grad()
-def _draw(model: nn.Module, seed: int) -> None:
-    """Draw A as peft does and set B to zero; peft's own are lost if the base is on meta."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in list(model.named_parameters()):
-        if not is_adapter(name):
-            continue
-        values = torch.zeros(parameter.shape, dtype=parameter.dtype)
-        if ".lora_A." in name:
-            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    # Peft's own values are lost if the base is on meta.
+    for name, values in first_factors(model, seed).items():
         module, _, own = name.rpartition(".")
         setattr(model.get_submodule(module), own, nn.Parameter(values))
 
 
-def _targets(model: PreTrainedModel, wanted: list[str]) -> tuple[list[str], list[str]]:
+@torch.no_grad()
+def first_factors(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Return A, drawn as peft does, and B, zeros, by the names of their parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name):
+            continue
+        found[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        if ".lora_A." in name:
+            nn.init.kaiming_uniform_(found[name], a=math.sqrt(5), generator=generator)
+    return found
+
+
+def adapter_targets(model: PreTrainedModel, wanted: list[str]) -> tuple[list[str], list[str]]:
     """Return the full names of modules, and of experts' parameters, that get an adapter.
 
     `wanted` are names or their ends, as in peft; empty = all linear layers but the output, and the

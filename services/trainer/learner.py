@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Unpack
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import torch
 from accelerate import Accelerator
@@ -115,8 +116,8 @@ class Learner:
             raise UsageError(NO_BALANCE)
         # Those whose choices are replayed.
         self.replayed = routers.kind if config.router_replay and routers is not None else None
-        self._parameters = self._master_weights.parameters
-        self._optimizer = make_optimizer(self._parameters, config)
+        self.parameters = self._master_weights.parameters
+        self.optimizer = make_optimizer(self.parameters, config)
 
     def pack(self, tokens: Tokens, sequences: Tensor | None = None) -> list[MicroBatch]:
         """Cut this rank's share of `sequences` (None: all) into micro-batches."""
@@ -159,25 +160,35 @@ class Learner:
             self._master_weights.collect()
 
     def update(self, step: int, fault: str = "") -> Row:
-        """Clip the gradients, update the weights with the learning rate of `step`, drop them.
+        """Do as `apply` with the learning rate of `step`, and the configured clipping."""
+        rate = learning_rate(self._config, step, self._steps)
+        return self.apply({"lr": rate}, self._config.max_grad_norm, fault)
+
+    def apply(self, settings: Mapping[str, Any], max_norm: float, fault: str = "") -> Row:
+        """Clip the gradients, update the weights, drop the gradients.
 
         An update with a `fault` (a key of `REASONS`), or whose gradient is not finite, is
         left out and counted in `skipped`: weights and optimizer state stay as they are.
+
+        Args:
+            settings: of the optimizer in this update, by torch's names: "lr" at least.
+            max_norm: of the gradient.
         """
         with self.phases("optimizer"):
             self.updates += 1
-            rate = learning_rate(self._config, step, self._steps)
-            set_learning_rate(self._optimizer, rate)
-            norm = clip_gradients(self._parameters, self._config.max_grad_norm, self.ranks)
+            for group in self.optimizer.param_groups:
+                group.update((key, value) for key, value in settings.items() if key != "lr")
+            set_learning_rate(self.optimizer, settings["lr"])
+            norm = clip_gradients(self.parameters, max_norm, self.ranks)
             finite = bool(torch.isfinite(norm))
             fault = fault or ("" if finite else "gradient")
             if not fault:
-                self._optimizer.step()
+                self.optimizer.step()
                 self._master_weights.push()
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
         return {
             "grad_norm": float(norm) if finite else None,
-            "lr": rate,
+            "lr": settings["lr"],
             "skipped": float(bool(fault)),
             **{f"skipped/{reason}": float(reason == fault) for reason in REASONS},
         }
@@ -208,7 +219,7 @@ class Learner:
         `base` is the checksum of the weights that an adapter is trained for.
         """
         masters = self._master_weights
-        return ModelState("policy", self.model, self._optimizer, base=base, master_weights=masters)
+        return ModelState("policy", self.model, self.optimizer, base=base, master_weights=masters)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the whole weights, float32 on the CPU, adapter merged, on rank 0; all call it."""

@@ -68,6 +68,9 @@ COMMANDS: dict[str, SubCommand] = {
     "scorer": SubCommand(
         "umbra.services.scorer.command:command", "Serve a scoring stage of a run."
     ),
+    "tinker": SubCommand(
+        "umbra.services.tinker.command:command", "Serve the Tinker API for a model."
+    ),
     "monitor": SubCommand("umbra.services.monitor.command:monitor", "Watch a run live."),
     "status": SubCommand("umbra.services.monitor.command:status", "Print the state of a run once."),
     "runs": SubCommand(
@@ -105,7 +108,7 @@ COMMANDS: dict[str, SubCommand] = {
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Begin": ("demo", "init", "check"),
     "Models and prompts": ("make-task", "make-model", "sft", "check-model"),
-    "Run": ("up", "plan", "keys"),
+    "Run": ("up", "tinker", "plan", "keys"),
     "Watch": ("monitor", "status"),
     "Steer": ("pause", "resume", "checkpoint", "drain"),
     "Look back": ("runs", "report", "eval", "export"),

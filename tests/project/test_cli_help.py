@@ -88,4 +88,4 @@ def test_a_ping_to_nobody(
 
 
 def test_there_are_few_commands() -> None:
-    assert len(cli.COMMANDS) <= 26, sorted(cli.COMMANDS)
+    assert len(cli.COMMANDS) <= 27, sorted(cli.COMMANDS)

@@ -1,0 +1,195 @@
+"""The JSON bodies of the Tinker API that do something. A field that is not here is refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from umbra.proto.errors import UsageError
+
+T = TypeVar("T")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+Count = Annotated[int, Meta(ge=0)]
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    """Base of bodies; `type` only says which one it is."""
+
+    type: str = ""
+
+
+class Lora(msgspec.Struct, forbid_unknown_fields=True):
+    rank: Annotated[int, Meta(ge=0, le=4096)]
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Optimizer(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModel(Body, kw_only=True):
+    session_id: str
+    model_seq_id: Count
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: Lora | None = None
+    optimizer_config: Optimizer = Optimizer()
+
+
+class LoadWeights(Body, kw_only=True):
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: Count | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: Optimizer | None = None
+
+
+class Adam(msgspec.Struct, forbid_unknown_fields=True):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+    def settings(self) -> dict[str, Any]:
+        """Return them by torch's names; UsageError if one is out of range."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            below_one = name.startswith("beta")
+            if not (0 <= value < (1 if below_one else math.inf)):
+                limits = "at least 0 and below 1" if below_one else "a number >= 0"
+                raise UsageError(f"adam_params.{name} = {value:g} has to be {limits}")
+        return {
+            "lr": self.learning_rate,
+            "betas": (self.beta1, self.beta2),
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+        }
+
+
+class OptimStep(Body, kw_only=True):
+    model_id: str
+    seq_id: int
+    adam_params: Adam
+
+
+class SaveWeights(Body, kw_only=True):
+    """Of all three kinds of saving."""
+
+    model_id: str
+    seq_id: int
+    path: str | None = None
+    ttl_seconds: Annotated[int, Meta(ge=1)] | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    sampling_session_seq_id: Count | None = None
+    kind: str = "snapshot"
+
+    @property
+    def name(self) -> str:
+        """The name of the checkpoint; UsageError if it cannot be one."""
+        name = self.path or f"{self.seq_id:06d}"
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"checkpoint name {name!r}: use letters, digits, dots, dashes and underscores"
+            )
+        return name
+
+
+class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    seed: int | None = None
+    stop: str | list[int | str] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class Chunk(msgspec.Struct, forbid_unknown_fields=True):
+    tokens: list[int]
+    type: Literal["encoded_text"] = "encoded_text"
+
+
+class Prompt(msgspec.Struct, forbid_unknown_fields=True):
+    chunks: list[Chunk]
+
+
+class Sample(Body, kw_only=True):
+    prompt: Prompt
+    sampling_params: SamplingParams
+    sampling_session_id: str
+    seq_id: Count
+    num_samples: Annotated[int, Meta(ge=1, le=4096)] = 1
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: Annotated[int, Meta(ge=1)] | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_alt_tokens_k: int = 0
+    record_stability_info: bool | None = None
+
+    def check(self) -> None:
+        """Raise UsageError if something is asked for that is not there."""
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+            if getattr(self, name):
+                raise UsageError(f"{name} is not supported")
+        if self.record_stability_info:
+            raise UsageError("record_stability_info is not supported: choose another loss_fn")
+        if self.sampling_params.seed is not None:
+            raise UsageError(
+                "sampling_params.seed is not supported: samples share a batch and its random "
+                "numbers"
+            )
+
+
+class SamplingSession(Body, kw_only=True):
+    session_id: str
+    sampling_session_seq_id: Count
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class Numbered(msgspec.Struct):
+    """The model that a body is for, and its number: read before anything else of it."""
+
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The model, and the number of the request; 0 makes the model."""
+        if self.session_id is not None and self.model_seq_id is not None:
+            return model_name(self.session_id, self.model_seq_id), 0
+        if self.model_id is None or self.seq_id is None or self.seq_id < 1:
+            raise UsageError("the body names no model, or its request has no number (seq_id)")
+        return self.model_id, self.seq_id
+
+
+def model_name(session: str, number: int) -> str:
+    """Return the id of a session's model, as the SDK makes it up too."""
+    return f"{session}:train:{number}"
+
+
+def sampler_name(session: str, number: int) -> str:
+    return f"{session}:sample:{number}"
+
+
+def read(body: bytes, kind: type[T]) -> T:
+    """Decode a body; UsageError with the field that is wrong or not supported."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{kind.__name__}: {error}") from error

@@ -1,0 +1,403 @@
+"""The thread that trains: it does the requests of all models, those of each in their order."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from umbra.proto.errors import UmbraError, UsageError
+from umbra.services.config import RunConfig
+from umbra.services.tinker.bodies import (
+    CreateModel,
+    LoadWeights,
+    OptimStep,
+    SaveWeights,
+    read,
+    sampler_name,
+)
+from umbra.services.tinker.journal import Answer, Journal, Request
+from umbra.services.tinker.models import Bench, Benches, ModelFacts, Shape, Trainee, seed_of
+from umbra.services.tinker.sampler import PROTOBUF
+from umbra.services.tinker.wire import read_pass, write_outputs
+
+SWEEP_S = 60.0
+SNAPSHOT_S = 30.0  # of work that a killed server would do again
+UNNAMED = 8  # newest versions of a model that are kept for sampling without a name
+UNNAMED_WHOLE = 2  # the same of whole weights: the newest, and the one that is still sampled
+SEGMENTS = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": "external_weights",
+}
+_REPLAYED = ("forward_backward", "optim_step")
+
+
+class Lanes:
+    """Requests of models that wait: each model's in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: dict[str, dict[int, Request]] = {}
+        self._next: dict[str, int] = {}
+        self._ready: deque[Request] = deque()
+        self._closed = False
+
+    def begin(self, lane: str, number: int) -> None:
+        """Say which number of a model comes next."""
+        with self._changed:
+            self._next[lane] = number
+
+    def add(self, request: Request) -> None:
+        with self._changed:
+            lane, number = request.lane, self._next.setdefault(request.lane, 0)
+            if request.seq == number:
+                self._ready.append(request)
+                self._changed.notify()
+            else:
+                self._waiting.setdefault(lane, {})[request.seq] = request
+
+    def take(self) -> Request | None:
+        """Wait for the next request; None once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._closed)
+            return None if self._closed else self._ready.popleft()
+
+    def done(self, request: Request) -> None:
+        """Let the model's next request follow."""
+        with self._changed:
+            number = self._next[request.lane] = request.seq + 1
+            following = self._waiting.get(request.lane, {}).pop(number, None)
+            if following is not None:
+                self._ready.append(following)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+
+class Training:
+    """Does requests, and writes their answers into the journal.
+
+    Args:
+        folder: gets states, versions and exports.
+        base_model: the name that clients know the model by.
+        told: is called with each request that has an answer.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        base_model: str,
+        journal: Journal,
+        told: Callable[[str], None],
+    ) -> None:
+        self.folder, self._base_model = folder, base_model
+        self._journal, self._told = journal, told
+        self._benches = Benches(config)
+        self._trainees: dict[str, Trainee] = {}
+        self._swept = time.monotonic()
+        self.lanes = Lanes()
+
+    def resume(self) -> int:
+        """Queue what a server before this one left undone; return how many requests that is."""
+        for model_id, facts in self._journal.all("model").items():
+            self.lanes.begin(model_id, facts["next"])
+        left = [one for one in self._journal.requests("queued") if one.kind != "asample"]
+        for request in left:
+            self.lanes.add(request)
+        return len(left)
+
+    def run(self) -> None:
+        """Do requests until the lanes are closed."""
+        while (request := self.lanes.take()) is not None:
+            self._do(request)
+            self.lanes.done(request)
+            self._told(request.id)
+
+    def forget(self, session: str) -> None:
+        """Let go of the models of a session that has ended."""
+        for model_id, trainee in list(self._trainees.items()):
+            if trainee.facts.session == session:
+                self._trainees.pop(model_id, None)
+
+    def _do(self, request: Request) -> None:
+        """Do a request; its answer and all that it changed are written together."""
+        begun = time.monotonic()
+        change = _nothing
+        try:
+            answer, change = self._perform(request)
+        except UsageError as error:
+            answer = Answer.failure(str(error), "user")
+        except (UmbraError, RuntimeError, OSError) as error:
+            answer = Answer.failure(str(error), "server")
+        update: dict[str, Any] = {"next": request.seq + 1}
+        if (trainee := self._trainees.get(request.lane)) is not None:
+            if answer.failed and request.kind == "forward_backward":
+                trainee.faulty = True
+            trainee.cost_s += time.monotonic() - begun
+            if request.kind == "load_weights" or (
+                request.kind == "optim_step" and trainee.cost_s >= SNAPSHOT_S
+            ):
+                update |= self._write_state(trainee, request.seq)
+        with self._journal.transaction():
+            change()
+            self._journal.finish(request, answer, keep=request.kind in _REPLAYED)
+            known = self._journal.get("model", request.lane)
+            if known is not None:
+                self._journal.put("model", request.lane, {**known, **update}, known["session"])
+            if "snapshot" in update:
+                self._journal.trim(request.lane, request.seq)
+        if "snapshot" in update and known is not None and known["state"]:
+            Path(known["state"]).unlink(missing_ok=True)
+        self._sweep()
+
+    def _write_state(self, trainee: Trainee, seq: int) -> dict[str, Any]:
+        """Write a model as it is after request `seq`, so that none before is done again."""
+        file = self._place(trainee.facts.id) / f"state-{seq}"
+        self._bench(trainee).save(trainee, file)
+        trainee.cost_s = 0.0
+        return {"snapshot": seq, "state": str(file)}
+
+    def _sweep(self) -> None:
+        """Drop old answers and expired checkpoints, once in a while."""
+        if time.monotonic() < self._swept + SWEEP_S:
+            return
+        self._swept = time.monotonic()
+        self._journal.purge()
+        now = _stamp(0)
+        for path, checkpoint in self._journal.all("checkpoint").items():
+            if checkpoint["expires"] and checkpoint["expires"] < now:
+                self._journal.drop("checkpoint", path)
+                delete_files(checkpoint)
+
+    def _perform(self, request: Request) -> tuple[Answer, Callable[[], None]]:
+        """Do `request`; return its answer, and what else has to be written with it."""
+        match request.kind:
+            case "create_model":
+                return self._create(request)
+            case "load_weights":
+                return self._load(request)
+            case "forward_backward" | "forward":
+                trainee = self._trainee(request.lane)
+                asked = read_pass(request.body)
+                found, metrics = self._bench(trainee).run_pass(trainee, asked)
+                return Answer(write_outputs(found, metrics), PROTOBUF), _nothing
+            case "optim_step":
+                trainee = self._trainee(request.lane)
+                norm = self._step(trainee, request)
+                return Answer.json({"metrics": {"grad_norm:mean": norm}}), _nothing
+            case _:
+                return self._save(request)
+
+    def _step(self, trainee: Trainee, request: Request) -> float:
+        bench = self._bench(trainee)
+        try:
+            adam = read(request.body, OptimStep).adam_params
+            settings = adam.settings()
+        except UsageError:
+            bench.drop(trainee)
+            raise
+        return bench.step(trainee, settings, adam.grad_clip_norm)
+
+    def _create(self, request: Request) -> tuple[Answer, Callable[[], None]]:
+        asked = read(request.body, CreateModel)
+        self._check_base(asked.base_model)
+        lora, shape = asked.lora_config, Shape()
+        if lora is not None and lora.rank:
+            shape = Shape(lora.rank, lora.train_mlp, lora.train_attn, lora.train_unembed)
+        facts = ModelFacts(
+            id=request.lane,
+            session=asked.session_id,
+            shape=shape,
+            seed=seed_of(request.lane, lora.seed if lora is not None else None),
+            created=time.time(),
+            user_metadata=asked.user_metadata,
+        )
+        change = self._begin(facts)
+        return Answer.json({"model_id": facts.id, "type": "create_model"}), change
+
+    def _begin(self, facts: ModelFacts) -> Callable[[], None]:
+        self._trainees[facts.id] = self._benches.of(facts.shape).begin(facts)
+        held = {"facts": msgspec.to_builtins(facts), "session": facts.session}
+        held |= {"next": 1, "snapshot": 0, "state": ""}
+        return lambda: self._journal.put("model", facts.id, held, facts.session)
+
+    def _load(self, request: Request) -> tuple[Answer, Callable[[], None]]:
+        asked = read(request.body, LoadWeights)
+        saved = self._journal.get("checkpoint", asked.path)
+        if saved is None or saved["kind"] != "save_weights":
+            raise UsageError(
+                f"{asked.path} is no training checkpoint of this server: save_state makes them"
+            )
+        if asked.base_model is not None:
+            self._check_base(asked.base_model)
+        change = _nothing
+        if request.seq == 0:
+            assert asked.session_id is not None
+            facts = ModelFacts(
+                id=request.lane,
+                session=asked.session_id,
+                shape=msgspec.convert(saved["shape"], Shape),
+                seed=0,
+                created=time.time(),
+                source=saved["file"],
+                with_optimizer=asked.optimizer,
+                user_metadata=asked.user_metadata,
+            )
+            change = self._begin(facts)
+        else:
+            trainee = self._trainee(request.lane)
+            self._bench(trainee).load(trainee, Path(saved["file"]), optimizer=asked.optimizer)
+        told = {"path": asked.path, "model_id": request.lane, "type": "load_weights"}
+        return Answer.json(told), change
+
+    def _save(self, request: Request) -> tuple[Answer, Callable[[], None]]:
+        asked = read(request.body, SaveWeights)
+        trainee = self._trainee(request.lane)
+        bench, facts = self._bench(trainee), trainee.facts
+        kind, segment = request.kind, SEGMENTS[request.kind]
+        if asked.kind != "snapshot":
+            raise UsageError(f"sampling clients of kind {asked.kind!r} are not supported")
+        unnamed = kind == "save_weights_for_sampler" and asked.sampling_session_seq_id is not None
+        path = f"tinker://{facts.id}/{segment}/{asked.name}"
+        if not unnamed and not asked.overwrite and self._journal.get("checkpoint", path):
+            raise UsageError(f"{path} exists: choose another name, or overwrite=True")
+        # Numbers of requests are used once, so no file is ever written over another.
+        file = self._place(facts.id) / f"{segment}-{request.seq}"
+        if kind == "save_weights":
+            bench.save(trainee, file)
+        elif kind == "save_weights_external":
+            bench.export(trainee, file, self._base_model)
+        else:
+            bench.publish(trainee, file)
+        data: dict[str, Any] = {
+            "kind": kind,
+            "model": facts.id,
+            "file": str(file),
+            "shape": msgspec.to_builtins(facts.shape),
+            "size": _size(file),
+            "at": _stamp(0),
+            "expires": _stamp(asked.ttl_seconds) if asked.ttl_seconds else None,
+            "user_metadata": asked.user_metadata,
+        }
+        if not unnamed:
+            told = {"path": path, "type": kind}
+            return Answer.json(told), lambda: self._journal.put("checkpoint", path, data, facts.id)
+        assert asked.sampling_session_seq_id is not None
+        sampler = sampler_name(facts.session, asked.sampling_session_seq_id)
+        told = {"sampling_session_id": sampler, "type": kind}
+        held = {
+            "shape": data["shape"],
+            "file": data["file"],
+            "path": None,
+            "session": facts.session,
+        }
+
+        def change() -> None:
+            self._journal.put("sampler", sampler, held, facts.session)
+
+        self._drop_unnamed(facts, request.seq)
+        return Answer.json(told), change
+
+    def _drop_unnamed(self, facts: ModelFacts, newest: int) -> None:
+        """Delete versions without a name beyond the newest ones."""
+        named = {c["file"] for c in self._journal.all("checkpoint", facts.id).values()}
+        files = sorted(
+            (file for file in self._place(facts.id).glob("sampler_weights-*")),
+            key=lambda file: int(file.name.rpartition("-")[2]),
+        )
+        unnamed = [file for file in files if str(file) not in named]
+        kept = UNNAMED if facts.shape.rank else UNNAMED_WHOLE
+        for file in unnamed[:-kept]:
+            file.unlink(missing_ok=True)
+
+    def _trainee(self, model_id: str) -> Trainee:
+        """Return a model, brought back from its newest snapshot if it is not here.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if (found := self._trainees.get(model_id)) is not None:
+            return found
+        held = self._journal.get("model", model_id)
+        if held is None:
+            raise UsageError(f"there is no model {model_id}")
+        facts = msgspec.convert(held["facts"], ModelFacts)
+        bench = self._benches.of(facts.shape)
+        snapshot = held["snapshot"]
+        if held["state"]:
+            facts_now = msgspec.structs.replace(facts, source=held["state"], with_optimizer=True)
+            trainee = bench.begin(facts_now)
+            trainee.facts = facts
+        else:
+            trainee = bench.begin(facts)
+        self._trainees[model_id] = trainee
+        begun = time.monotonic()
+        for request in self._journal.requests("past", model_id, snapshot):
+            self._replay(bench, trainee, request)
+        trainee.cost_s = time.monotonic() - begun
+        return trainee
+
+    def _replay(self, bench: Bench, trainee: Trainee, request: Request) -> None:
+        """Do a request again whose answer is known: what it did to the model is not."""
+        failed = request.state == "failed"
+        if request.kind == "optim_step":
+            if failed:
+                bench.drop(trainee)
+            else:
+                adam = read(request.body, OptimStep).adam_params
+                bench.step(trainee, adam.settings(), adam.grad_clip_norm)
+        elif failed:
+            trainee.faulty = True
+        else:
+            bench.run_pass(trainee, read_pass(request.body))
+
+    def _bench(self, trainee: Trainee) -> Bench:
+        return self._benches.of(trainee.facts.shape)
+
+    def _place(self, model_id: str) -> Path:
+        return self.folder / "models" / model_id.replace(":", "-")
+
+    def _check_base(self, name: str) -> None:
+        if name != self._base_model:
+            raise UsageError(
+                f"base_model {name!r} is not served here, {self._base_model!r} is: start the "
+                "server with that model, or with --name"
+            )
+
+
+def delete_files(checkpoint: dict[str, Any]) -> None:
+    """Remove what a checkpoint has on the disk."""
+    path = Path(checkpoint["file"])
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _nothing() -> None:
+    pass
+
+
+def files_in(folder: Path) -> list[str]:
+    """Return the files of an exported checkpoint, relative to its folder."""
+    return sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+
+
+def _size(path: Path) -> int:
+    files = [path / name for name in files_in(path)] if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
+
+
+def _stamp(later_s: float) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=later_s)).isoformat()
