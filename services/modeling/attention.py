@@ -60,6 +60,9 @@ class Attention:
 
         flex_attention is compared with a dense mask on the GPU first (`attention_probe.py`), and
         not used where it is wrong.
+
+        Raises:
+            UsageError: a kind of layer that is none of ours.
         """
         attention = cls.of(model.config)
         capped = getattr(model.config, "attn_logit_softcapping", None) is not None
@@ -84,6 +87,9 @@ class Attention:
 
         Classes that have `layer_types` take one mask for each kind of layer; others have one
         window, `sliding_window`, for all layers.
+
+        Raises:
+            UsageError: a kind of layer that is none of ours.
         """
         window: int | None = getattr(config, "sliding_window", None)
         recurrent = keeps_state(config)

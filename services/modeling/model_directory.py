@@ -25,6 +25,9 @@ def directory_of(
 
     A name on the hub, ORG/NAME[@REVISION], is downloaded if need be, with `weights`, and with the
     Python files that the model brings if `code` is needed (`hub.fetch`).
+
+    Raises:
+        UsageError, StartupError: the hub does not give it; see `hub.fetch`.
     """
     if is_hub_name(str(name)):
         return fetch(str(name), source, weights=weights, code=code)
@@ -43,6 +46,10 @@ def check_model_dir(
 
     Args as of `directory_of`; a directory has to have weights anyway. `tokenizer` is False if it
     does not need one.
+
+    Raises:
+        UsageError: what is missing, and where.
+        StartupError: the hub cannot be reached.
     """
     if not str(path):
         raise UsageError(

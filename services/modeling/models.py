@@ -46,7 +46,12 @@ def _sees_gpu(key: str) -> bool:
 
 
 def pick_device(device: str, key: str = "device") -> torch.device:
-    """Return the torch device for what `key` names, a GPU with its number; "auto" takes one."""
+    """Return the torch device for what `key` names, a GPU with its number; "auto" takes one.
+
+    Raises:
+        UsageError: an unknown name, or a GPU that is not there.
+        StartupError: see `_sees_gpu`.
+    """
     if device == "auto":
         return torch.device("cuda", 0) if _sees_gpu(key) else torch.device("cpu")
     if fault := device_fault(device, key, torch.cuda.device_count()):
@@ -83,6 +88,10 @@ def read_weights(
     `kind` is `AutoModelForCausalLM`, or `AutoModel` for one without its output layer; `config` is
     Transformers', in place of the one in `directory`. For `source` and `checked` see
     `check_architecture`.
+
+    Raises:
+        UsageError: it cannot be loaded, or Umbra is not right for it; see `check_architecture`,
+            also for `source` and `checked`.
     """
     check_architecture(directory, source, checked)
     transformers_logging.disable_progress_bar()
@@ -192,6 +201,9 @@ def load_tokenizer(path: str | Path, source: str = "model.path", *, trust: bool 
     """Load the tokenizer in `path`, a model directory or a name on the hub.
 
     `trust`: run Python code that the model brings for its tokenizer (model.trust_remote_code).
+
+    Raises:
+        UsageError: there is none, or it is code that is not trusted.
     """
     directory = check_model_dir(path, source, weights=False, code=trust)
     if not trust and (code := _tokenizer_code(directory)):
@@ -217,7 +229,11 @@ def _tokenizer_code(directory: Path) -> str:
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a turn: of generation config, tokenizer and chat template."""
+    """Return the tokens that end a turn: of generation config, tokenizer and chat template.
+
+    Raises:
+        UsageError: there are none, so that no turn would ever end.
+    """
     config: GenerationConfig | None = model.generation_config
     configured = config.eos_token_id if config is not None else None
     ids: set[int] = {configured} if isinstance(configured, int) else set(configured or ())
@@ -231,7 +247,11 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def named_tokens(tokenizer: Any, texts: Iterable[str]) -> frozenset[int]:
-    """Return the tokens that `sampling.stop_tokens` names."""
+    """Return the tokens that `sampling.stop_tokens` names.
+
+    Raises:
+        UsageError: a text that is not exactly one token.
+    """
     ids: set[int] = set()
     for text in texts:
         found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

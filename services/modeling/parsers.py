@@ -87,6 +87,9 @@ class ResponseTemplateParser:
     """A response template of Transformers, by its name in `model.parser`.
 
     With `told`, calls are read as a system message has told the model to write them.
+
+    Raises:
+        ValueError: it is no response template.
     """
 
     def __init__(self, name: str, template: dict[str, Any], *, told: bool = False) -> None:
@@ -204,6 +207,9 @@ def choose_parser(wanted: str, tokenizer: Any, template: ChatTemplate | None) ->
     """Return the parser that `model.parser` names, or with "auto" that of the model's family.
 
     Without a family whose parser reads back what `template` writes, turns are words.
+
+    Raises:
+        UsageError: there is none of that name here.
     """
     if wanted == "none" or (wanted == "auto" and template is None):
         return PLAIN
@@ -292,7 +298,12 @@ def _read(parser: Parser, template: ChatTemplate, said: Message) -> Said | None:
 
 
 class VllmParser:
-    """Parsers of vLLM: of tool calls, and if it is named, of reasoning."""
+    """Parsers of vLLM: of tool calls, and if it is named, of reasoning.
+
+    Raises:
+        KeyError: vLLM has no such parser.
+        Exception: whatever vLLM says of a tokenizer that this parser is not for.
+    """
 
     calls = True
     marked = True

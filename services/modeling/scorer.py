@@ -65,6 +65,11 @@ class Scorer(nn.Module):
 
     A model whose class does to its logits what is not known here, or of which a sequence's logprobs
     depend on its neighbours, is refused in the first pass.
+
+    Raises:
+        UsageError: in the first pass, if the model's class does to its logits what is not known
+            here, or a sequence's logprobs depend on its neighbours; or a model whose rows cannot be
+            shared.
     """
 
     def __init__(

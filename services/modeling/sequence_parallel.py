@@ -71,6 +71,9 @@ class SequenceParallel:
     """Has a model attend to whole rows while it is given a share of their tokens.
 
     The model was prepared by `Attention.prepare`; its attention is put between two exchanges.
+
+    Raises:
+        UsageError: the model's query heads cannot be divided by the ranks.
     """
 
     def __init__(self, model: PreTrainedModel, attention: Attention, group: SequenceGroup) -> None:

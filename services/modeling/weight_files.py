@@ -91,7 +91,11 @@ class WeightFiles:
 
     @torch.no_grad()
     def read(self, name: str, place: Tensor, first: int = 0) -> None:
-        """Copy rows `[first, first + len(place))` of parameter `name` to `place`, cast to it."""
+        """Copy rows `[first, first + len(place))` of parameter `name` to `place`, cast to it.
+
+        Raises:
+            UsageError: a file cannot be read, or is of another model.
+        """
         try:
             if place.numel():
                 self._read(name, place, first)

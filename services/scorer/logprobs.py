@@ -36,6 +36,9 @@ class LogprobWorker:
             that stays as it is.
         replay: route tokens to the experts that the generator's engine chose.
         max_tokens: the longest response of a turn, by which rows are sized; 0: unknown.
+
+    Raises:
+        UsageError: there is nothing to replay with this model.
     """
 
     def __init__(
@@ -116,7 +119,11 @@ class ReferenceWorker:
 
 
 def check_tokens(config: RunConfig, path: str) -> None:
-    """Refuse a reference model to which the policy's token ids mean something else."""
+    """Refuse a reference model to which the policy's token ids mean something else.
+
+    Raises:
+        UsageError: the hashes of the two vocabularies, ids included, differ.
+    """
     if path == config.model.name:
         return
     hashes = [

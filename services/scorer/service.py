@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 
 def run(context: ServiceContext) -> int:
-    """Score until the run ends or this process is told to stop."""
+    """Score until the run ends or this process is told to stop.
+
+    Raises:
+        UsageError: no model or reward where the configuration says.
+        UmbraError: a peer was lost.
+    """
     config = context.config
     stage = context.options["stage"]
     if stage == "reward":

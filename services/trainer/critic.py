@@ -73,7 +73,11 @@ class ValueModel(nn.Module):
 
 
 class Critic:
-    """A value model, on the policy's device and ranks, and its optimizer (AdamW, no decay)."""
+    """A value model, on the policy's device and ranks, and its optimizer (AdamW, no decay).
+
+    Raises:
+        UsageError: it cannot be loaded.
+    """
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
         self._config = config.critic

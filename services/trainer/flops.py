@@ -48,7 +48,11 @@ class TrainingFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> TrainingFlops:
-        """Count those of `model`, which may be sharded or have adapters."""
+        """Count those of `model`, which may be sharded or have adapters.
+
+        Raises:
+            UsageError: the model's config does not say how many experts a token meets.
+        """
         config: Any = model.config.get_text_config()
         head = config.vocab_size * config.hidden_size
         named = {n: p for n, p in model.named_parameters() if "embed" not in n}

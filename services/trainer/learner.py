@@ -53,6 +53,10 @@ class Learner:
         seed: of an adapter's first weights.
         files: of the weights, if the model is on the meta device.
         max_tokens: of the longest response, for `row_sizes`.
+
+    Raises:
+        UsageError: a device or an optional package that is not there, or settings that exclude each
+            other.
     """
 
     def __init__(

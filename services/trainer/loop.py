@@ -98,6 +98,9 @@ class Loop:
         """Hand the current weights to the hub; receivers get them while training goes on.
 
         False when asked to stop and the hub does not answer any more: it ends too.
+
+        Raises:
+            DeadlineError: no slot became free in time.
         """
         member, slot, place = self._member, None, b""
         with self._phase("wait_slot"):
@@ -197,7 +200,11 @@ class SkipLimit:
     _in_a_row: int = 0
 
     def see(self, row: Row, step: int) -> str:
-        """Return why updates of this batch were left out, in words; empty if none was."""
+        """Return why updates of this batch were left out, in words; empty if none was.
+
+        Raises:
+            DivergedError: it was one too many.
+        """
         if not row["skipped"]:
             self._in_a_row = 0
             return ""

@@ -49,6 +49,9 @@ def make_model(
     """Write a model with random weights to `out` and return its number of parameters.
 
     The same arguments give the same weights; the caller's random state is left alone.
+
+    Raises:
+        UsageError: sizes that do not fit together, or `out` holds something already.
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM

@@ -91,6 +91,9 @@ class RunMember:
         """Ask the buffer for the batch of `step`, for a second at most.
 
         There is no limit to how often: as long as the buffer answers, the run waits too.
+
+        Raises:
+            PeerLostError: what was published last is lost, so that none may ever come.
         """
         if self.stopping:
             return NextStep(stop=True)
@@ -143,7 +146,11 @@ class RunMember:
             raise
 
     def resume(self, step: int) -> None:
-        """Tell the buffer which steps need not be repeated, by the checkpoint of `step`."""
+        """Tell the buffer which steps need not be repeated, by the checkpoint of `step`.
+
+        Raises:
+            UsageError: the checkpoint of `step` is not of the buffer's run.
+        """
         self.resumed = step
         try:
             self.tell_covered()

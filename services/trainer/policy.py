@@ -42,6 +42,10 @@ def load_policy(
 
     `source` is the key or flag that the path came from, for errors; `checked` are architectures
     that the user vouches for (`check_architecture`); `trust` is of `load_tokenizer`.
+
+    Raises:
+        UsageError: no such directory, a part of it is missing, it cannot be loaded, or Umbra is
+            not right for it.
     """
     directory = check_model_dir(path, source)
     model = read_weights(AutoModelForCausalLM, directory, torch.float32, source, checked)
@@ -59,6 +63,10 @@ def open_policy(
 
     There are none where the model had to be loaded whole. A model that could not be written again
     is refused.
+
+    Raises:
+        UsageError: as `load_policy`, or a weight is missing, or what was trained of it could not be
+            written.
     """
     directory = check_model_dir(path, source)
     model, files = open_weights(AutoModelForCausalLM, directory, source, checked)
@@ -90,6 +98,9 @@ def write_policy(
 
     Who may read the weights is decided by the umask, as for the other files: safetensors itself
     lets their owner alone.
+
+    Raises:
+        OSError, SafetensorError: they cannot be written.
     """
     transformers_logging.disable_progress_bar()
     kept = model.generation_config
@@ -122,6 +133,9 @@ def export_policy(
 
     `weights` are written instead of the model's own, which may be sharded, or a base and an
     adapter.
+
+    Raises:
+        UmbraError: the disk is full, say; an older export is as it was.
     """
     out = Path(out)
     with written_whole(out) as scratch:
@@ -206,6 +220,9 @@ def read(
 
     Besides these a rank needs the memory of its rows of one tensor. `into` says which tensor,
     sharded like it, is filled for a parameter.
+
+    Raises:
+        UsageError: a file cannot be read, or is of another model.
     """
     for name, parameter in model.named_parameters():
         if not is_adapter(name):

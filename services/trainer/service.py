@@ -32,6 +32,11 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
     All ranks run this. It resumes from the newest whole checkpoint in `<run_dir>/checkpoints`.
     Asked to stop before the end, it leaves between two steps and exports nothing. `listener` is
     where the other ranks come to, if `launch` started them.
+
+    Raises:
+        UsageError: no run directory, a model that cannot be loaded, or checkpoints that are of
+            another one, or all damaged.
+        UmbraError: a peer was lost, a wait ended without an answer, or a batch is not sound.
     """
     config, run_dir = context.config, context.run_dir
     assert run_dir is not None

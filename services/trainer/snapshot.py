@@ -69,6 +69,9 @@ def write_shards(
     The ranks together write every byte of every tensor exactly once; `slot` is the same memory in
     all ranks of a host. They wait for each other only where an adapter is merged; see `Snapshots`
     for what comes after. `sums` gets the bytes that this rank means to write.
+
+    Raises:
+        ValueError: a parameter is sharded other than by rows.
     """
     reshard(model)
     tensors = _tensors(model) if manifest.adapter is None else factors(model)
@@ -182,6 +185,9 @@ def own_rows(name: str, tensor: Tensor, rank: int, world: int) -> tuple[Tensor, 
     """Return the rows of `tensor` that this rank writes, and the number of the first one.
 
     Of what is not sharded each of `world` ranks writes its chunk.
+
+    Raises:
+        ValueError: it is sharded other than by rows.
     """
     if isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements):
         return held_rows(name, tensor)

@@ -26,7 +26,11 @@ from umbra.services.trainer.objectives.terms import LOG_RATIO_BOUND, Sequences, 
 
 
 class PolicyUpdate:
-    """Advantages, packing, loss and optimizer steps, as the configuration combines them."""
+    """Advantages, packing, loss and optimizer steps, as the configuration combines them.
+
+    Raises:
+        UsageError: advantages by a value model without one.
+    """
 
     def __init__(
         self,

@@ -36,7 +36,12 @@ class WarmStartResult(NamedTuple):
 
 
 class Demonstrations:
-    """Conversations, each tokenised once; batches are drawn from them."""
+    """Conversations, each tokenised once; batches are drawn from them.
+
+    Raises:
+        UsageError: no chat template, or one whose text for a conversation does not begin with its
+            text for the first messages of it.
+    """
 
     def __init__(
         self, conversations: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase
@@ -76,7 +81,11 @@ class Demonstrations:
 
 
 def read_conversations(path: str | Path) -> list[list[Message]]:
-    """Read a JSONL file of `{"messages": [{"role": ..., "content": ...}, ...]}`."""
+    """Read a JSONL file of `{"messages": [{"role": ..., "content": ...}, ...]}`.
+
+    Raises:
+        UsageError: unreadable, or a row that is not of that form; it names the row.
+    """
     conversations: list[list[Message]] = []
     for number, row in enumerate(read_jsonl(path), start=1):
         messages: Any = row.get("messages")
@@ -138,6 +147,9 @@ def warm_start(
     Each update takes `batch` examples, in an order that `seed` fixes, and the mean of
     -log p over their learned tokens. `report` gets the number and the loss of each update. For
     `checked` see `check_architecture`.
+
+    Raises:
+        UsageError: a model, a file or an example that cannot be used; it names which.
     """
     import torch
 

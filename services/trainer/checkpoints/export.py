@@ -17,6 +17,9 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
 
     A run's folder stands for its newest one. `model` is where the run began, a directory or a name,
     if that is not where it was.
+
+    Raises:
+        UsageError: no checkpoint, a damaged one, or one of another model.
     """
     from umbra.services.modeling.lora import add_adapter
     from umbra.services.modeling.model_directory import weights_checksum

@@ -39,6 +39,9 @@ def resume(folder: CheckpointFolder, models: Sequence[ModelState], ranks: Ranks)
     """Load the newest whole checkpoint into `models`; return its step, or 0 where there is none.
 
     Those after it are named and set aside. All ranks call this together.
+
+    Raises:
+        UsageError: there are checkpoints, but none is whole; or it is of another model.
     """
     faults: dict[int, str] = {}
     mine = msgspec.json.encode(folder.seen() if ranks.leads_host else [])
@@ -90,7 +93,11 @@ class Saved:
 
     @classmethod
     def open(cls, folder: CheckpointFolder, step: int, ranks: Ranks) -> Saved:
-        """Open the checkpoint of `step` that was saved last, whichever hosts have it."""
+        """Open the checkpoint of `step` that was saved last, whichever hosts have it.
+
+        Raises:
+            DamagedError: no host has an index that can be read.
+        """
         found: Index | str
         try:
             found = folder.newest_index(step)

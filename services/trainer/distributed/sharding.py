@@ -112,6 +112,9 @@ def shard(
     Gradients are reduced in float32, whatever the compute dtype. `root` is what runs `model`, if
     that is another module. Where `ranks` divide experts, the rows of those that a rank has are
     divided over the ranks that have the same ones.
+
+    Raises:
+        UsageError: experts can't be divided.
     """
     mesh = init_device_mesh(device.type, (ranks.world,))
     policy = MixedPrecisionPolicy(
