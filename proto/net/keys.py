@@ -142,6 +142,9 @@ def open_security(
     """What `[security]` says, for a process that may have the key of any of `roles`, best first.
 
     Without `security.keys`, the folder `keys` in `run_dir` counts if it is there.
+
+    Raises:
+        UsageError: see `load_keys`.
     """
     where = Path(config.keys) if config.keys else None
     if where is None and run_dir is not None and (run_dir / FOLDER).is_dir():

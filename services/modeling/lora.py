@@ -90,6 +90,9 @@ def add_adapter(
 
     `seed` fixes A, so that all ranks begin alike. One that is never `merged` may be on an output
     layer that shares its weight with the embedding.
+
+    Raises:
+        UsageError: peft is missing, no layer has such a name, or one cannot be merged.
     """
     try:
         from peft import LoraConfig, LoraModel

@@ -185,7 +185,11 @@ class Arena:
 
     @classmethod
     def anonymous(cls, *, slot_bytes: int, slots: int) -> Arena:
-        """A new arena without a name, all of it allocated: it goes with its last process."""
+        """A new arena without a name, all of it allocated: it goes with its last process.
+
+        Raises:
+            StartupError: there is too little memory.
+        """
         size = _size(slot_bytes, slots)
         ask_for(size, "the slots of the weights", SMALLER)
         fd = os.memfd_create("umbra-weights", os.MFD_CLOEXEC)

@@ -79,6 +79,9 @@ def shared_memory(size: int) -> memoryview:
 
     An anonymous file (memfd), freed with its last view: a killed process leaves nothing behind, and
     the size of /dev/shm is no bound.
+
+    Raises:
+        StartupError: there is too little memory.
     """
     fd = os.memfd_create("umbra-staging", os.MFD_CLOEXEC)
     try:

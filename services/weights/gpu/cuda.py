@@ -83,7 +83,11 @@ def nccl_unavailable() -> str | None:
 
 
 def facts(device: int) -> GpuFacts:
-    """What must agree before two processes enter NCCL together, and where this one runs."""
+    """What must agree before two processes enter NCCL together, and where this one runs.
+
+    Raises:
+        StartupError: there is no such GPU.
+    """
     if (reason := cuda_unavailable()) is not None:
         raise StartupError(f"the GPU cannot be used: {reason}")
     from cupy.cuda import nccl, runtime
@@ -252,7 +256,11 @@ class Device:
             self._runtime.free(address)
 
     def pin(self, memory: memoryview) -> int:
-        """Register host memory (writable) with the driver, so that copies run at full speed."""
+        """Register host memory (writable) with the driver, so that copies run at full speed.
+
+        Raises:
+            StartupError: the driver refuses.
+        """
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         what = f"{len(memory)} bytes of host memory cannot be pinned for GPU {self.index}"
         with _cuda(what, StartupError):
@@ -375,6 +383,9 @@ class NcclCommunicator:
         size: number of ranks.
         uid: from `unique_id`, the same in all ranks.
         rank: of this process; 0 sends.
+
+    Raises:
+        PeerLostError: NCCL or CUDA failed.
     """
 
     def __init__(self, device: Device, size: int, uid: bytes, rank: int) -> None:

@@ -114,7 +114,11 @@ class GpuWorkerProcess:
             self.order("attach", fd, slot_bytes=size, chunk_bytes=self._chunk_bytes)
 
     def attached(self) -> Generator[None, None, None]:
-        """Wait, step by step, until the worker runs and has pinned the arena."""
+        """Wait, step by step, until the worker runs and has pinned the arena.
+
+        Raises:
+            UmbraError: as `answer`.
+        """
         self.begin()
         if self._state == "attaching":
             try:

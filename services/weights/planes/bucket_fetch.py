@@ -381,6 +381,10 @@ def run_together(transfers: Sequence[Transfer]) -> Iterator[int | None]:
 
     Yields each bucket that is complete and verified, and None while none is. When it is closed,
     nothing is written any more.
+
+    Raises:
+        SourceLostError: one of the sources is gone.
+        WireError: one of them sends malformed data, or nothing.
     """
     came: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()  # None: one is done
     stopping = threading.Event()

@@ -116,7 +116,12 @@ class Records:
             self._seals = _seal(granted, b"orders", said), _seal(granted, b"pieces", said)
 
     def admit(self, secret: bytes, *, sealed: bool) -> None:
-        """Begin as the source with this secret."""
+        """Begin as the source with this secret.
+
+        Raises:
+            WireError: the receiver has no grant.
+            OSError: it is gone.
+        """
         shown = bytes(self._fill(memoryview(bytearray(HELLO_BYTES))))
         said, proof = shown[: 2 * NONCE_BYTES], shown[2 * NONCE_BYTES :]
         granted = grant(secret, said[:NONCE_BYTES])

@@ -68,6 +68,9 @@ def gpu_for(config: WeightHubConfig, device: str, gpus: int = 1) -> GpuReceiving
     With `weight_hub.plane` "auto" None where there is none; with a plane that needs no GPU, None.
     `gpus` are those that its engine is divided over, from `device` on: plane `cuda_ipc` puts a
     version on one.
+
+    Raises:
+        UsageError: a GPU plane is set by name and cannot be used here.
     """
     kind, _, index = device.partition(":")
     if config.plane == "cuda_ipc" and (kind != "cuda" or gpus > 1):
