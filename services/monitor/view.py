@@ -52,7 +52,7 @@ def headline(status: Status, reward: float | None = None) -> str:
 def starting_text(status: Status) -> str:
     now = [eval_text(one) for one in status.evals if not one.done]
     now += [f"{member.name} {member.activity or member.state}" for member in status.members]
-    return f"starting: {', '.join(now) or 'no process has joined yet'}"
+    return f"starting: before training; {', '.join(now) or 'no process has joined yet'}"
 
 
 def speed_text(status: Status) -> str:

@@ -76,7 +76,7 @@ def test_headline() -> None:
         "in flight 16  stuck: sample s1 at generator-0 for 31 s"
     )
     before = status(ledger=Ledger(issued=0, trained=0, ended={}, in_flight={}))
-    assert headline(before) == "starting: generator-0 decoding"
+    assert headline(before) == "starting: before training; generator-0 decoding"
 
 
 EQUAL = RunWarning(name="equal_rewards", text="95% of them are", figures={"share": 0.95}, since=3)
