@@ -1,4 +1,4 @@
-"""What a server has promised and done, in one SQLite file: it goes on from there after a kill.
+"""The journal of requests, answers and objects in one SQLite file, for a start after a kill.
 
 A request is written before its future is told, and its answer together with what it changed. A
 request that comes again finds itself here, so it is applied once. Bodies of passes and steps stay

@@ -92,7 +92,7 @@ def run(config: RunConfig, address: str, name: str, folder: Path) -> int:
             loop = LoopThread("http")
             loop.wait(server.start(), _WAIT_S)
             url = url_at(*bound.getsockname()[:2])
-            log.info("serving %s at %s, %d requests to go on with", name, url, left)
+            log.info("serving %s at %s, %d requests pending", name, url, left)
             tell_ready({"url": url})
             stopping = threading.Event()
             with stop_on_signals(stopping):

@@ -316,6 +316,17 @@ def test_a_killed_server_goes_on_at_each_call(
             own.start()
             future.result()
             call(clients[0]).result()
+        paths = [client.save_state("end").result().path for client in clients]
+        both = [(server.client(), paths[0]), (own.client(), paths[1])]
+        clients = [
+            service.create_training_client_from_state_with_optimizer(path).result()
+            for service, path in both
+        ]
+        own.kill()  # it goes on from the state that the model began with
+        own.start()
+        for client in clients:
+            client.forward_backward(rows, "cross_entropy").result()
+            client.optim_step(adam).result()
         found = [client.forward(rows, "cross_entropy").result() for client in clients]
         for one, other in zip(*(output.loss_fn_outputs for output in found), strict=True):
             assert one["logprobs"].tolist() == other["logprobs"].tolist()
