@@ -220,6 +220,7 @@ class Rollout:
             sampling=self._settings.sampling,
             max_tokens=self._room(),
             session=self._engine_session(self._line),
+            watched=bool(self.stops),
         )
 
     def generated(self, output: EngineOutput) -> None:

@@ -35,7 +35,7 @@ def prompt(index: int) -> list[int]:
 
 def request(index: int, max_tokens: int = 100, **sampling: float) -> EngineRequest:
     how = Sampling(**{"max_tokens": max_tokens, **sampling})  # pyright: ignore[reportArgumentType]
-    return EngineRequest(f"s{index}", prompt(index), how, max_tokens)
+    return EngineRequest(f"s{index}", prompt(index), how, max_tokens, watched=True)
 
 
 def finish(engine: Engine) -> list[EngineOutput]:
@@ -47,7 +47,7 @@ def finish(engine: Engine) -> list[EngineOutput]:
 
 def decode(engine: Engine, tokens: int) -> list[EngineOutput]:
     until, outputs = engine.decoded_tokens + tokens, []
-    while engine.decoded_tokens < until:
+    while engine.decoded_tokens < until and engine.busy:
         outputs += engine.poll(0.002)
     return outputs
 

@@ -210,10 +210,10 @@ def _event(drawn: list[int], told: int, reason: str | None, labels: list[str]) -
         }
         for token in drawn
     ]  # fmt: skip
-    choice: dict[str, Any] = {"index": 0, "token_ids": drawn, "logprobs": {"content": content}}
-    if reason is not None:
-        starts = [at for at, one in enumerate(labels) if at == 0 or one != labels[at - 1]]
-        spans = zip(starts, [*starts[1:], len(labels)], strict=True)
-        told_spans = [{"version": labels[at], "start": at, "end": end} for at, end in spans]
-        choice |= {"finish_reason": reason, "weight_versions": told_spans}
+    starts = [at for at, one in enumerate(labels) if at == 0 or one != labels[at - 1]]
+    spans = zip(starts, [*starts[1:], len(labels)], strict=True)
+    choice: dict[str, Any] = {
+        "index": 0, "token_ids": drawn, "logprobs": {"content": content}, "finish_reason": reason,
+        "weight_versions": [{"version": labels[at], "start": at, "end": end} for at, end in spans],
+    }  # fmt: skip
     return b"data: " + json.dumps({"request_id": "r", "choices": [choice]}).encode() + b"\n\n"

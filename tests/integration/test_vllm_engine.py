@@ -19,7 +19,7 @@ from fakes.versions import decode, finish, in_memory, load, prompt, request, wei
 from fakes.vllm_serve import VllmServe, serving
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Sampling, VersionSpan
+from umbra.proto.records import Sampling
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.generator.engines.engine import Engine, EngineError, EngineOutput, EngineRequest
@@ -111,9 +111,9 @@ def cores() -> list[psutil.Process]:
     return found
 
 
-def some(engine: Engine, each: int) -> int:
-    """So many tokens of each request; fewer of a server, whose core is ahead of what has come."""
-    return SLOTS if isinstance(engine, HttpEngine) else SLOTS * each
+def some(engine: Engine, each: int, least: int = SLOTS) -> int:
+    """So many tokens of each request; `least` of a server, whose core is ahead of what has come."""
+    return least if isinstance(engine, HttpEngine) else SLOTS * each
 
 
 def updated_in_flight(
@@ -123,7 +123,8 @@ def updated_in_flight(
     engine.submit([request(i, 120) for i in range(SLOTS + WAITING)])
     outputs: list[EngineOutput] = []
     for version in range(1, VERSIONS):
-        outputs += decode(engine, some(engine, 4))  # far from the end: a core may run on
+        least = SLOTS if version == 1 else 1  # far from the end: a core may run on
+        outputs += decode(engine, some(engine, 4, least))
         assert load(engine, weights(models, version), version, policy) == []  # pyright: ignore[reportArgumentType]
     outputs += finish(engine)
     assert sorted(o.request_id for o in outputs) == sorted(f"s{i}" for i in range(SLOTS + WAITING))
@@ -226,9 +227,11 @@ def test_a_session_reads_itself_anew_at_one_update_alone_and_others_never_read_i
     assert session.turn(served) == 0
 
 
-def test_a_look_at_requests_does_not_disturb_them(served: Engine) -> None:
-    served.submit([request(i, 100) for i in range(8)])
-    done = decode(served, 8 * 10)
+def test_a_look_at_requests_does_not_disturb_them(served: Engine, models: dict[int, Any]) -> None:
+    served.submit([request(i, 150) for i in range(8)])
+    done = decode(served, 8)
+    load(served, weights(models, 1), 1)
+    done += decode(served, 8 * 10)
     asked = [name for name, made in served.new_tokens().items() if len(made) >= 5][:6]
     seen = served.peek([*asked, "elsewhere"])
     ends = {o.request_id: o for o in done + finish(served)}
@@ -236,9 +239,13 @@ def test_a_look_at_requests_does_not_disturb_them(served: Engine) -> None:
     assert seen  # but those that were done before
     assert {o.request_id for o in seen} <= set(asked)
     for part in seen:
-        assert len(part.token_ids) == len(part.logprobs) >= 5
-        assert part.spans == [VersionSpan(version=0, start=0, end=len(part.token_ids))]
-        assert ends[part.request_id].token_ids[: len(part.token_ids)] == part.token_ids
+        whole, count = ends[part.request_id], len(part.token_ids)
+        assert count == len(part.logprobs) >= 5
+        assert part.token_ids == whole.token_ids[:count]
+        # Versions begin where they do in the whole.
+        found = [(one.version, one.start, min(one.end, count)) for one in whole.spans]
+        told = [(one.version, one.start, one.end) for one in part.spans]
+        assert told == [one for one in found if one[1] < count]
 
 
 def test_a_bad_request_is_refused_in_one_sentence(served: Engine) -> None:

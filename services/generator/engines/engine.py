@@ -36,6 +36,7 @@ class EngineRequest:
     sampling: Sampling
     max_tokens: int
     session: str = ""
+    watched: bool = False  # its tokens are looked at as they come: what they say may end it
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
 from umbra.proto.errors import UNREADABLE, PeerLostError, UsageError
-from umbra.proto.records import Sampling, Support, pack_float32, pack_int32
+from umbra.proto.records import Sampling, Support, VersionSpan, pack_float32, pack_int32
 from umbra.services.generator.engines.engine import EngineError, told_of
 from umbra.services.generator.vllm.plugin import BACKEND
 
@@ -39,7 +39,7 @@ class _Span(msgspec.Struct):
 
 
 class NewTokens(msgspec.Struct):
-    """New tokens of a request; the last one has `finish_reason`, and the versions of all."""
+    """New tokens of a request, and the versions of all so far; the last has `finish_reason`."""
 
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
@@ -65,6 +65,17 @@ class NewTokens(msgspec.Struct):
         told = told_of(sampling, head)
         supports = [_support(one, sampling, head, told) if told else None for one in drawn]
         return [one.logprob for one in drawn], supports
+
+    def spans_of(self, length: int, versions: Mapping[str, int]) -> list[VersionSpan] | None:
+        """Return the spans of all `length` tokens so far; None if one is of none of `versions`."""
+        told = [one for one in self.weight_versions or () if one.end > one.start]
+        ends = [0, *(one.end for one in told)]
+        known = all(one.version in versions for one in told)
+        if not known or [*(one.start for one in told), length] != ends:
+            return None
+        return [
+            VersionSpan(version=versions[one.version], start=one.start, end=one.end) for one in told
+        ]
 
 
 def _support(drawn: _Drawn, sampling: Sampling, head: int, told: int) -> Support:

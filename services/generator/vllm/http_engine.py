@@ -41,6 +41,8 @@ from umbra.services.weights.verify import OVERWRITTEN, ChangedError, Checksums, 
 START_S = 600.0  # for a first server to answer
 _LOOK_S = 0.05
 _REPLY_S = 60.0  # of the loop
+_TOLD = 32  # tokens of a message at most: each costs a server about 0.2 ms
+_WATCHED = 8  # where they are looked at
 _CALLS = 8  # of a load, at most, each with its limit
 
 T = TypeVar("T")
@@ -81,6 +83,8 @@ class HttpEngine:
         self.max_context = config.max_context
         self._pace, self._away_s = pace, away_s
         self._head = tell_head
+        # As a partial is due an eighth early.
+        self._interval = max(1, min(_TOLD, (config.partial_flush_tokens or 8 * _TOLD) // 8))
         self._updates = Updates(outline)
         self._vocabulary: int = outline.config.get_text_config().vocab_size
         self._stop_ids = sorted(set(stop_ids))
@@ -254,9 +258,13 @@ class HttpEngine:
             "request_id": key,
             "token_ids": list(request.prompt_ids),
             "stream": True,
-            "sampling_params": sampling_arguments(
-                sampling, limit, self._stop_ids, told, self._vocabulary
-            ),
+            "sampling_params": {
+                **sampling_arguments(sampling, limit, self._stop_ids, told, self._vocabulary),
+                "stream_interval": min(self._interval, _WATCHED)
+                if request.watched
+                else self._interval,
+                **__import__("json").loads(__import__("os").environ.get("XP", "{}")),
+            },
         }
 
     def _collect(self, timeout_s: float) -> None:

@@ -5,10 +5,12 @@ It makes our way of loading weights known by its name. vLLM may call it several 
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
 from contextlib import suppress
+from typing import Any
 
 from umbra.services.process.parent import signal_at_death_of
 
@@ -28,8 +30,31 @@ def register() -> None:
         if (parent := multiprocessing.parent_process()) is not None:  # not the generator itself
             assert parent.pid is not None
             signal_at_death_of(parent.pid, signal.SIGKILL)
+    else:
+        _tell_versions()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, (module, engine) in _ENGINES.items():
         with suppress(ValueError):  # it is known already
             WeightTransferEngineFactory.register_engine(name, module, engine)
+
+
+def _tell_versions() -> None:
+    """Have each part of a stream tell the versions of all tokens so far, not its last one alone.
+
+    Else nobody knows where a version begins in what a server that dies has sent.
+    """
+    from vllm.v1.engine.output_processor import RequestState
+
+    state: Any = RequestState
+    plain = state._new_completion_output
+    if hasattr(plain, "__wrapped__"):  # it was called before
+        return
+
+    @functools.wraps(plain)
+    def telling(self: Any, *given: Any) -> Any:
+        output = plain(self, *given)
+        output.weight_versions = self._weight_version_spans()
+        return output
+
+    state._new_completion_output = telling

@@ -1,4 +1,6 @@
-"""Every name of vLLM that is not part of its interface, as read in vLLM 0.32 and 0.33.
+"""Names of vLLM that are not part of its interface, as read in vLLM 0.32 and 0.33.
+
+One more is in `plugin.py`, which each of vLLM's processes imports.
 
 Its interface is what users of `AsyncLLM` and engines of `vllm.general_plugins` are given.
 """

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import queue
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,6 @@ from umbra.services.generator.engines.engine import (
     FinishReason,
     KvPolicy,
     joined,
-    spans_of,
 )
 from umbra.services.generator.vllm.answers import NewTokens, ServerFacts, TokenEvent, facts_in, read
 from umbra.services.generator.vllm.cache import Salts
@@ -71,34 +70,41 @@ class Stream:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     supports: list[Support | None] = field(default_factory=list)
-    starts: list[tuple[int, int]] = field(default_factory=list)  # version, and its first token
+    spans: list[VersionSpan] = field(default_factory=list)  # of the tokens
     restarts: bool = False  # once its task is cancelled
     task: asyncio.Task[EngineOutput] | None = None
 
-    def output(
-        self, reason: FinishReason = "abort", spans: list[VersionSpan] | None = None
-    ) -> EngineOutput:
+    def output(self, reason: FinishReason = "abort") -> EngineOutput:
         return EngineOutput(
             request_id=self.request.request_id,
             token_ids=list(self.tokens),
             logprobs=list(self.logprobs),
-            spans=spans_of(self.starts, len(self.tokens)) if spans is None else spans,
+            spans=self.spans,
             finish_reason=reason,
             support=joined(self.supports),
         )
 
-    def begin(self, version: int = 0) -> None:
-        """Forget what has come; more is of `version`."""
-        self.tokens, self.logprobs, self.supports = [], [], []
-        self.starts = [(version, 0)]
+    def begin(self) -> None:
+        self.tokens, self.logprobs, self.supports, self.spans = [], [], [], []
 
-    def add(self, choice: NewTokens) -> int:
-        """Return how many tokens came; raises as `NewTokens.logprobs_of`."""
+    def add(self, choice: NewTokens, versions: Mapping[str, int]) -> None:
+        """Take what came; raises as `NewTokens.logprobs_of`.
+
+        Raises:
+            PeerLostError: some tokens are of none of `versions`, by label; all are dropped.
+        """
         logprobs, supports = choice.logprobs_of(self.request.sampling, self.head)
+        spans = choice.spans_of(len(self.tokens) + len(logprobs), versions)
+        if spans is None:
+            self.begin()
+            raise PeerLostError(
+                f"tokens of {choice.weight_versions} are of no version of this run: is umbra-rl "
+                "beside its vLLM the same as here?"
+            )
         self.logprobs += logprobs
         self.supports += supports
         self.tokens += choice.token_ids or ()
-        return len(logprobs)
+        self.spans = spans
 
 
 Ended = tuple[Stream, EngineOutput | BaseException]
@@ -278,9 +284,7 @@ class VllmServer:
         if load.kv_policy == "abort":
             await self.abort(live)
         for stream in live if load.kv_policy != "abort" else ():
-            if stream.tokens:
-                stream.starts.append((load.version, len(stream.tokens)))
-            else:  # under its salt it would find blocks of old weights
+            if not stream.tokens:  # under its salt it would find blocks of old weights
                 _cancel(stream, restarts=True)
         await call("/resume", {})
         took = time.perf_counter() - began
@@ -335,8 +339,6 @@ class VllmServer:
             await asyncio.wait(tasks)
 
     async def _generate(self, stream: Stream) -> EngineOutput:
-        assert self._loaded is not None
-        stream.begin(self._loaded.version)
         salt = self.salts.of(stream.request.session)
         body = {**stream.body, "cache_salt": f"{stream.key.partition('.')[0]}.{salt}"}
         async for line in self.client.lines(_GENERATE, body):
@@ -346,35 +348,12 @@ class VllmServer:
             if event.error is not None:
                 raise PeerLostError(f"{self.client.url}: {event.error}")
             for choice in event.choices:
-                self.decoded_tokens += stream.add(choice)
+                stream.add(choice, self._versions)
+                self.decoded_tokens += len(choice.token_ids or ())
                 if choice.finish_reason is not None:
                     self.salts.used(stream.request.session, salt)
-                    return self._whole(stream, choice)
+                    return stream.output(_REASONS.get(choice.finish_reason, "abort"))
         raise PeerLostError(f"{self.client.url}: a request ended without a reason")
-
-    def _whole(self, stream: Stream, last: NewTokens) -> EngineOutput:
-        """Return the output, with the versions that the server tells.
-
-        Raises:
-            PeerLostError: some tokens are of weights that are not of this run; they are dropped.
-        """
-        told = [one for one in last.weight_versions or () if one.end > one.start]
-        ends = [0, *(span.end for span in told)]
-        if (
-            any(span.version not in self._versions for span in told)
-            or [span.start for span in told] != ends[:-1]
-            or ends[-1] != len(stream.tokens)
-        ):
-            stream.begin()
-            raise PeerLostError(
-                f"{self.client.url}: tokens of {told} are of no version of this run"
-            )
-        spans = [
-            VersionSpan(version=self._versions[one.version], start=one.start, end=one.end)
-            for one in told
-        ]
-        assert last.finish_reason is not None
-        return stream.output(_REASONS.get(last.finish_reason, "abort"), spans)
 
     def _ended(self, stream: Stream, task: asyncio.Task[EngineOutput]) -> None:
         if task.cancelled() and stream.restarts and self._loaded is not None:
