@@ -93,6 +93,11 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
     """
     if not config.model.path:
         raise UsageError("model.path is empty: name the model's directory in the run file")
+    if config.generator.urls:
+        raise UsageError(
+            "generator.urls: a plan starts engines of its own; with servers that others start, run "
+            "`umbra up` with generator.count = 0, and `umbra generator` beside the servers"
+        )
     plane = config.weight_hub.plane
     if plane == "cuda_ipc":
         raise UsageError(

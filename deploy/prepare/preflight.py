@@ -132,7 +132,7 @@ def _check_security(config: RunConfig) -> None:
         security = open_security(config.security, [role])
         for endpoint in (config.run.broker, config.weight_hub.listen):
             security.check_bind(endpoint)
-    for url in config.generator.urls:
+    for url in config.generator.urls if config.generator.count else ():
         check_private(url)
 
 

@@ -236,15 +236,15 @@ class GeneratorConfig(Section):
     count: int = key(
         1,
         "generator processes that `umbra up` starts; with generator.device = cuda:N each gets "
-        "the next tensor_parallel GPUs, from N on",
-        ge=1,
+        "the next tensor_parallel GPUs, from N on; 0 = none: one runs where generator.urls are",
+        ge=0,
     )
     engine: Literal["auto", "torch", "vllm", "vllm-http"] = key(
         "auto", "inference engine; auto = vllm on a GPU if it is installed, else torch"
     )
     urls: list[str] = key(
         [],
-        "vLLM servers of this host for engine vllm-http, as http://127.0.0.1:PORT or unix:PATH",
+        "vLLM servers of its host for engine vllm-http, as http://127.0.0.1:PORT or unix:PATH",
     )
     device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")
     slots: int = key(128, "sequences decoded at once", ge=1)
@@ -314,6 +314,11 @@ class GeneratorConfig(Section):
             yield (
                 f"generator.urls = {self.urls} are the servers of generator.engine = vllm-http, "
                 f"which is {self.engine}: set both, or neither"
+            )
+        if not self.urls and not self.count:
+            yield (
+                "generator.count = 0 leaves the run without a generator: it is for generator.urls "
+                "of another host, where you start one"
             )
         if self.urls and self.count > 1:
             yield (

@@ -13,6 +13,7 @@ from umbra.services.config import (
     BufferConfig,
     EnvironmentConfig,
     EvalConfig,
+    GeneratorConfig,
     RunConfig,
     ScorerConfig,
     TrainerConfig,
@@ -30,6 +31,9 @@ def test_the_defaults_are_feasible() -> None:
     defaults = RunConfig()
     check_feasible(defaults)
     assert implied_staleness(defaults).bound == defaults.buffer.max_staleness
+
+
+SERVERS = GeneratorConfig(engine="vllm-http", urls=["unix:/run/vllm"], count=0)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +83,17 @@ def test_implied_staleness(
             "remove the stage",
         ),
         (RunConfig(eval=EvalConfig(every=5)), "eval.prompts"),
+        (
+            RunConfig(generator=SERVERS, trainer=TrainerConfig(router_replay=True)),
+            "trainer.router_replay = true is not made for generator.engine = vllm-http",
+        ),
+        (
+            RunConfig(
+                generator=SERVERS, trainer=TrainerConfig(lora_rank=2, lora_publish="adapter")
+            ),
+            "trainer.lora_publish = adapter is not made for generator.engine = vllm-http",
+        ),
+        (RunConfig(generator=GeneratorConfig(count=0)), "leaves the run without a generator"),
         (
             RunConfig(trainer=TrainerConfig(ranks=4, sequence_parallel=3)),
             "trainer.sequence_parallel = 3 does not divide trainer.ranks = 4",

@@ -16,6 +16,8 @@ from umbra.deploy.cluster.placement import check_ratios, divide
 from umbra.deploy.cluster.plan import Plan
 from umbra.proto.errors import UsageError
 
+SERVERS = ("generator.engine=vllm-http", 'generator.urls=["http://127.0.0.1:8001"]')
+
 
 def by_task(plan: Plan) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
     found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
@@ -170,6 +172,7 @@ def test_names_are_unique_and_gpus_exist() -> None:
             "gives nodes to reward alone, which needs no GPU",
         ),
         ((8,), (), ("weight_hub.plane=nccl",), {}, "set cluster.network to host"),
+        ((8,), (), SERVERS, {}, "run `umbra up` with generator.count = 0"),
     ],
 )
 def test_a_plan_that_cannot_be_met_is_refused_with_the_numbers(

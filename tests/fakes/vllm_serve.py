@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ENVIRONMENT = {
@@ -33,7 +33,7 @@ if __name__ == "__main__":
 class VllmServe:
     """One under way, at a socket of the folder that its `log` is in, or at `port` if that is not 0.
 
-    It writes what it says to `log`.
+    It writes what it says to `log`; `enter` runs a command on another host.
     """
 
     def __init__(
@@ -45,18 +45,17 @@ class VllmServe:
         port: int = 0,
         context: int = 192,
         slots: int = 64,
-        more: tuple[str, ...] = (),
+        enter: Sequence[str] = (),
     ) -> None:
         path = log.with_suffix(".sock")
         self.url = f"http://127.0.0.1:{port}" if port else f"unix:{path}"
         where = ("--host", "127.0.0.1", "--port", str(port)) if port else ("--uds", str(path))
         self._argv = [
-            "nice", "-n", "10", sys.executable, "-c", COMMAND, "serve", str(model),
+            *enter, "nice", "-n", "10", sys.executable, "-c", COMMAND, "serve", str(model),
             *where, "--seed", str(seed), "--dtype", "float32", "--max-model-len", str(context),
             "--max-num-seqs", str(slots), "--block-size", "32", "--enforce-eager",
-            "--enable-scale-out", "--stream-interval", "8", "--max-logprobs", "-1",
-            "--logprobs-mode", "processed_logprobs",
-            "--weight-transfer-config", '{"backend": "umbra"}', *more,
+            "--enable-scale-out", "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs",
+            "--weight-transfer-config", '{"backend": "umbra"}',
         ]  # fmt: skip
         self._log = log
         self.start()
@@ -73,7 +72,8 @@ class VllmServe:
 
     def kill(self) -> None:
         """Kill it and its engine core."""
-        os.killpg(self.popen.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
         Path(self.url.removeprefix("unix:")).unlink(missing_ok=True)
 

@@ -1,52 +1,173 @@
-"""A whole run by `umbra up` over two real `vllm serve`, one of which is killed and started again.
+"""Real `vllm serve`: killed at each step of a load, and on another host than the trainer.
 
 What an engine must do is in `test_vllm_engine.py`, which runs over a server too; what a server may
 do at any moment is in `tests/generator/test_http_engine.py`.
 """
 
 import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from fakes.commands import UMBRA, call
 from fakes.installed import needs
-from fakes.ports import reserved_port
+from fakes.mixed_cache import logprobs_keeping_cache
+from fakes.slowness import limit
+from fakes.versions import decode, load, other_weights, request, weights
+from fakes.vllm_models import write_model
 from fakes.vllm_serve import VllmServe, serving
-from fakes.whole_runs import Up
+from fakes.waiting import until
+from fault.test_three_nodes import in_spaces, why_not
 
+from umbra.services.config.loader import load_config
+from umbra.services.generator.engines.engine import Engine, EngineOutput, EngineRequest
+from umbra.services.generator.engines.opening import open_engine
+from umbra.services.generator.vllm.server import VllmServer
+from umbra.services.modeling.models import load_model
 from umbra.services.trainer.make_model import make_model
 
 needs("vllm")
-STEPS = 8
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
+
+LOADING = (
+    *("init_weight_transfer_engine", "pause", "start_weight_update", "update_weights"),
+    *("finish_weight_update", "weight_info", "resume"),
+)
+REQUESTS, TOKENS, SLOTS = 16, 100, 32
+TOLERANCE = 1e-3
+STEPS = 10
 
 
-@pytest.mark.real
-@pytest.mark.timeout(900)
-def test_a_run_over_two_servers(project: Path, up: Up) -> None:
+def opened(model: Path, urls: list[str]) -> Engine:
+    settings = [
+        f"model.path={model}", "generator.engine=vllm-http", f"generator.urls={json.dumps(urls)}",
+        f"generator.slots={SLOTS}", "generator.max_context=192",
+    ]  # fmt: skip
+    return open_engine(load_config(overrides=settings, environ={}), "generator-0").engine
+
+
+def versions_of(directory: Path) -> dict[int, Any]:
+    torch.set_num_threads(1)
+    found = [load_model(directory, torch.device("cpu"), torch.float32)]
+    found += [other_weights(found[0], seed) for seed in (1, 2)]
+    return {version: found[version % 3] for version in range(3 * len(LOADING))}
+
+
+@contextmanager
+def after(step: str, url: str, act: Callable[[], object]) -> Iterator[None]:
+    """`act` once, when a server whose address has `url` has answered this step of a load."""
+    plain, left, before = VllmServer._call, [act], [""]  # pyright: ignore[reportPrivateUsage]
+
+    async def calling(server: VllmServer, target: str, body: Any = None, **how: Any) -> bytes:
+        answer = await plain(server, target, body, **how)
+        if url in server.client.url:
+            name, last = target[1:].partition("?")[0], before[0]
+            before[0] = name
+            looks = name == "weight_info" and last != "finish_weight_update"
+            if left and name == step and not looks:
+                left.pop()()
+        return answer
+
+    with patch.object(VllmServer, "_call", calling):
+        yield
+        until(lambda: not left, f"{step} was reached", quiet_s=120.0)
+
+
+def begin(engine: Engine, models: dict[int, Any], version: int) -> list[EngineOutput]:
+    """Have both servers serve `version`, with requests under way; return what is done at once."""
+    load(engine, weights(models, version), version)
+    until(lambda: engine.fits == SLOTS, "both serve", quiet_s=120.0)
+    engine.submit([request(i, TOKENS) for i in range(REQUESTS)])
+    return decode(engine, REQUESTS)
+
+
+def answer(
+    engine: Engine, models: dict[int, Any], version: int, outputs: list[EngineOutput]
+) -> None:
+    """Finish all requests, going on with what broke off, and compute each logprob once more."""
+    parts: dict[str, list[EngineOutput]] = {}
+    left = REQUESTS
+    while left:
+        for output in outputs:
+            seen = parts.setdefault(output.request_id, [])
+            first = request(int(output.request_id[1:]), TOKENS)
+            ids = [*first.prompt_ids, *(token for part in seen for token in part.token_ids)]
+            seen.append(output)
+            if output.token_ids:
+                again = logprobs_keeping_cache(models, ids, output)
+                assert output.logprobs == pytest.approx(again, abs=TOLERANCE), output.spans
+                assert {span.version for span in output.spans} <= {version - 1, version}
+            ids += output.token_ids
+            if output.finish_reason == "abort":
+                rest = TOKENS + len(first.prompt_ids) - len(ids)
+                engine.submit([EngineRequest(output.request_id, ids, first.sampling, rest)])
+            left -= output.finish_reason != "abort"
+        assert engine.busy or not left
+        outputs = engine.poll(0.05)
+    assert any(of[-1].spans[-1].version == version for of in parts.values())
+
+
+def die_after(step: str, directory: Path, urls: list[str]) -> None:
+    """Be a generator that is killed in a load."""
+    models, die = versions_of(directory), partial(os.kill, os.getpid(), signal.SIGKILL)
+    with ExitStack() as stack:
+        if step == LOADING[0]:
+            stack.enter_context(after(step, "", die))
+        engine = opened(directory, urls)
+        begin(engine, models, 0)
+        stack.enter_context(after(step, "", die))
+        load(engine, weights(models, 1), 1)
+
+
+def test_kills_at_each_step(tmp_path: Path) -> None:
+    directory = write_model("qwen3-moe", tmp_path / "model")
+    models = versions_of(directory)
+    servers = [VllmServe(directory, tmp_path / f"{n}.log", seed=n) for n in (1, 2)]
+    urls = [server.url for server in servers]
+    with serving(*servers):
+        for step in LOADING:
+            child = multiprocessing.get_context("spawn").Process(
+                target=die_after, args=(step, directory, urls)
+            )
+            child.start()
+            child.join(limit(120.0))
+            assert child.exitcode == -signal.SIGKILL, step
+            with closing(opened(directory, urls)) as engine:
+                done = begin(engine, models, 1)
+                load(engine, weights(models, 2), 2)
+                answer(engine, models, 2, done)
+        with closing(opened(directory, urls)) as engine:
+            for version, step in enumerate(LOADING, 1):
+                done = begin(engine, models, version - 1)
+                victim = servers[version % 2]
+                with after(step, victim.url, victim.kill):
+                    if step == LOADING[0]:
+                        victim.kill()
+                        victim.start()
+                    load(engine, weights(models, version), version)
+                answer(engine, models, version, done)
+                victim.start()
+
+
+def test_a_run_whose_servers_are_on_another_host(project: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
     (project / "model").unlink()
-    model = project / "model"
-    make_model(model, hidden=64, heads=2, kv_heads=1, layers=1, ff=32)
-    held = reserved_port()
-    servers = [
-        VllmServe(model, project / f"server-{n}.log", seed=n, port=port, context=256)
-        for n, port in enumerate((held.getsockname()[1], 0), 1)
-    ]
-    with held, serving(*servers):
-        process = up(
-            'generator.engine="vllm-http"',
-            f"generator.urls={json.dumps([server.url for server in servers])}",
-            "generator.max_context=256",
-            "sampling.max_tokens=24",
-            "sampling.top_k=8",
-            "sampling.top_p=0.9",
-            f"run.steps={STEPS}",
-            quiet_s=800.0,
-        )
-        process.until_step(2)
-        servers[0].kill()
-        process.until_step(4)
-        servers[0].start()
-        summary = process.finish()
-    assert len(process.steps()) == summary["steps"] == STEPS
+    make_model(project / "model", hidden=64, heads=2, kv_heads=1, layers=1, ff=32)
+    call([*UMBRA, "keys", "runs/keys"], cwd=project, check=True)
+    codes = json.loads(in_spaces("programs.servers_run", project, project, str(STEPS)))
+    assert codes == {"up": [0], "relay": [0], "generator": [0]}
+    (path,) = (project / "runs").glob("*/summary.json")
+    summary = json.loads(path.read_text())
+    assert summary["steps"] == STEPS
+    assert summary["ledger"]["balance"] == sum(summary["ledger"]["in_flight"].values()) == 0
     assert summary["ledger"]["trained"] == STEPS * 16
-    assert sum(summary["ledger"]["in_flight"].values()) == 0
     assert summary["mismatch_k3_on_policy"] < 1e-5
