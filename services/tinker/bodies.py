@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Count = Annotated[int, Meta(ge=0)]
 
 
-class Body(msgspec.Struct, forbid_unknown_fields=True):
+class ApiBody(msgspec.Struct, forbid_unknown_fields=True):
     """Base of bodies; `type` only says which one it is."""
 
     type: str = ""
@@ -34,7 +34,7 @@ class Optimizer(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     type: Literal["adamw"] = "adamw"
 
 
-class CreateModel(Body, kw_only=True):
+class CreateModel(ApiBody, kw_only=True):
     session_id: str
     model_seq_id: Count
     base_model: str
@@ -43,7 +43,7 @@ class CreateModel(Body, kw_only=True):
     optimizer_config: Optimizer = Optimizer()
 
 
-class LoadWeights(Body, kw_only=True):
+class LoadWeights(ApiBody, kw_only=True):
     path: str
     optimizer: bool
     model_id: str | None = None
@@ -79,13 +79,13 @@ class Adam(msgspec.Struct, forbid_unknown_fields=True):
         }
 
 
-class OptimStep(Body, kw_only=True):
+class OptimStep(ApiBody, kw_only=True):
     model_id: str
     seq_id: int
     adam_params: Adam
 
 
-class SaveWeights(Body, kw_only=True):
+class SaveWeights(ApiBody, kw_only=True):
     """Of all three kinds of saving."""
 
     model_id: str
@@ -122,12 +122,12 @@ class Chunk(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["encoded_text"] = "encoded_text"
 
 
-class Prompt(msgspec.Struct, forbid_unknown_fields=True):
+class PromptChunks(msgspec.Struct, forbid_unknown_fields=True):
     chunks: list[Chunk]
 
 
-class Sample(Body, kw_only=True):
-    prompt: Prompt
+class SampleBody(ApiBody, kw_only=True):
+    prompt: PromptChunks
     sampling_params: SamplingParams
     sampling_session_id: str
     seq_id: Count
@@ -153,7 +153,7 @@ class Sample(Body, kw_only=True):
             )
 
 
-class SamplingSession(Body, kw_only=True):
+class SamplingSession(ApiBody, kw_only=True):
     session_id: str
     sampling_session_seq_id: Count
     base_model: str | None = None

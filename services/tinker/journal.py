@@ -43,7 +43,7 @@ class ConflictError(UmbraError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class FutureRequest:
     """A request as it was accepted: number `seq` of its model or sampling session."""
 
     id: str
@@ -55,7 +55,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FutureAnswer:
     """What a future gets: the bytes of a media type."""
 
     body: bytes
@@ -63,16 +63,16 @@ class Answer:
     failed: bool = False
 
     @classmethod
-    def json(cls, value: Any) -> Answer:
+    def json(cls, value: Any) -> FutureAnswer:
         return cls(msgspec.json.encode(value))
 
     @classmethod
-    def failure(cls, why: str, category: Literal["user", "server"]) -> Answer:
+    def failure(cls, why: str, category: Literal["user", "server"]) -> FutureAnswer:
         body = msgspec.json.encode({"error": why, "category": category})
         return cls(body, failed=True)
 
 
-class Journal:
+class FuturesJournal:
     """The file, used by all threads of the server."""
 
     def __init__(self, path: Path) -> None:
@@ -105,7 +105,7 @@ class Journal:
             if not self._depth:
                 self._file.execute("COMMIT")
 
-    def accept(self, request: Request) -> bool:
+    def accept(self, request: FutureRequest) -> bool:
         """Write `request`; return false if it is here already.
 
         Raises:
@@ -127,7 +127,7 @@ class Journal:
             )
         return True
 
-    def finish(self, request: Request, answer: Answer, *, keep: bool = False) -> None:
+    def finish(self, request: FutureRequest, answer: FutureAnswer, *, keep: bool = False) -> None:
         """Write an answer; the body stays only if `keep`."""
         with self.transaction():
             self._file.execute(
@@ -143,15 +143,15 @@ class Journal:
                 ),
             )
 
-    def answer(self, request_id: str) -> Answer | Literal["unknown"] | None:
+    def answer(self, request_id: str) -> FutureAnswer | Literal["unknown"] | None:
         """Return the answer; None while there is none."""
         with self._lock:
             row = self._one("SELECT state, media, answer FROM requests WHERE id = ?", request_id)
         if row is None:
             return "unknown"
-        return None if row[0] == "queued" else Answer(row[2], row[1], row[0] == "failed")
+        return None if row[0] == "queued" else FutureAnswer(row[2], row[1], row[0] == "failed")
 
-    def requests(self, state: str, lane: str = "", after: int = -1) -> list[Request]:
+    def requests(self, state: str, lane: str = "", after: int = -1) -> list[FutureRequest]:
         """Return those that are "queued", or not ("past") and still have a body, in order."""
         if state == "queued":
             where, values = "state = 'queued' ORDER BY rowid", ()
@@ -162,7 +162,7 @@ class Journal:
             rows = self._file.execute(
                 f"SELECT id, lane, seq, kind, body, state FROM requests WHERE {where}", values
             ).fetchall()
-        return [Request(*row) for row in rows]
+        return [FutureRequest(*row) for row in rows]
 
     def trim(self, lane: str, seq: int) -> None:
         """Drop the bodies that a snapshot after request `seq` covers."""

@@ -40,7 +40,7 @@ from umbra.services.weights.manifest import build_manifest
 ALPHA = 32.0  # of all adapters, as the service that the API comes from has it
 
 
-class Shape(msgspec.Struct, frozen=True):
+class TrainedShape(msgspec.Struct, frozen=True):
     """What is trained of the model: an adapter of `rank`, or with rank 0 all weights."""
 
     rank: int = 0
@@ -67,7 +67,9 @@ class Shape(msgspec.Struct, frozen=True):
         )
 
 
-def put_adapter(model: PreTrainedModel, shape: Shape, config: RunConfig) -> AdapterFacts | None:
+def put_adapter(
+    model: PreTrainedModel, shape: TrainedShape, config: RunConfig
+) -> AdapterFacts | None:
     """Put the adapter of `shape` into `model`; None if all weights are trained."""
     if not shape.rank:
         return None
@@ -83,7 +85,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     id: str
     session: str
-    shape: Shape
+    shape: TrainedShape
     seed: int
     created: float
     source: str = ""  # file of the state that it began with
@@ -107,7 +109,7 @@ class Trainee:
 class Bench:
     """A learner, and the models of one shape that take turns in it."""
 
-    def __init__(self, config: RunConfig, shape: Shape) -> None:
+    def __init__(self, config: RunConfig, shape: TrainedShape) -> None:
         self.shape = shape
         self.model, self._tokenizer = load_policy(config.model.name, checked=config.model.checked)
         self.adapter = put_adapter(self.model, shape, config)
@@ -305,9 +307,9 @@ class Benches:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
-        self._open: dict[Shape, Bench] = {}
+        self._open: dict[TrainedShape, Bench] = {}
 
-    def of(self, shape: Shape) -> Bench:
+    def of(self, shape: TrainedShape) -> Bench:
         if shape not in self._open:
             self._open[shape] = Bench(self._config, shape)
         return self._open[shape]

@@ -28,8 +28,8 @@ from umbra.services.modeling.models import load_model, load_tokenizer, pick_devi
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.modeling.weights import WeightTable
-from umbra.services.tinker.journal import Answer
-from umbra.services.tinker.models import Shape, put_adapter
+from umbra.services.tinker.journal import FutureAnswer
+from umbra.services.tinker.models import TrainedShape, put_adapter
 from umbra.services.tinker.wire import Array, write_samples
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
@@ -42,7 +42,7 @@ class Job:
     """A request for `count` samples of one prompt, and what there is of them."""
 
     id: str
-    shape: Shape
+    shape: TrainedShape
     version: str  # its file; "" = the base model
     prompt: list[int]
     count: int
@@ -58,7 +58,7 @@ class Job:
 class Lane:
     """An engine for the versions of one shape."""
 
-    def __init__(self, config: RunConfig, shape: Shape, seed: int) -> None:
+    def __init__(self, config: RunConfig, shape: TrainedShape, seed: int) -> None:
         device = pick_device(config.generator.device, "--device")
         served = config.weight_hub.dtype_on(device.type)
         model = load_model(
@@ -104,7 +104,7 @@ class Lane:
         check_request(self._request(job, 0), self._engine.max_context, self._vocabulary)
         self._waiting.append(job)
 
-    def turn(self) -> Iterable[tuple[Job, Answer]]:
+    def turn(self) -> Iterable[tuple[Job, FutureAnswer]]:
         """Do one pass; yield jobs that are done."""
         others = any(job.version != self._served for job in self._waiting)
         if not self._live and self._waiting:
@@ -114,7 +114,7 @@ class Lane:
             except UmbraError as error:
                 gone = [job for job in self._waiting if job.version == version]
                 self._waiting = [job for job in self._waiting if job.version != version]
-                yield from ((job, Answer.failure(str(error), "user")) for job in gone)
+                yield from ((job, FutureAnswer.failure(str(error), "user")) for job in gone)
                 return
             others = False
         if not others:
@@ -130,7 +130,7 @@ class Lane:
         for output in outputs:
             if (job := self._ended(output)) is not None:
                 made = (job.found[index] for index in range(job.count))
-                yield job, Answer(write_samples(made, job.prompt_logprobs), PROTOBUF)
+                yield job, FutureAnswer(write_samples(made, job.prompt_logprobs), PROTOBUF)
 
     def _serve(self, version: str) -> None:
         """Load a version, unless it is the one that is served."""
@@ -196,13 +196,15 @@ class Lane:
         return found
 
 
-class Sampler:
+class SamplingThread:
     """The thread that drives all engines. `finish` is called there with each answer."""
 
-    def __init__(self, config: RunConfig, finish: Callable[[str, Answer], None], seed: int) -> None:
+    def __init__(
+        self, config: RunConfig, finish: Callable[[str, FutureAnswer], None], seed: int
+    ) -> None:
         self._config, self._finish, self._seed = config, finish, seed
         self._new: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._lanes: dict[Shape, Lane] = {}
+        self._lanes: dict[TrainedShape, Lane] = {}
 
     def submit(self, job: Job) -> None:
         self._new.put(job)
@@ -233,4 +235,4 @@ class Sampler:
                 self._lanes[job.shape] = Lane(self._config, job.shape, self._seed)
             self._lanes[job.shape].add(job)
         except (UmbraError, ValueError) as error:
-            self._finish(job.id, Answer.failure(str(error), "user"))
+            self._finish(job.id, FutureAnswer.failure(str(error), "user"))

@@ -31,14 +31,14 @@ from umbra.proto.records import Sampling
 from umbra.services.http import ApiError
 from umbra.services.tinker.bodies import (
     Numbered,
-    Sample,
+    SampleBody,
     SamplingSession,
     read,
     sampler_name,
 )
-from umbra.services.tinker.journal import Answer, ConflictError, Journal, Request
-from umbra.services.tinker.models import Shape
-from umbra.services.tinker.sampler import PROTOBUF, Job, Sampler
+from umbra.services.tinker.journal import ConflictError, FutureAnswer, FutureRequest, FuturesJournal
+from umbra.services.tinker.models import TrainedShape
+from umbra.services.tinker.sampler import PROTOBUF, Job, SamplingThread
 from umbra.services.tinker.training import Training, delete_files, files_in
 from umbra.services.tinker.wire import read_head
 
@@ -55,9 +55,9 @@ class Api:
 
     def __init__(
         self,
-        journal: Journal,
+        journal: FuturesJournal,
         training: Training,
-        sampler: Sampler,
+        sampler: SamplingThread,
         base_model: str,
         max_context: int,
         tokenizer: str,
@@ -125,9 +125,9 @@ class Api:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._wake, request_id)
 
-    def sampled(self, request_id: str, answer: Answer) -> None:
+    def sampled(self, request_id: str, answer: FutureAnswer) -> None:
         """Write the answer to a request for samples; called on the sampler's thread."""
-        self._journal.finish(Request(request_id, "", 0, "asample", b""), answer)
+        self._journal.finish(FutureRequest(request_id, "", 0, "asample", b""), answer)
         self.told(request_id)
 
     def _wake(self, request_id: str) -> None:
@@ -182,7 +182,7 @@ class Api:
 
     def _accept(self, kind: str, model_id: str, seq: int, body: bytes) -> Response:
         """Write a request of a model and answer with its future; once, however often it comes."""
-        request = Request(f"{model_id}:{seq}", model_id, seq, kind, body)
+        request = FutureRequest(f"{model_id}:{seq}", model_id, seq, kind, body)
         told = {"request_id": request.id, "model_id": model_id}
         held = self._journal.get("model", model_id)
         if held is None and seq:
@@ -217,19 +217,19 @@ class Api:
 
     async def _sample(self, http: HttpRequest) -> Response:
         body = await http.body()
-        asked = read(body, Sample)
+        asked = read(body, SampleBody)
         sampler = asked.sampling_session_id
         if self._journal.get("sampler", sampler) is None:
             raise ApiError(f"there is no sampling session {sampler}", status=404)
-        request = Request(f"{sampler}:{asked.seq_id}", sampler, asked.seq_id, "asample", body)
+        request = FutureRequest(f"{sampler}:{asked.seq_id}", sampler, asked.seq_id, "asample", body)
         asked.check()
         if self._journal.accept(request):
             self._submit(request)
         names = [f"{request.id}:{index}" for index in range(asked.num_samples)]
         return JSONResponse({"request_id": request.id, "sample_sequence_ids": names})
 
-    def _submit(self, request: Request) -> None:
-        asked = read(request.body, Sample)
+    def _submit(self, request: FutureRequest) -> None:
+        asked = read(request.body, SampleBody)
         held = self._journal.get("sampler", request.lane)
         assert held is not None
         params = asked.sampling_params
@@ -241,7 +241,7 @@ class Api:
         self._sampler.submit(
             Job(
                 id=request.id,
-                shape=msgspec.convert(held["shape"], Shape),
+                shape=msgspec.convert(held["shape"], TrainedShape),
                 version=held["file"],
                 prompt=prompt,
                 count=asked.num_samples,
@@ -272,7 +272,7 @@ class Api:
             answer = self._journal.answer(name)
         else:
             self._waiting.pop(name, None)
-        if not isinstance(answer, Answer):
+        if not isinstance(answer, FutureAnswer):
             raise ApiError(f"there is no request {name}, or its answer is too old", status=410)
         return Response(answer.body, media_type=answer.media)
 

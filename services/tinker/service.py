@@ -18,8 +18,8 @@ from umbra.services.process.loop_thread import LoopThread
 from umbra.services.process.parent import tell_ready
 from umbra.services.process.signals import stop_on_signals
 from umbra.services.tinker.command import KEY_VARIABLE
-from umbra.services.tinker.journal import Answer, Journal
-from umbra.services.tinker.sampler import PROTOBUF, Sampler
+from umbra.services.tinker.journal import FutureAnswer, FuturesJournal
+from umbra.services.tinker.sampler import PROTOBUF, SamplingThread
 from umbra.services.tinker.server import FILES, Api
 from umbra.services.tinker.training import Training
 
@@ -53,19 +53,19 @@ def run(config: RunConfig, address: str, name: str, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with folder_lock(folder):
-            journal = Journal(folder / "journal.sqlite")
+            journal = FuturesJournal(folder / "journal.sqlite")
             api: Api | None = None
 
             def told(request_id: str) -> None:
                 if api is not None:
                     api.told(request_id)
 
-            def sampled(request_id: str, answer: Answer) -> None:
+            def sampled(request_id: str, answer: FutureAnswer) -> None:
                 if api is not None:
                     api.sampled(request_id, answer)
 
             training = Training(config, folder.resolve(), name, journal, told)
-            sampler = Sampler(config, sampled, secrets.randbits(31))
+            sampler = SamplingThread(config, sampled, secrets.randbits(31))
             api = Api(
                 journal,
                 training,

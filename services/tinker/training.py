@@ -23,8 +23,8 @@ from umbra.services.tinker.bodies import (
     read,
     sampler_name,
 )
-from umbra.services.tinker.journal import Answer, Journal, Request
-from umbra.services.tinker.models import Bench, Benches, ModelFacts, Shape, Trainee, seed_of
+from umbra.services.tinker.journal import FutureAnswer, FutureRequest, FuturesJournal
+from umbra.services.tinker.models import Bench, Benches, ModelFacts, TrainedShape, Trainee, seed_of
 from umbra.services.tinker.sampler import PROTOBUF
 from umbra.services.tinker.wire import read_pass, write_outputs
 
@@ -45,9 +45,9 @@ class Lanes:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: dict[str, dict[int, Request]] = {}
+        self._waiting: dict[str, dict[int, FutureRequest]] = {}
         self._next: dict[str, int] = {}
-        self._ready: deque[Request] = deque()
+        self._ready: deque[FutureRequest] = deque()
         self._closed = False
 
     def begin(self, lane: str, number: int) -> None:
@@ -55,7 +55,7 @@ class Lanes:
         with self._changed:
             self._next[lane] = number
 
-    def add(self, request: Request) -> None:
+    def add(self, request: FutureRequest) -> None:
         with self._changed:
             lane, number = request.lane, self._next.setdefault(request.lane, 0)
             if request.seq == number:
@@ -64,13 +64,13 @@ class Lanes:
             else:
                 self._waiting.setdefault(lane, {})[request.seq] = request
 
-    def take(self) -> Request | None:
+    def take(self) -> FutureRequest | None:
         """Wait for the next request; None once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._closed)
             return None if self._closed else self._ready.popleft()
 
-    def done(self, request: Request) -> None:
+    def done(self, request: FutureRequest) -> None:
         """Let the model's next request follow."""
         with self._changed:
             number = self._next[request.lane] = request.seq + 1
@@ -98,7 +98,7 @@ class Training:
         config: RunConfig,
         folder: Path,
         base_model: str,
-        journal: Journal,
+        journal: FuturesJournal,
         told: Callable[[str], None],
     ) -> None:
         self.folder, self._base_model = folder, base_model
@@ -130,16 +130,16 @@ class Training:
             if trainee.facts.session == session:
                 self._trainees.pop(model_id, None)
 
-    def _do(self, request: Request) -> None:
+    def _do(self, request: FutureRequest) -> None:
         """Do a request; its answer and all that it changed are written together."""
         begun = time.monotonic()
         change = _nothing
         try:
             answer, change = self._perform(request)
         except UsageError as error:
-            answer = Answer.failure(str(error), "user")
+            answer = FutureAnswer.failure(str(error), "user")
         except (UmbraError, RuntimeError, OSError) as error:
-            answer = Answer.failure(str(error), "server")
+            answer = FutureAnswer.failure(str(error), "server")
         update: dict[str, Any] = {"next": request.seq + 1}
         if (trainee := self._trainees.get(request.lane)) is not None:
             if answer.failed and request.kind == "forward_backward":
@@ -180,7 +180,7 @@ class Training:
                 self._journal.drop("checkpoint", path)
                 delete_files(checkpoint)
 
-    def _perform(self, request: Request) -> tuple[Answer, Callable[[], None]]:
+    def _perform(self, request: FutureRequest) -> tuple[FutureAnswer, Callable[[], None]]:
         """Do `request`; return its answer, and what else has to be written with it."""
         match request.kind:
             case "create_model":
@@ -191,15 +191,15 @@ class Training:
                 trainee = self._trainee(request.lane)
                 asked = read_pass(request.body)
                 found, metrics = self._bench(trainee).run_pass(trainee, asked)
-                return Answer(write_outputs(found, metrics), PROTOBUF), _nothing
+                return FutureAnswer(write_outputs(found, metrics), PROTOBUF), _nothing
             case "optim_step":
                 trainee = self._trainee(request.lane)
                 norm = self._step(trainee, request)
-                return Answer.json({"metrics": {"grad_norm:mean": norm}}), _nothing
+                return FutureAnswer.json({"metrics": {"grad_norm:mean": norm}}), _nothing
             case _:
                 return self._save(request)
 
-    def _step(self, trainee: Trainee, request: Request) -> float:
+    def _step(self, trainee: Trainee, request: FutureRequest) -> float:
         bench = self._bench(trainee)
         try:
             adam = read(request.body, OptimStep).adam_params
@@ -209,12 +209,12 @@ class Training:
             raise
         return bench.step(trainee, settings, adam.grad_clip_norm)
 
-    def _create(self, request: Request) -> tuple[Answer, Callable[[], None]]:
+    def _create(self, request: FutureRequest) -> tuple[FutureAnswer, Callable[[], None]]:
         asked = read(request.body, CreateModel)
         self._check_base(asked.base_model)
-        lora, shape = asked.lora_config, Shape()
+        lora, shape = asked.lora_config, TrainedShape()
         if lora is not None and lora.rank:
-            shape = Shape(lora.rank, lora.train_mlp, lora.train_attn, lora.train_unembed)
+            shape = TrainedShape(lora.rank, lora.train_mlp, lora.train_attn, lora.train_unembed)
         facts = ModelFacts(
             id=request.lane,
             session=asked.session_id,
@@ -224,7 +224,7 @@ class Training:
             user_metadata=asked.user_metadata,
         )
         change = self._begin(facts)
-        return Answer.json({"model_id": facts.id, "type": "create_model"}), change
+        return FutureAnswer.json({"model_id": facts.id, "type": "create_model"}), change
 
     def _begin(self, facts: ModelFacts) -> Callable[[], None]:
         self._trainees[facts.id] = self._benches.of(facts.shape).begin(facts)
@@ -232,7 +232,7 @@ class Training:
         held |= {"next": 1, "snapshot": 0, "state": ""}
         return lambda: self._journal.put("model", facts.id, held, facts.session)
 
-    def _load(self, request: Request) -> tuple[Answer, Callable[[], None]]:
+    def _load(self, request: FutureRequest) -> tuple[FutureAnswer, Callable[[], None]]:
         asked = read(request.body, LoadWeights)
         saved = self._journal.get("checkpoint", asked.path)
         if saved is None or saved["kind"] != "save_weights":
@@ -247,7 +247,7 @@ class Training:
             facts = ModelFacts(
                 id=request.lane,
                 session=asked.session_id,
-                shape=msgspec.convert(saved["shape"], Shape),
+                shape=msgspec.convert(saved["shape"], TrainedShape),
                 seed=0,
                 created=time.time(),
                 source=saved["file"],
@@ -259,9 +259,9 @@ class Training:
             trainee = self._trainee(request.lane)
             self._bench(trainee).load(trainee, Path(saved["file"]), optimizer=asked.optimizer)
         told = {"path": asked.path, "model_id": request.lane, "type": "load_weights"}
-        return Answer.json(told), change
+        return FutureAnswer.json(told), change
 
-    def _save(self, request: Request) -> tuple[Answer, Callable[[], None]]:
+    def _save(self, request: FutureRequest) -> tuple[FutureAnswer, Callable[[], None]]:
         asked = read(request.body, SaveWeights)
         trainee = self._trainee(request.lane)
         bench, facts = self._bench(trainee), trainee.facts
@@ -292,7 +292,9 @@ class Training:
         }
         if not unnamed:
             told = {"path": path, "type": kind}
-            return Answer.json(told), lambda: self._journal.put("checkpoint", path, data, facts.id)
+            return FutureAnswer.json(told), lambda: self._journal.put(
+                "checkpoint", path, data, facts.id
+            )
         assert asked.sampling_session_seq_id is not None
         sampler = sampler_name(facts.session, asked.sampling_session_seq_id)
         told = {"sampling_session_id": sampler, "type": kind}
@@ -307,7 +309,7 @@ class Training:
             self._journal.put("sampler", sampler, held, facts.session)
 
         self._drop_unnamed(facts, request.seq)
-        return Answer.json(told), change
+        return FutureAnswer.json(told), change
 
     def _drop_unnamed(self, facts: ModelFacts, newest: int) -> None:
         """Delete versions without a name beyond the newest ones."""
@@ -348,7 +350,7 @@ class Training:
         trainee.cost_s = time.monotonic() - begun
         return trainee
 
-    def _replay(self, bench: Bench, trainee: Trainee, request: Request) -> None:
+    def _replay(self, bench: Bench, trainee: Trainee, request: FutureRequest) -> None:
         """Do a request again whose answer is known: what it did to the model is not."""
         failed = request.state == "failed"
         if request.kind == "optim_step":
