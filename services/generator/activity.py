@@ -1,4 +1,4 @@
-"""What a generator reports: spans of its loop, and an engine that is stuck."""
+"""Reports of a generator: spans of its loop, and an engine that is stuck."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ STDERR = 2
 
 
 class StallWatch:
-    """How long the engine has been busy with nothing to show for it.
+    """A stall timer: the seconds that the engine has been busy without progress.
 
-    Told by the loop's thread, looked at by another. Seconds in which nobody looked count little:
+    The loop's thread updates it, another looks at it. Seconds in which nobody looked count little:
     the whole process was stopped then. `engine` is its name for the user, `pace` the seconds
     without a token that are allowed, and the least rate at which weights are loaded.
     """
@@ -111,7 +111,7 @@ class StallWatch:
         self._quiet_s = self.limit_s - self._pace.limit_s(nbytes)
 
     def waits(self, doing: str, live: int) -> None:
-        """Note what is about to be done, which may hang, with `live` requests in flight."""
+        """Note the next step, which may hang, with `live` requests in flight."""
         self._doing, self._live = doing, live
 
     def look(self) -> float:

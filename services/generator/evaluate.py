@@ -24,7 +24,7 @@ _LOOK_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """What was measured. `accuracy` is the mean reward; a failed sample counts as 0."""
+    """Metrics of an evaluation. `accuracy` is the mean reward; a failed sample counts as 0."""
 
     accuracy: float
     samples: int
@@ -46,7 +46,7 @@ def evaluate_model(
 ) -> EvalResult:
     """Let the model in `path` answer `samples` prompts, going round `rows` as often as it takes.
 
-    Environment, sampling and generator are those of `config`; `greedy` takes the most likely token
+    `config` gives environment, sampling and generator; `greedy` takes the most likely token
     instead of sampling.
 
     Raises:

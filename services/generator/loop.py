@@ -20,7 +20,7 @@ from umbra.services.generator.engines.engine import EngineError, EngineOutput, K
 from umbra.services.generator.runner import RolloutRunner, returned
 from umbra.services.weights.receiver import Receiver, StagedVersion
 
-DRAIN_S = 10.0  # to hand back what is unfinished
+DRAIN_S = 10.0  # to hand back unfinished samples
 RELOAD_S = 60.0  # for another version, where one changed while it was loaded
 _IDLE_WAIT_S = 0.005  # new weights are noticed within this time
 _STATS_EVERY_S = 1.0
@@ -68,11 +68,11 @@ class GeneratorLoop:
         self._stats_tokens = 0
 
     def run(self) -> None:
-        """Turn until asked to stop, then hand back what is unfinished.
+        """Turn until asked to stop, then hand back unfinished samples.
 
         Raises:
-            EngineError: the engine broke, or anything else that nobody foresaw. What was finished
-                is delivered; others go on with the rest from where it was flushed last.
+            EngineError: the engine broke, or an unforeseen error occurred. Finished samples are
+                delivered; others go on with the rest from where it was flushed last.
             UmbraError: the buffer refused our work, or the weights do not fit.
         """
         try:
@@ -119,7 +119,7 @@ class GeneratorLoop:
         self._report()
 
     def drain(self, reason: str) -> None:
-        """Deliver what is finished and give back the rest, partials included."""
+        """Deliver finished samples and give back the rest, partials included."""
         self._activity.close()
         self._deliver()
         self._buffer.give_back(self._runner.drain(reason))
@@ -128,7 +128,7 @@ class GeneratorLoop:
         self._buffer.flush(DRAIN_S)
 
     def _deliver_last(self) -> None:
-        """Deliver what is finished before an engine that broke is lost."""
+        """Deliver finished samples before an engine that broke is lost."""
         try:
             self._deliver()
             self._buffer.flush(DRAIN_S)
@@ -166,7 +166,7 @@ class GeneratorLoop:
         self._runner.take(aborted)
 
     def _keeps_version(self) -> bool:
-        """Whether an evaluation of the version that we serve needs us: new weights wait so long.
+        """True while an evaluation of the served version needs us: new weights wait so long.
 
         The buffer ends it in time: then its leases are lost, and with them the reason to wait.
         """

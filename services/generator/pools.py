@@ -1,4 +1,4 @@
-"""What rollouts talk to: environments, agents and rewards of groups, and their settings."""
+"""The counterparts of rollouts: environments, agents, rewards of groups, and their settings."""
 
 from __future__ import annotations
 

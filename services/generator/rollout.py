@@ -40,10 +40,10 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a sample ends whatever model and environment say; 0 = no limit."""
+    """Limits that end a sample whatever model and environment say; 0 = no limit."""
 
     turns: int = 0  # of the model
-    tokens: int = 0  # of the response, those of the environment included
+    tokens: int = 0  # of the response, with the environment's tokens
     branches: int = 1  # lines of tokens
 
 
@@ -59,7 +59,7 @@ class RolloutSettings:
     several: Mapping[str, RolloutSettings] = field(default_factory=dict)  # by environment's name
 
     def of(self, row: dict[str, Any]) -> RolloutSettings:
-        """Return those of the environment of a prompt's `row`; SampleError if there is none."""
+        """Return the settings of the environment of a prompt's `row`; raise SampleError without."""
         if not self.several:
             return self
         name = row.get(ENVIRONMENT)
@@ -95,7 +95,7 @@ class Rollout:
         self.saved = self.tokens
 
     def _restart(self, partial: Trajectory | None = None) -> None:
-        """Begin the conversation, with what there is of it in `partial`, if that can be used."""
+        """Begin the conversation, with the tokens of `partial` if they can be used."""
         self.phase = Phase.RESET
         self.begun = self.lost = False
         self.ask: Ask | None = None
@@ -136,9 +136,9 @@ class Rollout:
 
     @property
     def movable(self) -> bool:
-        """Whether another generator could go on with it right now without playing anything again.
+        """True if another generator could go on with it right now without replaying any turn.
 
-        Not once its environment has been told something, or is at work on it.
+        Not once its environment has received a turn, or is at work on it.
         """
         if self.phase is Phase.RESET:
             return not self.begun
@@ -154,7 +154,7 @@ class Rollout:
         if self.phase is Phase.RESET:
             prompt = self._asked_prompt(ask)
             if self._line.prompt and prompt != self._line.prompt:
-                self._restart()  # what there is of the sample belongs to another prompt
+                self._restart()  # the tokens so far belong to another prompt
             self._line.prompt = prompt
             self._line.opening = Opening(ask.messages, ask.tools)
         elif self._replay:
@@ -183,7 +183,7 @@ class Rollout:
 
     def finish(self, result: StepResult) -> None:
         """End the sample; a turn of the model that was cut counts as cut by its length."""
-        if self._replay:  # it did not end here before: it starts anew
+        if self._replay:  # it did not end here before: it restarts
             self._restart()
             return
         self.credit(result)
@@ -192,7 +192,7 @@ class Rollout:
         self.phase = Phase.DONE
 
     def begin_again(self) -> None:
-        """Begin the conversation again; what was said is said again while the asks are the same."""
+        """Begin the conversation again; replay its turns while the asks are the same."""
         self._restart(self.partial())
 
     def turn(self) -> Turn:
@@ -252,9 +252,9 @@ class Rollout:
         return len(self._line.tokens.ids)
 
     def trajectory(self, under_way: EngineOutput | None = None) -> Trajectory:
-        """Return what there is of the sample, finished or not: one response token at least.
+        """Return the sample, finished or not, with one response token at least.
 
-        `under_way` is what the engine has of the turn that goes on.
+        `under_way` is the engine's output so far for the current turn.
         """
         task, trained = self.task, self.task.pinned_version < 0
         line, *further = [one for one in self._lines if one.spoken] or [self._line]

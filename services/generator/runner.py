@@ -64,7 +64,7 @@ class RolloutRunner:
 
     @property
     def wanting(self) -> int:
-        """Of those, the ones that take a slot of the engine, or will at once.
+        """Return the count of active samples that take a slot of the engine, or will at once.
 
         One whose agent has begun asks for a turn when it likes, as between two turns.
         """
@@ -165,7 +165,7 @@ class RolloutRunner:
             rollout.leaving = reason  # those that were handed back are forgotten
 
     def drain(self, reason: str) -> list[ReturnedSample]:
-        """Stop everything and hand back what is unfinished, with the tokens there are."""
+        """Stop everything and hand back unfinished samples, with the tokens there are."""
         return self._hand_back(list(self._rollouts.values()), reason)
 
     def _hand_back(self, rollouts: list[Rollout], reason: str) -> list[ReturnedSample]:
@@ -276,7 +276,7 @@ class RolloutRunner:
                     ask.reply(error)  # the agent's mistake; its sample goes on
                     return False
             case _:
-                return False  # of the same lease, begun anew meanwhile
+                return False  # of the same lease, restarted meanwhile
         return True
 
     def _ask_for(self, rollout: Rollout, messages: list[Message], **fields: Any) -> None:

@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 def run(
     ctx: ServiceContext, make_engine: Callable[[RunConfig, str], OpenEngine] = open_engine
 ) -> int:
-    """Generate until the run ends or this process is told to stop; return the exit code.
+    """Generate until the run ends or this process has to stop; return the exit code.
 
-    `make_engine` makes the engine; its second argument seeds what is drawn.
+    `make_engine` makes the engine; its second argument seeds its sampling.
     """
     config = unrewarded(ctx.config)
     ctx.begin(*computes(config))
@@ -38,7 +38,7 @@ def run(
     opened = make_engine(config, f"{ctx.name}/{uuid.uuid4().hex}")
     wake = threading.Event()
     settings = settings_for(config, opened.chat, generator=ctx.name)
-    # An eighth early: so much is decoded at most while what is flushed is on its way.
+    # An eighth early: so much is decoded at most while flushed tokens are on their way.
     flush_tokens = config.generator.partial_flush_tokens
     flush_tokens -= flush_tokens // 8
     with (
@@ -67,7 +67,7 @@ def run(
 
 
 def _subscribe(session: Session, config: RunConfig, opened: OpenEngine) -> Receiver | None:
-    """A receiver of weights; None if we are stopped before there is a hub with a model.
+    """Return a receiver of weights; None if we are stopped before there is a hub with a model.
 
     Raises:
         DeadlineError: no hub joined, or no trainer registered its model there.

@@ -1,4 +1,4 @@
-"""The tokens of a sample's response, with what is known of each; they are only ever appended."""
+"""The tokens of a sample's response, with mask, logprobs and routing; only ever appended."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ResponseTokens:
         self.spans.append(VersionSpan(version=version, start=start, end=end))
 
     def _add_routing(self, found: Routing | None) -> None:
-        """Take over what is `found` of tokens whose routing is unknown so far.
+        """Take over the `found` routing of tokens whose routing is unknown so far.
 
         The engine has read all tokens before its own again, perhaps with other weights: those were
         followed by what an earlier pass predicted, so the routing of that pass stays theirs.
@@ -131,7 +131,7 @@ def _kind(routing: Routing) -> tuple[int, int, int]:
 
 
 def tokens_of(partial: Trajectory, sampling: Sampling) -> ResponseTokens | None:
-    """What a partial holds; None if it can't be continued.
+    """Return the tokens of a partial; None if it can't be continued.
 
     One that can is sound, one line, begins with a model's token, and was drawn as `sampling` says.
     """

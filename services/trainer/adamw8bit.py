@@ -1,6 +1,6 @@
 """torchao's AdamW with moments in 8 bits, for sharded parameters and checkpoints by rows.
 
-Imported where it is asked for, as torchao is an extra. The 8 bits are those of Dettmers et al.
+Imported where it is asked for, as torchao is an extra. The 8-bit format is by Dettmers et al.
 (arXiv 2110.02861): a block of numbers is divided by its largest, and each is rounded to the nearest
 of 256 values that lie denser near zero.
 """

@@ -44,7 +44,7 @@ class TrainBatch:
         return torch.tensor([t.oldest_version for t in self.trajectories])[self.tokens.owner]
 
     def lines_of(self, samples: Tensor, lines: Tensor) -> Tensor:
-        """Return those of `lines` that are of `samples`, in their order; int64 indices."""
+        """Return the members of `lines` that belong to `samples`, in their order; int64 indices."""
         own: dict[int, list[int]] = {}
         for line, sample in zip(lines.tolist(), self.sample[lines].tolist(), strict=True):
             own.setdefault(sample, []).append(line)
@@ -52,7 +52,7 @@ class TrainBatch:
         return torch.tensor(found, dtype=torch.int64)
 
     def leading(self, version: int) -> Tensor:
-        """Which learned tokens `version` sampled from the beginning of their response on, bool [M].
+        """Mark learned tokens that `version` sampled from the start of their response on, bool [M].
 
         Their whole context was read by these very weights. That is not known of tokens after a
         change of version: under `generator.kv_policy` = keep the cache before them is of older
@@ -76,8 +76,8 @@ def make_batch(
 ) -> TrainBatch:
     """Make the tensors of `samples`, or raise BatchError for the first that is not sound.
 
-    `routers` are those of the model, if their choices are to be replayed; `centered` samples say
-    what the sampler's likeliest tokens were.
+    `routers` are the model's, if their choices are to be replayed; `centered` samples have the
+    sampler's likeliest tokens.
     """
     facts = RunFacts(
         vocab_size, most_tokens, routing=routers and True, routers=routers, centered=centered

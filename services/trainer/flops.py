@@ -32,9 +32,9 @@ _ROUTED = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")  # n
 
 @dataclass(frozen=True, slots=True)
 class TrainingFlops:
-    """What a token costs in a model.
+    """The operations that a token costs in a model.
 
-    Counted are 6 operations per weight that a token meets (2 forward, 4 backward; of experts those
+    Counted are 6 operations per weight that a token meets (2 forward, 4 backward; only the experts
     that it is routed to; the output layer: per learned token), and 12 per head dimension, head,
     layer and pair of a token and one that it attends to: 6 L^2 for a sequence of L tokens without
     a window. Weights that an adapter leaves alone count like others; states that layers carry from
@@ -48,7 +48,7 @@ class TrainingFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> TrainingFlops:
-        """Count those of `model`, which may be sharded or have adapters.
+        """Count the operations of `model`, which may be sharded or have adapters.
 
         Raises:
             UsageError: the model's config does not say how many experts a token meets.
@@ -123,8 +123,8 @@ def row_sizes(
 ) -> RowSizes:
     """Return the configured numbers; for `auto` what suits model, memory and samples.
 
-    A pass has what fits, by `activation_bytes`, into half of the memory that weights leave, and
-    rows are those of `rows_within`. All ranks get the same: that of the one with the least memory.
+    A pass has as many tokens as fit, by `activation_bytes`, into half of the memory that weights
+    leave; `rows_within` gives the rows. The rank with the least memory decides for all ranks.
     """
     fits = torch.zeros(1, dtype=torch.int64)
     if config.micro_tokens == "auto":

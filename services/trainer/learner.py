@@ -148,7 +148,7 @@ class Learner:
     def logprobs(self, micros: list[MicroBatch], temperature: Tensor) -> Tensor:
         """Return logprobs of the weights, no gradient, float32 [M]; 0 for tokens not scored.
 
-        `micros` are this rank's; the result has those of all ranks.
+        `micros` are this rank's; the result has the logprobs of all ranks.
         """
         result = torch.zeros_like(temperature)
         for micro in micros:

@@ -1,6 +1,6 @@
 """The training loop: lease a batch, learn from it, commit it, save and publish the new weights.
 
-All ranks run it. What rank 0 hears from the run reaches the others in the control group (`Ranks`).
+All ranks run it. Rank 0 passes the run's messages on in the control group (`Ranks`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Loop:
 
         A batch that is not committed goes back to the buffer when rank 0 leaves.
         """
-        self._learner.phases.take()  # what was before the first step
+        self._learner.phases.take()  # time before the first step
         while self.version < self._config.run.steps:
             self._profile.begin(self.version + 1)
             batch = self._lease()
@@ -174,9 +174,9 @@ class Loop:
             )
 
     def _save_on_request(self) -> None:
-        """Save the state for an operator; the buffer asks until it hears that it was.
+        """Save the state for an operator; the buffer asks until the checkpoint is reported.
 
-        Before the first step of this process there is nothing to save that is not there already.
+        Before the first step of this process there is nothing new to save.
         """
         with self._phase("checkpoint"):
             row = self._committed[0] if self._committed is not None else None

@@ -37,10 +37,10 @@ from umbra.services.trainer.sinks import Sinks, open_sinks
 from umbra.services.weights.publisher import Publisher
 
 HUB_DEADLINE_S = 60.0  # a hub starts within seconds; the rest is for slow machines
-FINISH_S = 60.0  # the buffer ends and drains what is in flight
+FINISH_S = 60.0  # the buffer ends and drains samples in flight
 LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed
 TELL_S = 600.0  # between two lines in the log about what a batch waits for
-# What the monitor shows of a step.
+# Metrics of a step that the monitor shows.
 SHOWN = {
     "reward": "reward/mean",
     "loss": "loss",
@@ -57,7 +57,7 @@ M = TypeVar("M", bound=Message)
 
 
 class NextStep(msgspec.Struct, frozen=True):
-    """What the ranks do next, by rank 0's answer from the buffer; to wait if nothing is set."""
+    """The next action of all ranks, by the buffer's answer to rank 0; they wait if none is set."""
 
     trajectories: list[Trajectory] = []  # a batch to train on
     save: bool = False  # an operator wants a checkpoint
@@ -93,11 +93,11 @@ class RunMember:
         There is no limit to how often: as long as the buffer answers, the run waits too.
 
         Raises:
-            PeerLostError: what was published last is lost, so that none may ever come.
+            PeerLostError: the last published version is lost, so that no batch may ever come.
         """
         if self.stopping:
             return NextStep(stop=True)
-        self.publisher.check()  # if what was published last is lost, no batch may ever come
+        self.publisher.check()  # if the last published version is lost, no batch may ever come
         self.session.progress(f"waiting for batch {step}", 0)
         ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
         lease = self._call(ask, BatchLease, LEASE_SLICE_S)

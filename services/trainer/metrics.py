@@ -1,4 +1,4 @@
-"""What is measured of every training step."""
+"""Metrics of every training step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Row = dict[str, float | None]
 def sample_metrics(batch: TrainBatch, version: int) -> Row:
     """Return rewards, lengths and staleness of a batch that weights of `version` are trained on.
 
-    Staleness is that of `reporting.figures.staleness`, in versions. A response's length is that of
-    all branches of its sample; what they share counts in each.
+    Staleness is by `reporting.figures.staleness`, in versions. A response's length sums up all
+    branches of its sample; tokens that they share count in each.
     """
     samples, count = batch.samples, len(batch.samples)
     lengths = torch.tensor([t.sample_tokens for t in samples]).double()
@@ -81,8 +81,8 @@ def mismatch_sums(
 ) -> Tensor:
     """Return the sums named in `MISMATCH` over N learned tokens, float64, where `logprobs` is.
 
-    `logprobs` are those of the weights that the batch found; `on_policy` tokens are of their
-    version (`TrainBatch.leading`); those that are not `seen` do not count.
+    `logprobs` are under the weights that the batch found; `on_policy` tokens are of their version
+    (`TrainBatch.leading`); tokens that are not `seen` do not count.
     """
     if seen is None:
         seen = torch.ones_like(on_policy)
@@ -100,8 +100,8 @@ def mismatch_row(sums: Tensor) -> Row:
 
     With r = pi/mu: k1 = mean(-log r), k3 = mean(r - log r - 1), chi2 = mean(r^2) - 1, and the
     effective share of samples ess = (sum r)^2 / (N sum r^2). On tokens of the current version only
-    rounding is left, so `k3_on_policy` (None without such tokens) tells errors of the programs
-    from staleness. `sums` are those of all ranks.
+    rounding is left, so `k3_on_policy` (None without such tokens) separates errors of the programs
+    from staleness. `sums` are over all ranks.
     """
     total = dict(zip(MISMATCH, sums.tolist(), strict=True))
     count, on_policy = total["tokens"], total["on_policy"]
@@ -134,10 +134,10 @@ def speed_metrics(tokens: float, operations: float, seconds: float, ceiling: flo
 def expert_metrics(load: Tensor, rerouted: Tensor | None = None) -> Row:
     """Return how evenly the layers' experts are used; None where no token was routed.
 
-    The load of a layer is that of its busiest expert over the mean (1 = even), its entropy that of
+    The load of a layer is its busiest expert's over the mean (1 = even), its entropy the entropy of
     the experts' shares over the largest there can be (1 = even). An expert is dead without a token.
-    `load` are the tokens that each got, [layers, experts], and `rerouted` those that the layer's
-    router would have given to another expert than the generator's engine did, [layers].
+    `load` counts the tokens of each expert, [layers, experts]; `rerouted` counts tokens that the
+    layer's router would have given to another expert than the generator's engine did, [layers].
     """
     total = load.sum(1, keepdim=True)
     share = load / total
@@ -163,11 +163,11 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def finite(row: Row) -> Row:
-    """Return `row` with None for what is not a number: JSON has no NaN."""
+    """Return `row` with None for NaN and infinities: JSON has neither."""
     return {k: v if v is None or math.isfinite(v) else None for k, v in row.items()}
 
 
-# Sums over the tokens that were seen, all epochs; /+ and /- those with such an advantage.
+# Sums over the tokens that were seen, all epochs; /+ and /- over tokens with such an advantage.
 SUMS: tuple[str, ...] = (
     "tokens", "entropy", "kl", "age", "outliers", "loss", "last", "last/r", "last/r2",
     "tokens/+", "tokens/-", "clipped", "clipped/+", "clipped/-", "masked", "masked/+", "masked/-",
@@ -178,8 +178,8 @@ MAXIMA: tuple[str, ...] = ("ratio", "age")
 class LossMetrics:
     """Adds up the passes of a batch on the device; the ranks exchange a row of sums each.
 
-    In each epoch a token is seen once on one of the ranks, so sums over the ranks are those of the
-    whole. `found` are logprobs [M] under the weights of `version`, which the batch found, where a
+    In each epoch a token is seen once on one of the ranks, so sums over the ranks are sums over the
+    batch. `found` are logprobs [M] under the weights of `version`, which the batch found, where a
     pass was spent on them; an epoch is cut into `parts` updates, and a version has `per_version`.
     """
 
@@ -256,10 +256,10 @@ class LossMetrics:
 
         A token is clipped where its gain has no gradient (or its weight is clipped: CISPO), masked
         where it has no gain. /positive and /negative are shares of the tokens with such an
-        advantage. Outliers count as masked, and in no ratio. The mismatch to the generators is that
-        of the weights the batch found, so it is taken from their logprobs, or else from the tokens
-        of the first update. What the further updates add is in `ess_last`, the effective share of
-        samples at the last of them, and in the staleness counted in updates.
+        advantage. Outliers count as masked, and in no ratio. The mismatch to the generators is
+        between them and the weights the batch found: it is taken from those weights' logprobs, or
+        else from the tokens of the first update. `ess_last`, the effective share of samples at the
+        last update, and the staleness counted in updates show the effect of further updates.
         """
         if not self._updates:
             row: Row = dict.fromkeys(("loss", "entropy", "clip_fraction", "mask_fraction"))

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What was found of one generator's tokens."""
+    """The mismatch found in one generator's tokens."""
 
     tokens: int = 0
     total: float = 0.0  # of min(k3, CAP)
@@ -67,7 +67,7 @@ class Compared:
 
 
 class Verdicts:
-    """What is known of every generator, and when it has to be looked at: each `every` steps."""
+    """The mismatch of every generator, and the steps at which it is checked: each `every` steps."""
 
     def __init__(self, bound: float, every: int) -> None:
         self._bound = bound
@@ -102,7 +102,7 @@ class Verdicts:
         return largest, above
 
     def unknown(self, generators: list[str], step: int) -> list[str]:
-        """Return those that could not be judged for three times `every`; each is told once."""
+        """Return generators not judged for three times `every` steps; each of them only once."""
         limit = 3 * max(self._every, 1)
         late = [name for name in generators if step - self._since.get(name, step) >= limit]
         found = [name for name in late if name not in self._told]
@@ -113,7 +113,7 @@ class Verdicts:
 def bound_of(config: RunConfig, kind: str) -> tuple[float, str]:
     """Return `trainer.max_mismatch`, or the bound of the coarsest format on the way, and its name.
 
-    `kind` is that of the trainer's device. A generator computes in what the trainer serves, or
+    `kind` is the trainer's device. A generator computes in the dtype that the trainer serves, or
     refuses to (`check_served_dtype`).
     """
     arguments = config.generator.engine_args

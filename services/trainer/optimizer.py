@@ -68,7 +68,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Add the gradients of the parameters to those of the copies, in float32."""
+        """Add the parameters' gradients to the copies' gradients, in float32."""
         for parameter, copy in self._copies.items():
             if parameter.grad is None:
                 continue

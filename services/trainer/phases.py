@@ -1,4 +1,4 @@
-"""Where the seconds of a step go, and traces of chosen steps."""
+"""The seconds of a step by phase, and traces of chosen steps."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Profile:
         self._running.start()
 
     def end(self) -> None:
-        """Write what was recorded, if anything was."""
+        """Write the recorded trace, if there is one."""
         running, self._running = self._running, None
         if running is None:
             return

@@ -65,7 +65,7 @@ def open_policy(
     is refused.
 
     Raises:
-        UsageError: as `load_policy`, or a weight is missing, or what was trained of it could not be
+        UsageError: as `load_policy`, or a weight is missing, or the trained model could not be
             written.
     """
     directory = check_model_dir(path, source)
@@ -104,7 +104,7 @@ def write_policy(
     """
     transformers_logging.disable_progress_bar()
     kept = model.generation_config
-    model.generation_config = GenerationConfig()  # a strict check would refuse what is in use
+    model.generation_config = GenerationConfig()  # a strict check would refuse configs in use
     try:
         model.save_pretrained(directory, state_dict=weights)
     finally:
@@ -186,7 +186,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def place(model: nn.Module, device: torch.device, *, parameters_at: torch.device) -> None:
-    """Bring `model`, sharded or not, to its devices; what was on the meta device has no values yet.
+    """Bring `model`, sharded or not, to its devices; tensors of the meta device have no values yet.
 
     Buffers go to `device`, parameters, or this rank's rows of them, to `parameters_at`.
     """

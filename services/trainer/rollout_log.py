@@ -12,8 +12,8 @@ from umbra.proto.records import Trajectory, unpack_int32
 from umbra.services.process.metrics import MetricsFile
 
 FILE = "samples.jsonl"
-EVERY_S = 5.0  # between two that are told to those who watch
-TOLD_CHARS = 2_000  # of prompt and response, of one that is told
+EVERY_S = 5.0  # between two that are sent to watchers
+TOLD_CHARS = 2_000  # of prompt and response, of one that is sent
 TOLD_PIECES = 64
 FURTHER = 7  # branches whose texts are written, besides the first
 CONTEXT = 16  # tokens that are read again before a piece: a character may have several tokens
@@ -72,7 +72,7 @@ def rollout_row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, 
 
     `pieces` cut the response into what the model said by weights of one age, and what its
     environment said (staleness None): characters, tokens, staleness in steps. Prompt, response and
-    pieces are those of the first branch, `further` has the texts of `FURTHER` more.
+    pieces are the first branch's, `further` has the texts of `FURTHER` more.
     """
     ids = unpack_int32(trajectory.response_ids)
     ranges = _ranges(trajectory, step)

@@ -1,4 +1,4 @@
-"""Where the metrics of the steps go besides metrics.jsonl, by Accelerate's trackers."""
+"""Sinks for metrics of the steps besides metrics.jsonl, by Accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _tracker(name: str, config: RunConfig, run_dir: Path, step: int) -> GeneralT
     """Return the tracker `name` of the run; of a run that goes on, it is the same one again."""
     run, project = run_dir.name, os.environ.get(f"{name.upper()}_PROJECT", "umbra")
     if name == "tensorboard":
-        # What is there of steps after `step` was lost with a trainer, and is hidden.
+        # Steps after `step` were lost with a trainer; their rows are hidden.
         return TensorBoardTracker(name, run_dir, purge_step=step + 1 if step else None)
     if name == "mlflow":
         return MLflowTracker(project, run_id=_mlflow_run(run), run_name=run)

@@ -37,8 +37,8 @@ def tensor_layout(
 ) -> list[tuple[str, str, tuple[int, ...]]]:
     """Return name, safetensors dtype and full shape of every tensor of a version, layer by layer.
 
-    Names are those of Hugging Face's `state_dict`. Tied weights appear once, under their first
-    name. Buffers that a checkpoint would hold are sent as they are, whatever `dtype` is; integer
+    Names are as in Hugging Face's `state_dict`. Tied weights appear once, under their first name.
+    Buffers that a checkpoint would hold are sent as they are, whatever `dtype` is; integer
     ones are counters of the training and stay here, and all others are computed from the model's
     configuration. With `adapter` it is the factors alone.
     """
@@ -126,7 +126,7 @@ def whole_weights(
 
 
 def _gathered(name: str, tensor: DTensor, ranks: Ranks) -> Tensor:
-    """The whole of a sharded tensor on rank 0, in host memory; nothing on the others.
+    """Return the whole of a sharded tensor on rank 0, in host memory; nothing on the others.
 
     Rows go in messages of a bounded size, as the ranks may be on several hosts.
     """
@@ -150,14 +150,14 @@ def _pieces(rows: Tensor) -> Iterator[Tensor]:
 
 
 def as_bytes(rows: Tensor) -> Tensor:
-    """The same memory, for messages: not every backend sends every type."""
+    """Return the same memory as bytes, for messages: not every backend sends every type."""
     return rows.view(-1).view(torch.uint8)
 
 
 def _tensors(
     model: nn.Module, of: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter
 ) -> dict[str, Tensor | LowRank]:
-    """The parameters, and the buffers that belong to a checkpoint, by name."""
+    """Return the parameters, and the buffers that belong to a checkpoint, by name."""
     stored = model.state_dict(keep_vars=True)
     buffers = {
         name: buffer
@@ -175,7 +175,7 @@ def _tensors(
 
 
 def bare_name(name: str) -> str:
-    """The name of a tensor in the files of a model, whatever is wrapped around its layer."""
+    """Return a tensor's name in the files of a model, whatever is wrapped around its layer."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name.replace(BASE, "")
@@ -184,7 +184,7 @@ def bare_name(name: str) -> str:
 def own_rows(name: str, tensor: Tensor, rank: int, world: int) -> tuple[Tensor, int]:
     """Return the rows of `tensor` that this rank writes, and the number of the first one.
 
-    Of what is not sharded each of `world` ranks writes its chunk.
+    Of a tensor that is not sharded each of `world` ranks writes its chunk.
 
     Raises:
         ValueError: it is sharded other than by rows.
@@ -201,7 +201,7 @@ def own_rows(name: str, tensor: Tensor, rank: int, world: int) -> tuple[Tensor, 
 def written_rows(
     model: nn.Module, rank: int, world: int, *, adapter: bool = False
 ) -> dict[str, tuple[int, int]]:
-    """The rows `[first, end)` of each tensor of a version that `rank` writes, if it writes any."""
+    """Return the rows `[first, end)` of each tensor of a version that `rank` writes, if any."""
     rows: dict[str, tuple[int, int]] = {}
     for name, source in (factors(model) if adapter else _tensors(model)).items():
         tensor = source.base if isinstance(source, LowRank) else source
@@ -232,10 +232,9 @@ def held_rows(name: str, tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _is_divided_twice(placements: list[Placement]) -> bool:
-    """Whether rows are divided over the last dimension of a mesh, and then over the first.
+    """Return whether rows are divided over the last dimension of a mesh, and then over the first.
 
-    So are those of experts; FSDP calls it strided, as ranks that are neighbours have rows that are
-    none.
+    Experts are; FSDP calls it strided, as neighbouring ranks have rows that are not neighbours.
     """
     if len(placements) != 2:
         return False

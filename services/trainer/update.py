@@ -50,7 +50,7 @@ class PolicyUpdate:
     def __call__(
         self, batch: TrainBatch, version: int, keep_going: Callable[[], bool]
     ) -> Row | None:
-        """Update the policy, which is at `version`, on `batch`; return what was measured.
+        """Update the policy, which is at `version`, on `batch`; return its metrics.
 
         Samples without advantage have no gradient, unless a KL or an entropy bonus is part of the
         loss, so no forward pass is spent on them; if no sample has any, nothing is updated.

@@ -161,7 +161,7 @@ def warm_start(
     generator, draws = torch.Generator().manual_seed(seed), list[int]()
     while len(draws) < steps * batch:  # one shuffled pass after the other
         draws += torch.randperm(len(conversations), generator=generator).tolist()
-    # Only what is drawn at least once is tokenised.
+    # Only conversations drawn at least once are tokenised.
     used = sorted(set(draws[: steps * batch]))
     place = {which: index for index, which in enumerate(used)}
     examples = Demonstrations([conversations[which] for which in used], tokenizer)

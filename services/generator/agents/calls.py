@@ -112,7 +112,7 @@ class Body(msgspec.Struct, kw_only=True):
     context_management: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
-    # What is asked: `Dialect.reads` names those of each protocol.
+    # The fields of a request: `Dialect.reads` names the ones that each protocol has.
     messages: list[dict[str, Any]] | None = None
     input: str | list[dict[str, Any]] | None = None
     system: str | list[dict[str, Any]] | None = None
@@ -260,7 +260,7 @@ def _decoded(body: bytes, reads: Sequence[str], rules: CallRules) -> Body:
             wanted = msgspec.json.encode(neutral[0]).decode()
             raise ApiError(f"{name} = {given} is not supported: use {wanted}", param=name)
         rules.overrule(name, given)
-    # What is trained on must have been drawn as the run says.
+    # Tokens that are trained on must have been drawn as the run says.
     for name in ("temperature", "top_p", "top_k", "min_p"):
         given = getattr(asked, name)
         if given is not None and given != getattr(rules.sampling, name):

@@ -177,7 +177,7 @@ class AgentPool:
     def _open(self, key: str, row: Row) -> None:
         session = self.sessions.open(key, row)
         if self._workers is not None:
-            self._workers.forget(key)  # of the same sample, begun anew
+            self._workers.forget(key)  # an earlier attempt of the same sample
             url = f"{self.url}/sessions/{session.id}"
             self._workers.play_agent(key, row, url, self._key)
         self._rouse()

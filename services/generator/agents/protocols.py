@@ -216,7 +216,7 @@ def _read_items(items: list[dict[str, Any]]) -> list[Message]:
             said.setdefault("tool_calls", []).append(call)
         elif kind != "reasoning":
             said["content"] += read_content(item.get("content"), f"{where}.content")
-        elif item.get("content"):  # ours; that of others is encrypted, or left out
+        elif item.get("content"):  # ours; other servers encrypt it, or leave it out
             said["reasoning_content"] = read_content(item["content"], f"{where}.content")
     return messages
 
@@ -371,7 +371,7 @@ class Messages(Dialect):
 
 
 def _read_blocks(message: dict[str, Any], where: str) -> list[Message]:
-    """Return a message as those of chat templates; results of tools are messages of their own."""
+    """Return messages as chat templates take them; each result of a tool becomes one of its own."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError(f"{where}.role must be user or assistant", param=where)

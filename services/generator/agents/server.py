@@ -1,4 +1,4 @@
-"""The HTTP edge: routes and bodies. What is decided lies in `AgentPool` and `AgentSession`."""
+"""The HTTP edge: routes and bodies. `AgentPool` and `AgentSession` make the decisions."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class Edge:
 async def _events(
     dialect: Dialect, call: Call, asked: asyncio.Future[Answer]
 ) -> AsyncIterator[bytes]:
-    """The reply once it is there; comments meanwhile, so that nobody takes the server for dead."""
+    """Yield comments until the reply is there, so that no client takes the server for dead."""
     while not asked.done():
         yield b": the model is at it\n\n"
         await asyncio.wait({asked}, timeout=SILENT_S)
@@ -243,7 +243,7 @@ def url_of(bound: socket.socket, advertise: str = "") -> str:
 
 
 def host_of(advertise: str) -> str:
-    """The HOST of `generator.serve_advertise`; "" if that is empty."""
+    """Return the HOST of `generator.serve_advertise`; "" if that is empty."""
     return _split(advertise)[0] if advertise else ""
 
 

@@ -2,7 +2,7 @@
 
     waiting -> thinking <-> asking -> over
 
-What was said is a tree: each turn of the model is a place to go on from. A request goes on from the
+The messages are a tree: each turn of the model is a place to go on from. A request goes on from the
 place whose history it repeats; of several from the longest. Where it repeats none, its history was
 edited: it is refused, because a trajectory is one line of tokens, or begins a branch. What an edit
 has left of the model's later turns is text to the branch: a chat template writes such turns as it
@@ -35,7 +35,7 @@ _ANSWERS = 16  # the newest, kept for calls that come again: so many may have co
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a call adds: messages after the tools that were called.
+    """The messages that a call adds, after the tool calls of the last turn.
 
     `after` is the turn of the model that they follow, counted from 0; None where nothing is before.
     """
@@ -108,7 +108,7 @@ class AgentSession:
         row: the sample's prompt row.
         silence_s: how long the agent may be silent for.
         pass_on: called with a call, and what of it is new, when the model is to answer it.
-        branches: a request may go on from any turn or begin anew, and several may come at once.
+        branches: a request may go on from any turn or begin again, and several may come at once.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class AgentSession:
         return self._open is not None
 
     def begin(self, now: float, lease_s: float = math.inf) -> None:
-        """An agent has taken it, for `lease_s` seconds unless it renews."""
+        """Lease the session to an agent, for `lease_s` seconds unless it renews."""
         self.begun = True
         self.leased_until = now + lease_s
         self.wait(now)
@@ -235,18 +235,18 @@ class AgentSession:
         self.deadline = math.inf
 
     def leave(self) -> None:
-        """The agent's program has ended, or is not waited for any longer."""
+        """Note that the agent's program has ended, or is not waited for any longer."""
         self.left = True
         self.deadline = math.inf
 
     def abandon(self, verdict: str) -> None:
-        """Nothing more is expected of the agent; raises ApiError if the session is over."""
+        """Expect nothing more of the agent; raises ApiError if the session is over."""
         self._check_open()
         self.verdict = verdict
         self.deadline = math.inf
 
     def end(self, why: ApiError) -> None:
-        """It is over; whoever still waits is told so, and late requests are."""
+        """End the session: pending requests, and any later ones, get the error `why`."""
         self.over = why
         self.deadline = math.inf
         for asked in ([self._open] if self._open else []) + [*self._waiting]:

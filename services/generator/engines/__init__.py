@@ -1,1 +1,1 @@
-"""What an engine is, the torch engine, and how the configured one is opened."""
+"""The engine interface, the torch engine, and a function that opens the configured one."""

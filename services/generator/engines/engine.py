@@ -1,4 +1,4 @@
-"""What a generator asks of an inference engine: tokens in, tokens out, weights swapped in between.
+"""The interface of an inference engine: tokens in, tokens out, weights swapped in between.
 
 The engine knows no text, environment or sample. One thread drives it: `submit`, `poll` until
 outputs come, and between two polls, that is at a token boundary, `load` or `abort`.
@@ -49,13 +49,13 @@ class CacheFigures:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """What became of a request. T new tokens.
+    """The outcome of a request. T new tokens.
 
-    `logprobs` are those of the distribution that was sampled from, after temperature, top-k, top-p
-    and min-p; of the plain softmax when `temperature` is 0 (greedy). `spans` cover `[0, T)`.
-    `routing` is that of the prompt's tokens and of the new ones but the last, as far as they were
-    read, if the engine was opened to tell it. `support` is that of the new tokens, where their
-    distribution is cut off or the engine was opened to tell a head.
+    `logprobs` are under the distribution that was sampled from, after temperature, top-k, top-p
+    and min-p; under the plain softmax when `temperature` is 0 (greedy). `spans` cover `[0, T)`.
+    `routing` covers the prompt's tokens and the new ones but the last, as far as they were read,
+    if the engine was opened to report it. `support` covers the new tokens, where their
+    distribution is cut off or the engine was opened to report a head.
     """
 
     request_id: str
@@ -132,15 +132,15 @@ class Engine(Protocol):
         kv_policy: KvPolicy,
         guard: SlotGuard | None = None,
     ) -> list[EngineOutput]:
-        """Serve `version` from the next token on; returns what was aborted under policy "abort".
+        """Serve `version` from the next token on; return the requests aborted by policy "abort".
 
         Args:
             manifest: the layout.
             data: the bytes of the version, `[manifest.total_bytes]`.
             version: of the weights.
-            kv_policy: what becomes of sequences under way. Under "keep", what was read for a
-                session stays good for its own later requests, and for no other's.
-            guard: verifies what is loaded from memory that others can write, before a token is
+            kv_policy: the fate of sequences in flight. Under "keep", the KV of a session stays
+                valid for its own later requests, and for no other's.
+            guard: verifies bytes loaded from memory that others can write, before a token is
                 sampled; its errors pass. None where nobody can.
 
         Raises:
@@ -149,7 +149,7 @@ class Engine(Protocol):
         ...
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
-        """End these requests (None: all) now; return what there is of them."""
+        """End these requests (None: all) now; return their outputs so far."""
         ...
 
     def new_tokens(self) -> Mapping[str, Sequence[int]]:
@@ -160,11 +160,11 @@ class Engine(Protocol):
         ...
 
     def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
-        """Return what there is of these live requests, as aborted; they go on."""
+        """Return the outputs so far of these live requests, as aborted; they go on."""
         ...
 
     def forget(self, session: str) -> None:
-        """Drop what is kept for a session that has no more requests."""
+        """Drop the KV of a session that has no more requests."""
         ...
 
     def close(self) -> None:

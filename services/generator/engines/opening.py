@@ -40,7 +40,7 @@ class OpenEngine:
 
 
 def open_engine(config: RunConfig, name: str) -> OpenEngine:
-    """Open the configured engine; `name` and the seed of the run seed what is drawn.
+    """Open the configured engine; `name` and the seed of the run seed its sampling.
 
     Raises:
         UsageError: no usable model or tokenizer, or settings that the engine does not have.
@@ -134,7 +134,7 @@ def open_torch(config: RunConfig, seed: int, source: str = "model.path") -> Open
     if config.generator.threads:
         torch.set_num_threads(config.generator.threads)
     device = pick_device(config.generator.device, "generator.device")
-    dtype = getattr(torch, config.weight_hub.dtype_on(device.type))  # that of what it is served
+    dtype = getattr(torch, config.weight_hub.dtype_on(device.type))  # of the weights it is served
     model = load_model(config.model.name, device, dtype, source, config.model.checked)
     chat = open_chat(config, model, source)
     engine = TorchEngine(

@@ -137,7 +137,7 @@ class SlotCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store what a layer computed; what is held of live rows.
+        """Store keys and values of a layer; return all that live rows hold.
 
         `[1, G, T, D]` in, or `[n, G, 1, D]`; `[n, G, L, D]` out.
         """

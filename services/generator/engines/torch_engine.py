@@ -118,7 +118,7 @@ class Sampler:
 
 
 def restrict(logits: torch.Tensor, settings: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
-    """`logits` [n, V] within top-k, top-p and min-p, in this order; those left out are -inf.
+    """Restrict `logits` [n, V] to top-k, top-p and min-p, in this order; the rest becomes -inf.
 
     Args:
         logits: after temperature.
@@ -168,7 +168,7 @@ class _Row:
         self.starts.append((version, len(self.tokens)))
 
     def output(self, reason: FinishReason) -> EngineOutput:
-        """Return what there is of the request, which may go on."""
+        """Return the output of the request so far; it may go on."""
         return EngineOutput(
             self.request.request_id,
             self.tokens[:],
@@ -221,7 +221,7 @@ class TorchEngine:
         self._vocabulary: int = model.get_input_embeddings().num_embeddings
         attention = Attention.prepare(model, torch.device("cpu"))
         self._windows = attention.windows
-        self._states: Any = model.config if attention.recurrent else None  # tells whose layers' are
+        self._states: Any = model.config if attention.recurrent else None  # its layers' kinds
         self._cache_argument = cache_argument(model)
         self._weights = weights or WeightTable(model)
         self._routers = Routers.of(model) if tell_routing else None
@@ -310,7 +310,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
-        """End these requests (None: all) now; return what there is of them."""
+        """End these requests (None: all) now; return their outputs so far."""
         wanted = None if request_ids is None else set(request_ids)
 
         def hit(row: _Row) -> bool:
@@ -433,9 +433,9 @@ class TorchEngine:
         return logits
 
     def _note_routing(self, count: int, readings: Sequence[_Reading]) -> None:
-        """Rows get the experts that the last pass chose for their tokens, if that is told.
+        """Add the experts that the last pass chose to each row, if routing is reported.
 
-        Those of tokens that are read again are not noted again.
+        Tokens that are read again keep the experts noted first.
         """
         if self._routers is None or self._routing is None:
             return

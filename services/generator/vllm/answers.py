@@ -108,7 +108,7 @@ def read(answer: bytes, kind: type[T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """How a server was started, of GET /server_info?config_format=json."""
+    """Settings that a server was started with, of GET /server_info?config_format=json."""
 
     dtype: str
     seed: int

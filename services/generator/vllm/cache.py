@@ -1,4 +1,4 @@
-"""How many sequences fit into a cache of keys and values, and which of them share prefixes."""
+"""Capacity of a KV cache in sequences, and the salts by which sequences share prefixes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Salts:
 
     A session whose last turn began under the weights of now goes on under the salt that all share,
     one of whom older weights made a part gets a salt of its own from then on. So a group reads its
-    prompt once, a session reads itself anew at one load and never again, and nobody reads what
-    older weights have made of another's tokens.
+    prompt once, a session reads itself again at one load and never after it, and nobody reads the
+    KV that older weights computed for another session.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Salts:
         self._own: set[str] = set()
 
     def loaded(self, version: int, *, keep: bool) -> None:
-        """`version` is served from now on; without `keep` nothing that was read before is good.
+        """Note that `version` is served from now on; without `keep` no earlier KV is valid.
 
         A trainer that goes back gives a number to other weights, so the version alone is no name.
         """

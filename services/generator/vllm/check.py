@@ -1,9 +1,9 @@
 """vLLM against Transformers: logprobs of one model from disk, and after its weights were published.
 
-Three times vLLM samples the same prompts and plain Transformers computes the logprobs of what was
-sampled: with the weights that vLLM read from disk, after a publish of the very same weights, and
-after one of others. Checksums of the parameters in each worker show whether all of them have a
-version: those of the same weights are the same, whichever way and however often they came.
+Three times vLLM samples the same prompts and plain Transformers computes logprobs of the samples:
+with the weights that vLLM read from disk, after a publish of the very same weights, and after one
+of others. Checksums of the parameters in each worker show whether all of them have a version: the
+same weights have the same checksums, whichever way and however often they came.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from umbra.services.weights.manifest import build_manifest
 _REQUESTS = 8
 _PROMPT_TOKENS = 96  # of the longest prompt
 _TOKENS = 24  # sampled by each request
-_CHANGE = 0.3  # standard deviation of what is added to each tensor, in its own
+_CHANGE = 0.3  # standard deviation of the noise added to each tensor, in its own
 _GPU_SHARE = 0.3  # of its memory, for vLLM
 _BUCKET_BYTES = 1 << 20
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -39,7 +39,7 @@ _Sums = Mapping[str, Mapping[str, str]]  # of parameters, by worker and name
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """How far logprobs of vLLM are from those of Transformers, in nats.
+    """Differences between the logprobs of vLLM and of Transformers, in nats.
 
     In float32 it is the largest difference, in bfloat16 the mean. `moved` is by how much the change
     of weights itself moved the logprobs of the same tokens: a publish that did nothing would show
@@ -86,7 +86,7 @@ def vllm_differences(
 
     Raises:
         UsageError: vLLM refuses the model, or is not installed.
-        EngineError: vLLM could not load what was published.
+        EngineError: vLLM could not load the published weights.
     """
     require_vllm()
     config = GeneratorConfig(

@@ -1,7 +1,7 @@
 """vLLM's `AsyncLLM` as an `Engine`: an event loop in its own thread, for a driver without one.
 
-Whole outputs are asked for, not a stream, which costs the frontend least. What there is of a
-request under way is read off vLLM's own records (`private.py`).
+Whole outputs are asked for, not a stream, which costs the frontend least. Tokens of a request
+in flight are read off vLLM's own records (`private.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 _REPLY_S = 60.0  # of a request's abort
 _CLOSE_S = 5.0
-_LOOK_S = 1.0  # between looks at whether the core still lives
+_LOOK_S = 1.0  # between checks of the engine core
 _KILL_S = 2.0  # until its processes, which hold nothing that is needed any more, are killed
 
 T = TypeVar("T")
@@ -185,7 +185,7 @@ class VllmEngine:
 
     @property
     def _died(self) -> EngineError | None:
-        """Why there will be no more outputs, once that is so."""
+        """Return why there will be no more outputs, once that is so."""
         if self._loop.is_closed() or not self._llm.errored:
             return None
         ends = private.exits(self._llm) or "no exit code yet"
@@ -258,7 +258,7 @@ class VllmEngine:
             with suppress(EngineDeadError):
                 self._wait(self._abort(keys), _REPLY_S)
         self._collect(0.0)
-        if self._llm.errored:  # then no output comes, but what there is can be looked at
+        if self._llm.errored:  # then no output comes, but vLLM's records can be read
             for key, output in self._peek([key for key in keys if key in self._open]).items():
                 self._ready.append(self._close(key, output))
         for key in keys:
@@ -343,7 +343,7 @@ class VllmEngine:
     ) -> None:
         """Load a version between two steps. Under "abort", all requests are done afterwards.
 
-        `part` has the fields of `UpdateInfo`; `guard` verifies what was loaded.
+        `part` has the fields of `UpdateInfo`; `guard` verifies the loaded bytes.
         """
         began = time.perf_counter()
         try:
@@ -386,7 +386,7 @@ class VllmEngine:
         return take(self._ready, lambda o: wanted is None or o.request_id in wanted)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Its result. A core that dies while it loads weights leaves vLLM waiting for its answer.
+        """Return its result. vLLM waits forever for a core that dies while it loads weights.
 
         Raises:
             EngineDeadError: the core is dead, and the result does not come.

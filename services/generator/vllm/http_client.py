@@ -28,13 +28,13 @@ _REFUSED = 400  # the first status that is a refusal
 
 @dataclass(frozen=True, slots=True)
 class HttpClient:
-    """Of a server at `url`, `http://HOST:PORT` or `unix:PATH`; `key` is its bearer token."""
+    """A client of the server at `url`, `http://HOST:PORT` or `unix:PATH`; `key`: a bearer token."""
 
     url: str
     key: str = ""
 
     async def call(self, target: str, body: Any = None, *, timeout_s: float) -> bytes:
-        """POST `body` as JSON (None: GET `target`); return the body of the answer.
+        """Send `body` as JSON by POST (None: GET `target`); return the body of the answer.
 
         Raises:
             PeerLostError: the server is gone, or did not answer within `timeout_s` seconds.
@@ -49,7 +49,7 @@ class HttpClient:
             ) from None
 
     async def lines(self, target: str, body: Any) -> AsyncGenerator[bytes]:
-        """POST `body` as JSON, and yield the lines of the answer as they come; raises as `call`."""
+        """Yield the lines of the answer to a POST of `body` as JSON; raises as `call`."""
         begun = b""
         async for part in self._exchange(target, body):
             *whole, begun = (begun + part).split(b"\n")

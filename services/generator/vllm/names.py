@@ -93,7 +93,7 @@ def _another_layout(model: PreTrainedModel, name: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class ToldRouters:
-    """The routers of a model: `places` are the layers that have one, of all that vLLM tells of."""
+    """The routers of a model: `places` are the layers with one, of all that vLLM reports."""
 
     places: Sequence[int]
     choices: int
@@ -110,7 +110,7 @@ class ToldRouters:
 
 
 def told_routers(outline: Any, platform: str, max_context: int) -> ToldRouters:
-    """Return the routers of the model `outline` whose choices vLLM for `platform` tells.
+    """Return the routers of the model `outline` whose choices vLLM for `platform` reports.
 
     Raises:
         UsageError: there are none, it does not, or a sequence of `max_context` tokens has too many.

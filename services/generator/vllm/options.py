@@ -46,7 +46,7 @@ _KEYS = {
     "tensor_parallel_size": "generator.tensor_parallel",
     "data_parallel_size": "generator.count",
 }
-# Quantizations that vLLM computes from full weights, hence anew from those that are published, and
+# Quantizations that vLLM computes from full weights, hence again from every published version, and
 # that tests load new weights under (fp8 on GPUs only). It knows more.
 _ONLINE = ("fp8", "fp8_per_tensor", "fp8_per_channel", "int8_per_channel_weight_only")
 _ONLINE_ON_CPUS = ("fp8_per_channel", "int8_per_channel_weight_only")  # it has no other kernels
@@ -108,7 +108,7 @@ def set_environment(config: GeneratorConfig) -> None:
         "VLLM_LOGGING_LEVEL": "WARNING",
         # As on CPUs: in a fork of a process that asked torch for GPUs, CUDA does not work.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it has no logprobs of what is cut off; saves nvcc
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it has no logprobs of tokens cut off; saves nvcc
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all engines of a host share its first core
     }
     if config.threads:
@@ -303,7 +303,7 @@ def sampling_arguments(
         "max_tokens": limit,
         "stop_token_ids": stop_ids,
         "ignore_eos": True,  # stop_token_ids say it all
-        # Beside that of the sampled token. vLLM keeps all that tie with the last of top_k.
+        # Beside the sampled token's. vLLM keeps all that tie with the last of top_k.
         "logprobs": min(told + _TIES if told and sampling.cuts_off else told, vocabulary),
         "detokenize": False,
     }
@@ -389,7 +389,7 @@ def built_for() -> str:
 def engine_arguments(
     config: GeneratorConfig, path: Path, hf_config: Any, dtype: str, seed: int, platform: str
 ) -> dict[str, Any]:
-    """Return arguments of `AsyncEngineArgs`, those of `generator.engine_args` included.
+    """Return arguments of `AsyncEngineArgs`, with `generator.engine_args`.
 
     Raises:
         UsageError: see `check_arguments` and `check_served`.

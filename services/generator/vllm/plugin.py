@@ -1,4 +1,4 @@
-"""What vLLM loads in each of its processes (entry point group `vllm.general_plugins`).
+"""The plugin that vLLM loads in each process (entry point group `vllm.general_plugins`).
 
 It makes our way of loading weights known by its name. vLLM may call it several times.
 """

@@ -89,7 +89,7 @@ def tokens_of(record: Any) -> list[int]:
 def under_way(
     record: Any, request: EngineRequest, routers: ToldRouters | None, head: int
 ) -> EngineOutput:
-    """Return what there is of a request, as aborted; `head` is as of `told_of`."""
+    """Return the output of a request so far, as aborted; `head` is as of `told_of`."""
     tokens = list(tokens_of(record))
     starts = [(int(version), start) for version, start in record.weight_version_starts]
     return EngineOutput(
@@ -124,12 +124,12 @@ def finished(
 
 
 def _logprobs(logprobs: Any) -> list[float]:
-    """Return those of the sampled tokens, each of which the likeliest ones follow."""
+    """Return the logprobs of the sampled tokens; the likeliest ones follow each of them."""
     return [logprobs.logprobs[at] for at in logprobs.start_indices] if logprobs is not None else []
 
 
 def _support(logprobs: Any, sampling: Sampling, head: int) -> Support | None:
-    """Return what could have been drawn: those of the likeliest whose logprob is finite."""
+    """Return the tokens that could have been drawn: the likeliest with a finite logprob."""
     if logprobs is None or not told_of(sampling, head):
         return None
     found: list[Support] = []
@@ -249,7 +249,7 @@ def not_loaded(model: torch.nn.Module, loaded: set[str], quantized: bool) -> lis
 def pack_experts_again(model: torch.nn.Module) -> None:
     """Have experts packed for the kernel at every load, before they are copied to their places.
 
-    vLLM 0.32 packs those of CPUs at the first load only
+    vLLM 0.32 packs experts on CPUs at the first load only
     (`UnquantizedFusedMoEMethod._setup_kernel`); later ones would be copied unpacked into what the
     kernel reads as packed. To be called after the first load.
     """

@@ -113,12 +113,12 @@ Ended = tuple[Stream, EngineOutput | BaseException]
 class Fleet(Protocol):
     """The engine, as a server sees it."""
 
-    newest: Load | None  # what is to be served
+    newest: Load | None  # the version to be served
     servers: list[VllmServer]
     ended: queue.SimpleQueue[Ended]  # takes each stream with its output, or with what broke
 
     def changed(self) -> None:
-        """A server may get requests, or may no longer."""
+        """Note that a server may get requests, or may no longer."""
 
 
 class VllmServer:
@@ -138,7 +138,7 @@ class VllmServer:
         self.news = asyncio.Event()  # something is to be done before the next look
         self._config, self._hf_config, self._fleet = config, hf_config, fleet
         self._loaded: Load | None = None
-        self._compared = False  # its weights with those of another server
+        self._compared = False  # its weights with another server's
         self._versions: dict[str, int] = {}  # by label
         self._lock = asyncio.Lock()  # of its weights
         self._failures = 0
@@ -231,7 +231,7 @@ class VllmServer:
         self._settle()
 
     def _settle(self) -> None:
-        """Let it get requests, if it serves what is newest."""
+        """Let it get requests, if it serves the newest version."""
         if self._loaded is not None and self._loaded is self._fleet.newest and not self.is_ready:
             self.is_ready, self.fault, self.refusal, self._failures = True, "", None, 0
             log.info("%s serves version %d", self.client.url, self._loaded.version)
@@ -291,7 +291,7 @@ class VllmServer:
         log.debug("%s: version %d after %.3f s", self.client.url, load.version, took)
 
     async def _compare(self, load: Load) -> None:
-        """Compare its weights, which no version before was, with those of another server.
+        """Compare its weights with another server's; no earlier version of it was compared.
 
         Raises:
             PeerLostError: they differ.
@@ -323,7 +323,7 @@ class VllmServer:
         stream.task.add_done_callback(partial(self._ended, stream))
 
     async def abort(self, streams: Iterable[Stream]) -> None:
-        """End these; each output has what there is."""
+        """End these; each output has the tokens so far."""
         tasks = {one.task: one for one in streams if one.task is not None and not one.task.done()}
         known = [one for one in tasks.values() if one.tokens]
         if known:

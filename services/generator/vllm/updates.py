@@ -17,7 +17,7 @@ from umbra.services.weights.memory import copy, locate, shared_memory
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Where a version lies: byte `start` of the file `path`, which a process of this user maps.
+    """The place of a version: byte `start` of the file `path`, which a process of this user maps.
 
     The path is empty for memory of the GPU. `memory` are its bytes; `is_copy`: nobody else keeps
     them.
@@ -49,7 +49,7 @@ class Updates:
     def of(self, manifest: Manifest, data: Part, *, is_mapped: bool = False) -> Update:
         """Return the update that loads `data`, from the GPU where workers have mapped it.
 
-        What is neither there nor in shared memory is copied to shared memory.
+        Data that is neither there nor in shared memory is copied to shared memory.
         """
         place = ("", 0) if is_mapped else locate(data) if isinstance(data, memoryview) else None
         is_copy = place is None

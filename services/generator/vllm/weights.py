@@ -37,7 +37,7 @@ _OUTPUT = "lm_head.weight"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Where versions lie on the GPU: in memory of the generator. At the start nowhere."""
+    """The place of versions on the GPU: memory of the generator. At the start none."""
 
     handle: bytes = b""
     size: int = 0
@@ -45,10 +45,10 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Where tensors of a version lie, verified: in a block of the generator's shared memory.
+    """The place of a version's verified tensors: a block of the generator's shared memory.
 
     Or on the GPU, if it names none. They lie there until the update is finished. Where there are
-    buckets, what was loaded counts only if they have these checksums still.
+    buckets, the load counts only if they have these checksums still.
     """
 
     path: str
@@ -116,7 +116,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._loaded |= loaded
 
     def finish_weight_update(self) -> None:
-        """Pack what was not packed when its layer was complete.
+        """Pack parameters that were not packed when their layer was complete.
 
         Raises:
             UsageError: the version lacks a parameter of the model.
@@ -142,7 +142,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     raise ChangedError(f"bytes {start} to {end} changed while they were loaded")
 
     def shutdown(self) -> None:
-        """Nothing is held that the end of the process does not free."""
+        """Do nothing: the end of the process frees all that is held."""
 
 
 _PREFIX = "base_model.model."  # of names in peft's files
@@ -150,7 +150,7 @@ _PREFIX = "base_model.model."  # of names in peft's files
 
 @dataclass
 class AdapterInit(InitInfo):
-    """What versions will be of: msgpack of `AdapterFacts`, and the names of their tensors."""
+    """The layout of versions: msgpack of `AdapterFacts`, and the names of their tensors."""
 
     facts: bytes = b""
     names: list[str] = field(default_factory=list)

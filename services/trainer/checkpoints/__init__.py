@@ -1,1 +1,1 @@
-"""Checkpoints of a trainer: what is in them, how they are written, and how they are read."""
+"""Checkpoints of a trainer: their content, and code that writes and reads them."""

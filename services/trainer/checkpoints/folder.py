@@ -58,7 +58,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     step: int
     run: str
-    saved_at: float  # seconds since the epoch; tells apart two checkpoints of one step
+    saved_at: float  # seconds since the epoch; distinguishes two checkpoints of one step
     config: dict[str, Any]  # of the run, resolved
     metrics: dict[str, float]  # of the step
     tensors: dict[str, TensorInfo]  # by name
@@ -97,10 +97,10 @@ def read_index(directory: Path) -> Index:
 
 
 class CheckpointFolder:
-    """Only one process, the first rank of a host, changes what is in it.
+    """A folder of checkpoints; only one process, the first rank of a host, changes its files.
 
-    Each host (`node`) has one, with the files of its ranks; that of node K is named so, in case
-    that hosts share a disk. `config` says what is kept.
+    Each host (`node`) has one, with the files of its ranks, and its node's number in the name, in
+    case that hosts share a disk. `config` says which checkpoints are kept.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class CheckpointFolder:
         # Named by the step: a rank that is late with another checkpoint does not write into this.
         return self.path / f"{SCRATCH}{step}"
 
-    # -- what is there -----------------------------------------------------------------------------
+    # -- the checkpoints on disk -------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         return _steps(self.path)
@@ -165,7 +165,7 @@ class CheckpointFolder:
 
     @property
     def covered(self) -> int:
-        """The step before which nothing is needed to go on from any of the newest checkpoints.
+        """Return the step before which none of the newest checkpoints needs anything to resume.
 
         While there are fewer than are kept, the beginning of the run counts as one.
         """
@@ -173,7 +173,7 @@ class CheckpointFolder:
         return newest[0] if len(newest) == self.config.keep else 0
 
     def best(self) -> int | None:
-        """Return the step of the best checkpoint, the newest of equals; None if nothing tells."""
+        """Return the step of the best checkpoint, the newest of equals; None without a metric."""
         name = self.config.best_metric
         metric, sign = name.removeprefix("-"), -1 if name.startswith("-") else 1
         values: list[tuple[float, int]] = []

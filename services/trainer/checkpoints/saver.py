@@ -5,8 +5,8 @@ for, and a thread writes them. Between two later steps the ranks tell each other
 are on the disk; once all are, the checkpoint gets its name on every host.
 
 Which rows a rank writes is what it writes of a version (`snapshot.own_rows`). The files are ours:
-those of torch.distributed.checkpoint are read without a checksum (of 9,769 bits of one, 8,197 could
-be changed and wrong numbers were loaded), and its index and the exchange of its plans are pickles.
+torch.distributed.checkpoint reads its files without a checksum (of 9,769 bits of one, 8,197 could
+be changed and wrong numbers were loaded), and pickles its index and the exchange of its plans.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class _Writing:
 class Saver:
     """Decides when checkpoints of `models` are made, and makes them.
 
-    `begun` is the step of the checkpoint that training went on from; `config` that of the run, for
-    the index.
+    `begun` is the step of the checkpoint that training resumed from; `config` the run's, for the
+    index.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Saver:
     def _write(
         self, step: int, copies: dict[str, tuple[int, Tensor]], facts: dict[str, Any]
     ) -> tuple[FileInfo, str]:
-        """In the thread: write the file of this rank, and return when the disk has it."""
+        """Write the file of this rank, in the thread, and return when the disk has it."""
         disk, written, at = self.folder.disk, list[SavedRows](), 0
         path = self.folder.scratch(step) / file_name(self._ranks.rank)
         try:

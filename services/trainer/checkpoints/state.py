@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, and how it is read, on any number of ranks and hosts.
+"""The state in a checkpoint, and its reader, on any number of ranks and hosts.
 
 Tensors are sharded by rows (DTensors) or the same on all ranks; either way each rank saves its
 share of the rows and no more, and reads the rows that it holds. Those in files that its host lacks
@@ -157,7 +157,7 @@ class Saved:
             raise DamagedError(found.decode())
 
     def _read(self, number: int, rows: SavedRows, stored: Tensor) -> str:
-        """Read `rows` of a file into `stored`; return what is wrong with them."""
+        """Read `rows` of a file into `stored`; return the fault found, or ""."""
         path = self._paths.get(number, self.directory / file_name(number))
         content = as_bytes(stored).numpy().data
         try:
@@ -204,9 +204,9 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class ModelState:
-    """What is trained of a model, its buffers, and the moments of its optimizer.
+    """The trained parameters of a model, its buffers, and the moments of its optimizer.
 
-    What is frozen is where the run began.
+    Frozen parameters stay in the model that the run began with.
 
     Args:
         name: begins the names of its tensors.

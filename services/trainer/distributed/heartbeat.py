@@ -34,7 +34,7 @@ def end_process(code: int, reason: str) -> None:
 
 
 class RankHeartbeat:
-    """One rank's heartbeat, and its ear for those of the others.
+    """One rank's heartbeat, and its monitor of the others' heartbeats.
 
     `store` is shared by all ranks, for this purpose alone (`PrefixStore`); `describe` names a rank
     with its host. If one is silent for `timeout_s`, or rank 0 has ended all, `end` is called with
@@ -72,7 +72,7 @@ class RankHeartbeat:
     def lost(self) -> str:
         """Name the ranks that stand still, for a rank that has lost its connection to one.
 
-        The first who finds out tells the others, which end as well.
+        The first rank to find out notifies the others, which end as well.
         """
         self._stop.wait(LISTEN_BEATS * self._beat_s)
         limit = time.monotonic() - (LISTEN_BEATS - 1) * self._beat_s

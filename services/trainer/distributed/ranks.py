@@ -84,7 +84,7 @@ class Ranks:
         return self._own([range(first, first + size) for first in range(0, self.world, size)])
 
     def _own(self, groups: list[range]) -> dist.ProcessGroup:
-        """Return that of `groups` which this rank is in; all ranks make all of them."""
+        """Return the member of `groups` that has this rank; all ranks make all of them."""
         made = [new_group(self.timeout_s, list(members)) for members in groups]
         return next(one for one, members in zip(made, groups, strict=True) if self.rank in members)
 
@@ -141,13 +141,13 @@ class Ranks:
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return what is known of each share: [...] on the CPU becomes [shares, ...]."""
+        """Return the values of all shares: [...] on the CPU becomes [shares, ...]."""
         rows = tensor.new_zeros(self.shares, *tensor.shape)
         rows[self.share] = tensor
         return self.sum(rows)
 
     def gather_ranks(self, tensor: Tensor) -> Tensor:
-        """Return what each rank knows: [...] on the CPU becomes [world, ...]."""
+        """Return the values of all ranks: [...] on the CPU becomes [world, ...]."""
         rows = tensor.new_zeros(self.world, *tensor.shape)
         rows[self.rank] = tensor
         return self.sum_ranks(rows)
@@ -204,7 +204,7 @@ def join_ranks(
 
 
 def _check(config: TrainerConfig, place: RankPlace) -> None:
-    """Refuse what was started otherwise than configured."""
+    """Refuse processes that were started otherwise than configured."""
     world = place.world
     if config.ranks not in (1, world):
         raise UsageError(

@@ -1,6 +1,6 @@
-"""How the ranks of a trainer meet, on one host or several, at the start and after a restart.
+"""The rendezvous of a trainer's ranks, on one host or several, at the start and after a restart.
 
-They meet in a store that rank 0 keeps. Each leaves its card there; once rank 0 has those of all, it
+They meet in a store that rank 0 keeps. Each leaves its card there; once rank 0 has all cards, it
 says who is in, and they begin. A rank that reaches the store of an earlier life, which it is not
 in, waits for the next one: so a host that was lost and is back finds the others.
 """
@@ -76,7 +76,7 @@ class RankPlace:
 
 
 class _Card(msgspec.Struct, frozen=True):
-    """What a rank leaves of itself."""
+    """The entry of a rank in the store."""
 
     host: str
     life: str  # of this process

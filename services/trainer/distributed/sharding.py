@@ -51,9 +51,9 @@ _KEPT = [
 def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> None:
     """Compile, recompute and offload layers as configured; names stay as they are.
 
-    Experts are prepared for autocast, which leaves their products out: those of float32 weights
-    would be float32 on a GPU, one expert after the other (torch 2.13). `kind` is that of the
-    device, "cpu" or "cuda".
+    Experts are prepared for autocast, which leaves their products out: with float32 weights they
+    would be float32 on a GPU, one expert after the other (torch 2.13). `kind` is the device's,
+    "cpu" or "cuda".
     """
     for module in model.modules():
         if hasattr(module, "_is_expert_parallel"):  # what Transformers marks experts by
@@ -155,10 +155,10 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def clip_gradients(parameters: list[nn.Parameter], limit: float, ranks: Ranks) -> Tensor:
-    """Scale gradients so that their norm over all ranks is at most `limit`; the norm of before.
+    """Scale gradients so that their norm over all ranks is at most `limit`; return the norm before.
 
     Of sharded parameters, each number of a gradient is on one rank alone, over whichever ranks they
-    are sharded; so where experts are over others, the norm is that of what all ranks hold.
+    are sharded; so where experts are over others, the norm is summed over all ranks.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     meshes = {g.device_mesh if isinstance(g, DTensor) else None for g in gradients}

@@ -2,9 +2,9 @@
 
 Rank 0 has a slot of the arena and says where it is, and all write their rows. When all have, each
 computes the checksums of an equal share of its host's buckets (which may hold rows of several
-ranks), and compares them with those of what the ranks meant to write, piece by piece; all get those
-of all. On several hosts each has an arena of its own under the same path,
-in which the rows of its ranks are. No bucket holds rows of two hosts.
+ranks), and compares them, piece by piece, with the checksums of the data the ranks meant to write;
+all ranks get all checksums. On several hosts each has an arena of its own under the same path, with
+the rows of its ranks. No bucket holds rows of two hosts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Piece = tuple[int, int, int]
 
 
 def own_buckets(manifest: Manifest, place: RankPlace) -> list[int]:
-    """Return the buckets whose checksums a rank computes: its share of those of its host."""
+    """Return the buckets whose checksums a rank computes: its share of its host's buckets."""
     owned = owned_buckets(manifest).get(place.node(place.rank), [])
     local = place.rank % place.per_host
     return owned[local * len(owned) // place.per_host : (local + 1) * len(owned) // place.per_host]
@@ -98,7 +98,7 @@ class PieceSums:
             block = block[len(part) :]
 
     def until(self, end: int) -> None:
-        """Nothing: what was not added is not compared."""
+        """Do nothing: bytes that were not added are not compared."""
 
     def result(self) -> list[Piece]:
         self._close()
@@ -111,9 +111,9 @@ class PieceSums:
 
 
 def checked(slot: memoryview, start: int, end: int, pieces: Sequence[Piece]) -> int:
-    """The checksum of bucket `[start, end)`; one that no receiver accepts if a piece has changed.
+    """Return the checksum of bucket `[start, end)`; an invalid one if a piece has changed.
 
-    `pieces` are those of all its writers, in order.
+    `pieces` are of all its writers, in order; receivers refuse an invalid checksum.
     """
     data = memoryview(bytes(slot[start:end]))
     own = pieces[bisect_left(pieces, (start,)) : bisect_left(pieces, (end,))]
@@ -135,7 +135,7 @@ class Snapshots:
     def write(self, place: tuple[str, int], slot: memoryview | None = None) -> list[int]:
         """Write the current weights; return the checksum of every bucket.
 
-        `place` is that of the slot: the path of the arena, and its number. Rank 0 has its memory.
+        `place` is the slot's: the path of the arena, and its number. Rank 0 has its memory.
         """
         ranks, manifest = self._ranks, self._manifest
         if slot is None:

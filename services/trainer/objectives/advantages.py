@@ -54,9 +54,9 @@ def token_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Return A of each token, float32 [M], and the returns a value model would learn, float64 [M].
 
-    REINFORCE++ takes discounted returns, GAE those of the values; both are whitened. On-policy
+    REINFORCE++ takes discounted returns, GAE advantages by the values; both are whitened. On-policy
     distillation takes kl_coef (log p_teacher - log mu) of each token alone and no reward: with r A
-    as gain its expected gradient on-policy is that of the reverse KL to the teacher at each prefix
+    as gain its expected gradient on-policy is the reverse KL's to the teacher at each prefix
     (Lu et al., "On-Policy Distillation", Thinking Machines 2025; prime-rl's ref_kl loss).
 
     Args:
@@ -95,7 +95,7 @@ def token_advantages(
 
 
 def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = R_i - mean(R of its group), without division by the standard deviation; float32 [S].
+    """Return A_i = R_i - mean(R of its group), not divided by the standard deviation; float32 [S].
 
     Dr. GRPO (arXiv 2503.20783). A group of one has nothing to compare with: its advantage is the
     reward itself, as in verl. Where all rewards of a group are equal it is exactly zero.
@@ -105,7 +105,7 @@ def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def grpo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = (R_i - mean) / (std + 1e-6) over its group, with the unbiased (n - 1) deviation.
+    """Return A_i = (R_i - mean) / (std + 1e-6) over its group, with the unbiased (n - 1) deviation.
 
     GRPO (DeepSeekMath, arXiv 2402.03300); a group of one has mean 0 and deviation 1, as in verl.
     """
@@ -117,7 +117,7 @@ def grpo(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """A_i = R_i - mean(R of the others in its group) = (R_i - mean) G / (G - 1).
+    """Return A_i = R_i - mean(R of the others in its group) = (R_i - mean) G / (G - 1).
 
     RLOO (arXiv 2402.14740); a group of one keeps its reward.
     """
@@ -126,7 +126,7 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def whitened(values: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over all of them, var unbiased; zeros where all are equal.
+    """Return (x - mean) / sqrt(var + 1e-8), var unbiased; zeros where all are equal.
 
     The global normalisation of REINFORCE++ (arXiv 2501.03262), as verl's masked_whiten.
     """
@@ -152,12 +152,12 @@ def _centre(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 def gae(
     rewards: Tensor, values: Tensor, owner: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantages and the returns that a value model learns, float64 [M] each.
+    """Return generalised advantages, and the returns a value model learns, float64 [M] each.
 
         delta_t = r_t + gamma V_(t+1) - V_t        A_t = delta_t + gamma lam A_(t+1)
 
     GAE, arXiv 1506.02438, eq. 16; V and A are 0 after a sequence's last token, returns are A + V.
-    Only learned tokens are steps: those of the environment between them are skipped. With values of
+    Only learned tokens are steps: the environment's between them are skipped. With values of
     0 and lam = 1 the returns are plain discounted sums of rewards. `owner` is the sequence of each
     token, ascending.
     """
@@ -175,7 +175,7 @@ def gae(
 
 
 def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float) -> Tensor:
-    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 of each token, [N].
+    """Return max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 of each token, [N].
 
     PPO's clipped value loss (Schulman et al., "baselines", ppo2); a clip of 0 is none.
     """

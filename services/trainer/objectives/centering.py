@@ -7,7 +7,7 @@ c = 1, and elsewhere moves the policy by no reason, always the same way. Centeri
 
     loss -= A sum_v sg(mu(v) c(v)) log pi(v)
 
-The generator tells the k likeliest v; all others are one more, with what is left of pi and mu. That
+The generator reports the k likeliest v; all others are one more, with the rest of pi and mu. That
 is the paper's estimator, which takes rho pi(v) for mu(v) outside of the head. Where sampling
 cuts off tokens the sum is over all that it left in, and exact.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from umbra.services.modeling.micro_batch import Supports
 
-LEAST = 1e-6  # probability of all others together: below it, what is left is rounding
+LEAST = 1e-6  # probability of all others together: below it, the rest is rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Candidates:
 
     @classmethod
     def of(cls, supports: Supports, source: Tensor, logprobs: Tensor, out: Tensor) -> Candidates:
-        """Return those of the tokens `source`, but for those that are `out`, bool [N].
+        """Return the candidates of the tokens `source`, none for tokens that are `out`, bool [N].
 
         `logprobs` are log pi [N, k] of the ids, as `Scorer` finds them.
         """

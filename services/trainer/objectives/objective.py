@@ -48,7 +48,7 @@ class TokenInputs:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What depends on p and mu alone, [N] each."""
+    """The terms that depend on p and mu alone, [N] each."""
 
     proximal: Tensor  # log p
     weight: Tensor  # w
@@ -133,7 +133,7 @@ class Objective:
         """Return sum over v of sg(mu(v) A c(v)) log pi(v) [N].
 
         A c(v) is the slope of the loss had v been drawn. A weight or a mask of the whole response
-        is that of the one that was. Log pi of another token stands for its log p, which it is in
+        is the drawn response's. Log pi of another token stands for its log p: they are equal in
         the first update of a batch.
         """
         pieces = self.pieces

@@ -34,12 +34,12 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def ratio(logprobs: Tensor, anchor: Tensor) -> Tensor:
-    """exp(logprobs - anchor) of each token [N]."""
+    """Return exp(logprobs - anchor) of each token [N]."""
     return bounded_exp(logprobs - anchor)
 
 
 def sequence_ratio(logprobs: Tensor, anchor: Tensor, sequences: Sequences) -> Tensor:
-    """s = exp(mean over the sequence's tokens of (logprobs - anchor)), at every token [N].
+    """Return s = exp(mean over the sequence's tokens of (logprobs - anchor)), at every token [N].
 
     GSPO, arXiv 2507.18071, eq. 7. The gradient reaches all tokens of the sequence alike.
     """
@@ -54,7 +54,7 @@ SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05  # temperatures of SAPO's gate, as in t
 def ppo(
     ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r, 1 - low, 1 + high) A).
+    """Return min(r A, clip(r, 1 - low, 1 + high) A).
 
     PPO, arXiv 1707.06347, eq. 7; with high > low it is DAPO's clip-higher (arXiv 2503.14476). With
     `dual` > 1 the gain is at least dual * A where A < 0 (dual-clip PPO, arXiv 1912.09729), which
@@ -73,10 +73,10 @@ def ppo(
 def cispo(
     ratio: Tensor, advantages: Tensor, logprobs: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """sg(clip(r, 1 - low, 1 + high)) A log pi.
+    """Return sg(clip(r, 1 - low, 1 + high)) A log pi.
 
     CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4-5). The weight is clipped and not the gradient: every
-    token keeps one. The clipped tokens returned are those whose weight is.
+    token keeps one. The clipped tokens returned are the ones whose weight is clipped.
     """
     weight = ratio.detach()
     clipped = weight.clamp(1 - low, 1 + high)
@@ -84,7 +84,7 @@ def cispo(
 
 
 def sapo(ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """(4 / tau) sigmoid(tau (r - 1)) A, with tau = 1 where A > 0 and else 1.05.
+    """Return (4 / tau) sigmoid(tau (r - 1)) A, with tau = 1 where A > 0 and else 1.05.
 
     SAPO, arXiv 2511.20347. The gate fades instead of clipping, so no token counts as clipped.
     """
@@ -94,7 +94,7 @@ def sapo(ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unclipped(ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """r A: the importance-weighted policy gradient."""
+    """Return r A: the importance-weighted policy gradient."""
     return ratio * advantages, torch.zeros_like(ratio, dtype=torch.bool)
 
 
@@ -102,7 +102,7 @@ def unclipped(ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def within(log_ratio: Tensor, low: float, high: float) -> Tensor:
-    """low <= exp(log_ratio) <= high.
+    """Return low <= exp(log_ratio) <= high.
 
     With log(p / mu) of a token it is a token mask; with its sum over the sequence a sequence mask;
     with its mean the geometric sequence mask (OpenRLHF's seq-mask-tis; SkyRL recommends bounds of
@@ -161,7 +161,7 @@ def importance_weights(
 
 
 def truncated(weights: Tensor, floor: float, cap: float) -> Tensor:
-    """min(max(w, floor), cap); a cap of 0 is none.
+    """Return min(max(w, floor), cap); a cap of 0 is none.
 
     Truncated importance sampling (Ionides 2008; for rollouts of another engine: Yao et al. 2025).
     """
@@ -169,7 +169,7 @@ def truncated(weights: Tensor, floor: float, cap: float) -> Tensor:
 
 
 def masked(weights: Tensor, floor: float, cap: float) -> Tensor:
-    """w where floor <= w <= cap, else 0; a cap of 0 is none.
+    """Return w where floor <= w <= cap, else 0; a cap of 0 is none.
 
     With a floor it is IcePop (Ring-1T, arXiv 2510.18855), or masked importance sampling; without,
     the cap of AReaL's decoupled PPO (arXiv 2505.24298, behave_imp_weight_cap).
@@ -181,9 +181,9 @@ def interpolated(logprobs: Tensor, behaviour: Tensor, versions: Tensor, version:
     """Approximate the proximal log p without a forward pass; no gradient.
 
     AReaL's log-linear approximation: log p = log mu + alpha (log pi - log mu) with alpha =
-    (v_p - v_b) / (v - v_b). v_b is the version that sampled the token (`versions`), v_p that of the
-    weights which the batch found (`version`), v = v_p + 1 the one that is being made. A token of
-    the newest version has p = mu.
+    (v_p - v_b) / (v - v_b). v_b is the version that sampled the token (`versions`), v_p the version
+    that the batch found (`version`), v = v_p + 1 the one that is being made. A token of the newest
+    version has p = mu.
     """
     age = (version - versions).to(logprobs)
     return behaviour + age / (age + 1) * (logprobs.detach() - behaviour)
@@ -194,17 +194,17 @@ def interpolated(logprobs: Tensor, behaviour: Tensor, versions: Tensor, version:
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:
-    """d: unbiased; as a loss its expected gradient is zero on-policy, so use it in the reward."""
+    """Return d: unbiased; as a loss its on-policy gradient is zero on average: for the reward."""
     return logprobs - other
 
 
 def k2(logprobs: Tensor, other: Tensor) -> Tensor:
-    """d^2 / 2: biased, but as a loss its on-policy gradient is that of the KL."""
+    """Return d^2 / 2: biased, but as a loss its on-policy gradient is the KL's."""
     return (logprobs - other).square() / 2
 
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """exp(-d) + d - 1: unbiased, never negative; GRPO's (arXiv 2402.03300, eq. 4)."""
+    """Return exp(-d) + d - 1: unbiased, never negative; GRPO's (arXiv 2402.03300, eq. 4)."""
     difference = logprobs - other
     # expm1 keeps the digits that exp - 1 loses where the policies are close.
     return torch.expm1((-difference).clamp(max=LOG_RATIO_BOUND)) + difference
