@@ -45,7 +45,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
 
 @dataclass
 class Folder:
-    """What the files of a folder hold."""
+    """Totals of the files of a folder."""
 
     files: int = 0
     lines: int = 0
@@ -93,7 +93,7 @@ def count(root: Path) -> tuple[dict[str, Folder], list[str]]:
 
 
 def main(root: Path = ROOT, budgets: Mapping[str, tuple[int, int]] = BUDGETS) -> int:
-    """Print the table and what is exceeded; return 1 if anything is."""
+    """Print the table and each exceeded budget; return 1 if there is one."""
     folders, faults = count(root)
     print(f"{'folder':26}{'files':>6}{'lines':>8}{'budget':>8}{'names':>7}{'budget':>8}")
     for name, (lines, names) in budgets.items():

@@ -35,7 +35,7 @@ class CheckError(Exception):
 
 def run(*command: str | Path, cwd: Path) -> str:
     """Run `command`, return its stdout and raise CheckError with all of its output if it fails."""
-    # Only what is installed may be found, not this checkout.
+    # Only the installed package may be found, not this checkout.
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     result = subprocess.run(
         [str(part) for part in command],
@@ -115,7 +115,7 @@ def check_sdist(sdist: Path) -> None:
 def check_installed(wheel: Path, sdist: Path, folder: Path) -> str:
     """Install `wheel` with its base dependencies, try the command and return its version line.
 
-    Then install `sdist` over it, which is built anew.
+    Then build `sdist` and install it over the wheel.
     """
     environment = folder / "venv"
     venv.create(environment, with_pip=True)

@@ -107,7 +107,7 @@ class Wire:
         return number, envelope.body
 
     def upkeep(self, now: float) -> None:
-        """Heartbeats, and what was not answered once more."""
+        """Send heartbeats, and resend unanswered requests."""
         if now >= self.beat_at:
             self.beat_at = now + self.pace_s
             beat = Heartbeat(state="ready", activity="bench", progress=0, idle_s=0.0)

@@ -1,4 +1,4 @@
-"""What the buffer is measured against: the same records by other means, none of them durable.
+"""Transports that the buffer is measured against: the same records, none of them durable.
 
 Access patterns, not code, of the projects that are named. PipelineRL's shared stream writer sends
 JSON of lists (by orjson; msgspec's JSON takes its place), its other one pickles lists; a round trip
@@ -278,7 +278,7 @@ def family_cpu_s() -> float:
 
 
 def measure_all(seconds: float, *, with_ray: bool) -> Iterator[tuple[str, dict[str, float]]]:
-    """All that this machine has; says what is missing."""
+    """Measure every transport of this machine; print the missing programs."""
     yield CEILING, measure_ceiling(seconds)
     if shutil.which("redis-server") is None:
         print("redis-server is missing: apt-get install redis-server")

@@ -4,7 +4,7 @@
 
 Producers and consumer are processes of their own, over tcp loopback. Every transport carries the
 same 9 KB records: 200 prompt tokens, 1,000 response tokens with logprobs and version spans. The
-rows take turns on one machine; CPU seconds are those of all its processes together.
+rows take turns on one machine; CPU seconds add up all processes of a row.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def measure_buffer(
         clients = sum(one[2] for one in produced) + consumed[2]
         return {
             "acked": acked,
-            "per_s": consumed[0] / seconds,  # of those, `acked` may be ahead by what is in flight
+            "per_s": consumed[0] / seconds,  # `acked` may be ahead by the records in flight
             "buffer_us": 1e6 * buffer_cpu / acked,
             "cpu_s_per_1k": 1e3 * (buffer_cpu + clients) / acked,
             "ack": [latency for one in produced for latency in one[1]],
@@ -218,7 +218,7 @@ def show_latency(report: Report, args: argparse.Namespace, folder: Path) -> None
 
 
 def show_scale(report: Report, args: argparse.Namespace, folder: Path) -> None:
-    """What a trajectory costs the buffer with few and with many generators, in turns."""
+    """Measure a trajectory's cost to the buffer with few and with many generators, in turns."""
     costs: dict[int, list[float]] = {FEW: [], MANY: []}
     for round_number in range(args.rounds):
         for generators, values in costs.items():
@@ -235,9 +235,7 @@ def show_scale(report: Report, args: argparse.Namespace, folder: Path) -> None:
 
 
 def summarise(report: Report) -> None:
-    """Medians, and goals. Ratios are medians of those of the rounds, since what else the machine
-    does concerns all of a round.
-    """
+    """State medians and goals. Ratios are medians over rounds: other load slows a whole round."""
     parts: dict[str, list[dict[str, Any]]] = {}
     for row in report.rows:
         parts.setdefault(row["part"], []).append(row)

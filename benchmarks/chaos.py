@@ -43,7 +43,7 @@ from umbra.services.config.loader import as_dict, load_config
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort.toml"
 ROUND_S = 1800.0  # for a run to end, disturbed or not
 POLL_S = 0.1
-ENOUGH_S = 5.0  # what is left to disturb and not worth a run
+ENOUGH_S = 5.0  # too little time to disturb another run
 CALM = "undisturbed"
 COUNTED = ("acknowledged", "trained", "untrained", "lost", "twice", "repeated", "changed")
 # Signs of life often enough to time a recovery, limits that the stops go beyond, and all batches
@@ -63,7 +63,7 @@ class Soak:
     """Rounds of the demo in a folder; each leaves a line in rounds.jsonl.
 
     Args:
-        home: what is in it is gone on with.
+        home: continued if it has rounds.
         keep: leave the folders of the runs, stores and logs included.
     """
 
@@ -78,7 +78,7 @@ class Soak:
         self._file = home / "rounds.jsonl"
 
     def rounds(self) -> list[dict[str, Any]]:
-        """What came of the rounds so far."""
+        """Return the results of the rounds so far."""
         if not self._file.exists():
             return []
         return [json.loads(line) for line in self._file.read_text(encoding="utf-8").splitlines()]

@@ -1,4 +1,4 @@
-"""What `chaos.py` does to a run, when, and when the run has recovered from it."""
+"""Disturbances of a run by `chaos.py`: kinds, times, and the run's recovery."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Disturber:
         self._rested_at = self._next_at = time.monotonic()
 
     def turn(self, status: Status | None, *, act: bool) -> None:
-        """Look at what is under way, and do something new if it is time and `act` allows it."""
+        """Check open acts, and begin a new one if it is due and `act` allows it."""
         now = time.monotonic()
         for name, (stopped, until) in list(self._stopped.items()):
             if now >= until:
@@ -197,7 +197,7 @@ class Disturber:
     # -- looking ----------------------------------------------------------------------------------
 
     def _is_over(self, act: Act, status: Status | None, now: float) -> bool:
-        """Whether the process works again; or is gone, if it was to leave."""
+        """Return whether the process works again, or is gone if it was to leave."""
         if act.kind == "drain" and act.service != "run":
             return act.name not in self._run.pids()
         if status is None:
@@ -211,7 +211,7 @@ class Disturber:
 
 
 def work(act: Act, status: Status) -> float | None:
-    """What the service that was disturbed has done so far; None if it is not there (again)."""
+    """Return the work of the disturbed service so far; None if it is not there (again)."""
     if act.service == "run":
         return float(status.version) if _member_of(status, "trainer") else None
     if act.service == "buffer":

@@ -35,7 +35,7 @@ def note(file: str, line: str) -> None:
 
 
 def noting_client() -> type[Any]:
-    """Return a `TaskClient` that records what is acknowledged."""
+    """Return a `TaskClient` that records acknowledged samples."""
     from umbra.proto.messages import Message, SubmitResults, TaskLeases
     from umbra.proto.net.task_client import TaskClient
 

@@ -74,7 +74,7 @@ class SecondNode:
 
     @property
     def is_apart(self) -> bool:
-        """Whether it could be made."""
+        """True if it could be made."""
         return bool(self.enter)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Worker:
             )
 
     def poll(self, now: float) -> bool:
-        """Whether it runs, or will again."""
+        """Restart it if that is due; return whether it runs, or will again."""
         if self.popen is None:
             if self.codes[-1] and now >= self.restart_at:
                 self.start()
@@ -143,13 +143,13 @@ class DemoRun:
 
     @property
     def folder(self) -> Path:
-        """What `umbra up` has made."""
+        """Return the folder that `umbra up` has made."""
         (found,) = (self.home / "runs").iterdir()
         return found
 
     @property
     def has_node(self) -> bool:
-        """Whether workers join from a node with memory of its own."""
+        """True if workers join from a node with memory of its own."""
         return self._node is not None and self._node.is_apart
 
     # -- start and end ----------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def _of_task(rows: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def main() -> int:
-    """Run what is missing, print it."""
+    """Run the missing seeds, print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="rows; continued if it exists")
     parser.add_argument("--tasks", nargs="+", default=list(RECIPES), choices=list(RECIPES))

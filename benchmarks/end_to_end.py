@@ -243,7 +243,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run what is missing, print the tables; 0 if every goal is met."""
+    """Run the missing cells, print the tables; return 0 if every goal is met."""
     args = parse()
     if args.cell:
         mode, task, seed = args.cell

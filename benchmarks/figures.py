@@ -48,7 +48,7 @@ def results(name: str) -> Mapping[str, Any]:
 
 
 def render(document: str) -> str:
-    """Return `document` with the text behind each template made anew.
+    """Return `document` with the text behind each template rendered.
 
     Raises:
         LookupError: a file has no figure or table of that name.
@@ -139,7 +139,7 @@ def behind(root: Path = ROOT) -> dict[str, str]:
 
 
 def main() -> int:
-    """Write what is out of date, or name it."""
+    """Write outdated files, or name them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check

@@ -113,13 +113,13 @@ def trainer_memory(folder: Path, steps: Sequence[dict[str, Any]]) -> dict[str, f
 
 
 def median(values: Sequence[float | None]) -> float | None:
-    """Of those that are known; None if none is."""
+    """Return the median of the known values; None if there is none."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
 def kill_half_way(run: DemoRun, steps: int) -> bool:
-    """Kill the generator when half of the steps are trained; whether there was one."""
+    """Kill the generator when half of the steps are trained; return whether there was one."""
     deadline = Deadline(END_S)
     while run.poll() is None and not deadline.passed:
         status = run.look()
@@ -130,7 +130,7 @@ def kill_half_way(run: DemoRun, steps: int) -> bool:
 
 
 def summarise(report: Report) -> None:
-    """What the run came to, and goals."""
+    """State the run's figures, and goals."""
     (run,) = report.rows
     shown = ("weights", "steps", "tokens_s", "mfu", "pushes", "push_bytes")
     names = [*shown, *(f"push_{name}" for name in PARTS)]

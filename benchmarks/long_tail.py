@@ -69,7 +69,7 @@ def torch_engine(model: Any, load: Load, slots: int) -> None:
 def generate(model: Any, load: Load, batch: int) -> None:
     """`model.generate` on left-padded batches; a batch takes as long as its longest answer.
 
-    Nothing but `max_new_tokens` tells it where an answer ends, as if an eos had been sampled there.
+    Only `max_new_tokens` ends an answer, as if an eos had been sampled there.
     """
     for start in range(0, len(load), batch):
         part = load[start : start + batch]

@@ -65,7 +65,7 @@ MODES = (
 
 
 class _Head(msgspec.Struct):
-    """What the trainer reads of a trajectory."""
+    """Fields of a trajectory that the trainer reads."""
 
     reward_parts: dict[str, float]
     spans: list[VersionSpan]

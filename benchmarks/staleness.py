@@ -163,7 +163,7 @@ def summarise(report: Report) -> None:
     """State accuracies, losses in points, and the staleness that the runs really had.
 
     A loss is the accuracy on-policy less that at a staleness, against the objective's own on-policy
-    runs and against those of `naive`.
+    runs and against `naive`'s.
     """
     found: dict[tuple[str, int, str, int], list[float]] = defaultdict(list)
     for row in report.rows:
@@ -223,7 +223,7 @@ def _on_policy(found: Accuracies, task: str, updates: int, objective: str) -> li
 
 
 def main() -> int:
-    """Run what is missing, print the tables."""
+    """Run the missing cells, print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="rows; continued if it exists")
     parser.add_argument("--work", type=Path, default=Path("runs/staleness"), help="models, runs")

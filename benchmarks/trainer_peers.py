@@ -22,7 +22,7 @@ CLIP = 0.2
 
 
 class _Plain:
-    """What somebody would write by hand: PPO's clipped loss, clipping, AdamW."""
+    """A trainer as written by hand: PPO's clipped loss, clipping, AdamW."""
 
     def __init__(self, model: PreTrainedModel, batch: TrainBatch, bf16: bool = False) -> None:
         self._model: Any = model.eval()

@@ -7,11 +7,11 @@ Three loads of groups of eight: one with a long tail of response lengths, one of
 short responses, one of long responses; each with a dense model and with one of eight experts, two
 of which a token meets. A row is the best of `--passes` updates (forward, backward, clipping, AdamW)
 after one that warms up; rows take turns, so that a noisy moment hits all of them alike. Tokens are
-those of the samples, prompts included, however they are fed. `trainer` is everything that the
+the samples', prompts included, however they are fed. `trainer` is everything that the
 trainer does with a leased batch: checks, advantages, packing, loss, metrics, step.
 
 On a GPU the model is a Qwen3 with random weights (0.6 B by default) in bf16, TRL is left out, and
-`mfu` is the model's floating-point operations per second over those of a large matrix product on
+`mfu` is the model's floating-point operations per second over a large matrix product's on
 the same GPU, both as `services/trainer/flops.py` counts them.
 """
 

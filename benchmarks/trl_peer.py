@@ -85,7 +85,7 @@ def graded(completions: list[Any], answer: list[str], **_: Any) -> list[float | 
 class Games:
     """Plays the guess task turn by turn, all games of a batch at once: TRL's `rollout_func`.
 
-    TRL tells it the prompts alone, so their messages have the answers too.
+    TRL passes it the prompts alone, so their messages have the answers too.
     """
 
     def __init__(self, chat: Chat, tries: int) -> None:
@@ -130,7 +130,7 @@ class Games:
 
 
 def winnings(completions: list[Any], won: list[float], **_: Any) -> list[float | None]:
-    """What `Games` has given."""
+    """Return the rewards that `Games` gave."""
     return list(won)
 
 

@@ -31,7 +31,7 @@ STEP = 0.35  # |step| / lr of Adam with noisy gradients: half-normal, mean 0.28
 class Model(nn.Module):
     """`TENSORS` parameters whose bf16 form has about `total_bytes` in all.
 
-    Sizes differ as those of a transformer do: a few large matrices, many middle ones, small norms.
+    Sizes differ as in a transformer: a few large matrices, many middle ones, small norms.
 
     Args:
         learns: float32 parameters that can learn; else bf16 ones that are filled.

@@ -86,7 +86,7 @@ def run(config: RunConfig) -> tuple[Any, RunFolder]:
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """What happened between the commits of two steps.
+    """Figures between the commits of two steps.
 
     Idle shares are 1 - the share of the time in which a service worked: a generator while it
     decodes anything (mean over generators), the trainer while it updates.

@@ -1,4 +1,4 @@
-"""What the site has beyond docs/: README.md and others, and a page for each file that is linked to.
+"""Pages of the site beyond docs/: README.md and others, and one for each file that is linked to.
 
 mkdocs calls these functions (mkdocs.yml). The pages stay as they are for readers of the repository;
 their links are rewritten on the way.
@@ -44,7 +44,7 @@ log = logging.getLogger("mkdocs.hooks.make_site")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages outside of docs/ and those of linked files."""
+    """Add the pages outside of docs/, and pages of linked files."""
     for path, name in PAGES.items():
         text = (ROOT / path).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=text))

@@ -1,8 +1,8 @@
-"""Who may send which message, and how large it may be: the tables that a server looks at first.
+"""Permissions and size limits of messages: the tables that a server consults first.
 
 Where a run has keys, its servers refuse all that the key of a connection does not allow. Without
-keys they go by the role that a member has joined under. A server refuses what is too large before
-it decodes anything; ZeroMQ ends the connection of a peer that sends a frame larger than all
+keys they go by the role that a member has joined under. A server refuses a message above its limit
+before it decodes anything; ZeroMQ ends the connection of a peer that sends a frame larger than all
 messages to that socket may be.
 """
 
@@ -51,7 +51,7 @@ SENDERS: dict[type[m.Message], tuple[KeyRole, ...]] = {
     m.Event: MEMBERS,
 }
 
-# What is answered from what there is and changes nothing: it may be answered twice.
+# Read-only requests: they change nothing, so they may be answered twice.
 QUESTIONS: tuple[type[m.Message], ...] = (m.Ping, m.StatusRequest, m.HubStatusRequest)
 
 SOCKETS: dict[str, tuple[type[m.Message], ...]] = {
@@ -69,12 +69,12 @@ def may_send(role: KeyRole, kind: type[m.Message]) -> bool:
 
 @cache
 def needs_membership(kind: type[m.Message]) -> bool:
-    """Whether the buffer answers it to members alone; an operator is none."""
+    """Return whether the buffer answers it only to members; an operator is none."""
     return kind is not m.Join and "operator" not in SENDERS.get(kind, ())
 
 
 def may_connect(role: KeyRole, socket: str) -> bool:
-    """Whether the key of `role` opens `socket`: there is something that it may send there."""
+    """Return whether the key of `role` opens `socket`: it may send some message there."""
     if socket == "events":
         return role in WATCHERS
     return any(may_send(role, kind) for kind in SOCKETS.get(socket, ()))

@@ -1,4 +1,4 @@
-"""How much each field of a message may hold: enforced by the decoder, kept to by its sender.
+"""Bounds of each field of a message: enforced by the decoder, kept by the sender.
 
 A frame must not cost its receiver more than about what it brings. So every text, list, map and
 array of bytes has a bound, numbers that are compared or shown are finite, and what may be printed
@@ -24,7 +24,7 @@ NAME_CHARS = 256
 ID_CHARS = 256
 TEXT_CHARS = 4096
 FIGURES = 512
-STATS = 64  # figures of a process in its heartbeat: the buffer tells those of all members together
+STATS = 64  # figures in a heartbeat; the buffer reports the figures of all members together
 STAT_CHARS = 64
 MEMBERS = 4096  # of a run
 TOKENS = 1 << 20  # in one trajectory, all lines of a sample together
@@ -37,16 +37,16 @@ STAGES = 16
 ROW_KEYS = 4096
 SUBMITTED = 512  # trajectories or scores in one message to the buffer; the rest goes into another
 LEASES = 1 << 14  # of one process
-BATCH = 4096  # of whatever else a server tells one process
-RUN = 1 << 16  # of whatever it tells of a whole run
+BATCH = 4096  # of anything else that a server sends to one process
+RUN = 1 << 16  # of anything that it sends about a whole run
 TENSORS = 48 << 10
 BUCKETS = 1 << 15
 OWNERS = 256  # trainer hosts
 DIMENSIONS = 5
 NO_CONTROL = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
 
-# Marks that order text from right to left, and others that no one sees but that change what is
-# seen: deprecated ones, annotations, tags. Joiners stay, as emoji and some scripts need them.
+# Right-to-left marks, and other invisible characters that change how text looks: deprecated ones,
+# annotations, tags. Joiners stay, as emoji and some scripts need them.
 _UNSEEN = (
     r"\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     r"\U000e0000-\U000e007f"
@@ -64,8 +64,8 @@ Stats = Annotated[
     dict[Annotated[str, Meta(max_length=STAT_CHARS, pattern=NO_CONTROL)], Number],
     Meta(max_length=STATS),
 ]
-# Lists and maps: of what one message brings to a server, of a process, of whatever else a server
-# tells one process, and of a whole run.
+# Lists and maps: in one message to a server, of a process, in any other message to one process,
+# and of a whole run.
 Portion = Annotated[list[T], Meta(max_length=SUBMITTED)]
 Held = Annotated[list[T], Meta(max_length=LEASES)]
 Many = Annotated[list[T], Meta(max_length=BATCH)]
@@ -84,16 +84,16 @@ Row = Annotated[dict[str, Any], Meta(max_length=ROW_KEYS)]  # free-form: decoded
 
 
 def one_line(text: str, most: int = TEXT_CHARS) -> str:
-    """`text` as a `Text`: control characters become a space, what is beyond `most` is cut."""
+    """Return `text` as a `Text`: control characters become spaces, and it is cut at `most`."""
     if len(text) > most:
         text = text[: most - 3] + "..."
     return text if text.isprintable() else _control.sub(" ", text)
 
 
 def printable(text: str) -> str:
-    """`text`, of several lines, with a space for each character that would steer a terminal.
+    """Return `text`, of several lines, with a space for each character that would steer a terminal.
 
-    Also for those that reorder or hide what is beside them: a line reads in the order it was sent.
+    Also for ones that reorder or hide their neighbours: a line reads in the order it was sent.
     """
     return _steering.sub(" ", text)
 

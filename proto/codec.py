@@ -2,7 +2,7 @@
 
 Decoding never raises anything but `WireError`, whatever the bytes. A frame's size is looked at
 first (`sizes.py`), and then each value is checked while it is read (`bounds.py`), before the next
-one is made: what is refused costs no more than what came before it.
+one is made: a refused value costs no more than the ones before it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from umbra.proto.errors import LimitError, WireError
 from umbra.proto.messages import TYPES, Header, Message, Nack
 from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
-FILL_BYTES = SUBMIT_BYTES // 4  # of a portion: what is in it besides arrays comes on top
-REASON_CHARS = 200  # of a refusal; enough to recognise what was sent
+FILL_BYTES = SUBMIT_BYTES // 4  # of arrays in a portion; its other values come on top
+REASON_CHARS = 200  # of a refusal; enough to recognise the value
 Frame: TypeAlias = bytes | memoryview
 S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -75,10 +75,10 @@ class Encoder:
 
 
 def decode(frames: Sequence[Frame]) -> Envelope:
-    """The message in `frames`.
+    """Return the message in `frames`.
 
     Raises:
-        WireError: not a message of this protocol; `path` and `code` tell what is wrong.
+        WireError: not a message of this protocol; `path` and `code` name the fault.
         LimitError: a frame, or something in it, is above its limit.
     """
     header = decode_header(frames)
@@ -182,8 +182,8 @@ def _decoder(cls: type[S]) -> tuple[msgspec.msgpack.Decoder[S], bool]:
 def _check_free_form(frame: Frame) -> None:
     """Look through a frame whose message has values of any type, before these are made.
 
-    A list makes room for all of its items when its length is read. So no length is believed for
-    which there are not enough bytes, those of the lists around it included. Extension types are
+    A list makes room for all of its items when its length is read. So a length is refused
+    unless enough bytes remain for it and for the lists around it. Extension types are
     refused: the decoder would make a timestamp of one.
     """
     size, at, owed = len(frame), 0, 1
@@ -226,7 +226,7 @@ _FORMS: tuple[tuple[int, int, int] | None, ...] = (
 
 
 def _refusal(cls: type[msgspec.Struct], text: str) -> WireError:
-    """What the decoder says, with the place of it; it may quote what was sent, of any length."""
+    """Return the decoder's error with its place, cut: it may quote a value of any length."""
     found = _PLACE.fullmatch(text)
     reason, path = found.groups() if found else (text, "")
     if len(reason) > REASON_CHARS:

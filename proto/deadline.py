@@ -1,5 +1,4 @@
-"""Limits to waits: how long, also where that depends on bytes, and an error that names what was
-awaited."""
+"""Limits to waits, also by bytes to move, and an error that names the awaited event."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ LEAST_RATE = 20e6  # bytes per second: a link of 1 Gbit/s that six share
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long it may take to move bytes: over a link, to a device, or within memory."""
+    """Time limit for moving bytes: over a link, to a device, or within memory."""
 
     base_s: float  # however few they are
     least_rate: float  # bytes per second that whatever works moves at the least

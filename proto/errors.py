@@ -36,8 +36,8 @@ T = TypeVar("T")
 EXIT_DONE = 0
 ERROR_PREFIX = "umbra: error: "  # before the sentence that a process ends with
 
-# What decoders of JSON and MessagePack raise for bytes that are none: msgspec's errors are
-# ValueErrors, and so is a text that is not UTF-8; what is nested too deeply is neither.
+# Exceptions of decoders for bytes that are not JSON or MessagePack: msgspec's errors and invalid
+# UTF-8 are ValueErrors, nesting that is too deep is a RecursionError.
 UNREADABLE: tuple[type[Exception], ...] = (ValueError, RecursionError)
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class DivergedError(UmbraError):
 
 
 class FailedSamplesError(UmbraError):
-    """Too many samples fail for reasons that depend on their content: what is left is biased."""
+    """Too many samples fail for reasons that depend on their content: the rest is biased."""
 
     exit_code = 8
 

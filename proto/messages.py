@@ -2,7 +2,7 @@
 
 A request names what it wants; its reply carries the request's id in `Header.reply_to`. Messages
 that a server sends unasked (`Command`, `Interrupt`, `HoldArena`, `OfferSlot`, `Prepare`, `Commit`,
-`Abort`) have `reply_to = None`. Those of the weights socket are in `weights.py`.
+`Abort`) have `reply_to = None`. The weights socket's are in `weights.py`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
-    """What may change. `version` is the number of optimizer steps committed."""
+    """Values that may change. `version` is the number of optimizer steps committed."""
 
     version: int
     heartbeat_s: Number = 0.0  # seconds between heartbeats from now on; 0 = as before
@@ -171,11 +171,11 @@ class Member(Told, frozen=True, kw_only=True):
     silent_s: Number  # since its last message
     stats: Stats = {}
     shares: Stats = {}
-    progress_per_s: Number = 0.0  # units of work as of late
+    progress_per_s: Number = 0.0  # recent units of work
 
 
 class Stuck(Told, frozen=True, kw_only=True):
-    """Something overdue: what, who holds it, for how long, and what was done about it."""
+    """Something overdue: its name, holder and age, and the action that was taken."""
 
     what: Text
     holder: Name
@@ -202,7 +202,7 @@ class RunWarning(Told, frozen=True, kw_only=True):
 
 
 class Rates(Record, frozen=True, kw_only=True):
-    """What goes on per second, as of late."""
+    """Recent rates per second."""
 
     steps_per_s: Number = 0.0  # committed
     samples_per_s: Number = 0.0  # trained: in committed batches
@@ -241,7 +241,7 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 class Order(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an operator orders; a misspelt field is refused, as its default acts on all.
+    """An operator's command; a misspelt field is refused, as its default acts on all.
 
     drain: have `member` hand back what it holds and leave; if it is empty, end the run in order.
     pause: hand out no samples and no batches until resume. evaluate: the policy as it is now, on
@@ -302,7 +302,7 @@ class TaskLeases(Message, frozen=True, kw_only=True):
 
 
 class ReturnedSample(Told, frozen=True, kw_only=True):
-    """A sample handed back unfinished, with what there is of it; or `failed`, with the reason."""
+    """A sample handed back unfinished, with its partial rollout; or `failed`, with the reason."""
 
     sample_id: Id
     attempt: int
@@ -318,9 +318,9 @@ class ReturnTasks(Message, frozen=True, kw_only=True):
 
 
 class Interrupt(Message, frozen=True, kw_only=True):
-    """To a generator, unasked: stop these `(sample_id, attempt)` and hand back what there is.
+    """To a generator, unasked: stop these `(sample_id, attempt)` and hand back their progress.
 
-    A sample whose environment was told something goes on until that has answered the turn.
+    A sample that has sent its environment a turn goes on until the environment has answered.
     """
 
     leases: Held[tuple[Id, int]]
@@ -347,7 +347,7 @@ class LeaseBatch(Message, frozen=True, kw_only=True):
 class BatchLease(Message, frozen=True, kw_only=True):
     """The batch, whole groups in order; empty when it could not be filled within `wait_s`.
 
-    `waiting_for` says in words what is missing.
+    `waiting_for` names the missing part in words.
     """
 
     step: int
@@ -393,7 +393,7 @@ class CheckpointSaved(Message, frozen=True, kw_only=True):
 
 
 class FinishRun(Message, frozen=True, kw_only=True):
-    """The trainer is done: what is in flight ends as `cancelled`, everyone drains."""
+    """The trainer is done: samples in flight end as `cancelled`, everyone drains."""
 
     reason: Text
 

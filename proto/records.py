@@ -66,7 +66,7 @@ class Told(Record, frozen=True, kw_only=True):
 
 
 class Sampling(Kept, frozen=True, kw_only=True):
-    """How tokens were drawn. Behaviour logprobs are those of this very distribution."""
+    """Sampling parameters of tokens. Behaviour logprobs are under exactly this distribution."""
 
     temperature: Number = 1.0
     top_p: Number = 1.0
@@ -76,7 +76,7 @@ class Sampling(Kept, frozen=True, kw_only=True):
 
     @property
     def distribution(self) -> tuple[float, float, int, float]:
-        """What decides of which distribution logprobs are."""
+        """Return the parameters that determine the distribution of logprobs."""
         return self.temperature, self.top_p, self.top_k, self.min_p
 
     @property
@@ -154,14 +154,14 @@ class Branch(Kept, frozen=True, kw_only=True):
 
 
 class Trajectory(Kept, frozen=True, kw_only=True):
-    """What a generator made of one sample, complete or partial. P prompt and T response tokens.
+    """A rollout of one sample, complete or partial. P prompt and T response tokens.
 
     `response_ids`, `loss_mask` and `logprobs` have one entry per response token, environment tokens
     of later turns included; those have mask 0 and logprob 0. `spans` cover `[0, T)` exactly, in
     order.
 
     A sample whose agent has edited its history, or talked several times, is several lines of
-    tokens: this one and its `branches`. Reward and all else are those of the sample.
+    tokens: this one and its `branches`. Reward and all else belong to the sample.
     """
 
     sample_id: Id
@@ -177,7 +177,7 @@ class Trajectory(Kept, frozen=True, kw_only=True):
     reward: float = 0.0
     reward_parts: Annotated[dict[Id, float], Meta(max_length=PARTS)] = {}
     turns: int = 1
-    ref_logprobs: Float32s | None = None  # float32 [T], those of further lines behind them
+    ref_logprobs: Float32s | None = None  # float32 [T]; further lines follow
     proximal_logprobs: Float32s | None = None  # the same
     proximal_version: int = -1  # of the policy that gave proximal_logprobs
     routing: Routing | None = None  # of all tokens, at most P + T - 1, that a learned one follows
@@ -193,7 +193,7 @@ class Trajectory(Kept, frozen=True, kw_only=True):
 
     @property
     def response_tokens(self) -> int:
-        """T, environment tokens included; those of `branches` are not."""
+        """Return T, environment tokens included, without the tokens of `branches`."""
         return len(self.response_ids) // 4
 
     @property
@@ -289,7 +289,7 @@ class Task(Record, frozen=True, kw_only=True):
 
 
 class Score(Told, Kept, frozen=True, kw_only=True):
-    """What a scorer found for one trajectory of T response tokens, or the `error` it ran into.
+    """A scorer's result for one trajectory of T response tokens, or the `error` it ran into.
 
     A `reward` score has `reward` and `reward_parts`, the others have `logprobs`.
     """
@@ -324,7 +324,7 @@ def with_score(trajectory: Trajectory, stage: str, score: Score) -> Trajectory:
 
 
 class TensorEntry(Record, frozen=True, kw_only=True, gc=False):
-    """Where a tensor lies in a version slot: `nbytes` bytes at `offset`, row-major."""
+    """Location of a tensor in a version slot: `nbytes` bytes at `offset`, row-major."""
 
     name: Name
     dtype: DType  # safetensors' names: "F32", "BF16", ...
@@ -334,7 +334,7 @@ class TensorEntry(Record, frozen=True, kw_only=True, gc=False):
 
 
 class AdapterFacts(Record, frozen=True, kw_only=True):
-    """What the factors of a version belong to: each weight W of the base becomes
+    """Base and scale of a version's factors: each weight W of the base becomes
     W + alpha / rank * B A.
 
     `base` is the checksum of the base's files (`weights_checksum`), in hex.
@@ -364,9 +364,9 @@ class Manifest(Record, frozen=True, kw_only=True):
 
 
 class GpuFacts(Record, frozen=True, kw_only=True):
-    """What must agree before two processes enter NCCL together, and which GPU this one has.
+    """Facts that must agree before two processes enter NCCL together, and this process's GPU.
 
-    `environment` is a digest of `variables`: those NCCL_* that decide how ranks talk to each other.
+    `environment` is a digest of `variables`: the NCCL_* that decide how ranks communicate.
     """
 
     nccl: int  # version code of the library that is loaded, 0 where there is none
@@ -377,7 +377,7 @@ class GpuFacts(Record, frozen=True, kw_only=True):
 
 
 class BucketsAt(Record, frozen=True, kw_only=True):
-    """Where buckets are handed out. `key`: to the hub the source's secret, to a receiver a grant.
+    """Endpoint that serves buckets. `key`: to the hub the source's secret, to a receiver a grant.
 
     The grant follows from the secret, and lets in nobody but the receiver.
     """
@@ -402,7 +402,7 @@ class NcclRound(Record, frozen=True, kw_only=True):
 
 
 class Ledger(Record, frozen=True, kw_only=True):
-    """Where every sample is. `issued == trained + sum(ended) + in_flight` at every moment."""
+    """Samples by state. `issued == trained + sum(ended) + in_flight` at every moment."""
 
     issued: int = 0
     trained: int = 0

@@ -1,4 +1,4 @@
-"""The messages about weights: those of the hub's weights socket."""
+"""The messages of the hub's weights socket."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class HoldArena(Message, frozen=True, kw_only=True):
 class OfferSlot(Message, frozen=True, kw_only=True):
     """To a part hub, unasked: hand out its buckets in `slot` of the arena at `path`.
 
-    Without `checksums` the slot will be written anew: nothing of it is handed out.
+    Without `checksums` the slot will be overwritten: nothing of it is handed out.
     """
 
     path: Text
@@ -114,7 +114,7 @@ class Subscribe(Message, frozen=True, kw_only=True):
 
 
 class Subscribed(Message, frozen=True, kw_only=True):
-    """How it will get them. The newest version follows as a push.
+    """The plane of a subscription. The newest version follows as a push.
 
     With plane "relay", nothing follows: a relay on the receiver's host serves it, at `path`.
     """
@@ -175,7 +175,7 @@ class Committed(Message, frozen=True, kw_only=True):
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """To a receiver, unasked: forget what is staged for this epoch.
+    """To a receiver, unasked: discard the version staged for this epoch.
 
     With `dropped`, the hub pushes nothing more to it until it subscribes again.
     """
@@ -191,6 +191,6 @@ class HubStatusRequest(Message, frozen=True, kw_only=True):
 
 
 class HubStatus(Message, frozen=True, kw_only=True):
-    """Whether the hub knows the process that asked: a receiver, or the trainer of its layout."""
+    """The hub's knowledge of the process that asked: a receiver, or the trainer of its layout."""
 
     subscribed: bool

@@ -50,7 +50,7 @@ class Timeline:
         self.at(self.now + delay, action)
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Do what is due until `until` is true after an action."""
+        """Run due actions until `until` is true after one."""
         while not until():
             self.now, _, action = heapq.heappop(self._queue)
             action()

@@ -1,4 +1,4 @@
-"""What needs torch before a run starts, in its own process: `python -m umbra.deploy.check.aside`.
+"""Checks that need torch, in their own process: `python -m umbra.deploy.check.aside`.
 
 A driver that is out of order may hang or end whoever asks it, and torch takes half a GiB. Prints as
 JSON the GPUs that torch sees; of a request on standard input the choice.

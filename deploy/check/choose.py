@@ -1,4 +1,4 @@
-"""What a run file leaves open, chosen for the GPUs of the machine that starts the run.
+"""Settings that a run file leaves open, chosen for the GPUs of the machine that starts the run.
 
 Without a GPU only the engine and the threads are chosen: docs/config.md has the defaults for CPUs.
 """
@@ -42,7 +42,7 @@ class ChoiceRequest(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A run with what was left open, each choice as `key = value`, and why it does not fit."""
+    """A run with its open settings chosen, each as `key = value`, and why it does not fit."""
 
     config: RunConfig
     chosen: list[str]
@@ -50,7 +50,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def ready(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-    """Return what `for_this_machine` does; UsageError or StartupError names what is wrong."""
+    """Return `for_this_machine`, checked; UsageError or StartupError names the fault."""
     if config.trainer.nodes > 1:
         raise UsageError(
             f"trainer.nodes = {config.trainer.nodes}: `umbra up` runs everything on this machine; "
@@ -97,7 +97,7 @@ def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunCon
 def in_one_line(config: RunConfig) -> str:
     """Return where and by what a run computes, of a configuration that `for_hardware` returned."""
     trainer, generator = config.trainer, config.generator
-    # What is chosen for a machine with GPUs names the engine's device, or the user has.
+    # On a machine with GPUs the choice, or the user, names the engine's device.
     gpu = bool(driver_version())
     trains, generates = kind_of(trainer.device, gpu=gpu), kind_of(generator.device, gpu=gpu)
     return (

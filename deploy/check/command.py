@@ -1,4 +1,4 @@
-"""`umbra check`: what is wrong with a run, whether it fits, and what this machine lacks."""
+"""`umbra check`: problems of a run, its memory, and problems of this machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def command(
     showing: bool,
     json_wanted: bool,
 ) -> int:
-    """Say what is wrong with a run, whether it fits, and what this machine lacks.
+    """Report problems of a run, its memory, and problems of this machine.
 
     Checks keys, values, files and packages of RUN_FILE; tries its reward or environment on the
     first prompt, its devices and chat template; estimates its memory from the model's config.json;
@@ -171,7 +171,7 @@ def _memory(found: Estimate) -> Iterator[str]:
 
 
 def _table(need: Need) -> list[str]:
-    """Return the lines of a process; what is absent at the time of its peak is in brackets."""
+    """Return the lines of a process; items absent at its peak are in brackets."""
     from umbra.deploy.check.needs import PHASES, peak
 
     indices = sorted({index for gpus in need.gpus for index in gpus})

@@ -1,4 +1,4 @@
-"""Whether a run fits into memory, by how much, and which key to lower if not."""
+"""Estimate of a run's memory: the margin, and the key to lower if it does not fit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Estimate:
         ]
 
     def in_short(self) -> str:
-        """Return what is needed of each memory, the margin, and what to change for more."""
+        """Return the need of each memory, the margin, and the key to change for more."""
         sums = [
             f"{name} {size(needed)}"
             + (f" of {size(there)} ({1 - needed / there:.0%} left)" if there else "")

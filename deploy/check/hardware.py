@@ -1,4 +1,4 @@
-"""What is known of a machine; nothing here needs torch."""
+"""Facts of a machine; nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def silent(error: UmbraError) -> str:
 
 
 def this_machine() -> Machine:
-    """Return what is here; `blind` also if torch does not answer."""
+    """Return this machine's hardware; `blind` is set also if torch does not answer."""
     stats = os.statvfs(SHM)
     host, shm = host_bytes(), stats.f_blocks * stats.f_frsize
     cores = len(os.sched_getaffinity(0))

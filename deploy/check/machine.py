@@ -1,4 +1,4 @@
-"""What this machine has and lacks: packages, GPUs, memory, disk, ports, keys; each a finding."""
+"""Findings about this machine: packages, GPUs, memory, disk, ports, keys."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def judge_disk(folder: str, free: int, sync_s: float) -> Finding:
 
 
 def ports(endpoints: Sequence[str]) -> Iterator[Finding]:
-    """Check that nobody listens at those of `endpoints` that name a port."""
+    """Check that nobody listens at the `endpoints` that name a port."""
     named = [one for one in endpoints if one.rpartition(":")[2] not in ("*", "0")]
     for endpoint in named:
         try:

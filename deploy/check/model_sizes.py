@@ -40,7 +40,7 @@ class ModelSizes:
     states: int = 0  # of a sequence, in layers that carry one
     scores: int = 0  # of a pair of positions in a layer that eager attention keeps
     config: Any = None  # Transformers', by which the trainer chooses the length of rows
-    teachers: tuple[ModelSizes, ...] = ()  # those of `scorer.model`
+    teachers: tuple[ModelSizes, ...] = ()  # of `scorer.model`
 
 
 def read_sizes(config: RunConfig) -> ModelSizes:

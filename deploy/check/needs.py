@@ -1,6 +1,6 @@
-"""What each process of a run needs on its GPU and in host memory, in bytes; docs/models.md.
+"""Memory that each process of a run needs on its GPU and host, in bytes; docs/models.md.
 
-What the kernel measures in tests is 5 % more at most. A run is taken to be on one host.
+The kernel measures at most 5 % more in tests. A run is taken to be on one host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROCESS, GPU_PROCESS = int(0.6 * GIB), 2 * GIB  # Python with torch; the same wi
 CONTEXT = 1 * GIB  # of a GPU: CUDA's context, cuBLAS, and NCCL's buffers
 VLLM_WORK = 3 * GIB  # CUDA graphs, and the pass that vLLM profiles
 UNKNOWN_GPU = 80 * 10**9  # of a GPU that is asked for by name on a machine without any
-MASK = 5  # bytes of a pair of positions in a dense mask, and in what is made of it
+MASK = 5  # bytes of a pair of positions in a dense mask, and in tensors made of it
 SHARD = "raise trainer.ranks, or train an adapter (trainer.lora_rank)"
 FETCHED = ("tcp", "nccl")  # planes whose receivers hold a version of their own
 NO_KEY = "there is no key for it; a GPU with more memory"
@@ -164,7 +164,7 @@ def _rank(
     rows = [Item(f"weights, {'bfloat16' if each == 2 else 'float32'}", each * share, remedy=SHARD)]
     step: list[Item] = []
     if each == 2 or (step_on_host and not rows_on_host):
-        # Each micro-batch has gradients of its own, which are added to those of the copies.
+        # Each micro-batch has gradients of its own, which are added to the copies' gradients.
         step.append(Item("float32 copies", 4 * trained, remedy=SHARD))
         rows.append(Item("gradients of a micro-batch", each * trained, (FIRST,), SHARD))
     step.append(Item("gradients, float32", 4 * trained, LOADED, SHARD))
@@ -204,7 +204,7 @@ def _pass(
     autocast = each == 2 and trainer.weights == "float32" and trainer.ranks == 1
     stream = 4 if autocast else each
     layer = tokens * (10 * sizes.hidden * stream + (sizes.kept - 10 * sizes.hidden) * each)
-    layer = layer * 21 // 20  # what is not in `layer_numbers`
+    layer = layer * 21 // 20  # tensors not in `layer_numbers`
     pairs = tokens * width
     scores = (sizes.scores * each + 2) * pairs
     chosen = trainer.recomputes_on(kind)

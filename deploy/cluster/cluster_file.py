@@ -85,7 +85,7 @@ def planner() -> str:
 
 
 class ClusterSpec(_Table, frozen=True):
-    """How the nodes are shared, and what every container has in common."""
+    """Shares of the nodes, and settings that all containers have in common."""
 
     # Tasks train, generate, ref_logp, logp, reward; those in a list share nodes.
     groups: list[str | list[str]] = msgspec.field(default_factory=lambda: ["train", "generate"])

@@ -106,7 +106,7 @@ def command(
 def keys(folder: Path, roles: tuple[KeyRole, ...], force: bool) -> int:
     """Make the CURVE keys of a run in FOLDER [default: runs/keys], a pair for each role.
 
-    `umbra up` uses runs/keys as it is; everything else is told by --keys FOLDER. A node needs all
+    `umbra up` uses runs/keys as it is; everything else needs --keys FOLDER. A node needs all
     `.key` files, and the `.key_secret` of the roles that run on it and of no other.
     """
     made = make_keys(folder, roles or KEY_ROLES, force=force)
@@ -195,7 +195,7 @@ def _copy_private(source: Path, target: Path) -> None:
 
 
 def table(plan: Plan) -> str:
-    """Return the plan as columns, and below it what each group got and what is idle."""
+    """Return the plan as columns, and below it each group's share and the idle rest."""
     rows: list[tuple[str, ...]] = [HEADINGS]
     for node in plan.nodes:
         cells = [

@@ -197,10 +197,10 @@ def _name(plan: Plan, part: str) -> str:
 
 
 def _label(text: str) -> str:
-    """`text` by the strictest of Kubernetes' rules for names (RFC 1035).
+    """Return `text` by the strictest of Kubernetes' rules for names (RFC 1035).
 
-    Lower case letters, digits and dashes, a letter first, at most 63 characters; what is too long
-    ends with a part of its hash, so that it is still its own.
+    Lower case letters, digits and dashes, a letter first, at most 63 characters; a longer text
+    ends with a part of its hash, so that names stay distinct.
     """
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not name[:1].isalpha():

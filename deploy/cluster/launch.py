@@ -43,7 +43,7 @@ CONFIG_FILE = "run.toml"
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Where a process finds and leaves its files; `keys` and `modules` may be empty: none.
+    """Folders of a process's files; `keys` and `modules` may be empty: none.
 
     `cache` is for what it downloads; empty: the user's own.
     """
@@ -69,7 +69,7 @@ def container_paths(plan: Plan, modules: str, *, keys: bool) -> Paths:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a process is started.
+    """Command and mounts of a process.
 
     `command` and `health` are arguments of `umbra`, the second checks the process from beside it.
     `volumes` are mounted at their values: results, store, shm (shared by the node's processes, for

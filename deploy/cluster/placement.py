@@ -4,7 +4,7 @@ Divides nodes or GPUs among groups of tasks by their ratios. The rule, in order:
 
 1. A group is due `ratio * units`.
 2. It gets the whole part of that, but one unit at least.
-3. What is left goes, unit by unit, to the group that is furthest below its due; if too much was
+3. The rest goes, unit by unit, to the group that is furthest below its due; if too much was
    given (because of the least of one), units come back from the group furthest above its due that
    has more than one. Of equals, the one named first gets, and the one named last gives. A group
    that has all that it can use gets no more; what nobody can use stays idle.

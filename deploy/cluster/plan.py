@@ -1,4 +1,4 @@
-"""What runs where: a cluster and a run in, processes on nodes out. Nothing is read or written."""
+"""Placement: a cluster and a run in, processes on nodes out. Nothing is read or written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGES: tuple[Task, ...] = ("ref_logp", "logp", "reward")
 class Process:
     """One process: what it does, on which node, and with which of its GPUs.
 
-    `node_rank` counts the nodes of a trainer that has several, for what is on each of them.
+    `node_rank` counts the nodes of a trainer that has several, for the processes on each.
     """
 
     name: str

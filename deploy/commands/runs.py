@@ -45,7 +45,7 @@ State = Literal["under way", "ended", "failed", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class RunEntry:
-    """A run in a few words; None is what is not known."""
+    """A run in a few words; None for unknown values."""
 
     id: str
     name: str

@@ -256,7 +256,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 @contextmanager
 def only_rows_of_runs(path: Path) -> Iterator[None]:
-    """Raise UsageError where the block fails on what is in `path`: no run has written it."""
+    """Raise UsageError where the block fails on the content of `path`: no run has written it."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -280,7 +280,7 @@ def rewritten(path: Path) -> Iterator[TextIO]:
 
 
 def read_rollouts(folder: RunFolder) -> Iterator[Row]:
-    """Yield all rollouts, oldest first; those of a step that a trainer has repeated only once."""
+    """Yield all rollouts, oldest first, each once, also if a trainer has repeated its step."""
     seen: set[tuple[int, str]] = set()
     for row in read_rows(folder.samples):
         name = (row["step"], row["sample"])

@@ -203,7 +203,7 @@ def take(original: Path, scratch: Path, layers: int, checked: Collection[str]) -
 
 
 def fewest_layers(config: PreTrainedConfig) -> int:
-    """How many of the first layers have every kind of layer that there is, at least 2.
+    """Return how many of the first layers hold every kind of layer, at least 2.
 
     Kinds of attention don't count: `_cut` gives the copy all of them.
     """

@@ -1,9 +1,9 @@
 """The outcome of the comparisons of a model, and how far rounding alone may take a number.
 
 Both sides compute in float32 and add up in another order. An error grows with the numbers that are
-added, and like the square root of how many there are: those of a hidden state in every layer. What
-is measured for the tiny models of the tests stays ten times below these bounds; a wrong mask is
-thousands of times above.
+added, and with the square root of their count: the entries of a hidden state in every layer. The
+errors of the tests' tiny models stay ten times below these bounds; a wrong mask is thousands of
+times above.
 """
 
 from __future__ import annotations

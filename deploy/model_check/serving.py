@@ -1,4 +1,4 @@
-"""What generators compute and hold, compared with Transformers and with what was published."""
+"""Comparison of generators with Transformers, and of their weights with the published ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer computes, compared with Transformers: logprobs of packed rows, and gradients."""
+"""Comparison of the trainer with Transformers: logprobs of packed rows, and gradients."""
 
 from __future__ import annotations
 

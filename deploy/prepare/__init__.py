@@ -1,1 +1,1 @@
-"""Loading a run file, and what is tried before anything starts."""
+"""Loading a run file, and checks before anything starts."""

@@ -43,7 +43,7 @@ def load_run(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
 
 
 def load_given(run_file: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, dict[str, Any]]:
-    """Return `load_run`, and the tree of what was given, without defaults."""
+    """Return `load_run`, and the tree of the given settings, without defaults."""
     tree = load_tree(run_file, overrides=overrides)
     return located(msgspec.convert(tree, RunConfig), run_file, note), tree
 
@@ -61,11 +61,11 @@ def search_path(run_file: Path) -> list[Path]:
 
 
 def located(config: RunConfig, run_file: Path, say: Say = lambda text: None) -> RunConfig:
-    """Return `config` with absolute paths and pinned names; what was pinned before stays.
+    """Return `config` with absolute paths and pinned names; earlier pins stay.
 
-    Paths are looked up from the run file's folder, else from here. `say` is told which of two is
-    taken where both exist, and what names stand for. UsageError is for a name of nothing or of
-    what this machine may not read, StartupError for what cannot be reached, nor is in a cache.
+    Paths are looked up from the run file's folder, else from here. `say` reports which of two is
+    taken where both exist, and what names stand for. UsageError: a name does not exist or may
+    not be read; StartupError: it cannot be reached, and is in no cache.
     """
 
     @cache

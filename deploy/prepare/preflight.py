@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a single process is started."""
+"""Checks before a single process is started."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ LEAST_ROOM = 16 << 20  # bytes on the disk of run.dir with which a run is begun
 def check_run(config: RunConfig, *, download: bool = True) -> None:
     """Check the numbers of a run, and the files that it needs.
 
-    Without `download` weights of models on the hub need only be there. UsageError names what is
-    wrong, StartupError what is elsewhere and cannot be reached.
+    Without `download` weights of models on the hub need only be there. UsageError names a
+    mistake, StartupError a remote name that cannot be reached.
     """
     check_feasible(config)
     _check_security(config)

@@ -147,7 +147,7 @@ def try_environment(
 def find_rows(config: RunConfig) -> RowsToTry:
     """Return the first row of each environment, and rows that may be longer than the context.
 
-    Those of eval.prompts, too.
+    Rows of eval.prompts are included.
     """
     found = {"data.prompts": rows_to_try(config.data, config.environments)}
     if heldout := config.eval.prompts:

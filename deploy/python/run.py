@@ -52,8 +52,8 @@ class RunChild:
     """`umbra up FOLDER` as our child: it ends, in order, when this process does.
 
     Its output goes to the terminal, where it draws its live screen, or as lines through
-    `sys.stdout`, which a notebook shows below its cell. The sentence with which it ends if
-    something is wrong is kept in `said`, for the exception that tells it.
+    `sys.stdout`, which a notebook shows below its cell. `said` keeps the
+    sentence of an error with which it ends, for the exception.
 
     Args:
         folder: the run's.
@@ -216,7 +216,7 @@ class Run:
 
         Raises:
             DeadlineError: it has not within `timeout_s` seconds.
-            UmbraError: it ended badly; `exit_code` and the sentence are those of `umbra up`.
+            UmbraError: it ended badly, with the `exit_code` and sentence of `umbra up`.
         """
         self._await_end(timeout_s)
         summary, child = self.summary, self._child

@@ -3,7 +3,7 @@
 What lies in a module is named `module:name`. What a notebook cell or the program itself
 (`__main__`) defines cannot be imported by others: its source is copied into a module, together with
 what it uses there (imports, other functions, constants). Nothing is pickled, so the run's folder
-says in plain Python what was rewarded, and `umbra up` can go on with it later.
+has its reward in plain Python, and `umbra up` can resume it later.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LITERALS = (type(None), bool, int, float, complex, str, bytes, list, tuple, dic
 class CopiedSource:
     """Collects the functions and classes that a run needs of its program.
 
-    `search` has the folders in which their modules lie; `text` is the module with what was copied,
-    empty if nothing was.
+    `search` has the folders in which their modules lie; `text` is the module with the copies,
+    empty if there are none.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class CopiedSource:
         self._pieces[name] = f"\n{source}"
 
     def _bind(self, used: str, value: Any, argument: str, user: str, *, needed: bool) -> None:
-        """Have the module bind `used` to `value`; what is not `needed` may be left out."""
+        """Have the module bind `used` to `value`; unless `needed`, it may be left out."""
         if used in self._bound and self._bound[used] is value:
             return
         if used in self._bound:

@@ -75,8 +75,8 @@ def train(
         **sections: keys of the run file by section, as `trainer={"learning_rate": 1e-6}`.
 
     Raises:
-        UsageError: what was given cannot work; nothing was started, and no folder is left.
-        UmbraError: the run ended badly; `exit_code` and the sentence are those of `umbra up`.
+        UsageError: the arguments cannot work; nothing was started, and no folder is left.
+        UmbraError: the run ended badly, with the `exit_code` and sentence of `umbra up`.
         KeyboardInterrupt: it was interrupted and has ended in order.
     """
     source = CopiedSource()

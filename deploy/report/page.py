@@ -74,7 +74,7 @@ def recorded_look(
         run_id: of the run.
         figures: from its metrics.
         summary: empty while the run is under way.
-        facts: name and value of what is said first.
+        facts: names and values at the top.
         status: the last one of the buffer; may be empty.
         config: the resolved configuration; may be empty.
         rollouts: to read.

@@ -199,7 +199,7 @@ def overlap(
     running: Iterable[Interval],
     window: Interval,
 ) -> Overlap | None:
-    """How busy both sides were in `window`, without the time in which nothing ran.
+    """Return how busy both sides were in `window`, without the time in which nothing ran.
 
     Several generators count once: a side is busy while any of its processes is.
 

@@ -100,7 +100,7 @@ def up(
 
 
 def check_extension(folder: RunFolder, config: RunConfig) -> str:
-    """Whether a run that has reached its end can be trained on; what its learning rate then does.
+    """Check that a finished run can be extended; return what its learning rate then does.
 
     Raises:
         UsageError: it can't; says why.

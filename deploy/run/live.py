@@ -1,4 +1,4 @@
-"""What `umbra up` shows as it runs: a live table on a terminal, now and then a line when piped."""
+"""Output of `umbra up`: a live table on a terminal, now and then a line when piped."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class PlainView(View):
             self.say(f"{what} ..." if begins else f"  {detail}")
 
     def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
-        """Print what is new in warnings, and the headline if it is time to."""
+        """Print new warnings, and the headline if it is due."""
         status = progress.status
         if status is None:
             return
@@ -132,7 +132,7 @@ class PlainView(View):
 
 
 class TerminalView(View):
-    """A table that is drawn anew four times per second; what is said scrolls by above it."""
+    """A table that is redrawn four times per second; messages scroll by above it."""
 
     def __init__(self) -> None:
         self._console = Console()

@@ -241,7 +241,7 @@ class Up:
 
 
 def _contradiction(summary: Mapping[str, Any]) -> str:
-    """Return what is wrong with a run that seemed to end well; empty if nothing is."""
+    """Return the fault of a run that seemed to end well; empty if there is none."""
     if summary["ledger"] is None:
         return "the buffer left no final status"
     if summary["ledger"]["balance"]:

@@ -85,7 +85,7 @@ def value_of(body: str) -> Callable[[int], int]:
 
 
 def row_of(body: str) -> dict[str, Any]:
-    """What is asked, and the tests of the answer."""
+    """Return the question, and the tests of the answer."""
     value = value_of(body)
     shown = " ".join(f"f({x})={value(x)}" for x in SHOWN)
     return {"prompt": shown, "tests": [[x, value(x)] for x in HIDDEN]}

@@ -8,7 +8,7 @@ Each is started as it is, in a new folder, and told where to ask for its model. 
     [environment]
     kind = "agent"
     agent = "command_line_agents:codex"
-    branches = "train"       # they compact what was said, and some ask a second model beside
+    branches = "train"       # they compact their history, and some ask a second model beside
     timeout_s = 600.0
     memory_mb = 0            # Node reserves more address space than it uses
 

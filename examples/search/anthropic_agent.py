@@ -1,7 +1,7 @@
 """The search of search.py as an agent of its own, written with Anthropic's client.
 
 It knows nothing of Umbra: it asks a model for turns, looks words up, and says how good the answer
-was. What it is told where to ask is all that differs from asking a hosted model.
+was. Only the address that it is given differs from asking a hosted model.
 """
 
 from __future__ import annotations

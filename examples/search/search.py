@@ -55,7 +55,7 @@ class Search:
 
 
 def make_corpus(source: random.Random) -> tuple[dict[str, str], dict[str, str]]:
-    """Where people live, and the mayors of towns."""
+    """Return the town of each person, and the mayor of each town."""
     letters = string.ascii_lowercase
     words = source.sample([a + b for a in letters for b in letters], PEOPLE + 2 * TOWNS)
     people, towns, mayors = words[:PEOPLE], words[PEOPLE:-TOWNS], words[-TOWNS:]

@@ -68,7 +68,7 @@ class Shop:
         try:
             tool = {"price": self.price, "add": self.add}[function["name"]]
             return tool(**function["arguments"])
-        except (KeyError, TypeError) as error:  # the model is told, and may try again
+        except (KeyError, TypeError) as error:  # the model gets the error, and may try again
             return f"error: {error}"
 
 

@@ -3,7 +3,7 @@
     python examples/smollm/calculator.py smollm
 
 writes prompts and held-out prompts, each with examples of calls. SmolLM2's chat template knows no
-tools, so a system message tells of the calculator, and calls are read from the text.
+tools, so a system message describes the calculator, and calls are read from the text.
 """
 
 from __future__ import annotations

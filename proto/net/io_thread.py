@@ -109,8 +109,8 @@ class Channel:
     ) -> M:
         """Send `body`, wait for its reply.
 
-        Once `stopping` is set, the wait ends within `STOPPING_S` seconds: a server that is there
-        has answered by then, and one that ended with us never will.
+        Once `stopping` is set, the wait ends within `STOPPING_S` seconds: a live server
+        answers within that time, and one that ended with us never will.
 
         Raises:
             DeadlineError: no reply within `timeout_s` seconds, or none before we stop.
@@ -335,8 +335,8 @@ class IoThread:
     ) -> Channel:
         """A channel to the server at `endpoint`, which must have the key of role `server`.
 
-        `peer` names it in errors. A channel that `insists` repeats what was refused because we are
-        no member: we join again.
+        `peer` names it in errors. A channel that `insists` repeats requests that were refused
+        because we are no member: we join again.
 
         Raises:
             UsageError: `endpoint` is no address.
@@ -446,7 +446,7 @@ class IoThread:
     def _shut(self) -> None:
         with self._wake_lock:
             self._ended = True
-        while self._jobs:  # what was posted before the close is still sent
+        while self._jobs:  # jobs posted before the close still run
             self._jobs.popleft()()
         for channel in self._channels:
             channel.fail_all(_closing(channel.peer))

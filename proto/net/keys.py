@@ -45,7 +45,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """How the sockets of a process are protected; by default, not at all."""
+    """Protection of a process's sockets; by default none."""
 
     keys: Keys | None = None  # without them nothing is encrypted and nobody is asked for a key
     insecure: bool = False  # bind where other machines can connect nevertheless
@@ -139,7 +139,7 @@ def load_keys(folder: Path, role: KeyRole) -> Keys:
 def open_security(
     config: Settings, roles: Sequence[KeyRole], run_dir: Path | None = None
 ) -> Security:
-    """What `[security]` says, for a process that may have the key of any of `roles`, best first.
+    """Return the `[security]` of a process that may have the key of any of `roles`, best first.
 
     Without `security.keys`, the folder `keys` in `run_dir` counts if it is there.
 
@@ -157,7 +157,7 @@ def open_security(
 
 
 def _check_private(path: Path) -> None:
-    """Whether a secret is its owner's alone.
+    """Raise UsageError unless a secret is its owner's alone.
 
     One that belongs to another user may be open to a group of ours, since that is the one way in
     which we can read it (a mounted secret of Kubernetes); so OpenSSH treats its keys.

@@ -190,8 +190,8 @@ class _BoundChannel:
 class Resends:
     """The last requests and their replies, so that a resend is answered and not done twice.
 
-    The longest unheard of go first. What is asked again after that is not done twice either:
-    operations are idempotent by what they name.
+    The least recently sent are evicted first. A later resend is not done twice either:
+    operations are idempotent by the ids that they carry.
     """
 
     def __init__(self) -> None:
@@ -337,7 +337,7 @@ class Server:
         return wake
 
     def close(self) -> None:
-        """Close all sockets; what is queued for sending gets the bounded LINGER."""
+        """Close all sockets; queued frames get the bounded LINGER."""
         if self._gate is not None:
             self._gate.close()
         for socket in self._channels:
@@ -362,7 +362,7 @@ class Server:
             if left <= 0:
                 break
             try:
-                # More always comes after it. With keys the frame tells who has sent it.
+                # More always comes after it. With keys the frame names its sender.
                 first = channel.socket.recv(NOBLOCK, copy=is_open)
             except zmq.Again:
                 break

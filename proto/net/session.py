@@ -1,4 +1,4 @@
-"""A process's place in the run: it joins, shows that it lives and moves, and hears when to stop."""
+"""A process's membership in the run: joining, heartbeats, and the command to stop."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Session:
     a lost broker; `stop_reason` says why, and `failure` is set when the end is an error.
 
     The broker may be away for `grace_s` seconds, to start again say: requests are resent meanwhile.
-    If it has forgotten us by then, we join once more, under the same incarnation.
+    If it no longer knows us afterwards, we join again, under the same incarnation.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Session:
     ) -> Session:
         """Join the run whose broker is at `broker`.
 
-        What goes to `metrics` is told to those who watch as well. `vocabulary` and `routers` are
-        those of the trainer's model, by which the buffer judges answers.
+        `metrics` are published to watchers as well. `vocabulary` and `routers` describe the
+        trainer's model; the buffer checks answers against them.
 
         Raises:
             UsageError: `broker` is no address.
@@ -274,7 +274,7 @@ class Session:
             self._weights.move(endpoint)
 
     def _rejoin(self) -> None:
-        """The broker does not know us any more: it has started anew, or had given us up."""
+        """Join again: the broker restarted, or had dropped this member."""
         if not self._rejoining and not self.stopping.is_set():
             self._rejoining = True
             log.warning("%s does not know us any more: joining again", self._control.peer)

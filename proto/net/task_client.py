@@ -99,11 +99,11 @@ class TaskClient:
                 self._renew_at = self._clock() + shortest / 3
 
     def submit(self, results: Sequence[Result], capacity: int = 0, version: int = 0) -> None:
-        """Deliver finished tasks, those of `gather_s` together; a lone one goes at once.
+        """Deliver finished tasks, gathered for `gather_s`; a lone one goes at once.
 
-        What is sent asks for up to `capacity` samples too, as `ask` does, but is answered at once:
+        The message asks for up to `capacity` samples too, as `ask` does, but is answered at once:
         `ask` again if none come. Call it after every step, also without any sample; `wait` and
-        `flush` send at once what there is.
+        `flush` send the gathered tasks at once.
         """
         if mixed := [one for one in results if not _fits(one)]:
             log.warning("%d samples have %s", len(mixed), MIXED)
@@ -174,7 +174,7 @@ class TaskClient:
         return [one for one in found if isinstance(one, m.Interrupt)]
 
     def renew(self, leases: Callable[[], Sequence[Lease]]) -> None:
-        """Renew the leases, those of undelivered samples included, every third of a lease."""
+        """Renew the leases, also of undelivered samples, every third of a lease."""
         now = self._clock()
         if self._lease_s is None or now < self._renew_at:
             return
@@ -191,10 +191,10 @@ class TaskClient:
             self._lost += [(s, attempts[s]) for s in answer.lost if s in attempts]
 
     def poll(self) -> tuple[list[Task], list[Lease]]:
-        """New tasks to work on, and leases that were lost, since the last call.
+        """Return new tasks to work on, and leases that were lost, since the last call.
 
         Raises:
-            UmbraError: the buffer refused a request or did not store what was delivered.
+            UmbraError: the buffer refused a request or did not store a delivery.
         """
         done = [entry for entry in self._open if entry[0].done()]
         for entry in done:
