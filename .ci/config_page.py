@@ -44,7 +44,7 @@ Made from the schema by `python .ci/config_page.py`; a test compares. A run file
 table per section. The environment variable `UMBRA_SECTION__KEY` overrides the file, and
 `--set section.key=value` overrides both, in each command. `umbra check RUN.toml` tries a run file,
 with `--show` it prints it with all defaults. Names that end in `_s` are seconds. Defaults named
-"preset" are those of the [objective](algorithms.md).
+"preset" come from the [objective](algorithms.md).
 """
 
 
