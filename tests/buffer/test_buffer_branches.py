@@ -128,7 +128,7 @@ def test_a_partial_is_one_line() -> None:
         ),
     )
     assert made.broker.counters["malformed_partial"] == 1
-    assert made.lease("b", 1, 0)[0].trajectory is None, "it begins anew"
+    assert made.lease("b", 1, 0)[0].trajectory is None, "it restarts"
     assert tokens_of(partial, partial.sampling) is None
 
 

@@ -200,7 +200,7 @@ def test_an_evaluation_that_is_open_when_the_buffer_ends_is_cancelled() -> None:
     assert status.eval_ledger.ended == {"cancelled": SAMPLES}
     assert status.eval_ledger.balance == 0
     last = status.evals[-1]
-    assert (last.answered, last.ended) == (1, {"cancelled": SAMPLES - 1}), "and none is begun anew"
+    assert (last.answered, last.ended) == (1, {"cancelled": SAMPLES - 1}), "and none is restarted"
 
 
 def test_an_evaluation_of_a_version_that_is_taken_back_is_cancelled() -> None:

@@ -1,4 +1,4 @@
-"""What a run loses and whether it learns: the watcher alone, and in the broker."""
+"""Losses and learning of a run: the watcher alone, and in the broker."""
 
 from __future__ import annotations
 

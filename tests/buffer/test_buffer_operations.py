@@ -1,4 +1,4 @@
-"""What operators ask of a run: pause, resume, drain, evaluate."""
+"""Commands of operators: pause, resume, drain, evaluate."""
 
 from fakes.broker_world import World, trajectory, world
 

@@ -208,7 +208,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule(name=names, capacity=st.integers(1, 16), updated=st.booleans())
     def work(self, name: str, capacity: int, updated: bool) -> None:
-        """What a sound generator does: lease, and answer most of it."""
+        """Act as a sound generator: lease, and answer most of it."""
         self.ensure(name)
         known = len(self.tasks)
         self.serving[name] = self.version if updated else self.serving[name]
@@ -467,7 +467,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @invariant()
     def generation_is_not_too_far_ahead(self) -> None:
-        """What waits to be trained on once more counts on top."""
+        """Batches that wait for another training count on top."""
         batches = self.broker.batches
         gate = min(self.run_ahead + 1, STEPS - self.version) * self.groups
         again = sum(len(batch.groups) for batch in batches.formed.values()) * self.durable

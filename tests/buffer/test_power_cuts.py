@@ -71,7 +71,7 @@ def open_copy(place: Path, file: bytes, acknowledged: bytes) -> LmdbStore:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_power_cut_leaves_the_state_before_or_after_a_commit(tmp_path: Path, seed: int) -> None:
-    """What is found is worked with, and the power goes again."""
+    """The recovered state is worked with, and the power goes again."""
     chance = random.Random(seed)
     store = LmdbStore(tmp_path / "store")
     path, model = tmp_path / "store" / DATA, contents(store)

@@ -186,7 +186,7 @@ def test_a_commit_that_failed_yields_to_what_came_after_it(tmp_path: Path) -> No
 
 
 class SmallDisk:
-    """What LMDB and the system say while no file can grow: to a large write first a part of it."""
+    """Errors of LMDB and the system while no file can grow: a large write is first cut short."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full = self.broken = False

@@ -268,7 +268,7 @@ READERS, described = page["READERS"], page["described"]
 def test_the_page_is_what_the_script_prints() -> None:
     made = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=True)
     assert PAGE.read_text(encoding="utf-8") == made.stdout, (
-        "write it anew: python .ci/config_page.py > docs/config.md"
+        "write it again: python .ci/config_page.py > docs/config.md"
     )
 
 

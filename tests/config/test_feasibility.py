@@ -1,4 +1,4 @@
-"""What a configuration implies, and what it must not ask for."""
+"""Consequences of a configuration, and refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is chosen for GPUs, with made-up ones; the memory is that of the estimate."""
+"""Choices for GPUs, with made-up ones; the memory is that of the estimate."""
 
 from __future__ import annotations
 

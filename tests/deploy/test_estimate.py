@@ -71,7 +71,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, int]:
-    """What each case really takes, in bytes: measured by the kernel, in another process."""
+    """Return the memory of each case, in bytes: measured by the kernel, in another process."""
     lines = [json.dumps(dataclasses.asdict(case)) for case in CASES.values()]
     program = Popen(
         [sys.executable, str(PROGRAM)],
@@ -100,7 +100,7 @@ def test_a_step_takes_no_more_than_is_estimated(name: str, measured: dict[str, i
 
 
 def test_inputs_of_recomputed_layers_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU would move to the host is what a step on a CPU asks to be moved, to the byte."""
+    """The bytes that a GPU would move to the host are the bytes that a step on a CPU asks for."""
     keys = {"activation_checkpointing": True, "offload": "activations", "precision": "no"}
     trainer = TrainerConfig(device="cpu", **keys)
     config = ARCHITECTURES["qwen3"].config(layers=3)

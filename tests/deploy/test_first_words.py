@@ -1,4 +1,4 @@
-"""What a first run says: what goes on meanwhile, what its figures mean, and what to type next."""
+"""Output of a first run: what goes on meanwhile, what its figures mean, and what to type next."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -48,7 +48,7 @@ def user_of(stage: str) -> str:
 
 
 def constraints(stage: str) -> dict[str, str]:
-    """What is pinned for `stage`, by name."""
+    """Return the pins of `stage`, by name."""
     (name,) = re.findall(
         r"COPY deploy/images/(constraints\S*)", "\n".join(stages()[f"{stage}-env"])
     )

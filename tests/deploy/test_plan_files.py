@@ -1,4 +1,4 @@
-"""What is rendered from plans: commands that exist, files that hold to their specifications."""
+"""Files rendered from plans: commands that exist, files that hold to their specifications."""
 
 from __future__ import annotations
 

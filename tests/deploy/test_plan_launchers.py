@@ -44,7 +44,7 @@ def test_manifests_hold_to_the_schema(name: str) -> None:
 
 
 def check_manifests(plan: Plan, documents: list[dict[str, Any]]) -> None:
-    """What a schema cannot see: names that fit together, and every process once."""
+    """Check beyond the schema: names that fit together, and every process once."""
     names = [(document["kind"], document["metadata"]["name"]) for document in documents]
     assert len(names) == len(set(names))
     for _, name in names:

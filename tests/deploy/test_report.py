@@ -1,4 +1,4 @@
-"""What is left of a run: its timeline by one clock, and its page."""
+"""Records of a run: its timeline by one clock, and its page."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def drawn(folder: RunFolder, tmp_path: Path) -> dict[str, dict[str, Any]]:
-    """What the page's own script makes of its data, by the id of its places."""
+    """Return the output of the page's own script, by the id of its places."""
     text = folder.report.read_text()
     (data,) = re.findall(r'<script type="application/json" id="recorded">(.*?)</script>', text)
     (script,) = re.findall(r"<script>\n(.*?)</script>", text, re.DOTALL)

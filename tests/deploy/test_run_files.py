@@ -1,4 +1,4 @@
-"""What the loss of a file of a run's folder does, when the run is to go on or to be looked at."""
+"""Effects of a lost file of a run's folder, when the run is resumed or looked at."""
 
 from __future__ import annotations
 

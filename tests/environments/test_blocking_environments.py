@@ -107,7 +107,7 @@ class Together:
         return asyncio.get_running_loop().create_task(self.answer(response))
 
     async def answer(self, response: str) -> StepResult:
-        """What `step` promises."""
+        """Return the result that `step` promises."""
         return StepResult(reward=await later(float(response)))
 
 

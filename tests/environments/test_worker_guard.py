@@ -1,4 +1,4 @@
-"""What a reward starts ends with the run, and what it prints has a limit, however it ends."""
+"""Processes of a reward end with the run, and its output has a limit, however it ends."""
 
 import subprocess
 import sys

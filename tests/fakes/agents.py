@@ -219,7 +219,7 @@ def play(
         endpoint = make(engine, 0.0, between=interruption)
         endpoint.add(sample({"prompt": "talk"}, attempt=attempt, trajectory=partial))
         done = False
-        while not interruption.begun and not done:  # a sample that begins anew has another session
+        while not interruption.begun and not done:  # a sample that restarts has another session
             done = converse(endpoint, hints(attempt))
         if done:
             trajectory = endpoint.trajectory()

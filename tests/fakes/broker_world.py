@@ -199,7 +199,7 @@ class World:
         return self.ask(name, m.Heartbeat(state=state, activity="x", progress=1, idle_s=idle_s))
 
     def lease(self, name: str, capacity: int, version: int) -> list[Task]:
-        """What `name` gets at once."""
+        """Return the tasks that `name` gets at once."""
         body = m.LeaseTasks(capacity=capacity, version=version, wait_s=0)
         return self.get(name, body, m.TaskLeases).tasks
 

@@ -206,7 +206,7 @@ class CrashRun:
         return self._trainer.data_endpoint
 
     def status(self) -> m.Status:
-        """What the buffer says of a moment after this call: an answer may be a moment old."""
+        """Return a status made after this call: an answer may be a moment old."""
         first: m.Message | None = None
         while True:
             status = self._trainer.status()

@@ -26,7 +26,7 @@ MEMORY = 80 << 30
 
 
 class FakeGpu(TorchDispatchMode):
-    """What is on the CPU is computed; of what is on the GPU, where it is and of which kind.
+    """A GPU whose tensors have a device, shape and dtype only; tensors on the CPU are computed.
 
     A number that is asked of the GPU is 1.
 
@@ -102,7 +102,7 @@ class _Stream:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, *how: Any) -> Any:
-    """What the compiled flex_attention takes and gives."""
+    """Stand in for the compiled flex_attention: its arguments and its result."""
     assert query.dtype == key.dtype == value.dtype == torch.bfloat16
     held = [query, key, value, *(one for one in vars(mask).values() if isinstance(one, Tensor))]
     assert {one.device for one in held} == {query.device}

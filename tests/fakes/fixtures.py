@@ -112,7 +112,7 @@ Closes = Callable[[Any], Any]
 
 @pytest.fixture
 def closes() -> Iterator[Closes]:
-    """What is given to it is closed after the test, the last first."""
+    """Close its arguments after the test, the last first."""
     with ExitStack() as stack:
         yield lambda one: stack.enter_context(closing(one))
 
@@ -157,7 +157,7 @@ def bench(
 
 @pytest.fixture
 def benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Scripts of `benchmarks/` are imported by their names, anew in each test."""
+    """Scripts of `benchmarks/` are imported by their names, again in each test."""
     folder = Path(__file__).parents[2] / "benchmarks"
     monkeypatch.syspath_prepend(str(folder))
     before = set(sys.modules)

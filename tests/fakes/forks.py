@@ -26,7 +26,7 @@ def server() -> ForkServer:
 
 
 def can_be_forked(argv: list[str], environ: Mapping[str, str] | None) -> bool:
-    """Whether nothing in its environment would be read while PyTorch is imported."""
+    """Return whether nothing in its environment would be read while PyTorch is imported."""
     is_known = argv[0] == sys.executable and (argv[1] in ("-m", "-P") or argv[1].endswith(".py"))
     if environ is None or not is_known:
         return False

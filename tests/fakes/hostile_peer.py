@@ -33,7 +33,7 @@ def memory(pid: int, which: str) -> int:
 
 
 def begin_peak(pid: int) -> int:
-    """Have the peak of a process begin anew; what it holds now, bytes."""
+    """Reset the peak of a process; return the bytes that it holds now."""
     before = memory(pid, "VmRSS")
     Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")
     return before
@@ -106,7 +106,7 @@ class HostilePeer:
                 self._take(-1)
 
     def pushed(self, wait_s: float) -> Message | None:
-        """What the server sends unasked next; None if nothing comes."""
+        """Return the server's next unasked message; None if nothing comes."""
         until = time.monotonic() + wait_s
         while (left := until - time.monotonic()) > 0:
             if self._unasked:

@@ -92,7 +92,7 @@ def roll(
 
 
 def check_same(pieces: dict[str, Trajectory], whole: dict[str, Trajectory]) -> None:
-    """What was interrupted is what was not, token for token."""
+    """Check that interrupted samples equal uninterrupted ones, token for token."""
     assert max(len(t.spans) for t in pieces.values()) > 3  # so many generators had a hand in it
     for name, expected in whole.items():
         got = pieces[name]

@@ -25,5 +25,5 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of(folder: Path, role: KeyRole) -> Security:
-    """What a process of `role` does with the keys in `folder`."""
+    """Return the security of a process of `role` with the keys in `folder`."""
     return Security(load_keys(folder, role))

@@ -1,4 +1,4 @@
-"""What a monitor may see of a run."""
+"""States of a run that a monitor may see."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 It works on real files and takes down what is done to them. `after` then makes the folder as it may
 be found when the power went after any number of these steps: of a file, what was synced, and of
 what was written since any part; of a folder, the names that were synced, and of the changes since
-any subset. A subset is drawn anew for each seed; two of them are the extremes.
+any subset. A subset is drawn for each seed; two of them are the extremes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of `docs/models.md`; `python -m fakes.models_page`, in `tests/`, writes them anew.
+"""The tables of `docs/models.md`; `python -m fakes.models_page`, in `tests/`, rewrites them.
 
 What vLLM does is read from the record in `benchmarks/results`.
 """
@@ -23,7 +23,7 @@ REFUSED = ("architecture", "`model_type`", "Umbra says")
 
 
 def examine(directory: Path) -> Outcome | str:
-    """What the comparisons of the model in `directory` came to, or why it is refused."""
+    """Return the outcome for the model in `directory`, or why it is refused."""
     try:
         check_architecture(directory, "model.path")
     except UsageError as error:

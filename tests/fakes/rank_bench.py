@@ -57,7 +57,7 @@ def narrow_model(factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of it; `weights` are empty but on rank 0."""
+    """Results of a training; `weights` are empty but on rank 0."""
 
     rows: list[dict[str, Any]]
     weights: dict[str, Tensor]
@@ -66,7 +66,7 @@ class Trained:
 
 
 class Alone:
-    """What one rank learns from batches in each case, which it is trained in once.
+    """Results of one rank from batches in each case, which it is trained in once.
 
     Args:
         cases: settings by name; `model` is another one than `directory`.

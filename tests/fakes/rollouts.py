@@ -1,4 +1,4 @@
-"""What tests of rollouts share: settings, a scripted model, and running to the end."""
+"""Common parts of tests of rollouts: settings, a scripted model, and running to the end."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `LossMetrics` publishes, computed from a table of all tokens of all epochs: the definition.
+"""Values of `LossMetrics`, computed from a table of all tokens of all epochs: the definition.
 
 It needs a column of numbers for each token, so the trainer adds up sums instead.
 """

@@ -181,9 +181,9 @@ class Trainer:
         assert self.publisher._arena is not None
         return self.publisher._arena.path
 
-    def write(self, version: int, *, anew: bool = False) -> list[int]:
-        """Write `version` on all hosts, `anew` with other bytes everywhere; its checksums."""
-        if anew:
+    def write(self, version: int, *, fresh: bool = False) -> list[int]:
+        """Write `version` on all hosts, `fresh` with other bytes everywhere; its checksums."""
+        if fresh:
             self._now[:] = self._random.randbytes(len(self._now))
         for _ in range(20):
             place = self._random.randrange(len(self._now))

@@ -1,6 +1,6 @@
 """Which tiny models vLLM serves on a CPU, and what the record of that says.
 
-`python -m fakes.vllm_models` (from `tests/`) writes the record anew, all of it or the named ones.
+`python -m fakes.vllm_models` (from `tests/`) rewrites the record, all of it or the named ones.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_model(name: str, out: Path) -> Path:
 
 
 def examine(name: str, folder: Path) -> dict[str, Any]:
-    """What came of the comparison of that model, as the record has it."""
+    """Return the outcome for that model, as the record has it."""
     directory = write_model(name, folder / name)
     try:
         found = vllm_differences(

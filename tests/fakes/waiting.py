@@ -40,7 +40,7 @@ def until(
 
 
 def is_alive(pid: int) -> bool:
-    """Whether `pid` runs; a zombie that nobody has reaped yet does not."""
+    """Return whether `pid` runs; a zombie that nobody has reaped yet does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
     except (FileNotFoundError, ProcessLookupError):

@@ -53,7 +53,7 @@ def hub(tmp_path: Path, keys: Path, buffer: BufferProcess) -> Iterator[subproces
 
 
 def cpu_s(pid: int) -> float:
-    """What a process has computed so far, in seconds: no load of the machine makes it more."""
+    """Return the CPU seconds of a process so far: no load of the machine makes it more."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

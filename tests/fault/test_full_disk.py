@@ -86,7 +86,7 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, small_disk: Path) -> None:
         ballast.unlink()
         while run.version < version + 5:
             run.turn()
-        # Killed while it is full: whatever was acknowledged must have been on the disk by then.
+        # Killed while it is full: all acknowledged results must be on the disk already.
         ballast = fill(small_disk)
         work_until_stuck(run)
         acked = len(run.acked)

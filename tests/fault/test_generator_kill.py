@@ -83,7 +83,7 @@ def test_little_is_lost_of_samples_under_way(project: Path, up: Up) -> None:
     process.broker()
 
     def generator() -> dict[str, list[str]]:
-        """What the only generator has been told; the check of the environment says one turn."""
+        """Return the messages to the only generator; the check of the environment says one turn."""
         return next((s for s in said(project).values() if max(map(len, s.values())) > 1), {})
 
     process.until(lambda: sum(len(t) >= TURNS // 2 for t in generator().values()) >= 5, "half way")
@@ -101,6 +101,6 @@ def test_little_is_lost_of_samples_under_way(project: Path, up: Up) -> None:
     assert max(resumed.values()) >= TURNS // 4
     for name in resumed:
         told, again = spoken(before[name]), spoken(after[name])
-        # In tokens, not turns: a turn that was saved half is gone on with there.
+        # In tokens, not turns: a turn that was saved half is resumed there.
         lost = told[same(told, again) :]
         assert len(lost) <= FLUSH_TOKENS, (name, told, again)

@@ -16,7 +16,7 @@ STALL_S = 3.0
 
 
 def told(process: UpProcess, client: StatusClient) -> str:
-    """What the status says will happen, once it names what is stuck.
+    """Return the action in the status, once it names the stuck process.
 
     Others who wait for the generator may be named before it.
     """

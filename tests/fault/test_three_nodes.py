@@ -69,7 +69,7 @@ def in_spaces(module: str, folder: Path, *words: str | Path) -> str:
 
 
 def planned(tmp_path: Path, ratios: list[float], steps: int, *more: str) -> Path:
-    """What `umbra plan` makes of the demo and three nodes; the base model is left random."""
+    """Return a plan of the demo for three nodes; the base model is left random."""
     if reason := why_not():
         pytest.skip(reason)
     project = tmp_path / "project"
@@ -101,7 +101,7 @@ def planned(tmp_path: Path, ratios: list[float], steps: int, *more: str) -> Path
 
 
 def rows(plan: Path, node: str, kind: str) -> list[dict[str, Any]]:
-    """What was measured on `node`."""
+    """Return the measurements on `node`."""
     path = plan / "volumes" / node / "results" / "three" / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines()
     return [row for row in map(json.loads, lines) if row["kind"] == kind]

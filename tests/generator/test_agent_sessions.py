@@ -49,7 +49,7 @@ class Agent:
         self.session.begin(0.0)
 
     def ask(self, *messages: Message, repeated: bool = False, **fields: Any) -> News | None:
-        """What the model is asked for it, if it is at once."""
+        """Return the request to the model, if there is one at once."""
         before = len(self.news)
         answer = self.session.ask(Call(list(messages), **fields), repeated=repeated)
         answer.add_done_callback(lambda done: self.told.append(self._told(done)))
@@ -288,7 +288,7 @@ def test_samples_are_handed_out_in_order_and_once() -> None:
     assert (first.key, second.key, registry.lease(5.0)) == ("two", "three", None)
     assert registry.overdue(14.9) == []
     assert registry.overdue(15.0) == [first, second]
-    again = registry.open("two", {})  # begun anew: the old session is over
+    again = registry.open("two", {})  # restarted: the old session is over
     assert "began anew" in str(first.over)
     assert registry.find(first.id) is first
     assert registry.of("two") is again

@@ -226,7 +226,7 @@ def test_logprobs_of_a_mixed_batch_are_the_same_everywhere(
 
 
 def updated(config: RunConfig, directory: Path, made: list[Trajectory]) -> Row:
-    """What an update on `made` measured."""
+    """Return the metrics of an update on `made`."""
     policy, _ = load_policy(directory)
     learner = Learner(policy, config.trainer, config.run.steps)
     batch = make_batch(made, policy.config.vocab_size)

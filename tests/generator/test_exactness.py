@@ -161,7 +161,7 @@ def test_a_kept_cache_is_not_the_same_as_one_computed_anew(model: Any) -> None:
     prompt, tokens = list(range(10, 30)), list(range(40, 60))
     spans = [VersionSpan(version=0, start=0, end=10), VersionSpan(version=1, start=10, end=20)]
     kept = with_kept_cache(models, prompt, tokens, spans)
-    anew = teacher_forced(models[1], prompt, tokens)
+    fresh = teacher_forced(models[1], prompt, tokens)
     before = teacher_forced(models[0], prompt, tokens)
     assert_same_logprobs(kept[:10], before[:10], models[0])
-    assert (kept[10:] - anew[10:]).abs().max() > 0.01, "by far more than rounding explains"
+    assert (kept[10:] - fresh[10:]).abs().max() > 0.01, "by far more than rounding explains"

@@ -163,7 +163,7 @@ def test_a_resumed_sample_may_branch_once_it_is_where_it_was(tokenizer: Any) -> 
     early = Talk(tokenizer, partial=partial)
     early.ask("1", None)
     early.ask("1", None)  # another beginning, where there was a second turn
-    assert early.rollout.phase is Phase.RESET, "it begins anew"
+    assert early.rollout.phase is Phase.RESET, "it restarts"
     early.turn("1", None, "7")
     assert early.texts(early.end()) == ["U1A[7.]"]
 

@@ -17,7 +17,7 @@ def test_a_group_shares_and_a_session_goes_on_alone_after_new_weights() -> None:
     assert own not in (first, salts.of("b"), salts.of(""))
     salts.used("a", own)
     salts.loaded(5, keep=True)
-    assert salts.of("a") == own, "read anew once, at the first load, and never again"
+    assert salts.of("a") == own, "read again once, at the first load, and never again"
 
 
 def test_without_keep_all_begin_anew() -> None:

@@ -120,7 +120,7 @@ def test_a_support_that_is_found_anew_is_another_one_at_the_edge() -> None:
     kept = unpack_int32(support.ids)
     assert kept == [0, 1]
     settings, greedy = torch.tensor([[1.0, 2.0, 1.0, 0.0]]), torch.tensor([[False]])
-    anew = restrict(trainer, settings, greedy).log_softmax(-1)
-    assert anew[0, 1] == -torch.inf
+    fresh = restrict(trainer, settings, greedy).log_softmax(-1)
+    assert fresh[0, 1] == -torch.inf
     sampled = restrict(generator, settings, greedy).log_softmax(-1)[0, kept]
     torch.testing.assert_close(trainer[0, kept].log_softmax(-1), sampled, atol=1e-5, rtol=0)

@@ -1,4 +1,4 @@
-"""What a generator draws is of one life of it."""
+"""Random draws of a generator differ after a restart."""
 
 from __future__ import annotations
 

@@ -174,8 +174,8 @@ def test_weights_change_between_two_tokens(model: Any, tiny_model_dir: Path, pol
         prompt, tokens = request.prompt_ids, output.token_ids
         assert_same_logprobs(logprobs[:swapped], reference(old, prompt, tokens)[:swapped], model)
         if policy == "recompute" or not swapped:
-            anew = reference(model, prompt, tokens)[swapped:]
-            assert_same_logprobs(logprobs[swapped:], anew, model)
+            fresh = reference(model, prompt, tokens)[swapped:]
+            assert_same_logprobs(logprobs[swapped:], fresh, model)
 
 
 def test_a_pass_begins_no_more_contexts_than_a_cpu_reads_in_seconds(

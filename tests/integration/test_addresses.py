@@ -1,4 +1,4 @@
-"""What is bound where, and what others are told of it."""
+"""Bound addresses, and the addresses that others get."""
 
 import socket
 from collections.abc import Iterator

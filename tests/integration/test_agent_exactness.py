@@ -1,4 +1,4 @@
-"""What an agent's trajectory records is what was sampled, whatever happens on the way."""
+"""An agent's trajectory records the sampled tokens, whatever happens on the way."""
 
 import copy
 from collections.abc import Callable

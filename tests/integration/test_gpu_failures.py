@@ -1,4 +1,4 @@
-"""What CUDA and NCCL raise reaches everyone as an error of ours, and ends who can't go on.
+"""Errors of CUDA and NCCL reach everyone as an error of ours, and end who can't go on.
 
 All is real but CuPy, whose double raises what CuPy does.
 """

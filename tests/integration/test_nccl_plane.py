@@ -138,7 +138,7 @@ def test_one_that_loads_slowly_holds_up_nobody(gpu_world: GpuWorld) -> None:
     publish(publisher, 3)
     for receiver in receivers.values():
         load(receiver, 3)
-    assert gpu_world.communicators == [("hub", *NAMES)], "nothing was built anew"
+    assert gpu_world.communicators == [("hub", *NAMES)], "nothing was rebuilt"
 
 
 def test_a_relay_receives_a_broadcast_and_serves_its_node(gpu_world: GpuWorld) -> None:

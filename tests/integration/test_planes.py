@@ -1,4 +1,4 @@
-"""What every plane promises: hub, publisher and receivers are real, and so is all but CuPy."""
+"""Promises of every plane: hub, publisher and receivers are real, and so is all but CuPy."""
 
 import pytest
 from fakes.gpu_world import TOTAL, GpuWorld

@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything starts, in one sentence that names the culprit."""
+"""Impossible runs are refused before anything starts, in one sentence that names the culprit."""
 
 import io
 import json

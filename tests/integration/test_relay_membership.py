@@ -74,7 +74,7 @@ def test_a_relay_ends_with_a_run_that_ends_at_once(
 def test_a_part_hub_ends_with_the_run_too(
     buffer: BufferProcess, tmp_path: Path, zmq_context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    """Whether it has found the weight hub or not."""
+    """Also if it has not found the weight hub."""
     own = (
         "weight-hub",
         "--upstream",

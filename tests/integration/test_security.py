@@ -103,7 +103,7 @@ def test_keys_of_another_run(served: Served, others: Path) -> None:
 
 
 def test_a_key_that_the_run_does_not_know(served: Served, keys: Path, others: Path) -> None:
-    """Whoever has the public keys of a run, which are no secret, still has no key of it."""
+    """A peer with the public keys of a run, which are no secret, still has no key of it."""
     theirs, ours = load_keys(others, "trainer"), load_keys(keys, "trainer")
     forged = Security(type(ours)("trainer", theirs.public, theirs.secret, ours.roles))
     channel = served.channel(served.control, forged)

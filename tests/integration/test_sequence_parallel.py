@@ -75,7 +75,7 @@ def test_what_is_learned_does_not_depend_on_who_has_the_tokens(
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What two ranks, with a head each and both the only key head, found of each model."""
+    """Return the results of two ranks, a head each and both the only key head, by model."""
     folder, names = tmp_path_factory.mktemp("architectures"), [*RIGHT, "own"]
     see_through(launch(folder, 2, [str(TESTS / "programs/sequence_rank.py"), ",".join(names)]))
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}

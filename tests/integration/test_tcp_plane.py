@@ -208,7 +208,7 @@ def test_a_port_that_is_closed_is_named(
 def test_relays_hand_on_what_they_get(bench: Bench) -> None:
     """Three relays in a chain; each generator asks the hub, and is sent to the relay beside it.
 
-    Then the first relay goes away: the others are linked anew, its generator goes to the hub.
+    Then the first relay goes away: the others are relinked, its generator goes to the hub.
     """
     bench.start(plane="tcp", delta="always", deadline_s=seconds(5.0))
     publisher = bench.publisher(LAYOUT)

@@ -72,7 +72,7 @@ def alone(
 
 
 def assert_as_alone(folder: Path, case: str, world: int, alone: Trained) -> list[dict[str, Any]]:
-    """What `world` ranks left of `case` is what one learned `alone`; what each of them found."""
+    """Check that `world` ranks learned `case` as one rank `alone`; return what each found."""
     found = [json.loads((folder / f"{case}.{rank}.json").read_text()) for rank in range(world)]
     assert all(one["rows"] == found[0]["rows"] for one in found), "all ranks know the same"
     for row, expected in zip(found[0]["rows"], alone.rows, strict=True):

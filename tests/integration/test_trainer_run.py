@@ -22,7 +22,7 @@ RANKS = "trainer.ranks=2"
 
 
 def batch(folder: Path, step: int) -> list[Trajectory]:
-    """What was trained on in `step`, out of the run's store."""
+    """Return the trajectories of `step` from the run's store."""
     with closing(LmdbStore(folder / "store")) as store:
         groups = msgspec.msgpack.decode(store.get(f"b/{step}"))["groups"]
         keys = [f"t/{sample['sample_id']}" for group in groups for sample in group["samples"]]

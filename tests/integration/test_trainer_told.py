@@ -1,4 +1,4 @@
-"""What the buffer tells the trainer beside the batch that it asks for."""
+"""Messages from the buffer to the trainer beside the batches."""
 
 import threading
 from pathlib import Path

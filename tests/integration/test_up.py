@@ -41,7 +41,7 @@ def test_a_run_with_own_model_prompts_and_reward(up: Up) -> None:
 
 
 def generates(model_dir: str) -> bool:
-    """Whether plain Transformers can load the model and generate with it."""
+    """Return whether plain Transformers can load the model and generate with it."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir)
     ids = tokenizer("say a", return_tensors="pt").input_ids

@@ -70,7 +70,7 @@ def vllm(vllm_model_dir: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def next_engine(vllm: Engine, model: Any) -> Callable[[int], Engine]:
-    """What serves the version that is asked for: every other one is a torch engine."""
+    """Return the engine of each version: every other one is a torch engine."""
 
     def serve(version: int) -> Engine:
         if version % 2:

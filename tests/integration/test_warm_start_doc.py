@@ -26,7 +26,7 @@ def block(language: str) -> str:
 
 
 def python(folder: Path, *words: str) -> str:
-    """What a Python program prints in `folder`."""
+    """Return the output of a Python program in `folder`."""
     done = call(
         [sys.executable, *words],
         cwd=folder,

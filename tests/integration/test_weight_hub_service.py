@@ -114,7 +114,7 @@ def test_a_trainer_that_serves_what_the_engine_does_not_compute_in_is_refused(
 def test_while_an_arena_is_made_others_are_answered(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1. A trainer registers. 2. It starts anew. 3. Others are answered. 4. The arena is there."""
+    """1. A trainer registers. 2. It restarts. 3. Others are answered. 4. The arena is there."""
     make, create, made = threading.Event(), Arena.create, list[str]()
 
     def slow(run_id: str, suffix: str, **sizes: Any) -> Arena:

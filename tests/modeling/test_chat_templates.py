@@ -66,7 +66,7 @@ def heard(number: int, roles: tuple[str, ...]) -> list[Message]:
 
 
 class Whole:
-    """What a template writes, asked directly."""
+    """The output of a template, asked directly."""
 
     def __init__(self, name: str) -> None:
         self.tokenizer, _ = tokenizer_of(name)
@@ -174,13 +174,13 @@ def outcome(name: str, kinds: list[tuple[str, ...]]) -> str:
 
 
 def not_reasoning(name: str) -> bool:
-    """Whether the template's cue has the model answer without reasoning."""
+    """Return whether the template's cue has the model answer without reasoning."""
     _, chat = tokenizer_of(name)
     return chat.text(chat.prompt_ids([ASKED])).rstrip().endswith("</think>")
 
 
 def read_back(name: str, message: Message) -> Said | None:
-    """What is read of a turn as the template writes it; None if it does not write all of it."""
+    """Return the turn read back from the template; None if it does not write all of it."""
     whole, (tokenizer, chat) = Whole(name), tokenizer_of(name)
     tools = whole.tells_tools
     prompt = chat.prompt_ids([ASKED], [WEATHER])
@@ -200,7 +200,7 @@ def read_back(name: str, message: Message) -> Said | None:
 
 
 def calls_read(name: str) -> str:
-    """What reads a call as the template writes it, with the words or reasoning around it."""
+    """Return the parser of a call as the template writes it, with words or reasoning around it."""
     _, chat = tokenizer_of(name)
     try:
         found = read_back(name, said(0, 1, ""))
@@ -218,7 +218,7 @@ def calls_read(name: str) -> str:
 
 
 def reasoning_read(name: str) -> str:
-    """Whether reasoning is told apart from words and calls, where the template writes it."""
+    """Return whether reasoning is parsed apart from words and calls, if the template has it."""
     outcomes: set[bool] = set()
     for calls in (0, 1):
         try:
@@ -319,7 +319,7 @@ def test_what_start_says_is_what_the_conversation_shows() -> None:
 
 
 def write() -> None:
-    """Write the table anew."""
+    """Rewrite the table."""
     text = DOC.read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)
     DOC.write_text(before + begin + table() + END + rest.partition(END)[2], encoding="utf-8")

@@ -346,7 +346,7 @@ def guarded(manifest: Manifest, data: memoryview, sums: list[int]) -> SlotGuard:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_damage_in_shared_memory_never_counts_as_a_version(dtype: str, threads: int) -> None:
-    """What matters is what the trainer has and what the engine gets, not what lies between them."""
+    """The trainer's and the engine's bytes matter, not the bytes that lie between them."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -1,4 +1,4 @@
-"""What is installed and loaded: pinned ranges, weights as safetensors, no code from models."""
+"""Packages and models: pinned ranges, weights as safetensors, no code from models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people are shown of a run."""
+"""A run as the monitors show it."""
 
 import io
 import json

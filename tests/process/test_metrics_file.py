@@ -98,7 +98,7 @@ def test_a_torn_line_stops_nobody_who_reads(tmp_path: Path, torn: str) -> None:
     done = CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
     assert (tmp_path / "report.html").exists()
-    for name in ("report.html", "trace.json"):  # made anew, whatever is there
+    for name in ("report.html", "trace.json"):  # rewritten, whatever is there
         (tmp_path / name).write_bytes(b"\xff")
     assert CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False).exit_code == 0
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -1,4 +1,4 @@
-"""What frames every service: flags, readiness, logging, signals, and death with the parent."""
+"""The frame of every service: flags, readiness, logging, signals, and death with the parent."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def cut(world: World, who: str, phase: str) -> None:
     trainer.publish(0)
     world.load(0)
     far.until("0", trainer.versions)
-    sums = trainer.write(1, anew=True)
+    sums = trainer.write(1, fresh=True)
     publishing = threading.Thread(target=trainer.publisher.publish, args=(1, 0.0, sums))
     if phase != "granted":
         publishing.start()

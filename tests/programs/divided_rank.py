@@ -108,7 +108,7 @@ def compare_experts(name: str, how: str, group: ExpertGroup) -> None:
 def outcome(
     experts: Any, tokens: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """What experts make of tokens, and all gradients of a loss; own rows of the parameters'."""
+    """Return experts' output and all gradients of a loss; own rows of the parameters'."""
     experts.zero_grad()
     tokens, weights = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
     output = experts(tokens, choices, weights)

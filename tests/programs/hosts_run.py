@@ -78,7 +78,7 @@ class Service:
 
 
 def services(folder: Path, hosts: dict[str, Host], relays: list[str]) -> dict[str, list[Service]]:
-    """What runs on each of `hosts`."""
+    """Return the services on each of `hosts`."""
     alpha, beta = ADDRESSES["alpha"], ADDRESSES["beta"]
     hub = f"tcp://{alpha}:5560"
     listen = ["--set", "weight_hub.listen=tcp://0.0.0.0:5560", "--advertise", alpha]

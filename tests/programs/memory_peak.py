@@ -1,4 +1,4 @@
-"""What training steps really take on a CPU: for each JSON line on standard input, a line of bytes.
+"""Measured memory of training steps on a CPU: a line of bytes for each JSON line of input.
 
 A line has the fields of `Case`. A step is that of the trainer, with the gradients there already, on
 full rows. The figure is the growth of the resident memory (`VmHWM` of the kernel) beyond that
@@ -59,7 +59,7 @@ def measure(case: Case, trainer: TrainerConfig) -> int:
     micro = full_rows(RowShape(case.rows, case.width))
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
     before = status("VmRSS")
     step(learner, micro)
     return status("VmHWM") - before

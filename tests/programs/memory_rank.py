@@ -1,4 +1,4 @@
-"""What a trainer's rank really takes on a CPU: for each line of `cases.json` in the folder, peaks.
+"""Measured memory of a trainer's rank on a CPU: for each line of `cases.json` in the folder, peaks.
 
     python memory_rank.py FOLDER
 
@@ -53,7 +53,7 @@ def measure(directory: Path, trainer: dict[str, Any], rows: RowShape, ranks: Ran
 
 
 def begin() -> int:
-    """Have the peak begin anew; what there is now."""
+    """Reset the peak; return the present size."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return status("VmRSS")
 

@@ -1,4 +1,4 @@
-"""What code in a real container can reach: prints the outcomes as JSON.
+"""Reach of code in a real container: prints the outcomes as JSON.
 
     sandbox_try.py SECRET PORT
 

@@ -57,7 +57,7 @@ def main(names: list[str], folder: Path) -> int:
 
 
 def compare(name: str, group: SequenceGroup) -> str:
-    """What is different, or refused; empty if all is equal."""
+    """Return the difference or refusal; empty if all is equal."""
     model = make(name)
     batch = make_batch(make_batches(1, groups=2)[0], model.config.vocab_size)
     scorer = Scorer(model, 1 << 30).eval()

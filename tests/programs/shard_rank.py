@@ -66,7 +66,7 @@ class Model(nn.Module):
 
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a gather of everything would send: collective, all ranks must call it."""
+    """Return the weights that a gather would send: collective, all ranks must call it."""
     whole = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().bfloat16().clone()
         for name, p in model.named_parameters()

@@ -66,7 +66,7 @@ class Service:
         return self.process is not None or self.due < math.inf
 
     def is_healthy(self, *, keys: bool = True) -> bool:
-        """What its health check says; a stranger on the node has no `keys` to ask with."""
+        """Return the outcome of its health check; without `keys` as an unauthenticated peer."""
         environ = {k: v for k, v in self.environ.items() if keys or k != "UMBRA_SECURITY__KEYS"}
         for _ in range(self.tries if keys else 1):
             done = subprocess.run(

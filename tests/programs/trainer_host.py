@@ -1,4 +1,4 @@
-"""What the ranks of one trainer host do to a version: write their share, and compute its checksums.
+"""Ranks of one trainer host: they write their share of a version, and compute its checksums.
 
 Usage: trainer_host.py MANIFEST OWNER
 

@@ -1,4 +1,4 @@
-"""What the benchmarks compute: times to an accuracy, grids, audits; figures of the documents."""
+"""Computations of the benchmarks: times to an accuracy, grids, audits; figures of the documents."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""What the command line does for people who type: completion, near names, precedence."""
+"""Conveniences of the command line: completion, near names, precedence."""
 
 from collections.abc import Iterator
 from pathlib import Path

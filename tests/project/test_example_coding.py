@@ -24,7 +24,7 @@ def local(**limits: Any) -> Sandbox:
 
 
 def judged(body: str, said: str, sandbox: Sandbox | None = None) -> StepResult:
-    """What the environment says of an answer to the function `body`."""
+    """Return the environment's result for an answer to the function `body`."""
     world = CODING["Coding"](sandbox or local())
     row = CODING["row_of"](body)
     assert world.reset(row) == [{"role": "user", "content": row["prompt"]}]

@@ -55,7 +55,7 @@ def messages() -> list[str]:
 
 
 def is_said(message: str, code: str) -> bool:
-    """Whether `code` has a line with the parts of `message`, in order."""
+    """Return whether `code` has a line with the parts of `message`, in order."""
     parts = [re.escape(part) for part in message.split("…") if part.strip()]
     return re.search("[^\n]*".join(parts), code) is not None
 

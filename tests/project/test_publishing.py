@@ -1,4 +1,4 @@
-"""What people and indexes read of the project: citation, issue forms, versions, extras."""
+"""Metadata of the project: citation, issue forms, versions, extras."""
 
 import re
 import tomllib

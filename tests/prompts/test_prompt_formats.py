@@ -62,7 +62,7 @@ def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
 
 
 def mistakes(folder: Path) -> dict[str, tuple[str, str]]:
-    """What is wrong: a source, and what is said about it."""
+    """Return faulty sources, each with its error."""
     (folder / "text.parquet").write_text("no parquet at all")
     other = [{"question": "x", "answer": "y"}]
     saved = folder / "saved"

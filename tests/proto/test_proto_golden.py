@@ -1,7 +1,7 @@
 """The wire as it is: frames of one message of each type, kept in `tests/golden/frames.json`.
 
 A test that fails here says that the wire has changed. If that is meant, and the version of the
-protocol was raised where README.md says so, write the file anew:
+protocol was raised where README.md says so, rewrite the file:
 
     python tests/proto/test_proto_golden.py --regen
 """

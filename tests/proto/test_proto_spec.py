@@ -206,7 +206,7 @@ def test_everything_has_a_bound(name: str) -> None:
 
 @pytest.mark.parametrize("name", m.TYPES)
 def test_unknown_fields(name: str) -> None:
-    """What an operator orders is refused with an unknown field; in others it is skipped."""
+    """An operator's command is refused with an unknown field; in others it is skipped."""
     cls = m.TYPES[name]
     is_order = SENDERS.get(cls) == ("operator",)
     assert cls.__struct_config__.forbid_unknown_fields is is_order

@@ -109,7 +109,7 @@ def pods(project: Path, folder: Path, settings: str, *, run: bool) -> dict[str, 
 
 
 def expected(project: Path) -> dict[str, list[str]]:
-    """What each container sees before it is started, with `r` or `w`."""
+    """Return the paths of each container before it is started, with `r` or `w`."""
     found: dict[str, list[str]] = {}
     for name, (role, inputs) in CONTAINERS.items():
         keys = {f"{role}.key_secret", "monitor.key_secret", *(f"{one}.key" for one in KEY_ROLES)}

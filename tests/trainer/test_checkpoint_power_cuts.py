@@ -46,7 +46,7 @@ class Training:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LossyDisk, list[int]]]:
-    """What was done to the disk while five checkpoints were made, and which was told of by when."""
+    """Yield the disk of five checkpoints, and the newest reported one after each step of it."""
     root = tmp_path_factory.mktemp("disk")
     disk = LossyDisk(root)
     told = [0]

@@ -82,7 +82,7 @@ def test_bf16_weights_learn_as_float32_ones_do(
 def test_steps_too_small_for_bf16_add_up(
     directory: Path, batches: list[list[Trajectory]], opened: bool
 ) -> None:
-    """What is exported are the float32 copies; what scores, and is published, is them rounded."""
+    """The float32 copies are exported; rounded, they score and are published."""
     config = TrainerConfig(
         device="cpu", weights="bf16", precision="bf16", learning_rate=1e-6, warmup_steps=0
     )

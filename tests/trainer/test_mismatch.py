@@ -36,7 +36,7 @@ def test_few_tokens_wait_for_more() -> None:
     largest, above = verdicts.add({"a": found(2, 0.5)}, 1)
     assert largest == pytest.approx(0.5)
     assert above["a"].tokens == MIN_TOKENS + 1
-    assert verdicts.add({"a": found(2, 0.5)}, 2) == (None, {}), "they are counted anew"
+    assert verdicts.add({"a": found(2, 0.5)}, 2) == (None, {}), "the count restarts"
 
 
 def test_each_generator_is_judged_for_itself() -> None:

@@ -279,7 +279,7 @@ def test_the_unbiased_kl_has_the_value_and_the_gradient_of_the_kl(
 
 
 def candidates(w: World, head: int = WORDS) -> Candidates:
-    """What the sampler tells: its `head` likeliest words; all of them as of a cut distribution."""
+    """Return the sampler's `head` likeliest words; all of them as of a cut distribution."""
     likeliest = w.sampler.topk(head, 1)
     supports = Supports(
         sizes=torch.full_like(ROWS, head),

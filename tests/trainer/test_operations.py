@@ -1,4 +1,4 @@
-"""What an update costs, counted and measured."""
+"""Cost of an update, counted and measured."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_sequence_alone_by_hand(tmp_path: Path) -> None:
 
 
 def of(config: PreTrainedConfig) -> tuple[TrainingFlops, int]:
-    """What `config` costs, and how many weights there are, without any in memory."""
+    """Return the cost of `config`, and its number of weights, without any in memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     return TrainingFlops.of(model), sum(p.numel() for p in model.parameters())

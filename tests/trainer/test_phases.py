@@ -28,7 +28,7 @@ def test_phases_add_up_to_the_step() -> None:
     assert phases.take() == {
         "wait": 2, "train": 30, "train/forward": 12, "train/other": 18, "other": 13, "step": 45,
     }  # fmt: skip
-    assert phases.take() == {"other": 10, "step": 10}, "it starts anew"
+    assert phases.take() == {"other": 10, "step": 10}, "it restarts"
 
 
 def ranges(path: Path) -> set[str]:

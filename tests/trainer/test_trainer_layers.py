@@ -1,4 +1,4 @@
-"""What may be done to the layers of a policy without changing what it learns; adapters."""
+"""Options of a policy's layers that leave its learning unchanged; adapters."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_compiled_layers_learn_the_same(
 def test_generators_get_the_policy_with_the_adapter_merged(
     directory: Path, batches: list[list[Trajectory]], tmp_path: Path, architecture: str
 ) -> None:
-    """What is published, and what is exported, gives the logprobs that the trainer sees."""
+    """Published and exported weights give the logprobs that the trainer sees."""
     if architecture:
         directory = ARCHITECTURES[architecture].write(tmp_path / "model")
     model, tokenizer = load_policy(directory)

@@ -331,7 +331,7 @@ def _time(plans: list[list[float]]) -> float:
 def _plans(
     tokens: Tokens, world: int, pack_tokens: int, by: Cost = MODEL.sequence
 ) -> list[list[float]]:
-    """What each micro-batch of each rank costs, where shares are equal by `by`."""
+    """Return the cost of each micro-batch of each rank, where shares are equal by `by`."""
 
     def cost(micro: MicroBatch) -> float:
         of, learned = tokens.owner[micro.source].unique(return_counts=True)

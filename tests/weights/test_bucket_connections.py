@@ -147,7 +147,7 @@ SECRET = bytes(range(32))
 
 
 def opened(change: Callable[[list[bytes]], Sequence[bytes]]) -> list[bytes]:
-    """What a receiver takes of three records that were changed on their way."""
+    """Return the records that a receiver takes of three that were changed on their way."""
     ours, theirs = pair()
     taken: list[bytes] = []
     with ours:

@@ -94,7 +94,7 @@ def spoiled_deltas() -> list[tuple[bytes, bytes, bytes]]:
 
 
 def test_a_spoiled_delta_is_refused_or_stays_within_its_bucket() -> None:
-    """What it makes of the bucket only the checksum tells; what lies around is not touched."""
+    """Only the checksum shows the fault in the bucket; bytes around it are not touched."""
     refused = wrong = 0
     guard = b"\xa5" * 64
     for old, new, candidate in spoiled_deltas():

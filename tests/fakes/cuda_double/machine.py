@@ -1,4 +1,4 @@
-"""What the double of CuPy stands on: folder, name, streams and mapped files of this process."""
+"""Base of the double of CuPy: folder, name, streams and mapped files of this process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Stream(Protocol):
 
 
 def register_stream(stream: Stream) -> int:
-    """What CuPy calls the pointer of a stream."""
+    """Return the value that CuPy calls the pointer of a stream."""
     _streams.append(stream)
     return len(_streams) - 1
 
@@ -56,7 +56,7 @@ def delay_s(stream: int) -> float:
 
 
 def idle(stream: int) -> bool:
-    """Whether nothing waits in a stream."""
+    """Return whether nothing waits in a stream."""
     return _streams[stream].idle
 
 
@@ -76,7 +76,7 @@ def map_file(file: str) -> int:
 
 
 def strikes(what: str) -> bool:
-    """Whether there is a file WHAT-NAME for this process; it is used up."""
+    """Return whether there is a file WHAT-NAME for this process; it is used up."""
     file = folder() / f"{what}-{name()}"
     if not file.exists():
         return False
