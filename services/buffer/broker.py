@@ -143,7 +143,7 @@ class Broker:
         return now >= self._deadline or not self.members.working
 
     def close(self, now: float) -> list[Effect]:
-        """End what is still in flight and write the final ledger."""
+        """End samples still in flight and write the final ledger."""
         for peer in self.members.working:
             log.warning("%s has not left in time", peer.name)
         self.run.cancel()

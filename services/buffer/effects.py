@@ -1,4 +1,4 @@
-"""What the broker wants done, in order; and requests that are answered later."""
+"""The broker's effects, in order; and requests that are answered later."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Effects:
     def refuse_departed(self, request: Request) -> None:
         """Refuse a waiting request of a member that has left or is given up.
 
-        If it lives, it joins again and asks again; without an answer its resends would be taken for
-        those of a request that still waits.
+        If it is alive, it joins again and asks again; without an answer its resends would count as
+        resends of a request that still waits.
         """
         reason = f"{request.header.sender!r} is not a member any more"
         self.refuse(request, "not_member", reason, "sender")

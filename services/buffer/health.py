@@ -273,7 +273,7 @@ class Health:
     def answers(self) -> int:
         return self._answers.seen
 
-    # -- what is told ------------------------------------------------------------------------------
+    # -- figures and warnings ----------------------------------------------------------------------
 
     def figures(self) -> dict[str, float]:
         recent = {name: one.share for name, one in self._shares.items()}

@@ -1,4 +1,4 @@
-"""Who takes part: joins, incarnations, heartbeats, silence, departures; pure state, injected clock.
+"""The members: joins, incarnations, heartbeats, silence, departures; pure state, injected clock.
 
 A process is known by its name; its incarnation changes at every start. A new incarnation supersedes
 one that is silent, or that its supervisor saw die, and whatever the old one still says is refused.
@@ -42,7 +42,7 @@ class Participant:
     host: str
     endpoints: dict[str, str]
     heard_at: float
-    seal: bytes = b""  # digest of `identity`: what is kept of it opens nothing
+    seal: bytes = b""  # digest of `identity`, which can't be recovered from it
     confirmed: bool = True  # False after a restart of the buffer, until it is heard of
     state: State = "joining"
     activity: str = ""

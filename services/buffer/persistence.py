@@ -177,7 +177,7 @@ def _key(prefix: str, name: str) -> str:
 class DiskQuota:
     """Stops the issue of new groups while there is no room for them.
 
-    What is under way goes on, so that the trainer can commit and save the checkpoint that lets old
+    Samples in flight go on, so that the trainer can commit and save the checkpoint that lets old
     batches go. A trainer that has never saved one could not use them, so they go right away.
     """
 

@@ -1,6 +1,6 @@
 """The prompts of a run: one source or a weighted mixture, in epochs without end.
 
-What is drawn n-th depends on the seed, the sources and n alone, so a position is a few numbers.
+The n-th draw depends on the seed, the sources and n alone, so a position is a few numbers.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class Service:
             self._held += self._broker.close(now)
         for _ in range(2):  # the commit under way, then one for what has come since
             self._turn_over()
-        if not is_finished:  # what is in flight can go on when the buffer starts again
+        if not is_finished:  # samples in flight can go on when the buffer starts again
             self._carry_out(self._broker.close(now))
 
     def _carry_out(self, effects: list[Effect]) -> None:
@@ -256,7 +256,7 @@ class Addresses:
     def before(self, host: str, port: str, ports: Sequence[int]) -> list[str]:
         """Return where the buffer was bound on `host`, unless another port is asked for.
 
-        `port` is that of control, `ports` those of data and events; 0 is any.
+        `port` is for control, `ports` are for data and events; 0 is any.
         """
         asked = [f"tcp://{host}:{number or '*'}" for number in (port, *ports)]
         try:

@@ -1,4 +1,4 @@
-"""The state of the whole run for those who watch it: what a batch waits for, what is overdue."""
+"""The state of the whole run for its monitors, with the work that a batch waits for."""
 
 from __future__ import annotations
 

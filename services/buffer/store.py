@@ -43,7 +43,7 @@ MAP_BYTES = 1 << 30  # address space at first; grown before a commit that may ne
 PAGE_BYTES = 4096
 PAGES_PER_KEY = 8  # that a change may copy or split on its way to the root, at most
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# There a memory map may differ from what was written, and a lock may not hold.
+# There a memory map may differ from the data written, and a lock may not hold.
 NETWORK = ("nfs", "cifs", "smb", "9p", "afs", "coda", "ncp", "fuse.")
 DIGEST_BYTES = 8
 _ACKNOWLEDGED = struct.Struct("<QQ")  # id and commit
@@ -101,23 +101,23 @@ class MemoryStore:
         """Memory is as stored as it gets."""
 
     def freeze(self) -> None:
-        """Nothing takes long."""
+        """Do nothing: no commit takes long."""
 
     def settle(self, error: OSError | None = None) -> None:
-        """Nothing was begun."""
+        """Do nothing: no commit was begun."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is no resource to free."""
 
 
 class LmdbStore:
     """Keys and values in `directory`, which is made if need be.
 
-    Reads see what was put, committed or not. Keys have at most 511 bytes.
+    Reads see all values that were put, committed or not. Keys have at most 511 bytes.
 
     Raises:
-        StoreError: the store is damaged, of another schema or in use, or the file system is that
-            of a network.
+        StoreError: the store is damaged, of another schema or in use, or its file system is a
+            network's.
     """
 
     durable = True  # outlives the process
@@ -259,7 +259,7 @@ class LmdbStore:
             if error.errno != errno.EIO:
                 raise
             # A full disk takes a part of a write at first, which LMDB calls an error of the disk.
-            # To ask for the room tells which it was; if there is room, the second try tells.
+            # Allocating the room shows which it was; if there is room, the second try shows it.
             with DISK.opened(self.directory / DATA) as fd:
                 os.posix_fallocate(fd, 0, self._file_bytes(group))
             self._commit(group)
@@ -387,9 +387,9 @@ Store: TypeAlias = MemoryStore | LmdbStore
 
 
 class RunMark(msgspec.Struct, frozen=True):
-    """That the run of a folder has a durable store, which, and where.
+    """The record that the run of a folder has a durable store, with its id and its place.
 
-    Without it a store that is gone altogether would look like that of a run which has not begun.
+    Without it a run whose store is gone altogether would look like one that has not begun.
     """
 
     store: str  # its id

@@ -1,1 +1,1 @@
-"""What rollouts interact with: environments, tools and rewards, and the processes they run in."""
+"""Environments, tools and rewards, and the processes they run in."""

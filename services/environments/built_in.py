@@ -137,7 +137,7 @@ def gym_rows(
 
 @cache
 def _verifier(dataset: str) -> Callable[[str, Row], float]:
-    """That of a dataset, kept: the library makes the dataset anew for it, with all its words."""
+    """Return a dataset's verifier, cached: the library rebuilds the whole dataset for it."""
     return _library().get_score_answer_fn(dataset)
 
 
@@ -180,7 +180,7 @@ class Guess:
 
 
 def last_number(text: str) -> float | None:
-    """The last number in `text`; commas between digits are skipped."""
+    """Return the last number in `text`; commas between digits are skipped."""
     found = _NUMBER.findall(text)
     try:
         return float(found[-1].replace(",", "")) if found else None
@@ -189,5 +189,5 @@ def last_number(text: str) -> float | None:
 
 
 def same_number(given: float | None, wanted: float, tolerance: float) -> bool:
-    """Whether `given` is `wanted`, but for `tolerance` relative to it."""
+    """Return whether `given` is `wanted`, but for `tolerance` relative to it."""
     return given is not None and math.isclose(given, wanted, rel_tol=tolerance, abs_tol=1e-12)

@@ -54,7 +54,7 @@ _INSTANT = {"exact", "numeric", "guess", UNREWARDED}
 
 
 def runs_inline(config: EnvironmentConfig) -> bool:
-    """Whether all that runs is ours and takes microseconds: then it needs no process of its own."""
+    """Return whether only our code runs, for microseconds: it needs no process of its own."""
     if config.python:
         return False
     if config.kind == "tools":
@@ -76,7 +76,7 @@ def name_of(config: EnvironmentConfig) -> str:
 
 
 def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
-    """Return the factory of the configured environment; UsageError names what is wrong with it."""
+    """Return the factory of the configured environment; a UsageError names its fault."""
     kind, options = config.kind, dict(config.options)
     sandbox: Callable[[], Any] | None = None
     if config.sandbox:

@@ -37,12 +37,12 @@ class EnvironmentPool(Protocol):
 
         At most one play of a sample at a time. The outcome is `Lost` if the conversation has to be
         opened again. With `environment.reward_scope` = "group", `key` is a group, `responses` are
-        those of its samples, and the answer is a list, one for each.
+        its samples' responses, and the answer is a list, one for each.
         """
         ...
 
     def forget(self, key: str) -> None:
-        """The sample is over; an answer that is under way goes nowhere, or comes for nobody."""
+        """End the sample; an answer in flight goes nowhere, or comes for nobody."""
         ...
 
     def collect(self) -> list[EpisodeOutcome]: ...

@@ -1,4 +1,4 @@
-"""What an environment is: one conversation with the model, and what it is worth.
+"""The interface of an environment: one conversation with the model, and its reward.
 
 An environment is an object per sample: `reset(row)` opens the conversation, `step(response)`
 answers the model's turn. Both may be plain or async methods. `close()`, if there is one, is called
@@ -30,7 +30,7 @@ of its docstring are told to the model; what it returns is answered as text."""
 
 @dataclass(frozen=True)
 class Opening:
-    """What the model is told first: `messages`, and the JSON schemas of the `tools` it may call.
+    """The model's first prompt: `messages`, and the JSON schemas of the `tools` it may call.
 
     A tool that is a function becomes its schema.
     """
@@ -39,7 +39,7 @@ class Opening:
     tools: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if isinstance(self.tools, list):  # what is none fails the sample by name
+        if isinstance(self.tools, list):  # a non-list fails the sample by name
             made = [schema(tool) if callable(tool) else tool for tool in self.tools]
             object.__setattr__(self, "tools", made)
 
@@ -95,7 +95,7 @@ class Said:
 
 
 class Response(str):
-    """What `Environment.step` is given: the text of the turn, which is a `str`, and its parts."""
+    """The argument of `Environment.step`: the text of the turn, which is a `str`, and its parts."""
 
     __slots__ = ("content", "problem", "reasoning", "stop", "tool_calls")
 
@@ -184,7 +184,7 @@ def finite_number(value: Any, name: str) -> float:
 
 
 class RefusedError(UmbraError):
-    """There is no turn for what was asked; the sample stays as it is. `code` is for programs."""
+    """A refusal of an ask for a turn; the sample stays as it is. `code` is for programs."""
 
     def __init__(self, reason: str, code: str) -> None:
         super().__init__(reason)
@@ -199,7 +199,7 @@ ENDS = {"turn_limit_reached": "turns", "context_length_exceeded": "length"}
 class Turn:
     """One turn of the model, T tokens, as it was sampled.
 
-    `complete` is whether the model ended it itself; `version` is that of the newest token.
+    `complete` is whether the model ended it itself; `version` is the newest token's.
     """
 
     said: Said
@@ -233,11 +233,11 @@ class Lost:
 class Ask:
     """An agent's wish for one turn of the model.
 
-    `messages` are those since the model's last turn, in the first ask all of them, and `calls` the
-    tools that this turn called, as the agent was told. `after` is the turn that they follow,
+    `messages` are all since the model's last turn, in the first ask all there are, and `calls` the
+    tools that this turn called, as the agent received them. `after` is the turn that they follow,
     counted from 0 in the order of the asks that got one; None where they begin a conversation.
-    `reply` is called once, from any thread. `stops` are texts that end the turn, besides those of
-    the run.
+    `reply` is called once, from any thread. `stops` are texts that end the turn, besides the
+    run's.
     """
 
     reply: Callable[[Turn | UmbraError], None]
@@ -252,7 +252,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeOutcome:
-    """What a play ended with: an answer, or the reason why there is none. Agents ask in between."""
+    """The outcome of a play: an answer, or the reason why there is none. Agents ask in between."""
 
     key: str
     value: Delivered | Ask | Begun | Lost | None = None

@@ -31,7 +31,7 @@ class _InFolder:
 
 
 def command_line(python: str, module: str, *arguments: str) -> list[str]:
-    """The command line above, from any process that has imported Umbra."""
+    """Return the command line above, from any process that has imported Umbra."""
     import msgpack
 
     from umbra import _version

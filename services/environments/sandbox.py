@@ -1,8 +1,8 @@
-"""Where code that a model wrote runs: a container per sample, or a class of the user's.
+"""Sandboxes for code that a model wrote: a container per sample, or a class of the user's.
 
 A container has no network, no file of the host, no environment variable of the run, a file system
-in memory that ends with it, and limits of memory, CPU and processes of its own, which are the
-sandbox's and not those of the process that runs the environment.
+in memory that ends with it, and limits of memory, CPU and processes of its own, which bind the
+sandbox and not the process that runs the environment.
 
 The standard library only, of Python 3.10 or newer: an environment's process may have no more.
 """

@@ -1,6 +1,6 @@
 """Tool use: the model calls functions until it answers in plain text.
 
-What is wrong with a call is told to the model in one sentence, and costs a turn.
+The model gets the fault of a call in one sentence, which costs a turn.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ToolUse:
 
     The answer is the first response without a tool call: its last number, if the row's answer is
     one (within `tolerance`, relative), else its stripped text. After `calls` turns with calls the
-    sample ends without a reward. Tools that are names are those of `sandbox`.
+    sample ends without a reward. Tools that are names are tools of `sandbox`.
     """
 
     def __init__(
@@ -140,5 +140,5 @@ class ToolUse:
             bound = inspect.signature(tool).bind(**function["arguments"])
             value = tool(*bound.args, **bound.kwargs)
             return str(await value if inspect.isawaitable(value) else value), False
-        except Exception as error:  # noqa: BLE001 - a tool may raise anything; the model is told
+        except Exception as error:  # noqa: BLE001 - a tool may raise anything; the model gets it
             return f"error: {name}: {error}", True

@@ -58,11 +58,11 @@ class EnvironmentHost:
         self._environments: dict[str, Environment] = {}
 
     async def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> Delivered:
-        """Return what the environment of sample `key` answers to the last of `responses`.
+        """Return the answer of sample `key`'s environment to the last of `responses`.
 
-        Without responses the conversation is opened, anew if there is one; a response to one that
-        is not open opens it first. An environment with `step_all` judges a group: `responses` are
-        those of its samples, and each has an answer. What it raises becomes a SampleError.
+        Without responses the conversation is opened, again if there is one; a response to one that
+        is not open opens it first. An environment with `step_all` judges a group: `responses` has
+        one of each sample, and each gets an answer. Its exceptions become a SampleError.
         """
         try:
             environment = self._environments.get(key)
@@ -175,7 +175,7 @@ _theirs: list[asyncio.AbstractEventLoop] = []
 
 @contextmanager
 def _no_loop() -> Iterator[None]:
-    """As in a script: no loop runs, so `asyncio.run` may, or the one that `get_event_loop` gives.
+    """Hide our loop, as in a script: `asyncio.run` works, or the loop of `get_event_loop`.
 
     `run_sync` of many libraries is the latter. Ours stands still while a plain method works, so
     nobody misses it.

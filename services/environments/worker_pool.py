@@ -80,7 +80,7 @@ class Play(msgspec.Struct, tag="play"):
 
 
 class Forget(msgspec.Struct, tag="forget"):
-    """To a worker: the sample is over. With a number its environment is closed and that is told."""
+    """To a worker: the sample is over. With a number it reports that its environment is closed."""
 
     key: str
     number: int = 0
@@ -210,7 +210,7 @@ class WorkerPool:
         self.play(key, row, [json.dumps(endpoint)])
 
     def forget(self, key: str) -> None:
-        """The sample is over; an answer that is under way goes nowhere."""
+        """End the sample; an answer in flight goes nowhere."""
         found = self._conversations.pop(key, None)
         worker = found.worker if found is not None else None
         if worker is None:

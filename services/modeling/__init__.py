@@ -1,1 +1,1 @@
-"""What trainer, scorers and generators share: models, logprobs, chat templates, environments."""
+"""Models, logprobs, chat templates and parsers, shared by trainer, scorers and generators."""

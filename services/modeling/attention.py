@@ -43,7 +43,7 @@ Choice = Literal["auto", "sdpa", "flex"]
 class Attention:
     """The windows of a model's layers, and the backend of packed rows.
 
-    Positions are those of a sequence, so that a window reaches from a response into the prompt
+    Positions count within a sequence, so that a window reaches from a response into the prompt
     that it shares with others, wherever in the row that prompt lies.
     """
 
@@ -105,7 +105,7 @@ class Attention:
         return cls(tuple((kind, sizes[kind]) for kind in kinds))
 
     def express(self, rows: RowMask) -> RowMasks | None:
-        """The `attention_mask` of a forward pass over packed rows, one for each kind of layer.
+        """Return the `attention_mask` of a pass over packed rows, one for each kind of layer.
 
         None: the model's own causal attention is exact.
         """

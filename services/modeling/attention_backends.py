@@ -4,10 +4,10 @@ The mask's type says which: a tensor or None: SDPA with a dense mask, or all sco
 there are soft caps or sinks; `RowBlocks`: flex_attention; `SlotMask`: what the torch engine's cache
 holds.
 
-The queries of a pass of the torch engine lie end to end: one of each of n rows, which sees what the
-cache holds of its row up to its own position, and then those of contexts, which see causally what
-was just written of them. So prompts are read in the very pass in which running sequences get their
-next token.
+The queries of a pass of the torch engine lie end to end: one of each of n rows, which sees its row
+in the cache up to its own position, and then the queries of contexts, which attend causally to the
+keys just written for them. So prompts are read in the very pass in which running sequences get
+their next token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Context(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotMask:
-    """What the tokens of such a pass attend to."""
+    """The mask of such a pass."""
 
     newest: Tensor  # added to the scores of the first tokens, [n, 1, 1, L]: 0 or -inf
     contexts: Sequence[Context]
@@ -71,7 +71,7 @@ LayerMask = Tensor | RowBlocks | SlotMask | None
 
 
 class Scores(NamedTuple):
-    """How scores are made of queries and keys; arguments as of `attend`."""
+    """The parameters of attention scores; arguments as of `attend`."""
 
     scale: float
     cap: float | None = None
@@ -92,7 +92,7 @@ def attend(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scores) value, [R, H, L, E].
+    """Return softmax(scores) value, [R, H, L, E].
 
     Args:
         query: [R, H, L, D].
@@ -207,7 +207,7 @@ def _flex_eagerly(
     cap: float | None,
     sums: bool,
 ) -> tuple[Tensor, Any]:
-    """softmax(scores) value, and with `sums` the logarithms of the sums of exponentials."""
+    """Return softmax(scores) value, and with `sums` the logs of the sums of exponentials."""
     # The mask's own lengths are numbers, each of which would be compiled for.
     length = query.shape[2]
     blocks = BlockMask(
@@ -239,7 +239,7 @@ def _flex_eagerly(
 def _flex_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: RowBlocks, *how: Any
 ) -> tuple[Tensor, Any]:
-    """`_flex_eagerly` by the kernel of its kind.
+    """Compute `_flex_eagerly` by the kernel of its kind.
 
     A kind is compiled for one row and for several: numbers of rows, of tokens and of blocks are
     dynamic from the beginning. Dynamo gives all sizes that are equal in the first batch one symbol,

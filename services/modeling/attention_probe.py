@@ -1,4 +1,4 @@
-"""Whether flex_attention is right on this GPU, and whether sequences see their neighbours.
+"""Checks that flex_attention is right on this GPU, and that sequences don't see neighbours.
 
 flex_attention is compared with a dense mask before its use. This compiles the kernels of the
 model's layers for a row, of passes with gradients and without: the first step, which has a
@@ -31,7 +31,7 @@ PROMPTS, RESPONSES = (70, 70, 30), (150, 90, 111)  # several blocks of flex_atte
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a model an attention kernel depends on."""
+    """The dimensions of a model that an attention kernel depends on."""
 
     heads: int
     groups: int
@@ -52,7 +52,7 @@ class Shape:
 
 @functools.cache
 def fault(shape: Shape, window: int | None, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return what is wrong with flex_attention there, or None."""
+    """Return the fault of flex_attention there, or None."""
     try:
         errors = differences(shape, window, device, dtype)
     except Exception as error:  # noqa: BLE001 - whatever a compiler or a kernel raises
@@ -66,7 +66,7 @@ def fault(shape: Shape, window: int | None, device: torch.device, dtype: torch.d
 def differences(
     shape: Shape, window: int | None, device: torch.device, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Return the norms of differences to a dense mask in float64, over that of the latter.
+    """Return the norms of differences to a dense mask in float64, over the norm of the latter.
 
     Of outputs and gradients, over rows in which two samples share a prompt and others stand beside.
     """

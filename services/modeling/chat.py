@@ -105,8 +105,8 @@ class Chat:
     ) -> list[int]:
         """Return what the template writes between a model's turn and its next one.
 
-        A TurnsError says what is in the way if appended tokens would not be what the template
-        writes for the whole conversation.
+        A TurnsError names the obstacle if appended tokens would differ from the ones that the
+        template writes for the whole conversation.
 
         Args:
             messages: what the environment says.
@@ -137,7 +137,7 @@ class Chat:
         return choose_parser(self._parser, self._tokenizer, self._template)
 
     def cannot_fit(self, given: Any, tokens: int) -> bool:
-        """Return whether what is in `given` (lists, objects) must have more than `tokens` tokens.
+        """Return whether the texts in `given` (lists, objects) must have more than `tokens` tokens.
 
         It counts characters against the longest token, before anything is templated or tokenized.
         """
@@ -155,7 +155,7 @@ class Chat:
 
     @functools.cached_property
     def _opening(self) -> list[int]:
-        """What the tokenizer puts before a text: its BOS, if it adds one."""
+        """Return the tokens that the tokenizer puts before a text: its BOS, if it adds one."""
         bare: list[int] = self._tokenizer("a", add_special_tokens=False)["input_ids"]
         whole: list[int] = self._tokenizer("a")["input_ids"]
         return whole[: whole.index(bare[0])]
@@ -169,8 +169,8 @@ class Chat:
     ) -> Said:
         """Read one turn of the model, with the token that ended it if there is one.
 
-        Of the tokens `before` it the last few matter; `tools` are those that the model was told of;
-        `stops` are texts that end a turn, and no part of what was said.
+        Of the tokens `before` it the last few matter; `tools` are the ones in the model's prompt;
+        `stops` are texts that end a turn, and no part of its text.
         """
         ended = bool(token_ids) and token_ids[-1] in self.stop_ids
         ids, stop = (token_ids[:-1], self.piece(token_ids[-1])) if ended else (token_ids, "")

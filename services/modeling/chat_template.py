@@ -1,4 +1,4 @@
-"""What a chat template writes between the model's turns, and whether that can be appended.
+"""The text that a chat template writes between the model's turns, and a test if it is appendable.
 
 A conversation goes on by appending tokens: those that there are, the model's turn as it was
 sampled, and its *tail*, which is what the template writes from the end of that turn to where the
@@ -35,7 +35,7 @@ TOOL = "umbratool"
 
 
 def trial_tool(**types: str) -> dict[str, Any]:
-    """Return the schema of a tool to try templates with; `types` are those of its parameters."""
+    """Return the schema of a tool to try templates with; `types` are its parameters' types."""
     properties = {name: {"type": kind, "description": f"a {name}"} for name, kind in types.items()}
     parameters = {"type": "object", "properties": properties, "required": list(types)}
     return tool_schema(TOOL, "Marks.", parameters)
@@ -50,10 +50,10 @@ class TurnsError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What decides how a tail is written, its words aside.
+    """The facts that decide how a tail is written, its words aside.
 
-    `roles` are those of the messages in it and `calls` the number of tools that the model called
-    before; `system` and `tools` tell whether the conversation began with such.
+    `roles` are its messages' roles and `calls` the number of tools that the model called before;
+    `system` and `tools`: the conversation began with such.
     """
 
     roles: tuple[str, ...]
@@ -322,7 +322,7 @@ def _time_limit() -> Iterator[None]:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """The special token by which a chat template ends an assistant's turn; None if there is none.
+    """Return the special token by which a chat template ends an assistant's turn, or None.
 
     Of several without text between them it is the last: some end an answer before the turn.
     """
@@ -437,15 +437,15 @@ def _quote(value: Any, pattern: re.Pattern[str]) -> Any:
 
 
 def _given(message: Message) -> Message:
-    """`message` without keys that have no value: templates ask whether a key is there."""
+    """Return `message` without keys that have no value: templates ask whether a key is there."""
     kept = {key: value for key, value in message.items() if value is not None}
     return {**kept, "content": ""} if "content" in message and "content" not in kept else kept
 
 
 def _addressed(messages: Sequence[Message], calls: Sequence[dict[str, Any]]) -> list[Message]:
-    """`messages` with the name and id of the call in every tool's answer; templates need either.
+    """Add to every tool's answer the name and id of its call; templates need either.
 
-    An answer that names no call is that to the next one in order.
+    An answer that names no call belongs to the next one in order.
     """
     by_id = {call.get("id"): call for call in calls}
     order = iter(calls)

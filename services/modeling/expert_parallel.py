@@ -130,5 +130,5 @@ class _Own:
             # Gradients are exchanged and summed over ranks, so there must be some: zeros.
             tokens, index = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])]), experts[:1]
         forward: Any = type(self._experts).forward
-        weights = tokens.new_ones(len(tokens), 1)  # the tokens' own rank has those of its router
+        weights = tokens.new_ones(len(tokens), 1)  # the tokens' own rank has the router's weights
         return forward(self, tokens, index.unsqueeze(1), weights)[:count]

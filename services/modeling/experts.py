@@ -52,7 +52,7 @@ class Routers:
 
     @classmethod
     def of(cls, model: nn.Module) -> Routers | None:
-        """Those of `model`, the same ones at each call; None where Transformers names none."""
+        """Return the routers of `model`, always the same; None where Transformers names none."""
         named = _named_routers(model)
         for router in named.values():
             if isinstance(router.forward, _Forward):
@@ -130,7 +130,7 @@ class _Forward:
     layer: int
     router: Any
 
-    @torch.compiler.disable  # compiled layers break here: what is told changes from pass to pass
+    @torch.compiler.disable  # compiled layers break here: the routing changes from pass to pass
     def __call__(self, hidden: Tensor, *more: Any) -> Any:
         own = partial(type(self.router).forward, self.router)
         return self.routers.route(self.layer, lambda states: own(states, *more), hidden)
@@ -162,9 +162,9 @@ def chosen_experts(trajectory: Trajectory) -> NDArray[np.integer[Any]]:
 def balance_loss(logits: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     """Return the loss of one layer that is least where all experts are used alike.
 
-    E sum_e f_e P_e: f_e is the mean over tokens of how often expert e was chosen, P_e that of its
+    E sum_e f_e P_e: f_e is the mean over tokens of how often expert e was chosen, P_e of its
     softmax probability (arXiv 2101.03961, eq. 4; with k choices for one as Transformers has it).
-    Logits are [n, E], choices [n, k]; `weight` [n] is that of a token in the means and the loss.
+    Logits are [n, E], choices [n, k]; `weight` [n] weighs a token in the means and the loss.
     """
     weight = weight.float()
     experts = logits.shape[-1]

@@ -103,7 +103,7 @@ def _reading(what: str, remedy: str) -> Iterator[None]:
 
 
 def _left_out(model: Any, facts: dict[str, Any], tensors: list[str], gguf: Any) -> Iterator[str]:
-    """Yield what is in the file and not in the model, layers that were cut off aside."""
+    """Yield tensors of the file that are not in the model, layers that were cut off aside."""
     name, layers = facts["general.architecture"], model.config.num_hidden_layers
     (kind,) = (key for key, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
     table = gguf.get_tensor_name_map(kind, layers)

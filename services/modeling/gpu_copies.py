@@ -64,9 +64,9 @@ def page_lock(memory: object) -> None:
 def gpu_copies(
     tensors: Iterable[torch.Tensor], finished: Callable[[int], object] | None = None
 ) -> Iterator[Callable[[int, int], None]]:
-    """Copy to or from those of `tensors` that are on a GPU, on a stream of its own.
+    """Copy to or from all of `tensors` that are on a GPU, on a stream of its own.
 
-    What is begun within the block sees all that the current stream has begun before, and is done
+    A copy begun within the block sees all that the current stream has begun before, and is done
     when the block ends, also by an error: until then the memory at both ends is in use. The block
     gets a function to call after each copy of so many bytes, with the byte of the version where it
     ends; `finished` is called with such an end when all before it is in place.
@@ -113,7 +113,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 class HashedCopies:
     """Copies to shared memory by way of a private block in the cache, which is hashed.
 
-    So the checksums are those of what was meant to be written, whoever changes that memory.
+    So the checksums are of the bytes meant to be written, whoever changes that memory.
     """
 
     def __init__(self, sums: Copied) -> None:

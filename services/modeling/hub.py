@@ -80,7 +80,7 @@ def pin(text: str, source: str) -> HubName:
 
 
 def fetch(text: str, source: str, *, weights: bool = True, code: bool = False) -> Path:
-    """Return the directory of a model in the cache, after downloading what is missing.
+    """Return the directory of a model in the cache, after downloading missing files.
 
     `source` is the key or flag it came from; with `code` come the Python files too. Raises as
     `pin`, and UsageError if there are no safetensors weights.

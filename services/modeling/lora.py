@@ -109,7 +109,7 @@ def add_adapter(
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    # Else peft takes names of dense layers for those of experts in checkpoints, and leaves shared
+    # Else peft takes names of dense layers for names of experts in checkpoints, and leaves shared
     # experts out.
     lora.peft_type = None  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -214,7 +214,7 @@ def low_rank(
         layer: Any = module
         if not (hasattr(layer, "lora_A") and hasattr(layer, "base_layer")):
             continue
-        # Experts have several parameters, so the adapters of one may be around those of another.
+        # Experts have several parameters, so the adapters of one may be around another's.
         weight = getattr(layer, "parameter_name", "weight")
         base = layer.get_base_layer()
         found[f"{name.replace(BASE, '')}.{weight}"] = LowRank(

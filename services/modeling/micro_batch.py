@@ -128,7 +128,7 @@ class RowMask:
 
 
 def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Of blocks [R, Q, K]: how many each row of blocks has, [R, 1, Q], and which, [R, 1, Q, K]."""
+    """Return how many of the blocks [R, Q, K] each row has, [R, 1, Q], and which, [R, 1, Q, K]."""
     order = seen.int().argsort(dim=-1, descending=True, stable=True)
     return seen.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None].contiguous()
 
@@ -144,7 +144,7 @@ class Supports:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], counts: Tensor) -> Supports | None:
-        """Return those of the `counts` learned tokens of each trajectory; None if none tells."""
+        """Return supports of each trajectory's `counts` learned tokens; None if none has any."""
         if all(t.support is None for t in trajectories):
             return None
         sizes: list[NDArray[Any]] = []
@@ -166,7 +166,7 @@ class Supports:
         )
 
     def rows(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where in `ids` those of the tokens `source` are, [N, k], and which of them exist.
+        """Return the places in `ids` of the support of `source`, [N, k], and which of them exist.
 
         k is the most that any of these tokens has, 1 at least.
         """
@@ -249,7 +249,7 @@ class Unit:
 class MicroBatch:
     """R rows of L tokens for one forward pass, in which N learned tokens are predicted.
 
-    A position sees what is before it in its own segment and in the one that is its prefix: `mask`.
+    A position sees tokens before it in its own segment and in the one that is its prefix: `mask`.
     """
 
     input_ids: Tensor  # int64 [R, L]
@@ -264,7 +264,7 @@ class MicroBatch:
     routing: Tensor | None = None  # int16 [R * L, layers, choices], as `Routers.replay`
     support: Tensor | None = None  # int64 [N, k], ids that could have been drawn; -1 = none
     whole: Tensor | None = None  # bool [N], where these are all that could
-    cost: float = 0.0  # of what is fed, as `pack` was told to price it
+    cost: float = 0.0  # of the tokens fed, by the `cost` of `pack`
 
     @property
     def mask(self) -> RowMask:
@@ -354,7 +354,7 @@ def _routing(
 ) -> Tensor | None:
     """Return the experts for each cell, int16 [R * L, layers, choices], if any are known.
 
-    A shared prompt has that of the unit's first sequence, which is that of the others too.
+    A shared prompt has the routing of the unit's first sequence: the others have the same.
     """
     if tokens.routing is None or not len(tokens.routing):
         return None

@@ -1,4 +1,4 @@
-"""Where a model lies that a key or flag names, and what must lie there; nothing is loaded."""
+"""The directory of a model that a key or flag names, and its files; nothing is loaded."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_model_dir(
     does not need one.
 
     Raises:
-        UsageError: what is missing, and where.
+        UsageError: a file is missing; it says which, and where.
         StartupError: the hub cannot be reached.
     """
     if not str(path):
@@ -118,7 +118,7 @@ def weights_bytes(path: str | Path) -> int:
 
 
 def weights_checksum(path: str | Path) -> str:
-    """XXH3 over all weight files of a model, in hexadecimal."""
+    """Return XXH3 over all weight files of a model, in hexadecimal."""
     checksum = xxhash.xxh3_64()
     for file in sorted(directory_of(path).glob("*.safetensors")):
         own = xxhash.xxh3_64()

@@ -120,7 +120,7 @@ def read_transformers_config(directory: Path) -> Any:
 
 
 def attention_implementation(config: Any) -> str:
-    """Transformers' name of the fastest attention that is right for the model of `config`.
+    """Return Transformers' name of the fastest attention that is right for the model of `config`.
 
     Its SDPA drops a soft cap on scores without a word; classes that have learned sinks don't
     offer it.
@@ -185,7 +185,7 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     layers: list[torch.nn.Module] = []
     within: set[torch.nn.Module] = set()
     for module in model.modules():
-        # What is sharded is of a class that FSDP derives from the model's own.
+        # A sharded module is of a class that FSDP derives from the model's own.
         if module not in within and any(c.__name__ in names for c in type(module).__mro__):
             layers.append(module)
             within.update(module.modules())

@@ -6,8 +6,8 @@ may share one copy of it: each response attends to that copy and to itself, and 
 from there; the prompt is computed once and gets the sum of their gradients. Rows are filled
 first-fit decreasing (Johnson 1974: at most 11/9 of the fewest rows possible, and one more).
 
-Ranks get equal shares of the work in equally many micro-batches, as a pass takes as long as that of
-the slowest rank: each rank's costliest comes first, so that passes of like cost meet. Of shares of
+Ranks get equal shares of the work in equally many micro-batches, as a pass takes as long as on the
+slowest rank: each rank's costliest comes first, so that passes of like cost meet. Of shares of
 equal cost and of equally many tokens those are taken with which all are done earlier: where lengths
 have a long tail, the rank with the longest ones has so few tokens that it idles in the last passes.
 """
@@ -46,8 +46,8 @@ def pack(
     """Return micro-batches of at most `micro_tokens`, padding included, in rows of `pack_tokens`.
 
     A longer sequence has a row alone, and a longer row a micro-batch. Rows of less than half the
-    width start a new micro-batch, so that one long sequence does not stretch all others. What is
-    fed of a sequence ends before its last token, which predicts nothing.
+    width start a new micro-batch, so that one long sequence does not stretch all others. The last
+    token of a sequence is not fed: it predicts nothing.
 
     Args:
         tokens: the same on all ranks.
@@ -69,7 +69,7 @@ def pack(
                 _shares(units, world, lambda unit: unit.fed),
             )
         ),
-        # Each pass takes as long as that of the slowest rank.
+        # Each pass takes as long as on the slowest rank.
         key=lambda plans: sum(max(map(_cost, passes)) for passes in zip(*plans, strict=True)),
     )
     return [lay_out(tokens, rows) for rows in plans[rank]]
@@ -125,7 +125,7 @@ def _priced(units: list[Unit], tokens: Tokens, cost: Cost) -> list[Unit]:
 
 
 def _shares(units: list[Unit], world: int, size: Callable[[Unit], float]) -> list[list[Unit]]:
-    """The units of each rank: the largest first, always to the rank that has least.
+    """Return the units of each rank: the largest first, always to the rank that has least.
 
     Graham 1969: the rank that has most has at most 4/3 of what it would have at best.
     """

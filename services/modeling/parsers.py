@@ -109,8 +109,8 @@ class ResponseTemplateParser:
         prefix = prompt if template.start_anchor_re.search(prompt) is not None else ""
         turn = _Turn(template, prefix, tools, [text, stop])
         if turn.problem:
-            # Transformers tells nothing of a text in which something is wrong. Where the broken
-            # call begins is known if it gets small ones.
+            # Transformers reports nothing for a text with an error. Where the broken call begins
+            # is known if it gets small texts.
             steps = [text[at : at + _STEP] for at in range(0, len(text), _STEP)]
             turn = _Turn(template, prefix, tools, [*steps, stop])
         content = turn.content.removesuffix(stop)
@@ -168,7 +168,7 @@ class _Turn:
                 self.calls.append(event["value"])
 
     def _fault(self, call: Any) -> str:
-        """Return what is wrong with a call, or ""; the library also gives those that break off."""
+        """Return the fault in a call, or ""; the library also gives calls that break off."""
         if not self._is_closed():
             return "it is not closed"
         function = call.get("function") if isinstance(call, dict) else None
@@ -204,7 +204,7 @@ _SCHEMA = trial_tool(place="string", days="integer")
 
 
 def choose_parser(wanted: str, tokenizer: Any, template: ChatTemplate | None) -> Parser:
-    """Return the parser that `model.parser` names, or with "auto" that of the model's family.
+    """Return the parser that `model.parser` names, or with "auto" the model family's.
 
     Without a family whose parser reads back what `template` writes, turns are words.
 
@@ -274,7 +274,7 @@ def _named(wanted: str, tokenizer: Any) -> Parser:
 
 
 def _reads_back(parser: Parser, template: ChatTemplate) -> bool:
-    """Whether `parser` reads a call and plain words as `template` writes them."""
+    """Return whether `parser` reads a call and plain words as `template` writes them."""
     called = _read(parser, template, {"role": "assistant", "content": "", "tool_calls": [_CALL]})
     words = _read(parser, template, {"role": "assistant", "content": _WORDS})
     return (

@@ -43,7 +43,7 @@ class Reference:
         ).eval()
 
     def logprobs(self, tokens: Sequence[int], first: int, temperature: float = 1.0) -> Expected:
-        """Of `tokens[first:]`, each after all before it; `first` is at least 1.
+        """Return logprobs of `tokens[first:]`, each after all before it; `first` is at least 1.
 
         They have a gradient if that is enabled.
         """
@@ -54,7 +54,7 @@ class Reference:
     def changed(
         self, tokens: Sequence[int], first: int, read: int, old: Weights, new: Weights
     ) -> Expected:
-        """As `logprobs`, when weights changed in between and keys and values were kept.
+        """Return `logprobs` as if weights changed in between and keys and values were kept.
 
         `tokens[:read]` are read with the weights `old`; all further ones with `new`, which see the
         keys and values that the others left. The model has the weights `new` afterwards.

@@ -1,4 +1,4 @@
-"""How long packed rows and forward passes are, where the run file leaves it to `auto`."""
+"""Lengths of packed rows and forward passes, where the run file leaves them to `auto`."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class RowSizes(NamedTuple):
 def rows_within(
     config: TrainerConfig, model: Any, fits: int, kind: str, max_tokens: int, most: int = GPU_PASS
 ) -> RowSizes:
-    """Return the configured numbers; for `auto` what suits the device and the samples.
+    """Return the configured numbers; for `auto` numbers that suit the device and the samples.
 
     A pass has what fits, at most `most` tokens on a GPU and 4096 on a CPU. On a GPU a row is as
     long as a pass, as a row of many segments costs no more than many rows. On a CPU it has room for
     two of the longest responses, so that they share a prompt, and no more: its mask is dense. Where
     layers carry a state, a row has one sequence: no two fit into one token.
 
-    `fits` are the tokens that there is memory for, `kind` that of the device, `model` a
-    Transformers config, and `max_tokens` the longest response of a turn; 0: unknown.
+    `fits` are the tokens that there is memory for, `kind` is the device's, `model` a Transformers
+    config, and `max_tokens` the longest response of a turn; 0: unknown.
     """
     pack_tokens, micro_tokens = config.pack_tokens, config.micro_tokens
     gpu = kind == "cuda"
@@ -138,7 +138,7 @@ def state_numbers(model: Any) -> int:
 
 
 def _state_sizes(known: Any) -> tuple[int, int]:
-    """Return the numbers of a layer's state, and those of a token that training keeps for it.
+    """Return how many numbers a layer's state has, and how many training keeps per token.
 
     Counted as without kernels: scans in chunks keep the pairs of a chunk, others each state.
     """

@@ -28,7 +28,7 @@ _APART = 0.03  # nats: the same to the bit, but for experts, whose kernels may s
 
 
 class ScoreOptions(TypedDict, total=False):
-    """What `Scorer` is asked for besides logprobs."""
+    """Options of `Scorer` besides logprobs."""
 
     with_entropy: bool  # True unless said; else entropies are zeros
     entropy_gradient: bool
@@ -50,7 +50,7 @@ class Scorer(nn.Module):
 
     Logits are the largest tensor of a step: a token of a vocabulary of 150,000 has 600 KB of them.
     So only positions that predict a learned token get any, `chunk_bytes` at a time, and the
-    backward pass computes them once more. What fits into one chunk is kept instead.
+    backward pass computes them once more. Logits that fit into one chunk are kept instead.
 
     Everything that touches parameters happens inside the model's own forward pass, as sharding and
     mixed precision require: hooks take the hidden states from the output layer and put logprobs in
@@ -59,16 +59,16 @@ class Scorer(nn.Module):
     Args:
         model: on its device.
         chunk_bytes: of logits at a time.
-        attention: as `Attention.prepare` has made it for `model`; None: what is right for it.
+        attention: as `Attention.prepare` has made it for `model`; None: the right one for it.
         group: ranks that share the tokens of each row; all are given the same micro-batches and
             get the same results.
 
-    A model whose class does to its logits what is not known here, or of which a sequence's logprobs
+    A model whose class transforms its logits in an unknown way, or of which a sequence's logprobs
     depend on its neighbours, is refused in the first pass.
 
     Raises:
-        UsageError: in the first pass, if the model's class does to its logits what is not known
-            here, or a sequence's logprobs depend on its neighbours; or a model whose rows cannot be
+        UsageError: in the first pass, if the model's class transforms its logits in an unknown
+            way, or a sequence's logprobs depend on its neighbours; or a model whose rows cannot be
             shared.
     """
 
@@ -104,7 +104,7 @@ class Scorer(nn.Module):
         """Return logprobs and entropies in nats, float32 [N].
 
         `temperature` [N] divides the logits, as it did when the tokens were sampled. Where the
-        batch tells all tokens that could have been drawn, both are of the distribution over these:
+        batch has all tokens that could have been drawn, both are of the distribution over these:
         recomputing these would be wrong at the boundary, where rounding swaps two tokens.
 
         The backward pass adds the gradients of the routers' balance loss, if it has a weight.
@@ -175,7 +175,7 @@ class Scorer(nn.Module):
         return (self._hidden[: 0 if self._compared else 1], *args[1:])
 
     def _replace_logits(self, model: nn.Module, _args: Any, output: Any) -> Any:
-        """Put what was asked for in the place of logits."""
+        """Put the requested logprobs in the place of logits."""
         request, hidden = self._request, self._hidden
         if request is None or hidden is None:
             return None
@@ -248,7 +248,7 @@ class Scorer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """What a model's class does to the output of its last layer."""
+    """The transform that a model's class applies to the output of its last layer."""
 
     factor: float = 1.0  # Cohere, Falcon-H1
     divisor: float = 1.0  # Granite

@@ -44,8 +44,8 @@ class SequenceShare:
     """One rank's part of a micro-batch with N learned tokens.
 
     `rows` are the whole, padded to a multiple of the ranks; `own` has this rank's columns of them
-    and `learned`, int64 indices of the learned tokens predicted there; its segments and prefixes
-    are those of `rows`. No dataclass: FSDP, which casts what a layer is given, would hand each
+    and `learned`, int64 indices of the learned tokens predicted there; it has the segments and
+    prefixes of `rows`. No dataclass: FSDP, which casts the inputs of a layer, would hand each
     layer a copy of it.
     """
 
@@ -61,8 +61,8 @@ class SequenceShare:
     def join(self, values: Tensor) -> Tensor:
         """Return the values [N, ...] of all learned tokens; each rank gives its own, [n, ...].
 
-        Each rank's gradient is that of its own values, so a loss that all ranks compute alike
-        counts once.
+        Each rank's gradient is its own values', so a loss that all ranks compute alike counts
+        once.
         """
         return _Join.apply(values, self)  # pyright: ignore[reportReturnType]
 
@@ -159,7 +159,7 @@ def _attend(
     attention_mask: Any,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Our attention over whole rows, between two exchanges; see `AttentionInterface`.
+    """Attend over whole rows, between two exchanges; see `AttentionInterface`.
 
     Queries are [R, heads, L / ranks, D], keys and values [R, key heads, L / ranks, ...].
     """

@@ -2,7 +2,7 @@
 
 A model's class may hold weights otherwise than its files do: experts as one stacked tensor, tied
 weights once. Transformers has rules for that (`conversion_mapping`); here they are applied to the
-rows of one tensor at a time, so nobody holds more than that besides what is asked for.
+rows of one tensor at a time, so nobody holds more than that besides the rows asked for.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NotByRowsError(Exception):
 
 @dataclass(slots=True)
 class _Origin:
-    """What a tensor is made of: one tensor of the files, or those that `converter` takes."""
+    """The source of a tensor: one tensor of the files, or the ones that `converter` takes."""
 
     keys: dict[str, list[str]] = field(default_factory=dict)  # in the files, by pattern
     converter: WeightConverter | None = None
@@ -60,9 +60,9 @@ class _Origin:
 
 
 class WeightFiles:
-    """Where the tensors of `model`, which is on the meta device, come from.
+    """The files that tensors of `model`, which is on the meta device, are read from.
 
-    Its buffers are there afterwards: stored ones are read, all others made anew. Parameters stay on
+    Its buffers are there afterwards: stored ones are read, all others rebuilt. Parameters stay on
     the meta device until they are read. A model that has to be loaded whole is a NotByRowsError.
     """
 
@@ -212,7 +212,7 @@ class WeightFiles:
 
 
 class _OpenFiles(ExitStack):
-    """Files that are opened once, and closed together; `paths` are those of tensors."""
+    """Files that are opened once, and closed together; `paths` has the file of each tensor."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         super().__init__()

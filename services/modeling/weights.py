@@ -65,7 +65,7 @@ class WeightTable:
 
     @torch.no_grad()
     def load(self, manifest: Manifest, data: Part, guard: SlotGuard | None = None) -> None:
-        """Copy a version in place, and verify what is in the model then by `guard`.
+        """Copy a version in place, and verify the weights then in the model by `guard`.
 
         If it does not fit, nothing was changed; a ChangedError says that something was.
         """
@@ -130,9 +130,9 @@ class WeightTable:
 
 
 def weight_table(model: Any, config: RunConfig) -> WeightTable:
-    """Return the places of a run's versions in `model`, that of `model.path` on its device.
+    """Return the places of a run's versions in `model`, which is `model.path`, on its device.
 
-    If they are those of an adapter, `model` gets it here, and the forward pass is the trainer's
+    If versions are an adapter, `model` gets it here, and the forward pass is the trainer's
     own: base and factors are multiplied one after the other and never merged, so small factors
     are not rounded away.
     """

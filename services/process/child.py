@@ -1,4 +1,4 @@
-"""How a child process is started, watched and ended; `parent.py` is what the child does for it."""
+"""The parent's side of a child process: start, watch, end; `parent.py` is the child's side."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LOOK_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process used: wall-clock and CPU seconds (user + system, its children included)."""
+    """The usage of a process: wall-clock and CPU seconds (user + system, with its children)."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -154,9 +154,9 @@ class ChildProcess:
         return json.loads(self._ready_line) if self._ready_line.endswith(b"\n") else None
 
     def poll(self) -> int | None:
-        """The exit code (negative: the signal that ended it), or None while it runs.
+        """Return the exit code (negative: the signal that ended it), or None while it runs.
 
-        What is left of its session ends with it.
+        Other processes of its session end with it.
         """
         if self.returncode is None:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -192,7 +192,7 @@ class ChildProcess:
         try:
             (os.killpg if self._leads else os.kill)(self.pid, number)
         except (ProcessLookupError, PermissionError):
-            pass  # nothing is left of it, or only what is on its way out
+            pass  # no process is left of it, or only exiting ones
 
     def _close(self) -> None:
         if self._ready_fd >= 0:
@@ -204,7 +204,7 @@ class ChildProcess:
 def start_worker(
     argv: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> tuple[ChildProcess, socket.socket]:
-    """A child of our session that talks with us over a pair of sockets, and our end (`pipe.py`)."""
+    """Start a child in our session, joined by a pair of sockets; return our end (`pipe.py`) too."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:
@@ -230,7 +230,7 @@ def own_exit_code(code: int) -> int:
 
 
 def child_environ(search: Sequence[Path] = ()) -> dict[str, str]:
-    """The environment of our children.
+    """Return the environment of our children.
 
     `UMBRA_SECTION__KEY` variables are left out: they are part of the resolved configuration already
     and would outrank what a flag said. Modules in `search` are found after all libraries, so that
@@ -248,11 +248,11 @@ def child_environ(search: Sequence[Path] = ()) -> dict[str, str]:
 
 
 def with_fast_copies(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ`, by which the C library writes copies of 1 MiB and more past the cache.
+    """Return `environ` with a setting by which copies of 1 MiB and more bypass the cache.
 
     Otherwise each line of the target is read before it is written, and weights are copied at half
-    the speed. glibc does so beyond a part of the largest cache, which on virtual machines is that
-    of the whole host: larger than any tensor. What a user has set stays.
+    the speed. glibc does so beyond a part of the largest cache, which on virtual machines is the
+    whole host's: larger than any tensor. A user's own setting stays.
     """
     given = environ.get(TUNABLES, "")
     if _PAST_THE_CACHE in given:
@@ -262,7 +262,7 @@ def with_fast_copies(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def python_argv(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command line of a module under this very Python, which no file in the folder shadows."""
+    """Return a module's command line under this very Python; no file in the folder shadows it."""
     return (sys.executable, "-P", "-m", module, *arguments)
 
 

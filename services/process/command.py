@@ -122,9 +122,9 @@ INSECURE: dict[str, Any] = {
 
 
 def keys_of(*roles: KeyRole) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The option --keys of a command that is no service: it gets a `Security` called `security`.
+    """Return the option --keys of a command that is no service; it passes a `Security`.
 
-    The key is that of the first of `roles` whose secret half is in the folder.
+    The key is of the first of `roles` whose secret half is in the folder.
     """
 
     def read(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Security:
@@ -145,7 +145,7 @@ def service_command(
     options: Sequence[click.Option] = (),
     identify: Callable[[Mapping[str, Any]], tuple[Role, str]] | None = None,
 ) -> click.Command:
-    """The command of a service, whose settings come from the run file, the environment and --set.
+    """Return the command of a service, with settings of run file, environment and --set.
 
     What `options` say differs from process to process and is no part of the configuration; `run`
     finds it in its context. `identify` returns the role and the default name of a process with
@@ -224,7 +224,7 @@ def _run_service(
 
 
 def allow_connections() -> None:
-    """Raise the limit on open files to what is allowed; by default it is 1,024 at most places.
+    """Raise the limit on open files to the most allowed; the default is mostly 1,024.
 
     Each generator takes three connections of the buffer, each stranger who knocks takes one.
     """

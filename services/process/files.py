@@ -1,6 +1,6 @@
 """Files: changes that outlive the machine, a lock on a folder, and JSON lines.
 
-A disk that loses its power keeps what was synced, and any part of the rest in any order: the data
+A disk that loses its power keeps all synced data, and any part of the rest in any order: the data
 of a file counts after `sync`, its name after `sync_directory` of the folder that it is in. All that
 must not be lost, but for the store, is written through this one class, so that a test can put a
 disk in its place that forgets what it may (`tests/fakes/lossy_disk.py`).
@@ -32,7 +32,7 @@ class Disk:
     """The file system as it is. All methods raise `OSError` as the system calls do."""
 
     def open(self, path: Path, *, new: bool = False, mode: int = FILE_MODE) -> int:
-        """A descriptor of the file, which is made if need be; with `new` it must not be there."""
+        """Return a descriptor of the file, made if need be; with `new` it must not be there."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else 0)
         return os.open(path, flags, mode)
 
@@ -173,7 +173,7 @@ def read_regular(path: Path, most: int = 64 << 20) -> bytes:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process has the lock of `folder`. A shared lock is tried, for some microseconds."""
+    """Return whether a process locks `folder`. A shared lock is tried, for some microseconds."""
     try:
         fd = open_regular(folder / LOCK)
     except OSError:
@@ -199,7 +199,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_numbered(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
-    """`read_jsonl` with the line number (1-based) of every object."""
+    """Read as `read_jsonl` does, with the line number (1-based) of every object."""
     try:
         with os.fdopen(open_regular(Path(path)), "rb") as file:
             lines = file.read().removeprefix(codecs.BOM_UTF8).splitlines()

@@ -45,7 +45,7 @@ MODULES = (
 """What most programs of a run import, and with it PyTorch and Transformers."""
 GPUS = ("nvidia[0-9]*", "kfd")  # in /dev
 SPAWN_S = 60.0  # for a server that has imported to fork, on any machine
-ROOM = "-" * 4096  # in the server's command line, for those of its forks
+ROOM = "-" * 4096  # in the server's command line, for its forks' ones
 UP = b"\1"
 _HEAD_BYTES = 4
 _MOST_FDS = 4
@@ -107,7 +107,7 @@ class ForkServer:
         return cls(environ) if cls.in_fork else None
 
     def ready(self) -> bool:
-        """Whether `spawn` returns at once: the server has imported everything, or it has ended."""
+        """Return whether `spawn` returns at once: the server has imported everything, or ended."""
         return self._known or bool(select.select([self._end], [], [], 0)[0])
 
     def spawn(self, order: ForkOrder, fds: Sequence[int]) -> int | None:

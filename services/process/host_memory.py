@@ -1,4 +1,4 @@
-"""How much memory there is for the processes of this host, or of the container that they are in.
+"""Memory for the processes of this host, or of the container that they are in.
 
 Large memory is asked for before it is taken: Linux hands out more than it has, and then ends a
 process that may be another one.
@@ -24,7 +24,7 @@ def host_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """What can be taken now without swapping, files that are cached counted as free."""
+    """Return the bytes that can be taken now without swapping; cached files count as free."""
     kib = _number(MEMINFO, "MemAvailable:")
     free = host_bytes() if kib is None else 1024 * kib
     limit = _container_limit()

@@ -46,6 +46,6 @@ class LoopThread:
 
 
 def ends_with_it(task: asyncio.Task[None]) -> None:
-    """To be called when `task`, whose result nobody takes, is done: its error ends the process."""
+    """End the process if `task`, which is done and whose result nobody takes, has failed."""
     if not task.cancelled():
         ends_process(task.result, task.get_name())()

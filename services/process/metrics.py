@@ -101,8 +101,8 @@ class SpanLog:
 class MetricsFile:
     """Append-only JSON lines; each is one `write` to an O_APPEND file: processes don't interleave.
 
-    A row that the disk does not take is lost; `lost` counts them, and the log tells of the first
-    and how many there were when there is room again.
+    A row that the disk does not take is lost; `lost` counts them, and the log has the first, and
+    how many there were when there is room again.
 
     Whoever watches gets the same: `spans` holds the last ones, and `on_row` is called with kind and
     fields of every other row.
@@ -177,7 +177,7 @@ def span_name(row: dict[str, Any]) -> str:
 
 
 def parse_row(line: str) -> dict[str, Any] | None:
-    """The row in a line of the file; None if it is none, because a crash or a full disk cut it."""
+    """Return the row in a line of the file; None if a crash or a full disk cut it."""
     try:
         row = json.loads(line)
     except UNREADABLE:

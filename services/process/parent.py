@@ -1,4 +1,4 @@
-"""What a child process does for its parent: it says when it is up, and leaves no orphan.
+"""The child's side of a child process: it reports when it is up, and leaves no orphan.
 
 `child.py` is the parent's side. Also workers in Python environments without Umbra import this: it
 needs the standard library only, of Python 3.10 or newer.
@@ -28,7 +28,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def parents_end() -> socket.socket:
-    """The socket to the parent that this process was given as its stdin, which is empty then."""
+    """Return the socket to the parent, given to this process as its stdin, which is empty then."""
     end = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -45,7 +45,7 @@ def tell_ready(facts: dict[str, Any]) -> None:
 
 
 def is_supervised() -> bool:
-    """Whether a process of ours started this one, or one that said so in its environment."""
+    """Return whether a process of ours started this one, by UMBRA_PARENT_PID."""
     return PARENT_PID_VARIABLE in os.environ
 
 

@@ -115,12 +115,12 @@ class AsyncPipe(_End[T]):
         self._flush()
 
     def end_sending(self) -> None:
-        """Nothing more is sent, which the other end sees as the end; it can still answer."""
+        """Send nothing more, which the other end sees as the end; it can still answer."""
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_WR)
 
     async def receive(self) -> T | None:
-        """The next message; None if the other has ended, or what comes is no message."""
+        """Return the next message; None if the other has ended, or sends no message."""
         try:
             while (message := self._next()) is None:
                 data = await self._loop.sock_recv(self._end, _CHUNK_BYTES)

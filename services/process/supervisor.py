@@ -67,7 +67,7 @@ class Failure:
 
 
 class Child(Protocol):
-    """What the supervisor needs of a process; `child.ChildProcess` is one."""
+    """The supervisor's interface to a process; `child.ChildProcess` is one."""
 
     pid: int
     usage: Usage

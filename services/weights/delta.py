@@ -12,7 +12,7 @@ The gap stream holds, for each changed element, how many elements it lies after 
 difference stream holds `new - old` modulo 2^bits, zigzag (0, -1, 1, -2 become 0, 1, 2, 3). Both are
 byte planes (all low bytes first), compressed with zstandard.
 
-Needs numpy and zstandard; `available` tells.
+Needs numpy and zstandard; `available` checks for them.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def advance(
 def apply(delta: bytes | memoryview, target: memoryview) -> None:
     """Turn the old content in `target` into the new one, in place.
 
-    What came over the wire is not trusted: whatever its bytes, nothing outside of `target` is
-    touched. Whether the result is right only its checksum tells.
+    The delta is not trusted: whatever its bytes, nothing outside of `target` is touched. Only the
+    checksum of the result shows whether it is right.
 
     Raises:
         WireError: this is no delta for a bucket of this length.

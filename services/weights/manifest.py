@@ -40,7 +40,7 @@ def build_manifest(
     owners: Mapping[str, RowOwners] | None = None,
     adapter: AdapterFacts | None = None,
 ) -> Manifest:
-    """The manifest of `tensors`, given as `(name, dtype, shape)`, in buckets of at most
+    """Return the manifest of `tensors`, given as `(name, dtype, shape)`, in buckets of at most
     `bucket_bytes`.
 
     Args:

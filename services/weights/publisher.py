@@ -101,7 +101,7 @@ class Publisher:
         return self._pace.limit_s(slots * self.manifest.total_bytes)
 
     def check(self) -> None:
-        """Raise PeerLostError if what was published last is lost: see above."""
+        """Raise PeerLostError if the last published version is lost: see above."""
         if self._failure is not None:
             raise self._failure
 
@@ -121,9 +121,9 @@ class Publisher:
             self._thread.start()
 
     def slot(self, version: int, timeout_s: float) -> memoryview:
-        """Memory to write `version` into, `[manifest.total_bytes]`; waits until a slot is free.
+        """Return memory to write `version` into, `[manifest.total_bytes]`, once a slot is free.
 
-        What is in it before is an older version or nothing: write every tensor.
+        It holds an older version or nothing: write every tensor.
 
         Raises:
             DeadlineError: no slot became free within `timeout_s` seconds, or before we stop.
@@ -145,7 +145,7 @@ class Publisher:
             return self._granted.data
 
     def publish(self, version: int, snapshot_s: float, sums: list[int]) -> None:
-        """Publish what was written into the slot of `version`; returns before it is pushed.
+        """Publish the content of the slot of `version`; returns before it is pushed.
 
         Args:
             snapshot_s: seconds that writing took, for the records.
@@ -178,9 +178,9 @@ class Publisher:
                 before[0].arena.close()
 
     def publish_soon(self, version: int, snapshot_s: float, sums: list[int]) -> None:
-        """As `publish`, in a thread: the trainer goes on meanwhile.
+        """Publish as `publish` does, in a thread: the trainer goes on meanwhile.
 
-        What goes wrong is raised by the next `slot`, which waits for it.
+        The next `slot`, which waits for it, raises its error.
         """
         self._join()
         self._publishing = self._executor.submit(self.publish, version, snapshot_s, sums)
@@ -211,7 +211,7 @@ class Publisher:
     # -- a restarted hub --------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Bring every restarted hub up to date; what is being written is left to `publish`."""
+        """Bring every restarted hub up to date; a version being written is left to `publish`."""
         while True:
             moved = self._moved.wait(CHECK_S if self.manifest.owners else None)
             self._moved.clear()
@@ -226,7 +226,7 @@ class Publisher:
         try:
             return self._call(m.HubStatusRequest(), m.HubStatus, CHECK_S).subscribed
         except UmbraError:
-            return True  # a restarted one is told of in another way
+            return True  # a restarted hub is noticed in another way
 
     def _restore(self) -> bool:
         with self._lock:
@@ -270,7 +270,7 @@ class Publisher:
         message = m.RegisterManifest(manifest=self.manifest, path=known, published=published)
         ready = self._insist(message, m.ArenaReady, timeout_s, Deadline(timeout_s))
         if ready.path != known:
-            # The old one stays mapped: what was published last is in it.
+            # The old one stays mapped: the last published version is in it.
             self._arena = Arena.attach(ready.path, slot_bytes=self.manifest.total_bytes)
 
     def _acquire(self, version: int, timeout_s: float) -> int:

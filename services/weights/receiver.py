@@ -93,7 +93,7 @@ class Receiver:
         self._receiving: tuple[m.Prepare, Receiving] | None = None
         self._dropped = ""  # why we were unsubscribed, until the thread has seen it
         self._staged: StagedVersion | None = None
-        self._committed = False  # what is staged may be loaded
+        self._committed = False  # the staged version may be loaded
         self._loading: StagedVersion | None = None  # its memory must not be written
         self._changed = threading.Condition()  # guards these, _dropped, failure
         self._closing = threading.Event()
@@ -116,7 +116,7 @@ class Receiver:
     def subscribe_unless(
         self, stopping: threading.Event, timeout_s: float, waiting: Callable[[], object]
     ) -> bool:
-        """`subscribe`, calling `waiting` meanwhile; False if `stopping` was set before.
+        """Subscribe, calling `waiting` meanwhile; return False if `stopping` was set before.
 
         Then closing the link ends the request.
         """
@@ -276,7 +276,7 @@ class Receiver:
     def _handle(self, message: m.Message) -> None:
         match message:
             case m.Prepare():
-                self._give_up()  # the hub has given up what was under way
+                self._give_up()  # the hub has given up the push in flight
                 if self._end is not None:  # else we have asked for another plane
                     self._waiting = message
             case m.Commit():
@@ -435,7 +435,7 @@ class Receiver:
             check_dtype(reply.manifest, self._dtype)
         if self._end is not None:
             if _is_same(self._reply, reply):
-                return  # what was received still counts
+                return  # versions received still count
             self._end.close()  # first, since it may hold what its successor needs
             self._end = None
         try:

@@ -2,7 +2,7 @@
 
 A receiver on the hub's host has no copy of a version: its engine loads it from the arena. Each slot
 has a sequence number, odd while the slot is written. A load counts if the number is the same before
-and after it, and if the checksums of the bytes that the engine has now are those of the bytes that
+and after it, and if the bytes that the engine has now have the same checksums as the bytes that
 the trainer had: so neither a writer nor any other process that touched the memory goes unnoticed.
 """
 
@@ -26,11 +26,11 @@ OVERWRITTEN = "its slot was written again"
 
 
 class ChangedError(UmbraError):
-    """A version changed while it was loaded: what was loaded is neither it nor another one."""
+    """A version changed while it was loaded: the engine has neither it nor another one."""
 
 
 class Copied(Protocol):
-    """What takes note of a version's bytes while they are copied."""
+    """An observer of a version's bytes while they are copied."""
 
     def copied(self, start: int, block: memoryview) -> None: ...
     def until(self, end: int) -> None: ...
@@ -96,7 +96,7 @@ class Checksums:
 
 
 class SlotGuard:
-    """Tells whether what an engine loads from a slot is the version that was published.
+    """A check that an engine loads the published version from a slot.
 
     Args:
         sequence: the sequence number of the slot, a view of one u64 in shared memory.
@@ -134,7 +134,7 @@ class SlotGuard:
         return not self.is_overwritten
 
     def verify(self) -> None:
-        """Raise ChangedError if what was loaded is not the version."""
+        """Raise ChangedError if the loaded bytes are not the version."""
         sums = self.sums.result()
         if self.is_overwritten:
             raise ChangedError(OVERWRITTEN)

@@ -1,1 +1,1 @@
-"""What each kind of client may ask of the broker."""
+"""Requests to the broker, by kind of client."""

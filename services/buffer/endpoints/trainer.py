@@ -205,7 +205,7 @@ WAIT_S = 3600.0  # writing a large model takes its time
 
 
 class CheckpointRequests:
-    """Requests for checkpoints; every `BatchLease` tells the trainer of them until it saves."""
+    """Requests for checkpoints; every `BatchLease` carries them until the trainer saves."""
 
     def __init__(self, outbox: Effects) -> None:
         self._newest = -1  # step of the newest checkpoint that we know of

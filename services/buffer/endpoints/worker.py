@@ -262,7 +262,7 @@ class WorkerEndpoint:
         self._outbox.reply(request, self._reply(grant, accepted, refused))
 
     def undecoded(self, request: Request, body: m.Nack) -> None:
-        """Requeue what was leased by an answer that its worker cannot decode.
+        """Requeue samples leased by an answer that their worker cannot decode.
 
         The worker gets one task at a time from now on, so that the one at fault is lost alone.
         """

@@ -1,1 +1,1 @@
-"""Samples, their groups, what was sent for them, and the ledger over them."""
+"""Samples, their groups, their trajectories and scores, and the ledger over them."""

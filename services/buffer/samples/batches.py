@@ -92,7 +92,7 @@ class Batches:
     def rewind(self, step: int, now: float) -> None:
         """Hand out the batches from `step` on again, whose steps the trainer has lost.
 
-        `can_rewind` must hold. What was formed since then waits for its turn.
+        `can_rewind` must hold. Batches formed since then wait for their turn.
         """
         for lost in range(step, self.version + 1):
             batch = self.formed[lost] = self.archive.reopen(lost, now)
@@ -130,7 +130,7 @@ class Batches:
         complete, count = self._pool.complete, self._policy.batch_groups
         if len(complete) < count:
             return None  # asked at every event, so it must be cheap
-        late, known = [], self._awaited  # what was awaited at the last event mostly is still
+        late, known = [], self._awaited  # the group awaited at the last event mostly still is
         if known is None or known.completed or not self._is_late(known):
             late = self._last_chance()
             known = self._awaited = next((group for group in late if not group.completed), None)
@@ -168,7 +168,7 @@ class Admission:
     """Leases samples to generators by the admission, lease and partial rules of `staleness`.
 
     Groups are issued only when a generator asks and nothing is queued, so the batch that a group
-    counts for is decided by what is under way.
+    counts for is decided by the samples in flight.
     """
 
     def __init__(

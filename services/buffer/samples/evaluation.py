@@ -93,7 +93,7 @@ class Evaluations:
 
     @property
     def newest(self) -> list[EvalReport]:
-        """The last reports, so that one who asks at every step gets each of them."""
+        """Return the last reports, so that a client that asks at every step gets each of them."""
         return self.reports[-REPORTS_TOLD:]
 
     def status(self) -> list[EvalReport]:

@@ -1,4 +1,4 @@
-"""Where every sample is, counted as it moves: `issued = trained + ended + in flight`, always."""
+"""The count of samples by state: `issued = trained + ended + in flight`, always."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOVES = frozenset(
         ("scoring", "ready"),
         ("scoring", "queued"),  # of an evaluation that begins again
         ("ready", "queued"),  # the same
-        ("ready", "scoring"),  # scored with a sample that is generated anew
+        ("ready", "scoring"),  # scored with a sample that is generated again
         ("ready", "training"),  # handed to the trainer
     }
 )

@@ -45,7 +45,7 @@ class SamplePool:
     Args:
         max_attempts: lost leases of one sample, to generators or in one stage, until it fails.
         stages: that a trajectory passes before it is ready.
-        prefix: of the ids, so that those of two pools differ.
+        prefix: of the ids, so that two pools have different ids.
         pinned: all tokens of a sample must be of version `due` of its group.
         on_failure: called with each sample that fails.
         health: told of complete groups and stale answers.
@@ -227,7 +227,7 @@ class SamplePool:
         return self.stages[sample.stage]
 
     def scored_with(self, sample: Sample) -> list[Sample]:
-        """Return what is scored at once with `sample`: itself, or its whole group.
+        """Return the samples that are scored at once with `sample`: itself, or its whole group.
 
         Empty while others of the group have not reached the stage.
         """

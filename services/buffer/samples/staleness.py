@@ -1,4 +1,4 @@
-"""How far generation may run ahead of training, and how old a sample may be: two knobs, not one.
+"""The run-ahead of generation, and the staleness of samples: two bounds, not one.
 
 Symbols (counted in groups, which are issued whole):
 
@@ -61,26 +61,26 @@ class StalenessPolicy:
 
     @property
     def bound(self) -> int:
-        """K: the most that a trained token may be behind."""
+        """Return K: the most versions that a trained token may be behind."""
         return self.max_staleness if self.run_ahead else 0
 
     @property
     def typical(self) -> int:
-        """Staleness of a sample that nothing overtakes, begun with the newest weights."""
+        """Return the staleness of a sample not overtaken and begun with the newest weights."""
         return min(self.run_ahead, self.bound)
 
     def room(self, untrained: int, version: int) -> int:
-        """Groups that may still be issued; `untrained` is u."""
+        """Return how many groups may still be issued; `untrained` is u."""
         needed = min(self.run_ahead + 1, self.steps - version) * self.batch_groups
         return needed + self.oversample - untrained if needed > 0 else 0
 
     def due_version(self, untrained: int, version: int) -> int:
-        """b of a group that is issued now; a spare one is due with the last that is needed."""
+        """Return b of a group that is issued now; a spare one is due with the last one needed."""
         ahead = min(untrained // self.batch_groups, self.run_ahead)
         return version + ahead
 
     def required_version(self, due: int, version: int) -> int:
-        """Oldest weights that a token of a sample with b = `due` may be drawn from."""
+        """Return the oldest version that may sample a token of a sample with b = `due`."""
         return max(due, version) - self.bound
 
     def is_stale(self, oldest: int, version: int) -> bool:

@@ -1,7 +1,7 @@
 """Trajectories and their scores in the store, in the very bytes in which they came.
 
-What a generator or a scorer has sent is looked at once, before it is acknowledged, and never packed
-anew: `as_arrived` cuts it out of its message, and `Packed` values go to the store, from there into
+A message of a generator or a scorer is checked once, before it is acknowledged, and never packed
+again: `as_arrived` cuts out the values, and `Packed` values go to the store, from there into
 a batch or to a scorer. The trainer puts trajectory and scores together (`BatchLease.scored`).
 """
 
@@ -64,7 +64,7 @@ def pack(record: Trajectory | Score) -> Packed:
 
 
 def size_fault(packed: Packed, array_bytes: int, branches: int = 0) -> str | None:
-    """Return what is wrong with the size of a record, whose arrays have `array_bytes`; or None.
+    """Return the fault in the size of a record whose arrays have `array_bytes`, or None.
 
     MessagePack can say a thing in more bytes than it needs: a key twice, for example.
     """

@@ -1,6 +1,6 @@
 """Environments behind an OpenEnv server, which is there already or is started here.
 
-The model acts by calling tools: those of an MCP server, or one tool `act` whose arguments are the
+The model acts by calling tools: an MCP server's, or one tool `act` whose arguments are the
 server's action. With the option `text` the model's words are the action. Written against `openenv`
 0.10.0.
 """
@@ -116,7 +116,7 @@ def openenv_program(
 def _actions(
     said: Message, text: str, mcp: bool
 ) -> list[tuple[dict[str, Any] | None, dict[str, Any] | str]]:
-    """The actions in the model's turn, with their calls; one that is malformed as its error."""
+    """Return the actions in the model's turn, with their calls; a malformed one as its error."""
     if text:
         return [(None, {text: said.get("content") or ""})]
     actions: list[tuple[dict[str, Any] | None, dict[str, Any] | str]] = []
@@ -138,7 +138,7 @@ def _actions(
 
 
 async def _step(server: Any, action: dict[str, Any] | str) -> tuple[str, Any]:
-    """The result of an action, or what to tell the model if it was none."""
+    """Return an error for the model and the result of an action; one of them is empty."""
     if isinstance(action, str):
         return action, None
     try:

@@ -4,7 +4,7 @@
     any public method              a tool; its docstring and annotations are the schema
     get_reward() -> float          optional
 
-Calls and their order are those of `trl` 1.16, `experimental/async_grpo/async_rollout_worker.py`.
+Calls and their order are as in `trl` 1.16, `experimental/async_grpo/async_rollout_worker.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def trl_program(
 ) -> Program:
     """Return the program of TRL's `environment_factory`, which users call `name`.
 
-    Values of `rewards` are added to that of `get_reward`. After `tool_rounds` turns with calls the
+    Values of `rewards` are added to `get_reward`'s. After `tool_rounds` turns with calls the
     sample ends; 0 = never (TRL's `max_tool_calling_iterations`).
     """
     probe = make()
@@ -120,7 +120,7 @@ def trl_program(
 
 
 async def _tool(environment: Any, call: dict[str, Any], tools: list[str]) -> tuple[str, bool]:
-    """What a tool says, and whether it failed; its errors are told to the model in TRL's words."""
+    """Return a tool's answer, and whether it failed; the model gets errors in TRL's words."""
     function = call["function"]["name"]
     if function not in tools:
         return str({"error": f"unknown tool {function}"}), True
@@ -131,7 +131,7 @@ async def _tool(environment: Any, call: dict[str, Any], tools: list[str]) -> tup
 
 
 async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
-    """The result of a coroutine, or of a plain function in a thread of its own, as it may wait."""
+    """Return the result of a coroutine, or of a function in its own thread, as it may wait."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     done: Future[Any] = Future()

@@ -163,7 +163,7 @@ def _key_variable(endpoint: Mapping[str, str]) -> str:
 
 
 def _parts(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among `values`, as many as a reward may have parts."""
+    """Return the numbers among `values`, as many as a reward may have parts."""
     numbers = {
         str(name)[:_LONGEST_NAME]: float(value)
         for name, value in values.items()
@@ -173,5 +173,5 @@ def _parts(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _worded(error: Any) -> str:
-    """An error as verifiers records it, in one line."""
+    """Return an error as verifiers records it, in one line."""
     return f"{getattr(error, 'type', type(error).__name__)}: {getattr(error, 'message', error)}"

@@ -83,7 +83,7 @@ def nccl_unavailable() -> str | None:
 
 
 def facts(device: int) -> GpuFacts:
-    """What must agree before two processes enter NCCL together, and where this one runs.
+    """Return the facts that must agree before two processes enter NCCL, and this one's place.
 
     Raises:
         StartupError: there is no such GPU.
@@ -129,7 +129,7 @@ def index_of(gpu: GpuFacts) -> int:
 
 
 def _identity(device: int) -> str:
-    """Which GPU of its host that is: its place on the bus, and what tells parts of it apart (MIG).
+    """Return a GPU's identity on its host: its place on the bus, and the UUID, for parts (MIG).
 
     CuPy cuts the UUID at its first zero byte, so that alone it may be the same for two GPUs.
     """
@@ -140,7 +140,7 @@ def _identity(device: int) -> str:
 
 
 def unique_id() -> bytes:
-    """A fresh id for one communicator; each serves once.
+    """Return a fresh id for one communicator; each serves once.
 
     Made by rank 0: the process that makes it listens for the others.
     """
@@ -158,7 +158,7 @@ def device_stride(slot_bytes: int) -> int:
 
 @contextmanager
 def _cuda(what: str, kind: type[UmbraError] = GpuError) -> Iterator[None]:
-    """Raise CUDA's errors as `kind`, with a sentence that says what was done."""
+    """Raise CUDA's errors as `kind`, with the sentence `what`."""
     from cupy import cuda
 
     try:
@@ -338,7 +338,7 @@ class DeviceMemory:
         self.size = size
         self.address = device.open(handle) if handle else device.allocate(size)
         end = device.close if handle else device.free
-        # Not at exit: the driver may be gone by then, and takes everything back anyway.
+        # Not at exit: the driver may be gone already, and takes everything back anyway.
         weakref.finalize(self, _give_back, device, end, self.address).atexit = False
 
     def __len__(self) -> int:
@@ -367,7 +367,7 @@ class DeviceMemory:
 
 
 def _give_back(device: Device, end: Callable[[int], object], address: int) -> None:
-    with suppress(Exception):  # nobody hears of an error here; whoever uses the GPU next does
+    with suppress(Exception):  # an error can't be reported here; the next use of the GPU raises it
         device.use()  # the last reference may go in any thread
         end(address)
 

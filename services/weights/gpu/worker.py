@@ -1,6 +1,6 @@
 """The process that enters NCCL: `python -m umbra.services.weights.gpu.worker DEVICE`.
 
-It is told what to do over a `Pipe`: each order is a map, each answer too, in the order of the
+It receives orders over a `Pipe`: each order is a map, each answer too, in the order of the
 orders. NCCL itself prints to stdout as it likes.
 
     {"op": "facts"}                                        -> {"facts": {...}}
@@ -44,7 +44,7 @@ from umbra.services.weights.gpu import cuda
 
 WORKER = ("-m", "umbra.services.weights.gpu.worker")
 START_S = 120.0  # to import CuPy and to make a CUDA context
-ABORT_S = 10.0  # for what is under way to end after an abort
+ABORT_S = 10.0  # for the current order to end after an abort
 END_S = 5.0
 LOOK_S = 0.02  # that a step waits for an answer
 
@@ -96,9 +96,9 @@ class GpuWorkerProcess:
         return self._process.pid if self._process is not None else None
 
     def use(self, arena: Arena, chunk_bytes: int, pace: Pace) -> None:
-        """From now on work on `arena`, in chunks of `chunk_bytes`; starts to pin it.
+        """Work on `arena` from now on, in chunks of `chunk_bytes`; starts to pin it.
 
-        `pace` bounds how long that may take, in place of its seconds with those of a start.
+        `pace` bounds how long that may take, with the seconds of a start in place of its own.
         """
         if self._state != "none":
             self.kill()  # it would hold the memory of the arena before
@@ -144,9 +144,9 @@ class GpuWorkerProcess:
     def answer(
         self, timeout_s: float, *, abortable: bool = True
     ) -> Generator[None, None, dict[str, Any]]:
-        """The answer to the oldest order that has none yet; each step waits for `LOOK_S`.
+        """Return the answer to the oldest order that has none yet; each step waits for `LOOK_S`.
 
-        Closed before it is there, what is under way is aborted.
+        Closing it before the answer is there aborts the order.
 
         Args:
             abortable: whether it can be aborted; if not, the worker is killed instead.
@@ -201,7 +201,7 @@ class GpuWorkerProcess:
                 log.warning("GPU worker %d does not end: it hangs in the driver", process.pid)
 
     def _leave(self) -> None:
-        """Abort what is under way; kill a worker that cannot do even that."""
+        """Abort the current order; kill a worker that cannot do even that."""
         with suppress(UmbraError):
             self.order("abort")
             while self._pending and self._receive(ABORT_S) is not None:

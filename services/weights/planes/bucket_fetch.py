@@ -46,11 +46,11 @@ class Assembly:
     """One version on its way into buffer `target`.
 
     Args:
-        holdings: what there is, kept from version to version.
+        holdings: the buckets held, kept from version to version.
         target: index of the buffer.
         wanted: content of every bucket.
         deltas: whether deltas can be decoded here.
-        buckets: those that it is about; the others are another assembly's. None = all.
+        buckets: the ones to assemble; the others are another assembly's. None = all.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Assembly:
         )
 
     def room(self, piece: Piece, nbytes: int) -> memoryview | None:
-        """Where the next bytes of a bucket belong; None for a delta, or where nothing is awaited.
+        """Return the memory for a bucket's next bytes; None for a delta, or a bucket not awaited.
 
         They may be written there at once; then `placed` is called.
 
@@ -113,7 +113,7 @@ class Assembly:
         return self._buffers[self._target][start + piece.offset : start + until]
 
     def placed(self, piece: Piece, nbytes: int) -> bool:
-        """The bytes of a piece are where `room` said; True when they complete its bucket.
+        """Note that a piece's bytes are where `room` said; return True if its bucket is complete.
 
         Raises:
             WireError: the bucket has come wrong too often.

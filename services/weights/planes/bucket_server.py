@@ -52,7 +52,7 @@ Part = tuple[Piece, bytes | memoryview]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """How a bucket of content `base` becomes one of content `result`."""
+    """The delta from a bucket's content `base` to its content `result`."""
 
     base: int
     result: int
@@ -308,7 +308,7 @@ class BucketServer:
     def __init__(self, endpoint: str, security: Security = OPEN, pace: Pace = PACE) -> None:
         security.check_bind(endpoint)
         keep_freed_memory()
-        self.secret = secrets.token_bytes(32)  # of the grants for what is handed out here
+        self.secret = secrets.token_bytes(32)  # of the grants for buckets served here
         self.refusals = Refusals()
         self._sealed = security.keys is not None
         self._pace = pace

@@ -1,6 +1,6 @@
 """The connection on which a receiver asks for buckets and gets them.
 
-Who hands out buckets makes up a secret and tells it the hub, which gives each receiver a grant of
+A source of buckets makes up a secret and sends it to the hub, which gives each receiver a grant of
 its own: an identity, and the key that follows from it and the secret. A connection begins with
 
     receiver    16 bytes of the grant | 16 random bytes | HMAC-SHA256 of both under its key
@@ -15,7 +15,7 @@ source proves that it has the secret as well. Then come records, in both directi
 
 The nonce is the number of the record in its direction, so that none can be left out, repeated or
 moved unnoticed. The receiver sends orders (`ORDER`), one after the other; the source answers with a
-record for each piece of what was ordered, with one that only says that it is there (`WAIT`) for
+record for each piece of the buckets ordered, with one that only says that it is there (`WAIT`) for
 each second in which it has nothing, or with one that says why it refuses (`REFUSED`).
 """
 
@@ -60,8 +60,8 @@ class Piece(NamedTuple):
 class BucketOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The buckets that a receiver asks for, in this order.
 
-    `contents` names what is wanted of each, `bases` what the receiver already holds of them: one
-    list per copy, 0 for nothing.
+    `contents` has the content wanted of each, `bases` the contents that the receiver holds of
+    them: one list per copy, 0 for nothing.
     """
 
     wanted: list[int]
@@ -99,7 +99,7 @@ class Records:
         self.connection = connection
         self.heard_at = time.monotonic()  # when bytes came
         self._idle = idle
-        self._seals: tuple[AESGCM, AESGCM] | None = None  # of what is sent, and of what comes
+        self._seals: tuple[AESGCM, AESGCM] | None = None  # for sending, for receiving
         self._sent = self._came = 0
         self._waiting = bytearray()
         self._block = memoryview(bytearray(0))

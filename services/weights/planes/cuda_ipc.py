@@ -48,7 +48,7 @@ Content = tuple[int, Sequence[int]]  # slot, and checksum of every bucket
 
 
 class IpcHub(HubEnd):
-    """The hub's end: uploads versions, and tells receivers where they lie.
+    """The hub's end: uploads versions, and sends receivers their places.
 
     Slot i of the device memory is a copy of slot i of the arena, made when the first receiver of
     this plane is to get what lies there; so the protocol's rule of when a slot may be written holds
@@ -68,7 +68,7 @@ class IpcHub(HubEnd):
         self._handle = b""
         self._exported_by = 0  # which start of the worker made the handle
         self._waiting: dict[str, Prepare] = {}
-        self._there: dict[int, Sequence[int]] = {}  # by slot the checksums of what was uploaded
+        self._there: dict[int, Sequence[int]] = {}  # by slot the checksums of the uploaded version
         self._uploading: Content | None = None
         self._failures = 0
 
@@ -197,7 +197,7 @@ class IpcReceiver:
 
     def close(self) -> None:
         pinned, self._pinned = self._pinned, []
-        with suppress(GpuError):  # whoever uses the GPU next hears of it
+        with suppress(GpuError):  # the next use of the GPU raises it
             self._device.use()
             self._hub = None
             for address in pinned:

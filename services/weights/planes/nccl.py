@@ -117,7 +117,7 @@ class NcclHub(HubEnd):
             self._give_up(current, self._rounds.failed(), "the version was overtaken")
 
     def poll(self, now: float) -> list[Settled]:
-        """Return the Prepares that go out now, and those of failed rounds."""
+        """Return the Prepares that go out now, and the Prepares of failed rounds."""
         done = self._thread.take()
         if done is not None:
             self._step_done(done, now)

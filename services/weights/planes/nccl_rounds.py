@@ -45,7 +45,7 @@ class CommunicatorRanks:
 
 @dataclass(slots=True)
 class NcclGroup:
-    """The members of one hub's communicator; `epoch` is that of the one made last."""
+    """The members of one hub's communicator; `epoch` is of the one made last."""
 
     epoch: int = 0
     _members: dict[str, _GroupMember] = field(default_factory=dict[str, _GroupMember])
@@ -95,7 +95,7 @@ class NcclGroup:
         )
 
     def broke(self, *, left: bool = False) -> list[str]:
-        """A broadcast failed, or its communicator could not be built; who is out from now on.
+        """Note that a broadcast or building its communicator failed; return the members now out.
 
         `left`: because a member did, so that it is nobody else's fault.
         """
@@ -178,7 +178,7 @@ class Rounds:
         return min(map(self._limit, self._waiting.values()), default=None)
 
     def reported(self, name: str, epoch: int, *, well: bool) -> Sequence[str]:
-        """`name` has got its version, or not; who else is given up because of it.
+        """Note that `name` has its version, or failed; return the members dropped because of it.
 
         `epoch`: of its push.
         """
@@ -202,7 +202,7 @@ class Rounds:
             self._end()
 
     def failed(self, *, gone: str = "") -> Sequence[str]:
-        """The round is over, and came to nothing for the members that are returned.
+        """End the round as failed; return the members that it came to nothing for.
 
         `gone`: the one who left and took the others down with it.
         """

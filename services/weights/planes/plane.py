@@ -18,7 +18,7 @@ from umbra.services.weights.verify import SlotGuard
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What became of one version: seconds of transfer and of verifying, and what went wrong.
+    """The outcome of one version: seconds of transfer and of verifying, and the error, if any.
 
     `data`: its bytes, as an engine loads them; with a `guard` in memory that others may write.
     `unusable`: this plane will never work between the hub and us.
@@ -84,30 +84,30 @@ class HubEnd:
         return False
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
-        """What is pushed from now on lies in `arena`."""
+        """Push versions from `arena` from now on."""
 
     def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
-        """A receiver was given this plane."""
+        """Note that a receiver was given this plane."""
 
     def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
-        """A version is to go to `name`: what is to be done at once, where `poll` is not to say.
+        """Prepare a version for `name`; return the actions due at once rather than from `poll`.
 
         It replaces the one before.
         """
         return (Settled(name, prepare),)
 
     def poll(self, now: float) -> Iterable[Settled]:
-        """Return what is to be done now. Receivers may leave between two outcomes."""
+        """Return the actions due now. Receivers may leave between two outcomes."""
         return ()
 
     def staged(self, name: str, message: Ready) -> None:
-        """A receiver, of whichever plane, has a version, or could not get it."""
+        """Note that a receiver, of whichever plane, has a version, or could not get it."""
 
     def left(self, name: str) -> None:
-        """A receiver is not subscribed any longer, or not by this plane."""
+        """Note that a receiver is not subscribed any longer, or not by this plane."""
 
     def granted(self, slot: int) -> None:
-        """`slot` will be written anew, as soon as this returns."""
+        """Let go of `slot`, which will be overwritten as soon as this returns."""
 
     def close(self) -> None:
         """End threads, sockets and workers."""
@@ -133,7 +133,7 @@ class Background(Generic[T]):
         self._future = self._thread.submit(call)
 
     def take(self) -> T | UmbraError | None:
-        """The result of a call that has ended, once; None while there is none.
+        """Return the result of a call that has ended, once; None while there is none.
 
         Raises:
             Exception: what the call raised, if it was no UmbraError.
@@ -232,7 +232,7 @@ def choose_plane(
     offered: Sequence[str],
     broken: Mapping[str, str] | None = None,
 ) -> str:
-    """The plane for a receiver that offers `offered`.
+    """Return the plane for a receiver that offers `offered`.
 
     Args:
         broken: why planes that are available do not work after all, by name.

@@ -39,7 +39,7 @@ class GpuReceiving:
         """Open the end for `reply`; StartupError if host or GPU have too little memory."""
         manifest = reply.manifest
         if reply.plane == "cuda_ipc":
-            versions = self._config.slots + 1  # the hub's, and what is verified here
+            versions = self._config.slots + 1  # the hub's, and the one verified here
             device = index_of(self.facts)
             nbytes, total = versions * manifest.total_bytes, Device(device).total_bytes
             if self._config.plane == "auto" and nbytes > AUTO_SHARE * total:
@@ -88,7 +88,7 @@ def gpu_for(config: WeightHubConfig, device: str, gpus: int = 1) -> GpuReceiving
 def find_gpu(
     config: WeightHubConfig, asked: Sequence[GpuPlane], device: int
 ) -> GpuReceiving | None:
-    """Return GPU `device` for those of the planes `asked` that `weight_hub.plane` allows.
+    """Return GPU `device` for all planes among `asked` that `weight_hub.plane` allows.
 
     Raises:
         UsageError: one of them is set by name and cannot be used here.
@@ -137,7 +137,7 @@ class StagedPlanes:
     """The planes that a receiver offers, best first, and its end of the chosen one.
 
     Args:
-        planes: to be offered besides those of `gpu`, which come first.
+        planes: to be offered besides the planes of `gpu`, which come first.
         gpu: for planes `nccl` and `cuda_ipc`; closed with this.
         allocate: gives so many writable bytes for a version of plane `tcp`.
     """

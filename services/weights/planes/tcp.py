@@ -93,7 +93,7 @@ class TcpHub(HubEnd):
         return next((r.serves for r in self._relays.values() if r.host == host), "")
 
     def store_of(self, manifest: Manifest) -> BucketStore:
-        """Return the store of a layout, which is that of all pushes from now on."""
+        """Return the store of a layout, which all pushes use from now on."""
         with self._lock:
             if self._store is not None and self._manifest is not None:
                 if self._manifest.digest == manifest.digest:
@@ -226,7 +226,7 @@ class TcpReceiver:
         self._sources: dict[tuple[int, int], BucketSource] = {}  # by owner, and connection
 
     def receive(self, message: Prepare, target: int = 0) -> Receiving:
-        """Fetch what is missing of a version into buffer `target`, of each owner from its source.
+        """Fetch missing buckets of a version into buffer `target`, of each owner from its source.
 
         Connection i of n to a source fetches buckets i, i+n, i+2n, ... of it.
         """
