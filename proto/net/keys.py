@@ -130,7 +130,7 @@ def load_keys(folder: Path, role: KeyRole) -> Keys:
     roles: dict[KeyRole, bytes] = {one: _read(folder / f"{one}{PUBLIC}")[0] for one in KEY_ROLES}
     if roles[role] != public:
         raise UsageError(
-            f"{folder}: {role}{PUBLIC} and {role}{SECRET} are not of one pair: make both anew with "
+            f"{folder}: {role}{PUBLIC} and {role}{SECRET} are not of one pair: remake both with "
             f"`umbra keys {folder} --role {role} --force`"
         )
     return Keys(role, public, secret, roles)

@@ -431,14 +431,14 @@ def read_mark(run_dir: Path | None) -> RunMark | None:
     except (OSError, *UNREADABLE) as error:
         raise StoreError(
             f"{path}, which names the store of the run, cannot be read ({error}): restore it from "
-            "a copy; if the store itself is there, remove the file, and it is written anew"
+            "a copy; if the store itself is there, remove the file, and it is rewritten"
         ) from error
 
 
 def _gone(mark: RunMark, run_dir: Path | None, what: str) -> StoreError:
     return StoreError(
         f"the run in {run_dir} has the store {mark.store} in {mark.folder}, but {what}: bring it "
-        f"back, or choose another --run-dir to begin a run anew"
+        f"back, or choose another --run-dir to begin a new run"
     )
 
 

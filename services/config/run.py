@@ -74,7 +74,7 @@ class DataConfig(Section):
     columns: dict[str, str] = key(
         {}, 'columns that have another name in the prompts, ours to theirs: { prompt = "question" }'
     )
-    shuffle: bool = key(True, "shuffle anew in every epoch")
+    shuffle: bool = key(True, "shuffle again in every epoch")
 
     @property
     def sources(self) -> dict[str, float]:

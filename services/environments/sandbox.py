@@ -119,8 +119,8 @@ class Container:
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
             await self.close()
             raise SandboxError(
-                f"the command took longer than {self._limits.command_s:g} s; the sandbox begins "
-                "anew, without its files"
+                f"the command took longer than {self._limits.command_s:g} s; the sandbox restarts "
+                "without its files"
             ) from None
         if done.code == 137:
             killed = "\n(killed: it may have needed more memory than there is)"

@@ -261,7 +261,7 @@ def test_the_mark_itself_is_written_anew_or_refused(tmp_path: Path, change: Chan
     begun(run)
     change(run / MARK)
     if change is emptied:
-        with pytest.raises(StoreError, match=r"store\.json.*cannot be read.*written anew"):
+        with pytest.raises(StoreError, match=r"store\.json.*cannot be read.*rewritten"):
             open_marked(run, run / "store")
         return
     open_marked(run, run / "store").close()

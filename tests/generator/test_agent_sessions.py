@@ -289,7 +289,7 @@ def test_samples_are_handed_out_in_order_and_once() -> None:
     assert registry.overdue(14.9) == []
     assert registry.overdue(15.0) == [first, second]
     again = registry.open("two", {})  # restarted: the old session is over
-    assert "began anew" in str(first.over)
+    assert "restarted" in str(first.over)
     assert registry.find(first.id) is first
     assert registry.of("two") is again
     with pytest.raises(ApiError) as caught:

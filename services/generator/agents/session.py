@@ -332,7 +332,7 @@ class SessionRegistry:
 
     def open(self, key: str, row: dict[str, Any]) -> AgentSession:
         """Return a session for the sample `key` that no agent has; end an older one of it."""
-        self.close(key, "its sample began anew in another session")
+        self.close(key, "its sample restarted in another session")
         session = AgentSession(
             self._new_id(), key, row, self._silence_s, self._pass_on, branches=self._branches
         )
