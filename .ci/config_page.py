@@ -100,7 +100,7 @@ def _struct(section: str) -> type[Section]:
 
 
 def config_page() -> str:
-    """The page, as Markdown."""
+    """Return the page, as Markdown."""
     parts = [HEAD]
     for section, keys in groupby(described(), key=lambda key: key.section):
         parts.append(

@@ -64,7 +64,7 @@ _TEMPLATE = template()
 
 
 def answer(task: Task) -> Trajectory:
-    """A 9 KB answer to `task`; `started_at` is now."""
+    """Return a 9 KB answer to `task`; `started_at` is now."""
     return msgspec.structs.replace(
         _TEMPLATE,
         sample_id=task.sample_id,
@@ -95,7 +95,7 @@ class Wire:
         return number
 
     def receive(self) -> tuple[int, Message] | None:
-        """A reply to an open request, if there is one."""
+        """Return a reply to an open request, if there is one."""
         try:
             frames = self.data.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:

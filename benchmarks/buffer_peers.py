@@ -45,7 +45,7 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def record() -> dict[str, Any]:
-    """A trajectory in plain values."""
+    """Return a trajectory in plain values."""
     return msgspec.to_builtins(template(), builtin_types=(bytes,))
 
 
@@ -64,7 +64,7 @@ CODECS: dict[str, tuple[Callable[[], Any], Callable[[Any], bytes], Callable[[byt
 
 
 def free_port() -> int:
-    """A port that nobody uses at the moment."""
+    """Return a port that nobody uses at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -107,7 +107,7 @@ def pull(pipe: Connection, port: int, seconds: float) -> None:
 
 
 def optional(name: str) -> Any:
-    """A peer's package, which nothing here installs."""
+    """Return a peer's package, which nothing here installs."""
     return importlib.import_module(name)
 
 
@@ -174,7 +174,7 @@ def measure_ceiling(seconds: float) -> dict[str, float]:
 
 
 def measure_redis(kind: str, seconds: float) -> dict[str, float]:
-    """A Redis server of our own, without persistence."""
+    """Measure a Redis server of our own, without persistence."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         server = subprocess.Popen(
@@ -204,7 +204,7 @@ def measure_redis(kind: str, seconds: float) -> dict[str, float]:
 
 
 def measure_ray(kind: str, seconds: float) -> dict[str, float]:
-    """An async actor around a deque; 16 puts under way per producer, gets one after the other."""
+    """Measure an async actor around a deque; 16 puts in flight per producer, gets one by one."""
     ray = optional("ray")
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 

@@ -280,7 +280,7 @@ PARTS = {
 
 
 def main() -> int:
-    """All parts; 0 if every goal is met."""
+    """Measure all parts; return 0 if every goal is met."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--ray", action="store_true", help="also an actor queue (needs ray)")

@@ -84,7 +84,7 @@ class Soak:
         return [json.loads(line) for line in self._file.read_text(encoding="utf-8").splitlines()]
 
     def round(self, name: str, disturb_s: float) -> dict[str, Any]:
-        """One run from start to end, disturbed for so long at most; what came of it."""
+        """Make one run, disturbed for so long at most; return its result."""
         folder = self.home / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -132,7 +132,7 @@ class Soak:
     def _see_through(
         self, run: DemoRun, disturber: Disturber, disturb_s: float
     ) -> tuple[int, float]:
-        """The exit code of the run, and for how long it was disturbed."""
+        """Return the exit code of the run, and for how long it was disturbed."""
         deadline = time.monotonic() + ROUND_S
         first: float | None = None  # when the second node has joined, and disturbing begins
         last = 0.0
@@ -199,7 +199,7 @@ def say(line: str) -> None:
 
 
 def main() -> int:
-    """The soak; 0 if all goals are met."""
+    """Run the soak; return 0 if all goals are met."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="to disturb, in all")
     parser.add_argument("--seed", type=int, default=0)

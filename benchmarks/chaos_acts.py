@@ -86,7 +86,7 @@ class Disturber:
             self._next_at = now + self._chance.expovariate(1 / self._every_s)
 
     def end(self) -> None:
-        """The run has reached its end."""
+        """Close the acts at the end of the run."""
         now = time.monotonic()
         for name, (stopped, _) in list(self._stopped.items()):
             self._go_on(name, stopped, now)
@@ -189,7 +189,7 @@ class Disturber:
         self._open.append(act)
 
     def _named(self, service: str) -> list[str]:
-        """The processes of a service that are there now."""
+        """Return the processes of a service that are there now."""
         own = {"scorer": "reward"}.get(service, service)
         prefixes = (own, service)
         return sorted(name for name in self._run.pids() if name.startswith(prefixes))

@@ -211,7 +211,7 @@ class DemoRun:
         return self._up.poll()
 
     def await_code(self, seconds: float) -> int:
-        """The exit code of `umbra up`, which is to end within so many seconds.
+        """Await the exit code of `umbra up`, which is to end within so many seconds.
 
         Raises:
             SystemExit: it does not.
@@ -247,7 +247,7 @@ class DemoRun:
     # -- looking and disturbing -------------------------------------------------------------------
 
     def look(self) -> Status | None:
-        """The run as its buffer sees it; None if that does not answer."""
+        """Return the run as its buffer sees it; None if that does not answer."""
         assert self._client is not None
         try:
             return self._client.status(LOOK_S)
@@ -255,7 +255,7 @@ class DemoRun:
             return None
 
     def pids(self) -> dict[str, int]:
-        """All processes of the run but `umbra up` itself, by name."""
+        """Return all processes of the run but `umbra up` itself, by name."""
         config = str(self.home / "runs")
         found: dict[str, int] = {}
         for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -285,12 +285,12 @@ class DemoRun:
         self._client.drain(member, "chaos", 10.0)
 
     def said(self) -> str:
-        """The last line of `umbra up`."""
+        """Return the last line of `umbra up`."""
         lines = (self.home / "up.log").read_text(encoding="utf-8").splitlines()
         return lines[-1] if lines else "nothing"
 
 
 def free_port() -> int:
-    """A port that nobody has now."""
+    """Return a port that nobody has now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])

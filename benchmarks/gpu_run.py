@@ -59,7 +59,7 @@ ON_GPU = (
 
 
 def settings(options: argparse.Namespace) -> list[str]:
-    """The keys of the run that differ from the demo's."""
+    """Return the keys of the run that differ from the demo's."""
     device = () if options.quick else ON_GPU
     own = (f"run.steps={options.steps}", f"weight_hub.plane={options.plane}")
     return [*SETTINGS, *device, *own]

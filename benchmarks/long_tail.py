@@ -40,7 +40,7 @@ Engine = Callable[[Any, Load, int], None]
 
 
 def make_load(count: int, length: Callable[[random.Random], int], seed: int = 0) -> Load:
-    """`count` prompts and the number of tokens to generate for each."""
+    """Return `count` prompts and the number of tokens to generate for each."""
     source = random.Random(seed)
     return [
         ([source.randrange(20, 100) for _ in range(source.randint(4, 40))], length(source))
@@ -49,7 +49,7 @@ def make_load(count: int, length: Callable[[random.Random], int], seed: int = 0)
 
 
 def long_tailed(source: random.Random) -> int:
-    """A length of the mix: its mean is 1.6 times its median, its p99 about ten times."""
+    """Return a length of the mix: its mean is 1.6 times its median, its p99 about ten times."""
     return max(1, min(LONGEST, round(source.lognormvariate(3.18, 1.0))))
 
 
@@ -127,7 +127,7 @@ GOALS = {"equal": 1.0, "long-tailed": 2.0}
 
 
 def summarise(report: Report) -> None:
-    """The table, and the torch engine over each of the others."""
+    """State the table, and the torch engine over each of the others."""
     speeds = {(row["load"], row["engine"]): row["tokens_per_s"] for row in report.rows}
     slowest = {(row["load"], row["engine"]): row["slowest_pass"] for row in report.rows}
     cells = [

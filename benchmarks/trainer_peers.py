@@ -155,7 +155,7 @@ class TrlStep:
 
     @staticmethod
     def _inputs(load: list[Trajectory]) -> dict[str, Tensor]:
-        """A micro-batch as TRL pads it: prompts on the left, responses on the right."""
+        """Return a micro-batch as TRL pads it: prompts on the left, responses on the right."""
 
         def table(rows: list[Any], left: bool) -> Tensor:
             width = max(map(len, rows))

@@ -111,7 +111,7 @@ def best_of(steps: dict[str, Callable[[], None]], passes: int, cuda: bool) -> di
 
 
 def settings(args: argparse.Namespace, **trainer: Any) -> RunConfig:
-    """The run's configuration; all else is the default."""
+    """Return the run's configuration; all else is the default."""
     keys = {
         "device": args.device,
         "threads": args.threads,
@@ -148,7 +148,7 @@ def make_moe(path: Path) -> None:
 
 
 def on_cpu(args: argparse.Namespace, report: Report) -> None:
-    """All peers on small models, then by the length of rows."""
+    """Measure all peers on small models, then by the length of rows."""
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         dense, moe = Path(folder) / "dense", Path(folder) / "moe"
@@ -169,7 +169,7 @@ def on_cpu(args: argparse.Namespace, report: Report) -> None:
 def compare(
     args: argparse.Namespace, report: Report, path: Path, name: str, load: list[Trajectory]
 ) -> None:
-    """All peers on one load with the model in `path`."""
+    """Measure all peers on one load with the model in `path`."""
 
     def model() -> PreTrainedModel:
         return load_policy(path)[0]
@@ -192,7 +192,7 @@ def compare(
 
 
 def summarise(report: Report) -> None:
-    """The table, ratios of seconds, and goals."""
+    """State the table, ratios of seconds, and goals."""
     spent: dict[str, dict[str, float]] = {}
     speeds: dict[str, dict[str, float]] = {}
     for row in report.rows:
@@ -217,7 +217,7 @@ def summarise(report: Report) -> None:
 
 
 def on_cuda(args: argparse.Namespace, report: Report) -> None:
-    """A model of half a billion to a billion weights, and its MFU."""
+    """Measure a model of half a billion to a billion weights, and its MFU."""
     device = torch.device("cuda")
     config = Qwen3Config(
         vocab_size=args.vocab,

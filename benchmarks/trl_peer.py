@@ -48,7 +48,7 @@ class Watch(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """The clock starts."""
+        """Start the clock."""
         self._began, self._cpu_began = time.monotonic(), time.process_time()
 
     def on_log(
@@ -70,7 +70,7 @@ class Watch(TrainerCallback):
 
 
 def solved(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
-    """1 for an exact match, as environment "exact" has it."""
+    """Return 1 for an exact match, as environment "exact" has it."""
     said = [completion[0]["content"].strip() for completion in completions]
     return [float(text == right) for text, right in zip(said, answer, strict=True)]
 
@@ -204,7 +204,7 @@ def train(
 
 
 def grpo_config(config: RunConfig, out: Path, samples: int, seed: int, steps: int) -> GRPOConfig:
-    """The demo's settings, by TRL's names."""
+    """Return the demo's settings, by TRL's names."""
     return GRPOConfig(
         output_dir=str(out),
         use_cpu=True,

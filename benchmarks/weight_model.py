@@ -60,7 +60,7 @@ class Model(nn.Module):
         return [torch.zeros(shape, dtype=dtype) for shape in self._shapes]
 
     def manifest(self, bucket_bytes: int) -> Manifest:
-        """The layout of its versions."""
+        """Return the layout of its versions."""
         return build_manifest(tensor_layout(self, SERVED), bucket_bytes)
 
     @property
@@ -68,7 +68,7 @@ class Model(nn.Module):
         return 2 * sum(tensor.numel() for tensor in self.parameters())
 
     def learn(self, lr: float) -> float:
-        """One optimizer step; the share of bf16 values that it changed."""
+        """Make one optimizer step; return the share of bf16 values that it changed."""
         changed = 0
         for flat in self._memory:
             for start in range(0, flat.numel(), NOISE):
@@ -108,7 +108,7 @@ class Model(nn.Module):
         )
 
     def cast(self) -> dict[str, torch.Tensor]:
-        """A version as tensors of its own, for those who send tensors."""
+        """Return a version as tensors of its own, for those who send tensors."""
         return {name: tensor.to(torch.bfloat16) for name, tensor in self.named_parameters()}
 
     def cast_seconds(self) -> float:

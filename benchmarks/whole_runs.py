@@ -103,7 +103,7 @@ class Steady:
 
     @property
     def step_s(self) -> float:
-        """Seconds per step."""
+        """Return seconds per step."""
         return self.seconds / self.steps
 
 

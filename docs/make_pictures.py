@@ -37,7 +37,7 @@ class Box:
     edge: str = "#0969da"
 
     def svg(self) -> str:
-        """The box as SVG."""
+        """Return the box as SVG."""
         middle = self.x + self.width // 2
         top = self.y + self.height // 2 - 8 * len(self.lines) + 5
         rows = "".join(
@@ -66,7 +66,7 @@ class Arrow:
     anchor: str = "middle"
 
     def svg(self) -> str:
-        """The arrow as SVG."""
+        """Return the arrow as SVG."""
         style = "arrow dashed" if self.dashed else "arrow"
         start = ' marker-start="url(#head)"' if self.both else ""
         lines = "".join(
@@ -79,7 +79,7 @@ class Arrow:
 
 
 def picture(width: int, height: int, parts: list[Box | Arrow]) -> str:
-    """A whole SVG file on a white ground."""
+    """Return a whole SVG file on a white ground."""
     body = "\n".join(part.svg() for part in parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '

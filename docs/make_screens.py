@@ -30,7 +30,7 @@ SIZES = {390: 2400, 820: 1800, 1280: 1500, 1920: 1300}  # widths of windows, and
 
 
 def browse(url: str, picture: Path, width: int, height: int, *, dark: bool = False) -> None:
-    """A screenshot of a page."""
+    """Save a screenshot of a page."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         sys.exit("no chromium here")
@@ -59,7 +59,7 @@ def pictures(url: str, name: str, out: Path | None, width: int, height: int) -> 
 
 
 def watch(broker: str, out: Path | None, half_way: int) -> None:
-    """The pictures of the run as it goes."""
+    """Save pictures of the run as it goes."""
     page = subprocess.Popen(
         [*UMBRA, "monitor", "--broker", broker, "--web", "127.0.0.1:0"],
         stdout=subprocess.PIPE,

@@ -7,7 +7,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def score(prompt: Any, completion: str, row: dict[str, Any]) -> float:
-    """1 if the last number after the reasoning is right, else 0."""
+    """Return 1 if the last number after the reasoning is right, else 0."""
     said = NUMBER.findall(completion.rpartition("</think>")[2])
     (right,) = NUMBER.findall(str(row["answer"]).rpartition("####")[2])
     return float(bool(said) and _value(said[-1]) == _value(right))

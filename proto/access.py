@@ -122,7 +122,7 @@ def allowed_bytes(kind: type[m.Message], role: KeyRole | None) -> int:
 
 
 def socket_bytes(socket: str) -> int:
-    """Bytes of the largest frame that anybody may send to a server's `socket`."""
+    """Return bytes of the largest frame that anybody may send to a server's `socket`."""
     if socket == "events":
         return SUBSCRIPTION_BYTES
     kinds = SOCKETS.get(socket, ())

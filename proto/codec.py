@@ -50,7 +50,7 @@ class Encoder:
         self._next_id = 0
 
     def encode(self, body: Message, *, reply_to: int | None = None) -> tuple[int, list[bytes]]:
-        """The new message's id and its frames.
+        """Return the new message's id and its frames.
 
         Raises:
             WireError: the message holds what MessagePack can't say, a lone surrogate for example.
@@ -115,7 +115,7 @@ def decode_body(
     frames: Sequence[Frame],
     most_bytes: int,
 ) -> Envelope:
-    """The rest of `decode`, for those who look at the header first; `most_bytes` of the body."""
+    """Decode a body after its header; `most_bytes` limits the body."""
     check_frames(header, frames, most_bytes)
     return Envelope(header, _decode(frames[1], kind))
 

@@ -19,7 +19,7 @@ class Pace:
     least_rate: float  # bytes per second that whatever works moves at the least
 
     def limit_s(self, nbytes: int, *, parts: int = 1) -> float:
-        """Seconds that `nbytes` may take; of so many equal `parts` of that time, one."""
+        """Return seconds that `nbytes` may take; of so many equal `parts` of that time, one."""
         return (self.base_s + nbytes / self.least_rate) / parts
 
     def after(self, base_s: float) -> Pace:

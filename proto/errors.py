@@ -110,7 +110,7 @@ class LimitError(WireError):
 
 
 def foreseen(error: BaseException, what: str) -> UmbraError:
-    """`error` as one of ours, whose sentence says that `what` has failed; the log has the rest."""
+    """Return `error` as one of ours, whose sentence says that `what` failed; log the rest."""
     if isinstance(error, UmbraError):
         return error
     log.error("%s failed", what, exc_info=error)
@@ -154,5 +154,5 @@ def ends_process(call: Callable[P, T], what: str) -> Callable[P, T]:
 
 
 def service_thread(main: Callable[[], object], name: str) -> Thread:
-    """A daemon thread, not started yet, whose errors end the process."""
+    """Return a daemon thread, not started yet, whose errors end the process."""
     return Thread(target=ends_process(main, f"the thread {name}"), name=name, daemon=True)

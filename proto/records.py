@@ -203,7 +203,7 @@ class Trajectory(Kept, frozen=True, kw_only=True):
 
     @property
     def lines(self) -> list[Trajectory]:
-        """Each line of the sample as a trajectory of its own; itself if there is one."""
+        """Return each line of the sample as a trajectory of its own; itself if there is one."""
         if not self.branches:
             return [self]
         found: list[Trajectory] = []
@@ -304,7 +304,7 @@ class Score(Told, Kept, frozen=True, kw_only=True):
 
 
 def with_score(trajectory: Trajectory, stage: str, score: Score) -> Trajectory:
-    """`trajectory` with what `stage` found: a reward is added, logprobs take their field."""
+    """Return `trajectory` with the result of `stage`: the reward is added, logprobs are set."""
     scored = [*trajectory.scored, stage]
     if stage == "reward":
         return replace(

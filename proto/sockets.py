@@ -64,7 +64,7 @@ def check_address(address: str, flag: str) -> None:
 
 
 def unguessable(name: str) -> bytes:
-    """An identity for the sockets of process `name`.
+    """Return an identity for the sockets of process `name`.
 
     A ROUTER sends to whoever has an identity, and lets others take it over: so it is a secret.
     """
@@ -77,7 +77,7 @@ def router(
     curve: Curve | None = None,
     frame_bytes: int = MOST_BYTES,
 ) -> tuple[zmq.Socket[bytes], str]:
-    """A bound ROUTER and the endpoint it really has (port `*` or 0 picks a free one).
+    """Return a bound ROUTER and the endpoint it really has (port `*` or 0 picks a free one).
 
     A peer that sends a frame of more than `frame_bytes` loses its connection.
 
@@ -155,7 +155,7 @@ def handshakes(
     socket: zmq.Socket[bytes],
     events: int,
 ) -> zmq.Socket[bytes]:
-    """A PAIR that receives the `events` of the connections of `socket` (`recv_monitor_message`).
+    """Return a PAIR that receives the `events` of `socket`'s connections (`recv_monitor_message`).
 
     Close it after `socket.disable_monitor()`.
     """
@@ -206,7 +206,7 @@ def check_port_free(endpoint: str) -> None:
 
 
 def tcp_listener(endpoint: str, backlog: int = 128) -> tcp.socket:
-    """A plain TCP socket that listens at `endpoint`; port * or 0 is any.
+    """Return a plain TCP socket that listens at `endpoint`; port * or 0 is any.
 
     SO_REUSEADDR is set, as by ZeroMQ: only who listens is in the way.
 

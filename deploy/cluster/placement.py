@@ -46,7 +46,7 @@ class TaskGroup:
 
 
 def place_groups(file: ClusterFile, config: RunConfig) -> list[TaskGroup]:
-    """The groups with what they get of the nodes that do not join later, in the file's order.
+    """Return the groups with their shares of the nodes that do not join later, in file order.
 
     Nodes are given out in the order of the file. Where GPUs are divided the group that trains comes
     first and gets its GPUs on the first node that has as many, else on the fewest nodes.
@@ -203,7 +203,7 @@ def _arithmetic(ratio: Fraction, units: int, count: int, what: str) -> str:
 
 
 def check_ratios(ratios: Sequence[float], groups: int) -> list[Fraction]:
-    """The ratios as exact numbers that add up to 1; equal ones if there are none.
+    """Return the ratios as exact numbers that add up to 1; equal ones if there are none.
 
     Raises:
         UsageError: another number of ratios than groups, or a sum that is not 1.

@@ -165,7 +165,7 @@ def slurm_files(
 
 
 def _components(plan: Plan) -> list[list[Node]]:
-    """The nodes that are used, by their number of GPUs: one request of SLURM each.
+    """Return the nodes that are used, by their number of GPUs: one request of SLURM each.
 
     Most GPUs first, because SLURM fills the requests in this order: one for nodes without would
     else take nodes that have them.

@@ -23,7 +23,7 @@ from typing import Any
 
 
 def score(prompt: Any, completion: str, row: dict[str, Any]) -> float:
-    """The reward of one completion: 1 if it ends with the row's answer, else 0.
+    """Return the reward of one completion: 1 if it ends with the row's answer, else 0.
 
     Args:
         prompt: the row's "prompt", as it stands in the file.

@@ -15,7 +15,7 @@ def to_toml(
     tree: Mapping[str, Any],
     remarks: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
 ) -> str:
-    """A tree of sections as TOML text; keys without a value (None) are left out.
+    """Return a tree of sections as TOML text; keys without a value (None) are left out.
 
     `remarks` are comments at the end of a section: a heading, and keys with their values.
     """
@@ -57,5 +57,5 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(*documents: Mapping[str, Any]) -> str:
-    """`documents` in block style, divided by `---`."""
+    """Return `documents` in block style, divided by `---`."""
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=math.inf)

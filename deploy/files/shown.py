@@ -20,7 +20,7 @@ COLUMNS = 80  # that a terminal has at least
 
 
 def shown_path(path: Path) -> str:
-    """`path` from the current folder, if it lies below it."""
+    """Return `path` from the current folder, if it lies below it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def requirements(project: dict[str, Any], extras: list[str]) -> Iterator[str]:
-    """The requirements of the extras, and of those that they name in turn."""
+    """Return the requirements of the extras, and of those that they name in turn."""
     for extra in extras:
         for text in project["optional-dependencies"][extra]:
             if inner := re.fullmatch(rf"{project['name']}\[(.*)\]", text):

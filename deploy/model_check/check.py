@@ -163,7 +163,7 @@ class Subject(NamedTuple):
 
 
 def take(original: Path, scratch: Path, layers: int, checked: Collection[str]) -> Subject:
-    """The model in `original`, or a copy of it below `scratch`.
+    """Return the model in `original`, or a copy of it below `scratch`.
 
     Args:
         layers: keep the first so many; 0 = all, or as few as have every kind of layer where the

@@ -110,7 +110,7 @@ def _reference(
 
 
 def _gradients(name: str, policy: PreTrainedModel, expected: dict[str, Tensor]) -> Row:
-    """The largest norm of a parameter's difference, in parts of the gradient's norm.
+    """Return the largest norm of a parameter's difference, in parts of the gradient's norm.
 
     Of its own, but at least a thousandth of the whole one: a gradient that cancels to nothing is
     all rounding.

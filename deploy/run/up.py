@@ -211,7 +211,7 @@ class Up:
             supervisor.start(program)
 
     def _turn(self, supervisor: Supervisor, progress: Progress) -> None:
-        """One turn of the loop: heed signals, show progress, sleep a little."""
+        """Run one turn of the loop: heed signals, show progress, sleep a little."""
         if self._interrupts.count >= 2:
             supervisor.kill()
         elif self._interrupts.count == 1 and not supervisor.draining:

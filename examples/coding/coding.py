@@ -71,7 +71,7 @@ class Coding:
 
 
 def functions() -> list[str]:
-    """The bodies of all functions that are asked for."""
+    """Return the bodies of all functions that are asked for."""
     digits = range(1, 10)
     lines = [f"{a}*x+{b}" for a in digits for b in digits]
     bends = [f"max({a}*x,{b})" for a in digits for b in digits]
@@ -92,7 +92,7 @@ def row_of(body: str) -> dict[str, Any]:
 
 
 def demonstration(bodies: list[str], source: random.Random) -> dict[str, Any]:
-    """A function of the teacher, who often mistakes a digit or a sign."""
+    """Return a function of the teacher, who often mistakes a digit or a sign."""
     body = written = source.choice(bodies)
     if source.random() > CAREFUL:
         place = source.choice([n for n, sign in enumerate(body) if sign in "123456789+*"])

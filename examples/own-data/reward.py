@@ -6,7 +6,7 @@ VOWELS = frozenset("aeiouAEIOU")
 
 
 def score(prompt: Any, completion: str, row: dict[str, Any]) -> float:
-    """The reward of one completion.
+    """Return the reward of one completion.
 
     Args:
         prompt: the row's "prompt", as it stands in the file.

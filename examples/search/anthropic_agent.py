@@ -16,7 +16,7 @@ CORPUS: dict[str, str] = {}
 
 
 def look_up(corpus: str, word: str) -> str:
-    """The line of the corpus that begins with `word`."""
+    """Return the line of the corpus that begins with `word`."""
     if not CORPUS:
         lines = Path(corpus).read_text(encoding="utf-8").split()
         CORPUS.update(line.split(":") for line in lines)

@@ -65,7 +65,7 @@ def make_corpus(source: random.Random) -> tuple[dict[str, str], dict[str, str]]:
 def demonstration(
     lives: dict[str, str], mayors: dict[str, str], source: random.Random
 ) -> dict[str, Any]:
-    """A conversation of the teacher, who now and then mistakes a word or stops too early."""
+    """Return a conversation of the teacher, who now and then mistakes a word or stops too early."""
     known = {**lives, **mayors}
     person = source.choice(list(lives))
     turns, word = [person], person

@@ -23,7 +23,7 @@ TASK = "Answer with the number only."
 
 
 def rows() -> list[dict[str, Any]]:
-    """All sums of two numbers of two digits, and differences that are not negative, shuffled."""
+    """Return all sums of two two-digit numbers, and differences that are not negative, shuffled."""
     numbers = range(10, 100)
     pairs = [
         (a, sign, b) for a in numbers for b in numbers for sign in "+-" if sign == "+" or a >= b

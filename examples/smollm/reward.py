@@ -7,7 +7,7 @@ NUMBER = re.compile(r"-?\d+")
 
 
 def score(prompt: Any, completion: str, row: dict[str, Any]) -> float:
-    """1 for the right number; 5 / (10 + d) for one that is off by d; nothing without a number.
+    """Return 1 for the right number; 5 / (10 + d) for one that is off by d; 0 without a number.
 
     So 84 instead of 85 is worth 0.45, 75 is worth 0.25, and 185 is worth 0.05.
     """

@@ -157,7 +157,7 @@ class Channel:
         return self._link.channel(endpoint, peer, server=server)
 
     def move(self, endpoint: str) -> None:
-        """The server was restarted, and is at `endpoint` now: ask it whatever is still open."""
+        """Connect to the restarted server at `endpoint`, and send it all open requests."""
         self._link.run(lambda: self._move(endpoint))
 
     # -- the link's thread ------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class IoThread:
     def channel(
         self, endpoint: str, peer: str, *, server: Role = "buffer", insists: bool = False
     ) -> Channel:
-        """A channel to the server at `endpoint`, which must have the key of role `server`.
+        """Return a channel to the server at `endpoint`, which must have the key of role `server`.
 
         `peer` names it in errors. A channel that `insists` repeats requests that were refused
         because we are no member: we join again.

@@ -115,7 +115,7 @@ def make_keys(
 
 
 def load_keys(folder: Path, role: KeyRole) -> Keys:
-    """The keys in `folder` for a process of `role`.
+    """Return the keys in `folder` for a process of `role`.
 
     Raises:
         UsageError: a file is missing, is no certificate, can't be read by us, or can by others.

@@ -72,7 +72,7 @@ class AllowList:
         self._refusals = refusals
 
     def answer(self, frames: Sequence[bytes]) -> list[bytes]:
-        """The reply to one request; anything that is not a known key of the right role gets no."""
+        """Return the reply to one request; only a known key of the right role is admitted."""
         number = frames[1] if len(frames) > 1 else b""
         role = None
         if len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE":
@@ -139,7 +139,7 @@ class ZapGate:
 
 
 def role_of(frame: zmq.Frame) -> KeyRole | None:
-    """The role of the connection that `frame` came over; None where there are no keys."""
+    """Return the role of the connection that `frame` came over; None where there are no keys."""
     try:
         role = cast(str, frame.get(USER_ID))
     except zmq.ZMQError:
@@ -323,7 +323,7 @@ class Server:
         return self._send(self._by_name[channel], identity, frames)
 
     def waker(self) -> Callable[[], None]:
-        """A function that ends a `poll` under way early, from any thread, until `close`."""
+        """Return a function that ends a `poll` under way early, from any thread, until `close`."""
         inward, outward = sockets.pair(self._context, f"wake-{id(self)}")
         self._wake = (inward, outward)
         self._poller.register(inward, zmq.POLLIN)

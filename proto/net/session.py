@@ -176,7 +176,7 @@ class Session:
         return self._weights
 
     def progress(self, activity: str, count: int = 1) -> None:
-        """The main loop has moved: `count` more units of work, now busy with `activity`."""
+        """Record `count` more units of work of the main loop, which is busy with `activity`."""
         with self._lock:
             self._activity = activity
             self._progress += count
