@@ -175,7 +175,7 @@ class Share:
 
     @property
     def share(self) -> float:
-        """Recent; 0 before anything was seen."""
+        """Return the recent share; 0 before anything was seen."""
         pairs = [*self._parts, self._open]
         return sum(hits for hits, _ in pairs) / max(sum(seen for _, seen in pairs), 1)
 
@@ -300,7 +300,7 @@ class Health:
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Hits and seen over the whole run, by share; survive a restart."""
+        """Return hits and seen over the whole run, by share; they survive a restart."""
         return {name: (one.hits, one.seen) for name, one in self._shares.items()}
 
     @counts.setter

@@ -82,7 +82,7 @@ class Membership:
 
     @property
     def pace_s(self) -> float:
-        """Seconds between heartbeats of a member: `heartbeat_s`, or more when there are many."""
+        """Return the seconds between heartbeats of a member: `heartbeat_s`, or more with many."""
         slower = min(len(self.peers) / BEATS_PER_S, self._dead_after_s / BEATS_UNTIL_DEAD)
         return max(self._heartbeat_s, slower)
 

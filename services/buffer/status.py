@@ -97,7 +97,7 @@ class StallReport:
             yield Stuck(what=what, holder=name, age_s=age_s, action=action)
 
     def _leases(self, now: float) -> Iterator[Stuck]:
-        """Samples that were held, and renewed, for more than two leases."""
+        """Yield samples that were held, and renewed, for more than two leases."""
         lease_s = self._config.lease_s
         overdue = [s for s in self._run.leases.all() if now - s.leased_at > 2 * lease_s]
         for sample in sorted(overdue, key=lambda sample: sample.leased_at)[:SHOWN]:
@@ -113,7 +113,7 @@ class StallReport:
             yield Stuck(what=what, holder=sample.holder, age_s=age_s, action=action)
 
     def _groups(self, now: float) -> Iterator[Stuck]:
-        """Groups whose first sample has waited long for the others."""
+        """Yield groups whose first sample has waited long for the others."""
         config = self._config
         overdue = [
             group
@@ -130,7 +130,7 @@ class StallReport:
             yield Stuck(what=what, holder=holder, age_s=age_s, action=action)
 
     def _scoring(self, now: float) -> Iterator[Stuck]:
-        """Stages in which trajectories wait for long, or that nobody serves."""
+        """Yield stages in which trajectories wait for long, or that nobody serves."""
         scoring = self._run.scoring
         for stage in self._config.stages:
             since = scoring.waiting_since(stage)

@@ -98,7 +98,7 @@ class MemoryStore:
         return sorted(key for key in self.values if key.startswith(prefix))
 
     def commit(self) -> None:
-        """Memory is as stored as it gets."""
+        """Do nothing: memory is as stored as it gets."""
 
     def freeze(self) -> None:
         """Do nothing: no commit takes long."""

@@ -65,18 +65,18 @@ class RunConfig(Section):
         return self.environments or (self.environment,)
 
     def environment_of(self, row: Mapping[str, Any]) -> EnvironmentConfig:
-        """The environment of a prompt's `row`: that of several which it names, or the one."""
+        """Return the environment of a prompt's `row`: the one that it names, or the only one."""
         named = (one for one in self.environments if one.name == row.get(ENVIRONMENT))
         return next(named, self.environment)
 
     @property
     def rewarded_by_groups(self) -> tuple[EnvironmentConfig, ...]:
-        """The environments whose rewards are given to all samples of a prompt at once."""
+        """Return the environments whose rewards are given to all samples of a prompt at once."""
         return tuple(one for one in self.all_environments if one.reward_scope == "group")
 
     @property
     def rewarded_by_scorers(self) -> tuple[EnvironmentConfig, ...]:
-        """The environments that stage "reward" is for: the one, or of several these."""
+        """Return the environments whose rewards stage "reward" computes."""
         if "reward" not in self.buffer.stages:
             return ()
         return self.rewarded_by_groups if self.environments else (self.environment,)

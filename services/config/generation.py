@@ -31,7 +31,7 @@ _REWARDED = ("reward", "trl")  # kinds that take functions of the user's
 
 
 class EnvironmentConfig(Section):
-    """What a rollout interacts with, and what rewards it."""
+    """The environment of rollouts, and their reward."""
 
     kind: str = key(
         "exact",
@@ -101,7 +101,7 @@ class EnvironmentConfig(Section):
 
     @property
     def where(self) -> str:
-        """What its keys begin with in a sentence about them."""
+        """Return the prefix of its keys in messages."""
         return "environment"
 
     @property
@@ -117,16 +117,16 @@ class EnvironmentConfig(Section):
 
     @property
     def asks(self) -> bool:
-        """Whether programs lead its conversations, which ask the model for turns as agents do."""
+        """True if programs lead its conversations, and ask the model for turns as agents do."""
         return self.kind == "agent" or self.kind in LIBRARIES
 
     @property
     def starts_agents(self) -> bool:
-        """Whether generators start these programs; else they come to generator.serve."""
+        """True if generators start these programs; else they connect to generator.serve."""
         return self.asks and self.workers > 0 and bool(self.kind != "agent" or self.agent)
 
     def environment_faults(self, serve: str, max_context: int) -> Iterator[str]:
-        """What cannot work, or has no effect, with these two keys of the generators."""
+        """Yield settings that fail, or have no effect, with these two keys of the generators."""
         where = self.where
         if self.kind == "agent" and not self.agent and not serve:
             yield (
@@ -213,7 +213,7 @@ class NamedEnvironment(EnvironmentConfig):
 
 
 class SamplingConfig(Section):
-    """How the generators draw tokens."""
+    """Sampling of tokens by the generators."""
 
     temperature: float = key(1.0, "softmax temperature", gt=0)
     top_p: float = key(1.0, "nucleus mass; 1 = off", gt=0, le=1)
@@ -284,11 +284,11 @@ class GeneratorConfig(Section):
 
     @property
     def prefetch(self) -> int:
-        """Samples leased ahead of free slots, so that none stays empty."""
+        """Return how many samples are leased ahead of free slots, so that none stays empty."""
         return max(1, self.slots // 4)
 
     def engine_on(self, kind: str, *, vllm: bool) -> Literal["torch", "vllm", "vllm-http"]:
-        """On a device of that `kind` ("cpu" or "cuda"), where `vllm` is installed or not."""
+        """Return the engine for a device of `kind` "cpu" or "cuda", with or without `vllm`."""
         if self.engine == "auto":
             return "vllm" if kind == "cuda" and vllm else "torch"
         return self.engine
@@ -355,7 +355,7 @@ class ScorerConfig(Section):
 
     @property
     def models(self) -> dict[str, str]:
-        """The reference models by environment; "" stands for any of them."""
+        """Return the reference models by environment; "" stands for any of them."""
         return (
             self.model if isinstance(self.model, dict) else {"": self.model} if self.model else {}
         )

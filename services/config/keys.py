@@ -70,5 +70,5 @@ class Section(msgspec.Struct, metaclass=_SectionMeta):
     """Base of all sections: typed, immutable, unknown keys are refused."""
 
     def faults(self) -> Iterator[str]:
-        """A sentence for each thing in this section alone that cannot work."""
+        """Yield a sentence for each fault in this section alone."""
         return iter(())

@@ -49,7 +49,7 @@ def load_config(
     overrides: Iterable[str] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> RunConfig:
-    """The configuration of `file`, changed by `UMBRA_SECTION__KEY` and `section.key=value`.
+    """Load the configuration of `file`, changed by `UMBRA_SECTION__KEY` and `section.key=value`.
 
     `file` is TOML, or the JSON that `to_json` writes.
 
@@ -94,7 +94,7 @@ def as_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def to_json(config: RunConfig) -> bytes:
-    """The resolved configuration as indented JSON, which `load_config` reads back."""
+    """Return the resolved configuration as indented JSON, which `load_config` reads back."""
     return msgspec.json.format(msgspec.json.encode(config), indent=2)
 
 
@@ -232,7 +232,7 @@ def _kind(section: str, key: str, where: str) -> introspect.Type:
 
 
 def bare(kind: introspect.Type) -> introspect.Type:
-    """`kind` without its description, and without the None of a key that may be left out."""
+    """Return `kind` without its description, and without the None of an optional key."""
     if isinstance(kind, introspect.Metadata):
         kind = kind.type
     if isinstance(kind, introspect.UnionType):

@@ -34,7 +34,7 @@ KlPlace = Literal["loss", "reward"]
 
 
 class ObjectiveSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One value for every piece; the defaults are those of preset `ppo`."""
+    """One value for every piece; the defaults are preset `ppo`."""
 
     advantage: Advantage = "dr_grpo"
     gamma: float = 1.0
@@ -79,12 +79,12 @@ class ObjectiveSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def regularised(self) -> bool:
-        """Whether a sample without advantage has a gradient nevertheless."""
+        """True if a sample without advantage has a gradient nevertheless."""
         return self.entropy_coef > 0 or (self.kl_coef > 0 and self.kl_in == "loss")
 
     @property
     def by_sequence(self) -> bool:
-        """Whether a ratio or a mask is that of a whole response."""
+        """True if a ratio or a mask is of a whole response."""
         return (
             self.ratio_level == "sequence"
             or (self.correction != "none" and self.is_level == "sequence")
@@ -278,7 +278,7 @@ class ObjectiveKeys(Section):
 
     @property
     def implied(self) -> dict[str, object]:
-        """The pieces that the preset chooses (no key does), of those that are read."""
+        """Return the pieces in use that the preset chooses (no key does)."""
         pieces = self.pieces
         values = {name: getattr(pieces, name) for name in ObjectiveSpec.__struct_fields__}
         return {

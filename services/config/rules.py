@@ -1,4 +1,4 @@
-"""Rules over several sections of a run file; those of one section alone are its `faults`.
+"""Rules over several sections of a run file; rules of one section alone are its `faults`.
 
 They are checked before a run starts (`umbra check`, `umbra up`, the buffer itself), because the
 answer of a run would be an hour of silence.
@@ -23,7 +23,7 @@ MOST_SUPPORT = 1 << 15  # tokens that could have been drawn in the place of one
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """What a configuration implies for a trained token.
+    """The staleness of a trained token under a configuration.
 
     Versions count committed batches. Each batch is m = minibatches * epochs optimizer updates, the
     last of which sees weights that m - 1 updates of the same batch have changed already.
@@ -187,7 +187,7 @@ def _support_faults(config: RunConfig) -> Iterator[str]:
 
 
 def lone_groups(config: RunConfig) -> str:
-    """What to know of groups of one sample; empty if nothing, and for rloo, which refuses them."""
+    """Return a warning about groups of one sample, or ""; rloo refuses them, so "" too."""
     advantage = config.trainer.pieces.advantage
     if config.buffer.group_size > 1 or advantage in ("rloo", "reinforce_pp", "gae", "teacher"):
         return ""
@@ -268,10 +268,10 @@ _WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")
 
 
 def branch_faults(config: RunConfig) -> Iterator[str]:
-    """What samples with branches (`environment.branches = "train"`) can't be combined with.
+    """Yield settings that samples with branches (`environment.branches = "train"`) exclude.
 
     The trainer gives a branch the weight 1 / k. That is right for whatever is a sum or a mean over
-    sequences or tokens with these weights. Named here is what is not such a sum.
+    sequences or tokens with these weights. Settings that are no such sum are named here.
     """
     training = [one.where for one in config.all_environments if one.branches == "train"]
     for setting in _unproven(config, config.trainer.pieces) if training else ():
@@ -279,7 +279,7 @@ def branch_faults(config: RunConfig) -> Iterator[str]:
 
 
 def _unproven(config: RunConfig, pieces: ObjectiveSpec) -> Iterator[str]:
-    """Settings that don't read the weights, or look at a response as if it were the sample."""
+    """Yield settings that don't read the weights, or take a response for the sample."""
     if pieces.advantage in _WHITENED:
         yield f"trainer.advantage = {pieces.advantage}, which counts tokens alike to whiten them"
     if pieces.mask == "m2po":

@@ -1,4 +1,4 @@
-"""What is run, on which model and data, what protects its sockets, and what it logs."""
+"""The run, its model and data, the protection of its sockets, and its logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from umbra.services.config.keys import Section, key
 
 
 class RunSection(Section):
-    """What is run, and where its results go."""
+    """The run, and the place of its results."""
 
     name: str = key("run", "name of the run; part of its id", min_length=1)
     dir: str = key("runs", "folder that receives <id>/ with all results")
@@ -58,7 +58,7 @@ class ModelConfig(Section):
 
     @property
     def name(self) -> str:
-        """What all take that load it: the directory, or ORG/NAME[@REVISION]."""
+        """Return the name to load it by: the directory, or ORG/NAME[@REVISION]."""
         return f"{self.path}@{self.revision}" if self.revision else self.path
 
 
@@ -147,7 +147,7 @@ class WeightHubConfig(Section):
         return Pace(self.deadline_s, self.least_rate)
 
     def first_version_s(self, nbytes: int) -> float:
-        """How long a receiver may wait for its first version, if the trainer has yet to start.
+        """Return the seconds to wait for a first version where the trainer has yet to start.
 
         Args:
             nbytes: of the model, which is read, has `slots` of its size allocated, and is written
@@ -161,7 +161,7 @@ class WeightHubConfig(Section):
         return self.dtype
 
     def expected_on(self, kind: str) -> str:
-        """The dtype that such a process has to be served; "" if it takes what there is.
+        """Return the dtype that such a process has to be served; "" if it takes any.
 
         With "auto" trainer and receivers decide each for itself, and may differ.
         """
@@ -229,15 +229,15 @@ class BufferConfig(Section):
 
     @property
     def engine_stall_s(self) -> float:
-        """Seconds that an engine may be busy without a token, until its generator ends itself.
+        """Return the seconds an engine may be busy without a token before its generator ends.
 
-        Or load one version, for which it has those of its bytes at 20 MB/s besides.
+        Or load one version, for which it has the seconds of its bytes at 20 MB/s besides.
         """
         return 10 * self.stall_s
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds between heartbeats of a service; longer with many members."""
+        """Return the seconds between heartbeats of a service; longer with many members."""
         return min(1.0, self.dead_after_s / 15)
 
     def faults(self) -> Iterator[str]:

@@ -243,7 +243,7 @@ class EvalConfig(Section):
 
 
 def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
-    """The rate of update number `step`, counted from 0, of `steps`.
+    """Return the learning rate of update number `step`, counted from 0, of `steps`.
 
     It rises linearly over `warmup_steps` to the peak, then stays there or falls towards 0, which it
     would reach a step after the last, in a straight line or half a cosine.
@@ -259,7 +259,7 @@ def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
 
 
 def after_extension(config: TrainerConfig, done: int, before: int, steps: int) -> str:
-    """What the rate of a run that ended after `done` steps of `before` does, now of `steps`."""
+    """Describe the learning rate of a run ended after `done` of `before` steps, now `steps`."""
     if config.schedule == "constant":
         return f"the learning rate stays at {config.learning_rate:g}"
     last, first = (learning_rate(config, *at) for at in ((done - 1, before), (done, steps)))

@@ -1,4 +1,4 @@
-"""What a trajectory must be: one set of rules for all who read one.
+"""The rules for a sound trajectory: one set for all its readers.
 
 The buffer applies them before it acknowledges, so that nothing is stored that a scorer or the
 trainer would refuse; these apply them again to what they are given, since a store may be older than
@@ -18,7 +18,7 @@ from umbra.proto.records import Routing, Sampling, Support, Trajectory, unpack_i
 from umbra.services.config import NamedEnvironment, RunConfig, SamplingConfig
 from umbra.services.config.generation import environment_of
 
-MOST_VOCABULARY = 1 << 24  # tokens of any model, until that of the run's is known
+MOST_VOCABULARY = 1 << 24  # tokens of any model, until the run's is known
 MOST_TOKENS = 1 << 22  # of any trajectory
 MOST_REWARD = 1e9  # its square is a float32 still
 MOST_TEMPERATURE, LEAST_TEMPERATURE = 1e6, 1e-6  # logits over it are float32 numbers
@@ -48,7 +48,7 @@ RouterKind = tuple[int, int, int]  # layers that have one, experts of a token, e
 
 @dataclass(slots=True)
 class RunFacts:
-    """What is known of the run's model and of how it samples.
+    """Facts of the run's model and of its sampling.
 
     The buffer learns `vocabulary` and `routers` from the trainer; until then bounds stand in for
     them.
@@ -64,7 +64,7 @@ class RunFacts:
 
     @classmethod
     def of(cls, config: RunConfig, vocabulary: int = MOST_VOCABULARY) -> RunFacts:
-        """The facts in `config`, without the sampling, which may change when a run goes on.
+        """Return the facts in `config`, without the sampling, which may change when a run resumes.
 
         An environment may say more after the last turn than fits the context, hence the factor.
         """
@@ -77,7 +77,7 @@ class RunFacts:
         return self.samplings.get(environment_of(prompt_id)) or self.samplings.get("")
 
     def learn(self, vocabulary: int, routers: RouterKind | None = None) -> None:
-        """The trainer's model has so many tokens, and such routers; 0 and None if it is unsaid."""
+        """Take over the vocabulary and routers of the trainer's model; 0 and None are unknown."""
         if 0 < vocabulary <= MOST_VOCABULARY:
             self.vocabulary = vocabulary
         if routers is not None:
@@ -108,7 +108,7 @@ def find_fault(
     *,
     trained: bool = True,
 ) -> str | None:
-    """What is wrong with `trajectory`, or with one of its lines; None when it is sound.
+    """Return the fault of `trajectory`, or of one of its lines; None when it is sound.
 
     Args:
         version: newest that there is of the policy.
@@ -172,7 +172,7 @@ def reward_fault(reward: float, parts: dict[str, float], reason: str = "stop") -
 
 
 def scored_fault(logprobs: bytes | None, tokens: int) -> str | None:
-    """What is wrong with the logprobs that a scorer found for `tokens` response tokens."""
+    """Return the fault of the logprobs that a scorer found for `tokens` response tokens."""
     if logprobs is None or len(logprobs) != 4 * tokens:
         return f"logprobs have {len(logprobs or b'')} bytes for {tokens} response tokens"
     return _logprob_fault("logprobs", logprobs, _SCORED)
@@ -227,12 +227,12 @@ def _token_fault(trajectory: Trajectory, facts: RunFacts) -> str | None:
 
 
 def _all_below(ids: bytes, bound: int) -> bool:
-    """Whether the int32 `ids` are at least 0 and below `bound`, which is at most 2**24.
+    """Return whether the int32 `ids` are at least 0 and below `bound`, which is at most 2**24.
 
     Most are below already by their second highest byte, if the highest is 0; or by the third, of a
     small vocabulary, if both are 0. Else many are compared at once, as lanes of one large number:
-    what is added to each carries those that are too large to its highest bit, where negative ones
-    have theirs already.
+    the number added to each carries too large ones to its highest bit, where negative ones have
+    theirs already.
     """
     if ZEROS.startswith(ids[3::4]):
         if bound >> 16:
@@ -244,7 +244,7 @@ def _all_below(ids: bytes, bound: int) -> bool:
 
 
 def _lanes_below(values: bytes, bound: int, bits: int) -> bool:
-    """Whether all numbers of `bits` bits each are below `bound`, which is at most 2**(bits - 1)."""
+    """Return whether numbers of `bits` bits are all below `bound`, at most 2**(bits - 1)."""
     added, highest = _lanes(bound, bits)
     width = bits // 8 * LANES
     for start in range(0, len(values), width):
@@ -256,7 +256,7 @@ def _lanes_below(values: bytes, bound: int, bits: int) -> bool:
 
 @lru_cache(maxsize=8)
 def _lanes(bound: int, bits: int) -> tuple[int, int]:
-    """For each of `LANES` lanes of `bits` bits: what lifts `bound` to the highest bit, and that."""
+    """Return, in all `LANES` lanes of `bits` bits, the top bit less `bound`, and the top bit."""
     ones = sum(1 << bits * lane for lane in range(LANES))
     return ones * ((1 << bits - 1) - bound), ones << bits - 1
 
@@ -345,7 +345,7 @@ def _shape_fault(routing: Routing) -> str | None:
 
 
 def _covered_fault(trajectory: Trajectory, routing: Routing) -> str | None:
-    """Only what no learned token follows may be without; nobody has read the last token."""
+    """Require routing of all tokens before a learned one; nobody has read the last token."""
     covered = len(routing.chosen) // routing.token_bytes
     prompt = len(trajectory.prompt_ids) // 4
     least = prompt + trajectory.loss_mask.rfind(1)
@@ -378,7 +378,7 @@ def _support_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> st
 
 
 def _drawn_fault(trajectory: Trajectory, support: Support) -> str | None:
-    """C iterates, and a search finds most tokens at once: the likeliest of each are first."""
+    """Return the fault of a sampled token outside its support. The search is in C, for speed."""
     kept, sizes = array("i", support.ids), memoryview(support.sizes).cast("H").tolist()
     drawn = compress(unpack_int32(trajectory.response_ids), sizes)
     ends = list(accumulate(filter(None, sizes)))

@@ -186,7 +186,7 @@ class WorkerPool:
 
     @property
     def room(self) -> int:
-        """Plays at once in all processes; known once the first has started."""
+        """Return how many plays run at once in all processes; known once the first has started."""
         return self._config.workers * self._workers[0].room
 
     async def start(self) -> None:

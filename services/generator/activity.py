@@ -131,7 +131,7 @@ class StallWatch:
 
 @contextmanager
 def watching(watch: StallWatch, session: Session) -> Iterator[None]:
-    """Within the block, let a generator that is stuck for `watch.limit_s` leave the run and end."""
+    """Have a generator that is stuck for `watch.limit_s` leave and end, within the block."""
     closing = threading.Event()
 
     def arm() -> None:

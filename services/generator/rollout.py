@@ -248,7 +248,7 @@ class Rollout:
 
     @property
     def tokens(self) -> int:
-        """Response tokens without the model's current turn."""
+        """Return the count of response tokens without the model's current turn."""
         return len(self._line.tokens.ids)
 
     def trajectory(self, under_way: EngineOutput | None = None) -> Trajectory:

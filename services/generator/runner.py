@@ -129,7 +129,7 @@ class RolloutRunner:
             self._forget(rollout)
 
     def flush(self) -> list[Trajectory]:
-        """Partials of the samples that have grown by `flush_tokens` since they were flushed last.
+        """Return partials of samples that have grown by `flush_tokens` since their last flush.
 
         Call it after every `poll`, so that none grows much further unseen.
         """

@@ -134,7 +134,7 @@ def _how(shape: Shape, of: list[Tensor]) -> dict[str, Any]:
 
 
 def _pass(shape: Shape, of: list[Tensor], mask: Any, seen: Tensor) -> list[Tensor]:
-    """Outputs at positions that are `seen`, bool [R, L], and gradients of their weighted sum."""
+    """Return outputs at positions `seen`, bool [R, L], and gradients of their weighted sum."""
     own = [t.detach().requires_grad_() for t in of]
     found = attend(own[0], own[1], own[2], mask, **_how(shape, own)).transpose(1, 2)[seen]
     weights = torch.linspace(-1, 1, found.numel(), dtype=torch.float64, device=found.device)

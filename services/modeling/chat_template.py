@@ -368,7 +368,7 @@ def with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> 
 
 
 def as_text(messages: Sequence[Message]) -> list[Message]:
-    """Calls and answers of tools as plain text, for templates that know neither.
+    """Write calls and answers of tools as plain text, for templates that know neither.
 
     Answers to one turn are one message, since many templates want users and models to alternate.
     """

@@ -112,7 +112,7 @@ def _check_index(index: Path, source: str) -> None:
 
 
 def weights_bytes(path: str | Path) -> int:
-    """Size of all weight files of a model that are here; 0 where there are none."""
+    """Return the size of all local weight files of a model; 0 where there are none."""
     directory = directory_of(path, weights=False)
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 

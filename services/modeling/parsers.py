@@ -224,7 +224,7 @@ def choose_parser(wanted: str, tokenizer: Any, template: ChatTemplate | None) ->
 
 @functools.cache
 def response_templates() -> dict[str, dict[str, Any]]:
-    """Response templates of Transformers by the name of their family."""
+    """Load the response templates of Transformers by the name of their family."""
     return tomllib.loads(
         Path(__file__).with_name("response_templates.toml").read_text(encoding="utf-8")
     )

@@ -122,5 +122,5 @@ class StatusClient:
 
 
 def _same_host(host: str, node: str) -> bool:
-    """Whether they are one name; Kubernetes' host names have dashes for dots."""
+    """Return whether they are one name; Kubernetes' host names have dashes for dots."""
     return host.replace(".", "-") == node.replace(".", "-")

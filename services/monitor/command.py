@@ -114,7 +114,7 @@ def monitor(
     web: str | None,
     prometheus: str | None,
 ) -> int:
-    """Watch a run live: its members, ledger, staleness and what is stuck.
+    """Watch a run live: its members, ledger, staleness and stalls.
 
     A screen on a terminal, which Ctrl-C leaves; one line per look when piped.
     Ends with code 0 when the run ends or at Ctrl-C, and with 5 when no buffer answers at the start.

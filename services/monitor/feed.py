@@ -1,4 +1,4 @@
-"""What members tell those who watch, kept for a while: pushes, rollouts, spans.
+"""Recent events that members send to monitors: pushes, rollouts, spans.
 
 Any member can make it up, and it is drawn in a terminal: so numbers are finite, and nothing that is
 kept has control characters.
@@ -74,7 +74,7 @@ class SpanSeen(NamedTuple):
 
 
 class Feed:
-    """Takes events on one thread, is read on others; what is old goes."""
+    """A store of recent events, written by one thread and read by others."""
 
     def __init__(self) -> None:
         self.bad = 0  # events that are not what they should be
@@ -91,7 +91,7 @@ class Feed:
                 self.bad += 1
 
     def look(self, status: Status) -> Look:
-        """Return what is known beside `status`; newest last."""
+        """Return `status` with the recent events; newest last."""
         with self._lock:
             return Look(
                 status=status,
@@ -125,7 +125,7 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is known of a run at one moment."""
+    """The state of a run at one moment."""
 
     status: Status
     pushes: list[PushSeen] = field(default_factory=list[PushSeen])
@@ -161,7 +161,7 @@ class Watch:
 
 
 def look_dict(look: Look) -> dict[str, Any]:
-    """All of it as plain values for JSON."""
+    """Return all of it as plain values for JSON."""
     return {
         **status_dict(look.status),
         "pushes": msgspec.to_builtins(look.pushes),

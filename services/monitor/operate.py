@@ -30,9 +30,9 @@ Command = Callable[..., Any]
 
 
 def _run_option(*roles: KeyRole, unless: Sequence[str] = ()) -> Callable[[Command], Command]:
-    """Gives a command `broker` and `security` of the run that the user means.
+    """Give a command `broker` and `security` of the run that the user means.
 
-    The key is that of the first of `roles` whose secret half is in the folder of keys. No run is
+    The key is of the first of `roles` whose secret half is in the folder of keys. No run is
     looked for if one of the options `unless` is given.
     """
 
@@ -64,7 +64,7 @@ def _by_flag(name: str) -> bool:
     return source is click.core.ParameterSource.COMMANDLINE
 
 
-# The folder of an operator holds all keys, that of a monitor just its own.
+# The folder of an operator holds all keys, a monitor's just its own.
 operated_run = _run_option("operator", "monitor")
 checked_run = _run_option("monitor", "operator", unless=("hub", "relay"))
 reason_option = click.option(

@@ -1,4 +1,4 @@
-"""Where a run on this machine can be asked: `umbra up` leaves its address in the run's folder."""
+"""Addresses of runs on this machine: `umbra up` leaves its address in the run's folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunAddress:
 
     @classmethod
     def read(cls, folder: Path) -> RunAddress | None:
-        """What the run in `folder` left; None if it is not under way."""
+        """Read the address that the run in `folder` left; None if it does not run."""
         try:
             return msgspec.json.decode(read_regular(folder / FILE), type=cls)
         except (OSError, *UNREADABLE):
@@ -40,7 +40,7 @@ class RunAddress:
 
 
 def find_run(run: str = "") -> Path:
-    """The folder of `run`: a path, an id in `runs/` here, or if it is empty the newest run here.
+    """Return the folder of `run`: a path, an id in `runs/` here, or if empty the newest run here.
 
     Raises:
         UsageError: there is none; says where it was looked for.
@@ -62,7 +62,7 @@ def find_run(run: str = "") -> Path:
 
 
 def find_address(run: str = "") -> RunAddress:
-    """The address of `run` (see `find_run`); of those here, the newest that is under way.
+    """Return the address of `run` (see `find_run`), or if empty of the newest run under way here.
 
     Raises:
         UsageError: there is no such run, or it is over.

@@ -28,7 +28,7 @@ def status_dict(status: Status) -> dict[str, Any]:
 
 
 def headline(status: Status, reward: float | None = None) -> str:
-    """Return the state of a run in a line; before training only what is under way."""
+    """Return the state of a run in a line; before training only the work in progress."""
     if not status.ledger.issued:
         return starting_text(status)
     parts = [f"step {status.version}/{status.steps}"]
@@ -66,7 +66,7 @@ def holding(status: Status) -> dict[str, str]:
 
 
 def health_text(health: Mapping[str, float], of: str = "") -> str:
-    """The shares without a training signal: recent ones, or with `of` = "/run" of the whole run."""
+    """Return shares without a training signal: recent, or with `of` = "/run" of the whole run."""
     names = {
         "equal_rewards": "of groups with equal rewards",
         "truncated": "of answers cut off",
@@ -103,7 +103,7 @@ def notice_text(status: Status) -> str:
 
 
 def left_text(status: Status, *, lost: bool) -> str:
-    """Where a run was when it was last seen; `lost`: it does not answer any more."""
+    """Return the last seen state of a run; `lost`: it does not answer any more."""
     at = f"run {status.run_id}"
     if not lost:
         return f"left {at} at step {status.version}/{status.steps}; it goes on"
@@ -134,7 +134,7 @@ def evals_text(status: Status) -> str:
 
 
 def ledger_text(status: Status) -> str:
-    """The ledger in one line: the parts sum to the issued samples."""
+    """Return the ledger in one line: the parts sum to the issued samples."""
     ledger = status.ledger
     ended = counts(dict(sorted(ledger.ended.items())))
     flight = counts(ledger.in_flight)
@@ -146,7 +146,7 @@ def ledger_text(status: Status) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """`values` as a curve of `width` characters at most, each the mean of its share."""
+    """Return `values` as a curve of at most `width` characters, each the mean of its share."""
     if not values:
         return ""
     width = min(width, len(values))
@@ -196,9 +196,9 @@ class MemberRow(NamedTuple):
 
 
 def member_rows(status: Status, processes: Mapping[str, str] | None = None) -> list[MemberRow]:
-    """A row for everyone.
+    """Return a row for each member.
 
-    `processes` are the supervisor's words on its children; those that are no members show, too.
+    `processes` are the supervisor's words on its children; children that are no members show, too.
     """
     rows = [
         _row(member, status.version)
@@ -218,7 +218,7 @@ def member_rows(status: Status, processes: Mapping[str, str] | None = None) -> l
 
 
 def most_telling(rows: Sequence[MemberRow], count: int) -> list[MemberRow]:
-    """At most `count` of `rows`, in their order: those that are not just fine before the others."""
+    """Return at most `count` of `rows`, in their order, preferring the ones with a problem."""
     if len(rows) <= count:
         return list(rows)
     by_need = sorted(rows, key=lambda row: (row.state == "ready", not row.idle.startswith("still")))
@@ -228,7 +228,7 @@ def most_telling(rows: Sequence[MemberRow], count: int) -> list[MemberRow]:
 
 
 def idle_text(member: Member) -> str:
-    """The idle share with its main cause; or for how long nothing has moved, if that is long."""
+    """Return the idle share with its main cause; or the time without progress, if long."""
     if member.idle_s >= SLOW_S:
         return f"still for {member.idle_s:.0f} s"
     causes = idle_causes(member.shares)

@@ -29,7 +29,7 @@ def read_source(
     Args:
         name: a JSONL or Parquet file, "datasets:NAME[:CONFIG][:SPLIT]", or "module:function",
             which returns an iterable of rows.
-        prefix: goes before their ids, so that those of two sources differ.
+        prefix: goes before their ids, so that ids of two sources differ.
         columns: renamed columns of the source, as {ours: theirs}.
         section: whose keys `prompts` and `columns` are, for errors.
 

@@ -1,1 +1,1 @@
-"""What every service shares: lifecycle, configuration, heartbeats, logging and telemetry."""
+"""Figures and tables for reports."""

@@ -1,4 +1,4 @@
-"""What the figures of a run mean: each is computed here, or in one other place that is named here.
+"""The figures of a run: each is computed here, or in one other place that is named here.
 
 `docs/operate.md` lists all of them. Recent rates are the buffer's (`buffer/meter.py`), shares of
 what teaches nothing too (`buffer/health.py`); rates of a whole run are in
@@ -15,12 +15,12 @@ IDLE = ("idle", "wait")  # what activities begin with that are idleness
 
 
 def is_idle(activity: str) -> bool:
-    """Whether a service that does `activity` only waits."""
+    """Return whether a service that does `activity` only waits."""
     return activity.startswith(IDLE)
 
 
 def cause_of(activity: str) -> str:
-    """What an idle activity waits for: `work` of "idle: work", `batch` of "wait_batch"."""
+    """Return the cause of an idle activity: `work` of "idle: work", `batch` of "wait_batch"."""
     for begin in ("idle: ", "wait_", "idle", "wait"):
         if activity.startswith(begin) and len(activity) > len(begin):
             return activity.removeprefix(begin)
@@ -28,7 +28,7 @@ def cause_of(activity: str) -> str:
 
 
 def busy(spent: Mapping[str, float]) -> float:
-    """The share of the time that is accounted for in which a service did anything but wait.
+    """Return the share of the recorded time in which a service did anything but wait.
 
     Args:
         spent: seconds, or shares of the time, by activity.
@@ -38,14 +38,14 @@ def busy(spent: Mapping[str, float]) -> float:
 
 
 def idle_causes(spent: Mapping[str, float]) -> dict[str, float]:
-    """The shares of the time that is accounted for that are idleness, by cause, largest first."""
+    """Return the shares of the recorded time that were idle, by cause, largest first."""
     total = sum(spent.values())
     idle = {cause_of(name): s / total for name, s in spent.items() if is_idle(name) and total}
     return dict(sorted(idle.items(), key=lambda item: -item[1]))
 
 
 def staleness(oldest: int, newest: int, version: int) -> tuple[int, int, int]:
-    """Staleness of a sample as `(total, in flight, in queue)`, in versions.
+    """Return the staleness of a sample as `(total, in flight, in queue)`, in versions.
 
     Its tokens are of versions `oldest` to `newest`, and it is trained on at `version`. In flight is
     the part that passed while it was generated, in queue the rest.
@@ -59,7 +59,7 @@ SOLVED = 1.0  # reward from which on an answer solves its prompt
 
 
 def pass_at_k(answers: int, solved: int, k: int) -> float:
-    """The chance that one of `k` answers solves the prompt, from `answers`, `solved` of which do.
+    """Return the chance that one of `k` answers solves the prompt; of `answers`, `solved` do.
 
     1 - C(n - c, k) / C(n, k): unbiased, unlike 1 - (1 - c / n)^k. Chen et al. 2021, arXiv
     2107.03374, eq. 1.
@@ -73,15 +73,15 @@ def pass_at_k(answers: int, solved: int, k: int) -> float:
 
 
 def telling(scores: Mapping[str, float]) -> dict[str, float]:
-    """The scores to show beside accuracy; none with one answer per prompt, where all are equal."""
+    """Return scores to show beside accuracy; none with one answer per prompt: all are equal."""
     return dict(scores) if len(scores) > 2 else {}
 
 
 def eval_scores(rewards: Mapping[str, Sequence[float]], most: int) -> dict[str, float]:
-    """`pass@k` for k = 1, 2, 4, ... and `most`, and `mean@most`; means over prompts.
+    """Return `pass@k` for k = 1, 2, 4, ... and `most`, and `mean@most`; means over prompts.
 
     `mean@k` is the mean reward of k answers (avg@k elsewhere). Prompts with fewer than k answers
-    are left out, and what no prompt has enough answers for.
+    are left out, and a score that no prompt has enough answers for.
 
     Args:
         rewards: of the answers to each prompt, by its id; those that failed count as 0.

@@ -8,7 +8,7 @@ GAP = "  "
 
 
 def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Each row as a line, with columns as wide as their widest cell.
+    """Return each row as a line, with columns as wide as their widest cell.
 
     Args:
         rows: cells, as many in each row; the heading is a row like the others.
@@ -26,12 +26,12 @@ def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Names and values as two columns; those without a value are left out."""
+    """Return names and values as two columns; names without a value are left out."""
     return aligned(row for row in rows if row[1])
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """Return a table of Markdown."""
     heading = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
     return "\n".join([heading, *(f"| {' | '.join(row)} |" for row in rows)])
 
@@ -40,7 +40,7 @@ _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """`value` with `digits` significant digits, integers in full: "1,234", "12.3", "0.0457".
+    """Return `value` with `digits` significant digits, integers in full: "1,234", "12.3", "0.0457".
 
     None is "-".
     """
@@ -52,7 +52,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in binary units: "512 B", "1.5 GiB"."""
+    """Return bytes in binary units: "512 B", "1.5 GiB"."""
     for unit, name in _SIZES:
         if abs(count) >= unit:
             return f"{number(count / unit)} {name}"
@@ -60,12 +60,12 @@ def size(count: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A duration as `m:ss`, or `h:mm:ss` from an hour on."""
+    """Return a duration as `m:ss`, or `h:mm:ss` from an hour on."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def counts(values: Mapping[str, int]) -> str:
-    """What was counted, without zeros: "3 stale, 12 failed"."""
+    """Return the counts without zeros: "3 stale, 12 failed"."""
     return ", ".join(f"{count:,} {name}" for name, count in values.items() if count)

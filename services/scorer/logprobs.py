@@ -104,7 +104,7 @@ class LogprobWorker:
 
 
 class ReferenceWorker:
-    """Scores each task with the model of its environment; that of "" is for all."""
+    """A worker that scores each task with its environment's model; the model of "" is for all."""
 
     def __init__(self, workers: Mapping[str, LogprobWorker]) -> None:
         self._workers = workers

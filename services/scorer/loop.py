@@ -39,7 +39,7 @@ class ScorerLoop:
     metrics: MetricsFile
 
     def run(self, refresh: Callable[[], object] = lambda: None) -> None:
-        """Turn until asked to stop; others get what is unfinished when this process leaves.
+        """Turn until asked to stop; others get the unfinished tasks when this process leaves.
 
         `refresh` is called before each turn, also while there is nothing to score.
         """
@@ -49,7 +49,7 @@ class ScorerLoop:
         self.client.flush(DRAIN_S)
 
     def turn(self) -> None:
-        """Ask for work, and do what there is."""
+        """Ask for work, and do the tasks there are."""
         self.session.progress(f"waiting for {self.client.kind}", 0)
         self.client.ask(self.capacity)
         tasks, _ = self.client.poll()

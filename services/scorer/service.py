@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def run(context: ServiceContext) -> int:
-    """Score until the run ends or this process is told to stop.
+    """Score until the run ends or this process has to stop.
 
     Raises:
         UsageError: no model or reward where the configuration says.

@@ -86,7 +86,7 @@ class OptimStep(ApiBody, kw_only=True):
 
 
 class SaveWeights(ApiBody, kw_only=True):
-    """Of all three kinds of saving."""
+    """A request to save weights, of any of the three kinds."""
 
     model_id: str
     seq_id: int
@@ -99,7 +99,7 @@ class SaveWeights(ApiBody, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The name of the checkpoint; UsageError if it cannot be one."""
+        """Return the name of the checkpoint; raise UsageError if it cannot be one."""
         name = self.path or f"{self.seq_id:06d}"
         if not _NAME.fullmatch(name):
             raise UsageError(
@@ -170,7 +170,7 @@ class Numbered(msgspec.Struct):
 
     @property
     def place(self) -> tuple[str, int]:
-        """The model, and the number of the request; 0 makes the model."""
+        """Return the model, and the number of the request; 0 makes the model."""
         if self.session_id is not None and self.model_seq_id is not None:
             return model_name(self.session_id, self.model_seq_id), 0
         if self.model_id is None or self.seq_id is None or self.seq_id < 1:

@@ -1,6 +1,6 @@
 """The journal of requests, answers and objects in one SQLite file, for a start after a kill.
 
-A request is written before its future is told, and its answer together with what it changed. A
+A request is written before its future is sent, and its answer together with its changes. A
 request that comes again finds itself here, so it is applied once. Bodies of passes and steps stay
 until a snapshot of their model covers them: models are brought back by doing these again.
 """
@@ -56,7 +56,7 @@ class FutureRequest:
 
 @dataclass(frozen=True, slots=True)
 class FutureAnswer:
-    """What a future gets: the bytes of a media type."""
+    """The answer to a future: the bytes of a media type."""
 
     body: bytes
     media: str = "application/json"
@@ -80,7 +80,7 @@ class FuturesJournal:
         self._depth = 0
         self._file = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._file.execute("PRAGMA journal_mode=WAL")
-        self._file.execute("PRAGMA synchronous=FULL")  # what is acknowledged is on the disk
+        self._file.execute("PRAGMA synchronous=FULL")  # acknowledged requests are on the disk
         self._file.executescript(_TABLES)
 
     def close(self) -> None:

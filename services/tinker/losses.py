@@ -1,6 +1,6 @@
 """The losses of the Tinker API: sums over the tokens of each datum, by what the client sends.
 
-Formulas and defaults are those of its documentation. p is the policy's logprob of a target token,
+Formulas and defaults are from its documentation. p is the policy's logprob of a target token,
 q the one it was sampled with, A its advantage, w its weight.
 """
 
@@ -75,7 +75,7 @@ def check_datum(datum: Datum, loss_fn: str, longest: int, vocabulary: int) -> No
 def token_losses(
     loss_fn: str, settings: Mapping[str, float], p: Tensor, inputs: Mapping[str, Tensor]
 ) -> Tensor:
-    """Return the loss of each token, of the shape of `p`; `inputs` are those of `INPUTS`."""
+    """Return the loss of each token, of the shape of `p`; `inputs` are by `INPUTS`."""
     if loss_fn == "cross_entropy":
         return -p * inputs["weights"]
     advantages = inputs["advantages"]

@@ -1,7 +1,7 @@
 """Models that clients train: a learner for each kind of adapter, which they take turns in.
 
 A learner holds a frozen base, or all weights; the tensors that are trained, their gradients and
-moments change places with those of another model without a copy.
+moments are swapped with another model's without a copy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALPHA = 32.0  # of all adapters, as the service that the API comes from has it
 
 
 class TrainedShape(msgspec.Struct, frozen=True):
-    """What is trained of the model: an adapter of `rank`, or with rank 0 all weights."""
+    """The trained part of the model: an adapter of `rank`, or with rank 0 all weights."""
 
     rank: int = 0
     train_mlp: bool = True
@@ -150,7 +150,7 @@ class Bench:
         Returns logprobs of the target tokens, and metrics.
 
         Raises:
-            UsageError: what is asked for cannot be done; part of it may be in the gradients.
+            UsageError: the request cannot be done; part of it may be in the gradients.
         """
         settings = settings_of(asked.loss_fn, asked.config)
         for datum in asked.data:

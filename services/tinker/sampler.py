@@ -39,7 +39,7 @@ PROTOBUF = "application/x-protobuf"
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request for `count` samples of one prompt, and what there is of them."""
+    """A request for `count` samples of one prompt, and the samples found so far."""
 
     id: str
     shape: TrainedShape
@@ -48,7 +48,7 @@ class Job:
     count: int
     sampling: Sampling
     max_tokens: int
-    stop_tokens: frozenset[int] | None  # None: those of the model
+    stop_tokens: frozenset[int] | None  # None: the model's
     stop_texts: tuple[str, ...] = ()
     scored: int = 0  # tokens at the end of the prompt that get logprobs
     prompt_logprobs: Array | None = None

@@ -1,4 +1,4 @@
-"""The thread that trains: it does the requests of all models, those of each in their order."""
+"""The thread that trains: it does the requests of all models, for each model in order."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The protobuf messages of the Tinker API: passes over data come in, logprobs and samples go out.
 
 Few messages with few fields, so they are read and written here; the SDK's own classes are not
-needed to serve it. Numbers of fields are those of `tinker_public.proto` of SDK 0.38. A field that
-is not known is refused: it may mean something.
+needed to serve it. Numbers of fields are from `tinker_public.proto` of SDK 0.38. A field that is
+not known is refused: it may mean something.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class TrainBatch:
 
     @property
     def oldest(self) -> Tensor:
-        """Version of the oldest token of the line that each learned token is of, int64 [M]."""
+        """Return the version of the oldest token in each learned token's line, int64 [M]."""
         return torch.tensor([t.oldest_version for t in self.trajectories])[self.tokens.owner]
 
     def lines_of(self, samples: Tensor, lines: Tensor) -> Tensor:

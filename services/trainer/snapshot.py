@@ -243,7 +243,7 @@ def _is_divided_twice(placements: list[Placement]) -> bool:
 
 
 def chunk(rows: int, rank: int, world: int) -> tuple[int, int]:
-    """Rows `[start, end)` that `rank` of `world` holds, as `torch.chunk` divides them.
+    """Return the rows `[start, end)` that `rank` of `world` holds, as `torch.chunk` divides them.
 
     All chunks but the last ones have the same size; those may be smaller, or empty.
     """

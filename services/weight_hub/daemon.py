@@ -81,7 +81,7 @@ class UpstreamPlanes(StagedPlanes):
         return self._end
 
     def publish(self, staged: StagedVersion) -> None:
-        """Publish what was staged last to receivers of this host; RejectedError if refused."""
+        """Publish the version staged last to receivers of this host; RejectedError if refused."""
         assert self._end is not None
         self._end.publish(staged.version)
 
@@ -161,7 +161,7 @@ def _answer(asked: Future[m.Message], kind: type[M], timeout_s: float) -> M:
 
 
 class Daemon:
-    """A daemon that serves receivers; `run` until it is told to stop.
+    """A daemon that serves receivers; `run` until it has to stop.
 
     Args:
         name: in the run; with an upstream unique among all receivers of the hub.
@@ -211,7 +211,7 @@ class Daemon:
         patience_s: float,
         session: Session | None = None,
     ) -> None:
-        """Serve until `stopping` is set; `session`, if there is one, is told the progress.
+        """Serve until `stopping` is set; `session`, if there is one, gets the progress.
 
         Raises:
             UmbraError: the hub above does not answer within `patience_s` seconds, or refuses.

@@ -100,7 +100,7 @@ class HubPlanes:
         return ""
 
     def open_tcp(self) -> TcpHub:
-        """The end of plane `tcp`, from now on; raises as `BucketServer`."""
+        """Return the end of plane `tcp`, opened if need be; raises as `BucketServer`."""
         if self._tcp is None:
             endpoint = next_port(self._config.listen)
             self._tcp = TcpHub(endpoint, self._config, self._security)
@@ -164,7 +164,7 @@ class HubPlanes:
             log.warning("no GPU planes: %s", error)
 
     def _open(self, name: str) -> HubEnd:
-        """The end of a plane, from now on; each GPU plane's has a worker of its own.
+        """Return the end of a plane, opened if need be; each GPU plane's has its own worker.
 
         Then one that hangs in NCCL takes no device memory with it when it is killed.
         """

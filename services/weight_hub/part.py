@@ -1,7 +1,7 @@
-"""A daemon that holds what the ranks of one more trainer host write of each version.
+"""A daemon that holds the rows that the ranks of one more trainer host write of each version.
 
-The weight hub tells it which arena to hold, a file of the whole layout with memory for its own
-buckets alone, and which slots to hand out. Ranks of its host write into that file, receivers fetch
+The weight hub orders which arena it holds, a file of the whole layout with memory for its own
+buckets alone, and which slots it hands out. Ranks of its host write into that file, receivers fetch
 from it: the same bytes at the same places as in the hub's own arena. It decides nothing, and knows
 no receiver. When it is killed its file stays, and the next one adopts it.
 """
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class PartHub:
-    """The part hub of a trainer host; `run` until it is told to stop, then `close`.
+    """The part hub of a trainer host; `run` until it has to stop, then `close`.
 
     Args:
         owner: trainer host, from 1.
@@ -73,7 +73,7 @@ class PartHub:
     def run(
         self, stopping: threading.Event, patience_s: float, session: Session | None = None
     ) -> None:
-        """Hold and hand out until `stopping` is set; `session`, if any, is told the progress.
+        """Hold and hand out until `stopping` is set; `session`, if any, gets the progress.
 
         The hub may be away for `patience_s` seconds at a time.
 

@@ -5,8 +5,8 @@ Versions are published into slots of the arena, and every receiver is pushed the
     idle -> PREPARE -> staging -> READY -> COMMIT -> committing -> COMMITTED -> idle
 
 Each receiver goes at its own pace: one that is slow stalls no other, and finds the newest version
-when it is done (those in between are skipped). An *epoch* names one attempt to bring one version to
-one receiver; epochs count up and are never used again, so a late answer is told by its epoch alone.
+when it is done (versions in between are skipped). An *epoch* names one attempt to bring a version
+to a receiver; epochs count up and are never used again, so its epoch alone shows a late answer.
 
 - *Newest* is the version published last, not the greatest: a trainer that resumed from a checkpoint
   publishes older numbers again.
@@ -23,8 +23,8 @@ one receiver; epochs count up and are never used again, so a late answer is told
   after the other. Each minute the patience doubles again.
 - A failed push is aborted and tried once more; failing again, or missing the deadline of a phase,
   drops the receiver. It may subscribe again and then gets the newest version.
-- Where versions lie on several hosts, a push is held back while one of these is missing: what is
-  under way may still end well, from a relay say, but nothing begins, nothing that fails is tried
+- Where versions lie on several hosts, a push is held back while one of these is missing: one in
+  flight may still end well, from a relay say, but no push begins, none that fails is tried
   again, and nothing is published. When all are there again, everyone is pushed the newest version.
 - A second registration of the same layout is a restarted trainer: nothing changes but who may
   write. Another layout aborts all pushes and drops all receivers, which subscribe again to it.
@@ -144,8 +144,8 @@ class PushProtocol:
     Args:
         slots: version slots in the arena, at least 2.
         pace: how long a receiver may take per phase.
-        first_epoch: epochs count from the one after it, so that a restarted hub does not use those
-            of the one before, whose answers may still arrive.
+        first_epoch: epochs count from the one after it, so that a restarted hub does not reuse
+            epochs of the one before, whose answers may still arrive.
     """
 
     def __init__(self, slots: int, pace: Pace, first_epoch: int = 0) -> None:
@@ -208,9 +208,9 @@ class PushProtocol:
         published: m.Publish | None = None,
         nbytes: int = 0,
     ) -> list[Effect]:
-        """The trainer stated its layout, by which a version has `nbytes` bytes.
+        """Register the trainer's layout, by which a version has `nbytes` bytes.
 
-        `published` is what the hub before this one had, if its arena was taken over.
+        `published` is the version of the hub before this one, if its arena was taken over.
         """
         if self._publisher != publisher:
             self._refuse_parked("another trainer registered")
@@ -381,7 +381,7 @@ class PushProtocol:
         self._send(receiver, m.Abort(epoch=push.epoch, version=version, reason=reason))
         self._effects.append(Failed(name, version, push.phase, reason, dropped=False))
         receiver.push = None
-        # Else `_settle` starts with what is newer.
+        # Else `_settle` starts with a newer version.
         if push.publication is self.newest and not self.held_back:
             self._start(receiver, push.publication, push.attempt + 1, now)
 

@@ -57,7 +57,7 @@ class Bindings:
         self.owners: OrderedDict[str, _Owner] = OrderedDict()
 
     def check(self, request: Request) -> m.Nack | None:
-        """Why `request` may not be made in the name that it states; None if it may.
+        """Return why `request` may not be made in the name that it states; None if it may.
 
         The first of a process, and of a new incarnation of it, claims the name.
         """
@@ -88,7 +88,7 @@ ACCEPTS: tuple[type[m.Message], ...] = (
     m.RegisterManifest, m.AcquireSlot, m.Publish, m.PartState, m.Subscribe, m.Ready, m.Committed,
     m.HubStatusRequest, m.Ping,
 )  # fmt: skip
-# What is done in the name of its sender; the rest is asked by anyone, or by an operator.
+# Requests made in the name of their sender; the rest is asked by anyone, or by an operator.
 IN_A_NAME = (
     m.RegisterManifest,
     m.AcquireSlot,
@@ -190,7 +190,7 @@ class WeightHub:
         return answer
 
     def leave(self) -> None:
-        """Refuse what is asked from now on: `step` will not be called again."""
+        """Refuse requests from now on: `step` will not be called again."""
         self._is_leaving = True
         while not self._asked.empty():
             self._asked.get_nowait()[1].set_result(LEAVING)
@@ -332,7 +332,7 @@ class WeightHub:
         nbytes = manifest.total_bytes
         effects += self.protocol.register(peer, manifest.digest, now, published, nbytes)
         if is_new:
-            self._remove_leftovers()  # now that what is still needed is ours
+            self._remove_leftovers()  # now that an arena still needed is ours
         effects += self._subscribe_waiting(now)
         ready = m.ArenaReady(path=str(self._arena.path), slots=self._config.slots)
         self._reply(ticket, ready)
@@ -382,9 +382,9 @@ class WeightHub:
         return effects + self.protocol.hold_back(missing, now)
 
     def _take_over(self, message: m.RegisterManifest) -> m.Publish | None:
-        """Go on with the arena that the hub before this one has left, if the trainer still has it.
+        """Take over the arena that the hub before this one has left, if the trainer still has it.
 
-        What was published last, if it is in there; else None.
+        Return the last published version, if it is in there; else None.
         """
         published = message.published
         if self._arena is not None or not message.path or published is None:
@@ -510,11 +510,11 @@ class WeightHub:
     def _push(self, name: str, message: m.Message) -> list[Effect]:
         if self._reaches(name, message):
             return []
-        self._left(name)  # before its successor is told of its source
+        self._left(name)  # before its successor gets its source
         return self.protocol.lost(name, "it is unreachable", self._clock())
 
     def _reaches(self, name: str, message: m.Message) -> bool:
-        owner = self._bindings.owners.get(name)  # none: that of a flood of others
+        owner = self._bindings.owners.get(name)  # none: one of a flood of senders
         return owner is not None and self._server.push(CHANNEL, owner.identity, message)
 
     def _left(self, name: str) -> None:

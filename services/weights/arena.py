@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def shm_host() -> str:
-    """Names the very /dev/shm that this process sees: the same string means shared memory works.
+    """Name the very /dev/shm that this process sees: the same string means shared memory works.
 
     A random token in a file there, which the first process of a user makes; arenas are of one user
     as well. Neither host nor mount would do: containers with a /dev/shm each on one disk have both

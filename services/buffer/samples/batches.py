@@ -50,7 +50,7 @@ class Batches:
 
     @property
     def untrained(self) -> int:
-        """Groups that were issued and neither ended nor committed: u of the staleness rules."""
+        """Return u of the staleness rules: groups issued, but neither ended nor committed."""
         return len(self._pool.groups) + sum(len(batch.groups) for batch in self.formed.values())
 
     def form(self, now: float) -> StoredBatch | None:
@@ -140,7 +140,7 @@ class Batches:
         return list((first | complete).values())[:count]
 
     def _last_chance(self) -> list[Group]:
-        """Groups that would be stale after the next batch, as many as it can take, if it waits."""
+        """Return groups stale after the next batch, as many as it takes, if it waits for them."""
         if not self._wait:
             return []
         late = filter(self._is_late, self._pool.groups.values())

@@ -58,7 +58,7 @@ class Sample:
 
     @property
     def oldest_possible(self) -> int | None:
-        """Version of its oldest token, or of its holder before there is one; None = unknown."""
+        """Return the version of its oldest token, or of its holder without one; None = unknown."""
         if self.state is State.GENERATING and self.oldest is None:
             return self.leased_version
         return self.oldest

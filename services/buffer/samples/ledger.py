@@ -39,7 +39,7 @@ class RunningLedger:
 
     @property
     def live(self) -> int:
-        """Samples that were or will be trained: issued - ended."""
+        """Return the count of samples that were or will be trained: issued - ended."""
         return self.issued - self.ended.total()
 
     def count(self, state: str) -> int:

@@ -158,7 +158,7 @@ class Answer:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Tokens of the trajectory before the turn, and of the turn."""
+        """Return how many tokens the trajectory has before the turn, and how many the turn has."""
         return self.turn.prompt_tokens, len(self.turn.token_ids)
 
 

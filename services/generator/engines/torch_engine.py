@@ -106,7 +106,7 @@ class Sampler:
         ]
 
     def _draw(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """Tokens [n] by inversion: one random number a row, where `multinomial` takes V.
+        """Draw tokens [n] by inversion: one random number a row, where `multinomial` takes V.
 
         In double precision, so that unlikely tokens are not lost in the rounding of the sums.
         """

@@ -23,7 +23,7 @@ class RecentLengths:
         return sum(self._recent) / len(self._recent) if self._recent else float(self._most)
 
     def fitting(self, capacity: int, live: Iterable[int]) -> int:
-        """Sequences that `capacity` tokens of cache hold, the live ones included; 1 at least.
+        """Return how many sequences fit in `capacity` tokens, live ones included; 1 at least.
 
         Each live one, of the length in `live`, is expected to get as long as the mean, unless it
         is longer already.

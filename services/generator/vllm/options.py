@@ -191,7 +191,7 @@ def check_head_size(hf_config: Any, known: Sequence[int]) -> None:
 
 
 def _latent_size(text_config: Any) -> int:
-    """Numbers that multi-head latent attention (DeepSeek) keeps of a token; 0 = another kind."""
+    """Return the numbers per token of multi-head latent attention (DeepSeek); 0 = another kind."""
     latent = getattr(text_config, "kv_lora_rank", None)
     return latent + text_config.qk_rope_head_dim if latent else 0
 

@@ -189,7 +189,7 @@ async def checksums(llm: Any) -> dict[str, dict[str, str]]:
 
 
 def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:
-    """Parameters of layers that are not complete, of which nothing has come.
+    """Return the parameters of incomplete layers that got no weights.
 
     vLLM would put their old weights back. So it is where a model's loader copies weights itself,
     past what takes note of them for a later load, and yet says that they were loaded.
@@ -227,7 +227,7 @@ def forget_broken_off(model: torch.nn.Module) -> None:
 
 
 def not_loaded(model: torch.nn.Module, loaded: set[str], quantized: bool) -> list[str]:
-    """Parameters of `model` that its loader should have filled but did not, by name.
+    """Return the names of parameters of `model` that its loader should have filled but did not.
 
     vLLM asks for all of them where nothing is quantized, and else for none. Quantization adds
     scales, which it computes from the weights of the same layer: so we ask for one of each layer

@@ -63,7 +63,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Called before the first update, and before the first of each memory of the GPU.
+        """Map the GPU's memory, before the first update and before the first of each new memory.
 
         Raises:
             StartupError: that cannot be mapped.
@@ -184,10 +184,10 @@ class AdapterTransferEngine(UmbraWeightTransferEngine):
             )
 
     def start_weight_update(self) -> None:
-        """Called once: nothing is taken apart."""
+        """Do nothing: there are no packed weights to take apart."""
 
     def finish_weight_update(self) -> None:
-        """Never called."""
+        """Raise: vLLM never calls it."""
         raise NotImplementedError
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -34,7 +34,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """What is at one path: its media type, and a function for its bytes."""
+    """The resource at one path: its media type, and a function for its bytes."""
 
     media_type: str
     read: Callable[[], bytes]
@@ -54,7 +54,7 @@ class Board:
             self._look, self._lost, self._json = look, False, None
 
     def lose(self) -> None:
-        """The run does not answer any more: the last look stays, and says so."""
+        """Mark the run as not answering: the last look stays, and says so."""
         with self._lock:
             self._lost, self._json = True, None
 
@@ -107,7 +107,7 @@ class PageServer:
     Args:
         address: `[HOST]:PORT`; without a host it is this machine alone.
         flag: that says it, for errors.
-        resources: what is at each path.
+        resources: by path.
 
     Raises:
         UsageError: it is no address.

@@ -75,7 +75,7 @@ def command(checkpoint: Path, out: Path, model: str) -> None:
 
     CHECKPOINT is a folder like runs/ID/checkpoints/step-20, or a run (its folder, or its id in
     runs/) for the newest one. A LoRA adapter is merged into its base. `hf upload ORG/NAME OUT`
-    uploads what is written.
+    uploads the result.
     """
     there = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if there and not all((out / n).is_file() for n in ("config.json", "tokenizer_config.json")):

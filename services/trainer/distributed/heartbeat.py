@@ -86,7 +86,7 @@ class RankHeartbeat:
         return ", ".join(map(self._describe, still)) or "which cannot be told"
 
     def end_all(self, reason: str) -> None:
-        """Rank 0: have the others end, whose supervisors would start them again for nothing."""
+        """Have the others end (rank 0), whose supervisors would start them again for nothing."""
         self._store.set(_ENDED, reason)
 
     def leave(self) -> None:
