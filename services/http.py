@@ -206,7 +206,7 @@ class Gate:
 
 
 class HttpServer:
-    """Serves `app` behind a `Gate` at a socket, within an event loop; the socket is closed."""
+    """A server of `app` behind a `Gate` at a socket, which it closes, within an event loop."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class NackError(Exception):
 
 
 class Effects:
-    """Collects the effects of one event; `counters` count refusals by their code."""
+    """The effects of one event; `counters` count refusals by their code."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters

@@ -204,7 +204,7 @@ class SampleFailure:
 
 
 class Health:
-    """Raises warnings about what a run loses and whether it learns.
+    """Warnings about a run's losses of samples, and about its learning.
 
     Counts of the whole run survive a restart of the buffer. Recent shares restart, so that a run
     that was ended because of them can continue once its cause is fixed.

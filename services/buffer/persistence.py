@@ -96,7 +96,7 @@ def put_back(record: RunRecord, run: RunState) -> None:
 
 
 class Recovery:
-    """Saves and restores the state of one run; the sizes must stay the same.
+    """The persistence of one run's state; the sizes must stay the same.
 
     So must `run_id`, but where the store is inside of the run's folder, which may be copied.
     """
@@ -175,7 +175,7 @@ def _key(prefix: str, name: str) -> str:
 
 
 class DiskQuota:
-    """Stops the issue of new groups while there is no room for them.
+    """A quota that stops the issue of new groups while there is no room for them.
 
     Samples in flight go on, so that the trainer can commit and save the checkpoint that lets old
     batches go. A trainer that has never saved one could not use them, so they go right away.

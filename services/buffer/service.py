@@ -126,7 +126,7 @@ def bind(
 ) -> tuple[str, str, Welcome]:
     """Bind all sockets on the host of `run.broker`.
 
-    Return the endpoints of control and events, and what joiners are told.
+    Return the endpoints of control and events, and the facts sent to joiners.
 
     A restarted buffer binds where it was before.
 
@@ -277,7 +277,7 @@ class Addresses:
 
 
 class Committer:
-    """Writes commits on a thread, and calls `wake` from it after each.
+    """A thread that writes commits, and calls `wake` after each.
 
     An executor's future would cost as much as several trajectories.
     """

@@ -49,7 +49,7 @@ def _bounded(kind: Any, bounds: dict[str, Any]) -> Any:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class _SectionMeta(type(msgspec.Struct)):
-    """Turns the keys of a section into annotated fields of msgspec."""
+    """A metaclass that turns the keys of a section into annotated fields of msgspec."""
 
     def __new__(mcs, name: str, bases: tuple[type, ...], space: dict[str, Any]) -> Any:
         annotations = dict(space.get("__annotations__", {}))

@@ -19,7 +19,7 @@ Program = Callable[..., Any]
 
 
 class AgentProgram:
-    """Plays as one long step, which gets the endpoint as JSON, and ends with the reward.
+    """An environment of one long step, which gets the endpoint as JSON, and ends with the reward.
 
     The function, plain or async, is called as `function(row, endpoint, **options)`; `endpoint` has
     `base_url` and `api_key`, as the `openai` client's constructor takes them. It returns a number,

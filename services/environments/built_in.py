@@ -36,7 +36,7 @@ class SingleTurn:
 
 
 class Unrewarded(SingleTurn):
-    """Ends with the model's answer, without a reward: a scoring stage gives it later."""
+    """An environment that ends with the model's answer; a scoring stage gives the reward later."""
 
     def step(self, response: str) -> StepResult:
         del response
@@ -95,7 +95,7 @@ class MathVerify(SingleTurn):
 
 
 class ReasoningGym(SingleTurn):
-    """Scores answers by the verifier of the dataset that made the row (`gym_rows`)."""
+    """A scorer by the verifier of the dataset that made the row (`gym_rows`)."""
 
     concurrent = True  # scoring is quick: one at a time, a process would mostly wait for the next
 

@@ -81,7 +81,7 @@ def _guard(worker: int, reads: int) -> None:
 
 
 class Output:
-    """Writes to stderr as much as its limit allows."""
+    """A writer to stderr, up to a limit."""
 
     def __init__(self) -> None:
         self._left, self._at = float(BURST_BYTES), time.monotonic()

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class EnvironmentPool(Protocol):
-    """Plays many conversations at once."""
+    """A player of many conversations at once."""
 
     def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
         """Ask sample `key`'s environment to answer the last of `responses`, or to open.

@@ -25,7 +25,7 @@ Row = dict[str, Any]
 """A line of the prompts file."""
 Tool = Callable[..., Any]
 """A function that the model may call. Its name, its parameters with their types, and the first line
-of its docstring are told to the model; what it returns is answered as text."""
+of its docstring are sent to the model; its return value is answered as text."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import sys
 
 
 class _InFolder:
-    """Finds one package in a folder, and nothing else beside it."""
+    """A finder of one package in a folder, and of nothing else beside it."""
 
     def __init__(self, name: str, folder: str) -> None:
         self._name = name

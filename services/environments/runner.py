@@ -82,7 +82,7 @@ class Generators:
 
 
 class AgentRunner:
-    """Plays the sessions of one environment, each in a task of its own."""
+    """A player of one environment's sessions, each in a task of its own."""
 
     def __init__(self, config: EnvironmentConfig, generators: Generators) -> None:
         self.name = offered_name(config)

@@ -50,7 +50,7 @@ def waits(environment: Environment) -> bool:
 
 
 class EnvironmentHost:
-    """Holds an environment per sample, from its opening until it is forgotten."""
+    """The environments of samples, each from its opening until it is forgotten."""
 
     def __init__(self, make: EnvironmentFactory, name: str) -> None:
         self._make = make
@@ -199,7 +199,7 @@ def _no_loop() -> Iterator[None]:
 
 
 class Worker:
-    """Answers plays that come over a pipe, until that ends."""
+    """A server of plays that come over a pipe, until that ends."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader

@@ -22,7 +22,7 @@ _LONGEST_SPAN_S = 1.0  # spans are cut here, so that a long one is seen while it
 
 
 class Activity:
-    """Merges what the loop reports at each turn into contiguous spans.
+    """A merger of the loop's reports at each turn into contiguous spans.
 
     A row is `{"kind": "span", "name", "start", "end", ...}`, in seconds since the epoch. "idle" has
     `reason`: "weights", "work" or "environment". "decode" has `tokens` sampled; `cached_tokens`,

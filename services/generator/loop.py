@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class GeneratorLoop:
-    """Ties engine, rollouts, buffer and weights together.
+    """The loop over engine, rollouts, buffer and weights.
 
     With `kv_policy` "drain", samples under way are ended before new weights are loaded, and none
     are begun.

@@ -36,7 +36,7 @@ _NEVER = sys.maxsize
 
 
 class RolloutRunner:
-    """Runs `Task`s to trajectories: turns by `engine`, environments in `pool`.
+    """A runner of `Task`s to trajectories: turns by `engine`, environments in `pool`.
 
     `flush` gives a partial of a sample each time that it has grown by `flush_tokens`; 0 = never.
     """
@@ -155,7 +155,7 @@ class RolloutRunner:
     def interrupt(self, leases: Iterable[tuple[str, int]], reason: str) -> None:
         """Stop these `(sample_id, attempt)`; `results` gives them back, with the tokens there are.
 
-        Those whose environment was told something go on until it has answered the turn under way:
+        Samples whose environment has got a turn go on until it has answered the turn in flight:
         what it did for that turn would have to be done again elsewhere.
         """
         wanted = set(leases)

@@ -48,7 +48,7 @@ class Attention:
     """
 
     windows: tuple[tuple[str, int | None], ...] = ((FULL, None),)
-    """Of each kind of attention: how many tokens a position sees, itself included; None: all."""
+    """By kind of attention, how many tokens a position sees, itself included; None: all."""
     backend: Choice = "sdpa"  # of packed rows
     plain: bool = True  # scores have no soft cap, and there are no sinks
     flexes: bool = True  # flex_attention is right on this GPU; else `auto` takes a dense mask

@@ -228,7 +228,7 @@ class Chat:
 
 
 class StopSearch:
-    """Looks for stop strings in a turn while it is made.
+    """The search for stop strings in a turn while it is made.
 
     A token is decoded with those before it that may hold a part of a stop string, and never again.
     """

@@ -1,4 +1,4 @@
-"""The text that a chat template writes between the model's turns, and a test if it is appendable.
+"""Text of chat templates between the model's turns, and a check that it can be appended.
 
 A conversation goes on by appending tokens: those that there are, the model's turn as it was
 sampled, and its *tail*, which is what the template writes from the end of that turn to where the
@@ -127,7 +127,7 @@ class ChatTemplate:
         return self._apply([self._reasoned(m) for m in messages], tools, cue=cue)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of what `render` wrote; special tokens in words of users and tools are plain text.
+        """Tokenise text of `render`; special tokens in words of users and tools are plain text.
 
         Else what a tool reads out could end its turn and begin one of the system.
         """

@@ -42,7 +42,7 @@ class Routers:
         noted: the chosen experts of the last pass [n, k], layer by layer; None: they are not noted.
         counted: bool [n], the tokens of a pass that count in `load`; None: none of them.
         load: int64 [L, E + 1], how many tokens each expert was given, and, in the last column, how
-            often the router would have chosen another one than it was told to.
+            often the router would have chosen another one than it had to.
         balance: float [n], the weight of each token of the next pass, and of its recomputation, in
             the loss that balances the experts, whose gradients the backward pass adds.
 
@@ -82,7 +82,7 @@ class Routers:
         """Run the router of `layer` on hidden states [n, H], by the `forward` of its class.
 
         Raises:
-            UsageError: it can't be told what to choose.
+            UsageError: its choice can't be replaced.
         """
         own: Tensor | None = None
         if self.replay is None:

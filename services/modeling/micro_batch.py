@@ -23,7 +23,7 @@ class RowBlocks(BlockMask):
     """The mask of flex_attention for rows."""
 
     windowed = False
-    """Whether attention has a sliding window, which takes a kernel of its own."""
+    """True if attention has a sliding window, which takes a kernel of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +139,7 @@ class Supports:
 
     sizes: Tensor  # int64 [M]
     ids: Tensor  # int64 [K], token by token
-    logprobs: Tensor  # float32 [K] by the sampler; [0] where they were not told
+    logprobs: Tensor  # float32 [K] by the sampler; [0] where not reported
     whole: Tensor  # bool [M], where these are all that could; else they are the likeliest
 
     @classmethod
@@ -192,7 +192,7 @@ class Tokens:
     prompts: Tensor | None = None  # int64 [S], at least 1 and less than the length
     family: Tensor | None = None  # int64 [S]
     routing: Sequence[NDArray[np.integer[Any]]] | None = None
-    """Of each sequence, the experts that its first R tokens met, [R, layers, choices]; the same for
+    """By sequence, the experts that its first R tokens met, [R, layers, choices]; the same for
     the prompts of a family."""
     support: Supports | None = None
 

@@ -28,7 +28,7 @@ from umbra.services.modeling.weight_files import NotByRowsError, WeightFiles
 from umbra.services.process.versions import driver_version
 
 AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""How Transformers reads a directory: it fetches nothing, and runs no code that lies in it."""
+"""Options to read a directory with Transformers: fetch nothing, and run no code in it."""
 
 
 log = logging.getLogger(__name__)

@@ -68,7 +68,7 @@ class SequenceShare:
 
 
 class SequenceParallel:
-    """Has a model attend to whole rows while it is given a share of their tokens.
+    """A wrapper by which a model attends to whole rows while it gets a share of their tokens.
 
     The model was prepared by `Attention.prepare`; its attention is put between two exchanges.
 

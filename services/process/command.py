@@ -226,7 +226,7 @@ def _run_service(
 def allow_connections() -> None:
     """Raise the limit on open files to the most allowed; the default is mostly 1,024.
 
-    Each generator takes three connections of the buffer, each stranger who knocks takes one.
+    Each generator takes three connections of the buffer, each unauthenticated peer takes one.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)

@@ -42,10 +42,10 @@ MODULES = (
     "umbra.services.trainer.service",
     "umbra.services.generator.service",
 )
-"""What most programs of a run import, and with it PyTorch and Transformers."""
+"""The module that most programs of a run import, and with it PyTorch and Transformers."""
 GPUS = ("nvidia[0-9]*", "kfd")  # in /dev
 SPAWN_S = 60.0  # for a server that has imported to fork, on any machine
-ROOM = "-" * 4096  # in the server's command line, for its forks' ones
+ROOM = "-" * 4096  # in the server's command line, for its forks' names
 UP = b"\1"
 _HEAD_BYTES = 4
 _MOST_FDS = 4

@@ -44,7 +44,7 @@ class Span(NamedTuple):
 
 
 class SpanLog:
-    """Takes spans in order from one thread, in seconds since 1970; others read. Old ones go."""
+    """A log of recent spans, in seconds since 1970, in order, from one thread; others read."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

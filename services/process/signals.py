@@ -59,7 +59,7 @@ def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
 
 
 class SignalCounter:
-    """Counts signals while it is entered, for a supervisor, to which the second can mean more.
+    """A counter of signals while entered, for a supervisor, to which the second can mean more.
 
     Handlers only count and wake: what follows is decided where the loop polls. They wake through a
     pipe, because to set a `threading.Event` in a handler can wait for a lock that the interrupted

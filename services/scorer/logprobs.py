@@ -27,7 +27,7 @@ from umbra.services.modeling.scorer import Scorer
 
 
 class LogprobWorker:
-    """Scores with one model.
+    """A scorer with one model.
 
     Args:
         model: a causal language model on its device.

@@ -13,7 +13,7 @@ from umbra.services.process.metrics import MetricsFile
 
 
 class StageWorker(Protocol):
-    """Scores trajectories of one stage."""
+    """A scorer of one stage's trajectories."""
 
     def score(self, tasks: Sequence[Task], alive: Callable[[], None]) -> Iterator[list[Score]]:
         """Yield a score for each of `tasks`, in any order; those in one list are of one message.
@@ -30,7 +30,7 @@ DRAIN_S = 10.0  # to deliver the last scores
 
 @dataclass(frozen=True)
 class ScorerLoop:
-    """Serves one stage until the session stops; leases `capacity` trajectories at once."""
+    """The loop of one stage until the session stops; it leases `capacity` trajectories at once."""
 
     session: Session
     client: TaskClient

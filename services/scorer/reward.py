@@ -19,7 +19,7 @@ WAIT_S = 0.05
 
 @dataclass(frozen=True)
 class RewardWorker:
-    """Rewards responses of one turn, several at once, each with a deadline."""
+    """A worker that rewards responses of one turn, several at once, each with a deadline."""
 
     chat: Chat
     pool: EnvironmentPool

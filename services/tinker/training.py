@@ -85,7 +85,7 @@ class Lanes:
 
 
 class Training:
-    """Does requests, and writes their answers into the journal.
+    """The worker that does requests, and writes their answers into the journal.
 
     Args:
         folder: gets states, versions and exports.

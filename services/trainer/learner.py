@@ -43,7 +43,7 @@ REASONS = {
 
 
 class Learner:
-    """Scores micro-batches and updates the policy. Accelerate autocasts; sharding is ours.
+    """Scoring of micro-batches, and updates of the policy. Accelerate autocasts; sharding is ours.
 
     Args:
         model: the policy, float32, the same on all ranks.

@@ -26,7 +26,7 @@ from umbra.services.trainer.update import PolicyUpdate
 
 
 class Loop:
-    """Trains to `run.steps`, from the step that `saver` has begun. `member` is rank 0's alone.
+    """Training to `run.steps`, from the step that `saver` has begun. `member` is rank 0's alone.
 
     The version counts committed optimizer steps.
     """
@@ -194,7 +194,7 @@ class Loop:
 
 @dataclass
 class SkipLimit:
-    """Counts batches whose updates were all left out; `limit` in a row are too many."""
+    """A counter of batches whose updates were all left out; `limit` in a row are too many."""
 
     limit: int
     _in_a_row: int = 0

@@ -176,7 +176,7 @@ MAXIMA: tuple[str, ...] = ("ratio", "age")
 
 
 class LossMetrics:
-    """Adds up the passes of a batch on the device; the ranks exchange a row of sums each.
+    """The sums over a batch's passes, on the device; the ranks exchange a row of sums each.
 
     In each epoch a token is seen once on one of the ranks, so sums over the ranks are sums over the
     batch. `found` are logprobs [M] under the weights of `version`, which the batch found, where a

@@ -125,7 +125,7 @@ def bound_of(config: RunConfig, kind: str) -> tuple[float, str]:
 
 
 class MismatchCheck:
-    """Compares what a batch says with what `learner` finds; all ranks come to the same verdict."""
+    """A comparison of a batch's logprobs with `learner`'s; all ranks come to the same verdict."""
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
         self._learner = learner

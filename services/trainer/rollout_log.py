@@ -21,7 +21,7 @@ LOST = "\ufffd"  # what stands for half a character
 
 
 class RolloutLog:
-    """Writes `log.samples` rollouts of each step, spread over its rewards from worst to best.
+    """A log of `log.samples` rollouts of each step, spread over its rewards from worst to best.
 
     `tell` hands one to those who watch, now and then.
     """

@@ -195,7 +195,7 @@ class PolicyUpdate:
 
 
 class Guard:
-    """Watches the forward passes of one update; all ranks come to the same verdict.
+    """A watch over the forward passes of one update; all ranks come to the same verdict.
 
     Where a sequence's tokens share a ratio, one that is out of bounds takes it all along.
     """

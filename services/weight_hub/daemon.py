@@ -87,7 +87,7 @@ class UpstreamPlanes(StagedPlanes):
 
 
 class UpstreamEnd:
-    """Receives versions into slots of the daemon's arena, on whichever plane.
+    """The receiver of versions into slots of the daemon's arena, on whichever plane.
 
     Args:
         arena: the slots, filled by `end`.

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class HubPlanes:
-    """Planes are opened when the first receiver that can use them subscribes."""
+    """The planes of a hub, opened when the first receiver that can use them subscribes."""
 
     def __init__(
         self,

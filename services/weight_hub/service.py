@@ -475,7 +475,7 @@ class WeightHub:
 
     def _apply(self, effects: Iterable[Effect | Settled]) -> None:
         """Carry out what the protocol and the planes want; what follows from it comes last."""
-        # First the part hubs: what they hand out is what receivers are told of here.
+        # First the part hubs: receivers are sent to fetch the slots that they hand out.
         todo: deque[Effect | Settled] = deque([*self._part_hubs(self._clock()), *effects])
         while todo:
             match todo.popleft():

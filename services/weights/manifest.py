@@ -31,7 +31,7 @@ Part = memoryview | DeviceMemory
 """Consecutive bytes of a version, in memory of this process or on its GPU."""
 
 RowOwners = Sequence[tuple[int, int]]
-"""Who has the rows of a tensor: `(end, owner)` with ends that ascend up to the number of rows."""
+"""The owners of a tensor's rows: `(end, owner)`, ends ascending up to the number of rows."""
 
 
 def build_manifest(

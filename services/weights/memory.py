@@ -161,7 +161,7 @@ def keep_freed_memory() -> bool:
 
 
 class HeapTrimmer:
-    """Returns freed memory to the kernel, wherever in the heaps it lies; glibc only."""
+    """A return of freed memory to the kernel, wherever in the heaps it lies; glibc only."""
 
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -50,7 +50,7 @@ class _ArenaVersion:
 
 
 class Publisher:
-    """Publishes versions of one layout.
+    """A publisher of versions of one layout.
 
     Use: `register` once, then for each version `slot`, write all tensors at their offsets, and
     `publish`. When the hub is restarted, a thread of its own registers again at once, so that the

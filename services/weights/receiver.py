@@ -46,7 +46,7 @@ class StagedVersion:
 
 
 class Receiver:
-    """Gets every new version from the hub; a thread of its own stages while the engine decodes.
+    """A receiver of every new version; a thread of its own stages while the engine decodes.
 
     Args:
         planes: those that the hub can choose from; closed with this.

@@ -33,7 +33,7 @@ def interrupt(run: RunState, reason: str) -> None:
 
 
 class TrainerEndpoint:
-    """Answers the trainer. A request for a batch that is not full is parked, one at a time.
+    """The trainer's endpoint. A request for a batch that is not full is parked, one at a time.
 
     Args:
         missing: returns in words what the batch waits for, at a time.

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Answers:
-    """Accepts answers that are sound, in time and asked for; counts the rest.
+    """The check of answers: sound ones, in time and asked for, are accepted, others counted.
 
     Tokens of a pinned pool, of eval samples, must all be of the pinned version.
     """
@@ -184,7 +184,7 @@ STRIKES = 16  # malformed answers in a row, after which a generator gets no more
 
 
 class WorkerEndpoint:
-    """Answers generators and scorers.
+    """The endpoint of generators and scorers.
 
     A request that finds no work is parked, one per worker; a newer one replaces it (a generator
     serves newer weights, say), and the older is answered with nothing.

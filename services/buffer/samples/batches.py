@@ -165,7 +165,7 @@ class Batches:
 
 
 class Admission:
-    """Leases samples to generators by the admission, lease and partial rules of `staleness`.
+    """Leases of samples to generators, by the admission, lease and partial rules of `staleness`.
 
     Groups are issued only when a generator asks and nothing is queued, so the batch that a group
     counts for is decided by the samples in flight.

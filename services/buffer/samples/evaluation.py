@@ -58,7 +58,7 @@ class OpenEvaluation:
 
 
 class Evaluations:
-    """Begins evaluations, leases their samples and reports the scores."""
+    """The evaluations of a run: their beginning, leases of their samples, and their scores."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from umbra.services.config.trajectory_rules import MOST_VERSION, reward_fault, s
 
 
 class Scoring:
-    """Leases trajectories to scorers and takes their scores, for all pools; earlier ones first."""
+    """Leases of trajectories to scorers, and their scores, for all pools; earlier ones first."""
 
     def __init__(
         self,

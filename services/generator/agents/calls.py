@@ -170,7 +170,7 @@ class Dialect(ABC):
     model: str
     created: int
     reads: ClassVar[tuple[str, ...]]
-    """The fields of `Body` that carry the request; those of other protocols are refused."""
+    """The fields of `Body` that carry the request; other protocols' fields are refused."""
 
     @classmethod
     @abstractmethod
@@ -283,7 +283,7 @@ def _decoded(body: bytes, reads: Sequence[str], rules: CallRules) -> Body:
 
 _KNOWN = {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning"}
 _CARRIED = {"provider_specific_fields", "annotations"}
-"""What client libraries add to the messages that they got, for themselves."""
+"""Fields that client libraries add, for themselves, to the messages that they got."""
 
 
 def read_message(message: dict[str, Any], index: int = 0) -> Message:

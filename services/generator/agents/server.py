@@ -72,9 +72,9 @@ class _Reason(msgspec.Struct):
 
 
 class Edge:
-    """Serves the sessions of `pool` to HTTP clients.
+    """The HTTP server of the sessions of `pool`.
 
-    They are told `url` if it is not empty, else the address at which they came. `model` and
+    They get `url` if it is not empty, else the address at which they came. `model` and
     `created`, seconds since the epoch, stand in replies.
     """
 

@@ -224,7 +224,7 @@ def told_of(sampling: Sampling, head: int) -> int:
 
 
 def joined(supports: Sequence[Support | None]) -> Support | None:
-    """Return the supports of tokens as one; None if they were not told."""
+    """Return the supports of tokens as one; None if they were not reported."""
     told = [one for one in supports if one is not None]
     if not told or len(told) < len(supports):
         return None

@@ -44,7 +44,7 @@ from umbra.services.weights.verify import SlotGuard
 
 
 class Sampler:
-    """Samples one token per row, each row with settings of its own.
+    """A sampler of one token per row, each row with settings of its own.
 
     Order as in Transformers: temperature, top-k, top-p, min-p. Temperature 0 takes the most likely
     token and reports its logprob under the plain softmax. n rows, V tokens.

@@ -34,7 +34,7 @@ _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 class CacheLog(PrometheusStatLogger):
-    """Adds up vLLM's figures of each step; `figures` can be read from any thread.
+    """The sums of vLLM's figures of each step; `figures` can be read from any thread.
 
     A logger for Prometheus by its type only: else vLLM would make one as well, which takes time in
     every step.

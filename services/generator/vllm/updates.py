@@ -36,7 +36,7 @@ class Update:
 
 
 class Updates:
-    """Makes updates of versions of `outline`, a model without weights, or of an adapter of it."""
+    """A maker of updates for versions of `outline`, a model without weights, or its adapter."""
 
     def __init__(self, outline: Any, adapter: AdapterFacts | None = None) -> None:
         self._fit = WeightTable(outline, adapter)

@@ -41,7 +41,7 @@ class Resource:
 
 
 class Board:
-    """Holds a look; threads of the servers read it."""
+    """The holder of a look, read by threads of the servers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -102,7 +102,7 @@ def _file(name: str, media_type: str) -> Resource:
 
 
 class PageServer:
-    """Serves `resources`, by path, from a thread of its own until it is closed.
+    """A server of `resources`, by path, in a thread of its own until it is closed.
 
     Args:
         address: `[HOST]:PORT`; without a host it is this machine alone.

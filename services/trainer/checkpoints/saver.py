@@ -66,7 +66,7 @@ class _Writing:
 
 
 class Saver:
-    """Decides when checkpoints of `models` are made, and makes them.
+    """The saver of checkpoints of `models`, and the decision when.
 
     `begun` is the step of the checkpoint that training resumed from; `config` the run's, for the
     index.

@@ -46,7 +46,7 @@ class Ranks:
 
     All ranks make theirs together: each joins the process groups that it is in. `sequence`
     neighbours share the tokens of each row, `experts` neighbours divide the experts of each layer.
-    Rank 0's decisions are told in the group `control`; None is the default one.
+    Rank 0's decisions are sent in the group `control`; None is the default one.
     """
 
     def __init__(

@@ -124,7 +124,7 @@ def checked(slot: memoryview, start: int, end: int, pieces: Sequence[Piece]) -> 
 
 
 class Snapshots:
-    """Writes versions of `model`, on every rank of `ranks` its own rows."""
+    """A writer of versions of `model`, on every rank of `ranks` its own rows."""
 
     def __init__(self, model: nn.Module, manifest: Manifest, ranks: Ranks) -> None:
         self._model = model

@@ -126,7 +126,7 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def whitened(values: Tensor) -> Tensor:
-    """Return (x - mean) / sqrt(var + 1e-8), var unbiased; zeros where all are equal.
+    """Return (x - mean) / sqrt(var + 1e-8) over all, var unbiased; zeros where all are equal.
 
     The global normalisation of REINFORCE++ (arXiv 2501.03262), as verl's masked_whiten.
     """

@@ -194,7 +194,7 @@ def interpolated(logprobs: Tensor, behaviour: Tensor, versions: Tensor, version:
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Return d: unbiased; as a loss its on-policy gradient is zero on average: for the reward."""
+    """Return d: unbiased; its expected gradient as a loss is 0 on-policy: use it in the reward."""
     return logprobs - other
 
 

@@ -284,7 +284,7 @@ class BucketSource:
 
 
 class Transfer:
-    """Fetches what an assembly lacks.
+    """A fetcher of the buckets that an assembly lacks.
 
     Args:
         delta_came: called with each delta of a bucket, once the bucket is right.

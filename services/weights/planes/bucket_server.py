@@ -187,7 +187,7 @@ class _EncodingJob:
 
 
 class DeltaEncoder:
-    """Makes the deltas between consecutive versions, in threads of its own.
+    """A maker of the deltas between consecutive versions, in threads of its own.
 
     It keeps a private copy of the last version (its slot is soon overwritten), bucket by bucket, so
     that a version that is overtaken while it is encoded leaves every bucket well defined.
@@ -295,7 +295,7 @@ class _Peer:
 
 
 class BucketServer:
-    """Serves the buckets of one store after another: a new layout takes a new one.
+    """A server of the buckets of one store after another: a new layout takes a new one.
 
     Args:
         pace: how long a receiver may take for the bytes that it is sent.

@@ -49,7 +49,7 @@ LOOK_S = 0.05  # that a receiver waits without a look at what else there is
 
 
 class Piece(NamedTuple):
-    """Bytes of a bucket: those from `offset` of content `result`, or a delta to it from `base`."""
+    """Bytes of a bucket: from `offset` of content `result` on, or a delta to it from `base`."""
 
     bucket: int
     result: int = 0

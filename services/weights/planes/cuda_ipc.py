@@ -152,7 +152,7 @@ class IpcHub(HubEnd):
 
 
 class IpcReceiver:
-    """Copies versions into memory of its own on the same GPU, one at a time.
+    """The receiver's end: copies versions into its own memory on the same GPU, one at a time.
 
     Raises:
         StartupError: there is no such GPU, or too little of its memory.

@@ -225,7 +225,7 @@ class NcclHub(HubEnd):
 
 
 class NcclReceiver:
-    """Fills the slots of `arena`; the buffers of `pull` are these same slots.
+    """A receiver into the slots of `arena`; the buffers of `pull` are these same slots.
 
     Args:
         chunk_bytes: of device memory, and of a broadcast.

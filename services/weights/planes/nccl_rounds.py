@@ -178,7 +178,7 @@ class Rounds:
         return min(map(self._limit, self._waiting.values()), default=None)
 
     def reported(self, name: str, epoch: int, *, well: bool) -> Sequence[str]:
-        """Note that `name` has its version, or failed; return the members dropped because of it.
+        """Note that `name` has its version, or failed; return others whose round failed with it.
 
         `epoch`: of its push.
         """

@@ -35,7 +35,7 @@ class Receipt:
 
 
 Receiving = Generator[int | None, None, Receipt]
-"""Receives a version step by step; no step blocks for long.
+"""A receipt of a version, step by step; no step blocks for long.
 
 It yields each bucket that is in place and verified, as soon as it is, or None while it waits.
 Closing it gives the version up: nothing is written any more when `close` returns.

@@ -16,13 +16,13 @@ from umbra.services.weights.verify import OVERWRITTEN, SlotGuard
 
 
 class ShmHub(HubEnd):
-    """The hub's end: receivers are told the arena's path when they subscribe, and read it."""
+    """The hub's end: receivers get the arena's path when they subscribe, and read it."""
 
     plane = "shm"
 
 
 class ShmReceiver:
-    """Verifies versions in the hub's arena.
+    """The receiver's end: verifies versions in the hub's arena.
 
     Raises:
         StartupError: the arena cannot be seen from here.

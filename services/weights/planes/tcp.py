@@ -202,7 +202,7 @@ class TcpHub(HubEnd):
 
 
 class TcpReceiver:
-    """Fetches versions bucket by bucket, and goes on where it was when a connection breaks.
+    """A fetcher of versions by buckets, which goes on where it was when a connection breaks.
 
     Args:
         buffers: to be filled, `[manifest.total_bytes]` each.
