@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from integration.test_trainer_loop import (
     World,
-    directory,  # noqa: F401 - a fixture
     start,  # noqa: F401 - a fixture
 )
 from trainer.test_sinks import curves
@@ -75,7 +74,7 @@ STAGED = {
     ],
 )
 def test_a_buffer_that_has_nothing_sound_leaves_the_checkpoint_before_it(
-    directory: Path,  # noqa: F811
+    directory: Path,
     start: Any,  # noqa: F811
     tmp_path: Path,
     changes: dict[str, Any],
