@@ -43,8 +43,8 @@ TOLD: dict[str, Any] = {
         "content": {"content": "text"},
     },
 }
-"""Reads the calls of models whose chat template knows no tools, which are told of them in a system
-message (`chat_template.with_tools`)."""
+"""The parser for models whose chat template knows no tools, which are named in a system message
+(`chat_template.with_tools`)."""
 
 
 class Parser(Protocol):

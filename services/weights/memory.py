@@ -161,7 +161,7 @@ def keep_freed_memory() -> bool:
 
 
 class HeapTrimmer:
-    """A return of freed memory to the kernel, wherever in the heaps it lies; glibc only."""
+    """A trimmer that returns freed memory to the kernel, wherever in the heaps; glibc only."""
 
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -74,7 +74,7 @@ class _Reason(msgspec.Struct):
 class Edge:
     """The HTTP server of the sessions of `pool`.
 
-    They get `url` if it is not empty, else the address at which they came. `model` and
+    Agents get `url` if it is not empty, else the address at which they came. `model` and
     `created`, seconds since the epoch, stand in replies.
     """
 

@@ -99,8 +99,8 @@ def read_index(directory: Path) -> Index:
 class CheckpointFolder:
     """A folder of checkpoints; only one process, the first rank of a host, changes its files.
 
-    Each host (`node`) has one, with the files of its ranks, and its node's number in the name, in
-    case that hosts share a disk. `config` says which checkpoints are kept.
+    Each host (`node`) has one, with the files of its ranks; nodes above 0 have a subfolder of their
+    number, in case that hosts share a disk. `config` says which checkpoints are kept.
     """
 
     def __init__(

@@ -90,14 +90,14 @@ class HubEnd:
         """Note that a receiver was given this plane."""
 
     def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
-        """Prepare a version for `name`; return the actions due at once rather than from `poll`.
+        """Prepare a version for `name`; return outcomes that are due at once, not from `poll`.
 
         It replaces the one before.
         """
         return (Settled(name, prepare),)
 
     def poll(self, now: float) -> Iterable[Settled]:
-        """Return the actions due now. Receivers may leave between two outcomes."""
+        """Return the outcomes due now. Receivers may leave between two of them."""
         return ()
 
     def staged(self, name: str, message: Ready) -> None:
