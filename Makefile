@@ -114,10 +114,11 @@ test-cluster: $(DEV_STAMP) ## Run a plan on SLURM, on Docker and in pods, where 
 	@$(BIN)/python -m pytest -m cluster tests/real $(PYTEST_OPTIONS)
 
 .PHONY: lint
-lint: $(DEV_STAMP) ## Check style, formatting and the budget of lines
+lint: $(DEV_STAMP) ## Check style, formatting, the budget of lines and words
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python .ci/budget.py
+	@$(BIN)/python .ci/words.py
 
 .PHONY: types
 types: $(DEV_STAMP) ## Check types
