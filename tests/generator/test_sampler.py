@@ -103,7 +103,7 @@ def test_a_generator_that_is_started_again_draws_other_numbers() -> None:
         seeds.append(opening._seed(config, name))
         raise UsageError("opened")
 
-    context = cast(Any, SimpleNamespace(config=RunConfig(), name="generator-0"))
+    context = cast(Any, SimpleNamespace(config=RunConfig(), name="generator-0", begin=print))
     for _ in range(2):
         with pytest.raises(UsageError, match="opened"):
             run(context, make)

@@ -25,5 +25,5 @@ def test_a_generator_that_starts_again_draws_other_numbers(monkeypatch: pytest.M
     config = load_config(overrides=["generator.engine=torch"], environ={})
     for name in ("generator-0", "generator-0", "generator-1"):
         with pytest.raises(UmbraError, match="no engine"):
-            service.run(SimpleNamespace(config=config, name=name))  # pyright: ignore
+            service.run(SimpleNamespace(config=config, name=name, begin=print))  # pyright: ignore
     assert len(set(seeds)) == 3

@@ -77,11 +77,11 @@ def test_requests_do_not_pile_up_and_one_that_is_resent_stays_known(
 ) -> None:
     monkeypatch.setattr(server_module, "REQUESTS_KEPT", 4)
     number, lease = bench.encoder.encode(m.LeaseTasks(capacity=1, version=0, wait_s=30))
-    _, once = bench.encoder.encode(m.Event(kind="once"))
+    _, once = bench.encoder.encode(m.LeaseBatch(step=1, wait_s=30))
     (request,) = bench.send(lease)
     assert len(bench.send(once)) == 1
     for _ in range(10):
-        assert bench.send(bench.encoder.encode(m.Event(kind="other"))[1])
+        assert bench.send(bench.encoder.encode(m.LeaseBatch(step=2, wait_s=30))[1])
         assert bench.send(lease) == []
     assert len(bench.server.resends) == 4 and bench.server.counters["resent"] == 10
     assert len(bench.send(once)) == 1, "nobody asked for it in a long time"

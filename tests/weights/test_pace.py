@@ -92,7 +92,9 @@ def test_who_waits_for_the_first_version_counts_its_model(
             opened = OpenEngine(cast(Any, None), cast(Any, None), "cpu")
             generator_service._subscribe(session, config, opened)
         else:
-            context = cast(Any, SimpleNamespace(config=config, options={"stage": "logp"}))
+            context = cast(
+                Any, SimpleNamespace(config=config, options={"stage": "logp"}, begin=print)
+            )
             scorer_service._score_logprobs(context, session)
     expected = 600.0 + 5 * weights_bytes(tiny_model_dir) / 10
     assert limits == [expected] * (2 if role == "generator" else 3)
