@@ -2,7 +2,7 @@
 
 from fakes.whole_runs import Up
 
-STEPS = 60  # so many that it is under way still when its hub is killed again
+STEPS = 90  # so many that it is under way still when its hub is killed again
 
 
 def test_a_killed_hub_is_restarted_and_the_run_goes_on(up: Up) -> None:
@@ -13,9 +13,11 @@ def test_a_killed_hub_is_restarted_and_the_run_goes_on(up: Up) -> None:
     """
     process = up(f"run.steps={STEPS}", "buffer.run_ahead=0")
     process.broker()
-    for step in (3, 15):
-        process.until_step(step)
-        process.kill("weight-hub")
+    process.until_step(3)
+    process.kill("weight-hub")
+    process.until(lambda: "took over /dev/shm/" in process.log("weight-hub"), "a new hub")
+    process.until_step(len(process.steps()) + 5)
+    process.kill("weight-hub")
     summary = process.finish()
     assert summary["restarts"] == {"weight-hub": 2}, process.lines
     assert summary["steps"] == STEPS
