@@ -81,14 +81,14 @@ def run_mode(mode: str, task: str, seed: int, work: Path, steps: int) -> dict[st
         f"run.seed={seed}",
         f"model.path={base / 'base'}",
         f"data.prompts={base / 'prompts.jsonl'}",
-        *(["eval.prompts="] if task in DEMO else []),
+        "eval.prompts=" + ("" if task in DEMO else str(base / "heldout.jsonl")),
         *(() if (mode, task) == ("async", "smollm") else MODES[mode]),
         *([f"run.steps={steps}"] if steps else []),
     ]
     config = load_config(run_file(task), overrides=chosen)
     # Threads of processes that take turns must not spin: a step took seconds where they did.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    return row_of(task, config, *run(config))
+    return row_of(task, config, *run(config, [run_file(task).parent]))
 
 
 def row_of(task: str, config: RunConfig, summary: Any, folder: RunFolder) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -67,15 +67,15 @@ def base_model(work: Path, task: str, seed: int) -> Path:
     return folder
 
 
-def run(config: RunConfig) -> tuple[Any, RunFolder]:
-    """Run `config` to its end; return the summary and the run's folder.
+def run(config: RunConfig, search: Sequence[Path] = ()) -> tuple[Any, RunFolder]:
+    """Run `config`, with modules from `search`; return the summary and the run's folder.
 
     Raises:
         RuntimeError: the run failed.
     """
     folder = RunFolder.create(config.run.dir, config.run.name)
     with SignalCounter() as interrupts:
-        up = Up(config, folder, view=View(), interrupts=interrupts)
+        up = Up(config, folder, view=View(), interrupts=interrupts, search=search)
         summary = up.run()
     if interrupts.count:
         raise KeyboardInterrupt
