@@ -117,7 +117,7 @@ class Api:
         """Queue samples that a server before this one left undone; return how many."""
         left = [one for one in self._journal.requests("queued") if one.kind == "asample"]
         for request in left:
-            self._submit(request)
+            self._submit(request, read(request.body, SampleBody))
         return len(left)
 
     def told(self, request_id: str) -> None:
@@ -224,12 +224,11 @@ class Api:
         request = FutureRequest(f"{sampler}:{asked.seq_id}", sampler, asked.seq_id, "asample", body)
         asked.check()
         if self._journal.accept(request):
-            self._submit(request)
+            self._submit(request, asked)
         names = [f"{request.id}:{index}" for index in range(asked.num_samples)]
         return JSONResponse({"request_id": request.id, "sample_sequence_ids": names})
 
-    def _submit(self, request: FutureRequest) -> None:
-        asked = read(request.body, SampleBody)
+    def _submit(self, request: FutureRequest, asked: SampleBody) -> None:
         held = self._journal.get("sampler", request.lane)
         assert held is not None
         params = asked.sampling_params
