@@ -35,11 +35,11 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/tinker": (2_450, 60),
     "services/trainer": (6_425, 149),
     "services/weight_hub": (1_995, 18),
-    "services/weights": (5_450, 95),
-    "deploy": (7_580, 195),
+    "services/weights": (5_530, 95),
+    "deploy": (7_585, 195),
     "src": (1_035, 10),
     "benchmarks": (5_530, 165),
-    "tests": (55_130, 2940),
+    "tests": (55_200, 2940),
 }
 
 

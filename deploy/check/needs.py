@@ -302,7 +302,9 @@ def _planes(config: RunConfig, sizes: ModelSizes, gpu: int) -> Iterator[Need]:
     device = [Item("versions", copies * version, remedy="set weight_hub.plane = shm")]
     yield _placed("weight hub", (gpus[0][:1] if copies else (0,),), device, [], 1)
     if plane == "nccl":
-        yield _placed("weight receiver", tuple(one[:1] for one in gpus), [], [], len(gpus))
+        loaded = version if len(gpus[0]) == 1 else 0  # from there, by an engine on one GPU
+        device = [Item("a version until it is loaded", loaded, remedy="set weight_hub.plane = shm")]
+        yield _placed("weight receiver", tuple(one[:1] for one in gpus), device, [], len(gpus))
 
 
 def _scorers(

@@ -46,14 +46,15 @@ class GpuWorld:
         plane: str = "auto",
         device: int = 0,
         planes: tuple[GpuPlane, ...] = ("cuda_ipc", "nccl"),
+        loads: bool = False,
         **environ: str,
     ) -> GpuReceiving:
-        """The GPU of a receiver; its worker has `environ`."""
+        """The GPU of a receiver, whose engine `loads` from it; its worker has `environ`."""
         with self._patch.context() as patch:
             for key, value in {"FAKE_CUDA_NAME": name, **environ}.items():
                 patch.setenv(key, value)
             config = msgspec.convert({"plane": plane}, WeightHubConfig)
-            found = find_gpu(config, planes, device)
+            found = find_gpu(config, planes, device, loads=loads)
         assert found is not None
         self.gpus[name] = found
         self.bench.closers.append(found.close)

@@ -74,7 +74,7 @@ class Engine:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("NCCL_HOSTID", name)
             config = msgspec.convert({"plane": plane}, WeightHubConfig)
-            gpu = find_gpu(config, ["cuda_ipc", "nccl"], 0)
+            gpu = find_gpu(config, ["cuda_ipc", "nccl"], 0, loads=True)
         assert gpu is not None
         self.gpu, self._models = gpu, models
         self._table = WeightTable(model := load_model(

@@ -105,7 +105,7 @@ def test_three_updates_in_flight_keep_every_request(
 def test_a_version_in_gpu_memory_is_mapped_by_the_worker(
     engine: Engine, models: dict[int, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As plane `cuda_ipc` has it."""
+    """As planes `cuda_ipc` and `nccl` have it."""
     served = {v: {n: t.bfloat16() for n, t in weights(models, v)} for v in (0, 1)}
     manifest, data = in_memory(served[1])
     device = cuda.Device(0)

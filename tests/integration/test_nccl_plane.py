@@ -4,11 +4,12 @@ import os
 import signal
 
 import pytest
-from fakes.gpu_world import GpuWorld, kill_worker
+from fakes.gpu_world import CHUNK, GpuWorld, kill_worker
 from fakes.hub_bench import WAIT_S, content, load, publish, take, whole
 from fakes.relays import Relay
 from fakes.slowness import seconds
 
+from umbra.services.weights.gpu.cuda import DeviceMemory
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
@@ -16,10 +17,10 @@ from umbra.services.weights.receiver import Receiver
 NAMES = ("gen-0", "gen-1")
 
 
-def served(world: GpuWorld, *names: str) -> tuple[Publisher, list[Receiver]]:
+def served(world: GpuWorld, *names: str, loads: bool = False) -> tuple[Publisher, list[Receiver]]:
     """A publisher, and receivers that have its version 0 by broadcast."""
     publisher = world.bench.publisher()
-    receivers = [world.receiver(name, "nccl") for name in names]
+    receivers = [world.receiver(name, "nccl", loads=loads) for name in names]
     publish(publisher, 0)
     for receiver in receivers:
         load(receiver, 0)
@@ -105,6 +106,51 @@ def test_an_agent_that_is_killed_in_a_broadcast(
     assert gpu_world.gpus["gen-0"].worker.starts == starts, "an abort is enough for the living"
     assert gpu_world.bench.hub.protocol.counters["dropped"] == 0
     assert "the GPU worker has ended" in caplog.text
+
+
+def test_an_engine_loads_from_the_memory_of_its_gpu(gpu_world: GpuWorld) -> None:
+    """1. Two broadcasts. 2. gen-1's worker is killed in one: it fetches. 3. Another broadcast.
+
+    Result: each version is taken from device memory, whole, that of the worker that runs; nothing
+    else is mapped.
+    """
+    gpu_world.start("nccl")
+    publisher, (first, second) = served(gpu_world, *NAMES, loads=True)
+    handles: set[bytes] = set()
+    for version in (1, 2, 3):
+        if version == 2:
+            gpu_world.fault("hang-bcast-gen-1")
+        publish(publisher, version)
+        if version == 2:
+            gpu_world.await_file("hang-bcast-reached-gen-1")
+            kill_worker(gpu_world.gpus["gen-1"])
+        load(first, version)
+        while (staged := take(second)).version < version:
+            second.committed(staged, 0.0)
+        assert isinstance(staged.data, DeviceMemory)
+        assert whole(staged) == content(version)
+        handles.add(staged.data.handle)
+        second.committed(staged, 0.0)
+    assert len(handles) == 2, "one of each worker"
+    opened = (gpu_world.folder / "ipc-opened").read_text().split()
+    assert {handle.rstrip(b"\0").decode() for handle in handles} < set(opened[1::2])
+    assert len(opened) // 2 == 3
+
+
+def test_without_room_on_the_gpu_the_engine_loads_from_the_host(
+    gpu_world: GpuWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu_world.start("nccl")
+    publisher = gpu_world.bench.publisher()
+    receiver = gpu_world.receiver("gen-0", "nccl", loads=True, FAKE_CUDA_MEMORY=str(3 * CHUNK))
+    for version in range(2):
+        publish(publisher, version)
+        staged = take(receiver)
+        assert isinstance(staged.data, memoryview)
+        assert whole(staged) == content(version)
+        receiver.committed(staged, 0.0)
+    assert gpu_world.communicators == [("hub", "gen-0")]
+    assert "the engine loads from host memory from now on: " in caplog.text
 
 
 def test_the_hubs_own_agent_is_killed_in_a_broadcast(gpu_world: GpuWorld) -> None:

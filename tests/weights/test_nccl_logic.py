@@ -258,7 +258,7 @@ def transfer(gpu: FakeGpu, *, sends: bool, working: bool = True) -> None:
 
     double = cast(Any, gpu)
     broadcast(
-        BUCKETS, double, double, host=1000, ring=[1, 2], sends=sends, deadline_s=1.0,
+        BUCKETS, double, double, host=1000, places=[1, 2, 1], sends=sends, deadline_s=1.0,
         clock=lambda: gpu.now, pause=pause,
     )  # fmt: skip
 

@@ -336,6 +336,7 @@ class DeviceMemory:
     def __init__(self, device: Device, size: int, handle: bytes = b"") -> None:
         self.device = device
         self.size = size
+        self._given = handle
         self.address = device.open(handle) if handle else device.allocate(size)
         end = device.close if handle else device.free
         # Not at exit: the driver may be gone already, and takes everything back anyway.
@@ -355,6 +356,8 @@ class DeviceMemory:
 
     @cached_property
     def handle(self) -> bytes:
+        if self._given:
+            return self._given
         self.device.use()
         return self.device.export(self.address)
 

@@ -13,7 +13,8 @@ orders. NCCL itself prints to stdout as it likes.
     {"op": "abort"}
 
 In a transfer rank 0 sends a slot of its arena, the others receive into one of theirs. `export`
-gives a handle of device memory with as many slots as the arena, which `upload` fills. An answer
+gives a handle of device memory with as many slots as the arena, which `upload` fills, and later
+transfers that receive. An answer
 with "error" says what went wrong; with "broken", that the process is of no more use, and its owner
 starts another. A thread receives while an order is carried out:
 `abort` works at any time, and the process ends at once when its owner is gone. If it hangs in NCCL,
@@ -235,7 +236,7 @@ def broadcast(
     communicator: cuda.NcclCommunicator,
     *,
     host: int,
-    ring: Sequence[int],
+    places: Sequence[int],
     sends: bool,
     deadline_s: float,
     clock: Callable[[], float] = time.monotonic,
@@ -250,40 +251,39 @@ def broadcast(
     Args:
         ranges: byte ranges of the version, from `chunks`.
         host: address of the version in pinned memory.
-        ring: addresses of device buffers, each as large as the largest chunk.
+        places: device address of each range; one may come again `LANES` ranges later.
         deadline_s: seconds that any one chunk may take.
 
     Raises:
         DeadlineError: a chunk was not through in time: a peer is gone or stuck.
     """
-    marks: list[cuda.CudaEvent | None] = [None] * len(ring)
+    marks: list[cuda.CudaEvent] = []
 
-    def wait(index: int, lane: int) -> None:
-        mark = marks[lane]
+    def wait(index: int) -> None:
         what = f"chunk {index} of {len(ranges)} was not broadcast"
         deadline = Deadline(deadline_s, what, clock=clock)
-        while mark is not None and not mark.done:
+        while not marks[index].done:
             communicator.check()
             deadline.check()
             pause(POLL_S)
 
     try:
         for index, (start, end) in enumerate(ranges):
-            lane, size = index % len(ring), end - start
-            wait(index - len(ring), lane)
-            buffer = ring[lane]
+            buffer, size = places[index], end - start
+            if index >= LANES:
+                wait(index - LANES)
             if sends:
                 device.to_device(buffer, host + start, size)
                 device.mark_copies()
                 communicator.broadcast(buffer, size)
-                marks[lane] = device.mark_collectives()
+                marks.append(device.mark_collectives())
             else:
                 communicator.broadcast(buffer, size)
                 device.mark_collectives()
                 device.to_host(host + start, buffer, size)
-                marks[lane] = device.mark_copies()
-        for index in range(max(0, len(ranges) - len(ring)), len(ranges)):
-            wait(index, index % len(ring))
+                marks.append(device.mark_copies())
+        for index in range(max(0, len(ranges) - LANES), len(ranges)):
+            wait(index)
     except BaseException:
         communicator.abort()
         # The kernels have ended, and with them what waits for them: copies into `host`, which is
@@ -341,7 +341,7 @@ class GpuWorker:
         """Enter the communicator of `epoch`; blocks until all its ranks do."""
         self.abort()
         device = self._device
-        if not self._ring:
+        if not self._ring and not self._exported:
             largest = min(self._chunk_bytes, self._arena.slot_bytes)
             self._ring = [device.allocate(largest) for _ in range(LANES)]
         self._communicator = cuda.NcclCommunicator(device, size, bytes.fromhex(uid), rank)
@@ -352,12 +352,19 @@ class GpuWorker:
         communicator = self._communicator
         if communicator is None or epoch != self._epoch:
             raise UsageError(f"this worker is not in the communicator of epoch {epoch}")
+        size = self._arena.slot_bytes
+        ranges = chunks(size, self._chunk_bytes)
+        if self._exported:  # what comes to the host is read back from there
+            first = self._exported + slot * cuda.device_stride(size)
+            places = [first + start for start, _ in ranges]
+        else:
+            places = [self._ring[index % LANES] for index in range(len(ranges))]
         broadcast(
-            chunks(self._arena.slot_bytes, self._chunk_bytes),
+            ranges,
             self._device,
             communicator,
             host=self._pinned[slot],
-            ring=self._ring,
+            places=places,
             sends=self._rank == 0,
             deadline_s=deadline_s,
         )

@@ -1,5 +1,8 @@
 """Plane `nccl`: a worker process receives into memory that it shares with this one.
 
+That is host memory, whose checksums are verified. For an engine on one GPU a version lies in device
+memory of the worker too: the host has what was read back from there, and the engine loads from it.
+
 A version that everyone waits for comes as a broadcast. What a broadcast did not bring (it broke
 off, or the receiver joined later) is fetched bucket by bucket, as over plane `tcp`, into the same
 memory; so nothing that one receiver lacks ever makes another one wait.
@@ -11,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -19,7 +23,8 @@ from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import Manifest, NcclRound
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.gpu.worker import GpuWorkerProcess, result
+from umbra.services.weights.gpu.cuda import Device, DeviceMemory
+from umbra.services.weights.gpu.worker import START_S, GpuWorkerProcess, result
 from umbra.services.weights.manifest import wrong_checksum
 from umbra.services.weights.planes.nccl_rounds import NcclGroup, Round, Rounds
 from umbra.services.weights.planes.plane import (
@@ -231,6 +236,8 @@ class NcclReceiver:
         chunk_bytes: of device memory, and of a broadcast.
         pull: fetches what no broadcast brings.
         pace: of a phase of a push.
+        gpu: the worker's, where an engine loads from its memory if there is room; None: from
+            `arena`.
     """
 
     def __init__(
@@ -240,18 +247,25 @@ class NcclReceiver:
         chunk_bytes: int,
         pull: TcpReceiver,
         pace: Pace,
+        gpu: Device | None = None,
     ) -> None:
         self._pace = pace
         self._worker = worker
         self._arena = arena
         self._pull = pull
         self._entered = b""  # unique id of the communicator that the worker is in
+        self._gpu = gpu
+        self._memory: DeviceMemory | None = None
+        self._exported_by = 0  # which start of the worker made it
         worker.use(arena, chunk_bytes, pace)
 
     def receive(self, message: Prepare, target: int = 0) -> Receiving:
         """Receive a version into slot `target` and verify it there."""
         if message.round is None:
-            return (yield from self._pull.receive(message, target))
+            receipt = yield from self._pull.receive(message, target)
+            if not receipt.error:
+                receipt = yield from self._upload(receipt, target)
+            return receipt
         began = time.perf_counter()
         self._pull.overwritten(target)
         error = ""
@@ -269,17 +283,18 @@ class NcclReceiver:
                 wrong = wrong_checksum(self._pull.manifest, bucket)
                 error = f"{wrong} after a broadcast"
         stage_s = time.perf_counter() - began - wire_s
-        data, size = self._arena.slot(target), self._arena.slot_bytes
+        data, size = self._memory or self._arena.slot(target), self._arena.slot_bytes
         return Receipt(wire_s, stage_s, size, error, data=data)
 
     def close(self) -> None:
+        self._memory = None
         self._worker.kill()  # first: it writes into the arena
         self._pull.close()
         self._arena.close()
 
     def _broadcast(self, group: NcclRound, slot: int) -> Generator[None, None, None]:
         entered, self._entered = self._entered, b""  # if this breaks off, it is in none
-        yield from self._worker.attached()
+        yield from self._export()
         if group.uid != entered:
             self._worker.order(
                 "join", epoch=group.epoch, uid=group.uid.hex(), rank=group.rank, size=group.size
@@ -289,3 +304,37 @@ class NcclReceiver:
         limit = self._pace.after(TRANSFER_DEADLINES * group.deadline_s)
         yield from self._worker.answer(limit.limit_s(self._arena.slot_bytes))
         self._entered = group.uid
+
+    def _export(self) -> Generator[None, None, None]:
+        """Wait for the worker, and map its device memory; without room there, do without."""
+        yield from self._worker.attached()
+        if self._gpu is None or self._exported_by == self._worker.starts:
+            return
+        self._memory = None  # of a worker that has ended
+        self._exported_by = self._worker.starts
+        try:
+            self._worker.order("export")
+            handle = (yield from self._worker.answer(START_S, abortable=False))["handle"]
+            self._gpu.use()
+            self._memory = DeviceMemory(self._gpu, self._arena.slot_bytes, bytes.fromhex(handle))
+        except UmbraError as problem:
+            log.warning("the engine loads from host memory from now on: %s", problem)
+            self._gpu = None
+            yield from self._worker.attached()  # if it ended of that
+
+    def _upload(self, receipt: Receipt, slot: int) -> Generator[None, None, Receipt]:
+        """Return the receipt of a version in `slot` with the same bytes on the GPU, if they fit."""
+        if self._gpu is None:
+            return receipt
+        limit_s = self._pace.limit_s(self._arena.slot_bytes)
+        try:
+            yield from self._export()
+            if self._memory is None:
+                return receipt
+            self._worker.order("upload", slot=slot, deadline_s=limit_s)
+            yield from self._worker.answer(2 * limit_s)
+        except UmbraError as problem:
+            log.warning("a fetched version is loaded from host memory: %s", problem)
+            self._worker.begin()  # if it was killed
+            return receipt
+        return replace(receipt, data=self._memory)

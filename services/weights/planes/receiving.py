@@ -29,9 +29,14 @@ log = logging.getLogger(__name__)
 
 
 class GpuReceiving:
-    def __init__(self, device: int, planes: Sequence[GpuPlane], config: WeightHubConfig) -> None:
+    """The GPU of a receiver; with `loads` its engine is there alone, and loads from its memory."""
+
+    def __init__(
+        self, device: int, planes: Sequence[GpuPlane], config: WeightHubConfig, *, loads: bool
+    ) -> None:
         self.planes = list(planes)
         self._config = config
+        self._loads = loads
         self.worker = GpuWorkerProcess(device)
         self.facts = self.worker.facts()  # it ends with that; plane nccl starts it again
 
@@ -40,23 +45,37 @@ class GpuReceiving:
         manifest = reply.manifest
         if reply.plane == "cuda_ipc":
             versions = self._config.slots + 1  # the hub's, and the one verified here
-            device = index_of(self.facts)
-            nbytes, total = versions * manifest.total_bytes, Device(device).total_bytes
-            if self._config.plane == "auto" and nbytes > AUTO_SHARE * total:
+            if lacking := self._lacking(versions * manifest.total_bytes):
                 raise StartupError(
-                    f"{versions} versions on GPU {device} would take {nbytes} of its {total} "
-                    f"bytes, and plane auto takes at most {AUTO_SHARE:.0%}: set weight_hub.plane "
-                    '= "cuda_ipc" if they are to spare'
+                    f'{lacking}: set weight_hub.plane = "cuda_ipc" if they are to spare'
                 )
-            return IpcReceiver(manifest, device)
+            return IpcReceiver(manifest, index_of(self.facts))
+        gpu = None
+        if self._loads and (lacking := self._lacking(manifest.total_bytes)):
+            log.info('host memory takes versions; %s: set weight_hub.plane = "nccl"', lacking)
+        elif self._loads:
+            gpu = Device(index_of(self.facts))
         arena = Arena.anonymous(slot_bytes=manifest.total_bytes, slots=1)
         pull = TcpReceiver(manifest, [arena.slot(0)], self._config, security=security)
-        return self.broadcasts(arena, pull)
+        return self.broadcasts(arena, pull, gpu)
 
-    def broadcasts(self, arena: Arena, pull: TcpReceiver) -> NcclReceiver:
+    def broadcasts(
+        self, arena: Arena, pull: TcpReceiver, gpu: Device | None = None
+    ) -> NcclReceiver:
         """Open an end of plane `nccl` that fills `arena`, whose slots `pull` fills too."""
         config = self._config
-        return NcclReceiver(self.worker, arena, config.chunk_bytes, pull, config.pace)
+        return NcclReceiver(self.worker, arena, config.chunk_bytes, pull, config.pace, gpu)
+
+    def _lacking(self, nbytes: int) -> str:
+        """Return why plane auto puts no `nbytes` of versions on the GPU; empty if it does."""
+        device = index_of(self.facts)
+        total = Device(device).total_bytes
+        if self._config.plane != "auto" or nbytes <= AUTO_SHARE * total:
+            return ""
+        return (
+            f"versions on GPU {device} would take {nbytes} of its {total} bytes, and plane auto "
+            f"takes at most {AUTO_SHARE:.0%}"
+        )
 
     def close(self) -> None:
         self.worker.kill()
@@ -82,13 +101,15 @@ def gpu_for(config: WeightHubConfig, device: str, gpus: int = 1) -> GpuReceiving
     asked: list[GpuPlane] = ["nccl"] if gpus > 1 else ["cuda_ipc", "nccl"]
     if config.plane == "auto" and kind != "cuda":
         asked = []
-    return find_gpu(config, asked, int(index or 0))
+    return find_gpu(config, asked, int(index or 0), loads=kind == "cuda" and gpus == 1)
 
 
 def find_gpu(
-    config: WeightHubConfig, asked: Sequence[GpuPlane], device: int
+    config: WeightHubConfig, asked: Sequence[GpuPlane], device: int, *, loads: bool = False
 ) -> GpuReceiving | None:
     """Return GPU `device` for all planes among `asked` that `weight_hub.plane` allows.
+
+    With `loads` an engine is on that GPU alone.
 
     Raises:
         UsageError: one of them is set by name and cannot be used here.
@@ -100,7 +121,7 @@ def find_gpu(
     reason = "; ".join(text for text in reasons.values() if text)
     if planes:
         try:
-            return GpuReceiving(device, planes, config)
+            return GpuReceiving(device, planes, config, loads=loads)
         except UmbraError as error:
             reason = str(error)
             log.warning("no GPU planes for weights: %s", error)
