@@ -22,13 +22,13 @@ PRODUCTION = ("deploy", "proto", "services", "src")
 BUDGETS: dict[str, tuple[int, int]] = {
     "proto": (3_885, 153),
     "services": (275, 8),
-    "services/buffer": (5_355, 80),
-    "services/config": (2_480, 52),
+    "services/buffer": (5_380, 80),
+    "services/config": (2_490, 53),
     "services/environments": (3_540, 87),
     "services/generator": (8_160, 136),
-    "services/modeling": (5_075, 112),
+    "services/modeling": (5_205, 114),
     "services/monitor": (1_420, 50),
-    "services/process": (2_010, 59),
+    "services/process": (2_011, 59),
     "services/prompts": (420, 12),
     "services/reporting": (190, 16),
     "services/scorer": (475, 8),
@@ -36,10 +36,10 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/trainer": (6_425, 149),
     "services/weight_hub": (1_995, 18),
     "services/weights": (5_530, 95),
-    "deploy": (7_585, 195),
+    "deploy": (7_475, 190),
     "src": (1_035, 10),
     "benchmarks": (5_530, 165),
-    "tests": (55_200, 2940),
+    "tests": (55_240, 2940),
 }
 
 

@@ -181,7 +181,7 @@ class Stuck(Told, frozen=True, kw_only=True):
     holder: Name
     age_s: Number
     action: Text
-    disk_full: Text = ""  # why the store waits for room; `umbra up` ends such a run in time
+    hopeless: Text = ""  # why it lasts until somebody helps; `umbra up` ends such a run in time
 
 
 class Curves(Record, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ import click
 from umbra.deploy.files.formats import to_toml
 from umbra.deploy.files.run_folder import RunFolder, StepFollower
 from umbra.deploy.files.shown import best_effort_output, command_line, shown_command
-from umbra.deploy.prepare.load import located, set_option
+from umbra.deploy.prepare.load import set_option
 from umbra.deploy.prepare.preflight import check_run
 from umbra.deploy.prepare.stage import StageInterrupted, last_said, run_stage
 from umbra.deploy.run.command import finish
@@ -23,6 +23,7 @@ from umbra.deploy.run.up import Up
 from umbra.proto.errors import EXIT_DONE
 from umbra.services.config.loader import as_dict, load_config
 from umbra.services.generator.tasks import write_task
+from umbra.services.modeling.run_file import located
 from umbra.services.monitor.view import sparkline
 from umbra.services.process.child import child_environ
 from umbra.services.process.fork_server import ForkServer

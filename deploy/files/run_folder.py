@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from umbra.proto.errors import UNREADABLE, UsageError
+from umbra.services.config.loader import ORIGIN, moved
 from umbra.services.process.files import (
     DISK,
     LOCK,
@@ -52,7 +53,7 @@ class RunFolder:
     path: Path
 
     config = _Below("config.json")
-    origin = _Below("origin.json")  # `search`: where modules are looked for; `folder`: this one
+    origin = _Below(ORIGIN)  # `search`: where modules are looked for; `folder`: this one
     metrics = _Below("metrics.jsonl")  # rows of all services
     samples = _Below("samples.jsonl")  # rollouts that were trained on (`log.samples`)
     summary = _Below("summary.json")
@@ -87,15 +88,6 @@ class RunFolder:
         text = json.dumps(origin, ensure_ascii=False)
         DISK.replace(self.origin, text.encode() + b"\n", mode=READABLE_MODE)
 
-    def follow_move(self) -> None:
-        """Have config and origin name this folder where they name the one that it is a copy of."""
-        now = f"{self.path}/"
-        paths = self.read_origin().get("folder", now), now
-        old, new = (json.dumps(path, ensure_ascii=False)[1:-1] for path in paths)
-        for path in (self.config, self.origin) if old != new else ():
-            text = path.read_text(encoding="utf-8")
-            DISK.replace(path, text.replace(old, new).encode(), mode=READABLE_MODE)
-
     @classmethod
     def existing(cls, path: str | Path, *, extends: bool = False) -> RunFolder:
         """Return the folder of a run that is to resume; `extends`: also beyond its end.
@@ -128,7 +120,7 @@ class RunFolder:
 
     def discard(self) -> None:
         """Remove the folder of a run that was refused; what others have put there stays."""
-        for path in (self.config, self.path / LOCK, *self.logs.glob(f"{CHECK}.*")):
+        for path in (self.config, self.origin, self.path / LOCK, *self.logs.glob(f"{CHECK}.*")):
             path.unlink(missing_ok=True)
         for folder in (self.logs, self.path):
             with suppress(OSError):  # not empty
@@ -179,7 +171,7 @@ def read_object(path: Path, remedy: str = "") -> dict[str, Any]:
         UsageError: it holds none, and a `remedy` is given; else that is as if it were missing.
     """
     try:
-        found = json.loads(read_regular(path))
+        found = json.loads(moved(read_regular(path).decode(), path))
     except FileNotFoundError:
         return {}
     except (OSError, *UNREADABLE) as error:

@@ -15,7 +15,6 @@ import msgspec
 from umbra.deploy.check.choose import in_one_line, ready
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.files.shown import shown_path
-from umbra.deploy.prepare.load import Say, located
 from umbra.deploy.python.run import LOOK_S, Run, RunChild
 from umbra.deploy.python.source import MODULE, CopiedSource
 from umbra.proto.errors import UmbraError, UsageError
@@ -23,6 +22,7 @@ from umbra.services.config import RunConfig
 from umbra.services.config.loader import config_of, read_run_file, to_json
 from umbra.services.environments.protocol import Tool
 from umbra.services.environments.tools import BUILT_IN
+from umbra.services.modeling.run_file import Say, located
 from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.prompts.rows import plain_row, rows_of
 

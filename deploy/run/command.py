@@ -68,7 +68,6 @@ def up(
         stack.enter_context(best_effort_output())
         if before is not None:
             stack.enter_context(before.held())
-            before.follow_move()
             run_file = before.config
         config, tree = load_given(run_file, overrides)
         told = check_extension(before, config) if before is not None and before.has_ended() else ""

@@ -39,7 +39,7 @@ from umbra.services.process.supervisor import Program, Supervisor
 from umbra.services.weights.arena import remove_leftovers
 
 POLL_S = 0.05
-FULL_S = 60.0  # without room for the store; a run is then ended, and can be resumed
+HELP_S = 60.0  # for somebody to help a run that can't go on; it is then ended, and can be resumed
 START_S = 600.0  # for the buffer to bind: a store is opened, prompts are read, on any machine
 LOG_LINES = 15
 TRAINER_RESTARTS = 3  # each repeats the steps since its last checkpoint
@@ -90,6 +90,7 @@ class Up:
         """
         before = self.folder.remember() if self.folder.config.is_file() else None
         try:
+            self.folder.write_origin(self._search)
             waiting = partial(self._view.doing, "trying environment and model on the first prompt")
             for warning in try_environment(
                 self.config,
@@ -136,7 +137,6 @@ class Up:
     def _phases(self) -> tuple[str, int]:
         remove_leftovers(self.folder.id)  # of a life of this run that was killed
         self.folder.forget_end()
-        self.folder.write_origin(self._search)
         return self._supervise()
 
     # -- the loop ---------------------------------------------------------------------------------
@@ -161,10 +161,10 @@ class Up:
                     )
                 self._turn(supervisor, progress)
                 for one in progress.status.stuck if progress.status is not None else ():
-                    if one.disk_full and one.age_s > FULL_S:
+                    if one.hopeless and one.age_s > HELP_S:
                         raise UmbraError(
-                            f"{one.disk_full} for {FULL_S:g} s: free some, and resume with "
-                            f"`umbra up {shown_path(self.folder.path)}`"
+                            f"{one.hopeless} for {one.age_s:.0f} s; after that is mended, resume "
+                            f"with `umbra up {shown_path(self.folder.path)}`"
                         )
         finally:
             progress.poll()

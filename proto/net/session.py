@@ -29,6 +29,7 @@ GRACE_S = 60.0  # without a sign of the broker: it is gone, or cut off from us
 LEAVE_TIMEOUT_S = 3.0
 NAME_WAIT_S = 20.0  # for whoever has our name to fall silent, as after a container's restart
 NAME_RETRY_S = 1.0
+FAILED = "failed: "  # how the reason begins for which a member leaves after an error
 REPLACES_VARIABLE = "UMBRA_REPLACES"  # pid of our predecessor, which our supervisor saw end
 WATCHED = ("push",)  # rows of the metrics that go to the watchers, too
 
@@ -218,7 +219,7 @@ class Session:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         failed = error or self.failure
-        self.leave(f"failed: {failed}" if failed else self.stop_reason or "done")
+        self.leave(f"{FAILED}{failed}" if failed else self.stop_reason or "done")
 
     # -- the link's thread ------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from umbra.services.modeling.run_file import load_service
 from umbra.services.process.command import ServiceContext, service_command
 
 NEW_ADDRESS = "--new-address"
@@ -18,6 +19,7 @@ def _run(context: ServiceContext) -> int:
 command = service_command(
     "buffer",
     _run,
+    load=load_service,
     options=[
         click.Option(
             [NEW_ADDRESS],

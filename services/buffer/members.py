@@ -69,6 +69,7 @@ class Membership:
     def __init__(self, config: BufferConfig) -> None:
         self.peers: dict[str, Participant] = {}
         self.departed: dict[str, str] = {}  # name -> why
+        self.last_generator: Participant | None = None  # of those that are gone
         self.changed: set[str] = set()  # who came or went since the journal last took note
         self._single: dict[Role, Participant] = {}  # asked for at every heartbeat
         self._heartbeat_s = config.heartbeat_s
@@ -182,6 +183,8 @@ class Membership:
         if self._single.get(peer.role) is peer:
             del self._single[peer.role]
         self.departed[peer.name] = why
+        if peer.role == "generator":
+            self.last_generator = peer
         _forget_oldest(self.departed)
         self.changed.add(peer.name)
 

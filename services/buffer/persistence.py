@@ -233,8 +233,8 @@ class DiskQuota:
             return []
         what = f"new groups: {self._pool.blocked}"
         action = "none are issued until there is room; what is under way goes on"
-        age_s, full = now - self._since, self._pool.blocked if self._disk else ""
+        age_s, full = now - self._since, f"{self._pool.blocked} (free some)" if self._disk else ""
         if not full and self._hopeless_since is not None:
             age_s = now - self._hopeless_since
             full = f"no room for a batch in buffer.store_max_bytes = {self._max_bytes} (raise it)"
-        return [Stuck(what=what, holder="buffer", age_s=age_s, action=action, disk_full=full)]
+        return [Stuck(what=what, holder="buffer", age_s=age_s, action=action, hopeless=full)]

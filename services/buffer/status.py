@@ -10,11 +10,13 @@ from msgspec.structs import replace
 from umbra.proto.messages import State as ServiceState
 from umbra.proto.messages import Status, Stuck
 from umbra.proto.net.server import Refusals
+from umbra.proto.net.session import FAILED
 from umbra.services.buffer.health import Throughput
 from umbra.services.buffer.persistence import DiskQuota
 from umbra.services.buffer.samples.groups import Group, Sample, State
 from umbra.services.buffer.state import RunState
 
+RETURN_S = 600.0  # for a generator to take the place of one that others started and that failed
 SHOWN = 20  # overdue samples named at once, the oldest of each kind
 
 
@@ -39,18 +41,25 @@ class StallReport:
         for group in run.pool.groups.values():
             if not group.completed:
                 return text + self._open_sample(_oldest_open(group), now)
-        if not self._has_generator:
-            return text + "no generator has joined"
+        if absence := self._absence:
+            return text + absence
         if run.pool.filtered_in_a_row:
             return text + f"the last {run.pool.filtered_in_a_row} groups were filtered"
         return text + "no generator has asked for the next samples with new enough weights"
 
     @property
-    def _has_generator(self) -> bool:
-        return any(peer.role == "generator" for peer in self._members.peers.values())
+    def _absence(self) -> str:
+        """Return that there is no generator, and why; empty if there is one."""
+        members = self._members
+        if any(peer.role == "generator" for peer in members.peers.values()):
+            return ""
+        if (last := members.last_generator) is None:
+            return "no generator has joined"
+        return f"no generator is left ({last.name}: {members.departed.get(last.name, 'gone')})"
 
     def stuck(self, now: float) -> list[Stuck]:
         return [
+            *self._generators(now),
             *self._batches(now),
             *self._leases(now),
             *self._groups(now),
@@ -74,14 +83,24 @@ class StallReport:
                     f"waiting for sample {sample.sample_id} in stage {stage}, held by "
                     f"{sample.holder} for {now - sample.leased_at:.1f} s"
                 )
-            case _ if not self._has_generator:
-                return "no generator has joined"
+            case _ if absence := self._absence:
+                return absence
             case _:
                 version = max(self._run.admission.required_version(sample), 0)
                 return (
                     f"sample {sample.sample_id} is queued for a generator that has room and "
                     f"serves version {version} or newer"
                 )
+
+    def _generators(self, now: float) -> Iterator[Stuck]:
+        """Yield that no generator is left, where others start them; a run restarts its own."""
+        last, what = self._members.last_generator, self._absence
+        if last is None or not what or self._run.config.generator.count:
+            return
+        age_s, failed = now - last.heard_at, f"({last.name}: {FAILED}" in what
+        hopeless = what if failed and age_s > RETURN_S else ""
+        action = "none: start one"
+        yield Stuck(what=what, holder="nobody", age_s=age_s, action=action, hopeless=hopeless)
 
     def _batches(self, now: float) -> Iterator[Stuck]:
         batches, since = self._run.batches, self._run.wanted_since

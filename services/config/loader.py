@@ -21,6 +21,7 @@ from umbra.services.config import NamedEnvironment, RunConfig
 log = logging.getLogger(__name__)
 
 ENV_PREFIX = "UMBRA_"
+ORIGIN = "origin.json"  # beside the configuration of a run: the folder that it was written for
 ENVIRONMENTS = "environments"
 """The one section that is a list of tables."""
 FOREIGN: dict[str, tuple[str, int]] = {
@@ -116,7 +117,7 @@ def read_run_file(path: Path, called: str = "run file") -> Any:
     """Return what a run file, or another `called` so, says, unchecked; UsageError if unreadable."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-        return decode_json(text) if path.suffix == ".json" else tomllib.loads(text)
+        return decode_json(moved(text, path)) if path.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError:
         raise UsageError(f"{called} {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -124,6 +125,18 @@ def read_run_file(path: Path, called: str = "run file") -> Any:
     except UNREADABLE as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise UsageError(f"{called} {path} is not valid {kind}: {error}") from error
+
+
+def moved(text: str, path: Path) -> str:
+    """Return the text of a file in a run's folder; in a copied one its paths name the copy."""
+    origin = path.with_name(ORIGIN)
+    try:
+        before = json.loads(origin.read_bytes())["folder"] if origin.is_file() else ""
+        names = before, f"{path.resolve().parent}/"
+        old, new = (json.dumps(name, ensure_ascii=False)[1:-1] for name in names)
+    except (OSError, *UNREADABLE, LookupError, TypeError):
+        return text
+    return text.replace(old, new) if old else text
 
 
 def _check(tree: Any, where: str) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from umbra.proto.errors import UsageError
 from umbra.proto.messages import Ok, Order
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import Security
-from umbra.services.config.loader import load_config
+from umbra.services.config.loader import ORIGIN, load_config, moved
 from umbra.services.generator.tasks import GYM, VERIFIERS, write_task
+from umbra.services.modeling.run_file import load_service
 from umbra.services.process.command import ServiceContext, keys_of, service_command
 from umbra.services.process.files import named_run
 from umbra.services.process.parent import SEARCH_VARIABLE
-from umbra.services.prompts.readers import placed, read_source
+from umbra.services.prompts.readers import read_source
 from umbra.services.reporting.figures import telling
 
 ANSWER_S = 10.0
@@ -38,7 +39,7 @@ def _run(ctx: ServiceContext) -> int:
     return run(ctx)
 
 
-command = service_command("generator", _run)
+command = service_command("generator", _run, load=load_service)
 
 
 @click.command("make-task")
@@ -150,19 +151,13 @@ def evaluate(
         config, model = config or str(model / "config.json"), model / "model"
         if not model.is_dir():
             raise UsageError(f"the run in {model.parent} has no trained model: it has not ended")
-        origin = json.loads((model.parent / "origin.json").read_bytes())
+        file = model.parent / ORIGIN
+        origin = json.loads(moved(file.read_text(encoding="utf-8"), file))
         sys.path.extend(origin["search"])
         os.environ[SEARCH_VARIABLE] = os.pathsep.join(origin["search"])  # of its processes
-    settings = load_config(config, overrides=sets)
-
-    def beside(path: str) -> str:
-        found = Path(config or "").parent / path
-        return str((found if found.exists() else Path(path)).absolute())
-
-    if prompts is None:
-        if not settings.eval.prompts:
-            raise UsageError("give --prompts FILE, or a --config with eval.prompts")
-        prompts = placed(settings.eval.prompts, beside)
+    settings = load_service(config, overrides=sets)
+    if not (prompts := prompts or settings.eval.prompts):
+        raise UsageError("give --prompts FILE, or a --config with eval.prompts")
     found = read_source(prompts, columns=settings.eval.columns, section="eval")
     rows = [prompt.row for prompt in found]
     from umbra.services.generator.evaluate import evaluate_model  # brings torch

@@ -142,10 +142,11 @@ def service_command(
     section: str,
     run: Callable[[ServiceContext], int],
     *,
+    load: Callable[..., RunConfig] = load_config,
     options: Sequence[click.Option] = (),
     identify: Callable[[Mapping[str, Any]], tuple[Role, str]] | None = None,
 ) -> click.Command:
-    """Return the command of a service, with settings of run file, environment and --set.
+    """Return the command of a service; `load` reads run file, environment and --set.
 
     What `options` say differs from process to process and is no part of the configuration; `run`
     finds it in its context. `identify` returns the role and the default name of a process with
@@ -159,7 +160,7 @@ def service_command(
         flags = {"run.broker": values["broker"], "run.advertise": values["advertise"]}
         overrides += [f"{key}={given}" for key, given in flags.items() if given is not None]
         overrides += security_overrides(values["keys"], values["insecure"])
-        config = load_config(values["config"], overrides=overrides)
+        config = load(values["config"], overrides=overrides)
         role, name = identify(own) if identify is not None else (cast(Role, section), service)
         name = values["name"] or name
         raise SystemExit(_run_service(run, role, config, name, values["run_dir"], own))

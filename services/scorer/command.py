@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from umbra.services.modeling.run_file import load_service
 from umbra.services.process.command import ServiceContext, service_command
 
 
@@ -16,6 +17,7 @@ def _run(context: ServiceContext) -> int:
 command = service_command(
     "scorer",
     _run,
+    load=load_service,
     options=[
         click.Option(
             ["--stage"],

@@ -18,6 +18,7 @@ from umbra.proto.errors import PeerLostError, UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.config.loader import to_json
 from umbra.services.http import listen
+from umbra.services.modeling.run_file import load_service
 from umbra.services.process.child import ChildProcess, child_environ, umbra_argv
 from umbra.services.process.command import ServiceContext, service_command
 from umbra.services.process.fork_server import ForkServer
@@ -145,6 +146,7 @@ def _run(context: ServiceContext) -> int:
 command = service_command(
     "trainer",
     _run,
+    load=load_service,
     options=[
         click.Option(
             ["--node-rank"],

@@ -14,6 +14,7 @@ from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
 from umbra.proto.net.session import Session
 from umbra.proto.sockets import check_address
+from umbra.services.modeling.run_file import load_service
 from umbra.services.process.command import ServiceContext, service_command
 
 OPTIONS = (
@@ -91,4 +92,6 @@ def _run(context: ServiceContext) -> int:
     return 0
 
 
-command = service_command("weight_hub", _run, options=OPTIONS, identify=_identify)
+command = service_command(
+    "weight_hub", _run, load=load_service, options=OPTIONS, identify=_identify
+)

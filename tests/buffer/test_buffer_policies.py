@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 from fakes.broker_world import World, trajectory, world
+from msgspec.structs import replace
 
 from umbra.proto import messages as m
+from umbra.proto.net.session import FAILED
 from umbra.proto.records import Task, pack_float32
 from umbra.services.buffer.samples.ledger import REASONS_KEPT
 from umbra.services.buffer.samples.staleness import StalenessPolicy, split
+from umbra.services.config import GeneratorConfig
 
 
 def step(run: World, number: int) -> None:
@@ -274,11 +277,11 @@ def test_a_run_whose_batch_does_not_fit_into_the_store_is_told_so() -> None:
     run.store.size_bytes = run.config.buffer.store_max_bytes
     for seconds in (0.1, 70.0):
         run.pass_time(seconds)
-    (full,) = (one for one in run.broker.status(run.now).stuck if one.disk_full)
-    assert full.age_s == pytest.approx(70.0) and "no room for a batch" in full.disk_full
+    (full,) = (one for one in run.broker.status(run.now).stuck if one.hopeless)
+    assert full.age_s == pytest.approx(70.0) and "no room for a batch" in full.hopeless
     run.store.size_bytes = 0
     run.pass_time(0.1)
-    assert not any(one.disk_full for one in run.broker.status(run.now).stuck)
+    assert not any(one.hopeless for one in run.broker.status(run.now).stuck)
 
 
 def test_a_store_that_is_full() -> None:
@@ -356,3 +359,27 @@ def test_a_sample_that_is_late_needs_weights_for_the_version_it_will_be_trained_
 )
 def test_split(oldest: int, newest: int, version: int, parts: tuple[int, int, int]) -> None:
     assert split(oldest, newest, version) == parts
+
+
+@pytest.mark.parametrize(
+    ("count", "reason", "named"), [(0, f"{FAILED}dtype", True), (0, "", True), (1, "", False)]
+)
+def test_generators_of_others_that_are_gone_are_named(count: int, reason: str, named: bool) -> None:
+    """After a failure the run is hopeless in time; a run's own ones are started again by it."""
+    run = world()
+    run.config = replace(run.config, generator=GeneratorConfig(count=count))
+    run.restart_broker()
+    for name in ("a", "b"):
+        run.join("generator", name)
+    run.ask("a", m.Leave(reason="drained"))
+    run.ask("b", m.Leave(reason=reason))
+    hopeless: list[str] = []
+    for _ in range(2):
+        found = [one for one in run.broker.status(run.now).stuck if one.holder == "nobody"]
+        assert [one.what for one in found] == named * [f"no generator is left (b: {reason})"]
+        hopeless = [one.hopeless for one in found if one.hopeless]
+        assert not hopeless or run.now
+        run.pass_time(601.0)
+    assert bool(hopeless) == bool(reason)
+    run.join("generator", "c")
+    assert not [one for one in run.broker.status(run.now).stuck if one.holder == "nobody"]

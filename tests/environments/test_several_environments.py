@@ -8,7 +8,6 @@ import pytest
 from fakes.trajectories import sample, trajectory
 
 from umbra.deploy.files.formats import to_toml
-from umbra.deploy.prepare.load import located
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import open_prompts, rows_to_try
 from umbra.services.config import DataConfig, NamedEnvironment, RunConfig
@@ -18,6 +17,7 @@ from umbra.services.environments.built_in import ExactMatch, NumericMatch
 from umbra.services.environments.pool import EnvironmentSet, InlinePool
 from umbra.services.environments.protocol import EpisodeOutcome, SampleError, StepResult
 from umbra.services.generator.pools import settings_for
+from umbra.services.modeling.run_file import located
 from umbra.services.trainer.metrics import environment_metrics
 
 RUN = """

@@ -41,7 +41,7 @@ def fill(place: Path) -> Path:
 
 
 def is_full(status: Status) -> bool:
-    return any(item.disk_full for item in status.stuck)
+    return any(item.hopeless for item in status.stuck)
 
 
 def work_until_stuck(run: CrashRun) -> None:
@@ -140,7 +140,7 @@ def test_a_run_whose_disk_stays_full_ends_with_a_sentence(
 ) -> None:
     (project / "runs").symlink_to(small_disk)
     monkeypatch.chdir(project)
-    monkeypatch.setattr("umbra.deploy.run.up.FULL_S", 3.0)
+    monkeypatch.setattr("umbra.deploy.run.up.HELP_S", 3.0)
 
     def fill_after_a_step() -> None:
         while not any('"kind":"step"' in p.read_text() for p in small_disk.glob("*/metrics.jsonl")):
@@ -151,4 +151,4 @@ def test_a_run_whose_disk_stays_full_ends_with_a_sentence(
     assert cli.main(["up", "run.toml", "--set", "run.steps=100000"]) == 6
     said = capsys.readouterr().err
     assert f"no room for the store in {small_disk}" in said
-    assert "for 3 s: free some, and resume with `umbra up disk/" in said
+    assert "s; after that is mended, resume with `umbra up disk/" in said

@@ -12,7 +12,7 @@ import pytest
 from fakes.hub import Hub, ask_there, serving
 
 from umbra import cli
-from umbra.deploy.prepare.load import load_run, located
+from umbra.deploy.prepare.load import load_run
 from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import RunConfig
@@ -26,6 +26,7 @@ from umbra.services.modeling.model_directory import (
     weights_checksum,
 )
 from umbra.services.modeling.models import load_tokenizer, outline_model
+from umbra.services.modeling.run_file import located
 
 constants: Any = pytest.importorskip("huggingface_hub.constants")
 NAME = "acme/tiny"

@@ -1,6 +1,7 @@
 """The example run files are valid, and their rewards and prompts fit together."""
 
 import asyncio
+import os
 import re
 import runpy
 import shlex
@@ -11,7 +12,7 @@ import pytest
 
 from umbra.cli import main
 from umbra.deploy.commands.demo import DEMOS, RECIPES
-from umbra.deploy.prepare.load import located, search_path
+from umbra.deploy.prepare.load import search_path
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.config.loader import load_config
@@ -26,6 +27,8 @@ from umbra.services.environments.protocol import (
 )
 from umbra.services.environments.worker import EnvironmentHost
 from umbra.services.generator.checks import check_environment
+from umbra.services.modeling.run_file import load_service, located
+from umbra.services.process.parent import SEARCH_VARIABLE
 from umbra.services.prompts.readers import read_source
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +182,15 @@ def test_paths_are_looked_up_beside_the_run_file_and_then_here(
     told.clear()
     assert located(config, here / "run.toml", told.append).data.prompts == str(here / "both.jsonl")
     assert told == []
+    (beside / "run.toml").write_text('model.path = "only.jsonl"\ncritic.path = "acme/critic"\n')
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setenv(SEARCH_VARIABLE, "")  # so that it is as before afterwards
+    monkeypatch.delenv(SEARCH_VARIABLE)
+    service = load_service(str(beside / "run.toml"), overrides=["run.steps=3"])
+    assert (service.model.path, service.run.steps) == (str(beside / "only.jsonl"), 3)
+    assert service.critic.path == "acme/critic"  # nothing is asked of a hub
+    assert os.environ[SEARCH_VARIABLE].split(os.pathsep) == [str(beside), str(here)]
+    assert sys.path[-2:] == [str(beside), str(here)]
 
 
 def test_a_folder_of_a_data_set_stays_where_it_is(

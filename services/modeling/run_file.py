@@ -1,0 +1,141 @@
+"""Names in a run file: absolute paths, and names on the hub with the commits they stand for.
+
+A model or a data set on the hub gets the commit that its revision stands for, so that all processes
+of the run read the same; each resolves what it needs by itself, from its cache or by a download.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from umbra.proto.errors import UsageError
+from umbra.proto.net.keys import FOLDER
+from umbra.services.config import ModelConfig, RunConfig
+from umbra.services.config.loader import load_config
+from umbra.services.modeling.hub import (
+    HubName,
+    is_hub_name,
+    looks_like_name,
+    pin,
+    refuse_misspelt,
+)
+from umbra.services.process.parent import SEARCH_VARIABLE
+from umbra.services.prompts.readers import pin_source, placed
+
+Say = Callable[[str], None]
+
+
+def load_service(run_file: str | None, *, overrides: Iterable[str]) -> RunConfig:
+    """Return the configuration of a service that is started by hand, with absolute paths.
+
+    As in `umbra up`, paths and modules are looked for beside the run file first. A resolved
+    configuration (JSON) has absolute paths already, and its starter names the modules' folders.
+    """
+    config = load_config(run_file, overrides=overrides)
+    if run_file is None or run_file.endswith(".json"):
+        return config
+    search = list(dict.fromkeys(map(str, (Path(run_file).resolve().parent, Path.cwd()))))
+    sys.path += [folder for folder in search if folder not in sys.path]
+    os.environ.setdefault(SEARCH_VARIABLE, os.pathsep.join(search))  # of its processes
+    return located(config, Path(run_file), pins=False)
+
+
+def located(
+    config: RunConfig, run_file: Path, say: Say = lambda text: None, *, pins: bool = True
+) -> RunConfig:
+    """Return `config` with absolute paths and, unless not `pins`, pinned names; earlier pins stay.
+
+    Paths are looked up from the run file's folder, else from here. `say` reports which of two is
+    taken where both exist, and what names stand for. UsageError: a name does not exist or may
+    not be read; StartupError: it cannot be reached, and is in no cache.
+    """
+
+    @cache
+    def found(path: str) -> Path:
+        beside, here = run_file.parent / path, Path(path)
+        if beside.exists() and here.exists() and not beside.samefile(here):
+            say(
+                f"{path} is taken from the run file's folder: {beside.absolute()}, not the one here"
+            )
+        return beside if beside.exists() else here
+
+    def file(path: str) -> str:
+        return str(found(path).resolve()) if path else ""
+
+    def program(python: str) -> str:
+        """Resolve a path like a file's, but follow no link of it."""
+        return str(found(python).absolute()) if "/" in python else python
+
+    @cache
+    def source(name: str) -> str:
+        name = placed(name, file)
+        if pins and (pinned := pin_source(name)) != name:
+            say(f"prompts: {pinned}")
+            return pinned
+        return name
+
+    def model(name: str, key: str) -> str:
+        if not is_hub_name(name) or (run_file.parent / name).exists():
+            return file(name)
+        if not pins:
+            return name
+        refuse_misspelt(name, key, run_file.parent)
+        return str(pin(name, key))
+
+    def policy(own: ModelConfig) -> ModelConfig:
+        if looks_like_name(own.path) and HubName.of(own.name).pinned:
+            return own  # whatever has come to lie there since
+        if not is_hub_name(own.path) or (run_file.parent / own.path).exists():
+            if own.revision and own.path:
+                raise UsageError(
+                    f"model.revision = {own.revision} is for models on the hub, and model.path is "
+                    f"the directory {file(own.path)}: remove it"
+                )
+            return replace(own, path=file(own.path))
+        if not pins:
+            return own
+        if "@" in own.path and own.revision:
+            raise UsageError(
+                f"model.path = {own.path} names a revision, and model.revision = {own.revision} "
+                "does too: remove one of them"
+            )
+        if not own.revision:
+            refuse_misspelt(own.path, "model.path", run_file.parent)
+        name = pin(own.name, "model.path")
+        if name != HubName.of(own.name):
+            say(f"model: {name.repo}, commit {name.revision}")
+        return replace(own, path=name.repo, revision=name.revision)
+
+    usual, prompts = Path(config.run.dir).absolute() / FOLDER, config.data.prompts
+    scored = config.scorer.model
+    keys = config.security.keys or (str(usual) if usual.is_dir() else "")
+    return replace(
+        config,
+        model=replace(policy(config.model), chat_template=file(config.model.chat_template)),
+        environment=replace(config.environment, python=program(config.environment.python)),
+        environments=tuple(
+            replace(one, python=program(one.python), prompts=source(one.prompts))
+            for one in config.environments
+        ),
+        data=replace(
+            config.data,
+            prompts=source(prompts)
+            if isinstance(prompts, str)
+            else {source(name): weight for name, weight in prompts.items()},
+        ),
+        scorer=replace(
+            config.scorer,
+            model=model(scored, "scorer.model")
+            if isinstance(scored, str)
+            else {name: model(own, "scorer.model") for name, own in scored.items()},
+        ),
+        critic=replace(config.critic, path=model(config.critic.path, "critic.path")),
+        eval=replace(config.eval, prompts=source(config.eval.prompts)),
+        security=replace(config.security, keys=file(keys)),
+    )
