@@ -57,7 +57,7 @@ def check_address(address: str, flag: str) -> None:
     if address.startswith("tcp://") and address.endswith(":*"):
         raise UsageError(
             f"{flag} is missing, or {address} has no port: write it as tcp://host:port, which the "
-            "other side tells when it starts"
+            "other side logs when it starts"
         )
     if not ADDRESS.fullmatch(address):
         raise UsageError(f"{flag} {address or repr(address)}: write it as tcp://host:port")

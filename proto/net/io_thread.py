@@ -35,7 +35,7 @@ STOPPING_S = 1.0
 RESEND_S = 3.0  # a lost connection costs at most this long; the server recognises the repetition
 
 FAILURES = 5  # broken handshakes in a row, before the first that succeeds, that are no accident
-MISMATCH = "it needs keys that we lack, has none, or has those of another run"
+MISMATCH = "one side has no keys, or keys of another run"
 EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -247,9 +247,9 @@ class Channel:
                 self._connected, self._failures = True, 0
                 self._locked = self._suspicion = ""
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # libzmq does not try again
-                self._locked = "does not know our key, or has no use for one of our role"
+                self._locked = "refuses the key of this process, or its role"
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # the same
-                self._locked = f"does not understand us: {MISMATCH}"
+                self._locked = f"refuses the handshake: {MISMATCH}"
             else:
                 self._failures += 1
                 if self._failures >= FAILURES and not self._connected:

@@ -430,9 +430,9 @@ class Server:
         most_bytes = 0 if keyed and role is None else allowed_bytes(kind, role)
         if not most_bytes and keyed:
             self.refusals.add(f"{header.type} of {header.sender!r}, which has the {role} key")
-            raise refuse(f"is nothing that the {role} key allows", "not_allowed")
+            raise refuse(f"is not allowed with the {role} key", "not_allowed")
         if not most_bytes:
-            raise refuse("is nothing that a server is sent", "unexpected")
+            raise refuse("is not a request", "unexpected")
         return most_bytes
 
     def _refuse(

@@ -278,7 +278,7 @@ class Session:
         """Join again: the broker restarted, or had dropped this member."""
         if not self._rejoining and not self.stopping.is_set():
             self._rejoining = True
-            log.warning("%s does not know us any more: joining again", self._control.peer)
+            log.warning("%s has lost this member: joining again", self._control.peer)
             self._control.request(self._hello, timeout_s=self._grace_s, on_done=self._rejoined)
 
     def _rejoined(self, future: Future[m.Message]) -> None:

@@ -24,7 +24,7 @@ command = service_command(
         click.Option(
             [NEW_ADDRESS],
             is_flag=True,
-            help="Port * picks a new port; nobody knows that of this run's last buffer any more.",
+            help="With port *, bind a new port instead of that of this run's last buffer.",
         )
     ],
 )

@@ -147,7 +147,7 @@ class Recovery:
             if same.get(key) != value and not (key == "run_id" and self._is_inside):
                 raise UsageError(
                     f"the store is of a run with {key} = {same.get(key)}, this one has {value}: "
-                    "choose another --run-dir, or go on with the settings of before"
+                    "choose another --run-dir, or set it as before"
                 )
         if same != self._same:  # a copied or renamed folder is a run of the name that it has now
             journal.write("run", self._same)
@@ -202,7 +202,7 @@ class DiskQuota:
             if not pool.counters["batches_let_go"]:
                 log.warning(
                     "buffer.store_max_bytes = %d is reached and the trainer saves no checkpoints: "
-                    "its first batches go, so it could not start from the beginning again",
+                    "its first batches are deleted, so it could not restart from step 1",
                     self._max_bytes,
                 )
             pool.counters["batches_let_go"] += 1

@@ -335,7 +335,7 @@ class LmdbStore:
         with self._env.begin(buffers=True) as transaction:
             content = _unseal(HEADER, transaction.get(HEADER, b""))
             if content is None:
-                raise self._damaged(f"{DATA} is of no store, or the value that says so is damaged")
+                raise self._damaged(f"{DATA} has no header of a store, or a damaged one")
             header = msgspec.msgpack.decode(content, type=StoreHeader)
             if header.schema != SCHEMA:
                 raise StoreError(

@@ -257,8 +257,8 @@ class GeneratorConfig(Section):
     )
     partial_flush_tokens: int = key(
         512,
-        "tokens after which what there is of a sample is sent to the buffer, which so much is "
-        "lost of at most; 0 = never",
+        "tokens between saves of a partial rollout in the buffer, the most that a crash loses of "
+        "it; 0 = no saves",
         ge=0,
     )
     threads: int = key(
@@ -266,8 +266,8 @@ class GeneratorConfig(Section):
     )
     kv_policy: Literal["keep", "recompute", "abort", "drain"] = key(
         "keep",
-        "sequences under way when new weights come: keep their cache, have it recomputed, are "
-        "aborted and go on as partials, or (drain) end before, on the old ones",
+        "sequences in flight at new weights: keep the KV cache, recompute it, abort and resume "
+        "them as partials, or drain (finish them on the old weights first)",
     )
     tensor_parallel: int = key(1, "GPUs (on CPUs: processes) of one engine; vLLM only", ge=1)
     engine_args: dict[str, Any] = key({}, "vLLM's own engine arguments, by their names")
@@ -278,8 +278,8 @@ class GeneratorConfig(Section):
     )
     serve_advertise: str = key(
         "",
-        "HOST or HOST:PORT that agents are told instead, if they reach this generator by "
-        "another name (containers, a proxy); without a port: the one it has",
+        "HOST or HOST:PORT by which agents reach generator.serve, if it is another name "
+        "(containers, a proxy); without a port: that of generator.serve",
     )
 
     @property

@@ -261,8 +261,8 @@ class ObjectiveKeys(Section):
     entropy_coef: float | None = key(None, "weight of the entropy bonus; 0 = off", ge=0)
     score_centering: int = key(
         0,
-        "center the scores (arXiv 2609.20807) by so many of the sampler's likeliest tokens, which "
-        "generators tell of each; 0 = off, 128 in the paper",
+        "number of the sampler's likeliest tokens by which scores are centered (arXiv 2609.20807); "
+        "generators send them with each token; 0 = off, 128 in the paper",
         ge=0,
         le=1024,
     )

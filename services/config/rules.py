@@ -102,7 +102,7 @@ def _run_faults(config: RunConfig) -> Iterator[str]:
         ("trainer.lora_publish = adapter", config.trainer.lora_publish == "adapter"),
     ):
         if is_set and config.generator.engine == "vllm-http":
-            yield f"{key} is not made for generator.engine = vllm-http: set engine to vllm"
+            yield f"{key} does not work with generator.engine = vllm-http: set engine to vllm"
     batch = config.buffer.group_size * config.buffer.batch_groups
     if config.trainer.minibatches > batch:
         yield (
@@ -275,7 +275,7 @@ def branch_faults(config: RunConfig) -> Iterator[str]:
     """
     training = [one.where for one in config.all_environments if one.branches == "train"]
     for setting in _unproven(config, config.trainer.pieces) if training else ():
-        yield f"{training[0]}.branches = train is not made for {setting}: change one of them"
+        yield f"{training[0]}.branches = train does not work with {setting}: change one of them"
 
 
 def _unproven(config: RunConfig, pieces: ObjectiveSpec) -> Iterator[str]:

@@ -51,7 +51,7 @@ class TrainerConfig(ObjectiveKeys):
         "float32", "dtype of parameters; bf16 ones have float32 copies for the optimizer"
     )
     offload: Literal["none", "optimizer", "activations", "all"] = key(
-        "none", "what is in host memory; all: also parameters and gradients of ranks"
+        "none", "state kept in host memory; all: also parameters and gradients of ranks"
     )
     threads: int = key(0, "CPU threads of a rank; 0 = its share of the cores", ge=0)
     ranks: int = key(1, "processes over which the policy is sharded (FSDP2)", ge=1)
@@ -202,7 +202,7 @@ class CheckpointConfig(Section):
     """Checkpoints of the trainer, in <run dir>/checkpoints."""
 
     every: int = key(20, "steps between checkpoints; the last step has one too; 0 = none", ge=0)
-    keep: int = key(2, "newest checkpoints that are kept; each can be gone on from", ge=1)
+    keep: int = key(2, "newest checkpoints that are kept; a run can resume from each", ge=1)
     best_metric: str = key(
         "", "also keep the checkpoint whose step has the best value of this metric"
     )

@@ -158,7 +158,7 @@ def reward_fault(reward: float, parts: dict[str, float], reason: str = "stop") -
     if not -MOST_REWARD <= reward <= MOST_REWARD:  # nor is it where it is NaN
         return f"reward is {reward}, which is not within {MOST_REWARD:g}"
     if not _is_name(reason):
-        return f"the reason of the end is no short name: {reason[:MOST_NAME]!r}"
+        return f"reason must be a short name, not {reason[:MOST_NAME]!r}"
     if not parts:
         return None
     if len(parts) > MOST_PARTS:
@@ -318,10 +318,10 @@ def _routing_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> st
     routing = trajectory.routing
     if routing is None:
         if facts.routing and trained:
-            return "it does not say which experts its tokens met (trainer.router_replay)"
+            return "it has no routing, which trainer.router_replay needs"
         return None
     if facts.routing is False:
-        return "it says which experts its tokens met, but trainer.router_replay is off"
+        return "it has routing, but trainer.router_replay is off"
     found = (routing.layers, routing.choices, routing.experts)
     if facts.routers is not None and found != facts.routers:
         return (
@@ -360,7 +360,7 @@ def _support_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> st
     if support is None:
         if trained and (cut or facts.centered):
             key = "top_p, top_k, min_p" if cut else "trainer.score_centering"
-            return f"it does not say which tokens could have been drawn ({key})"
+            return f"it has no support, which {key} needs"
         return None
     if len(support.sizes) != 2 * trajectory.response_tokens:
         return f"support has {len(support.sizes)} bytes of sizes for its response tokens"

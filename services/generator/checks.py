@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _PLAIN, _TOOLS = Opening([]), Opening([], [calculator])
 
-UNREAD = "nothing here reads the tool calls that the model's chat template writes"
+UNREAD = "no parser reads the tool calls that the model's chat template writes"
 REMEDY = (
     "name one that does in model.parser (docs/generation.md, Parsers), or set "
     "model.chat_template to a template whose calls are read"

@@ -133,7 +133,7 @@ class GeneratorLoop:
             self._deliver()
             self._buffer.flush(DRAIN_S)
         except Exception:
-            log.exception("what is finished could not be delivered")
+            log.exception("finished samples could not be submitted")
 
     def _load_weights(self) -> None:
         self._receiver.check()  # also while no weights are wanted
@@ -182,7 +182,7 @@ class GeneratorLoop:
         version = self._engine.version
         ours = (-1, version) if self._staged is None else ()
         self._runner.add(task for task in tasks if task.pinned_version in ours)
-        why = f"the generator serves version {version}, not for long"
+        why = f"the generator is about to replace version {version}"
         others = [task for task in tasks if task.pinned_version not in ours]
         self._buffer.give_back([returned(task, why) for task in others])
 

@@ -297,8 +297,8 @@ class Rollout:
         line = self._asked_line(ask)
         if self.turns + 1 == self._settings.limits.turns:
             raise RefusedError(
-                f"environment.max_turns = {self._settings.limits.turns} are over: only the reward "
-                "can follow",
+                f"turn limit reached (environment.max_turns = {self._settings.limits.turns}): post "
+                "the reward",
                 "turn_limit_reached",
             )
         ids: list[int] = []
@@ -308,7 +308,7 @@ class Rollout:
             if total >= self._most(line):
                 raise RefusedError(
                     f"{len(line.prompt)} prompt tokens and {total} more leave no room for an "
-                    "answer in the context length: only the reward can follow",
+                    "answer in the context length: post the reward",
                     "context_length_exceeded",
                 )
         self._end_turn(len(self._line.tokens.ids), self._turn_complete())
@@ -331,8 +331,8 @@ class Rollout:
             line, end, complete = self._line, len(self._line.tokens.ids), self._turn_complete()
         if not complete:
             raise RefusedError(
-                "the model's last turn was cut before its end, where its tokens or the context "
-                "length ended: only the reward can follow",
+                "the model's last turn was cut off at a token limit or the context length: post "
+                "the reward",
                 "context_length_exceeded",
             )
         if end == len(line.tokens.ids):

@@ -131,9 +131,9 @@ class Scorer(nn.Module):
         )
         if (off := float((one - other).abs().max())) > _APART:
             raise UsageError(
-                f"model.path: in a {type(self.model).__name__} what stands before a sequence in a "
-                f"row changes its logprobs (by {off:.2g} nats): it carries a state in a way that "
-                "Umbra does not know of, so it can't be trained"
+                f"model.path: in a {type(self.model).__name__} logprobs of a sequence depend on "
+                f"what precedes it in its row (by {off:.2g} nats): the model carries state that "
+                "Umbra cannot separate, so it can't be trained; choose another model"
             )
 
     def _run(self, request: _Request, rows: MicroBatch, share: SequenceShare | None = None) -> Any:
@@ -240,8 +240,8 @@ class Scorer(nn.Module):
         ours = self._logits(head(hidden)).flatten()
         if not torch.equal(ours.nan_to_num(), logits.flatten().to(ours.dtype).nan_to_num()):
             raise UsageError(
-                f"model.path: {type(self.model).__name__} does something to its logits that Umbra "
-                "does not know of: it can't be trained"
+                f"model.path: {type(self.model).__name__} changes its logits in a way that Umbra "
+                "does not compute, so it can't be trained; choose another model"
             )
         self._compared = True
 

@@ -119,7 +119,7 @@ class WeightFiles:
             rows = made if origin.by_experts else made[first:end]
             if rows.shape != place.shape:
                 there, wanted = list(made.shape), self._shapes[name]
-                raise self._fault(f"{name} is {there} there and {wanted} by config.json")
+                raise self._fault(f"{name}: {there}, by config.json {wanted}")
             place.copy_(rows)
 
     def _convert(
@@ -170,13 +170,13 @@ class WeightFiles:
                 if origin.converter is None:
                     there = files.of(origin.key).get_slice(origin.key).get_shape()
                     if list(there) != wanted:
-                        faults.append(f"{name} is {list(there)} there and {wanted} by config.json")
+                        faults.append(f"{name}: {list(there)}, by config.json {wanted}")
                 elif origin.by_experts:
                     counts = {len(keys) for keys in origin.keys.values()}
                     if counts != {wanted[0]} or set(origin.keys) != {
                         *origin.converter.source_patterns
                     }:
-                        faults.append(f"{name} has {counts} experts there and {wanted[0]} here")
+                        faults.append(f"{name} has {counts} experts, {wanted[0]} by config.json")
         if faults:
             more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
             shown = "; ".join(faults[:SHOWN])

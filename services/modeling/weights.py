@@ -165,7 +165,7 @@ def _check_adapter(given: AdapterFacts | None, own: AdapterFacts | None) -> None
     if given.base != own.base:
         raise UsageError(
             "the trainer's adapter is for another base model than that in model.path of this "
-            f"process (checksum {given.base} there, {own.base} here): give both the same directory"
+            f"process (checksums {given.base} and {own.base}): give both the same directory"
         )
     raise UsageError(
         f"the trainer's adapter has trainer.lora_rank = {given.rank} and lora_alpha = "

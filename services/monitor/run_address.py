@@ -81,8 +81,8 @@ def find_address(run: str = "") -> RunAddress:
     held, address = is_held(folder), RunAddress.read(folder)
     if not held:  # the address of one that was killed may be there still
         raise UsageError(
-            f"the run in {folder} is not under way; `umbra up {folder}` goes on with it if it has "
-            "not reached its end"
+            f"the run in {folder} is not under way; `umbra up {folder}` resumes it if it has not "
+            "reached its end"
         )
     if address is None:
         ending = (folder / "summary.json").exists()

@@ -242,7 +242,7 @@ class Publisher:
                 self._failure = error
                 return True
             except UmbraError as error:
-                log.warning("cannot tell the weight hub of version %d: %s", place.version, error)
+                log.warning("cannot announce version %d to the hub: %s", place.version, error)
                 return False
             log.info("the weight hub has version %d again", place.version)
             return True

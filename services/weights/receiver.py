@@ -301,7 +301,7 @@ class Receiver:
                 self._subscribed(message)
             case m.HubStatus():
                 if not message.subscribed:
-                    self._drop("the hub does not know us")
+                    self._drop("the hub has no subscription of it")
             case _:
                 log.warning("the weight hub pushed an unexpected %s", type(message).__name__)
 

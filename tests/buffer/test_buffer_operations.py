@@ -68,7 +68,7 @@ def test_who_cannot_be_drained_is_named() -> None:
     run = world()
     unknown = run.get("op", m.Order(kind="drain", member="c"), m.Nack)
     assert unknown.code == "not_drainable"
-    assert "'c' is not a member: there is a, b, trainer" in unknown.reason
+    assert "'c' is not a member: members are a, b, trainer" in unknown.reason
     trainer = run.get("op", m.Order(kind="drain", member="trainer"), m.Nack)
     assert "drain the run as a whole" in trainer.reason
     assert run.pushes == []

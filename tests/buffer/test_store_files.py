@@ -143,7 +143,7 @@ def test_a_file_that_is_gone_or_foreign_is_refused(tmp_path: Path) -> None:
     (tmp_path / DATA).unlink()
     with lmdb.open(str(tmp_path)) as env, env.begin(write=True) as transaction:
         transaction.put(b"key", b"value of something else")
-    assert "is of no store" in found(tmp_path)
+    assert "has no header of a store" in found(tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b"x" * 24])

@@ -52,7 +52,7 @@ POISON: list[tuple[dict[str, Any], str]] = [
     ({"sampling": Sampling(temperature=1e-30)}, "temperature is 1e-30"),
     ({"sampling": Sampling(top_k=-5)}, "out of range"),
     ({"turns": 2**63}, "turns is"),
-    ({"sampling": CUT}, "it does not say which tokens could have been drawn"),
+    ({"sampling": CUT}, "it has no support"),
     ({"sampling": CUT, "support": support([1], [7])}, "2 bytes of sizes"),
     ({"sampling": CUT, "support": support([1, 1], [7])}, "other tokens than its sizes say"),
     ({"sampling": CUT, "support": support([2, 0], [7, 8])}, "or than loss_mask has"),

@@ -85,13 +85,13 @@ def test_implied_staleness(
         (RunConfig(eval=EvalConfig(every=5)), "eval.prompts"),
         (
             RunConfig(generator=SERVERS, trainer=TrainerConfig(router_replay=True)),
-            "trainer.router_replay = true is not made for generator.engine = vllm-http",
+            "trainer.router_replay = true does not work with generator.engine = vllm-http",
         ),
         (
             RunConfig(
                 generator=SERVERS, trainer=TrainerConfig(lora_rank=2, lora_publish="adapter")
             ),
-            "trainer.lora_publish = adapter is not made for generator.engine = vllm-http",
+            "trainer.lora_publish = adapter does not work with generator.engine = vllm-http",
         ),
         (RunConfig(generator=GeneratorConfig(count=0)), "leaves the run without a generator"),
         (

@@ -277,7 +277,7 @@ def test_what_is_ignored_is_warned_of(tmp_path: Path) -> None:
         trainer(peft_config=lora(lora_dropout=0.1))
     with pytest.warns(UserWarning, match="Asks: on_epoch_end: never called"):
         made = trainer(callbacks=[Asks])
-    with pytest.warns(UserWarning, match="what callbacks ask for is ignored"):
+    with pytest.warns(UserWarning, match="TrainerControl is ignored"):
         made._take({"kind": "step", "step": 1, "loss": 0.5, "reward/mean": 1.0})
     assert made.state.log_history == [{"loss": 0.5, "reward": 1.0, "epoch": 0.05, "step": 1}]
 

@@ -197,7 +197,7 @@ def test_a_sampling_of_its_own_is_overruled(
 
 
 def test_tools_whose_calls_nothing_reads_are_refused() -> None:
-    with pytest.raises(ApiError, match=r"nothing here reads the tool calls.*model\.parser"):
+    with pytest.raises(ApiError, match=r"no parser reads the tool calls.*model\.parser"):
         Completions.call(
             json.dumps({"messages": [USER], "tools": TOOLS}).encode(),
             CallRules(Sampling(), reads_calls=False),

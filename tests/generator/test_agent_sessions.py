@@ -100,7 +100,7 @@ def test_what_stopped_a_turn_may_come_back_behind_it(agent: Agent) -> None:
     back = said("<code>b\n</code>")
     assert agent.ask(user("a"), back, user("c")) == News([user("c")], after=0)
     agent.hear("f")
-    with pytest.raises(ApiError, match=r"messages\[3\] is not what it was"):
+    with pytest.raises(ApiError, match=r"messages\[3\] was changed"):
         agent.ask(user("a"), back, user("c"), said("f</code>"), user("g"))
 
 
@@ -117,8 +117,8 @@ def test_a_tools_answer_comes_with_the_calls_that_it_answers(agent: Agent) -> No
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
-        ([user("x"), said("b"), user("c")], r"messages\[0\] is not what it was"),
-        ([user("a"), said("x"), user("c")], r"messages\[1\] is not what it was"),
+        ([user("x"), said("b"), user("c")], r"messages\[0\] was changed"),
+        ([user("a"), said("x"), user("c")], r"messages\[1\] was changed"),
         ([user("a"), said("b")], "has 2 entries and needs more than the 2"),
         ([user("a")], "has 1 entries and needs more than the 2"),
     ],

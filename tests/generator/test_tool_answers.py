@@ -158,7 +158,7 @@ def test_calls_that_are_none_fail_the_sample(calls: Any) -> None:
     [
         ("gptoss", "guess", "the chat template of gptoss ends an assistant's turn by '<|end|>"),
         ("gemma", "tools", "the chat template of gemma fails on messages of roles system, user"),
-        ("muse_glimmer", "tools", "nothing here reads the tool calls that the model's chat"),
+        ("muse_glimmer", "tools", "no parser reads the tool calls that the model's chat"),
     ],
 )
 def test_a_template_that_can_not_go_on_is_refused(name: str, kind: str, why: str) -> None:

@@ -121,7 +121,7 @@ def test_what_an_agent_does_costs_its_own_sample_only(world: World) -> None:
         "exit": "the process of its environment ended (exit code 3)",
         "nothing": "its agent returned no reward, and has posted none",
         "text": "agent mine:plain returned '1.0', which is not a finite number",
-        "silent": "the model has said nothing in this session",
+        "silent": "this session has no completion yet",
         "both": "this session has its reward already: 0.75",
     }
     for do, reason in faults.items():

@@ -214,7 +214,7 @@ def test_what_is_too_long_is_refused_and_the_reward_still_counts(world: World) -
     status, refused = ask(work, user("go"), answer, user("x" * 70))
     assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
     assert "context length" in refused["error"]["message"], "which agents look for"
-    assert "only the reward can follow" in refused["error"]["message"]
+    assert "post the reward" in refused["error"]["message"]
     assert reward(work, 0.25)[0] == 200
     trajectory = endpoint.trajectory()
     assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (0.25, 1, "stop")

@@ -86,7 +86,7 @@ def test_holders_of_a_key_are_let_in(served: Served, keys: Path) -> None:
 
 def test_a_stranger_without_keys_is_told(served: Served) -> None:
     channel = served.channel(served.control, OPEN)
-    with pytest.raises(RejectedError, match=r": it needs keys that we lack.*--keys"):
+    with pytest.raises(RejectedError, match=r": one side has no keys.*--keys"):
         channel.call(m.Ping(), m.Pong, timeout_s=refused_s())
     counts = served.server.refusals.counts
     until(lambda: counts.total() > 0, "a refusal is counted")
@@ -107,7 +107,7 @@ def test_a_key_that_the_run_does_not_know(served: Served, keys: Path, others: Pa
     theirs, ours = load_keys(others, "trainer"), load_keys(keys, "trainer")
     forged = Security(type(ours)("trainer", theirs.public, theirs.secret, ours.roles))
     channel = served.channel(served.control, forged)
-    with pytest.raises(RejectedError, match="does not know our key"):
+    with pytest.raises(RejectedError, match="refuses the key of this process"):
         channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S)
     assert dict(served.server.refusals.counts) == {"an unknown key from 127.0.0.1 on control": 1}
 

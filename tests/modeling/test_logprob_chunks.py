@@ -136,5 +136,5 @@ def test_a_model_that_does_something_else_to_its_logits_is_refused(
             return output
 
     qwen.__class__ = Louder
-    with pytest.raises(UsageError, match="Louder does something to its logits"):
+    with pytest.raises(UsageError, match="Louder changes its logits"):
         Scorer(qwen)(micro, temperatures(micro))

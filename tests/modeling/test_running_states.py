@@ -71,7 +71,7 @@ def test_the_loaded_model_shows_that_its_sequences_need_rows(name: str) -> None:
     Attention.prepare(model, model.device)
     scorer = Scorer(model, attention=Attention(backend="sdpa"))  # as if all layers only attended
     micro = next(iter(packed(TOKENS)))
-    with pytest.raises(UsageError, match="what stands before a sequence in a row changes"):
+    with pytest.raises(UsageError, match="logprobs of a sequence depend on what precedes it"):
         scorer(micro, torch.ones(len(micro.targets)))
 
 

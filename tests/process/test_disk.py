@@ -147,5 +147,5 @@ def test_without_memory_for_a_copy_all_bytes_are_sent(
     for _ in range(2):
         assert hub.complete("gen-0", prepare).sources[0].endpoint == hub.buckets.endpoint
     hub.close()
-    assert caplog.text.count("all bytes are sent: deltas") == 1
+    assert caplog.text.count("buckets are sent whole, without deltas: deltas") == 1
     assert 'set weight_hub.delta = "off"' in caplog.text

@@ -1,4 +1,4 @@
-"""Checkpoints: saved beside the training, whole or not there, and gone on from to the bit."""
+"""Checkpoints: saved beside the training, whole or not there, and resumed to the bit."""
 
 from __future__ import annotations
 

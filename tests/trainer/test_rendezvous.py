@@ -61,7 +61,7 @@ def test_whoever_is_first_waits(port: int, threads: ThreadPoolExecutor) -> None:
 
 
 def test_a_host_that_does_not_come_is_named(port: int, threads: ThreadPoolExecutor) -> None:
-    with pytest.raises(DeadlineError, match=rf"0.2 s \({KEY}\).*node 1 \(ranks 1\) has not come"):
+    with pytest.raises(DeadlineError, match=rf"0.2 s \({KEY}\).*node 1 \(ranks 1\) has not joined"):
         come(threads, 0, 0.2).result()
     with pytest.raises(DeadlineError, match=rf"no rank 0 at 127.0.0.1:{port}, where"):
         come(threads, 1, 0.2).result()
@@ -88,7 +88,7 @@ def test_one_that_comes_back_waits_for_the_next_life(
     other = come(threads, 1)
     store, _ = come(threads, 0).result()
     other.result()
-    with pytest.raises(DeadlineError, match="rank 0 goes on with another trainer rank 1"):
+    with pytest.raises(DeadlineError, match="rank 0 has another trainer rank 1"):
         come(threads, 1, 1.0).result()
     again = come(threads, 1)
     del store, other  # what keeps the store ends with it

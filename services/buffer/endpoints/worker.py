@@ -58,7 +58,7 @@ class Answers:
         if sample is None:
             outcome = pool.over.get(trajectory.sample_id)
             if outcome is None:
-                return self._refuse("unknown_sample", "no such sample, or it was over long ago")
+                return self._refuse("unknown_sample", "unknown sample, or one that ended long ago")
             return self._refuse("late_answers", f"over: {outcome.end}")
         if sample.attempt != trajectory.attempt or not sample.attempt:
             return self._refuse(
@@ -125,7 +125,7 @@ class Answers:
     def _keep(self, pool: SamplePool, sample: Sample, partial: Trajectory, sender: str) -> None:
         fault = self._fault(pool, sample, partial)
         if fault is None and partial.branches:
-            fault = "a partial has branches, which nobody can go on with"
+            fault = "a partial with branches cannot be resumed"
         if fault is None:
             pool.keep(sample, partial, pack(partial))
         else:

@@ -80,7 +80,7 @@ def check_whole(record: Mapping[str, Any], trajectories: Mapping[str, int]) -> N
 
 
 def unfit(what: str) -> StoreError:
-    return StoreError(f"the store does not fit together: {what}; begin a new run")
+    return StoreError(f"the store is inconsistent: {what}; begin a new run")
 
 
 class Journal:

@@ -62,7 +62,7 @@ class _Place:
             return "tools are not those of the first request"
         for index, (old, new) in enumerate(zip(self.history, call.messages, strict=False)):
             if not (continues(old, new) or self._adds_stop(index, new)):
-                return f"messages[{index}] is not what it was"
+                return f"messages[{index}] was changed"
         if len(call.messages) <= len(self.history):
             return (
                 f"messages has {len(call.messages)} entries and needs more than the "
@@ -227,8 +227,8 @@ class AgentSession:
             )
         if not self.turns and not self.asking:
             raise ApiError(
-                "the model has said nothing in this session, so there is nothing to reward: end it "
-                "with DELETE if no completion is wanted",
+                "this session has no completion yet, so there is nothing to reward: end it with "
+                "DELETE if none is wanted",
                 code="nothing_to_reward",
             )
         self.reward = result

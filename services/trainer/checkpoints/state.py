@@ -298,14 +298,12 @@ class ModelState:
         elif base != self._base:
             fault = "is of an adapter for another base model than model.path"
         if fault:
-            raise UsageError(
-                f"{source} {fault}: go on with the one of before, or choose another --run-dir"
-            )
+            raise UsageError(f"{source} {fault}: set these as before, or choose another --run-dir")
         own = type(self._optimizer).__name__
         if self._optimizer is not None and facts.get("optimizer", own) != own:
             raise UsageError(
                 f"{source} has the state of {facts['optimizer']}, but trainer.optimizer is {own}: "
-                "go on with the optimizer of before"
+                "set the optimizer as before"
             )
 
     def _check_names(self, saved: Saved, own: Mapping[str, Tensor]) -> None:
@@ -313,13 +311,13 @@ class ModelState:
         faults = [f"it has {name[cut:]}, model.path has not" for name in there if name not in own]
         faults += [f"it has no {name[cut:]}" for name in own if name not in there]
         faults += [
-            f"{name[cut:]} is {saved.layout(name)[0]} there and {list(tensor.shape)} in model.path"
+            f"{name[cut:]} is {saved.layout(name)[0]} in it and {list(tensor.shape)} in model.path"
             for name, tensor in own.items()
             if name in there and saved.layout(name)[0] != list(tensor.shape)
         ]
         if faults:
             more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
             raise UsageError(
-                f"{saved.source} is of another model: {'; '.join(faults[:SHOWN])}{more}; go on "
-                "with the model.path and LoRA settings of before, or choose another --run-dir"
+                f"{saved.source} is of another model: {'; '.join(faults[:SHOWN])}{more}; set "
+                "model.path and the LoRA keys as before, or choose another --run-dir"
             )

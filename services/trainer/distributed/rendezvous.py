@@ -171,11 +171,11 @@ def _met(store: Store, place: RankPlace, card: _Card) -> RankPlace | str:
     elif store.check([_IN]):
         cards = msgspec.json.decode(store.get(_IN), type=list[_Card])
     else:
-        return "other ranks are missing; node 0 says which"
+        return "other ranks are missing; the log of node 0 names them"
     if cards[rank].life != card.life:
         return (
-            f"rank 0 goes on with another trainer rank {rank}, on {cards[rank].host}: one that has "
-            "ended and is not missed yet, or two hosts were started with the same --node-rank"
+            f"rank 0 has another trainer rank {rank}, on {cards[rank].host}: one that ended and is "
+            "not missed yet, or two hosts were started with the same --node-rank"
         )
     firsts = [place.ranks_on(node)[0] for node in range(place.nodes)]
     return replace(place, hosts=tuple(cards[first].host for first in firsts))
@@ -184,9 +184,9 @@ def _met(store: Store, place: RankPlace, card: _Card) -> RankPlace | str:
 def _absent(place: RankPlace, missing: list[int]) -> str:
     ranks = ", ".join(map(str, missing))
     if place.nodes == 1:
-        return f"ranks {ranks} have not come"
+        return f"ranks {ranks} have not joined"
     named = ", ".join(f"node {node}" for node in sorted({place.node(rank) for rank in missing}))
     return (
-        f"{named} (ranks {ranks}) has not come: `umbra trainer --node-rank` has to run there, and "
-        "reach trainer.rendezvous"
+        f"{named} (ranks {ranks}) has not joined: `umbra trainer --node-rank` has to run there, "
+        "and reach trainer.rendezvous"
     )

@@ -121,7 +121,7 @@ def index_of(gpu: GpuFacts) -> int:
     """
     from cupy.cuda import runtime
 
-    with _cuda("the GPUs cannot be told apart", StartupError):
+    with _cuda("the identity of a GPU cannot be read", StartupError):
         for device in range(runtime.getDeviceCount()):
             if _identity(device) == gpu.device:
                 return device
@@ -195,7 +195,7 @@ class CudaEvent:
     @property
     def done(self) -> bool:
         """Return whether the stream has come to it; raises GpuError if it never will."""
-        with _cuda("what was begun on the GPU has failed"):
+        with _cuda("an operation on the GPU failed"):
             if self.event.done:
                 return True
             # The event takes any error for "not yet".
@@ -290,7 +290,7 @@ class Device:
 
     def drain(self) -> None:
         """Wait until nothing that was begun can touch memory any more."""
-        with self._working("what was begun has failed"):
+        with self._working("an operation failed"):
             self.collectives.synchronize()
             self.copies.synchronize()
 
@@ -400,7 +400,7 @@ class NcclCommunicator:
         self._entering = threading.Lock()
         self._stream = device.collectives
         given = uid if int(cupy.__version__.split(".")[0]) >= 14 else _signed(uid)
-        with _nccl("NCCL: the communicator did not come about"):
+        with _nccl("NCCL: the communicator could not be made"):
             self._comm: nccl.NcclCommunicator | None = nccl.NcclCommunicator(size, given, rank)
         # The first collective connects the ranks, which may block; later ones are only enqueued.
         warm_up = device.allocate(1)

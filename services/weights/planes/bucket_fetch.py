@@ -198,7 +198,7 @@ class Assembly:
         self.awaited.discard(bucket)
         self._contents[self._target][bucket] = 0
         if self._failures[bucket] >= FAILURES:
-            raise WireError(f"{wrong_checksum(self.manifest, bucket)}, again and again")
+            raise WireError(f"{wrong_checksum(self.manifest, bucket)}, {FAILURES} times")
         return False
 
 

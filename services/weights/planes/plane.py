@@ -198,17 +198,17 @@ def obstacle(plane: str, hub: Side, receiver: Side) -> str | None:
 def mismatch(ours: GpuFacts, theirs: GpuFacts) -> str | None:
     """Return why these two would hang together in NCCL; None if they may enter it."""
     if theirs.nccl == 0 or ours.nccl == 0:
-        return f"there is no NCCL {'there' if theirs.nccl == 0 else 'here'}"
+        return f"the {'receiver' if theirs.nccl == 0 else 'hub'} has no NCCL"
     if ours.nccl != theirs.nccl:
-        return f"NCCL {theirs.nccl} there, {ours.nccl} here: install the same torch"
+        return f"NCCL {theirs.nccl} and the hub's {ours.nccl} differ: install the same torch"
     if ours.cuda_major != theirs.cuda_major:
-        return f"CUDA {theirs.cuda_major} there, {ours.cuda_major} here"
+        return f"CUDA {theirs.cuda_major} and the hub's {ours.cuda_major} differ"
     if ours.environment != theirs.environment:
         names = sorted(ours.variables.keys() | theirs.variables.keys())
         differing = [
             name for name in names if ours.variables.get(name) != theirs.variables.get(name)
         ]
-        return f"other environment variables: {', '.join(differing) or 'unknown ones'}"
+        return f"NCCL's environment variables differ: {', '.join(differing) or 'unknown ones'}"
     return None
 
 

@@ -154,7 +154,7 @@ class TcpHub(HubEnd):
                 nbytes = sum(sizes[bucket] for bucket in self._own)
                 ask_for(nbytes, "deltas, for a copy of the last version,", COPY)
             except StartupError as error:
-                log.warning("all bytes are sent: %s", error)
+                log.warning("buckets are sent whole, without deltas: %s", error)
                 self._deltas = False
                 return
             self._encoder = DeltaEncoder(self._store, self._manifest)
@@ -257,7 +257,7 @@ class TcpReceiver:
                 if assembly.missing:
                     at = message.sources[owner] if owner < len(message.sources) else None
                     if at is None or not at.endpoint:
-                        raise WireError(f"nobody hands out the buckets of trainer host {owner}")
+                        raise WireError(f"no source has the buckets of trainer host {owner}")
                     source = self._sources.setdefault(
                         (owner, lane), BucketSource(sealed=self._sealed)
                     )

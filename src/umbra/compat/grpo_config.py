@@ -200,7 +200,7 @@ def _trainer(args: Any) -> dict[str, Any]:
     loss = args.loss_type
     optimizer = _text(args.optim)
     if optimizer not in ("adamw_torch", "adamw_torch_fused"):
-        raise UsageError(f"GRPOConfig.optim = {optimizer!r}: AdamW is what is the same here")
+        raise UsageError(f"GRPOConfig.optim = {optimizer!r}: not supported: use adamw_torch")
     epsilon, high = args.epsilon, args.epsilon_high
     by_sequence = args.importance_sampling_level == "sequence"
     if by_sequence and loss == "cispo":

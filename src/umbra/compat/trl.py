@@ -125,8 +125,8 @@ class GRPOTrainer:
         if environment_factory is not None:
             if isinstance(environment_factory, Mapping) or self._tools:
                 raise UsageError(
-                    "GRPOTrainer: environment_factory is a class, without tools; several are "
-                    "[[environments]] of a run file (docs/environments.md)"
+                    "GRPOTrainer: environment_factory must be one class, without tools; several "
+                    "environments need a run file ([[environments]], docs/environments.md)"
                 )
             environment |= {"kind": "trl", "id": environment_factory}
             environment |= {"reward": self._reward} if self._reward else {}
@@ -249,7 +249,7 @@ class GRPOTrainer:
             if method := getattr(callback, event, None):
                 method(self.args, self.state, self.control, model=None, **extra)
         if self.control != TrainerControl():
-            warn("GRPOTrainer: what callbacks ask for is ignored: trainer.run.stop() ends the run")
+            warn("GRPOTrainer: TrainerControl is ignored: trainer.run.stop() ends the run")
             self.control = TrainerControl()
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
