@@ -1,7 +1,8 @@
-"""Print each banned phrase in Python and Markdown files; fail if there is one.
+"""Print each banned phrase in Python, Markdown and other texts; fail if there is one.
 
-The field has a word for each: heartbeat, recent, resume, again. Comments, strings and names count,
-also where a phrase goes over two lines. Docstrings begin with a noun or a verb.
+The field has a word for each: heartbeat, recent, resume, again, connection, middleware. Comments,
+strings and names count, also where a phrase goes over two lines. Docstrings, of attributes too,
+begin with a noun or a verb. Left out: questions ("What is 2 + 2?") and the changelog's old names.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PHRASES = ("anew", "of late", "gone on with", "by then", "foreman", "errand", "pulse")
+FILES = ("*.py", "*.md", "*.toml", "*.sh", "*.js", "*.html", "*.yaml", "*.yml", "*.ipynb")
+PHRASES = (
+    *("anew", "by then", "gone on", "of late", "that which", "those of", "what there is"),
+    *("door", "doors", "errand", "foreman", "level group", "outlet", "pulse", "staffing"),
+    *("dialect", "stranger", "strangers"),
+)
 OPENINGS = re.compile(r"\s*(What|Whether|Whoever) ")
 GAP = r"(?:[\s#]+|\s*\"\s+f?\"\s*)"  # also between lines of a comment, and pieces of a string
-BANNED = re.compile(rf"\b({'|'.join(PHRASES)})\b".replace(" ", GAP), re.IGNORECASE)
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_ALL = "|".join(map(re.escape, PHRASES)).replace(r"\ ", GAP)
+BANNED = re.compile(rf"\b(?:{_ALL}|what{GAP}is\b(?! [\d{{\"]))\b", re.IGNORECASE)
 
 
 def hits(path: str, text: str) -> Iterator[tuple[int, str]]:
@@ -26,16 +32,17 @@ def hits(path: str, text: str) -> Iterator[tuple[int, str]]:
     for found in BANNED.finditer(text):
         yield text.count("\n", 0, found.start()) + 1, " ".join(found.group().split())
     for node in ast.walk(ast.parse(text)) if path.endswith(".py") else ():
-        if isinstance(node, DOCUMENTED) and (doc := ast.get_docstring(node)):
-            if found := OPENINGS.match(doc):
-                yield node.body[0].lineno, f'docstring that begins with "{found[1]}"'
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if found := OPENINGS.match(str(node.value.value)):
+                yield node.lineno, f'docstring that begins with "{found[1]}"'
 
 
 def main(root: Path = ROOT) -> int:
     """Print file, line and phrase of each hit; return 1 if there is one."""
-    command = ["git", "ls-files", "-z", "--", "*.py", "*.md"]
+    command = ["git", "ls-files", "-z", "--", *FILES]
     listing = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
-    paths = {root / name for name in listing.split("\0") if name} - {Path(__file__).resolve()}
+    paths = {root / name for name in listing.split("\0") if name}
+    paths -= {Path(__file__).resolve(), root / "CHANGELOG.md"}
     faults = [
         f"{path.relative_to(root)}:{line}: {phrase}"
         for path in sorted(path for path in paths if path.is_file())

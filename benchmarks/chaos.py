@@ -205,7 +205,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, default=3.0, help="mean seconds between acts")
     parser.add_argument("--steps", type=int, default=360, help="of each run")
-    parser.add_argument("--dir", type=Path, help="go on with what is in this folder")
+    parser.add_argument("--dir", type=Path, help="resume the state in this folder")
     parser.add_argument("--keep", action="store_true", help="leave the runs in --dir")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

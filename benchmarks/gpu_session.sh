@@ -89,7 +89,7 @@ unpack() { # the wheels that are whole, into $WORK/site
         "$WORK"/wheels/*.whl
 }
 
-facts() { # what is here
+facts() { # print this machine's facts
     nvidia-smi 2>&1
     nvidia-smi --query-gpu=index,name,driver_version,memory.total,compute_mode,mig.mode.current --format=csv 2>&1
     nvidia-smi topo -m 2>&1
@@ -103,7 +103,7 @@ facts() { # what is here
     free -g | sed -n 2p
     "$PYTHON" -m pip list 2> /dev/null | grep -i -E '^(torch|triton|vllm|cupy|nvidia|cuda|flash|xformers|transformers|accelerate|peft|numpy)'
     "$PYTHON" -m umbra check
-    return 0 # what is lacking is a fact
+    return 0 # a missing program is a fact too
 }
 
 watch_memory() { # into $1; until it is killed

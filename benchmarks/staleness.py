@@ -213,7 +213,7 @@ def _losses(
         report.figure("cells", len(own_losses))
         if objective == CHOSEN:
             report.goal(f"largest loss of `{objective}`, points", max(own_losses), "<=", POINTS)
-    columns = ["objective", "its own on-policy runs", f"those of `{BASE}`", "within 2 points"]
+    columns = ["objective", "its own on-policy runs", f"`{BASE}` on policy", "within 2 points"]
     report.table("losses", columns, rows)
 
 

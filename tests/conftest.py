@@ -48,7 +48,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Stretch the timeout of a test, stated for a quiet machine, by how slow this one is now.
 
     And what it draws without a seed of its own is the same in every run: torch begins each process
-    with another seed, and draws go on from those of the tests before.
+    with another seed, and draws go on where the test before ended.
     """
     mark = item.get_closest_marker("timeout")
     usual = LONG_TIMEOUT_S if item.path.parent.name in LONG else QUIET_TIMEOUT_S

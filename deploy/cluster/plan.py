@@ -165,7 +165,7 @@ def _ranks_per_node(config: RunConfig, group: TaskGroup) -> int:
                 for node, gpus in zip(group.nodes, group.gpus, strict=True)
             )
             raise UsageError(
-                f"a trainer has as many ranks on each of its nodes, and those of "
+                f"a trainer has as many ranks on each of its nodes, but the nodes of "
                 f"{group.describe()} have different numbers of GPUs ({has}): set trainer.ranks to "
                 f"{fewest * nodes}, or list nodes of one kind first"
             )

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs the packages in the arguments, and Python's headers if the base has none. Without
-# arguments it does nothing: the base has what is needed, or no apt-get.
+# arguments it does nothing: the base image has a compiler, or no apt-get.
 set -eu
 [ $# -gt 0 ] || exit 0
 headers=$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')

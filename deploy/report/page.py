@@ -31,7 +31,7 @@ COLUMNS = (
     "staleness/total/mean", "staleness/total/max", "entropy", "grad_norm", "mismatch/k3", "ess",
     "train_tokens_per_s", "truncated", "seconds/wait_batch", "seconds/train_step",
 )  # fmt: skip
-"""What the page draws of the steps, by the names in metrics.jsonl."""
+"""Metrics of steps that the page draws, by their names in metrics.jsonl."""
 ROLLOUT_STEPS = 12  # whose rollouts are shown, from the first step to the last
 POINTS, PUSHES = 400, 2_000  # of a line at most, of which more are thinned out by means; the newest
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"

@@ -40,7 +40,7 @@ from umbra.proto.net.keys import OPEN, Keys, Security
 
 USER_ID = "User-Id"
 BURST = 256  # decisions before the messages of those who are in get their turn
-NAMED = 64  # refusals told apart; there is no end to what strangers may try
+NAMED = 64  # refusals told apart; there is no end to what peers without keys may try
 OTHERS = "others"
 # What fails before there is anything to ask about; what we refuse ourselves is known already.
 UNASKED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

@@ -232,7 +232,7 @@ class DiskQuota:
         if self._since is None:
             return []
         what = f"new groups: {self._pool.blocked}"
-        action = "none are issued until there is room; what is under way goes on"
+        action = "none are issued until there is room; samples in flight go on"
         age_s, full = now - self._since, f"{self._pool.blocked} (free some)" if self._disk else ""
         if not full and self._hopeless_since is not None:
             age_s = now - self._hopeless_since

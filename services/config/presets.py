@@ -235,7 +235,7 @@ class ObjectiveKeys(Section):
     is_cap: float | None = key(None, "largest such weight; 0 = none", ge=0)
     mask: Mask | None = key(
         None,
-        "what is left out: tokens, sequences by product or by geometric mean with proximal / "
+        "masked out: tokens, sequences by product or by geometric mean with proximal / "
         "behaviour outside mask_low..mask_high; or by a rule with mask_threshold",
     )
     mask_low: float | None = key(None, "least ratio that is kept", ge=0)

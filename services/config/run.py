@@ -132,7 +132,7 @@ class WeightHubConfig(Section):
     chunk_bytes: ClassVar[int] = 64 << 20  # of a broadcast over plane nccl; two in device memory
     slots: int = key(2, "versions held in the arena", ge=2)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
-        "auto", "what is served; auto = bfloat16 from and to GPUs, float32 on CPUs"
+        "auto", "dtype of served weights; auto = bfloat16 from and to GPUs, float32 on CPUs"
     )
     deadline_s: float = key(
         30.0,

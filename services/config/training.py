@@ -164,8 +164,8 @@ class TrainerConfig(ObjectiveKeys):
         ranks, nodes = self.ranks, self.nodes
         if ranks % nodes:
             yield (
-                f"trainer.nodes = {nodes} does not divide trainer.ranks = {ranks}, which are those "
-                "of all hosts: set trainer.ranks to a multiple of it"
+                f"trainer.nodes = {nodes} does not divide trainer.ranks = {ranks}, the ranks of "
+                "all hosts: set trainer.ranks to a multiple of it"
             )
         for name in ("sequence_parallel", "expert_parallel"):
             size = getattr(self, name)
@@ -229,7 +229,9 @@ class EvalConfig(Section):
     mode: Literal["pause", "concurrent"] = key(
         "pause", "training waits for an evaluation, or goes on beside it"
     )
-    samples_per_prompt: int = key(1, "of them, those of one prompt: k of pass@k and mean@k", ge=1)
+    samples_per_prompt: int = key(
+        1, "of these, samples of one prompt: k of pass@k and mean@k", ge=1
+    )
     timeout_s: ClassVar[float] = 1800.0  # until an evaluation ends unfinished
 
     def faults(self) -> Iterator[str]:

@@ -147,7 +147,7 @@ def _branches_fault(
         return f"the support of its {len(lines)} branches has more than {SUPPORT_BYTES} bytes"
     scored = (trajectory.ref_logprobs, trajectory.proximal_logprobs)
     if any(data is not None and len(data) != 4 * tokens for data in scored):
-        return f"ref_logprobs or proximal_logprobs are not those of {len(lines)} branches"
+        return f"ref_logprobs or proximal_logprobs do not fit {len(lines)} branches"
     for number, line in enumerate(lines):
         if fault := find_fault(line, facts, version, trained=trained):
             return f"branch {number + 1} of {len(lines)}: {fault}"
@@ -325,8 +325,8 @@ def _routing_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> st
     found = (routing.layers, routing.choices, routing.experts)
     if facts.routers is not None and found != facts.routers:
         return (
-            f"(layers, experts of a token, experts of a layer) of its routing are {found}, those "
-            f"of the trainer's model {facts.routers}: do generator and trainer use the same model?"
+            f"(layers, experts of a token, experts of a layer) of its routing are {found}, of "
+            f"the trainer's model {facts.routers}: do generator and trainer use the same model?"
         )
     return _shape_fault(routing) or _covered_fault(trajectory, routing)
 

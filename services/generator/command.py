@@ -110,7 +110,7 @@ def make_task(
 @keys_of("operator", "monitor")
 @click.option(
     "--prompts",
-    help="Prompts, as eval.prompts; columns as eval.columns.  [default: those of --config]",
+    help="Prompts, as eval.prompts; columns as eval.columns.  [default: from --config]",
 )
 @click.option(
     "--config",

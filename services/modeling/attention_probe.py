@@ -59,7 +59,7 @@ def fault(shape: Shape, window: int | None, device: torch.device, dtype: torch.d
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     for name, error in errors.items():
         if not error < WITHIN:  # NaN is none
-            return f"its {name} differ by {error:.2g} from those of a dense mask"
+            return f"its {name} differ by {error:.2g} from a dense mask's"
     return None
 
 

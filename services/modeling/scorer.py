@@ -146,7 +146,7 @@ class Scorer(nn.Module):
             self.routers.replay = batch.routing
             self.routers.balance = None
             if balance := request.how.get("balance"):
-                assert batch.fed is not None, "a batch that was laid out says what is fed"
+                assert batch.fed is not None, "a batch without a layout"
                 self.routers.balance = batch.fed * balance
             self.routers.counted = batch.fed if torch.is_grad_enabled() else None
         elif batch.routing is not None:

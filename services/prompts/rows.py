@@ -52,7 +52,7 @@ def rows_of(given: object, where: str) -> list[dict[str, Any]]:
     no_rows = isinstance(given, str | bytes | Mapping | IOBase) or hasattr(given, "columns")
     if no_rows or not isinstance(given, Iterable):
         raise UsageError(
-            f"{where}: give a path or rows, not a {kind}; those of a data frame are "
+            f"{where}: give a path or rows, not a {kind}; of a data frame give "
             'frame.to_dict("records")'
         )
     rows: list[dict[str, Any]] = []

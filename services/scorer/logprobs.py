@@ -135,7 +135,7 @@ def check_tokens(config: RunConfig, path: str) -> None:
     ]
     if hashes[0] != hashes[1]:
         raise UsageError(
-            f"scorer.model: the tokens of {path} (hash {hashes[1]}) are not those of model.path "
+            f"scorer.model: the tokens of {path} (hash {hashes[1]}) differ from model.path "
             f"({hashes[0]}), which it has to score: choose a model with the same tokenizer"
         )
 

@@ -24,7 +24,7 @@ KEY_VARIABLE = "UMBRA_TINKER_KEY"
     type=click.Path(path_type=Path),
     default=Path("tinker"),
     show_default=True,
-    help="Folder of the journal and of checkpoints; a server goes on with what is in it.",
+    help="Folder of the journal and of checkpoints; a server resumes from it.",
 )
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
 @click.option(

@@ -91,7 +91,7 @@ class Critic:
         if attention.recurrent and learner.rows.pack_tokens > 1:
             raise UsageError(
                 f"critic.path: layers of {directory} carry a state from token to token, so each "
-                "sequence needs a row, and those of model.path are packed: choose a critic whose "
+                "sequence needs a row, and model.path packs several into one: choose one whose "
                 "layers only attend"
             )
         self.model = ValueModel(backbone, attention, self._ranks.sequence)

@@ -213,7 +213,7 @@ class SkipLimit:
         if self._in_a_row >= self.limit:
             raise DivergedError(
                 f"stopped at step {step}: the updates of the last {self._in_a_row} batches were "
-                f"left out, because {why}; the weights are those of step "
+                f"left out, because {why}; the weights are of step "
                 f"{step - self._in_a_row}: lower trainer.learning_rate or trainer.max_grad_norm, "
                 "or choose an objective that clips"
             )

@@ -123,7 +123,7 @@ class Parts:
         if (owner := hosts.get(state.host)) is not None:
             return _bad(
                 f"trainer hosts {owner} and {state.owner} share /dev/shm: a part hub is for "
-                "another machine than the weight hub's and those of other part hubs"
+                "a machine without the weight hub and without another part hub"
             )
         if before is None or before.peer != peer:
             self._parts[state.owner] = _PartHub(peer, state, now)

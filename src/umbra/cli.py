@@ -44,7 +44,7 @@ COMMANDS: dict[str, SubCommand] = {
     "up": SubCommand("umbra.deploy.run.command:up", "Start a whole run on this machine."),
     "check": SubCommand(
         "umbra.deploy.check.command:command",
-        "Say what is wrong with a run, and if it fits.",
+        "Check a run: mistakes, and whether it fits.",
     ),
     "keys": SubCommand("umbra.deploy.cluster.command:keys", "Make the keys of a run."),
     "plan": SubCommand(

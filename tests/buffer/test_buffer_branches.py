@@ -113,7 +113,7 @@ def test_what_belongs_to_one_line_alone_is_refused() -> None:
         whole = msgspec.structs.replace(sound, **{name: pack_float32([-0.5] * 5)})
         assert find_fault(whole, RunFacts()) is None
         short = msgspec.structs.replace(sound, **{name: pack_float32([-0.5] * 2)})
-        assert "not those of 2 branches" in (find_fault(short, RunFacts()) or "")
+        assert "do not fit 2 branches" in (find_fault(short, RunFacts()) or "")
 
 
 def test_a_partial_is_one_line() -> None:

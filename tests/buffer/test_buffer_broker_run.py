@@ -142,7 +142,7 @@ def test_a_trainer_with_a_batch_may_be_silent_for_longer() -> None:
 def test_requests_are_only_for_members_of_the_right_role() -> None:
     run = world()
     for name, body, code in [
-        ("stranger", m.LeaseTasks(capacity=1, version=0, wait_s=0), "not_member"),
+        ("outsider", m.LeaseTasks(capacity=1, version=0, wait_s=0), "not_member"),
         ("a", m.LeaseBatch(step=1, wait_s=0), "wrong_role"),
         ("a", m.CommitBatch(step=1), "wrong_role"),
         ("a", m.FinishRun(reason=""), "wrong_role"),
@@ -195,7 +195,7 @@ def test_a_member_that_was_dead_is_told_so_and_may_join_again() -> None:
 
 
 def test_a_parked_request_of_a_departed_member_is_refused_and_not_served() -> None:
-    """Without an answer the server would take its resends for those of a request that waits."""
+    """Without an answer the server would take its resends for a waiting request's."""
     run = world(run_ahead=0)
     run.produce("a", 0)
     run.ask("b", m.LeaseTasks(capacity=1, version=0, wait_s=5))

@@ -61,7 +61,7 @@ def test_a_share_is_of_the_last_batches_and_of_the_whole_run() -> None:
     assert share.share == pytest.approx(40 / 45), "what has come since counts, too"
     for _ in range(BATCHES):
         share.add(0, 10)
-    assert share.share == 0.0, "what is older does not count any more"
+    assert share.share == 0.0, "older samples do not count any more"
     assert share.hits / share.seen == pytest.approx(40 / 85)
 
 

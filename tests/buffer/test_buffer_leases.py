@@ -95,7 +95,7 @@ def test_what_a_worker_cannot_decode_goes_back_and_is_lost_alone() -> None:
         number = next(numbers)
         body = LeaseTasks(capacity=6, version=0, wait_s=0)
         tasks = run.get("a", body, TaskLeases, number=number).tasks
-        assert run.get("stranger", nack, Nack, reply_to=number).code == "not_member"
+        assert run.get("outsider", nack, Nack, reply_to=number).code == "not_member"
         assert len(run.pool.leases.of("a")) == len(tasks)
         assert run.ask("a", nack, reply_to=number) is None
         assert not run.pool.leases.of("a")

@@ -35,7 +35,7 @@ META_BYTES = 160  # of what LMDB writes at the beginning of the first two pages
 
 
 def filled(folder: Path, *, first: int = 0, commits: int = 30) -> dict[str, bytes]:
-    """A store with small and large values, some of them deleted again; what is in it."""
+    """A store with small and large values, some of them deleted again, and its contents."""
     store = LmdbStore(folder)
     for number in range(first, first + commits):
         store.put(f"a{number % 20}", bytes([number % 251]) * 150)

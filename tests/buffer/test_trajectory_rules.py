@@ -25,7 +25,7 @@ def support(sizes: list[int], ids: list[int], logprobs: list[float] | None = Non
     return Support(sizes=array("H", sizes).tobytes(), ids=pack_int32(ids), logprobs=values)
 
 
-# What a generator's key may have in mind: what changes, and what is said of it.
+# What a generator's key may have in mind: the change, and the message.
 POISON: list[tuple[dict[str, Any], str]] = [
     ({"prompt_ids": b""}, "no prompt tokens"),
     ({"response_ids": pack_int32([7, 2**31 - 1])}, "reach from 7 to 2147483647"),

@@ -1,4 +1,4 @@
-"""`umbra check`: what each fact of a machine means, and what is said about it."""
+"""`umbra check`: the meaning of each fact of a machine, and its message."""
 
 from __future__ import annotations
 

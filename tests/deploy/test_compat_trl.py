@@ -1,4 +1,4 @@
-"""`umbra.compat.trl`: what TRL's arguments become, and what is refused by name."""
+"""`umbra.compat.trl`: TRL's arguments as settings, and refusals by name."""
 
 import dataclasses
 import math

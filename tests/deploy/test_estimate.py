@@ -1,4 +1,4 @@
-"""`umbra check`: a step takes what is estimated; what the command says."""
+"""`umbra check`: a step takes as much as estimated; the command's output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from umbra.services.trainer.distributed import sharding
 from umbra.services.trainer.learner import Learner
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "memory_peak.py"
-LEAST, MOST = 0.95, 1.3  # times what is measured
+LEAST, MOST = 0.95, 1.3  # times the measured bytes
 
 SMALL: dict[str, Any] = {
     "vocab_size": 2000,

@@ -1,4 +1,4 @@
-"""The cluster planner: who gets what, by which rule, and what is refused with which arithmetic."""
+"""The cluster planner: who gets what, by which rule, and refusals with their arithmetic."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def check_failure_policy(job: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["separate", "head without GPUs", "own modules"])
 def test_a_container_sees_the_files_that_it_sees_under_compose(name: str) -> None:
-    """And no others: of the keys those of its role alone."""
+    """And no others: of the keys its own role's alone."""
     plan = PLANS[name]
     composed = {
         path.split("/")[0]: yaml.safe_load(text)["services"]

@@ -1,4 +1,4 @@
-"""A trainer over several nodes: what each gets, under every launcher, and what is refused."""
+"""A trainer over several nodes: the share of each, under every launcher, and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def trainers(plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def flags(plan: Plan, name: str) -> dict[str, str]:
-    """The flags of the process `name`, by their names; those of --set by their keys."""
+    """The flags of the process `name`, by their names; --set by its keys."""
     (process,) = (process for process in plan.processes if process.name == name)
     words = launched(plan, process).command
     start = next(index for index, word in enumerate(words) if word.startswith("--"))

@@ -1,4 +1,4 @@
-"""Tool calls: what is parsed, what the model is told, what is scored."""
+"""Tool calls: parsing, answers to the model, scores."""
 
 import asyncio
 from typing import Any

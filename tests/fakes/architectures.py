@@ -30,7 +30,7 @@ _ALL, _SOME = "windows in all layers", "windows in some layers"
 class Architecture:
     """A Transformers config class and what of its defaults a tiny model changes.
 
-    `own` are fields of this class alone; `drop` names those of `_COMMON` that it does not have;
+    `own` are fields of this class alone; `drop` names fields of `_COMMON` that it lacks;
     `about` is what a reader should know of them.
     """
 

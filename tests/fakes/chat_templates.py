@@ -80,7 +80,7 @@ def chat_tokenizer(name: str) -> tuple[Any, set[int]]:
 
 
 def _all() -> list[str]:
-    """Those of some vision models take lists of parts only."""
+    """Templates of some vision models take lists of parts only."""
     vision = ("idefics3", "llava_next", "smolvlm")
     stems = (path.stem for path in _folder().glob("*.jinja"))
     return sorted(stem for stem in stems if not stem.startswith(vision))

@@ -19,7 +19,7 @@ _LAMBDA = 5.0  # 7 of a million numbers may be further off
 
 
 def rounding(terms: int, dtype: torch.dtype = torch.float32) -> float:
-    """The bound for sums of `terms` numbers, relative to the size of what is added up."""
+    """The bound for sums of `terms` numbers, relative to the size of the terms."""
     return _LAMBDA * torch.finfo(dtype).eps * math.sqrt(terms)
 
 
@@ -38,7 +38,7 @@ def assert_same_sums(
         found: a result.
         expected: the same with its sums in another order.
         terms: how many numbers are added up, one after the other, for one of them.
-        scale: the size of what is added up; by default the largest number of `expected`, as the
+        scale: the size of the terms; by default the largest number of `expected`, as the
             elements of a tensor are sums of like things, some of which cancel out.
         what: names the tensors in the error.
     """
@@ -52,7 +52,7 @@ def assert_same_sums(
 
 
 def assert_same_logprobs(found: Tensor, expected: Tensor, model: Any) -> None:
-    """Logprobs [T] of `model` are those of another way through it, up to rounding."""
+    """Logprobs [T] of `model` equal another way through it, up to rounding."""
     assert_same_sums(found, expected, terms=model_terms(model.config), what="logprobs")
 
 

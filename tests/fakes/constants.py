@@ -15,7 +15,7 @@ NAMES = ("logits_mib", "max_ratio", "mismatch_every")
 
 @contextmanager
 def constants(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Set those of `settings` that are constants of the trainer; yields the others, its keys."""
+    """Set the `settings` that are constants of the trainer; yields the others, its keys."""
     with pytest.MonkeyPatch.context() as patch:
         for name in NAMES:
             if name in settings:

@@ -50,7 +50,7 @@ def fill(kind: introspect.Type, cap: int) -> Any:
 
 
 def least_bytes(kind: introspect.Type, cap: int) -> int:
-    """A bound below what `fill` takes when it is packed: what is too large is never made."""
+    """A bound below the packed size of `fill`: too large a frame is never made."""
     match kind:
         case introspect.ListType():
             return min(kind.max_length or 0, cap) * least_bytes(kind.item_type, cap)

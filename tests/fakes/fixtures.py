@@ -119,7 +119,7 @@ def closes() -> Iterator[Closes]:
 
 @pytest.fixture
 def bare_python(tmp_path: Path) -> str:
-    """A Python that sees no package but those of the standard library."""
+    """A Python that sees no package but the standard library."""
     path = tmp_path / "bin" / "python"
     path.parent.mkdir()
     path.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')

@@ -100,7 +100,7 @@ class HostilePeer:
             self.socket.send_multipart([header, content, *parts])
         answer = self._answer(self._next)  # a peer's messages are done in their order
         assert isinstance(answer, Nack) and answer.code == "unknown_type"
-        until = time.monotonic() + GRACE_S  # what is carried out is answered after that
+        until = time.monotonic() + GRACE_S  # requests that were carried out are answered after that
         while self._is_open and (left := until - time.monotonic()) > 0:
             if self.socket.poll(round(1000 * left)):
                 self._take(-1)

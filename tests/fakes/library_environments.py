@@ -12,7 +12,7 @@ class Sums:
         Add a number to the sum.
 
         Args:
-            number: What is added.
+            number: Summand.
 
         Returns:
             The sum.

@@ -1,6 +1,6 @@
 """A disk that forgets, when the power goes, whatever it need not keep.
 
-It works on real files and takes down what is done to them. `after` then makes the folder as it may
+It works on real files and records the operations on them. `after` then makes the folder as it may
 be found when the power went after any number of these steps: of a file, what was synced, and of
 what was written since any part; of a folder, the names that were synced, and of the changes since
 any subset. A subset is drawn for each seed; two of them are the extremes.
@@ -95,7 +95,7 @@ class QuickDisk(Disk):
 
 
 class LossyDisk(QuickDisk):
-    """Takes down all that is done below `root`, what is there at first counts as synced."""
+    """Recorder of all operations below `root`; files that are there at first count as synced."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -103,7 +103,7 @@ class LossyDisk(QuickDisk):
         self._first = _read(root)
 
     def after(self, steps: int, target: Path, seed: int) -> None:
-        """Make `target` what is found when the power went after so many steps."""
+        """Make `target` the folder that is found if the power fails after so many steps."""
         chance = None if seed == NOTHING else random.Random(seed)
         tree = _Tree(_copy(self._first))
         for step in self.steps[:steps]:
@@ -112,7 +112,7 @@ class LossyDisk(QuickDisk):
             tree.sync_all(tree.root)
         _write(tree.root, target, chance)
 
-    # -- what is done, and taken down -------------------------------------------------------------
+    # -- operations, recorded ---------------------------------------------------------------------
 
     def open(self, path: Path, *, new: bool = False, mode: int = FILE_MODE) -> int:
         there = path.exists()

@@ -19,7 +19,7 @@ LIKED = 30  # rewards count tokens below this id
 
 
 def config(directory: Path, **trainer: Any) -> RunConfig:
-    """Settings of the section `trainer` on top of those of the tests."""
+    """Settings of the section `trainer` on top of the tests' own."""
     keys = {"learning_rate": 3e-3, "warmup_steps": 0, "threads": 1, "device": "cpu"} | trainer
     overrides = [f"{k if '.' in k else f'trainer.{k}'}={value}" for k, value in keys.items()]
     return load_config(overrides=[*overrides, f"model.path={directory}", "run.steps=2"], environ={})

@@ -70,7 +70,7 @@ class Alone:
 
     Args:
         cases: settings by name; `model` is another one than `directory`.
-        folder: for what is written of critics.
+        folder: receives the files of critics.
     """
 
     def __init__(

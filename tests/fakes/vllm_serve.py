@@ -80,7 +80,7 @@ class VllmServe:
 
 @contextmanager
 def serving(*servers: VllmServe) -> Iterator[None]:
-    """Kill what is left of `servers` at the end."""
+    """Kill the remaining `servers` at the end."""
     try:
         yield
     finally:

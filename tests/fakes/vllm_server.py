@@ -20,7 +20,7 @@ def next_token(length: int) -> int:
 
 
 class FakeVllm:
-    """Serves at once; `port` 0 = any. What is in `facts` stands in its /server_info.
+    """Serves at once; `port` 0 = any. `facts` are in its /server_info.
 
     Attributes:
         dies_at: an endpoint whose call it does not survive; "+" in front: it does what was asked.

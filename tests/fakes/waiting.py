@@ -24,7 +24,7 @@ def until(
     Args:
         condition: looks, and is called again and again.
         what: has not happened, or how things stand, for the failure.
-        turn: lets what is tested go on.
+        turn: lets the tested object go on.
         quiet_s: seconds on a quiet machine. When they are over, the wait is extended by how slow
             the machine is then.
     """

@@ -151,22 +151,22 @@ def test_a_flood_of_connections(run: CrashRun, rubbish: Callable[[int], bytes]) 
     still_works(run)
 
 
-def test_a_flood_of_strangers_is_counted_and_named(run: CrashRun, tmp_path: Path) -> None:
+def test_a_flood_of_outsiders_is_counted_and_named(run: CrashRun, tmp_path: Path) -> None:
     """ZeroMQ clients without keys and with wrong ones, as fast as they can connect."""
     make_keys(tmp_path / "other")
     wrong = Security(load_keys(tmp_path / "other", "trainer")).connecting("buffer")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    hello = Encoder("stranger", "s1").encode(m.StatusRequest())[1]
+    hello = Encoder("outsider", "s1").encode(m.StatusRequest())[1]
     run.work(0.3)
-    strangers: list[zmq.Socket[bytes]] = []
+    outsiders: list[zmq.Socket[bytes]] = []
     for number in range(100):
         curve = wrong if number % 2 else None
-        strangers.append(sockets.dealer(context, run.buffer.broker, b"%d" % number, curve))
-        strangers[-1].send_multipart(hello)
+        outsiders.append(sockets.dealer(context, run.buffer.broker, b"%d" % number, curve))
+        outsiders[-1].send_multipart(hello)
         run.turn()
     refused = lambda: run.status().refused  # noqa: E731
     until(lambda: sum(refused().values()) >= 100, refused, run.turn)
-    assert not any(one.poll(0) for one in strangers)
+    assert not any(one.poll(0) for one in outsiders)
     context.destroy(linger=0)
     status = still_works(run)
     assert all(what.endswith(" on control") for what in status.refused)

@@ -20,12 +20,12 @@ GROWTH_MB = 30  # allocators need some; 80,000 leaked messages would take far mo
 
 
 def seeds() -> list[list[bytes]]:
-    encoder = Encoder("stranger", "stranger-1")
+    encoder = Encoder("outsider", "outsider-1")
     task = Task(sample_id="s-1", group_id="g-0", prompt_id="1", attempt=1, row={}, lease_s=1.0)
     made = trajectory(task, 0, 1)
     returned = m.ReturnedSample(sample_id="s-1", attempt=1, reason="x", partial=made)
     bodies = [
-        m.Join(role="generator", name="stranger", pid=1, host="h"),
+        m.Join(role="generator", name="outsider", pid=1, host="h"),
         m.Heartbeat(state="ready", activity="x", progress=1, idle_s=0.0),
         m.LeaseTasks(capacity=4, version=0, wait_s=0.0),
         m.SubmitResults(trajectories=[made, made]),
@@ -92,14 +92,14 @@ def mutate(frames: list[bytes], chance: random.Random) -> list[bytes]:
 
 
 def leave(control: zmq.Socket[bytes]) -> None:
-    """The stranger, which its sound messages have made a member, leaves what it was given."""
-    encoder = Encoder("stranger", "stranger-1")
+    """The outsider, which its sound messages have made a member, leaves what it was given."""
+    encoder = Encoder("outsider", "outsider-1")
     encoder._next_id = 1 << 41
     number, frames = encoder.encode(m.Leave(reason="done"))
     control.send_multipart(frames)
     until(
         lambda: control.poll(0) and decode(control.recv_multipart()).header.reply_to == number,
-        "the stranger has left",
+        "the outsider has left",
         lambda: control.poll(20),
     )
 
@@ -110,25 +110,25 @@ def rss_mb(pid: int) -> float:
 
 
 def test_no_message_hurts(tmp_path: Path) -> None:
-    """While honest peers work, a stranger sends mutated frames to both sockets."""
+    """While honest peers work, an outsider sends mutated frames to both sockets."""
     chance = random.Random(11)
     buffer = BufferProcess(tmp_path)
     run = CrashRun(buffer, seed=11)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         data = run.data_endpoint
-        strangers = [
-            sockets.dealer(context, endpoint, b"stranger") for endpoint in (buffer.broker, data)
+        outsiders = [
+            sockets.dealer(context, endpoint, b"outsider") for endpoint in (buffer.broker, data)
         ]
         base = seeds()
         answers: Counter[str] = Counter()
         early = 0.0
         for number in range(FRAMES):
-            stranger = strangers[number % 2]
-            stranger.send_multipart(mutate(chance.choice(base), chance))
-            while stranger.poll(0):
+            outsider = outsiders[number % 2]
+            outsider.send_multipart(mutate(chance.choice(base), chance))
+            while outsider.poll(0):
                 answers["some"] += 1
-                stranger.recv_multipart()
+                outsider.recv_multipart()
             if number % 100 == 0:
                 run.turn()
             if number == FRAMES // 5:
@@ -140,7 +140,7 @@ def test_no_message_hurts(tmp_path: Path) -> None:
         named = ("malformed", "frames", "protocol", "too_large", "unknown_type", "resent")
         assert all(status.counters.get(code) for code in named), status.counters
         assert answers["some"] > FRAMES // 10
-        leave(strangers[0])
+        leave(outsiders[0])
         run.work(0.5)
         before = run.version
         until(lambda: run.version > before, "honest peers are served on", run.turn)

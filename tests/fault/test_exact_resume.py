@@ -1,4 +1,4 @@
-"""`kill -9` of trainers and of whole runs: what is learned is the same to the bit.
+"""`kill -9` of trainers and of whole runs: the learned weights are the same to the bit.
 
 Two runs never see the same samples, so the run that is killed is given the batches of one that was
 not: a copy of its folder, whose store has kept them all, is resumed from step 1.

@@ -1,4 +1,4 @@
-"""A generator killed in the middle of its samples: what is lost, and how the run goes on."""
+"""A generator killed in the middle of its samples: the loss, and how the run goes on."""
 
 import json
 import string

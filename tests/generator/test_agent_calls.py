@@ -1,4 +1,4 @@
-"""Requests for completions: what is served, what is refused and how; replies in OpenAI's format."""
+"""Requests for completions: which are accepted, how others are refused; OpenAI's replies."""
 
 import json
 import logging

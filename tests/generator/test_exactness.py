@@ -50,7 +50,7 @@ def with_kept_cache(
     cache = DynamicCache()
     ids, done, found = [*prompt, *tokens], 0, []
     for span in spans:
-        end = len(prompt) + span.end - 1  # what is read to make the last token of the span
+        end = len(prompt) + span.end - 1  # tokens read to make the last one of the span
         logits = models[span.version](
             torch.tensor([ids[done:end]]), past_key_values=cache, use_cache=True
         ).logits[0, -(span.end - span.start) :]

@@ -75,7 +75,7 @@ def check_tokens(output: EngineOutput) -> None:
 
 
 def go_on(engine: HttpEngine, number: int) -> dict[str, list[EngineOutput]]:
-    """Finish `number` requests; those that are aborted go on from what there is, as rollouts do."""
+    """Finish `number` requests; aborted ones go on from their tokens, as rollouts do."""
     found: dict[str, list[EngineOutput]] = {}
     left = number
     while left:
@@ -147,7 +147,7 @@ def test_a_server_that_dies_in_a_load_never_serves_half_of_it(
     assert engine.version == 1
     assert sum(server.torn_tokens for server in servers) == 0
     assert all(versions(last)[-1] == 1 for *_, last in parts.values())
-    # Another in its place gets what is newest before its first request.
+    # Another in its place gets the newest weights before its first request.
     servers[0] = servers[0].restarted()
     until(lambda: engine.fits == SLOTS, "both serve")
     engine.submit([request(i, TOKENS) for i in range(8)])

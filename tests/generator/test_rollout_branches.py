@@ -86,7 +86,7 @@ def test_a_branch_has_the_tokens_before_it(tokenizer: Any) -> None:
     assert talk.texts(made) == ["U1A[22.]U3A[4.]U7A[8.]", "U1A[22.]U5A[6.]"]
     assert (made.turns, made.reward, made.finish_reason) == (4, 1.0, "stop")
     (branch,) = made.branches
-    # Versions and logprobs of what is shared are those with which it was sampled, and once.
+    # Shared tokens have the versions and logprobs with which they were sampled, and once.
     assert branch.spans == [
         VersionSpan(version=3, start=0, end=6),
         VersionSpan(version=7, start=6, end=8),
@@ -135,7 +135,7 @@ def test_a_cut_turn_ends_its_line_alone(tokenizer: Any) -> None:
 
 
 def test_limits_count_what_they_say(tokenizer: Any) -> None:
-    """Turns are those of the sample, tokens those of a branch."""
+    """Turns count per sample, tokens per branch."""
     talk = Talk(tokenizer, turns=3, tokens=9, branches=4)
     talk.turn("1", None, "22222")
     with pytest.raises(RefusedError, match="context length"):

@@ -307,7 +307,7 @@ ROUTING = Routing(layers=2, choices=2, experts=4, chosen=bytes([0, 1, 2, 3] * 4)
         ({"chosen": bytes([4] * 16)}, "experts beyond 3"),
         ({"layers": 1 << 62}, "routing of 46"),
         ({"choices": 5}, "to 5 of 4 experts"),
-        ({"layers": 4, "choices": 1}, r"are \(4, 1, 4\), those of the trainer's model \(2, 2, 4\)"),
+        ({"layers": 4, "choices": 1}, r"are \(4, 1, 4\), of the trainer's model \(2, 2, 4\)"),
     ],
 )
 def test_routing_is_checked_with_its_trajectory(changes: dict[str, Any], fault: str | None) -> None:

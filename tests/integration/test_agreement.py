@@ -43,7 +43,7 @@ COMMON: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "initializer_range": 0.2,  # so that what is attended to matters
+    "initializer_range": 0.2,  # so that attention matters
     "max_position_embeddings": 128,
 }
 

@@ -118,7 +118,7 @@ def test_a_checkpoint_is_the_same_whoever_has_the_experts(
         }
         export = export_checkpoint(tmp_path / name / "step-1", tmp_path / f"{name}-hf")
         exported = load_file(export / "model.safetensors")
-        assert exported.keys() == plain_names(model), "those of the files that it began with"
+        assert exported.keys() == plain_names(model), "the names of the files that it began with"
         policy = load_policy(export)[0].state_dict()
         (tmp_path / name / "step-2").rename(tmp_path / f"{name}-step-2")
         after = train(model, batches, Ranks(), checkpoints=tmp_path / name, **case).weights

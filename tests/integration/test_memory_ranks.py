@@ -17,7 +17,7 @@ from umbra.deploy.check.model_sizes import sizes_of
 from umbra.deploy.check.needs import LOADING, PASS, Item, needs
 from umbra.services.config.loader import load_config
 
-MOST = 1.3  # times what is measured
+MOST = 1.3  # times the measured bytes
 OBJECTS = 3 << 20  # Python's, of the model and FSDP; they are of the item `process`
 NARROW: dict[str, Any] = {
     "vocab_size": 4000,

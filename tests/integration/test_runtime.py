@@ -126,8 +126,8 @@ def test_a_resent_request_is_answered_once_more_but_done_once(
 def test_bad_frames_are_counted_answered_and_forgotten(
     broker: Broker, zmq_context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    socket = sockets.dealer(zmq_context, broker.endpoint, b"stranger")
-    encoder = Encoder("stranger", "i1")
+    socket = sockets.dealer(zmq_context, broker.endpoint, b"outsider")
+    encoder = Encoder("outsider", "i1")
     _, unknown = encoder.encode(m.Ping())
     unknown[0] = unknown[0].replace(b"Ping", b"Pong")  # a reply type where a request belongs: fine
     _, misplaced = encoder.encode(m.Ok())
@@ -213,7 +213,7 @@ def test_status_is_not_a_request_of_another_socket(
     server = Server(zmq_context, "hub", "h1")
     endpoint = server.bind("weights", "tcp://127.0.0.1:*", (m.Ping,))
     socket = sockets.dealer(zmq_context, endpoint, b"lost")
-    _, frames = Encoder("lost", "i1").encode(m.Leave(reason="wrong door"))
+    _, frames = Encoder("lost", "i1").encode(m.Leave(reason="wrong socket"))
     socket.send_multipart(frames)
     while server.counters["wrong_socket"] == 0:
         assert server.poll(WAIT_S) == []

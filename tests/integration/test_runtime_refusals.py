@@ -1,4 +1,4 @@
-"""Link and server when the other side, or what is to be sent, is not as it should be."""
+"""Link and server when the other side or the message is not as it should be."""
 
 from collections.abc import Iterator
 from typing import cast

@@ -84,7 +84,7 @@ def test_holders_of_a_key_are_let_in(served: Served, keys: Path) -> None:
     assert not served.server.refusals.counts
 
 
-def test_a_stranger_without_keys_is_told(served: Served) -> None:
+def test_an_outsider_without_keys_is_told(served: Served) -> None:
     channel = served.channel(served.control, OPEN)
     with pytest.raises(RejectedError, match=r": one side has no keys.*--keys"):
         channel.call(m.Ping(), m.Pong, timeout_s=refused_s())
@@ -96,7 +96,7 @@ def test_a_stranger_without_keys_is_told(served: Served) -> None:
 
 def test_keys_of_another_run(served: Served, others: Path) -> None:
     channel = served.channel(served.control, of(others, "trainer"))
-    with pytest.raises(RejectedError, match="or has those of another run"):
+    with pytest.raises(RejectedError, match="or keys of another run"):
         channel.call(m.Ping(), m.Pong, timeout_s=refused_s())
     what = "a connection with keys of another run on control"
     until(lambda: served.server.refusals.counts[what] > 0, what)
@@ -127,9 +127,9 @@ def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
 ) -> None:
     curves = [of(keys, role).connecting("buffer") for role in ("monitor", "generator")]
     watcher, spy = (sockets.subscriber(zmq_context, served.events, curve) for curve in curves)
-    member, stranger = IoThread("g", "g1", security=of(keys, "generator")), IoThread("s", "s1")
+    member, outsider = IoThread("g", "g1", security=of(keys, "generator")), IoThread("s", "s1")
     tick = threading.Event()
-    for link in (member, stranger):
+    for link in (member, outsider):
         channel = link.channel(served.control, "buffer")
         link.every(0.02, lambda to=channel, name=link.name: to.send(m.Event(kind=name)))
     for _ in range(20):
@@ -137,7 +137,7 @@ def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
         assert decode(watcher.recv_multipart()).body == m.Event(kind="g")
         tick.wait(0.01)
     assert not spy.poll(0)
-    for link in (member, stranger):
+    for link in (member, outsider):
         link.close()
     for socket in (watcher, spy):
         socket.close(linger=0)
@@ -245,9 +245,9 @@ def test_the_hub_refuses_what_a_key_does_not_allow(
     bench: Bench, hub: Callable[[str, KeyRole], Channel], role: KeyRole, body: m.Message
 ) -> None:
     publish(bench.publisher(channel=hub("trainer", "trainer")), 0)
-    stranger = hub("trainer", role)
+    outsider = hub("trainer", role)
     with pytest.raises(RejectedError, match=f"nothing that the {role} key allows"):
-        stranger.call(body, m.Ok, timeout_s=WAIT_S)
+        outsider.call(body, m.Ok, timeout_s=WAIT_S)
     assert bench.hub.stats()["refused"] == 1
 
 

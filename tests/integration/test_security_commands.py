@@ -67,10 +67,10 @@ def buffer(tmp_path: Path, keys: Path) -> Iterator[str]:
 
 def test_the_monitor_commands_use_keys(buffer: str, keys: Path, tmp_path: Path) -> None:
     """Its fixture looks for secrets in the process list, the log and the run's folder."""
-    stranger = umbra("status", "--broker", buffer, cwd=tmp_path)
-    assert stranger.returncode == 4
-    assert len(stranger.stderr.splitlines()) == 1
-    assert "--keys" in stranger.stderr
+    outsider = umbra("status", "--broker", buffer, cwd=tmp_path)
+    assert outsider.returncode == 4
+    assert len(outsider.stderr.splitlines()) == 1
+    assert "--keys" in outsider.stderr
     shown = umbra("status", "--broker", buffer, "--keys", str(keys), "--json", cwd=tmp_path)
     refused = json.loads(shown.stdout)["refused"]
     assert any(what.endswith(" on control") for what in refused)

@@ -115,7 +115,7 @@ class World:
 
 
 class HubInTest:
-    """Stands in for `Publisher`: what is published becomes the weights of the rollouts."""
+    """Stand-in for `Publisher`: published weights become the rollouts'."""
 
     def __init__(
         self, world: World, manifest: Manifest, _stopping: threading.Event, pace: Pace
@@ -292,7 +292,7 @@ def test_a_batch_is_waited_for_as_long_as_the_run_waits(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The log says now and then what is missing; only a stop ends it."""
+    """The log names the missing part now and then; only a stop ends it."""
 
     class Starving(World):
         def call(self, body: m.Message, *args: Any, **kwargs: Any) -> m.Message:
@@ -332,7 +332,7 @@ def test_it_goes_on_from_its_checkpoint(directory: Path, start: Any, tmp_path: P
     first = World(directory)
     first.stop_at = "training step 2"
     assert start(first) == 0
-    assert (tmp_path / "checkpoints" / "step-1").is_dir(), "what is committed is saved on leaving"
+    assert (tmp_path / "checkpoints" / "step-1").is_dir(), "a committed step is saved on leaving"
     second = World(directory)
     assert start(second) == 0
     told = m.CheckpointSaved(step=0, newest=1)

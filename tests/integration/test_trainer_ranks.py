@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     "offloaded": {"offload": "all", "activation_checkpointing": True, "minibatches": 2},
     "host_optimizer": {"offload": "optimizer", "minibatches": 2},
     "lora": {"lora_rank": 4, "learning_rate": 1.0},
-    # Weights of version 1 are kept aside, and change places with those of version 2 for a pass.
+    # Weights of version 1 are kept aside, and change places with version 2's for a pass.
     "compared": {"lag": 1, "max_mismatch": 1e9, "mismatch_every": 1, "learning_rate": 1.0},
     # Four experts on three ranks: two, two and none; each rank merges its own.
     "experts": {"lora_rank": 4, "learning_rate": 0.1},

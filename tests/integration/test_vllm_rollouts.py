@@ -1,4 +1,4 @@
-"""Rollouts on real vLLM: what is interrupted goes on, here, elsewhere, exactly.
+"""Rollouts on real vLLM: interrupted ones go on, here, elsewhere, exactly.
 
 "The next generator" is in turn a vLLM engine of two workers and a torch engine.
 """

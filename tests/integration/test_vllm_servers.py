@@ -82,7 +82,7 @@ def after(step: str, url: str, act: Callable[[], object]) -> Iterator[None]:
 
 
 def begin(engine: Engine, models: dict[int, Any], version: int) -> list[EngineOutput]:
-    """Have both servers serve `version`, with requests under way; return what is done at once."""
+    """Have both servers serve `version`, with requests under way; return the done ones."""
     load(engine, weights(models, version), version)
     until(lambda: engine.fits == SLOTS, "both serve", quiet_s=120.0)
     engine.submit([request(i, TOKENS) for i in range(REQUESTS)])

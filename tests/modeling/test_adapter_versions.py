@@ -74,7 +74,7 @@ def test_logprobs_of_every_version_are_the_trainers(
 
 
 def test_small_factors_are_not_rounded_away(directory: Path) -> None:
-    """In bfloat16 a merged weight loses what is below half a unit of it; factors do not."""
+    """In bfloat16 a merged weight loses changes below half a unit of it; factors do not."""
     config = config_of(directory, "weight_hub.dtype=bfloat16")
     learner = trained(config, 1)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_small_factors_are_not_rounded_away(directory: Path) -> None:
     def served(config: RunConfig) -> torch.Tensor:
         model = load_model(directory, torch.device("cpu"), torch.bfloat16)
         table = weight_table(model, config)
-        model.float()  # what was rounded stays so; what is computed with it is exact
+        model.float()  # rounded weights stay so; sums with them are exact
         table.load(*publish(learner, config, "bfloat16"))
         rounded = load_model(directory, torch.device("cpu"), torch.bfloat16).float()
         return teacher_forced(model, prompt, ids) - teacher_forced(rounded, prompt, ids)

@@ -1,4 +1,4 @@
-"""Text to tokens: what is remembered of it, and templates of unusual forms."""
+"""Text to tokens: its memory, and templates of unusual forms."""
 
 from __future__ import annotations
 

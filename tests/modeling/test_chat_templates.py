@@ -1,4 +1,4 @@
-"""Every chat template that TRL ships: what is appended turn by turn is what it writes at once.
+"""Every chat template that TRL ships: turns appended one by one equal the whole conversation.
 
 `docs/generation.md` has the outcome as a table. After a change that is meant:
 

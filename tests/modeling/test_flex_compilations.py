@@ -46,7 +46,7 @@ def layer_inputs(micro: MicroBatch, grad: bool) -> tuple[Tensor, Tensor, Tensor]
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Dynamo decides what is compiled again; its graphs are run as they are, on the CPU."""
+    """Dynamo decides about recompilations; its graphs are run as they are, on the CPU."""
     compiled: Counter[str] = Counter()
     real = torch.compile
 

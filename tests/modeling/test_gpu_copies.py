@@ -366,7 +366,7 @@ def test_damage_in_shared_memory_never_counts_as_a_version(dtype: str, threads: 
         verify = guard.verify
 
         def mended() -> None:
-            slot[:] = clean  # what is in shared memory is right again; the model is not
+            slot[:] = clean  # shared memory is right again; the model is not
             verify()
 
         guard.verify = mended  # type: ignore[method-assign]

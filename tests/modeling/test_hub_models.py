@@ -1,4 +1,4 @@
-"""Models by their names on a hub: what is downloaded, what processes get, what is refused."""
+"""Models by their names on a hub: downloads, the names that processes get, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How turns are read: calls, reasoning and what is broken."""
+"""How turns are read: calls, reasoning and broken ones."""
 
 from pathlib import Path
 from typing import Any

@@ -81,7 +81,7 @@ def status(name: str) -> int:
 
 def main() -> None:
     libc = ctypes.CDLL(None)
-    # What is freed goes back to the kernel at once.
+    # Freed memory goes back to the kernel at once.
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
     libc.mallopt(M_TRIM_THRESHOLD, 1 << 16)
     torch.set_num_threads(1)

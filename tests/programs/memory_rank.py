@@ -60,7 +60,7 @@ def begin() -> int:
 
 def main() -> None:
     libc = ctypes.CDLL(None)
-    # What is freed goes back to the kernel at once.
+    # Freed memory goes back to the kernel at once.
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
     libc.mallopt(M_TRIM_THRESHOLD, 1 << 16)
     folder = Path(sys.argv[1])

@@ -130,7 +130,7 @@ class Pod:
 
 
 class Container:
-    """One of a pod: what is mounted into it, and what runs in it."""
+    """Container of a pod: its mounts and its command."""
 
     def __init__(self, pod: Pod, spec: dict[str, Any], place: Path) -> None:
         self.name: str = spec["name"]

@@ -1,7 +1,7 @@
 """One of several ranks that share rows, over models of many architectures.
 
 Started as torchrun would. Arguments: names of architectures with commas between, and a folder,
-where rank 0 leaves `<name>.json`: how logprobs, entropies and gradients differ from those of whole
+where rank 0 leaves `<name>.json`: how logprobs, entropies and gradients differ from whole
 rows, or what was refused; empty if all is equal.
 """
 

@@ -154,7 +154,7 @@ class World:
                 service.start()
         self._until(lambda: self.step() >= self.settings["after_step"], "the step before the cut")
         healthy = {s.name: s.is_healthy() for s in self._services()}
-        strangers = {s.name: s.is_healthy(keys=False) for s in cut.services}
+        outsiders = {s.name: s.is_healthy(keys=False) for s in cut.services}
         began, before = time.monotonic(), self.step()
         cut.connect(connected=False)
         long_enough = lambda: time.monotonic() - began >= self.settings["cut_s"]  # noqa: E731
@@ -167,7 +167,7 @@ class World:
         return {
             "codes": {service.name: service.codes for service in self._services()},
             "healthy": healthy,
-            "strangers_answered": strangers,
+            "outsiders_answered": outsiders,
             "steps_while_cut": during,
         }
 

@@ -1,4 +1,4 @@
-"""The mixture of examples/reasoning-gym: what is asked and rewarded, and what is learned."""
+"""The mixture of examples/reasoning-gym: its questions and rewards, and the learning."""
 
 import runpy
 from pathlib import Path

@@ -275,8 +275,8 @@ def test_an_unknown_key_is_refused_and_named(folder: Path, tmp_path: Path) -> No
     make_keys(tmp_path / "other")
     refusals = Refusals()
     allowed = AllowList(load_keys(folder, "buffer"), refusals)
-    stranger = load_keys(tmp_path / "other", "trainer")
-    assert allowed.answer(zap(stranger, "data"))[2] == b"400"
+    outsider = load_keys(tmp_path / "other", "trainer")
+    assert allowed.answer(zap(outsider, "data"))[2] == b"400"
     assert dict(refusals.counts) == {"an unknown key from 192.0.2.7 on data": 1}
     known = load_keys(folder, "trainer")
     for changed in ({"mechanism": b"NULL"}, {"version": b"2.0"}, {"key": known.public}):
@@ -290,7 +290,7 @@ def test_whatever_is_asked_there_is_an_answer_and_it_is_no(frames: list[bytes]) 
     assert allowed.answer(frames)[2] == b"400"
 
 
-def test_strangers_fill_no_memory_and_no_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_outsiders_fill_no_memory_and_no_log(caplog: pytest.LogCaptureFixture) -> None:
     refusals = Refusals()
     for number in range(10 * NAMED):
         refusals.add(f"an unknown key from {number}")

@@ -90,7 +90,7 @@ compose b up -d
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """The sort task, its plan on two nodes, and what is mounted into the light images."""
+    """The sort task, its plan on two nodes, and the mounts of the light images."""
     folder = tmp_path
     shutil.copy(ROOT / "examples" / "sort.toml", folder / "run.toml")
     (folder / "cluster.toml").write_text(CLUSTER, encoding="utf-8")

@@ -108,7 +108,7 @@ docker() {
 }
 cd umbra
 """
-# What is typed at machine a, by a user who is in its group docker; both have the same disk, so that
+# Commands typed at machine a, by a user in its group docker; both have the same disk, so that
 # nothing has to be copied.
 AT_A = """\
 on a docker load --quiet <images.tar

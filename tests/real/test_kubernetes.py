@@ -31,7 +31,7 @@ def why_not() -> str:
     """Why no pods can be made here; empty if they can."""
     missing = [program for program in NEEDED if shutil.which(program) is None]
     if missing:
-        return f"{', '.join(missing)} not installed: tests/real/setup.sh installs what is needed"
+        return f"{', '.join(missing)} not installed: tests/real/setup.sh installs them"
     if os.geteuid() != 0:
         return "pods with users of their own need root"
     tried = subprocess.run([*SPACES, "true"], capture_output=True, text=True, check=False)

@@ -1,6 +1,6 @@
 """The packages that environments come from, each as the index has it, in an environment of its own.
 
-None of them is changed; their environments are those of `fakes.library_environments`. Each is
+None of them is changed; their environments are in `fakes.library_environments`. Each is
 played beside the generator, and by a runner.
 """
 

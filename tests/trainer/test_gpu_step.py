@@ -65,4 +65,4 @@ def test_an_update_and_its_version(found: dict[str, dict[str, Any]], recipe: str
     assert one["agreement"] == ("fp8" if "fp8" in recipe else "bfloat16")
     assert bool(one["compared"]) == ("fp8" in recipe)
     assert one["version"] / one["ranks"] <= one["written"] <= one["version"] / one["ranks"] * 1.02
-    assert one["largest"][0] <= one["bound"] * 1.01, one["largest"]  # gathered with what is small
+    assert one["largest"][0] <= one["bound"] * 1.01, one["largest"]  # gathered with small ones

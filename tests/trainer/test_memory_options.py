@@ -1,4 +1,4 @@
-"""Parameters, moments and activations in less memory: what is learned stays what it was."""
+"""Parameters, moments and activations in less memory: the learned weights stay the same."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ CENTERED: dict[Preset, Callable[[World, World], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("head", [WORDS, WORDS - 1])  # what is left is one word: no approximation
+@pytest.mark.parametrize("head", [WORDS, WORDS - 1])  # one word is left: no approximation
 @pytest.mark.parametrize("spread", [0.02, 0.3, 1.0])
 @pytest.mark.parametrize("preset", CENTERED)
 def test_a_centered_gradient_has_the_expected_score_taken_off(

@@ -92,7 +92,7 @@ def test_micro_batches_change_nothing(
     assert (other.pop("operations") or 0) > (row.pop("operations") or 0), "prompts are not shared"
     for key, value in row.items():
         assert (other[key] is None) == (value is None), key
-        # What is averaged is of the size of an advantage, or of a logprob.
+        # The averaged terms are of the size of an advantage, or of a logprob.
         assert (other[key] or 0.0) == same_sum(value or 0.0, terms=TERMS, scale=5.0), key
     assert row["updates"] == minibatches
     assert row["ratio/max"] is not None
@@ -182,7 +182,7 @@ def test_stage_logp_stands_in_for_a_pass_of_the_trainer(
         directory, trajectories, "logp", objective="tis", minibatches=2, proximal="stage"
     )
     passed, _ = update(directory, trajectories, objective="tis", minibatches=2)
-    assert differ(passed, other), "the stage's logprobs are what is used"
+    assert differ(passed, other), "the stage's logprobs are used"
 
 
 def test_interpolation_weighs_by_age(directory: Path, trajectories: list[Trajectory]) -> None:
@@ -343,7 +343,7 @@ def test_every_mean_counts_the_sample_once(
 
 
 def test_each_line_has_its_share(directory: Path, trajectories: list[Trajectory]) -> None:
-    """The gradient of a sample of two lines is the mean of those of either line alone."""
+    """The gradient of a sample of two lines is the mean of the gradients of either line alone."""
     one, two = trajectories[1], trajectories[6]
     # The same sample with either line: their rewards, and so all advantages, are equal.
     told = {name: getattr(two, name) for name in (*Branch.__struct_fields__, "ref_logprobs")}

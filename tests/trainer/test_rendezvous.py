@@ -1,4 +1,4 @@
-"""How ranks of several hosts meet, also after a death, and what is said of who is gone."""
+"""How ranks of several hosts meet, also after a death, and the names of the missing."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_rank_0_listens_at_the_rendezvous_alone(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "")  # what is set is undone
+        monkeypatch.setenv(name, "")  # undone at the end
         monkeypatch.delenv(name)
     keys = {"ranks": 2, "nodes": 2, "rendezvous": f"127.0.0.1:{port}"}
     with launch(context(tmp_path, 0, **keys)) as listener:

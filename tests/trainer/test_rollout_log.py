@@ -1,4 +1,4 @@
-"""Rollouts as text: what the trainer writes of a step, and what is printed and shown of it."""
+"""Rollouts as text: the trainer's file of a step, and its display."""
 
 import json
 from itertools import count

@@ -83,7 +83,7 @@ def test_selective_recomputation_is_not_compiled(directory: Path) -> None:
         Learner(load_policy(directory)[0], config, steps=1)
 
 
-@pytest.mark.filterwarnings("default")  # those of the compiler are not ours
+@pytest.mark.filterwarnings("default")  # the compiler's warnings are not ours
 @pytest.mark.parametrize("architecture", ["", "llama"])
 @pytest.mark.parametrize("pack_tokens", [1, 512], ids=["alone", "packed"])
 def test_a_layer_is_compiled_as_one_graph(
@@ -110,7 +110,7 @@ def test_a_layer_is_compiled_as_one_graph(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("default")  # those of the compiler are not ours
+@pytest.mark.filterwarnings("default")  # the compiler's warnings are not ours
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_compiled_layers_learn_the_same(
     directory: Path,

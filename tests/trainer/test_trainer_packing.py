@@ -1,4 +1,4 @@
-"""Packed logprobs are those of each sequence alone, however the sequences are laid out."""
+"""Packed logprobs equal each sequence's alone, however the sequences are laid out."""
 
 import random
 from dataclasses import replace

@@ -30,7 +30,7 @@ from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate
 
 pytest.importorskip("trl")
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and its friends
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of TRL and its friends
 
 TERMS = 300  # two layers, forward and backward, of 64 units at most, and a small vocabulary
 LIMIT = 8  # tokens of a response at most

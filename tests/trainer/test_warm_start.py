@@ -1,4 +1,4 @@
-"""Supervised warm start: what is learned, that it is learned, and that a seed repeats it."""
+"""Supervised warm start: its target, that it is learned, and that a seed repeats it."""
 
 import json
 import re

@@ -30,15 +30,15 @@ def request(
 def test_nobody_speaks_for_a_receiver() -> None:
     bindings = Bindings()
     assert bindings.check(request("g", SUBSCRIBE)) is None
-    for stranger in (
+    for outsider in (
         request("g", READY, identity=b"other"),
         request("g", SUBSCRIBE, identity=b"other"),
         request("g", READY, role="scorer"),
         request("g", SUBSCRIBE, incarnation="2", role="scorer"),
         request("g", READY, identity=b"other", incarnation="2"),
     ):
-        nack = bindings.check(stranger)
-        assert nack is not None and nack.code == "not_allowed", stranger
+        nack = bindings.check(outsider)
+        assert nack is not None and nack.code == "not_allowed", outsider
     assert bindings.check(request("g", READY)) is None
     again = request("g", SUBSCRIBE, identity=b"new", incarnation="2")
     assert bindings.check(again) is None, "it was started again"
@@ -51,9 +51,9 @@ def test_names_are_bounded() -> None:
         assert bindings.check(request(f"g{number}", SUBSCRIBE)) is None
     assert bindings.check(request("g0", READY)) is None
     assert bindings.check(request("new", SUBSCRIBE)) is None
-    stranger = b"other"
+    outsider = b"other"
     for name, forgotten in (("g1", True), ("g0", False), ("g2", False), ("new", False)):
-        nack = bindings.check(request(name, READY, identity=stranger))
+        nack = bindings.check(request(name, READY, identity=outsider))
         assert (nack is None) is forgotten, f"{name}: who has not spoken for longest is forgotten"
     assert len(bindings.owners) == KEPT
 

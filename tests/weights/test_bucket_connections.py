@@ -295,12 +295,12 @@ def ended(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("shown", [bytes(HELLO_BYTES), b"GET / HTTP/1.1\r\n" * 4])
-def test_a_stranger_gets_nothing(shown: bytes) -> None:
+def test_an_outsider_gets_nothing(shown: bytes) -> None:
     with serving() as (server, store):
         store.offer(0, DATA, SUMS)
-        with raw(server) as stranger:
-            stranger.sendall(shown)
-            assert ended(stranger)
+        with raw(server) as outsider:
+            outsider.sendall(shown)
+            assert ended(outsider)
         assert server.refusals.counts == {
             "a connection without a grant, from 127.0.0.1 on buckets": 1
         }
@@ -313,15 +313,15 @@ def test_a_stranger_gets_nothing(shown: bytes) -> None:
         source.close()
 
 
-def test_a_silent_stranger_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_outsider_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket_server, "SHOW_S", 0.05)
-    with serving() as (server, _), raw(server) as stranger:
-        stranger.sendall(bytes(HELLO_BYTES - 1))
-        assert ended(stranger)
+    with serving() as (server, _), raw(server) as outsider:
+        outsider.sendall(bytes(HELLO_BYTES - 1))
+        assert ended(outsider)
         until(lambda: server.refusals.counts.total() == 1, "it is not counted")
 
 
-def test_strangers_crowd_out_only_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outsiders_crowd_out_only_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the address with the most connections the oldest goes; who shows its grant is no more."""
     monkeypatch.setattr(bucket_server, "UNKNOWN_PEERS", 3)
     with serving() as (server, _), closing(socket.socket()) as other:
@@ -329,10 +329,10 @@ def test_strangers_crowd_out_only_one_another(monkeypatch: pytest.MonkeyPatch) -
         host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
         other.connect((host, int(port)))
         crowd = [raw(server) for _ in range(6)]
-        assert all(ended(stranger) for stranger in crowd[:4])
+        assert all(ended(outsider) for outsider in crowd[:4])
         Records(other, lambda: None).begin(at(server).key, sealed=False)
-        for stranger in crowd:
-            stranger.close()
+        for outsider in crowd:
+            outsider.close()
 
 
 def test_no_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ def test_other_contents_are_refused_whatever_their_checksums() -> None:
 
 
 def test_a_delta_of_a_base_that_is_not_held_touches_nothing_and_is_ordered_again() -> None:
-    """A link of a chain: what it leads to is not what is wanted, so no checksum would tell."""
+    """A link of a chain to another version than the wanted one: no checksum would tell."""
     have, (data, sums) = holdings(), version(3)
     first = Assembly(have, 0, sums, deltas=True)
     first.order(1024)

@@ -186,12 +186,9 @@ def test_one_that_leaves_takes_no_blame_for_the_others() -> None:
 @pytest.mark.parametrize(
     ("theirs", "reason"),
     [
-        (
-            GpuFacts(nccl=23007, cuda_major=13, environment="a"),
-            "the hub's 22809 differ",
-        ),
+        (GpuFacts(nccl=23007, cuda_major=13, environment="a"), "the hub's 22809 differ"),
         (GpuFacts(nccl=0, cuda_major=13, environment="a"), "the receiver has no NCCL"),
-        (GpuFacts(nccl=22809, cuda_major=12, environment="a"), "CUDA 12 and the hub's 13 differ"),
+        (GpuFacts(nccl=22809, cuda_major=12, environment="a"), "hub's 13 differ"),
         (
             GpuFacts(nccl=22809, cuda_major=13, environment="b", variables={"NCCL_PROTO": "LL"}),
             "NCCL_NET, NCCL_PROTO",

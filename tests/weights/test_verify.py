@@ -1,4 +1,4 @@
-"""Loads from a slot that others may write: what is taken for a version is that version, whole."""
+"""Loads from a slot that others may write: a version that passes is that version, whole."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_writer_that_laps_a_slow_reader_never_gives_it_a_torn_version(arena: A
 
 
 def test_checksums_are_those_of_the_bytes_that_are_copied() -> None:
-    """Blocks of any size, in order; what is not seen on its way is read from memory."""
+    """Blocks of any size, in order; bytes not seen on their way are read from memory."""
     random = Random(0)
     for _ in range(200):
         shapes = [[random.randrange(1, 90)] for _ in range(random.randrange(1, 9))]

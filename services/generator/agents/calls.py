@@ -1,6 +1,6 @@
 """Requests for completions: decoded once for all protocols, checked against the run's sampling.
 
-A protocol is a `Dialect` (`protocols.py`): it turns what its clients say into a `Call`, and the
+Each is an `AgentProtocol` (`protocols.py`): it turns what its clients say into a `Call`, and the
 model's `Answer` into what they understand.
 """
 
@@ -112,7 +112,7 @@ class Body(msgspec.Struct, kw_only=True):
     context_management: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
-    # The fields of a request: `Dialect.reads` names the ones that each protocol has.
+    # The fields of a request: `AgentProtocol.reads` names the ones that each protocol has.
     messages: list[dict[str, Any]] | None = None
     input: str | list[dict[str, Any]] | None = None
     system: str | list[dict[str, Any]] | None = None
@@ -163,7 +163,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect(ABC):
+class AgentProtocol(ABC):
     """A protocol, within one session; `created` is in seconds since the epoch."""
 
     session: str

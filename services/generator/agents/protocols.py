@@ -9,11 +9,11 @@ import msgspec
 
 from umbra.services.environments.protocol import Message, tool_call, tool_schema
 from umbra.services.generator.agents.calls import (
+    AgentProtocol,
     Answer,
     Body,
     Call,
     CallRules,
-    Dialect,
     checked_tool,
     event,
     read_call,
@@ -26,7 +26,7 @@ from umbra.services.http import ApiError
 # -- /v1/chat/completions -------------------------------------------------------------------------
 
 
-class Completions(Dialect):
+class Completions(AgentProtocol):
     """Chat completions."""
 
     reads: ClassVar = ("messages", "tools", "logprobs")
@@ -109,7 +109,7 @@ def _written(made: dict[str, Any]) -> tuple[str, str]:
 # -- /v1/responses --------------------------------------------------------------------------------
 
 
-class Responses(Dialect):
+class Responses(AgentProtocol):
     """Responses, which are lists of items."""
 
     reads: ClassVar = ("input", "instructions", "tools", "previous_response_id")
@@ -305,7 +305,7 @@ def _item_events(at: int, item: dict[str, Any]) -> list[tuple[str, dict[str, Any
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class Messages(Dialect):
+class Messages(AgentProtocol):
     """Anthropic's messages, whose contents are blocks."""
 
     reads: ClassVar = ("messages", "system", "tools")

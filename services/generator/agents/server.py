@@ -25,7 +25,7 @@ from umbra.proto.bounds import LEASES, Name
 from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.config.trajectory_rules import reward_fault
 from umbra.services.environments.protocol import StepResult
-from umbra.services.generator.agents.calls import Answer, Call, CallRules, Dialect
+from umbra.services.generator.agents.calls import AgentProtocol, Answer, Call, CallRules
 from umbra.services.generator.agents.protocols import Completions, Messages, Responses
 from umbra.services.generator.agents.session import AgentSession
 from umbra.services.http import KEY_VARIABLE, ApiError, is_local, listen, url_at
@@ -43,7 +43,7 @@ _REPEATED = "x-stainless-retry-count"  # what the openai clients send; not "0" i
 
 LeaseSeconds = Annotated[float, Meta(ge=0, le=3600)]
 Handler = Callable[[Request], Awaitable[Response]]
-_DIALECTS: dict[str, type[Dialect]] = {
+_PROTOCOLS: dict[str, type[AgentProtocol]] = {
     "/v1/chat/completions": Completions,
     "/v1/responses": Responses,
     "/v1/messages": Messages,
@@ -96,8 +96,8 @@ class Edge:
             ("POST", f"{base}/reward", self._reward),
             ("POST", f"{base}/v1/reward", self._reward),
         ]
-        for path, dialect in _DIALECTS.items():
-            routes.append(("POST", base + path, partial(self._complete, dialect)))
+        for path, protocol in _PROTOCOLS.items():
+            routes.append(("POST", base + path, partial(self._complete, protocol)))
             routes.append(("POST", path, self._no_session))
         for path in ("/v1/models", "/v1/models/{model}"):
             routes += [("GET", path, self._models), ("GET", base + path, self._models)]
@@ -124,24 +124,24 @@ class Edge:
         lost = self._pool.sessions.renew(asked.ids, time.monotonic(), asked.lease_s)
         return JSONResponse({"lost": lost})
 
-    async def _complete(self, kind: type[Dialect], request: Request) -> Response:
-        dialect = kind(request.path_params["session"], self._model, self._created)
+    async def _complete(self, kind: type[AgentProtocol], request: Request) -> Response:
+        protocol = kind(request.path_params["session"], self._model, self._created)
         try:
             session = self._session(request)
-            call = dialect.call(await request.body(), self._rules)
+            call = protocol.call(await request.body(), self._rules)
             repeated = request.headers.get(_REPEATED, "0") != "0"
             asked = asyncio.wrap_future(session.ask(call, repeated=repeated))
             asked.add_done_callback(lambda done: done.cancelled() or done.exception())
             # A refusal has its status, unless it comes so late that the stream has begun.
             await asyncio.wait({asked}, timeout=SILENT_S if call.stream else None)
             if not asked.done():
-                return StreamingResponse(_events(dialect, call, asked), media_type=_EVENTS)
+                return StreamingResponse(_events(protocol, call, asked), media_type=_EVENTS)
             answer = asked.result()
         except ApiError as error:
-            return JSONResponse(dialect.error(error), error.status)
+            return JSONResponse(protocol.error(error), error.status)
         if call.stream:
-            return Response(dialect.events(call, answer), media_type=_EVENTS)
-        return JSONResponse(dialect.whole(call, answer))
+            return Response(protocol.events(call, answer), media_type=_EVENTS)
+        return JSONResponse(protocol.whole(call, answer))
 
     async def _reward(self, request: Request) -> Response:
         given = _read(await request.body(), _Reward)
@@ -181,16 +181,16 @@ class Edge:
 
 
 async def _events(
-    dialect: Dialect, call: Call, asked: asyncio.Future[Answer]
+    protocol: AgentProtocol, call: Call, asked: asyncio.Future[Answer]
 ) -> AsyncIterator[bytes]:
     """Yield comments until the reply is there, so that no client takes the server for dead."""
     while not asked.done():
         yield b": the model is at it\n\n"
         await asyncio.wait({asked}, timeout=SILENT_S)
     try:
-        yield dialect.events(call, asked.result())
+        yield protocol.events(call, asked.result())
     except ApiError as error:
-        yield dialect.broken(error)
+        yield protocol.broken(error)
 
 
 def _read(body: bytes, kind: type[Any]) -> Any:

@@ -59,7 +59,7 @@ class _Place:
     def gap(self, call: Call) -> str:
         """Return why `call` does not go on from here; empty if it does."""
         if call.tools != self.tools:
-            return "tools are not those of the first request"
+            return "tools differ from the first request's"
         for index, (old, new) in enumerate(zip(self.history, call.messages, strict=False)):
             if not (continues(old, new) or self._adds_stop(index, new)):
                 return f"messages[{index}] was changed"

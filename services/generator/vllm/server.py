@@ -310,7 +310,7 @@ class VllmServer:
         ]
         if differing := sorted(n for n in own.keys() | other.keys() if own.get(n) != other.get(n)):
             raise PeerLostError(
-                f"{self.client.url}: {len(differing)} of {len(own)} weights differ from those of "
+                f"{self.client.url}: {len(differing)} of {len(own)} weights are not equal on "
                 f"{peer.client.url}, which loaded the same version, such as {differing[0]}"
             )
         self._compared = True

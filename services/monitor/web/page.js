@@ -272,7 +272,7 @@ function drawConfig(look) {
   }));
 }
 
-// Those of the chosen step, else of the newest; drawn again only if they are others.
+// Rollouts of the chosen step, else of the newest; drawn again only if they changed.
 function drawRollouts(look) {
   const steps = [...new Set(look.rollouts.map((one) => one.step))].sort((a, b) => b - a), pick = $("pick");
   const shown = look.rollouts.filter((one) => one.step === (steps.includes(Number(chosen)) ? Number(chosen) : steps[0]));

@@ -39,7 +39,7 @@ INSTEAD = {
     "rollout_func": "give environment_factory, or lead the rollouts in an agent: umbra="
     "{'environment': {'kind': 'agent', 'agent': play}}",
 }
-"""What replaces arguments of TRL's trainer that are refused."""
+"""Replacements of the arguments of TRL's trainer that are refused."""
 
 _CALLED = ("on_train_begin", "on_step_end", "on_log", "on_save", "on_evaluate", "on_train_end")
 _LOGS = {  # TRL's name of a metric of a step

@@ -18,7 +18,7 @@ LOOK_S = 0.005
 PIECE_BYTES = 4096
 
 
-# As CuPy, which has no texts for those of later versions of NCCL.
+# As CuPy, which has no texts for states of later versions of NCCL.
 NCCL_ERR_STR = {
     1: "NCCL_ERROR_UNHANDLED_CUDA_ERROR",
     2: "NCCL_ERROR_SYSTEM_ERROR",
