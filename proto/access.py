@@ -31,7 +31,7 @@ SENDERS: dict[type[m.Message], tuple[KeyRole, ...]] = {
     m.Leave: MEMBERS,
     m.Ping: ANYONE,
     m.StatusRequest: ANYONE,
-    m.Order: ("operator",),
+    m.Operate: ("operator",),
     m.LeaseTasks: ("generator", "scorer"),
     m.SubmitResults: ("generator", "scorer"),
     m.RenewLeases: ("generator", "scorer"),

@@ -240,7 +240,7 @@ class Status(Message, frozen=True, kw_only=True):
     warnings: Many[RunWarning] = []  # those that hold, and those that are over
 
 
-class Order(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Operate(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An operator's command; a misspelt field is refused, as its default acts on all.
 
     drain: have `member` hand back what it holds and leave; if it is empty, end the run in order.
@@ -407,7 +407,7 @@ class RunFinished(Message, frozen=True, kw_only=True):
 
 CONTROL: tuple[type[Message], ...] = (
     Join, Welcome, Heartbeat, HeartbeatAck, Leave, Command, Ping, Pong, StatusRequest, Status,
-    Order,
+    Operate,
 )  # fmt: skip
 DATA: tuple[type[Message], ...] = (
     LeaseTasks, SubmitResults, RenewLeases, TaskLeases, ReturnTasks, Interrupt,

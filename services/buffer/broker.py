@@ -180,7 +180,7 @@ class Broker:
             m.Nack: self._undecoded,
             m.Ping: self._ping,
             m.StatusRequest: self._status,
-            m.Order: self._order,
+            m.Operate: self._operate,
             m.Join: self._join,
             m.Heartbeat: self._beat,
             m.Leave: self._leave,
@@ -196,7 +196,7 @@ class Broker:
 
     # -- operators ---------------------------------------------------------------------------------
 
-    def _order(self, request: Request, body: m.Order, now: float) -> None:
+    def _operate(self, request: Request, body: m.Operate, now: float) -> None:
         reason, done = body.reason, m.Ok()
         match body.kind:
             case "pause":
@@ -214,7 +214,7 @@ class Broker:
                 self._drain(body.member, reason or "drained on request")
             case "drain":
                 self._stop(reason or "drained on request", now)
-        log.info("%s ordered: %s %s %s", request.header.sender, body.kind, body.member, reason)
+        log.info("command of %s: %s %s %s", request.header.sender, body.kind, body.member, reason)
         self._outbox.reply(request, done)
 
     def _drain(self, member: str, reason: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from umbra.proto.errors import UsageError
-from umbra.proto.messages import Ok, Order
+from umbra.proto.messages import Ok, Operate
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import Security
 from umbra.services.config.loader import ORIGIN, load_config, moved
@@ -143,7 +143,7 @@ def evaluate(
         incarnation = uuid.uuid4().hex[:12]
         with closing(IoThread(f"eval-{incarnation}", incarnation, security=security)) as link:
             buffer = link.channel(broker, "buffer")
-            begun = buffer.call(Order(kind="evaluate"), Ok, timeout_s=ANSWER_S)
+            begun = buffer.call(Operate(kind="evaluate"), Ok, timeout_s=ANSWER_S)
         click.echo(f"evaluation of version {begun.version} begins: {begun.samples} samples")
         return
     model = named_run(model)

@@ -47,10 +47,10 @@ class StatusClient:
         return self._ask(m.Ping(), m.Pong, timeout_s)
 
     def pause(self, reason: str, timeout_s: float) -> None:
-        self._ask(m.Order(kind="pause", reason=reason), m.Ok, timeout_s)
+        self._ask(m.Operate(kind="pause", reason=reason), m.Ok, timeout_s)
 
     def resume(self, timeout_s: float) -> None:
-        self._ask(m.Order(kind="resume"), m.Ok, timeout_s)
+        self._ask(m.Operate(kind="resume"), m.Ok, timeout_s)
 
     def checkpoint(self, timeout_s: float) -> int:
         """Have the trainer save its state; after which step that was.
@@ -59,7 +59,7 @@ class StatusClient:
             DeadlineError: that was not done within `timeout_s` seconds.
             RejectedError: the run is ending.
         """
-        return self._ask(m.Order(kind="checkpoint"), m.Ok, timeout_s).version
+        return self._ask(m.Operate(kind="checkpoint"), m.Ok, timeout_s).version
 
     def drain(self, member: str, reason: str, timeout_s: float) -> None:
         """Have `member` leave, or if it is empty, end the run in order.
@@ -69,7 +69,7 @@ class StatusClient:
             DeadlineError: nobody answered within `timeout_s` seconds.
         """
         try:
-            self._ask(m.Order(kind="drain", member=member, reason=reason), m.Ok, timeout_s)
+            self._ask(m.Operate(kind="drain", member=member, reason=reason), m.Ok, timeout_s)
         except RejectedError as error:
             if error.code == "not_drainable":
                 raise UsageError(str(error)) from error

@@ -11,7 +11,7 @@ from umbra.services.prompts.rows import Prompt
 def test_a_paused_run_hands_out_nothing_but_takes_in_what_there_is() -> None:
     run = world()
     (task, *_) = run.lease("a", 4, version=0)
-    assert run.ask("op", m.Order(kind="pause", reason="disk is full")) == m.Ok()
+    assert run.ask("op", m.Operate(kind="pause", reason="disk is full")) == m.Ok()
     assert run.get("op", m.StatusRequest(), m.Status).paused == "disk is full"
     assert run.lease("b", 4, version=0) == []
     assert run.submit("a", trajectory(task, 0)).accepted == 1
@@ -19,9 +19,9 @@ def test_a_paused_run_hands_out_nothing_but_takes_in_what_there_is() -> None:
 
 def test_parked_questions_are_answered_when_the_run_goes_on() -> None:
     run = world()
-    run.ask("op", m.Order(kind="pause"))
+    run.ask("op", m.Operate(kind="pause"))
     assert run.ask("a", m.LeaseTasks(capacity=4, version=0, wait_s=60)) is None
-    assert run.ask("op", m.Order(kind="resume")) == m.Ok()
+    assert run.ask("op", m.Operate(kind="resume")) == m.Ok()
     (answer,) = run.late["a"]
     assert isinstance(answer, m.TaskLeases)
     assert len(answer.tasks) == 4
@@ -30,7 +30,7 @@ def test_parked_questions_are_answered_when_the_run_goes_on() -> None:
 def test_the_trainer_is_told_that_the_run_is_paused() -> None:
     run = world()
     run.produce("a", version=0)
-    run.ask("op", m.Order(kind="pause", reason="maintenance"))
+    run.ask("op", m.Operate(kind="pause", reason="maintenance"))
     lease = run.batch(1)
     assert lease.trajectories == []
     assert lease.paused
@@ -39,14 +39,14 @@ def test_the_trainer_is_told_that_the_run_is_paused() -> None:
     run.pass_time(3600.0)  # long, but nothing is stuck: somebody wanted it so
     assert "batch" not in " ".join(stuck.what for stuck in run.broker.status(run.now).stuck)
     run.join("trainer", "trainer", "trainer-2")
-    run.ask("op", m.Order(kind="resume"))
+    run.ask("op", m.Operate(kind="resume"))
     assert len(run.batch(1).trajectories) == 4
 
 
 def test_a_pause_outlives_the_buffer() -> None:
     run = World(durable=True)
     run.join("generator", "a")
-    run.ask("op", m.Order(kind="pause", reason="later"))
+    run.ask("op", m.Operate(kind="pause", reason="later"))
     run.restart_broker()
     assert run.broker.status(run.now).paused == "later"
     assert run.lease("a", 4, version=0) == []
@@ -54,7 +54,7 @@ def test_a_pause_outlives_the_buffer() -> None:
 
 def test_a_member_is_asked_to_leave_until_it_does() -> None:
     run = world()
-    assert run.ask("op", m.Order(kind="drain", member="a", reason="its node is needed")) == m.Ok()
+    assert run.ask("op", m.Operate(kind="drain", member="a", reason="its node is needed")) == m.Ok()
     assert run.pushes == [("a", m.Command(kind="drain", reason="its node is needed"))]
     assert isinstance(run.beat("a"), m.HeartbeatAck)  # the command was lost
     assert len(run.pushes) == 2
@@ -66,10 +66,10 @@ def test_a_member_is_asked_to_leave_until_it_does() -> None:
 
 def test_who_cannot_be_drained_is_named() -> None:
     run = world()
-    unknown = run.get("op", m.Order(kind="drain", member="c"), m.Nack)
+    unknown = run.get("op", m.Operate(kind="drain", member="c"), m.Nack)
     assert unknown.code == "not_drainable"
     assert "'c' is not a member: members are a, b, trainer" in unknown.reason
-    trainer = run.get("op", m.Order(kind="drain", member="trainer"), m.Nack)
+    trainer = run.get("op", m.Operate(kind="drain", member="trainer"), m.Nack)
     assert "drain the run as a whole" in trainer.reason
     assert run.pushes == []
 
@@ -91,19 +91,19 @@ def test_relays_join_beside_the_hub_and_may_be_drained() -> None:
     other = join("hub-2", relay=False)
     assert isinstance(other, m.Nack)
     assert other.code == "duplicate_weight_hub"
-    assert run.ask("op", m.Order(kind="drain", member="relay-b")) == m.Ok()
+    assert run.ask("op", m.Operate(kind="drain", member="relay-b")) == m.Ok()
     assert run.pushes == [("relay-b", m.Command(kind="drain", reason="drained on request"))]
-    refused = run.get("op", m.Order(kind="drain", member="hub"), m.Nack)
+    refused = run.get("op", m.Operate(kind="drain", member="hub"), m.Nack)
     assert refused.code == "not_drainable"
     run.restart_broker()
     assert run.broker.members.hub[0] == "tcp://hub:1"
-    assert run.ask("op", m.Order(kind="drain", member="relay-c")) == m.Ok()
+    assert run.ask("op", m.Operate(kind="drain", member="relay-c")) == m.Ok()
 
 
 def test_the_whole_run_is_drained_and_can_go_on() -> None:
     run = world(durable=True)
     run.lease("a", 4, version=0)
-    assert run.ask("op", m.Order(kind="drain", reason="enough for today")) == m.Ok()
+    assert run.ask("op", m.Operate(kind="drain", reason="enough for today")) == m.Ok()
     assert sorted(name for name, _ in run.pushes) == ["a", "b", "trainer"]
     status = run.broker.status(run.now)
     assert (status.state, status.ending, status.finished) == ("draining", "enough for today", False)
@@ -114,15 +114,15 @@ def test_the_whole_run_is_drained_and_can_go_on() -> None:
 def test_an_evaluation_on_request() -> None:
     rows = [Prompt("1", {"prompt": "a"}), Prompt("2", {"prompt": "b"})]
     run = world(eval_config=EvalConfig(at_ends=False, prompts="x", samples=3), eval_prompts=rows)
-    assert run.ask("op", m.Order(kind="evaluate")) == m.Ok(version=0, samples=3)
-    refused = run.get("op", m.Order(kind="evaluate"), m.Nack)
+    assert run.ask("op", m.Operate(kind="evaluate")) == m.Ok(version=0, samples=3)
+    refused = run.get("op", m.Operate(kind="evaluate"), m.Nack)
     assert "of version 0 is under way" in refused.reason
     tasks = [task for task in run.lease("a", 100, version=0) if task.pinned_version == 0]
     assert len(tasks) == 3
     run.submit("a", *(trajectory(task, 0) for task in tasks))
     (report,) = run.broker.status(run.now).evals
     assert (report.version, report.done, report.accuracy) == (0, True, 1.0)
-    assert isinstance(run.ask("op", m.Order(kind="evaluate")), m.Ok)  # as often as one likes
+    assert isinstance(run.ask("op", m.Operate(kind="evaluate")), m.Ok)  # as often as one likes
 
 
 def test_many_watchers_cost_one_look() -> None:
@@ -139,22 +139,22 @@ def test_a_checkpoint_on_request() -> None:
     run = world()
     run.produce("a", version=0)
     assert not run.batch(1).checkpoint
-    assert run.ask("op", m.Order(kind="checkpoint")) is None
+    assert run.ask("op", m.Operate(kind="checkpoint")) is None
     run.commit(1)
-    assert run.ask("other op", m.Order(kind="checkpoint")) is None
+    assert run.ask("other op", m.Operate(kind="checkpoint")) is None
     lease = run.batch(2)
     assert lease.checkpoint
     assert lease.trajectories
     assert run.ask("trainer", m.CheckpointSaved(step=0, newest=1)) == m.Ok()
     assert run.late["op"] == run.late["other op"] == [m.Ok(version=1)]
     assert not run.batch(2).checkpoint
-    assert run.ask("op", m.Order(kind="checkpoint")) == m.Ok(version=1)  # there is one already
+    assert run.ask("op", m.Operate(kind="checkpoint")) == m.Ok(version=1)  # there is one already
 
 
 def test_a_waiting_trainer_hears_of_it_without_its_batch() -> None:
     run = world()
     assert run.ask("trainer", m.LeaseBatch(step=1, wait_s=60)) is None
-    assert run.ask("op", m.Order(kind="checkpoint")) is None
+    assert run.ask("op", m.Operate(kind="checkpoint")) is None
     (lease,) = run.late["trainer"]
     assert isinstance(lease, m.BatchLease)
     assert (lease.trajectories, lease.checkpoint) == ([], True)
@@ -162,13 +162,13 @@ def test_a_waiting_trainer_hears_of_it_without_its_batch() -> None:
 
 def test_nobody_waits_for_a_checkpoint_for_ever() -> None:
     run = world()
-    assert run.ask("op", m.Order(kind="checkpoint")) is None
+    assert run.ask("op", m.Operate(kind="checkpoint")) is None
     run.pass_time(2 * WAIT_S)
     (late,) = run.late["op"]
     assert isinstance(late, m.Nack)
     assert "no checkpoint within" in late.reason
-    assert run.ask("op 2", m.Order(kind="checkpoint")) is None
-    run.ask("op", m.Order(kind="drain"))
+    assert run.ask("op 2", m.Operate(kind="checkpoint")) is None
+    run.ask("op", m.Operate(kind="drain"))
     (ending,) = run.late["op 2"]
     assert isinstance(ending, m.Nack)
     assert ending.reason == "the run is ending"
@@ -176,7 +176,7 @@ def test_nobody_waits_for_a_checkpoint_for_ever() -> None:
 
 def test_a_checkpoint_that_could_not_be_written_is_told() -> None:
     run = world()
-    assert run.ask("op", m.Order(kind="checkpoint")) is None
+    assert run.ask("op", m.Operate(kind="checkpoint")) is None
     run.ask("trainer", m.CheckpointSaved(step=0, error="no space left on device"))
     (late,) = run.late["op"]
     assert isinstance(late, m.Nack)

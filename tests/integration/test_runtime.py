@@ -113,12 +113,12 @@ def test_a_resent_request_is_answered_once_more_but_done_once(
     broker: Broker, zmq_context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     socket = sockets.dealer(zmq_context, broker.endpoint, b"twice")
-    _, frames = Encoder("twice", "i1").encode(m.Order(kind="pause"))
+    _, frames = Encoder("twice", "i1").encode(m.Operate(kind="pause"))
     for _ in range(3):
         socket.send_multipart(frames)
         assert socket.poll(WAIT_MS)
         assert isinstance(decode(socket.recv_multipart()).body, m.Pong)
-    assert broker.seen == [m.Order(kind="pause")]
+    assert broker.seen == [m.Operate(kind="pause")]
     assert broker.server.counters["resent"] == 2
     socket.close()
 

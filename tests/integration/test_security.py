@@ -172,9 +172,9 @@ def test_the_connection_decides_and_not_what_a_message_says(
 def test_a_monitor_cannot_resume_a_run_and_an_operator_can(served: Served, keys: Path) -> None:
     monitor = served.channel(served.control, of(keys, "monitor"), "m")
     with pytest.raises(RejectedError, match="nothing that the monitor key allows"):
-        monitor.call(m.Order(kind="resume"), m.Ok, timeout_s=WAIT_S)
+        monitor.call(m.Operate(kind="resume"), m.Ok, timeout_s=WAIT_S)
     operator = served.channel(served.control, of(keys, "operator"), "o")
-    assert operator.call(m.Order(kind="resume"), m.Ok, timeout_s=WAIT_S) == m.Ok()
+    assert operator.call(m.Operate(kind="resume"), m.Ok, timeout_s=WAIT_S) == m.Ok()
 
 
 def test_an_identity_taken_over_does_not_bring_its_role(

@@ -219,7 +219,7 @@ RECEIVER = MEMBER | {"Subscribe", "Ready", "Committed"}
         ("weight_hub", MEMBER),  # what it serves is fetched from it
         ("part", MEMBER | {"PartState"}),
         ("relay", RECEIVER),
-        ("operator", READS | {"Order"}),
+        ("operator", READS | {"Operate"}),
         ("trainer", MEMBER | {
             "LeaseBatch", "CommitBatch", "CheckpointSaved", "FinishRun",
             "RegisterManifest", "AcquireSlot", "Publish",

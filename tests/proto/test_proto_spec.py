@@ -208,8 +208,8 @@ def test_everything_has_a_bound(name: str) -> None:
 def test_unknown_fields(name: str) -> None:
     """An operator's command is refused with an unknown field; in others it is skipped."""
     cls = m.TYPES[name]
-    is_order = SENDERS.get(cls) == ("operator",)
-    assert cls.__struct_config__.forbid_unknown_fields is is_order
+    is_command = SENDERS.get(cls) == ("operator",)
+    assert cls.__struct_config__.forbid_unknown_fields is is_command
 
 
 @pytest.mark.parametrize(("chars", "pattern"), TEXTS)
