@@ -8,7 +8,7 @@ A document has a template in a comment, and behind it the text that follows from
     <!-- = long_tail: {ratio} times -->4.5 times<!-- / -->
 
 `long_tail` names `results/long_tail.json`. `{ratio}` is one of its figures, with three digits or as
-in `{ratio:.0%}`; `{table:NAME}` one of its tables, `{goals}` its goals, `{missed}` the missed ones;
+in `{ratio:.0%}`; `{table:NAME}` one of its tables; `{missed}` counts met goals and names others;
 `{origin}` says which command measured it, at which commit, when, where and under which load.
 """
 
@@ -19,7 +19,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,12 +66,15 @@ def render(document: str) -> str:
 
 def _value(found: re.Match[str], file: str, content: Mapping[str, Any]) -> str:
     name, form = found["name"], found["form"]
-    if name == "goals":
-        return _goals(content["goals"])
     if name == "missed":
-        missed = [goal for goal in content["goals"] if not goal["met"]]
-        met = f"{len(content['goals']) - len(missed)} of {len(content['goals'])} goals are met"
-        return f"{met}; missed:\n\n{_goals(missed)}" if missed else f"{met}."
+        goals = content["goals"]
+        missed = [
+            f"{goal['name']} **{text(goal['value'])}** ({goal['op']} {text(goal['goal'])})"
+            for goal in goals
+            if not goal["met"]
+        ]
+        met = f"{len(goals) - len(missed)} of {len(goals)} goals are met"
+        return f"{met}; missed: {'; '.join(missed)}." if missed else f"{met}."
     if name == "origin":
         return origin(content)
     values = content["tables"] if name == "table" else content["figures"]
@@ -90,15 +93,6 @@ def origin(content: Mapping[str, Any]) -> str:
         f"`{content['command']}`, commit {content['commit']}, {content['date']}, "
         f"{content['hardware']}, load {load}"
     )
-
-
-def _goals(goals: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        [goal["name"], f"{goal['op']} {text(goal['goal'])}", text(goal["value"]),
-         "met" if goal["met"] else "**missed**"]
-        for goal in goals
-    ]  # fmt: skip
-    return markdown(["goal", "", "measured", ""], rows)
 
 
 def outdated() -> dict[Path, str]:

@@ -132,9 +132,9 @@ def kill_half_way(run: DemoRun, steps: int) -> bool:
 def summarise(report: Report) -> None:
     """State the run's figures, and goals."""
     (run,) = report.rows
-    shown = ("weights", "steps", "tokens_s", "mfu", "pushes", "push_bytes")
+    shown = ("weights", "steps", "tokens_s", "pushes", "push_bytes")
     names = [*shown, *(f"push_{name}" for name in PARTS)]
-    report.table("run", ["figure", "value"], [[name, run[name]] for name in names])
+    report.table("run", names, [[run[name] for name in names]])
     report.goal("exit code of the run", run["exit_code"], "<=", 0)
     report.goal("processes that outlived it", run["left"], "<=", 0)
     report.goal("acknowledged samples lost", run["lost"], "<=", 0)
