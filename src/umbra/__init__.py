@@ -1,6 +1,6 @@
 """Umbra: asynchronous RL post-training of language models without Ray.
 
-The names in `__all__` are the public interface (docs/python.md); everything else may change.
+The names in `__all__` are the public interface, stable or provisional (docs/python.md, Names).
 """
 
 from __future__ import annotations
