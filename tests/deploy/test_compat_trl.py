@@ -245,7 +245,7 @@ def test_functions_and_classes_are_named_in_the_run(tmp_path: Path) -> None:
             {"quantization_config": object()},
             "quantization_config is not supported: leave it out: a",
         ),
-        ({"environment_factory": {"a": Echo}}, "several are .*environments"),
+        ({"environment_factory": {"a": Echo}}, "several .*environments"),
         ({"peft_config": lora(use_dora=True)}, "peft_config.use_dora = True is not supported"),
         ({"peft_config": LoraConfig(target_modules="a.*b")}, "is a pattern: list names of layers"),
         ({"peft_config": PromptTuningConfig()}, "is a PromptTuningConfig: use LoraConfig"),

@@ -261,7 +261,7 @@ def test_with_keys_a_part_hub_needs_its_own(start: Start, bench: Bench, keys: Pa
         "part-2", 2, bench.endpoint, bench.config(), "elsewhere",
         security=of(keys, "relay"),
     )  # fmt: skip
-    with closing(posing), pytest.raises(RejectedError, match="nothing that the relay key allows"):
+    with closing(posing), pytest.raises(RejectedError, match="not allowed with the relay key"):
         posing.run(threading.Event(), WAIT_S)
 
 

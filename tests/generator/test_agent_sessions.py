@@ -131,7 +131,7 @@ def test_an_edited_history_is_refused_and_changes_nothing(
     with pytest.raises(ApiError, match=says) as caught:
         agent.ask(*messages)
     assert (caught.value.code, caught.value.status) == ("history_edited", 400)
-    with pytest.raises(ApiError, match="tools are not those"):
+    with pytest.raises(ApiError, match="tools differ from the first"):
         agent.ask(user("a"), said("b"), user("c"), tools=TOOLS)
     assert agent.ask(user("a"), said("b"), user("c")) == News([user("c")], after=0)
 

@@ -125,10 +125,10 @@ def test_a_cut_turn_ends_its_line_alone(tokenizer: Any) -> None:
     talk = Talk(tokenizer)
     talk.ask("1", None)
     talk.hear("22222222", stop=False)
-    with pytest.raises(RefusedError, match="only the reward"):
+    with pytest.raises(RefusedError, match="post the reward"):
         talk.ask("3", 0)
     talk.turn("4", None, "5")
-    with pytest.raises(RefusedError, match="only the reward"):
+    with pytest.raises(RefusedError, match="post the reward"):
         talk.ask("3", 0)
     made = talk.end()
     assert talk.texts(made) == ["U1A[22222222]", "U4A[5.]"]

@@ -323,11 +323,11 @@ def test_routing_is_checked_with_its_trajectory(changes: dict[str, Any], fault: 
 def test_routing_is_wanted_of_trained_samples_only_and_of_no_others() -> None:
     plain, routed = trajectory(), trajectory(routing=ROUTING)
     on, off = RunFacts(routing=True), RunFacts(routing=False)
-    assert "does not say which experts" in str(find_fault(plain, on))
+    assert "has no routing" in str(find_fault(plain, on))
     assert find_fault(plain, on, trained=False) is None
     assert "router_replay is off" in str(find_fault(routed, off))
     assert find_fault(plain, off) is None
-    with pytest.raises(BatchError, match="does not say which experts"):
+    with pytest.raises(BatchError, match="has no routing"):
         make_batch([plain], 1000, routers=KIND)
 
 
@@ -356,7 +356,7 @@ def test_stage_of_the_policy_replays_too() -> None:
     ((score,),) = worker.score(
         [msgspec.structs.replace(tasks[0], trajectory=trajectory())], lambda: None
     )
-    assert "does not say which experts" in score.error
+    assert "has no routing" in score.error
     with pytest.raises(UsageError, match="no routers"):
         LogprobWorker(ARCHITECTURES["qwen3"].model(), TrainerConfig(), replay=True)
 

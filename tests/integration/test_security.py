@@ -116,7 +116,7 @@ def test_a_client_with_keys_talks_to_no_server_without(zmq_context: Context, key
     server = Server(zmq_context, "buffer", "b1")
     link = IoThread("peer", "i1", security=of(keys, "trainer"))
     channel = link.channel(server.bind("control", ANY_PORT, m.CONTROL), "buffer")
-    with pytest.raises(RejectedError, match=r"has none, or"):
+    with pytest.raises(RejectedError, match="one side has no keys"):
         channel.call(m.Ping(), m.Pong, timeout_s=refused_s())
     link.close()
     server.close()
@@ -160,7 +160,7 @@ def test_the_connection_decides_and_not_what_a_message_says(
 ) -> None:
     """The header's sender is the trainer's name; the key is not the trainer's."""
     channel = served.channel(served.data, of(keys, role), "trainer")
-    with pytest.raises(RejectedError, match=f"nothing that the {role} key allows") as refused:
+    with pytest.raises(RejectedError, match=f"not allowed with the {role} key") as refused:
         channel.call(body, m.Ok, timeout_s=WAIT_S)
     assert refused.value.code == "not_allowed"
     assert served.reached == []
@@ -171,7 +171,7 @@ def test_the_connection_decides_and_not_what_a_message_says(
 
 def test_a_monitor_cannot_resume_a_run_and_an_operator_can(served: Served, keys: Path) -> None:
     monitor = served.channel(served.control, of(keys, "monitor"), "m")
-    with pytest.raises(RejectedError, match="nothing that the monitor key allows"):
+    with pytest.raises(RejectedError, match="not allowed with the monitor key"):
         monitor.call(m.Operate(kind="resume"), m.Ok, timeout_s=WAIT_S)
     operator = served.channel(served.control, of(keys, "operator"), "o")
     assert operator.call(m.Operate(kind="resume"), m.Ok, timeout_s=WAIT_S) == m.Ok()
@@ -246,7 +246,7 @@ def test_the_hub_refuses_what_a_key_does_not_allow(
 ) -> None:
     publish(bench.publisher(channel=hub("trainer", "trainer")), 0)
     outsider = hub("trainer", role)
-    with pytest.raises(RejectedError, match=f"nothing that the {role} key allows"):
+    with pytest.raises(RejectedError, match=f"not allowed with the {role} key"):
         outsider.call(body, m.Ok, timeout_s=WAIT_S)
     assert bench.hub.stats()["refused"] == 1
 

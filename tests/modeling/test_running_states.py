@@ -142,5 +142,5 @@ def test_an_adapter_is_what_its_merged_weights_are(name: str) -> None:
 def test_a_critic_that_needs_rows_is_refused_where_the_policy_packs(tmp_path: Path) -> None:
     learner = Learner(ARCHITECTURES["qwen3"].model(), config(), STEPS)
     run = RunConfig(model=ModelSection(path=str(ARCHITECTURES["mamba2"].write(tmp_path / "m"))))
-    with pytest.raises(UsageError, match="choose a critic whose layers only attend"):
+    with pytest.raises(UsageError, match="choose one whose layers only attend"):
         critic_module.Critic(run, learner)
