@@ -229,9 +229,7 @@ class EvalConfig(Section):
     mode: Literal["pause", "concurrent"] = key(
         "pause", "training waits for an evaluation, or goes on beside it"
     )
-    samples_per_prompt: int = key(
-        1, "of these, samples of one prompt: k of pass@k and mean@k", ge=1
-    )
+    samples_per_prompt: int = key(1, "samples of one prompt among them: k of pass@k", ge=1)
     timeout_s: ClassVar[float] = 1800.0  # until an evaluation ends unfinished
 
     def faults(self) -> Iterator[str]:
