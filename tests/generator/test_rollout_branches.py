@@ -142,7 +142,7 @@ def test_limits_count_what_they_say(tokenizer: Any) -> None:
         talk.ask("3", 0)
     talk.turn("3", None, "44444")
     talk.turn("5", None, "6")
-    with pytest.raises(RefusedError, match="max_turns = 3 are over"):
+    with pytest.raises(RefusedError, match="max_turns = 3"):
         talk.ask("7", 2)
     with pytest.raises(RefusedError, match="context length"):
         talk.ask("9" * 64, None)
