@@ -30,6 +30,15 @@ class Lora(msgspec.Struct, forbid_unknown_fields=True):
     train_attn: bool = True
 
 
+class TrainedShape(msgspec.Struct, frozen=True):
+    """The trained part of the model: an adapter of `rank`, or with rank 0 all weights."""
+
+    rank: int = 0
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+
+
 class Optimizer(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     type: Literal["adamw"] = "adamw"
 

@@ -35,10 +35,28 @@ KEY_VARIABLE = "UMBRA_TINKER_KEY"
     help="Tokens of a sequence at most.",
 )
 @click.option(
-    "--slots", type=click.IntRange(1), default=64, show_default=True, help="Samples at once."
+    "--slots",
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
+    help="Samples at once of a sampler.",
+)
+@click.option(
+    "--samplers",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Processes that sample, each with the model; with several GPUs not on the trainer's.",
 )
 def command(
-    model: str, bind: str, name: str | None, folder: Path, device: str, context: int, slots: int
+    model: str,
+    bind: str,
+    name: str | None,
+    folder: Path,
+    device: str,
+    context: int,
+    slots: int,
+    samplers: int,
 ) -> int:
     """Serve the Tinker API for MODEL, a directory or a name on the hub.
 
@@ -53,6 +71,7 @@ def command(
             "generator.engine=torch",
             f"generator.max_context={context}",
             f"generator.slots={slots}",
+            f"generator.count={samplers}",
         ]
     )
     setup_logging(config.log, "tinker")

@@ -202,6 +202,19 @@ class FuturesJournal:
             ).fetchall()
         return {name: msgspec.json.decode(data) for name, data in rows}
 
+    def end(self, session: str) -> None:
+        """Drop a session and its sampling sessions, unless a request of it is pending."""
+        lanes = f"{session}:*"
+        with self.transaction():
+            pending = "SELECT 1 FROM requests WHERE state = 'queued' AND lane GLOB ? LIMIT 1"
+            if self._one(pending, lanes) is None:
+                self._file.execute("UPDATE requests SET body = NULL WHERE lane GLOB ?", (lanes,))
+                self._file.execute(
+                    "DELETE FROM objects WHERE kind = 'sampler' AND parent = ? "
+                    "OR kind = 'session' AND id = ?",
+                    (session, session),
+                )
+
     def drop(self, kind: Kind, name: str) -> None:
         with self.transaction():
             self._file.execute("DELETE FROM objects WHERE kind = ? AND id = ?", (kind, name))

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,6 +31,7 @@ from umbra.services.modeling.lora import adapter_targets, add_adapter, factors, 
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.process.files import DISK
+from umbra.services.tinker.bodies import TrainedShape
 from umbra.services.tinker.losses import check_datum, column, settings_of, token_losses
 from umbra.services.tinker.wire import Array, PassRequest
 from umbra.services.trainer.learner import Learner
@@ -40,31 +42,24 @@ from umbra.services.weights.manifest import build_manifest
 ALPHA = 32.0  # of all adapters, as the service that the API comes from has it
 
 
-class TrainedShape(msgspec.Struct, frozen=True):
-    """The trained part of the model: an adapter of `rank`, or with rank 0 all weights."""
-
-    rank: int = 0
-    train_mlp: bool = True
-    train_attn: bool = True
-    train_unembed: bool = True
-
-    def config(self, base: TrainerConfig, model: PreTrainedModel) -> TrainerConfig:
-        """Return the settings of the adapter; UsageError if no layer would have one."""
-        head = model.get_output_embeddings()
-        named = {name: module for name, module in model.named_modules()}
-        heads = [name for name, module in named.items() if module is head]
-        linear, experts = adapter_targets(model, [])
-        chosen = [
-            name
-            for name in (*linear, *experts)
-            if (self.train_attn if "attn" in name or "attention" in name else self.train_mlp)
-        ]
-        chosen += heads if self.train_unembed else []
-        if not chosen:
-            raise UsageError("lora_config: no layer of the model is trained by it")
-        return msgspec.structs.replace(
-            base, lora_rank=self.rank, lora_alpha=ALPHA, lora_targets=chosen, lora_publish="adapter"
-        )
+def adapter_config(
+    shape: TrainedShape, base: TrainerConfig, model: PreTrainedModel
+) -> TrainerConfig:
+    """Return the settings of an adapter of `shape`; UsageError if no layer would have one."""
+    head = model.get_output_embeddings()
+    heads = [name for name, module in model.named_modules() if module is head]
+    linear, experts = adapter_targets(model, [])
+    chosen = [
+        name
+        for name in (*linear, *experts)
+        if (shape.train_attn if "attn" in name or "attention" in name else shape.train_mlp)
+    ]
+    chosen += heads if shape.train_unembed else []
+    if not chosen:
+        raise UsageError("lora_config: no layer of the model is trained by it")
+    return msgspec.structs.replace(
+        base, lora_rank=shape.rank, lora_alpha=ALPHA, lora_targets=chosen, lora_publish="adapter"
+    )
 
 
 def put_adapter(
@@ -76,7 +71,7 @@ def put_adapter(
     with warnings.catch_warnings():
         # Of a tied output layer: the adapter is never merged here, so nothing is lost.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-        add_adapter(model, shape.config(config.trainer, model), 0, merged=False)
+        add_adapter(model, adapter_config(shape, config.trainer, model), 0, merged=False)
     return AdapterFacts(base=weights_checksum(config.model.name), rank=shape.rank, alpha=ALPHA)
 
 
@@ -255,12 +250,13 @@ class Bench:
                 value = saved.get_tensor(name)
                 self._learner.optimizer.state[named[of]][key] = value.to(named[of].device)
 
-    def publish(self, trainee: Trainee, path: Path) -> None:
-        """Write the weights as the engine loads them."""
+    def publish(self, trainee: Trainee, path: Path) -> str:
+        """Write the weights as the engine loads them; return their checksum."""
         self._take(trainee)
         data = bytearray(self.manifest.total_bytes)
         write_shards(self.model, self.manifest, memoryview(data))
         _write(path, lambda file: Path(file).write_bytes(data))
+        return xxhash.xxh3_128_hexdigest(data)
 
     def export(self, trainee: Trainee, path: Path, name: str) -> None:
         """Write a folder that others load: of peft for an adapter, else of Transformers."""

@@ -33,17 +33,18 @@ from umbra.services.tinker.bodies import (
     Numbered,
     SampleBody,
     SamplingSession,
+    TrainedShape,
     read,
     sampler_name,
 )
 from umbra.services.tinker.journal import ConflictError, FutureAnswer, FutureRequest, FuturesJournal
-from umbra.services.tinker.models import TrainedShape
-from umbra.services.tinker.sampler import PROTOBUF, Job, SamplingThread
-from umbra.services.tinker.training import Training, delete_files, files_in
-from umbra.services.tinker.wire import read_head
+from umbra.services.tinker.samplers import SampleJob
+from umbra.services.tinker.training import Training, files_in
+from umbra.services.tinker.wire import PROTOBUF, read_head
 
 OLDEST_SDK = (0, 38)
 POLL_S = 20.0  # a request for a future waits so long; the SDK gives up after 45 s
+HEARD_S = 600.0  # between notes that a session is alive
 SIGNED_S = 3600.0  # URLs of files are good for
 FILES = "/files/"
 log = logging.getLogger("umbra.tinker")
@@ -51,19 +52,19 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class Api:
-    """Sessions, futures and checkpoints; training and sampling happen on threads of their own."""
+    """Sessions, futures and checkpoints; a thread trains, and processes sample."""
 
     def __init__(
         self,
         journal: FuturesJournal,
         training: Training,
-        sampler: SamplingThread,
+        submit: Callable[[SampleJob], None],
         base_model: str,
         max_context: int,
         tokenizer: str,
         secret: bytes,
     ) -> None:
-        self._journal, self._training, self._sampler = journal, training, sampler
+        self._journal, self._training, self._to_samplers = journal, training, submit
         self._base_model, self._max_context = base_model, max_context
         self._tokenizer, self._secret = tokenizer, secret
         self._waiting: dict[str, asyncio.Event] = {}
@@ -126,7 +127,7 @@ class Api:
             self._loop.call_soon_threadsafe(self._wake, request_id)
 
     def sampled(self, request_id: str, answer: FutureAnswer) -> None:
-        """Write the answer to a request for samples; called on the sampler's thread."""
+        """Write the answer to a request for samples."""
         self._journal.finish(FutureRequest(request_id, "", 0, "asample", b""), answer)
         self.told(request_id)
 
@@ -155,14 +156,18 @@ class Api:
         return JSONResponse({"type": "create_session", "session_id": session})
 
     async def _heartbeat(self, http: HttpRequest) -> Response:
-        self._session(str(_object(await http.body()).get("session_id")))
+        session = str(_object(await http.body()).get("session_id"))
+        with self._journal.transaction():
+            if (held := self._session(session))["at"] < time.time() - HEARD_S:
+                self._journal.put("session", session, {**held, "at": time.time()})
         return JSONResponse({"type": "session_heartbeat"})
 
     async def _finish_session(self, http: HttpRequest) -> Response:
         session = http.path_params["session"]
-        held = self._session(session, finished=True)
-        self._journal.put("session", session, {**held, "finished": True})
-        self._training.forget(session)
+        with self._journal.transaction():
+            if (held := self._journal.get("session", session)) is not None:
+                self._journal.put("session", session, {**held, "finished": True})
+        self._training.lanes.nudge()
         return JSONResponse({})
 
     def _numbered(self, kind: str) -> Handler:
@@ -198,14 +203,15 @@ class Api:
     async def _create_sampling_session(self, http: HttpRequest) -> Response:
         asked = read(await http.body(), SamplingSession)
         self._session(asked.session_id)
-        held: dict[str, Any] = {"shape": {}, "file": "", "path": None}
+        held: dict[str, Any] = {"shape": {}, "file": "", "checksum": "", "path": None}
         if asked.model_path is not None:
             saved = self._checkpoint(asked.model_path)
             if saved["kind"] != "save_weights_for_sampler":
                 raise ApiError(
                     f"{asked.model_path} is not for sampling: save_weights_for_sampler makes those"
                 )
-            held |= {"shape": saved["shape"], "file": saved["file"], "path": asked.model_path}
+            held |= {key: saved[key] for key in ("shape", "file", "checksum")}
+            held["path"] = asked.model_path
         elif asked.base_model != self._base_model:
             raise ApiError(
                 f"base_model {asked.base_model!r} is not served here: {self._base_model!r} is"
@@ -237,21 +243,20 @@ class Api:
         scored = 0
         if asked.prompt_logprobs:
             scored = asked.prompt_logprobs_last_n or len(prompt)
-        self._sampler.submit(
-            Job(
+        self._to_samplers(
+            SampleJob(
                 id=request.id,
                 shape=msgspec.convert(held["shape"], TrainedShape),
                 version=held["file"],
+                checksum=held["checksum"],
                 prompt=prompt,
                 count=asked.num_samples,
                 sampling=Sampling(
                     temperature=params.temperature, top_p=params.top_p, top_k=max(0, params.top_k)
                 ),
                 max_tokens=params.max_tokens or self._max_context,
-                stop_tokens=None
-                if stop is None
-                else frozenset(one for one in stop if isinstance(one, int)),
-                stop_texts=tuple(one for one in stop or () if isinstance(one, str)),
+                stop_tokens=None if stop is None else [one for one in stop if isinstance(one, int)],
+                stop_texts=[one for one in stop or () if isinstance(one, str)],
                 scored=scored,
             )
         )
@@ -324,9 +329,9 @@ class Api:
 
     async def _delete_checkpoint(self, http: HttpRequest) -> Response:
         path = _path_of(http)
-        saved = self._checkpoint(path)
+        self._checkpoint(path)
         self._journal.drop("checkpoint", path)
-        delete_files(saved)
+        self._training.lanes.nudge()  # which deletes its files
         return JSONResponse({})
 
     async def _urls(self, http: HttpRequest) -> Response:
@@ -355,12 +360,12 @@ class Api:
     def _sign(self, path: str, expires: int) -> str:
         return hmac.new(self._secret, f"{expires} {path}".encode(), hashlib.sha256).hexdigest()
 
-    def _session(self, name: str, *, finished: bool = False) -> dict[str, Any]:
+    def _session(self, name: str) -> dict[str, Any]:
         """Return a session; ApiError if there is none, or it has finished."""
         held = self._journal.get("session", name)
         if held is None:
             raise ApiError(f"there is no session {name}", status=404)
-        if held["finished"] and not finished:
+        if held["finished"]:
             raise ApiError(f"session {name} has finished", status=410)
         return held
 

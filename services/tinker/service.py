@@ -1,4 +1,4 @@
-"""The process of `umbra tinker`: an HTTP server, a thread that trains and one that samples."""
+"""The process of `umbra tinker`: an HTTP server, a thread that trains, processes that sample."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ import secrets
 import threading
 from pathlib import Path
 
+import torch
+
 from umbra.proto.errors import EXIT_DONE, UsageError, service_thread
 from umbra.services.config import RunConfig
 from umbra.services.http import HttpServer, is_local, listen, url_at
 from umbra.services.modeling.hub import is_hub_name
 from umbra.services.modeling.model_directory import check_model_dir
+from umbra.services.process.child import child_error
 from umbra.services.process.files import DISK, HeldError, folder_lock
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.process.parent import tell_ready
 from umbra.services.process.signals import stop_on_signals
 from umbra.services.tinker.command import KEY_VARIABLE
 from umbra.services.tinker.journal import FutureAnswer, FuturesJournal
-from umbra.services.tinker.sampler import PROTOBUF, SamplingThread
+from umbra.services.tinker.samplers import Samplers
 from umbra.services.tinker.server import FILES, Api
 from umbra.services.tinker.training import Training
+from umbra.services.tinker.wire import PROTOBUF
 
 MAX_BODY = 256 << 20
 REQUESTS = 20_000  # at once: each future that is awaited holds one
 _WAIT_S = 10.0
+_LOOK_S = 0.2  # between looks after the samplers
 
 log = logging.getLogger("umbra.tinker")
 
@@ -36,6 +41,7 @@ def run(config: RunConfig, address: str, name: str, folder: Path) -> int:
     Raises:
         UsageError: a model that cannot be served, an address without a key, or a folder in use.
         StartupError: the address is taken.
+        ChildError: the last sampler ended, again and again.
     """
     named = config.model.name
     directory = check_model_dir(named)
@@ -65,21 +71,20 @@ def run(config: RunConfig, address: str, name: str, folder: Path) -> int:
                     api.sampled(request_id, answer)
 
             training = Training(config, folder.resolve(), name, journal, told)
-            sampler = SamplingThread(config, sampled, secrets.randbits(31))
+            loop = LoopThread("http")
+            samplers = Samplers(config, torch.cuda.device_count(), loop, sampled)
             api = Api(
                 journal,
                 training,
-                sampler,
+                samplers.submit,
                 base_model=name,
                 max_context=config.generator.max_context,
                 tokenizer=str(named if is_hub_name(named) else directory.resolve()),
                 secret=_secret(folder / "secret"),
             )
             left = training.resume() + api.resume()
-            threads = [service_thread(training.run, "training")]
-            threads.append(service_thread(sampler.run, "sampling"))
-            for thread in threads:
-                thread.start()
+            trainer = service_thread(training.run, "training")
+            trainer.start()
             server = HttpServer(
                 api.app(),
                 bound,
@@ -89,21 +94,23 @@ def run(config: RunConfig, address: str, name: str, folder: Path) -> int:
                 types=("application/json", PROTOBUF),
                 signed=FILES,
             )
-            loop = LoopThread("http")
+            samplers.start()
             loop.wait(server.start(), _WAIT_S)
             url = url_at(*bound.getsockname()[:2])
             log.info("serving %s at %s, %d requests pending", name, url, left)
             tell_ready({"url": url})
             stopping = threading.Event()
             with stop_on_signals(stopping):
-                stopping.wait()
+                while samplers.poll() and not stopping.wait(_LOOK_S):
+                    pass
+            samplers.stop()
             loop.wait(server.stop(), _WAIT_S)
             loop.close()
             training.lanes.close()
-            sampler.stop()
-            for thread in threads:
-                thread.join()
+            trainer.join()
             journal.close()
+            if (failure := samplers.supervisor.failure) is not None:
+                raise child_error(failure.reason, failure.exit_code)
     except HeldError as error:
         bound.close()
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -20,15 +21,16 @@ from umbra.services.tinker.bodies import (
     LoadWeights,
     OptimStep,
     SaveWeights,
+    TrainedShape,
     read,
     sampler_name,
 )
 from umbra.services.tinker.journal import FutureAnswer, FutureRequest, FuturesJournal
-from umbra.services.tinker.models import Bench, Benches, ModelFacts, TrainedShape, Trainee, seed_of
-from umbra.services.tinker.sampler import PROTOBUF
-from umbra.services.tinker.wire import read_pass, write_outputs
+from umbra.services.tinker.models import Bench, Benches, ModelFacts, Trainee, seed_of
+from umbra.services.tinker.wire import PROTOBUF, read_pass, write_outputs
 
 SWEEP_S = 60.0
+ABANDONED_S = 86_400.0  # without a heartbeat, until a session counts as ended
 SNAPSHOT_S = 30.0  # of work that a killed server would do again
 UNNAMED = 8  # newest versions of a model that are kept for sampling without a name
 UNNAMED_WHOLE = 2  # the same of whole weights: the newest, and the one that is still sampled
@@ -47,8 +49,8 @@ class Lanes:
         self._changed = threading.Condition()
         self._waiting: dict[str, dict[int, FutureRequest]] = {}
         self._next: dict[str, int] = {}
-        self._ready: deque[FutureRequest] = deque()
-        self._closed = False
+        self._ready: deque[FutureRequest | None] = deque()
+        self.closed = False
 
     def begin(self, lane: str, number: int) -> None:
         """Say which number of a model comes next."""
@@ -64,11 +66,17 @@ class Lanes:
             else:
                 self._waiting.setdefault(lane, {})[request.seq] = request
 
-    def take(self) -> FutureRequest | None:
-        """Wait for the next request; None once closed."""
+    def take(self, timeout_s: float) -> FutureRequest | None:
+        """Wait for the next request; None after a time, a nudge, or once closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._closed)
-            return None if self._closed else self._ready.popleft()
+            self._changed.wait_for(lambda: self._ready or self.closed, timeout_s)
+            return self._ready.popleft() if self._ready and not self.closed else None
+
+    def nudge(self) -> None:
+        """Let `take` return."""
+        with self._changed:
+            self._ready.append(None)
+            self._changed.notify()
 
     def done(self, request: FutureRequest) -> None:
         """Let the model's next request follow."""
@@ -80,7 +88,7 @@ class Lanes:
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify()
 
 
@@ -105,7 +113,7 @@ class Training:
         self._journal, self._told = journal, told
         self._benches = Benches(config)
         self._trainees: dict[str, Trainee] = {}
-        self._swept = time.monotonic()
+        self._sweep_at, self._began = 0.0, time.time()
         self.lanes = Lanes()
 
     def resume(self) -> int:
@@ -119,16 +127,13 @@ class Training:
 
     def run(self) -> None:
         """Do requests until the lanes are closed."""
-        while (request := self.lanes.take()) is not None:
-            self._do(request)
-            self.lanes.done(request)
-            self._told(request.id)
-
-    def forget(self, session: str) -> None:
-        """Let go of the models of a session that has ended."""
-        for model_id, trainee in list(self._trainees.items()):
-            if trainee.facts.session == session:
-                self._trainees.pop(model_id, None)
+        while not self.lanes.closed:
+            if (request := self.lanes.take(SWEEP_S)) is not None:
+                self._do(request)
+                self.lanes.done(request)
+                self._told(request.id)
+            if request is None or time.monotonic() >= self._sweep_at:
+                self._sweep()
 
     def _do(self, request: FutureRequest) -> None:
         """Do a request; its answer and all that it changed are written together."""
@@ -157,9 +162,8 @@ class Training:
                 self._journal.put("model", request.lane, {**known, **update}, known["session"])
             if "snapshot" in update:
                 self._journal.trim(request.lane, request.seq)
-        if "snapshot" in update and known is not None and known["state"]:
-            Path(known["state"]).unlink(missing_ok=True)
-        self._sweep()
+        if "snapshot" in update or request.kind in SEGMENTS:
+            self._collect(request.lane)
 
     def _write_state(self, trainee: Trainee, seq: int) -> dict[str, Any]:
         """Write a model as it is after request `seq`, so that none before is done again."""
@@ -169,16 +173,48 @@ class Training:
         return {"snapshot": seq, "state": str(file)}
 
     def _sweep(self) -> None:
-        """Drop old answers and expired checkpoints, once in a while."""
-        if time.monotonic() < self._swept + SWEEP_S:
-            return
-        self._swept = time.monotonic()
+        """Drop old answers, expired checkpoints, and what ended sessions have left."""
+        self._sweep_at = time.monotonic() + SWEEP_S
         self._journal.purge()
         now = _stamp(0)
         for path, checkpoint in self._journal.all("checkpoint").items():
             if checkpoint["expires"] and checkpoint["expires"] < now:
                 self._journal.drop("checkpoint", path)
-                delete_files(checkpoint)
+        silent = time.time() - ABANDONED_S
+        for session, held in self._journal.all("session").items():
+            if held["finished"] or max(held["at"], self._began) < silent:
+                self._journal.end(session)
+        models = list(self._journal.all("model"))
+        for model_id in models:
+            self._collect(model_id)
+        known = {self._place(model_id).name for model_id in models}
+        for place in (self.folder / "models").glob("*"):
+            if place.name not in known:  # its model was never made
+                shutil.rmtree(place, ignore_errors=True)
+
+    def _collect(self, model_id: str) -> None:
+        """Delete a model's files that nothing needs; all of it, once its session has ended.
+
+        Checkpoints stay, with the model that they are listed under.
+        """
+        if (held := self._journal.get("model", model_id)) is None:
+            return
+        place = self._place(model_id)
+        kept = {one["file"] for one in self._journal.all("checkpoint", model_id).values()}
+        if self._journal.get("session", held["session"]) is None:
+            self._trainees.pop(model_id, None)
+            if not kept:
+                self._journal.drop("model", model_id)
+        else:
+            kept.add(held["state"] or held["facts"]["source"])
+            unnamed = [str(file) for file in place.glob("sampler_weights-*")]
+            unnamed = sorted(set(unnamed) - kept, key=lambda file: int(file.rpartition("-")[2]))
+            kept |= {*unnamed[-(UNNAMED if held["facts"]["shape"]["rank"] else UNNAMED_WHOLE) :]}
+        for file in place.glob("*"):
+            if str(file) not in kept:
+                _delete(file)
+        if not kept:
+            shutil.rmtree(place, ignore_errors=True)
 
     def _perform(self, request: FutureRequest) -> tuple[FutureAnswer, Callable[[], None]]:
         """Do `request`; return its answer, and what else has to be written with it."""
@@ -228,7 +264,7 @@ class Training:
 
     def _begin(self, facts: ModelFacts) -> Callable[[], None]:
         self._trainees[facts.id] = self._benches.of(facts.shape).begin(facts)
-        held = {"facts": msgspec.to_builtins(facts), "session": facts.session}
+        held: dict[str, Any] = {"facts": msgspec.to_builtins(facts), "session": facts.session}
         held |= {"next": 1, "snapshot": 0, "state": ""}
         return lambda: self._journal.put("model", facts.id, held, facts.session)
 
@@ -244,13 +280,16 @@ class Training:
         change = _nothing
         if request.seq == 0:
             assert asked.session_id is not None
+            # The checkpoint may be deleted before there is a snapshot of the new model.
+            source = self._place(request.lane) / "source"
+            _link(Path(saved["file"]), source)
             facts = ModelFacts(
                 id=request.lane,
                 session=asked.session_id,
                 shape=msgspec.convert(saved["shape"], TrainedShape),
                 seed=0,
                 created=time.time(),
-                source=saved["file"],
+                source=str(source),
                 with_optimizer=asked.optimizer,
                 user_metadata=asked.user_metadata,
             )
@@ -265,7 +304,7 @@ class Training:
         asked = read(request.body, SaveWeights)
         trainee = self._trainee(request.lane)
         bench, facts = self._bench(trainee), trainee.facts
-        kind, segment = request.kind, SEGMENTS[request.kind]
+        kind, segment, checksum = request.kind, SEGMENTS[request.kind], ""
         if asked.kind != "snapshot":
             raise UsageError(f"sampling clients of kind {asked.kind!r} are not supported")
         unnamed = kind == "save_weights_for_sampler" and asked.sampling_session_seq_id is not None
@@ -279,11 +318,12 @@ class Training:
         elif kind == "save_weights_external":
             bench.export(trainee, file, self._base_model)
         else:
-            bench.publish(trainee, file)
+            checksum = bench.publish(trainee, file)
         data: dict[str, Any] = {
             "kind": kind,
             "model": facts.id,
             "file": str(file),
+            "checksum": checksum,
             "shape": msgspec.to_builtins(facts.shape),
             "size": _size(file),
             "at": _stamp(0),
@@ -298,30 +338,10 @@ class Training:
         assert asked.sampling_session_seq_id is not None
         sampler = sampler_name(facts.session, asked.sampling_session_seq_id)
         told = {"sampling_session_id": sampler, "type": kind}
-        held = {
-            "shape": data["shape"],
-            "file": data["file"],
-            "path": None,
-            "session": facts.session,
-        }
-
-        def change() -> None:
-            self._journal.put("sampler", sampler, held, facts.session)
-
-        self._drop_unnamed(facts, request.seq)
-        return FutureAnswer.json(told), change
-
-    def _drop_unnamed(self, facts: ModelFacts, newest: int) -> None:
-        """Delete versions without a name beyond the newest ones."""
-        named = {c["file"] for c in self._journal.all("checkpoint", facts.id).values()}
-        files = sorted(
-            (file for file in self._place(facts.id).glob("sampler_weights-*")),
-            key=lambda file: int(file.name.rpartition("-")[2]),
+        held = {key: data[key] for key in ("shape", "file", "checksum")} | {"path": None}
+        return FutureAnswer.json(told), lambda: self._journal.put(
+            "sampler", sampler, held, facts.session
         )
-        unnamed = [file for file in files if str(file) not in named]
-        kept = UNNAMED if facts.shape.rank else UNNAMED_WHOLE
-        for file in unnamed[:-kept]:
-            file.unlink(missing_ok=True)
 
     def _trainee(self, model_id: str) -> Trainee:
         """Return a model, brought back from its newest snapshot if it is not here.
@@ -378,13 +398,23 @@ class Training:
             )
 
 
-def delete_files(checkpoint: dict[str, Any]) -> None:
-    """Remove what a checkpoint has on the disk."""
-    path = Path(checkpoint["file"])
+def _delete(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def _link(file: Path, name: Path) -> None:
+    """Have the content of `file` under another name too, where that can be without a copy."""
+    name.parent.mkdir(parents=True, exist_ok=True)
+    name.unlink(missing_ok=True)
+    try:
+        os.link(file, name)
+    except FileNotFoundError as error:
+        raise UsageError(f"{file.name} is no longer here") from error
+    except OSError:
+        shutil.copyfile(file, name)
 
 
 def _nothing() -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from umbra.proto.errors import UsageError
 
 Array = NDArray[Any]
+PROTOBUF = "application/x-protobuf"
 _DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 _FLOAT32 = 1
 _MOST_BITS = 64

@@ -6,12 +6,15 @@ import gc
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from torch import Tensor
 
 tinker = pytest.importorskip("tinker", reason="the SDK of the Tinker API is not installed")
 from tinker import types  # noqa: E402
+
+from umbra.services.tinker.training import UNNAMED  # noqa: E402
 
 # The SDK leaves event loops and their sockets to the end of the process.
 pytestmark = [
@@ -40,16 +45,16 @@ ADAM = [dict(learning_rate=1e-3 * (1 + k % 3), beta2=0.95 + 0.01 * (k % 2)) for 
 class Server:
     """`umbra tinker` as a process, which can be killed and started again at its address."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
-        self._model, self._folder = model, folder
+    def __init__(self, model: Path, folder: Path, samplers: int = 1) -> None:
+        self._model, self.folder, self._samplers = model, folder, samplers
         self.url, self._address = "", "127.0.0.1:0"
         self._clients: list[Any] = []
         self.start()
 
     def start(self) -> None:
         read, write = os.pipe()
-        where = "--device cpu --context 128 "
-        where += f"--name {NAME} --bind {self._address} --dir {self._folder}"
+        where = f"--device cpu --context 128 --samplers {self._samplers} "
+        where += f"--name {NAME} --bind {self._address} --dir {self.folder}"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "umbra", "tinker", str(self._model), *where.split()],
             env={**os.environ, "UMBRA_READY_FD": str(write), "OMP_NUM_THREADS": "1"},
@@ -64,9 +69,28 @@ class Server:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
+    def samplers(self) -> list[int]:
+        """Return their pids, once all are there."""
+        pid = self._process.pid
+        found: list[str] = []
+        while len(found) < self._samplers:
+            found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return list(map(int, found))
+
+    def samples(self) -> dict[str, int]:
+        """Return how many accepted requests for samples are in each state."""
+        with closing(sqlite3.connect(self.folder / "journal.sqlite")) as journal:
+            query = "SELECT state, count(*) FROM requests WHERE kind = 'asample' GROUP BY state"
+            return dict(journal.execute(query).fetchall())
+
+    def end(self, service: Any) -> None:
+        """Close a client and with it its session."""
+        self._clients.remove(service)
+        service.close("success").result()
+
     def close(self) -> None:
         while self._clients:
-            self._clients.pop().close("success").result()
+            self.end(self._clients[-1])
         self.kill()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the SDK leaves its first connection open
@@ -94,6 +118,11 @@ def server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     server = Server(tiny_model_dir, tmp_path_factory.mktemp("tinker"))
     yield server
     server.close()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        time.sleep(0.02)
 
 
 def data_of(step: int, loss: str) -> list[dict[str, list[Any]]]:
@@ -289,49 +318,131 @@ def test_a_custom_loss_is_its_own_gradient(server: Server) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+PROMPT = types.ModelInput.from_ints([10, 20, 30])
+TWELVE = types.SamplingParams(max_tokens=12, stop=[])
+ROWS = [datum(row) for row in data_of(0, "cross_entropy")]
+ADAM_PARAMS = types.AdamParams(learning_rate=1e-2)
+SPARED = ("pass", "third pass", "second step", "end")  # the same calls are killed once
+# Each gets a client of the service and the results of the calls before.
+CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "model": lambda service, _: service.create_lora_training_client(NAME, rank=4, seed=9),
+    "pass": lambda _, made: made["model"].forward_backward(ROWS, "cross_entropy"),
+    "second pass": lambda _, made: made["model"].forward_backward(ROWS[:1], "cross_entropy"),
+    "step": lambda _, made: made["model"].optim_step(ADAM_PARAMS),
+    "state": lambda _, made: made["model"].save_state("kept"),
+    "export": lambda _, made: made["model"].save_weights_external("kept"),
+    "sampler": lambda _, made: made["model"].save_weights_for_sampler("kept"),
+    "unnamed": lambda _, made: made["model"].save_weights_and_get_sampling_client(),
+    "samples": lambda _, made: made["unnamed"].sample(PROMPT, 3, TWELVE),
+    "third pass": lambda _, made: made["model"].forward_backward(ROWS[1:], "cross_entropy"),
+    "second step": lambda _, made: made["model"].optim_step(ADAM_PARAMS),
+    "end": lambda _, made: made["model"].save_state("end"),
+}
+
+
+def check_samples(client: Any, response: Any) -> None:
+    """Assert that samples have the logprobs of the version that `client` has pinned."""
+    assert len(response.sequences) == 3
+    for sequence in response.sequences:
+        whole = types.ModelInput.from_ints([10, 20, 30, *sequence.tokens])
+        scored = client.compute_logprobs(whole).result()
+        assert len(sequence.tokens) == 12
+        assert scored[3:] == pytest.approx(sequence.logprobs, abs=1e-4)
+
+
 @pytest.mark.fault
+@pytest.mark.timeout(900)
 def test_a_killed_server_goes_on_at_each_call(
     server: Server, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     own = Server(tiny_model_dir, tmp_path / "killed")
     try:
-        clients = [
-            one.client().create_lora_training_client(NAME, rank=4, seed=9).result()
-            for one in (server, own)
+        services = [server.client(), own.client()]
+        made: list[dict[str, Any]] = [{}, {}]
+        for name, call in CALLS.items():
+            future = call(services[1], made[1])
+            if name not in SPARED:
+                own.kill()  # before it is accepted, while it is done, or after
+                own.start()
+            made[1][name] = future.result()
+            made[0][name] = call(services[0], made[0]).result()
+        for found in made:
+            check_samples(found["unnamed"], found["samples"])
+        twins = [
+            service.create_training_client_from_state_with_optimizer(found["end"].path).result()
+            for service, found in zip(services, made, strict=True)
         ]
-        rows = [datum(row) for row in data_of(0, "cross_entropy")]
-        adam = types.AdamParams(learning_rate=1e-2)
-        calls: list[Callable[[Any], Any]] = [
-            lambda client: client.forward_backward(rows, "cross_entropy"),
-            lambda client: client.forward_backward(rows[:1], "cross_entropy"),
-            lambda client: client.optim_step(adam),
-            lambda client: client.save_state("kept"),
-            lambda client: client.save_weights_for_sampler("kept"),
-            lambda client: client.forward_backward(rows[1:], "cross_entropy"),
-            lambda client: client.optim_step(adam),
-        ]
-        for call in calls:
-            future = call(clients[1])
-            own.kill()  # before it is accepted, while it is done, or after
-            own.start()
-            future.result()
-            call(clients[0]).result()
-        paths = [client.save_state("end").result().path for client in clients]
-        both = [(server.client(), paths[0]), (own.client(), paths[1])]
-        clients = [
-            service.create_training_client_from_state_with_optimizer(path).result()
-            for service, path in both
-        ]
+        rest = own.client().create_rest_client()
+        rest.delete_checkpoint_from_tinker_path(made[1]["end"].path).result()
         own.kill()  # it goes on from the state that the model began with
         own.start()
-        for client in clients:
-            client.forward_backward(rows, "cross_entropy").result()
-            client.optim_step(adam).result()
-        found = [client.forward(rows, "cross_entropy").result() for client in clients]
+        for client in twins:
+            client.forward_backward(ROWS, "cross_entropy").result()
+            client.optim_step(ADAM_PARAMS).result()
+        found = [client.forward(ROWS, "cross_entropy").result() for client in twins]
         for one, other in zip(*(output.loss_fn_outputs for output in found), strict=True):
             assert one["logprobs"].tolist() == other["logprobs"].tolist()
     finally:
         own.close()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("killed", ["sampler", "server"])
+def test_samples_are_answered_when_a_process_dies_that_has_them(
+    tiny_model_dir: Path, tmp_path: Path, killed: str
+) -> None:
+    own = Server(tiny_model_dir, tmp_path / "killed", samplers=2)
+    try:
+        client = own.client().create_lora_training_client(NAME, rank=4, seed=9).result()
+        train(client, 0)
+        sampler = client.save_weights_and_get_sampling_client().result()
+        before = own.samplers()
+        os.kill(before[0], signal.SIGSTOP)  # so that it has its requests for ever
+        futures = [sampler.sample(PROMPT, 3, TWELVE) for _ in range(4)]
+        until(lambda: own.samples() == {"done": 2, "queued": 2})
+        if killed == "server":
+            own.kill()
+        os.kill(before[0], signal.SIGKILL)
+        if killed == "server":
+            own.start()
+        for future in futures:
+            check_samples(sampler, future.result())
+        assert own.samples().keys() == {"done"} and before[0] not in own.samplers()
+    finally:
+        own.close()
+
+
+def test_weights_that_are_not_finite_harm_nobody_else(server: Server) -> None:
+    service = server.client()
+    good, bad = (service.create_lora_training_client(NAME, rank=4).result() for _ in "ab")
+    bad.forward_backward(ROWS, "cross_entropy").result()
+    bad.optim_step(types.AdamParams(learning_rate=1e30)).result()
+    broken = bad.save_weights_and_get_sampling_client().result()
+    future = broken.sample(PROMPT, 3, TWELVE)
+    sampler = good.save_weights_and_get_sampling_client().result()
+    check_samples(sampler, sampler.sample(PROMPT, 3, TWELVE).result())
+    with pytest.raises(Exception, match="not finite"):
+        future.result()
+
+
+def test_files_are_those_that_something_needs(server: Server) -> None:
+    service, rest = server.client(), server.client().create_rest_client()
+    client = service.create_lora_training_client(NAME, rank=4).result()
+    place = server.folder.resolve() / "models" / client.model_id.replace(":", "-")
+    for _ in range(UNNAMED + 2):
+        client.save_weights_and_get_sampling_client().result()
+    client.save_state("kept").result()
+    kept = client.save_state("kept", overwrite=True).result().path
+    until(lambda: len(list(place.iterdir())) == UNNAMED + 1)
+    server.end(service)
+    until(lambda: [file.name for file in place.iterdir()] == [f"weights-{UNNAMED + 4}"])
+    twin = server.client().create_training_client_from_state(kept).result()
+    assert [run.training_run_id for run in rest.list_training_runs(1000).result().training_runs]
+    rest.delete_checkpoint_from_tinker_path(kept).result()
+    until(lambda: not place.exists())
+    assert twin.forward(ROWS, "cross_entropy").result().loss_fn_outputs
+    runs = rest.list_training_runs(1000).result().training_runs
+    assert client.model_id not in [run.training_run_id for run in runs]
 
 
 def test_a_repeated_request_is_applied_once(server: Server) -> None:

@@ -1,0 +1,245 @@
+"""Processes that sample: each request is leased to one of them, and to another if that one ends.
+
+Versions are files that samplers verify, not pushes of the weight hub: a client pins any version
+that it has saved, and the hub serves all receivers the newest one of one layout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from umbra.proto.records import Sampling
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import to_json
+from umbra.services.process.child import ChildProcess, python_argv
+from umbra.services.process.loop_thread import LoopThread, ends_with_it
+from umbra.services.process.pipe import AsyncPipe
+from umbra.services.process.supervisor import Program, Supervisor
+from umbra.services.tinker.bodies import TrainedShape
+from umbra.services.tinker.journal import FutureAnswer
+
+TRIES = 3  # samplers that a request may lose; the last one has it alone, as it may be the cause
+STOP_S = 5.0
+
+log = logging.getLogger("umbra.tinker")
+
+
+class SamplerStart(msgspec.Struct, frozen=True, tag=True):
+    """The first message to a sampler."""
+
+    config: bytes  # the resolved configuration, as JSON
+    seed: int
+
+
+class SampleJob(msgspec.Struct, frozen=True, tag=True):
+    """A request for `count` samples of one prompt."""
+
+    id: str
+    shape: TrainedShape
+    version: str  # its file; "" = the base model
+    checksum: str
+    prompt: list[int]
+    count: int
+    sampling: Sampling
+    max_tokens: int
+    stop_tokens: list[int] | None  # None: the model's
+    stop_texts: list[str] = []
+    scored: int = 0  # tokens at the end of the prompt that get logprobs
+
+
+class SampleReport(msgspec.Struct, frozen=True):
+    """The answer to request `id`; without one, the sampler is alive and works."""
+
+    id: str = ""
+    answer: FutureAnswer | None = None
+
+
+@dataclass(slots=True)
+class _Sampler:
+    heard_at: float
+    held: dict[str, SampleJob] = field(default_factory=dict[str, SampleJob])
+    version: tuple[TrainedShape, str] | None = None  # of the newest request
+    is_alone: bool = False  # with one request, which others were lost with
+
+    @property
+    def load(self) -> int:
+        return sum(job.count for job in self.held.values())
+
+
+class SampleLeases:
+    """Requests that wait, in order, and the sampler that has each of the others.
+
+    Args:
+        slots: samples that a sampler decodes at once.
+        silent_s: for which a sampler with requests may say nothing.
+    """
+
+    def __init__(
+        self, slots: int, silent_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._slots, self._silent_s, self._clock = slots, silent_s, clock
+        self._waiting: deque[SampleJob] = deque()
+        self._samplers: dict[int, _Sampler] = {}
+        self._lost: Counter[str] = Counter()
+
+    def add(self, job: SampleJob) -> None:
+        self._waiting.append(job)
+
+    def joined(self, sampler: int) -> None:
+        self._samplers[sampler] = _Sampler(self._clock())
+
+    def heard(self, sampler: int, job_id: str) -> bool:
+        """Note a sign of life; return true if it answers a request that the sampler has."""
+        found = self._samplers[sampler]
+        found.heard_at = self._clock()
+        if found.held.pop(job_id, None) is None:
+            return False
+        self._lost.pop(job_id, None)
+        return True
+
+    def left(self, sampler: int) -> list[SampleJob]:
+        """Queue its requests again, before all others; return those that were lost too often."""
+        held = list(self._samplers.pop(sampler).held.values())
+        self._lost.update(job.id for job in held)
+        again = [job for job in held if self._lost[job.id] < TRIES]
+        self._waiting.extendleft(reversed(again))
+        return [job for job in held if self._lost[job.id] >= TRIES]
+
+    def assign(self) -> list[tuple[int, SampleJob]]:
+        """Lease the first requests to samplers with free slots."""
+        given: list[tuple[int, SampleJob]] = []
+        while self._waiting and (name := self._place(self._waiting[0])) is not None:
+            job, sampler = self._waiting.popleft(), self._samplers[name]
+            if not sampler.held:
+                sampler.heard_at = self._clock()
+            sampler.held[job.id] = job
+            sampler.version = job.shape, job.version
+            sampler.is_alone = self._is_suspect(job)
+            given.append((name, job))
+        return given
+
+    def overdue(self) -> list[int]:
+        """Return samplers that are silent with requests; on any thread."""
+        limit = self._clock() - self._silent_s
+        found = list(self._samplers.items())
+        return [name for name, one in found if one.held and one.heard_at < limit]
+
+    def _is_suspect(self, job: SampleJob) -> bool:
+        return self._lost[job.id] == TRIES - 1
+
+    def _place(self, job: SampleJob) -> int | None:
+        """Return the sampler for a request: a busy one drains before it serves another version."""
+        costs: list[tuple[int, bool, int]] = []
+        for name, sampler in self._samplers.items():
+            load, other = sampler.load, sampler.version != (job.shape, job.version)
+            taken = sampler.held and (sampler.is_alone or self._is_suspect(job))
+            if load < self._slots and not taken:
+                costs.append((load + (self._slots if load and other else 0), other, name))
+        return min(costs)[2] if costs else None
+
+
+class Samplers:
+    """The processes, and their pipes on the loop of the HTTP server.
+
+    Args:
+        gpus: of this machine; the trainer has the first one.
+        finish: gets each request with its answer, on that loop.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        gpus: int,
+        loop: LoopThread,
+        finish: Callable[[str, FutureAnswer], None],
+    ) -> None:
+        self._config, self._loop, self._finish = config, loop, finish
+        silent_s = config.buffer.engine_stall_s
+        self._leases = SampleLeases(config.generator.slots, silent_s)
+        self._children: dict[int, ChildProcess] = {}
+        self._pipes: dict[int, AsyncPipe[SampleReport]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._devices = devices(config.generator.device, config.generator.count, gpus)
+        self.supervisor = Supervisor(self._spawn, report=log.warning, stop_s=STOP_S)
+
+    def start(self) -> None:
+        """Start all of them; on the main thread, which has to outlive them."""
+        argv = python_argv("umbra.services.tinker.sampler_process")
+        for number in range(len(self._devices)):
+            name = f"sampler-{number}"
+            self.supervisor.start(Program(name, argv, wave=0, elastic=True, recovers=True))
+
+    def poll(self) -> bool:
+        """Restart those that ended, end those that hang; return false once there are none."""
+        for pid in self._leases.overdue():
+            if (child := self._children.get(pid)) is not None and child.returncode is None:
+                log.warning("sampler %d says nothing: it is killed, and its requests go on", pid)
+                child.kill()
+        return self.supervisor.poll()
+
+    def submit(self, job: SampleJob) -> None:
+        self._loop.call(self._add, job)
+
+    def stop(self) -> None:
+        self.supervisor.drain()
+        self.supervisor.wait(2 * STOP_S)
+        self.supervisor.close()
+
+    def _spawn(self, program: Program) -> ChildProcess:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            child = ChildProcess(program.argv, channel=theirs)
+        generator = msgspec.structs.replace(
+            self._config.generator, device=self._devices[int(program.name.rpartition("-")[2])]
+        )
+        config = to_json(msgspec.structs.replace(self._config, generator=generator))
+        self._children[child.pid] = child
+        self._loop.call(self._joined, child.pid, ours, SamplerStart(config, secrets.randbits(31)))
+        return child
+
+    # -- on the loop ------------------------------------------------------------------------------
+
+    def _joined(self, pid: int, end: socket.socket, start: SamplerStart) -> None:
+        pipe = self._pipes[pid] = AsyncPipe(end, SampleReport)
+        pipe.send(start)
+        self._leases.joined(pid)
+        self._assign()
+        task = asyncio.get_running_loop().create_task(self._follow(pid, pipe), name="samplers")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ends_with_it)
+
+    async def _follow(self, pid: int, pipe: AsyncPipe[SampleReport]) -> None:
+        while (report := await pipe.receive()) is not None:
+            if self._leases.heard(pid, report.id) and report.answer is not None:
+                self._finish(report.id, report.answer)
+                self._assign()
+        self._pipes.pop(pid).close()
+        for job in self._leases.left(pid):
+            why = f"{TRIES} samplers ended while they had this request: see the server's log"
+            self._finish(job.id, FutureAnswer.failure(why, "server"))
+        self._assign()
+
+    def _add(self, job: SampleJob) -> None:
+        self._leases.add(job)
+        self._assign()
+
+    def _assign(self) -> None:
+        for pid, job in self._leases.assign():
+            self._pipes[pid].send(job)
+
+
+def devices(asked: str, count: int, gpus: int) -> list[str]:
+    """Return the device of each sampler: the GPUs in turn, the first one only if it is alone."""
+    if asked not in ("auto", "cuda") or gpus < 2:
+        return [asked] * count
+    return [f"cuda:{1 + number % (gpus - 1)}" for number in range(count)]

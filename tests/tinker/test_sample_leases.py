@@ -1,0 +1,116 @@
+"""Which sampler gets which request, and what becomes of it when the sampler ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from umbra.proto.records import Sampling
+from umbra.services.tinker.bodies import TrainedShape
+from umbra.services.tinker.samplers import TRIES, SampleJob, SampleLeases, devices
+
+SLOTS = 4
+
+
+def job(name: str, version: str = "v1", count: int = 1) -> SampleJob:
+    return SampleJob(
+        id=name,
+        shape=TrainedShape(rank=4),
+        version=version,
+        checksum="",
+        prompt=[1],
+        count=count,
+        sampling=Sampling(),
+        max_tokens=8,
+        stop_tokens=None,
+    )
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def leases(samplers: int, clock: Clock | None = None) -> SampleLeases:
+    made = SampleLeases(SLOTS, 10.0, clock or Clock())
+    for name in range(samplers):
+        made.joined(name)
+    return made
+
+
+def given(made: SampleLeases, *jobs: SampleJob) -> list[tuple[int, str]]:
+    for one in jobs:
+        made.add(one)
+    return [(sampler, one.id) for sampler, one in made.assign()]
+
+
+@pytest.mark.parametrize(
+    ("samplers", "jobs", "wanted"),
+    [
+        (0, [job("a")], []),
+        (2, [job("a"), job("b"), job("c")], [(0, "a"), (1, "b"), (0, "c")]),
+        # A version goes to an idle sampler rather than to one that would have to drain,
+        (2, [job("a"), job("b", "v2"), job("c", "v2")], [(0, "a"), (1, "b"), (1, "c")]),
+        # and to that one before it waits.
+        (2, [job("a"), job("b", "v2", 4), job("c", "v2")], [(0, "a"), (1, "b"), (0, "c")]),
+        # A sampler with a free slot takes a whole request; without one none, in their order.
+        (1, [job("a", count=3), job("b", count=9), job("c")], [(0, "a"), (0, "b")]),
+    ],
+)
+def test_requests_go_to_samplers(
+    samplers: int, jobs: list[SampleJob], wanted: list[tuple[int, str]]
+) -> None:
+    assert given(leases(samplers), *jobs) == wanted
+
+
+def test_a_request_of_a_sampler_that_ends_goes_to_another_and_is_answered_once() -> None:
+    made = leases(2)
+    assert given(made, job("a"), job("b"), job("c")) == [(0, "a"), (1, "b"), (0, "c")]
+    given(made, job("d", count=9), job("e"))
+    assert made.left(0) == []
+    assert made.assign() == []  # d fills the other one
+    assert made.heard(1, "d") and not made.heard(1, "d")
+    assert given(made) == [(1, "a"), (1, "c"), (1, "e")]  # the oldest first
+    assert made.heard(1, "a") and made.heard(1, "b")
+
+
+def test_a_request_that_samplers_end_with_is_alone_in_the_end_and_then_fails() -> None:
+    made = leases(1)
+    given(made, job("bad"), job("good"))
+    for sampler in range(TRIES - 1):
+        assert made.left(sampler) == []
+        made.joined(sampler + 1)
+        found = given(made)
+    assert found == [(TRIES - 1, "bad")]  # pyright: ignore[reportPossiblyUnboundVariable]
+    assert [one.id for one in made.left(TRIES - 1)] == ["bad"]
+    made.joined(TRIES)
+    assert given(made) == [(TRIES, "good")]
+    assert made.heard(TRIES, "good")
+
+
+def test_a_silent_sampler_with_requests_is_overdue() -> None:
+    clock = Clock()
+    made = leases(2, clock)
+    clock.now = 100.0
+    given(made, job("a"))
+    assert made.overdue() == []  # it begins now, and the other one has nothing to do
+    clock.now = 109.0
+    assert not made.heard(0, "")
+    clock.now = 119.5
+    assert made.overdue() == [0]
+    made.heard(0, "a")
+    assert made.overdue() == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "wanted"),
+    [
+        ("auto", 0, ["auto"] * 3),
+        ("cuda", 1, ["cuda"] * 3),
+        ("cpu", 4, ["cpu"] * 3),
+        ("auto", 3, ["cuda:1", "cuda:2", "cuda:1"]),
+    ],
+)
+def test_samplers_leave_the_trainer_its_gpu(asked: str, gpus: int, wanted: list[str]) -> None:
+    assert devices(asked, 3, gpus) == wanted
