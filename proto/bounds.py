@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import re
 import sys
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import islice
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
-import msgspec.inspect
 from msgspec import Meta
 
 T = TypeVar("T")
@@ -70,6 +70,7 @@ Portion = Annotated[list[T], Meta(max_length=SUBMITTED)]
 Held = Annotated[list[T], Meta(max_length=LEASES)]
 Many = Annotated[list[T], Meta(max_length=BATCH)]
 ManyBy = Annotated[dict[Name, T], Meta(max_length=BATCH)]
+ManyById = Annotated[dict[Id, T], Meta(max_length=BATCH)]
 Whole = Annotated[list[T], Meta(max_length=RUN)]
 Counts = Annotated[dict[Name, int], Meta(max_length=FIGURES)]
 Int32s = Annotated[bytes, Meta(max_length=4 * TOKENS)]
@@ -104,48 +105,35 @@ def keep_to_bounds(record: msgspec.Struct) -> None:
     Texts come from exceptions, figures from computations and from what users name: none of them
     should make a message that is refused as a whole. A decoded record is within its bounds already.
     """
-    for name, kind in _softly_bound(type(record)):
+    for name, keep in _softly_bound(type(record)):
         value: Any = getattr(record, name)
-        if not value:
-            continue
-        if isinstance(kind, msgspec.inspect.StrType):
-            kept: Any = one_line(value)
-        elif isinstance(kind.value_type, msgspec.inspect.StrType):
-            kept = {key: one_line(text) for key, text in value.items()}
-        else:
-            kept = _fitting(value, kind)
-        if kept is not value:
+        if value and (kept := keep(value)) is not value:
             msgspec.structs.force_setattr(record, name, kept)
 
 
-def _fitting(figures: dict[str, float], kind: msgspec.inspect.DictType) -> dict[str, float]:
-    assert isinstance(kind.key_type, msgspec.inspect.StrType)
-    most, chars = kind.max_length, kind.key_type.max_length
-    assert most is not None and chars is not None
+def _one_line_each(texts: dict[str, str]) -> dict[str, str]:
+    return {key: one_line(text) for key, text in texts.items()}
+
+
+def _fitting(figures: dict[str, float], most: int, chars: int) -> dict[str, float]:
     fit = {
         name: value
         for name, value in figures.items()
         if math.isfinite(value) and len(name) <= chars and not _control.search(name)
     }
-    if len(fit) == len(figures) <= most:
-        return figures
-    return dict(islice(fit.items(), most))
+    return figures if len(fit) == len(figures) <= most else dict(islice(fit.items(), most))
+
+
+_KEEP: list[tuple[Any, Callable[[Any], Any]]] = [
+    (Text, one_line),
+    (ManyBy[Text], _one_line_each),
+    (ManyById[Text], _one_line_each),
+    (Figures, partial(_fitting, most=FIGURES, chars=NAME_CHARS)),
+    (Stats, partial(_fitting, most=STATS, chars=STAT_CHARS)),
+]
 
 
 @cache
-def _softly_bound(
-    cls: type[msgspec.Struct],
-) -> list[tuple[str, msgspec.inspect.StrType | msgspec.inspect.DictType]]:
-    info = msgspec.inspect.type_info(cls)
-    assert isinstance(info, msgspec.inspect.StructType)
-    found: list[tuple[str, msgspec.inspect.StrType | msgspec.inspect.DictType]] = []
-    for field in info.fields:
-        kind = field.type
-        inner = kind.value_type if isinstance(kind, msgspec.inspect.DictType) else kind
-        is_text = isinstance(inner, msgspec.inspect.StrType) and inner.max_length == TEXT_CHARS
-        is_number = isinstance(inner, msgspec.inspect.FloatType) and inner.ge is not None
-        if isinstance(kind, msgspec.inspect.DictType) and (is_text or is_number):
-            found.append((field.name, kind))
-        elif isinstance(kind, msgspec.inspect.StrType) and is_text:
-            found.append((field.name, kind))
-    return found
+def _softly_bound(cls: type[msgspec.Struct]) -> list[tuple[str, Callable[[Any], Any]]]:
+    hints = get_type_hints(cls, include_extras=True)
+    return [(name, keep) for name, hint in hints.items() for kind, keep in _KEEP if hint == kind]

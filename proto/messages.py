@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from umbra.proto.bounds import (
-    BATCH,
     FIGURES,
     MEMBERS,
     STAGES,
@@ -22,6 +21,7 @@ from umbra.proto.bounds import (
     Id,
     Many,
     ManyBy,
+    ManyById,
     Name,
     Number,
     Portion,
@@ -240,6 +240,9 @@ class Status(Message, frozen=True, kw_only=True):
     warnings: Many[RunWarning] = []  # those that hold, and those that are over
 
 
+Operation = Literal["drain", "pause", "resume", "evaluate", "checkpoint"]
+
+
 class Operate(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An operator's command; a misspelt field is refused, as its default acts on all.
 
@@ -248,7 +251,7 @@ class Operate(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     the run's held-out prompts. checkpoint: have the trainer save its state now or after its step.
     """
 
-    kind: Literal["drain", "pause", "resume", "evaluate", "checkpoint"]
+    kind: Operation
     member: Name = ""
     reason: Text = ""
 
@@ -297,7 +300,7 @@ class TaskLeases(Message, frozen=True, kw_only=True):
     tasks: Many[Task] = []
     more_pinned: bool = False  # keep to your version: more samples pinned to it wait for you
     accepted: int = 0  # results
-    refused: Annotated[dict[Id, Text], Meta(max_length=BATCH)] = {}  # results, by sample: why
+    refused: ManyById[Text] = {}  # results, by sample: why
     lost: Held[Id] = []  # samples to stop working on
 
 

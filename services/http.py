@@ -1,4 +1,4 @@
-"""HTTP servers of a run: uvicorn behind a middleware that checks each request before its body."""
+"""HTTP servers of a run: uvicorn, and checks of each request before its body is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ BODY_S = 10.0  # for a client to send the body of its request
 HELD_BYTES = 1 << 30  # bodies of all requests under way
 KEY_VARIABLE = "UMBRA_AGENT_KEY"
 _STOP_S = 1
-_JSON = ("application/json",)
 _MAX_PORT = 65535
 
 
@@ -92,12 +91,14 @@ class ApiError(UmbraError):
         return {"error": error}
 
 
-class Gate:
-    """ASGI middleware: checks the head of each request, then reads its body within limits.
+class HttpServer:
+    """A server of `app` at a socket, which it closes, within an event loop.
+
+    It is the middleware before `app` too: it checks the head of each request, then reads its body
+    within limits. If only this machine reaches it, requests must use a loopback name as Host, so
+    that no web page can ask through a browser (DNS rebinding).
 
     Args:
-        local: only this machine reaches the server. Requests must then use a loopback name as
-            Host, so that no web page can ask through a browser (DNS rebinding).
         key: bearer token, or value of the header X-Api-Key, that clients must send; "" = none.
         max_body: bytes that the body of a request may have.
         requests: answered at once; more get 503.
@@ -109,20 +110,56 @@ class Gate:
     def __init__(
         self,
         app: ASGIApp,
-        local: bool,
-        key: str,
-        max_body: int,
+        bound: socket.socket,
+        *,
+        key: str = "",
+        max_body: int = 0,
         requests: int,
-        refusals: Refusals,
         name: str = "",
-        types: Sequence[str] = _JSON,
+        types: Sequence[str] = ("application/json",),
         signed: str = "",
     ) -> None:
-        self._app, self._refusals = app, refusals
-        self._local, self._key, self._own_name = local, key.encode(), name
+        self.refusals = Refusals()
+        self._app, self._bound, self._local = app, bound, is_local(bound)
+        self._key, self._own_name = key.encode(), name
         self._max_body, self._requests = max_body, requests
         self._types, self._signed = types, signed
         self._active = self._held = 0  # requests under way, and bytes of their bodies
+        self._task: asyncio.Task[None] | None = None
+        config = uvicorn.Config(
+            self,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=_STOP_S,
+        )
+        self._server = uvicorn.Server(config)
+
+    async def start(self) -> None:
+        """Serve; a server that fails ends the process."""
+        serving = self._server.serve(sockets=[self._bound])
+        self._task = asyncio.create_task(serving, name="the HTTP server")
+        self._task.add_done_callback(ends_with_it)
+
+    async def stop(self) -> None:
+        """Let open requests get their answers, for a second or so, and end."""
+        self._server.should_exit = True
+        if self._task is None:
+            self._bound.close()
+            return
+        await self._task
+        state = self._server.server_state
+        for connection in list(state.connections):
+            assert isinstance(connection, H11Protocol)
+            connection.transport.abort()
+        await asyncio.sleep(0)
+        if state.tasks:
+            await asyncio.wait(state.tasks, timeout=_STOP_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._active += 1
@@ -132,7 +169,7 @@ class Gate:
             self.check(Headers(scope=scope), signed=signed)
             whole = await self._read(receive, body)
         except ApiError as refused:
-            self._refusals.add(f"an HTTP request from {scope['client'][0]}: {refused}")
+            self.refusals.add(f"an HTTP request from {scope['client'][0]}: {refused}")
             answer = JSONResponse(refused.body(), refused.status, {"connection": "close"})
             await answer(scope, receive, send)
         else:
@@ -203,60 +240,3 @@ class Gate:
             late = f"its body did not come within {BODY_S:g} s"
             raise ApiError(late, status=400, code="too_slow") from None
         return False
-
-
-class HttpServer:
-    """A server of `app` behind a `Gate` at a socket, which it closes, within an event loop."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        bound: socket.socket,
-        *,
-        key: str = "",
-        max_body: int = 0,
-        requests: int,
-        name: str = "",
-        types: Sequence[str] = _JSON,
-        signed: str = "",
-    ) -> None:
-        self.refusals = Refusals()
-        self._bound = bound
-        gate = Gate(
-            app, is_local(bound), key, max_body, requests, self.refusals, name, types, signed
-        )
-        config = uvicorn.Config(
-            gate,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=_STOP_S,
-        )
-        self._server = uvicorn.Server(config)
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Serve; a server that fails ends the process."""
-        serving = self._server.serve(sockets=[self._bound])
-        self._task = asyncio.create_task(serving, name="the HTTP server")
-        self._task.add_done_callback(ends_with_it)
-
-    async def stop(self) -> None:
-        """Let open requests get their answers, for a second or so, and end."""
-        self._server.should_exit = True
-        if self._task is None:
-            self._bound.close()
-            return
-        await self._task
-        state = self._server.server_state
-        for connection in list(state.connections):
-            assert isinstance(connection, H11Protocol)
-            connection.transport.abort()
-        await asyncio.sleep(0)
-        if state.tasks:
-            await asyncio.wait(state.tasks, timeout=_STOP_S)

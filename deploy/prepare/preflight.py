@@ -129,7 +129,7 @@ def _check_security(config: RunConfig) -> None:
         elif not endpoint.startswith("tcp://"):
             raise UsageError(f"{key} = {endpoint}: write it as tcp://host:port")
     for role in roles:
-        security = open_security(config.security, [role])
+        security = open_security(config.security.keys, [role], insecure=config.security.insecure)
         for endpoint in (config.run.broker, config.weight_hub.listen):
             security.check_bind(endpoint)
     for url in config.generator.urls if config.generator.count else ():

@@ -21,7 +21,6 @@ from umbra.proto.access import KeyRole
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import ERROR_PREFIX, UsageError
 from umbra.proto.net.keys import open_security
-from umbra.services.config import SecurityConfig
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.run_address import RunAddress, find_run
 from umbra.services.monitor.view import sparkline, status_dict
@@ -238,7 +237,7 @@ class Run:
             self._child.terminate()
         elif self.under_way:
             with self._client("operator", "monitor") as client:
-                client.drain("", "stopped from Python", ANSWER_S)
+                client.operate("drain", ANSWER_S, reason="stopped from Python")
         self._await_end(timeout_s)
 
     def _await_end(self, timeout_s: float) -> None:
@@ -268,7 +267,7 @@ class Run:
         address = RunAddress.read(self._folder.path)
         if address is None:
             raise UsageError(f"run {self.id} is not under way, or its buffer is not up yet")
-        security = open_security(SecurityConfig(keys=address.keys), roles)
+        security = open_security(address.keys, roles)
         return StatusClient(address.broker, security)
 
     def _repr_html_(self) -> str:

@@ -199,7 +199,7 @@ class Up:
             self._turn(supervisor, progress)
         broker = str(facts["broker"])
         self._addressed = True
-        progress.watch(broker, open_security(self.config.security, ["monitor"]))
+        progress.watch(broker, open_security(self.config.security.keys, ["monitor"]))
         RunAddress(broker, self.config.security.keys).write(self.folder.path)
         self._view.say(f"run {self.folder.id}, its buffer at {broker}")
         self._view.say(f"to watch it:\n  {command_line('monitor', self.folder.path)}")

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Protocol
 
 import zmq
 from zmq.auth import load_certificate  # pyright: ignore[reportUnknownVariableType]
@@ -26,13 +25,6 @@ from umbra.proto.sockets import Curve
 PUBLIC, SECRET = ".key", ".key_secret"
 FOLDER = "keys"  # inside of a run's folder, or beside the folders of runs
 KEY_CHARACTERS = 40  # 32 bytes in Z85
-
-
-class Settings(Protocol):
-    @property
-    def keys(self) -> str: ...
-    @property
-    def insecure(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +129,21 @@ def load_keys(folder: Path, role: KeyRole) -> Keys:
 
 
 def open_security(
-    config: Settings, roles: Sequence[KeyRole], run_dir: Path | None = None
+    folder: str, roles: Sequence[KeyRole], run_dir: Path | None = None, *, insecure: bool = False
 ) -> Security:
-    """Return the `[security]` of a process that may have the key of any of `roles`, best first.
+    """Return the protection of a process that may have the key of any of `roles`, best first.
 
-    Without `security.keys`, the folder `keys` in `run_dir` counts if it is there.
+    Its keys are in `folder`; if that is empty, in the folder `keys` in `run_dir` if it is there.
 
     Raises:
         UsageError: see `load_keys`.
     """
-    where = Path(config.keys) if config.keys else None
-    if where is None and run_dir is not None and (run_dir / FOLDER).is_dir():
-        where = run_dir / FOLDER
-    if where is None:
-        return Security(insecure=config.insecure)
-    held: list[KeyRole] = [one for one in roles if (where / f"{one}{SECRET}").exists()]
-    keys = load_keys(where, (held or roles)[0])
-    return Security(keys, config.insecure)
+    if not folder and run_dir is not None and (run_dir / FOLDER).is_dir():
+        folder = str(run_dir / FOLDER)
+    if not folder:
+        return Security(insecure=insecure)
+    held: list[KeyRole] = [one for one in roles if (Path(folder) / f"{one}{SECRET}").exists()]
+    return Security(load_keys(Path(folder), (held or roles)[0]), insecure)
 
 
 def _check_private(path: Path) -> None:

@@ -7,33 +7,32 @@ import sys
 import types
 from collections.abc import Iterator
 from functools import reduce
-from typing import Annotated, Any, Literal, Union, dataclass_transform, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
 
 import msgspec
 from msgspec import Meta
 
 
-class _Key:
-    """A key until its section is made: its default, its meaning and what bounds its value."""
+class _Key(NamedTuple):
+    """A key until its section is made."""
 
-    def __init__(self, default: Any, doc: str, bounds: dict[str, Any]) -> None:
-        self.default, self.doc, self.bounds = default, doc, bounds
+    default: Any
+    doc: str
+    bounds: dict[str, Any]
 
 
-def key(
-    default: Any,
-    doc: str,
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    pattern: str | None = None,
-    min_length: int | None = None,
-) -> Any:
-    """Declare a key. Bounds hold for the numbers or texts in its type, in lists and unions too."""
-    bounds = dict(ge=ge, gt=gt, le=le, lt=lt, pattern=pattern, min_length=min_length)
-    return _Key(default, doc, {name: bound for name, bound in bounds.items() if bound is not None})
+def key(default: Any, doc: str, **bounds: Any) -> Any:
+    """Declare a key. `bounds`, as `msgspec.Meta` names them, hold in lists and unions too."""
+    return _Key(default, doc, bounds)
 
 
 def _bounded(kind: Any, bounds: dict[str, Any]) -> Any:

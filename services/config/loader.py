@@ -8,9 +8,9 @@ import logging
 import math
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import msgspec
 import msgspec.inspect as introspect
@@ -68,16 +68,16 @@ def load_tree(
 ) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     if file is not None:
-        tree = _check(read_run_file(Path(file)), str(file))
+        _merge(tree, read_run_file(Path(file)), str(file))
     for name, text in sorted(environ.items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
-            path = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
-            _assign(tree, path, text, f"environment variable {name}")
+            path = name.removeprefix(ENV_PREFIX).lower().split("__")
+            _merge(tree, _at(path, text), f"environment variable {name}")
     for override in overrides:
         path, separator, text = override.partition("=")
         if not separator:
             raise UsageError(f"--set {override}: write it as section.key=value")
-        _assign(tree, path.strip(), text.strip(), f"--set {override}")
+        _merge(tree, _at(path.strip().split("."), text.strip()), f"--set {override}")
     return tree
 
 
@@ -87,7 +87,9 @@ def given_keys(tree: Mapping[str, Any]) -> frozenset[str]:
 
 
 def config_of(tree: Any, where: str) -> RunConfig:
-    return msgspec.convert(_check(tree, where), RunConfig)
+    checked: dict[str, Any] = {}
+    _merge(checked, tree, where)
+    return msgspec.convert(checked, RunConfig)
 
 
 def as_dict(config: RunConfig) -> dict[str, Any]:
@@ -139,89 +141,85 @@ def moved(text: str, path: Path) -> str:
     return text.replace(old, new) if old else text
 
 
-def _check(tree: Any, where: str) -> dict[str, Any]:
-    if not isinstance(tree, Mapping):
+class _Text(str):
+    """A value from outside of a file: its key says whether it is text or has to be read."""
+
+
+def _at(path: Sequence[str], text: str) -> Any:
+    """Return the tree that has `text` at `path` alone."""
+    return {path[0]: _at(path[1:], text)} if path else _Text(text)
+
+
+def _merge(tree: dict[str, Any], given: Any, where: str) -> None:
+    """Change `tree` by what a source says; each value is checked, and as the type of its key."""
+    if not isinstance(given, Mapping):
         raise UsageError(f"{where}: must be an object with a key per section")
-    checked: dict[str, Any] = {}
-    for section, values in tree.items():
+    for section, values in cast(Mapping[str, Any], given).items():
         if section not in SECTIONS:
             raise UsageError(f"{where}: unknown section [{section}]{_hint(section, SECTIONS)}")
         if section == ENVIRONMENTS:
-            checked[section] = _check_environments(values, where)
-            continue
-        if not isinstance(values, Mapping):
-            raise UsageError(f"{where}: {section} must be a table, written [{section}]")
-        checked[section] = _check_keys(section, values, where)
-    return checked
+            tree[section] = _environments(values, where)
+        elif isinstance(values, Mapping):
+            tree[section] = _keys(section, tree.get(section, {}), values, where)
+        else:
+            raise UsageError(
+                f"{where}: {section} must be a table: [{section}] in a file, {section}.key=value "
+                "in --set"
+            )
 
 
-def _check_keys(section: str, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    return {
-        key: _convert(section, key, value, where)
-        for key, value in _translate(section, values, where).items()
-    }
-
-
-def _check_environments(entries: Any, where: str) -> list[dict[str, Any]]:
+def _environments(entries: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        raise UsageError(f"{where}: write every one of {ENVIRONMENTS} as [[{ENVIRONMENTS}]]")
-    checked = [_check_environment(entry, where) for entry in entries]
-    names = [entry.get("name") for entry in checked]
-    if None in names:
-        raise UsageError(f"{where}: every one of [[{ENVIRONMENTS}]] needs a name")
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"{where}: two of [[{ENVIRONMENTS}]] have the name {twice[0]}")
-    return checked
-
-
-def _check_environment(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
-    checked = _check_keys(ENVIRONMENTS, entry, where)
-    if own := checked.get("sampling"):
-        where = f"{where}: {ENVIRONMENTS}.{checked.get('name')}"
+        raise UsageError(
+            f"{where}: write every one of {ENVIRONMENTS} as [[{ENVIRONMENTS}]] in the run file"
+        )
+    checked: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        one = _keys(ENVIRONMENTS, {}, entry, where)
+        if (name := one.get("name")) is None:
+            raise UsageError(f"{where}: every one of [[{ENVIRONMENTS}]] needs a name")
+        if name in checked:
+            raise UsageError(f"{where}: two of [[{ENVIRONMENTS}]] have the name {name}")
+        own = one.get("sampling", {})
         if "stop_tokens" in own:
             raise UsageError(
-                f"{where}: sampling.stop_tokens end turns in all environments: set them in "
-                "[sampling], or texts of its own as stop"
+                f"{where}: {ENVIRONMENTS}.{name}: sampling.stop_tokens end turns in all "
+                "environments: set them in [sampling], or texts of its own as stop"
             )
-        checked["sampling"] = _check_keys("sampling", own, where)
-    return checked
+        if own:
+            one["sampling"] = _keys("sampling", {}, own, f"{where}: {ENVIRONMENTS}.{name}")
+        checked[name] = one
+    return list(checked.values())
 
 
-def _assign(tree: dict[str, Any], path: str, text: str, where: str) -> None:
-    """Put `text` into `tree` at `path`: a key, or a place inside a key that is a table."""
-    section, _, rest = path.partition(".")
-    if section not in SECTIONS:
-        raise UsageError(f"{where}: unknown section {section!r}{_hint(section, SECTIONS)}")
-    key, *inner = rest.split(".")
-    if section == ENVIRONMENTS:
-        raise UsageError(
-            f"{where}: {section} are several tables: change [[{section}]] in the run file"
-        )
-    if not key:
-        raise UsageError(f"{where}: write it as section.key=value, here {section}.key=value")
-    values = tree.setdefault(section, {})
-    if section == "buffer" and key in FOREIGN:
-        values |= _check_keys(section, {key: _scalar(text)}, where)
-        return
-    kind = _kind(section, key, where)
-    if not inner:
-        value = text if isinstance(kind, introspect.StrType) else _scalar(text)
-        values[key] = _convert(section, key, value, where)
-        return
-    if not isinstance(kind, introspect.DictType):
-        raise UsageError(f"{where}: {section}.{key} is not a table")
-    table = values.setdefault(key, {})
-    for name in inner[:-1]:
-        table = table.setdefault(name, {})
-        if not isinstance(table, dict):
-            raise UsageError(f"{where}: {name} is not a table")
-    table[inner[-1]] = _scalar(text)
+def _keys(
+    section: str, known: Mapping[str, Any], values: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """Return the keys of a section that are `known`, changed by `values`."""
+    found = dict(known)
+    for key, value in _translate(section, values, where).items():
+        found[key] = _convert(section, key, value, found.get(key), where)
+    return found
+
+
+def _merged(old: Any, new: Any, name: str, where: str) -> Any:
+    """Return `new`; if it is a table, with those keys of the `old` one that it lacks."""
+    if isinstance(new, _Text):
+        return _scalar(new)
+    if not isinstance(new, Mapping):
+        return new
+    if old is not None and not isinstance(old, dict):
+        raise UsageError(f"{where}: {name} is not a table")
+    table: dict[str, Any] = {**(old or {})}
+    for key, value in cast(Mapping[str, Any], new).items():
+        table[key] = _merged(table.get(key), value, key, where)
+    return table
 
 
 def _translate(section: str, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     result = dict(values)
     for name in values.keys() & FOREIGN.keys() if section == "buffer" else ():
-        (system, offset), value = FOREIGN[name], result.pop(name)
+        (system, offset), value = FOREIGN[name], _merged(None, result.pop(name), name, where)
         if not isinstance(value, int) or isinstance(value, bool) or value < offset:
             raise UsageError(f"{where}: buffer.{name} must be an integer >= {offset}")
         number = value - offset
@@ -234,14 +232,6 @@ def _translate(section: str, values: Mapping[str, Any], where: str) -> dict[str,
         said = f"buffer.run_ahead = {number} and buffer.max_staleness = {number}"
         log.warning("%s: %s's %s = %s is read as %s", where, system, name, value, said)
     return result
-
-
-def _kind(section: str, key: str, where: str) -> introspect.Type:
-    fields = SECTIONS[section]
-    if key not in fields:
-        hint = _hint(key, [*fields, *FOREIGN] if section == "buffer" else fields, f"{section}.")
-        raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
-    return bare(introspect.type_info(fields[key]))
 
 
 def bare(kind: introspect.Type) -> introspect.Type:
@@ -267,10 +257,17 @@ def choices(kind: introspect.Type) -> tuple[str, ...]:
             return ()
 
 
-def _convert(section: str, key: str, value: Any, where: str) -> Any:
-    kind = _kind(section, key, where)
+def _convert(section: str, key: str, value: Any, old: Any, where: str) -> Any:
+    fields = SECTIONS[section]
+    if key not in fields:
+        hint = _hint(key, [*fields, *FOREIGN] if section == "buffer" else fields, f"{section}.")
+        raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
+    kind = bare(introspect.type_info(fields[key]))
+    if isinstance(value, _Text) and isinstance(kind, introspect.StrType):
+        value = str(value)
+    value = _merged(old, value, key, where)
     try:
-        converted = msgspec.convert(value, SECTIONS[section][key])
+        converted = msgspec.convert(value, fields[key])
         if not isinstance(converted, float) or math.isfinite(converted):
             return converted
     except msgspec.ValidationError:
@@ -285,7 +282,7 @@ def _scalar(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return text
+        return str(text)
 
 
 def _hint(name: str, known: Iterable[str], prefix: str = "") -> str:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -33,37 +33,71 @@ KlPolicy = Literal["reference", "behaviour"]
 KlPlace = Literal["loss", "reward"]
 
 
-class ObjectiveSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One value for every piece; the defaults are preset `ppo`."""
+class ObjectiveSpec(Section):
+    """One value for every piece; the defaults are preset `ppo`. Those with a text are keys too."""
 
-    advantage: Advantage = "dr_grpo"
-    gamma: float = 1.0
-    gae_lambda: float = 1.0
-    overlong_buffer: int = 0
-    overlong_filter: bool = False
+    advantage: Advantage = key(
+        "dr_grpo",
+        "reward - group mean; that over the std; reward - mean of the others; return or reward "
+        "- group mean, whitened over the batch; by a value model (gae); or what a teacher says "
+        "(teacher, of objective opd)",
+    )
+    gamma: float = key(1.0, "discount per token (reinforce_pp, gae)", ge=0, le=1)
+    gae_lambda: float = key(1.0, "lambda of generalised advantage estimation", ge=0, le=1)
+    overlong_buffer: int = key(
+        0, "last tokens before a sample's max_tokens that cost reward (DAPO); 0 = none", ge=0
+    )
+    overlong_filter: bool = key(False, "leave out what was cut off at the token limit (DAPO)")
     ratio_level: Level = "token"
-    anchor: Anchor = "behaviour"
-    proximal: Proximal = "recompute"
+    anchor: Anchor = key(
+        "behaviour",
+        "denominator of the ratio: the policy that sampled, or the trainer's before this batch "
+        "(proximal)",
+    )
+    proximal: Proximal = key(
+        "recompute",
+        "logprobs of the proximal policy: a forward pass, the scoring stage logp, or log-linear"
+        " between behaviour and current policy",
+    )
     clip: Clip = "ppo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = 0.0
-    correction: Correction = "none"
-    is_level: Level = "token"
-    is_floor: float = 0.0
-    is_cap: float = 2.0
-    mask: Mask = "none"
-    mask_low: float = 0.5
-    mask_high: float = 2.0
-    mask_threshold: float = 0.2
-    aggregation: Aggregation = "token_mean"
-    denominator: Denominator = "trained"
-    kl_coef: float = 0.0
-    kl_estimator: KlEstimator = "k3"
-    kl_to: KlPolicy = "reference"
+    clip_low: float = key(0.2, "ratio clip below: 1 - clip_low", gt=0)
+    clip_high: float = key(0.2, "ratio clip above: 1 + clip_high", gt=0)
+    dual_clip: float = key(
+        0.0, "bound of the ratio where the advantage is negative, > 1; 0 = off", ge=0
+    )
+    correction: Correction = key(
+        "none", "weight proximal / behaviour: none, truncated to is_floor..is_cap, or 0 outside"
+    )
+    is_level: Level = key("token", "that weight per token, or the product of a sequence")
+    is_floor: float = key(0.0, "least such weight; 0 = none", ge=0)
+    is_cap: float = key(2.0, "largest such weight; 0 = none", ge=0)
+    mask: Mask = key(
+        "none",
+        "masked out: tokens, sequences by product or by geometric mean with proximal / "
+        "behaviour outside mask_low..mask_high; or by a rule with mask_threshold",
+    )
+    mask_low: float = key(0.5, "least ratio that is kept", ge=0)
+    mask_high: float = key(2.0, "largest ratio that is kept", gt=0)
+    mask_threshold: float = key(
+        0.2,
+        "m2po: mean squared log ratio; opsm: mean log ratio of a sequence; probability: change "
+        "of a token's probability",
+        gt=0,
+    )
+    aggregation: Aggregation = key(
+        "token_mean",
+        "of the token losses: mean over tokens, mean over sequences of their means or sums, sum"
+        " over the longest turn's tokens, or sum",
+    )
+    denominator: Denominator = key(
+        "trained", "samples that a mean counts: those with an advantage, or all"
+    )
+    kl_coef: float = key(0.0, "weight of the KL term; 0 = off", ge=0)
+    kl_estimator: KlEstimator = key("k3", "estimate of the KL per token")
+    kl_to: KlPolicy = key("reference", "KL to the reference model, or to what sampled")
     kl_in: KlPlace = "loss"
-    kl_unbiased: bool = False
-    entropy_coef: float = 0.0
+    kl_unbiased: bool = key(False, "multiply the KL by pi / mu of the token (DeepSeek-V3.2)")
+    entropy_coef: float = key(0.0, "weight of the entropy bonus; 0 = off", ge=0)
 
     @property
     def uses_proximal(self) -> bool:
@@ -194,71 +228,22 @@ READ: dict[str, tuple[str, Callable[[ObjectiveSpec], bool]]] = {
 }
 
 
+# Each piece with a text as a key, which is None where the preset chooses.
+_KEYS = {
+    name: Annotated[kind | None, get_args(kind)[-1]]
+    for name, kind in get_type_hints(ObjectiveSpec, include_extras=True).items()
+    if get_origin(kind) is Annotated
+}
+
+
 class ObjectiveKeys(Section):
     """The preset and the keys that change one of its pieces; None leaves it as in the preset."""
 
     objective: Preset = key(
         "tis_opsm", "preset of the policy loss; the keys below change its pieces"
     )
-    advantage: Advantage | None = key(
-        None,
-        "reward - group mean; that over the std; reward - mean of the others; return or reward "
-        "- group mean, whitened over the batch; by a value model (gae); or what a teacher says "
-        "(teacher, of objective opd)",
-    )
-    gamma: float | None = key(None, "discount per token (reinforce_pp, gae)", ge=0, le=1)
-    gae_lambda: float | None = key(None, "lambda of generalised advantage estimation", ge=0, le=1)
-    overlong_buffer: int | None = key(
-        None, "last tokens before a sample's max_tokens that cost reward (DAPO); 0 = none", ge=0
-    )
-    overlong_filter: bool | None = key(None, "leave out what was cut off at the token limit (DAPO)")
-    anchor: Anchor | None = key(
-        None,
-        "denominator of the ratio: the policy that sampled, or the trainer's before this batch "
-        "(proximal)",
-    )
-    proximal: Proximal | None = key(
-        None,
-        "logprobs of the proximal policy: a forward pass, the scoring stage logp, or log-linear"
-        " between behaviour and current policy",
-    )
-    clip_low: float | None = key(None, "ratio clip below: 1 - clip_low", gt=0)
-    clip_high: float | None = key(None, "ratio clip above: 1 + clip_high", gt=0)
-    dual_clip: float | None = key(
-        None, "bound of the ratio where the advantage is negative, > 1; 0 = off", ge=0
-    )
-    correction: Correction | None = key(
-        None, "weight proximal / behaviour: none, truncated to is_floor..is_cap, or 0 outside"
-    )
-    is_level: Level | None = key(None, "that weight per token, or the product of a sequence")
-    is_floor: float | None = key(None, "least such weight; 0 = none", ge=0)
-    is_cap: float | None = key(None, "largest such weight; 0 = none", ge=0)
-    mask: Mask | None = key(
-        None,
-        "masked out: tokens, sequences by product or by geometric mean with proximal / "
-        "behaviour outside mask_low..mask_high; or by a rule with mask_threshold",
-    )
-    mask_low: float | None = key(None, "least ratio that is kept", ge=0)
-    mask_high: float | None = key(None, "largest ratio that is kept", gt=0)
-    mask_threshold: float | None = key(
-        None,
-        "m2po: mean squared log ratio; opsm: mean log ratio of a sequence; probability: change "
-        "of a token's probability",
-        gt=0,
-    )
-    aggregation: Aggregation | None = key(
-        None,
-        "of the token losses: mean over tokens, mean over sequences of their means or sums, sum"
-        " over the longest turn's tokens, or sum",
-    )
-    denominator: Denominator | None = key(
-        None, "samples that a mean counts: those with an advantage, or all"
-    )
-    kl_coef: float | None = key(None, "weight of the KL term; 0 = off", ge=0)
-    kl_estimator: KlEstimator | None = key(None, "estimate of the KL per token")
-    kl_to: KlPolicy | None = key(None, "KL to the reference model, or to what sampled")
-    kl_unbiased: bool | None = key(None, "multiply the KL by pi / mu of the token (DeepSeek-V3.2)")
-    entropy_coef: float | None = key(None, "weight of the entropy bonus; 0 = off", ge=0)
+    __annotations__ |= _KEYS
+    locals().update(dict.fromkeys(_KEYS))
     score_centering: int = key(
         0,
         "number of the sampler's likeliest tokens by which scores are centered (arXiv 2609.20807); "

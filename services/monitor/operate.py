@@ -10,23 +10,29 @@ import click
 
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import EXIT_DONE, UsageError
+from umbra.proto.messages import Role, Status
 from umbra.proto.net.keys import Security, open_security
-from umbra.services.config import SecurityConfig
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.run_address import find_address
 from umbra.services.process.command import KEYS
 
-timeout_option = click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(0, min_open=True),
-    default=5.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait for an answer.",
-)
-
 Command = Callable[..., Any]
+NEEDED: tuple[Role, ...] = ("trainer", "weight_hub", "part")  # the run stands still without them
+
+
+def _timeout(default_s: float, what: str) -> Callable[[Command], Command]:
+    return click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(0, min_open=True),
+        default=default_s,
+        show_default=True,
+        metavar="SECONDS",
+        help=f"How long to wait {what}.",
+    )
+
+
+timeout_option = _timeout(5.0, "for an answer")
 
 
 def _run_option(*roles: KeyRole, unless: Sequence[str] = ()) -> Callable[[Command], Command]:
@@ -46,22 +52,18 @@ def _run_option(*roles: KeyRole, unless: Sequence[str] = ()) -> Callable[[Comman
         @click.option("--keys", envvar="UMBRA_SECURITY__KEYS", **KEYS)
         @wraps(command)
         def invoke(run: str, broker: str | None, keys: str | None, **others: Any) -> Any:
-            if run and broker and _by_flag("broker"):
+            source = click.get_current_context().get_parameter_source("broker")
+            if run and broker and source is click.core.ParameterSource.COMMANDLINE:
                 raise UsageError(f"RUN {run} and --broker {broker} both name a run: give one")
             if run or not (broker or any(others[name] for name in unless)):
                 address = find_address(run)
                 broker, keys = address.broker, keys or address.keys
-            security = open_security(SecurityConfig(keys=keys or ""), roles)
+            security = open_security(keys or "", roles)
             return command(broker=broker, security=security, **others)
 
         return invoke
 
     return decorate
-
-
-def _by_flag(name: str) -> bool:
-    source = click.get_current_context().get_parameter_source(name)
-    return source is click.core.ParameterSource.COMMANDLINE
 
 
 # The folder of an operator holds all keys, a monitor's just its own.
@@ -83,7 +85,7 @@ def pause(broker: str, security: Security, timeout_s: float, reason: str) -> int
     buffer is restarted.
     """
     with StatusClient(broker, security) as client:
-        client.pause(reason, timeout_s)
+        client.operate("pause", timeout_s, reason=reason)
     click.echo("paused: `umbra resume` goes on")
     return EXIT_DONE
 
@@ -94,7 +96,7 @@ def pause(broker: str, security: Security, timeout_s: float, reason: str) -> int
 def resume(broker: str, security: Security, timeout_s: float) -> int:
     """Go on after `umbra pause`."""
     with StatusClient(broker, security) as client:
-        client.resume(timeout_s)
+        client.operate("resume", timeout_s)
     click.echo("samples and batches are handed out again")
     return EXIT_DONE
 
@@ -116,30 +118,39 @@ def drain(
     if node and member:
         raise UsageError("--node and --member are two ways to say who leaves: use one of them")
     with StatusClient(broker, security) as client:
-        if node:
-            leaving = client.drain_node(node, reason, timeout_s)
-        else:
-            client.drain(member, reason, timeout_s)
-            leaving = [member or "the run"]
-    for name in leaving:
-        click.echo(f"{name} is draining")
+        for name in _members_on(node, client.status(timeout_s)) if node else [member]:
+            client.operate("drain", timeout_s, member=name, reason=reason)
+            click.echo(f"{name or 'the run'} is draining")
     return EXIT_DONE
+
+
+def _members_on(node: str, status: Status) -> list[str]:
+    """Return the members on the host called `node`, relays last.
+
+    Raises:
+        UsageError: nobody is there, or one without whom the run cannot go on.
+    """
+    members = status.members
+    # Kubernetes' host names have dashes for dots.
+    there = [one for one in members if one.host.replace(".", "-") == node.replace(".", "-")]
+    if not there:
+        hosts = ", ".join(sorted({member.host for member in members})) or "no host"
+        raise UsageError(f"--node {node}: no member of the run is there, but on {hosts}")
+    for member in there:
+        if member.role in NEEDED:
+            raise UsageError(
+                f"--node {node}: {member.name} is there, without which the run cannot go on: "
+                "drain the run as a whole, or the other members by name"
+            )
+    return [one.name for one in sorted(there, key=lambda member: member.role == "relay")]
 
 
 @click.command()
 @operated_run
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(0, min_open=True),
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait until it is written.",
-)
+@_timeout(600.0, "until it is written")
 def checkpoint(broker: str, security: Security, timeout_s: float) -> int:
     """Have the trainer save its state now, or after the step that it is in; waits until it has."""
     with StatusClient(broker, security) as client:
-        step = client.checkpoint(timeout_s)
+        step = client.operate("checkpoint", timeout_s).version
     click.echo(f"the trainer has saved its state after step {step}")
     return EXIT_DONE

@@ -23,7 +23,6 @@ from umbra.proto.net.keys import OPEN, Security, open_security
 from umbra.proto.net.session import Session
 from umbra.proto.sockets import advertise, check_address
 from umbra.services.config import LogConfig, RunConfig, RunSection
-from umbra.services.config import SecurityConfig as SecurityConfig
 from umbra.services.config.loader import load_config
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.process.parent import tell_ready
@@ -128,7 +127,7 @@ def keys_of(*roles: KeyRole) -> Callable[[Callable[..., Any]], Callable[..., Any
     """
 
     def read(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Security:
-        return open_security(SecurityConfig(keys=value or ""), roles)
+        return open_security(value or "", roles)
 
     return click.option("--keys", "security", envvar="UMBRA_SECURITY__KEYS", callback=read, **KEYS)
 
@@ -197,7 +196,9 @@ def _run_service(
     allow_connections()
     if role != "buffer" and not (role in ALONE and config.run.broker == RunSection().broker):
         check_address(config.run.broker, "--broker")
-    security = open_security(config.security, [role], run_dir)
+    security = open_security(
+        config.security.keys, [role], run_dir, insecure=config.security.insecure
+    )
     if run_dir is not None:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)

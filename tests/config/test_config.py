@@ -124,14 +124,15 @@ def test_as_dict_is_the_whole_tree() -> None:
         ("environment.options=3", "environment.options must be a table, not 3"),
         ("buffer.max_staleness=65536", "buffer.max_staleness must be an integer >= 0 and <= 65535"),
         ("buffer.async_generation_ratio=99999", "buffer.max_staleness must be an integer >= 0 and"),
-        ("run.steps.x=3", "run.steps is not a table"),
+        ("run.steps.x=3", 'run.steps must be an integer >= 1, not {"x": 3}'),
+        ("scorer.count.reward=x", 'scorer.count must be a table, not {"reward": "x"}'),
         ("run.step=3", "unknown key run.step; did you mean run.steps?"),
         ("model.steps=3", "unknown key model.steps; did you mean run.steps?"),
         ("run.device=cpu", "unknown key run.device; did you mean generator.device or"),
         ("run.zzz=3", "unknown key run.zzz; known: name, dir, steps, seed, broker"),
-        ("steps=3", "unknown section 'steps'; did you mean run.steps?"),
-        ("trainr.threads=3", "unknown section 'trainr'; did you mean trainer?"),
-        ("run=3", "write it as section.key=value, here run.key=value"),
+        ("steps=3", "unknown section [steps]; did you mean run.steps?"),
+        ("trainr.threads=3", "unknown section [trainr]; did you mean trainer?"),
+        ("run=3", "run must be a table: [run] in a file, run.key=value in --set"),
         ("run.steps", "write it as section.key=value"),
     ],
 )
@@ -151,7 +152,7 @@ def test_a_bad_variable_is_named() -> None:
         'environment variable UMBRA_RUN__STEPS: run.steps must be an integer >= 1, not "x"'
     )
     assert mistake(UMBRA_RUNN__STEPS="3").startswith(
-        "environment variable UMBRA_RUNN__STEPS: unknown section 'runn'; did you mean run?"
+        "environment variable UMBRA_RUNN__STEPS: unknown section [runn]; did you mean run?"
     )
 
 
@@ -165,7 +166,7 @@ def test_a_bad_variable_is_named() -> None:
         ("[run]\nstpes = 3", "unknown key run.stpes; did you mean run.steps?"),
         ("[trainr]", "unknown section [trainr]; did you mean trainer?"),
         ("steps = 3", "unknown section [steps]; did you mean run.steps?"),
-        ("run = 3", "run must be a table, written [run]"),
+        ("run = 3", "run must be a table: [run] in a file"),
     ],
 )
 def test_a_bad_file(text: str, told: str, tmp_path: Path) -> None:

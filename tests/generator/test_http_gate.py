@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import hmac
+from contextlib import closing
 from typing import Any
 
 import pytest
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from umbra.proto.net.server import Refusals
-from umbra.services.http import ApiError, Gate
+from umbra.services.http import ApiError, HttpServer, listen
 
 
 def refused(*headers: tuple[str, str], local: bool = True, key: str = "", body: int = 100) -> str:
     """The code with which a request with these headers is refused; "" if it is answered."""
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
     try:
-        Gate(Response(), local, key, body, 1, Refusals()).check(Headers(raw=raw))
+        with closing(listen("127.0.0.1:0" if local else "0.0.0.0:0", "--web")) as bound:
+            server = HttpServer(Response(), bound, key=key, max_body=body, requests=1)
+            server.check(Headers(raw=raw))
     except ApiError as refused:
         return refused.code
     return ""

@@ -29,7 +29,6 @@ from umbra.proto.messages import Status as StatusMessage
 from umbra.proto.net.keys import OPEN, Security, make_keys, open_security
 from umbra.proto.net.server import Server
 from umbra.proto.net.session import Session
-from umbra.services.config import SecurityConfig as SecurityConfig
 from umbra.services.monitor.feed import Look, Watch
 from umbra.services.process.metrics import MetricsFile
 
@@ -43,7 +42,7 @@ def security(request: pytest.FixtureRequest, tmp_path: Path) -> SecurityOf:
     if request.param == "no keys":
         return lambda _role: OPEN
     make_keys(tmp_path)
-    return lambda role: open_security(SecurityConfig(keys=str(tmp_path)), [role])
+    return lambda role: open_security(str(tmp_path), [role])
 
 
 class Buffer:

@@ -20,7 +20,6 @@ from umbra.proto.errors import UsageError
 from umbra.proto.messages import TYPES
 from umbra.proto.net.keys import OPEN, Keys, Security, is_local, load_keys, make_keys, open_security
 from umbra.proto.net.server import NAMED, OTHERS, AllowList, Refusals
-from umbra.services.config import SecurityConfig as SecurityConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = (ROOT / "proto" / "README.md").read_text(encoding="utf-8")
@@ -130,14 +129,14 @@ def test_a_secret_shows_in_no_text(folder: Path) -> None:
 
 
 def test_where_keys_are_looked_for(folder: Path, tmp_path: Path) -> None:
-    assert open_security(SecurityConfig(), ["buffer"], tmp_path / "nothing") == OPEN
-    found = open_security(SecurityConfig(), ["buffer"], tmp_path)  # its folder `keys`
-    named = open_security(SecurityConfig(keys=str(folder)), ["buffer"])
+    assert open_security("", ["buffer"], tmp_path / "nothing") == OPEN
+    found = open_security("", ["buffer"], tmp_path)  # its folder `keys`
+    named = open_security(str(folder), ["buffer"])
     assert found == named == Security(load_keys(folder, "buffer"))
     with pytest.raises(UsageError, match="there is no folder"):
-        open_security(SecurityConfig(keys=str(tmp_path / "nothing")), ["buffer"])
+        open_security(str(tmp_path / "nothing"), ["buffer"])
     (folder / "monitor.key_secret").unlink()
-    assert open_security(SecurityConfig(keys=str(folder)), ["monitor", "operator"]).keys is not None
+    assert open_security(str(folder), ["monitor", "operator"]).keys is not None
 
 
 def test_the_command(tmp_path: Path) -> None:
