@@ -19,8 +19,7 @@ from umbra.proto.messages import Status
 from umbra.proto.net.keys import Security
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.feed import Look
-from umbra.services.monitor.screen import screen
-from umbra.services.monitor.view import NewWarnings, headline
+from umbra.services.monitor.view import NewWarnings, headline, screen
 
 FRAME_S = 0.25
 LINE_S = 5.0

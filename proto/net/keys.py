@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
-import zmq
-from zmq.auth import load_certificate  # pyright: ignore[reportUnknownVariableType]
+from zmq.auth import (  # pyright: ignore[reportUnknownVariableType]
+    create_certificates,
+    load_certificate,
+)
 
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import UsageError
@@ -98,9 +100,8 @@ def make_keys(
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         for role in roles:
-            public, secret = zmq.curve_keypair()
-            _write(folder / f"{role}{PUBLIC}", {"public-key": public})
-            _write(folder / f"{role}{SECRET}", {"public-key": public, "secret-key": secret})
+            for file in create_certificates(folder, role):
+                Path(file).chmod(0o600)
     except OSError as error:
         raise UsageError(f"cannot write keys to {folder}: {error.strerror}") from error
     return roles
@@ -112,12 +113,6 @@ def load_keys(folder: Path, role: KeyRole) -> Keys:
     Raises:
         UsageError: a file is missing, is no certificate, can't be read by us, or can by others.
     """
-    try:
-        there = folder.is_dir()
-    except PermissionError as error:
-        raise _forbidden(folder) from error
-    if not there:
-        raise UsageError(f"security.keys: there is no folder {folder}; make it with `umbra keys`")
     public, secret = _read(folder / f"{role}{SECRET}", secret=True)
     roles: dict[KeyRole, bytes] = {one: _read(folder / f"{one}{PUBLIC}")[0] for one in KEY_ROLES}
     if roles[role] != public:
@@ -163,22 +158,6 @@ def _check_private(path: Path) -> None:
         )
 
 
-def _forbidden(path: Path) -> UsageError:
-    return UsageError(
-        f"security.keys: no permission to read {path}: give it to the user of this process, with "
-        f"`chown` and `chmod 600` (700 for the folder)"
-    )
-
-
-def _write(path: Path, keys: Mapping[str, bytes]) -> None:
-    lines = [f'    {name} = "{key.decode()}"\n' for name, key in keys.items()]
-    part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)  # with whatever mode it has
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.writelines(["metadata\n", "curve\n", *lines])
-    part.rename(path)
-
-
 def _read(path: Path, *, secret: bool = False) -> tuple[bytes, bytes]:
     """Public and secret key in a certificate; the latter is empty where none is asked for."""
     try:
@@ -186,7 +165,10 @@ def _read(path: Path, *, secret: bool = False) -> tuple[bytes, bytes]:
             _check_private(path)
         public, private = load_certificate(path)
     except PermissionError as error:
-        raise _forbidden(path) from error
+        raise UsageError(
+            f"security.keys: no permission to read {path}: give it to the user of this process, "
+            "with `chown` and `chmod 600` (700 for the folder)"
+        ) from error
     except (OSError, ValueError) as error:
         reason = "cannot be read" if path.exists() else "is missing"
         raise UsageError(

@@ -116,17 +116,16 @@ def find_fault(
     """
     if trajectory.branches:
         return _branches_fault(trajectory, facts, version, trained)
-    logprobs = {"logprobs": trajectory.logprobs}
-    if trajectory.ref_logprobs is not None:
-        logprobs["ref_logprobs"] = trajectory.ref_logprobs
-    if trajectory.proximal_logprobs is not None:
-        logprobs["proximal_logprobs"] = trajectory.proximal_logprobs
+    tokens = trajectory.response_tokens
     wanted = facts.sampling_of(trajectory.prompt_id) if trained else None
     return (
-        _length_fault(trajectory, logprobs, facts)
+        _length_fault(trajectory, facts)
         or _span_fault(trajectory, version)
         or _token_fault(trajectory, facts)
-        or _value_fault(trajectory, logprobs)
+        or _mask_fault(trajectory.loss_mask)
+        or _logprob_fault("logprobs", trajectory.logprobs, tokens, _SAMPLED)
+        or _logprob_fault("ref_logprobs", trajectory.ref_logprobs, tokens)
+        or _logprob_fault("proximal_logprobs", trajectory.proximal_logprobs, tokens)
         or _support_fault(trajectory, facts, trained)
         or reward_fault(trajectory.reward, trajectory.reward_parts)
         or _sampling_fault(trajectory.sampling, wanted, trained)
@@ -171,16 +170,7 @@ def reward_fault(reward: float, parts: dict[str, float], reason: str = "stop") -
     return None
 
 
-def scored_fault(logprobs: bytes | None, tokens: int) -> str | None:
-    """Return the fault of the logprobs that a scorer found for `tokens` response tokens."""
-    if logprobs is None or len(logprobs) != 4 * tokens:
-        return f"logprobs have {len(logprobs or b'')} bytes for {tokens} response tokens"
-    return _logprob_fault("logprobs", logprobs, _SCORED)
-
-
-def _length_fault(
-    trajectory: Trajectory, logprobs: dict[str, bytes], facts: RunFacts
-) -> str | None:
+def _length_fault(trajectory: Trajectory, facts: RunFacts) -> str | None:
     tokens, rest = divmod(len(trajectory.response_ids), 4)
     prompt, prompt_rest = divmod(len(trajectory.prompt_ids), 4)
     if rest or prompt_rest:
@@ -193,9 +183,6 @@ def _length_fault(
         return f"{prompt + tokens} tokens, {facts.tokens} at most (twice generator.max_context)"
     if len(trajectory.loss_mask) != tokens:
         return f"loss_mask has {len(trajectory.loss_mask)} entries for {tokens} response tokens"
-    for name, data in logprobs.items():
-        if len(data) != 4 * tokens:
-            return f"{name} has {len(data)} bytes for {tokens} response tokens"
     return None
 
 
@@ -261,23 +248,28 @@ def _lanes(bound: int, bits: int) -> tuple[int, int]:
     return ones * ((1 << bits - 1) - bound), ones << bits - 1
 
 
-def _value_fault(trajectory: Trajectory, logprobs: dict[str, bytes]) -> str | None:
-    mask = trajectory.loss_mask
+def _mask_fault(mask: bytes) -> str | None:
     # Most masks are ones alone, and to compare takes a tenth of the time of the look for others.
-    if not ONES.startswith(mask):
-        if mask.translate(None, b"\0\1"):
-            return "loss_mask has values other than 0 and 1"
-        if 1 not in mask:
-            return "loss_mask has no token to learn from"
-    for name, data in logprobs.items():
-        fault = _logprob_fault(name, data, _SAMPLED if name == "logprobs" else _SCORED)
-        if fault is not None:
-            return fault
-    return None
+    if ONES.startswith(mask):
+        return None
+    if mask.translate(None, b"\0\1"):
+        return "loss_mask has values other than 0 and 1"
+    return None if 1 in mask else "loss_mask has no token to learn from"
 
 
-def _logprob_fault(name: str, data: bytes, allowed: bytes) -> str | None:
+def scored_fault(logprobs: bytes | None, tokens: int) -> str | None:
+    """Return the fault of the logprobs that a scorer found for `tokens` response tokens."""
+    return _logprob_fault("logprobs", logprobs or b"", tokens)
+
+
+def _logprob_fault(
+    name: str, data: bytes | None, tokens: int, allowed: bytes = _SCORED
+) -> str | None:
     """Sign and exponent, or all but one bit of it, are in the highest byte of a float32."""
+    if data is None:
+        return None
+    if len(data) != 4 * tokens:
+        return f"{name} has {len(data)} bytes for {tokens} tokens"
     if not data[3::4].translate(None, allowed):
         return None
     low = -(2**7) if allowed is _SAMPLED else -(2**17)
@@ -369,11 +361,9 @@ def _support_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> st
         return "support has other tokens than its sizes say, or than loss_mask has"
     if not _all_below(support.ids, facts.vocabulary):
         return f"support has ids beyond the {facts.vocabulary} tokens of the model"
-    if support.logprobs and len(support.logprobs) != len(support.ids):
-        return "support has logprobs of some of its tokens"
     if trained and facts.centered and not support.logprobs:
         return "support has no logprobs, which trainer.score_centering needs"
-    fault = _logprob_fault("support.logprobs", support.logprobs or b"", _SCORED)
+    fault = _logprob_fault("support.logprobs", support.logprobs or None, len(support.ids) // 4)
     return fault or (_drawn_fault(trajectory, support) if cut else None)
 
 

@@ -19,8 +19,7 @@ from umbra.proto.net.keys import Security
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.feed import Look, Watch, look_dict
 from umbra.services.monitor.operate import checked_run, operated_run, timeout_option
-from umbra.services.monitor.screen import plain, screen
-from umbra.services.monitor.view import NewWarnings, headline, left_text, status_dict
+from umbra.services.monitor.view import NewWarnings, headline, left_text, plain, screen, status_dict
 from umbra.services.process.signals import stop_on_signals
 
 if TYPE_CHECKING:

@@ -1,22 +1,43 @@
-"""A run's status for people: tables for a terminal, lines for a pipe."""
+"""A run's status for people: a screen with colours for a terminal, lines for a pipe."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from umbra.proto.messages import Member, Status, Stuck
+from umbra.proto.messages import Member, Rates, Status, Stuck
 from umbra.proto.records import EvalReport
-from umbra.services.reporting.figures import busy, idle_causes, telling
-from umbra.services.reporting.tables import clock, counts, number
+from umbra.services.reporting.figures import PHASES, busy, idle_causes, telling
+from umbra.services.reporting.tables import aligned, clock, counts, number
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from umbra.services.monitor.feed import Look, RolloutSeen
 
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = (
     "service", "state", "incarnation", "version", "lag", "tokens/s", "busy", "idle", "activity",
 )  # fmt: skip
+CURVES = (
+    "reward/mean", "samples_per_s", "loss", "response_length/mean", "staleness/total/mean",
+    "entropy",
+)  # fmt: skip
+WIDE = 120  # columns of a terminal, below which a member's activity is left out
+NARROW_COLUMNS = ("service", "state", "version", "lag", "tokens/s", "busy", "idle")
+NUMBERS = ("version", "lag", "tokens/s", "busy")
+MEMBERS_SHOWN = 24
+PUSHES_SHOWN = 6
+SAMPLE_CHARS = 300
+STYLES = {"ready": "", "running": "", "done": "dim", "stopped": "dim", "failed": "bold red"}
+
+
+class StyledLine(NamedTuple):
+    text: str
+    style: str = ""
 
 
 def status_dict(status: Status) -> dict[str, Any]:
@@ -29,36 +50,36 @@ def status_dict(status: Status) -> dict[str, Any]:
 
 def headline(status: Status, reward: float | None = None) -> str:
     """Return the state of a run in a line; before training only the work in progress."""
+    open_evals = [eval_text(one) for one in status.evals if not one.done]
     if not status.ledger.issued:
-        return starting_text(status)
+        names = [f"{member.name} {member.activity or member.state}" for member in status.members]
+        now = ", ".join([*open_evals, *names]) or "no process has joined yet"
+        return f"starting: before training; {now}"
     parts = [f"step {status.version}/{status.steps}"]
     if reward is not None:
         parts.append(f"reward {reward:.3f}")
-    parts.append(staleness_text(status.staleness if status.ledger.trained else {}))
+    staleness = status.staleness if status.ledger.trained else {}
+    bound = f", bound {staleness['bound']:g}" if "bound" in staleness else ""
+    parts.append(
+        f"staleness {staleness['mean']:.2f} (max {staleness.get('max', 0):g}{bound})"
+        if "mean" in staleness
+        else "staleness -"
+    )
     ess = [m.stats["ess"] for m in status.members if m.role == "trainer" and "ess" in m.stats]
     parts += [f"ess {value:.2f}" for value in ess]
-    parts.append(speed_text(status))
+    if status.ledger.trained:
+        parts.append(f"samples/s {number(status.rates.samples_per_s)}")
+    else:
+        parts.append(f"samples/s -  answers/s {number(status.rates.answers_per_s)}")
     parts.append(f"in flight {sum(status.ledger.in_flight.values())}")
     if failed := status.ledger.ended.get("failed"):
         parts.append(f"failed {failed}")
     parts += [f"warning: {name}" for name in holding(status)]
-    parts += [eval_text(one) for one in status.evals if not one.done]
+    parts += open_evals
     if status.ledger.balance:
         parts.append(f"LEDGER OFF BY {status.ledger.balance}")
     parts += [f"stuck: {_where(stuck)}" for stuck in status.stuck[:1]]
     return "  ".join(parts)
-
-
-def starting_text(status: Status) -> str:
-    now = [eval_text(one) for one in status.evals if not one.done]
-    now += [f"{member.name} {member.activity or member.state}" for member in status.members]
-    return f"starting: before training; {', '.join(now) or 'no process has joined yet'}"
-
-
-def speed_text(status: Status) -> str:
-    if not status.ledger.trained:
-        return f"samples/s -  answers/s {number(status.rates.answers_per_s)}"
-    return f"samples/s {number(status.rates.samples_per_s)}"
 
 
 def holding(status: Status) -> dict[str, str]:
@@ -85,13 +106,6 @@ class NewWarnings:
         new = {name: text for name, text in holding(status).items() if name not in self._told}
         self._told |= set(new)
         return [f"warning: {name}: {text}" for name, text in new.items()]
-
-
-def staleness_text(staleness: Mapping[str, float]) -> str:
-    if "mean" not in staleness:
-        return "staleness -"
-    bound = f", bound {staleness['bound']:g}" if "bound" in staleness else ""
-    return f"staleness {staleness['mean']:.2f} (max {staleness.get('max', 0):g}{bound})"
 
 
 def notice_text(status: Status) -> str:
@@ -127,12 +141,6 @@ def eval_text(report: EvalReport) -> str:
     return f"{text}accuracy {report.accuracy:.3f}{''.join(scores)}"
 
 
-def evals_text(status: Status) -> str:
-    done = [one for one in status.evals if one.done][-1:]
-    open_ = [one for one in status.evals if not one.done]
-    return "; ".join(map(eval_text, [*open_, *done]))
-
-
 def ledger_text(status: Status) -> str:
     """Return the ledger in one line: the parts sum to the issued samples."""
     ledger = status.ledger
@@ -157,26 +165,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def stuck_text(status: Status, index: int) -> str:
-    stuck = status.stuck[index]
-    return f"{_where(stuck)}, {stuck.action}"
-
-
 def _where(stuck: Stuck) -> str:
     since = f" for {stuck.age_s:.0f} s" if stuck.age_s else ""
     return f"{stuck.what} at {stuck.holder}{since}"
-
-
-def refused_texts(status: Status) -> list[str]:
-    most = sorted(status.refused.items(), key=lambda item: -item[1])
-    return [f"{what}: {count} times" for what, count in most]
-
-
-def eta_text(status: Status) -> str:
-    left = status.steps - status.version
-    if status.rates.steps_per_s <= 0 or left <= 0:
-        return ""
-    return f"  about {clock(left / status.rates.steps_per_s)} left"
 
 
 SLOW_S = 10.0  # idle or silent for longer than this is pointed out
@@ -252,3 +243,110 @@ def _row(member: Member, newest: int) -> MemberRow:
         idle=idle_text(member),
         activity=member.activity,
     )
+
+
+# -- the screen ------------------------------------------------------------------------------------
+
+
+def screen(look: Look, width: int, processes: Mapping[str, str] | None = None) -> RenderableType:
+    """Return the view for a terminal of `width` columns.
+
+    `processes` are a supervisor's words on its children.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    shown = lines(look, width, processes)
+    return Group(*(Text(line.text, style=line.style) for line in shown))
+
+
+def plain(look: Look) -> str:
+    return "\n".join(line.text for line in lines(look, WIDE))
+
+
+def lines(
+    look: Look, width: int, processes: Mapping[str, str] | None = None
+) -> Iterator[StyledLine]:
+    """Yield all that is known of a run, the most urgent first."""
+    status = look.status
+    state = "finished" if status.finished else status.state
+    yield StyledLine(f"run {status.run_id}: {state}, up {clock(status.uptime_s)}", "bold")
+    if notice := notice_text(status):
+        yield StyledLine(notice, "bold green" if status.finished else "bold yellow")
+    left, rate = status.steps - status.version, status.rates.steps_per_s
+    eta = f"  about {clock(left / rate)} left" if rate > 0 and left > 0 else ""
+    yield StyledLine(f"{headline(status)}{eta}")
+    for name, text in holding(status).items():
+        yield StyledLine(f"warning: {name}: {text}", "yellow")
+    for stuck in status.stuck:
+        yield StyledLine(f"stuck: {_where(stuck)}, {stuck.action}", "bold red")
+    yield from _curves(status)
+    yield StyledLine(f"ledger: {ledger_text(status)}")
+    yield StyledLine(f"flow: {_flow(status.rates)}")
+    yield StyledLine(f"health: {health_text(status.health)}")
+    evals = [one for one in status.evals if not one.done]
+    evals += [one for one in status.evals if one.done][-1:]
+    if evals:
+        yield StyledLine(f"evals: {'; '.join(map(eval_text, evals))}")
+    yield from _members(status, width, processes)
+    yield from _pushes(look)
+    if look.rollouts:
+        yield from _rollout(look.rollouts[-1])
+    for what, count in sorted(status.refused.items(), key=lambda item: -item[1]):
+        yield StyledLine(f"refused: {what}: {count} times", "yellow")
+
+
+def _curves(status: Status) -> Iterator[StyledLine]:
+    for name in CURVES:
+        values = [v for v in status.curves.values.get(name, []) if v is not None]
+        if values:
+            least, most, now = map(number, (min(values), max(values), values[-1]))
+            yield StyledLine(f"{name:21} {sparkline(values)} {least} to {most}, now {now}", "cyan")
+    if total := sum(status.staleness_counts):
+        shares = (f"{at}: {n / total:.0%}" for at, n in enumerate(status.staleness_counts) if n)
+        yield StyledLine(f"trained by staleness: {'  '.join(shares)}")
+
+
+def _flow(rates: Rates) -> str:
+    flow = {
+        "steps": rates.steps_per_s,
+        "issued": rates.issued_per_s,
+        "answered": rates.answers_per_s,
+        "trained": rates.samples_per_s,
+        "ended": rates.ended_per_s,
+    }
+    return ", ".join(f"{number(rate)}/s {what}" for what, rate in flow.items())
+
+
+def _members(
+    status: Status, width: int, processes: Mapping[str, str] | None
+) -> Iterator[StyledLine]:
+    columns = COLUMNS if width >= WIDE else NARROW_COLUMNS
+    rows = most_telling(member_rows(status, processes), MEMBERS_SHOWN)
+    cells = [[dict(zip(COLUMNS, row, strict=True))[name] for name in columns] for row in rows]
+    head, *body = aligned([columns, *cells], [columns.index(name) for name in NUMBERS])
+    yield StyledLine(f"  {head}", "bold")
+    for row, text in zip(rows, body, strict=True):
+        yield StyledLine(f"  {text}", STYLES.get(row.state, "yellow"))
+
+
+def _pushes(look: Look) -> Iterator[StyledLine]:
+    if look.pushes:
+        rows = [
+            [str(push.version), push.receiver, push.plane]
+            + [f"{1e3 * getattr(push, f'{phase}_s'):.1f}" for phase in PHASES]
+            for push in reversed(look.pushes[-PUSHES_SHOWN:])
+        ]
+        yield StyledLine("last pushes, ms", "bold")
+        for text in aligned([("version", "receiver", "plane", *PHASES), *rows], range(3, 8)):
+            yield StyledLine(f"  {text}")
+
+
+def _rollout(one: RolloutSeen) -> Iterator[StyledLine]:
+    yield StyledLine(
+        f"{one.sample}  reward {one.reward:.3g}  {one.tokens} tokens  {one.turns} turns  staleness "
+        f"{one.staleness}  {one.finish_reason}",
+        "bold",
+    )
+    for text, style in ((one.prompt, "dim"), (one.response, "green")):
+        yield StyledLine(f"{text[:SAMPLE_CHARS]}…" if len(text) > SAMPLE_CHARS else text, style)

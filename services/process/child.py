@@ -95,55 +95,42 @@ class ChildProcess:
             PARENT_PID_VARIABLE: str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
         }
-        if channel is not None:
-            variables.pop(READY_FD_VARIABLE, None)
-            self.pid = self._spawn(list(argv), variables, 2, stderr, channel.fileno())
-            return
-        self._ready_fd, child_end = os.pipe()
-        os.set_blocking(self._ready_fd, False)
-        variables[READY_FD_VARIABLE] = str(child_end)
-        try:
-            how = list(argv), variables, stdout, stderr, subprocess.DEVNULL, child_end
-            self.pid = self._spawn(*how, server)
-        except BaseException:
-            os.close(self._ready_fd)
-            raise
-        finally:
-            os.close(child_end)
-
-    def _spawn(
-        self,
-        argv: list[str],
-        environ: dict[str, str],
-        stdout: Output,
-        stderr: Output,
-        stdin: int,
-        ready_fd: int | None = None,
-        server: ForkServer | None = None,
-    ) -> int:
+        variables.pop(READY_FD_VARIABLE, None)
         with ExitStack() as files:
             out, err = (
                 files.enter_context(where.open("ab")) if isinstance(where, Path) else where
-                for where in (stdout, stderr)
+                for where in (2 if channel else stdout, stderr)
             )
-            if server is not None and ready_fd is not None:
-                nothing = files.enter_context(open(os.devnull, "rb"))
-                fds = [nothing, 1 if out is None else out, 2 if err is None else err, ready_fd]
-                variables = {**environ, READY_FD_VARIABLE: str(len(fds) - 1)}
-                order = ForkOrder(argv, variables, str(Path.cwd()), self._leads)
-                numbers = [one if isinstance(one, int) else one.fileno() for one in fds]
-                if (pid := server.spawn(order, numbers)) is not None:
-                    return pid
-            self._popen = subprocess.Popen(
-                argv,
-                stdin=stdin,
-                stdout=out,
-                stderr=err,
-                env=environ,
-                pass_fds=() if ready_fd is None else (ready_fd,),
-                start_new_session=self._leads,
-            )
-        return self._popen.pid
+            passed: list[int] = []
+            if channel is None:
+                self._ready_fd, child_end = os.pipe()
+                os.set_blocking(self._ready_fd, False)
+                files.callback(os.close, child_end)
+                passed.append(child_end)
+                variables[READY_FD_VARIABLE] = str(child_end)
+            try:
+                if server is not None and channel is None:
+                    nothing = files.enter_context(open(os.devnull, "rb"))
+                    fds = [nothing, 1 if out is None else out, 2 if err is None else err, *passed]
+                    settings = {**variables, READY_FD_VARIABLE: str(len(fds) - 1)}
+                    order = ForkOrder(argv, settings, str(Path.cwd()), session)
+                    numbers = [one if isinstance(one, int) else one.fileno() for one in fds]
+                    if (pid := server.spawn(order, numbers)) is not None:
+                        self.pid = pid
+                        return
+                self._popen = subprocess.Popen(
+                    argv,
+                    stdin=channel.fileno() if channel else subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    env=variables,
+                    pass_fds=passed,
+                    start_new_session=session,
+                )
+            except BaseException:
+                self._close()
+                raise
+        self.pid = self._popen.pid
 
     def ready(self) -> dict[str, Any] | None:
         if not self._ready_line.endswith(b"\n") and self._ready_fd >= 0:

@@ -101,8 +101,8 @@ class SpanLog:
 class MetricsFile:
     """Append-only JSON lines; each is one `write` to an O_APPEND file: processes don't interleave.
 
-    A row that the disk does not take is lost; `lost` counts them, and the log has the first, and
-    how many there were when there is room again.
+    A row that the disk does not take is lost; `lost` counts them, and the log has the 1st, 2nd,
+    4th, ...
 
     Whoever watches gets the same: `spans` holds the last ones, and `on_row` is called with kind and
     fields of every other row.
@@ -120,7 +120,6 @@ class MetricsFile:
         self.spans = SpanLog(clock)
         self.on_row: Callable[[str, dict[str, Any]], None] | None = None
         self.lost = 0  # rows
-        self._lost_before = 0  # of them, those that the log has told of
         self._torn = False  # the last row ended somewhere in its middle
         self._clock = clock
         self._fd = (
@@ -144,17 +143,13 @@ class MetricsFile:
             written = os.write(fd, line)
         except OSError as error:
             reason = error.strerror or str(error)
-        told = self.lost > self._lost_before
         if written == len(line):
             self._torn = False
-            if told:
-                log.warning("metrics can be written again; %d rows were lost", self.lost)
-                self._lost_before = self.lost
             return
         self._torn = self._torn or written > 0
         self.lost += 1
-        if not told:
-            log.warning("metrics cannot be written, rows are lost: %s", reason)
+        if not self.lost & (self.lost - 1):
+            log.warning("metrics cannot be written, %d rows are lost: %s", self.lost, reason)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

@@ -128,7 +128,7 @@ class Supervisor:
         self._stop_s = stop_s
         self._clock = clock
         self._slots: dict[str, _Slot] = {}
-        self._waves: list[list[_Slot]] = []
+        self._wave = -1  # that is being stopped
         self._wave_deadline = 0.0
         self._finishing_since: float | None = None
         self._reached = False
@@ -167,13 +167,10 @@ class Supervisor:
         self.draining = True
         for slot in self._all():
             slot.restart_at = None
-        numbers = sorted({slot.program.wave for slot in self._all()})
-        self._waves = [[s for s in self._all() if s.program.wave == n] for n in numbers]
-        self._begin_wave()
+        self._advance_drain()
 
     def kill(self) -> None:
         self.draining = True
-        self._waves = []
         for slot in self._all():
             slot.restart_at = None
             if slot.child is not None:
@@ -298,24 +295,17 @@ class Supervisor:
         gone = next(s for s in self._all() if s.code == 0 and not s.program.elastic)
         self._fail(gone, f"{gone.program.name} left before the run was done, and {waited}", 0)
 
-    def _begin_wave(self) -> None:
-        self._wave_deadline = self._clock() + self._stop_s
-        for slot in self._waves[0] if self._waves else ():
-            if slot.child is not None:
-                slot.child.terminate()
-
     def _advance_drain(self) -> None:
-        while self._waves:
-            alive = [slot for slot in self._waves[0] if slot.child is not None]
-            if not alive:
-                self._waves.pop(0)
-                self._begin_wave()
+        alive = [slot for slot in self._all() if slot.child is not None]
+        wave = min((slot.program.wave for slot in alive), default=self._wave)
+        if begins := wave != self._wave:
+            self._wave, self._wave_deadline = wave, self._clock() + self._stop_s
+        for slot in alive:
+            if slot.child is None or slot.killed or slot.program.wave != wave:
                 continue
-            if self._clock() >= self._wave_deadline:
-                for slot in alive:
-                    if slot.child is not None and not slot.killed:
-                        slot.killed = True
-                        slot.child.kill()
-                        name = slot.program.name
-                        self._report(f"{name} did not stop within {self._stop_s:g} s: killed")
-            return
+            if begins:
+                slot.child.terminate()
+            elif self._clock() >= self._wave_deadline:
+                slot.killed = True
+                slot.child.kill()
+                self._report(f"{slot.program.name} did not stop within {self._stop_s:g} s: killed")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from umbra.proto.messages import Event
 from umbra.services.monitor.feed import PUSHES_KEPT, SPANS_KEPT, Look, PushSeen
-from umbra.services.monitor.screen import screen
+from umbra.services.monitor.view import screen
 
 
 def shown(what: Look, width: int = 140) -> str:

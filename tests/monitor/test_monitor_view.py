@@ -12,13 +12,14 @@ from umbra.deploy.run.live import PlainView, Progress
 from umbra.proto.messages import Member, Rates, RunWarning, Status, Stuck
 from umbra.proto.records import Ledger
 from umbra.services.monitor.feed import Look
-from umbra.services.monitor.screen import plain, screen
 from umbra.services.monitor.view import (
     MemberRow,
     headline,
     idle_text,
     ledger_text,
     member_rows,
+    plain,
+    screen,
     status_dict,
 )
 

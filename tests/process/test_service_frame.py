@@ -45,7 +45,7 @@ def test_set_overrides_the_file(tmp_path: Path) -> None:
         *("--broker", "tcp://127.0.0.1:1"),
     )
     trainer = context.config.trainer
-    assert (trainer.learning_rate, trainer.warmup_steps, trainer.clip_low) == (1e-3, 2, 0.3)
+    assert (trainer.learning_rate, trainer.warmup_steps, trainer.pieces.clip_low) == (1e-3, 2, 0.3)
 
 
 def test_a_bad_flag_is_the_users_mistake() -> None:

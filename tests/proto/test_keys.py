@@ -133,7 +133,7 @@ def test_where_keys_are_looked_for(folder: Path, tmp_path: Path) -> None:
     found = open_security("", ["buffer"], tmp_path)  # its folder `keys`
     named = open_security(str(folder), ["buffer"])
     assert found == named == Security(load_keys(folder, "buffer"))
-    with pytest.raises(UsageError, match="there is no folder"):
+    with pytest.raises(UsageError, match="is missing; `umbra keys`"):
         open_security(str(tmp_path / "nothing"), ["buffer"])
     (folder / "monitor.key_secret").unlink()
     assert open_security(str(folder), ["monitor", "operator"]).keys is not None

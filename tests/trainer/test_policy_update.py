@@ -215,7 +215,7 @@ def test_interpolation_weighs_by_age(directory: Path, trajectories: list[Traject
     ("value", "told"),
     [
         (None, r"sample s1-1 has no {field}, which the objective needs: put .* buffer.stages"),
-        (b"1234" * 99, r"sample s1-1 of .*: {field} has 396 bytes for \d response tokens"),
+        (b"1234" * 99, r"sample s1-1 of .*: {field} has 396 bytes for \d tokens"),
         (..., r"sample s1-1 of .*: {field} has values that are not finite"),
     ],
 )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from starlette.applications import Starlette
@@ -32,12 +31,7 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Resource:
-    """The resource at one path: its media type, and a function for its bytes."""
-
-    media_type: str
-    read: Callable[[], bytes]
+Resource: TypeAlias = tuple[str, Callable[[], bytes]]  # media type, and a function for its bytes
 
 
 class Board:
@@ -63,13 +57,13 @@ class Board:
             "/": _file("page.html", "text/html; charset=utf-8"),
             "/page.css": _file("page.css", "text/css; charset=utf-8"),
             "/page.js": _file("page.js", "text/javascript; charset=utf-8"),
-            "/look.json": Resource("application/json", self._look_json),
+            "/look.json": ("application/json", self._look_json),
         }
 
     def metrics(self) -> dict[str, Resource]:
         from prometheus_client import CONTENT_TYPE_LATEST  # few ask for it
 
-        return {"/metrics": Resource(CONTENT_TYPE_LATEST, self._prometheus)}
+        return {"/metrics": (CONTENT_TYPE_LATEST, self._prometheus)}
 
     def _look_json(self) -> bytes:
         with self._lock:
@@ -98,7 +92,7 @@ def _shown(look: Look | None) -> dict[str, Any]:
 
 def _file(name: str, media_type: str) -> Resource:
     body = files(WEB).joinpath(name).read_bytes()
-    return Resource(media_type, lambda: body)
+    return media_type, lambda: body
 
 
 class PageServer:
@@ -129,8 +123,10 @@ class PageServer:
 
 
 def _answer(what: Resource) -> Callable[[Request], Awaitable[Response]]:
+    media_type, read = what
+
     async def answer(_request: Request) -> Response:
         # Given as a header, for starlette adds a charset to a media type of text.
-        return Response(what.read(), headers={**_HEADERS, "Content-Type": what.media_type})
+        return Response(read(), headers={**_HEADERS, "Content-Type": media_type})
 
     return answer
