@@ -38,7 +38,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/weights": (5_530, 95),
     "deploy": (7_475, 190),
     "src": (1_035, 10),
-    "benchmarks": (5_530, 165),
+    "benchmarks": (5_710, 171),
     "tests": (55_467, 2940),
 }
 

@@ -16,10 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+import psutil
 
 from umbra.services.reporting.tables import aligned, number
 
@@ -29,6 +32,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
+OTHERS_MOST = 0.05  # of the machine's CPU time, that others may take while something is measured
 _ORIGIN = ("date", "commit", "command", "hardware", "load")
 Table = dict[str, list[Any]]  # "columns": names; "rows": lists of cells
 
@@ -126,6 +130,33 @@ class Report:
         }
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def cpu_seconds(pid: int | None = None) -> float:
+    """Return the CPU seconds of a process (None: this one) and all its descendants so far."""
+    process, total = psutil.Process(pid), 0.0
+    for one in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            total += sum(one.cpu_times()[:4])  # user, system, those of ended children
+    return total
+
+
+class CpuShare:
+    """Shares of the machine's CPU time since it was made."""
+
+    def __init__(self) -> None:
+        self._began, self._own, self._all = time.monotonic(), cpu_seconds(), _busy_seconds()
+
+    def others(self) -> float:
+        """Return the share that processes took which this one did not start."""
+        taken = _busy_seconds() - self._all - (cpu_seconds() - self._own)
+        cores = psutil.cpu_count() or 1
+        return max(0.0, taken) / (cores * (time.monotonic() - self._began))
+
+
+def _busy_seconds() -> float:
+    busy = ("user", "nice", "system", "irq", "softirq", "steal")
+    return sum(getattr(psutil.cpu_times(), name) for name in busy)
 
 
 def commit() -> str:
