@@ -159,7 +159,8 @@ def _is_message(value: dict[str, Any]) -> bool:
 
 async def _answer(environment: Environment, method: Callable[..., Any], *args: Any) -> Any:
     """Return what a method of the user's returns, plain or async."""
-    if waits(environment) or inspect.iscoroutinefunction(method):
+    alone = asyncio._get_running_loop() is None  # in the pool within this process
+    if alone or waits(environment) or inspect.iscoroutinefunction(method):
         given = method(*args)
     else:
         with _no_loop():
@@ -182,9 +183,7 @@ def _no_loop() -> Iterator[None]:
     """
     loop = asyncio._get_running_loop()
     task = asyncio.current_task(loop) if loop is not None else None
-    if loop is None or task is None:  # the pool within this process has none
-        yield
-        return
+    assert loop is not None and task is not None
     if not _theirs or _theirs[0].is_closed():
         _theirs[:] = [asyncio.new_event_loop()]
     asyncio.tasks._leave_task(loop, task)

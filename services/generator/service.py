@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import uuid
@@ -50,6 +51,8 @@ def run(
         receiver = _subscribe(session, config, opened)
         if receiver is not None:
             load = config.weight_hub.pace.after(config.buffer.engine_stall_s)
+            gc.collect()
+            gc.freeze()  # to look through all that was imported takes up to a fifth of the CPU
             watch = StallWatch(engine_here(config), load)
             with closing(receiver), watching(watch, session):
                 GeneratorLoop(

@@ -26,7 +26,6 @@ _CACHED_CHARS = 16_384  # what tools read out may be long, and is not read twice
 _CUE_TOKENS = 256  # at the end of a prompt, in which a template may have begun the model's turn
 _SPARE = 8  # tokens before those that may hold a stop string, for characters of several tokens
 
-
 log = logging.getLogger(__name__)
 
 
@@ -92,7 +91,7 @@ class Chat:
 
         A template that knows no tools has them described in a system message instead.
         """
-        texts = json.dumps(list(messages)), json.dumps(list(tools))
+        texts = json.dumps(list(messages)), json.dumps(list(tools)) if tools else "[]"
         short = sum(map(len, texts)) <= _CACHED_CHARS
         return list((self._prompt if short else self._encode_prompt)(*texts))
 
@@ -175,9 +174,11 @@ class Chat:
         ended = bool(token_ids) and token_ids[-1] in self.stop_ids
         ids, stop = (token_ids[:-1], self.piece(token_ids[-1])) if ended else (token_ids, "")
         text, found = _cut(self.pieces(ids), stops)
-        parser, begun = self.parser, self._ending(tuple(before[-_CUE_TOKENS:]))
+        parser = self.parser
+        if parser.plain and not tools:
+            return Said(text=text, content=text, stop=found)
         try:
-            said = parser.read(begun, text, tools, stop)
+            said = parser.read(self._ending(tuple(before[-_CUE_TOKENS:])), text, tools, stop)
         except Exception as error:  # noqa: BLE001 - a library's, on whatever a model may say
             log.warning("parser %s failed on a turn: %r", parser.name, error)
             said = Said(text=text, content=text, problem=f"the turn cannot be read: {error!r}")

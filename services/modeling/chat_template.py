@@ -14,6 +14,7 @@ import functools
 import json
 import re
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,9 +152,7 @@ class ChatTemplate:
             prompt = prompt[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))]
         text = whole[len(prompt) :]
         ends = [(text.rfind(stop), stop) for stop in self._stops if stop in text]
-        if not ends:
-            return prompt, text, ""
-        position, stop = max(ends)
+        position, stop = max(ends, default=(len(text), ""))
         return prompt, text[:position], stop
 
     # -- trying -----------------------------------------------------------------------------------
@@ -302,23 +301,33 @@ class _TooLongError(BaseException):
 @contextmanager
 def _time_limit() -> Iterator[None]:
     """Raise _TooLongError in the block after `RENDER_S` seconds: a template is a program."""
-    lock, inside = threading.Lock(), True
-
-    def interrupt(thread: int) -> None:
-        with lock:
-            if inside:
-                raised = ctypes.py_object(_TooLongError)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
-
-    timer = threading.Timer(RENDER_S, interrupt, [threading.get_ident()])
-    timer.daemon = True
-    timer.start()
+    global _watch
+    with _lock:
+        _due[threading.get_ident()] = time.monotonic() + RENDER_S
+        if not _watch.is_alive():  # one for each block would take longer than most of them
+            _watch = threading.Thread(target=_interrupt, name="umbra-templates", daemon=True)
+            _watch.start()
     try:
         yield
     finally:
-        with lock:
-            inside = False
-        timer.cancel()
+        with _lock:
+            _due.pop(threading.get_ident(), None)
+
+
+_lock = threading.Lock()
+_due: dict[int, float] = {}  # when the block of a thread has taken too long
+_watch = threading.Thread()
+
+
+def _interrupt() -> None:
+    """Interrupt blocks that take too long."""
+    raised = ctypes.py_object(_TooLongError)
+    while True:
+        time.sleep(RENDER_S / 20)
+        with _lock:
+            for thread in [one for one, due in _due.items() if due < time.monotonic()]:
+                del _due[thread]
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
 def end_of_turn(tokenizer: Any) -> int | None:

@@ -51,11 +51,13 @@ class Parser(Protocol):
     """A way of writing reasoning and calls.
 
     `calls`: it reads calls of tools. `marked`: it needs the special tokens in a turn's text.
+    `plain`: without tools all of a turn is words.
     """
 
     name: str
     calls: bool
     marked: bool
+    plain: bool
 
     def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
         """Read the turn `text`.
@@ -72,8 +74,8 @@ class PlainParser:
     """All of a turn is words."""
 
     name = "none"
-    calls = False
-    marked = False
+    calls = marked = False
+    plain = True
 
     def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
         del prompt, tools, stop
@@ -102,6 +104,7 @@ class ResponseTemplateParser:
         self.marked = set(fields) > {_CALLS, "content"}
         self._calling = load_response_template(template)
         fields.pop(_CALLS, None)
+        self.plain = fields == {"content": TOLD["fields"]["content"]}
         self._silent = load_response_template({**template, "fields": fields}) if fields else None
 
     def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
@@ -305,8 +308,8 @@ class VllmParser:
         Exception: whatever vLLM says of a tokenizer that this parser is not for.
     """
 
-    calls = True
-    marked = True
+    calls = marked = True
+    plain = False
 
     def __init__(self, tokenizer: Any, calls: str, reasoning: str = "") -> None:
         from vllm.reasoning import ReasoningParserManager

@@ -373,7 +373,7 @@ def test_a_turn_that_its_parser_fails_on_is_words(
     def fail(*_: object) -> Said:
         raise KeyError("name")
 
-    monkeypatch.setattr(chat, "parser", SimpleNamespace(name="odd", marked=False, read=fail))
+    monkeypatch.setattr(chat, "parser", SimpleNamespace(name="odd", marked=0, plain=0, read=fail))
     said = chat.said([*tokenizer("ab", add_special_tokens=False)["input_ids"], STOP])
     assert (said.text, said.content) == ("ab", "ab")
     assert said.problem == "the turn cannot be read: KeyError('name')"

@@ -10,7 +10,6 @@ import pytest
 from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import Message
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.chat_template import ChatTemplate
 from umbra.services.modeling.models import load_tokenizer
 
 USER: list[Message] = [{"role": "user", "content": "how"}]
@@ -22,34 +21,26 @@ def tokenizer(tiny_model_dir: Path) -> Any:
 
 
 @pytest.mark.parametrize(("length", "times"), [(10, 1), (20_000, 2)])
-def test_short_prompts_are_tokenised_once(
+def test_short_texts_are_tokenised_once(
     tokenizer: Any, length: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The samples of a group have the same; long ones would fill the memory."""
-    encoded: list[str] = []
-    monkeypatch.setattr(ChatTemplate, "encode", lambda _, text: (encoded.append(text), [1, 2])[1])
-    chat = Chat(tokenizer, {0})
+    chat = Chat(tokenizer, {end := tokenizer.eos_token_id})
+    chat.check_turns(["user"])  # tries the template once
+    template: Any = chat._template
+    made: list[str] = []
+    for name in ("render", "tail"):
+        plain = getattr(template, name)
+        monkeypatch.setattr(template, name, lambda *a, n=name, f=plain: (made.append(n), f(*a))[1])
     messages: list[Message] = [{"role": "user", "content": "x" * length}]
     first = chat.prompt_ids(messages)
     first.append(3)  # is the caller's
-    assert chat.prompt_ids(messages) == [1, 2]
-    assert len(encoded) == times
-
-
-@pytest.mark.parametrize(("length", "times"), [(10, 1), (20_000, 2)])
-def test_short_turns_are_tokenised_once(
-    tokenizer: Any, length: int, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat = Chat(tokenizer, {tokenizer.eos_token_id})
-    chat.check_turns(["user"])  # tries the template once
-    tail: Any = chat._template and chat._template.tail
-    made: list[Any] = []
-    monkeypatch.setattr(chat._template, "tail", lambda *said: (made.append(said), tail(*said))[1])
-    messages: list[Message] = [{"role": "user", "content": "x" * length}]
+    assert chat.prompt_ids(messages) == first[:-1]
+    assert made == ["render"] * times
+    made.clear()
     before = chat.turn_ids(messages, 99)
-    assert chat.turn_ids(messages, tokenizer.eos_token_id) == before[1:], "its end is there already"
-    assert before[0] == tokenizer.eos_token_id
-    assert len(made) == times
+    assert chat.turn_ids(messages, end) == before[1:], "its end is there already"
+    assert before[0] == end and made.count("tail") == times
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import ModelConfig
 from umbra.services.environments.protocol import Said
 from umbra.services.modeling.chat import Chat, StopSearch
+from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
 
 WEATHER = weather(
     zip={"type": "string", "description": "its code"},
@@ -45,6 +46,12 @@ def test_special_tokens_that_mark_calls_are_not_lost() -> None:
     )
     assert arguments(said) == [{"zip": "1"}]
     assert said.text.startswith("<|tool_call>")
+
+
+@given(st.text(max_size=40) | st.sampled_from([" <tool_call>{}</tool_call>", "a<|im_end|>"]))
+def test_turns_that_need_no_parser_are_what_it_would_read(text: str) -> None:
+    parser = ResponseTemplateParser("told", TOLD, told=True)
+    assert parser.plain and parser.read("", text, [], "<|im_end|>") == Said(text=text, content=text)
 
 
 def test_reasoning_that_the_prompt_has_begun() -> None:

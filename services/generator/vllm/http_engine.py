@@ -260,9 +260,7 @@ class HttpEngine:
             "stream": True,
             "sampling_params": {
                 **sampling_arguments(sampling, limit, self._stop_ids, told, self._vocabulary),
-                "stream_interval": min(self._interval, _WATCHED)
-                if request.watched
-                else self._interval,
+                "stream_interval": min(self._interval, _WATCHED if request.watched else _TOLD),
             },
         }
 
