@@ -1,6 +1,7 @@
 """Build the sdist and from it the wheel, install each in a fresh environment and try it.
 
-The wheel is also run by pipx and by uvx, which find all that it needs in the index.
+The installed package makes a model and trains it for two steps, with torch of this environment. The
+wheel is also run by pipx and by uvx, which find all that it needs in the index.
 
 The sources are copied first, so that no build results are left in the repository and nothing that
 git ignores can reach the package.
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import venv
@@ -140,6 +142,30 @@ def check_installed(wheel: Path, sdist: Path, folder: Path) -> str:
     return version
 
 
+def check_run(environment: Path, folder: Path) -> None:
+    """Have the installed package train a model of its own making for two steps.
+
+    Libraries that it has not installed come from this environment, whose own checkout of Umbra is
+    not found there.
+    """
+    (site,) = (environment / "lib").glob("python3*/site-packages")
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+    umbra = environment / "bin" / "umbra"
+    found = run(
+        environment / "bin" / "python", "-c", "import umbra; print(umbra.__file__)", cwd=folder
+    )
+    if not Path(found.strip()).is_relative_to(environment):
+        raise CheckError(f"umbra was imported from {found.strip()}")
+    run(umbra, "make-model", "tiny", cwd=folder)
+    run(umbra, "init", "first", "--model", "tiny", "--reward", "function", cwd=folder)
+    fewer = ["run.steps=2", "sampling.max_tokens=8", "buffer.batch_groups=2"]
+    settings = [word for setting in fewer for word in ("--set", setting)]
+    run(umbra, "check", "first/run.toml", *settings, cwd=folder)
+    run(umbra, "up", "first/run.toml", *settings, cwd=folder)
+    if len(found := list((folder / "runs").glob("*/model/*.safetensors"))) != 1:
+        raise CheckError(f"the run left {found} instead of one model")
+
+
 def check_runners(wheel: Path, folder: Path, version: str) -> None:
     """Have pipx and uvx, as they are in the index, run `wheel`.
 
@@ -181,6 +207,7 @@ def main() -> int:
             check_sdist(sdist)
             count = check_wheel(wheel, names)
             version = check_installed(wheel, sdist, folder)
+            check_run(folder / "venv", folder)
             check_runners(wheel, folder, version)
         except CheckError as error:
             print(f"package check failed: {error}", file=sys.stderr)

@@ -235,15 +235,15 @@ class TcpReceiver:
         if len(message.sources) < 2:
             owned = {0: range(len(self.manifest.buckets))}
         assemblies = {
-            (owner, lane): Assembly(
+            (owner, connection): Assembly(
                 self._holdings,
                 target,
                 message.checksums,
                 deltas=self._deltas,
-                buckets=buckets[lane::count],
+                buckets=buckets[connection::count],
             )
             for owner, buckets in owned.items()
-            for lane in range(count)
+            for connection in range(count)
         }
         held_s = time.perf_counter() - began
         transfers: list[Transfer] = []
@@ -253,13 +253,13 @@ class TcpReceiver:
             for bucket in range(len(message.checksums)):
                 if bucket not in missing:
                     yield bucket
-            for (owner, lane), assembly in assemblies.items():
+            for (owner, connection), assembly in assemblies.items():
                 if assembly.missing:
                     at = message.sources[owner] if owner < len(message.sources) else None
                     if at is None or not at.endpoint:
                         raise WireError(f"no source has the buckets of trainer host {owner}")
                     source = self._sources.setdefault(
-                        (owner, lane), BucketSource(sealed=self._sealed)
+                        (owner, connection), BucketSource(sealed=self._sealed)
                     )
                     source.use(at)
                     frame_bytes = self._config.receive_bucket_bytes
