@@ -77,7 +77,7 @@ def command(
             copy_keys(plan, folder, out.resolve())
     click.echo(f"{len(files)} files written to {out}")
     if folder and "kubernetes" in formats:
-        click.echo(f"the keys: {keys_command(plan, str(folder))}")
+        click.echo(f"make the secret of the keys: {keys_command(plan, str(folder))}")
     if folder and modules and set(formats) != {"slurm"}:
         seen = [place for place in (folder, out.resolve()) if place.is_relative_to(modules)]
         if seen:

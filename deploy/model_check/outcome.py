@@ -94,7 +94,7 @@ def difference(name: str, found: Tensor, expected: Expected, config: Any) -> Row
 
 
 def gradient_bound(config: Any) -> float:
-    """Return the bound of a difference's norm, in parts of the norm."""
+    """Return the largest norm of a difference of gradients, relative to the gradient's norm."""
     return _GRADIENTS * _growth(config)
 
 

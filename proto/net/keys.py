@@ -159,7 +159,7 @@ def _check_private(path: Path) -> None:
 
 
 def _read(path: Path, *, secret: bool = False) -> tuple[bytes, bytes]:
-    """Public and secret key in a certificate; the latter is empty where none is asked for."""
+    """Return the public key of a certificate, and the secret one ("" unless asked for)."""
     try:
         if secret:
             _check_private(path)

@@ -187,7 +187,7 @@ def _support_faults(config: RunConfig) -> Iterator[str]:
 
 
 def lone_groups(config: RunConfig) -> str:
-    """Return a warning about groups of one sample, or ""; rloo refuses them, so "" too."""
+    """Return the warning of group_size = 1, or "" if groups are larger, not compared or refused."""
     advantage = config.trainer.pieces.advantage
     if config.buffer.group_size > 1 or advantage in ("rloo", "reinforce_pp", "gae", "teacher"):
         return ""

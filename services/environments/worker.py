@@ -143,7 +143,7 @@ class EnvironmentHost:
     def _check_tools(self, tools: Any) -> None:
         functions = [tool.get("function") for tool in tools] if _are_objects(tools) else [None]
         if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
-            raise SampleError(f"{self._name}: reset gave tools {tools!r}: no schemas of functions")
+            raise SampleError(f"{self._name}: reset gave tools {tools!r} instead of schemas")
 
 
 def _are_objects(values: Any) -> bool:

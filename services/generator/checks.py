@@ -203,9 +203,7 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
         ]
     for outcome in plays:
         if outcome.error:
-            raise UsageError(
-                f"{key}: an empty response to the first prompt failed: {outcome.error}"
-            )
+            raise UsageError(f"{key} fails on an empty answer to the first prompt: {outcome.error}")
     match [outcome.value for outcome in plays]:
         case [Opening() as opening, StepResult() as answer]:
             if not opening.tools and (environment.max_turns == 1 or answer.done):

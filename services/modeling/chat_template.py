@@ -174,8 +174,8 @@ class ChatTemplate:
     def _try(self, kind: Kind, field: str) -> tuple[bool, bool]:
         """Hold a conversation; the model's reasoning, if it has some, is in `field`.
 
-        Return whether what stood before the model's turns when it began to speak still does, and
-        whether its reasoning does. A TurnsError: something else changes when it goes on.
+        Return whether later prompts keep the cue before the model's turns, and whether they keep
+        its reasoning. Raises TurnsError if they change anything else of earlier turns.
         """
         tools = [_SCHEMA] if kind.tools else []
         after = "a message of role " + " and ".join(map(repr, kind.roles))

@@ -118,8 +118,8 @@ class SequenceParallel:
         found = forward(**{_ARGUMENT: share})
         if share.layers != self._layers:
             raise UsageError(
-                f"trainer.sequence_parallel: {share.layers} of the {self._layers} layers of "
-                f"{self._class} attend through Transformers' attention interface: set it to 1"
+                f"trainer.sequence_parallel needs Transformers' attention interface, and only "
+                f"{share.layers} of the {self._layers} layers of {self._class} use it: set it to 1"
             )
         return found
 

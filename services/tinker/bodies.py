@@ -152,7 +152,7 @@ class SampleBody(ApiBody, kw_only=True):
         """Raise UsageError if something is asked for that is not there."""
         for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
             if getattr(self, name):
-                raise UsageError(f"{name} is not supported")
+                raise UsageError(f"{name} is not supported: leave it out")
         if self.record_stability_info:
             raise UsageError("record_stability_info is not supported: choose another loss_fn")
         if self.sampling_params.seed is not None:

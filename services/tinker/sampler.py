@@ -99,7 +99,7 @@ class Lane:
         self.waiting.append(job)
 
     def turn(self) -> Iterable[tuple[SampleJob, FutureAnswer]]:
-        """Do one pass; yield jobs that are done.
+        """Run a pass of the engine; yield finished jobs with their answers.
 
         Raises:
             EngineError: the engine is broken; the live jobs are lost with it.

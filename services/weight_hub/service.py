@@ -464,7 +464,7 @@ class WeightHub:
         assert self._manifest is not None and self._arena is not None
         plane, path = self.planes.of(peer.name).plane, str(self._arena.path)
         self._server.reply(request, m.Subscribed(manifest=self._manifest, plane=plane, path=path))
-        log.info("%s subscribed by %s", peer.name, plane)
+        log.info("%s subscribed over plane %s", peer.name, plane)
         return self.protocol.subscribe(peer, now)
 
     def _subscribe_waiting(self, now: float) -> list[Effect]:

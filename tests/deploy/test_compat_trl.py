@@ -287,7 +287,7 @@ def test_methods_that_need_a_trained_model_say_so(
 ) -> None:
     made = trainer(optimizers=(None, None), callbacks=None)
     for method in (made.save_model, made.evaluate, made.push_to_hub):
-        with pytest.raises(UsageError, match=r"train\(\) comes before"):
+        with pytest.raises(UsageError, match=r"call train\(\) before"):
             method()
     with pytest.raises(UsageError, match="resume the run's folder with `umbra up m-GRPO/ID`"):
         made.train(resume_from_checkpoint=True)

@@ -193,7 +193,7 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [{"function": {"na
         ([{**USER, 1: 2}], [], "whose contents are texts"),
         (USER, [], "whose contents are texts"),
         ([USER], None, "reset gave tools None"),
-        ([USER], [{"name": "f"}], "no schemas of functions"),
+        ([USER], [{"name": "f"}], "instead of schemas"),
     ],
 )
 def test_what_no_template_can_write_fails_the_sample(messages: Any, tools: Any, says: str) -> None:

@@ -143,7 +143,7 @@ def test_a_node_is_drained_unless_the_trainer_is_there(
     assert "--node h: trainer is there, without which the run cannot go on" in refused.stderr
     unknown = drain("nowhere")
     assert unknown.returncode == 2
-    assert f"no member of the run is there, but on {', '.join(sorted({'h', HOST}))}" in (
+    assert f"no member runs there; members are on {', '.join(sorted({'h', HOST}))}" in (
         unknown.stderr
     )
     done = drain(HOST)

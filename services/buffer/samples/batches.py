@@ -140,7 +140,7 @@ class Batches:
         return list((first | complete).values())[:count]
 
     def _last_chance(self) -> list[Group]:
-        """Return groups stale after the next batch, as many as it takes, if it waits for them."""
+        """Return groups that the next version would make stale, a batch at most, if it waits."""
         if not self._wait:
             return []
         late = filter(self._is_late, self._pool.groups.values())

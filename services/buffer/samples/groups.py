@@ -97,7 +97,7 @@ class Group:
         return self.ready == len(self.samples)
 
     @property
-    def is_level(self) -> bool:
+    def is_all_equal(self) -> bool:
         """True if all rewards are equal, which gives no gradient."""
         return len({sample.reward for sample in self.samples}) == 1
 

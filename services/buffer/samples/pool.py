@@ -366,7 +366,7 @@ class SamplePool:
         self._waiting.pop(group.group_id, None)
         if self._health is not None:
             self._health.group([sample.reward for sample in group.samples])
-        if self.rules.dynamic_sampling and group.is_level:
+        if self.rules.dynamic_sampling and group.is_all_equal:
             if self.filtered_in_a_row < self.rules.max_filtered:
                 self.filtered_in_a_row += 1
                 self.counters["filtered_groups"] += 1

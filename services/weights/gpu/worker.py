@@ -67,7 +67,7 @@ def result(steps: Generator[object, None, T], interrupted: Callable[[], bool] = 
             return end.value
         if interrupted():
             steps.close()
-            raise PeerLostError("given up while it was under way")
+            raise PeerLostError("the operation was interrupted")
 
 
 class GpuWorkerProcess:

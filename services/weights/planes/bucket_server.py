@@ -85,7 +85,7 @@ class BucketStore:
     def offer(
         self, slot: int, data: memoryview, contents: Sequence[int], absent: Iterable[int] = ()
     ) -> None:
-        """Hand out the version in `slot`, whose contents these are, but for `absent` buckets."""
+        """Serve the version in `slot`: its bytes, content ids of its buckets, all but `absent`."""
         with self._lock:
             self._slots[slot] = _ServedSlot(data, contents, set(absent))
         self._notify()

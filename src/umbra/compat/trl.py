@@ -282,7 +282,7 @@ class GRPOTrainer:
 
     def _after(self, method: str) -> Run:
         if self.run is None:
-            raise UsageError(f"GRPOTrainer: train() comes before {method}()")
+            raise UsageError(f"GRPOTrainer: call train() before {method}()")
         return self.run
 
 
