@@ -137,7 +137,7 @@ def cpu_seconds(pid: int | None = None) -> float:
     process, total = psutil.Process(pid), 0.0
     for one in (process, *process.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
-            total += sum(one.cpu_times()[:4])  # user, system, those of ended children
+            total += sum(one.cpu_times()[:4])  # user, system, ended children included
     return total
 
 

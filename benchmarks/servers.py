@@ -5,7 +5,7 @@
 One `vllm serve` of the build for CPUs and the engine inside, each of one thread, on the same model
 and version: the same requests (prompts of 4 to 40 tokens, log-normal answers, median 24 tokens, at
 most 256, without a stop token), logprobs included. They take turns, after a pass each that warms
-up; CPU seconds are those of all processes that take part. A turn in which others took more than
+up; CPU seconds are of all processes that take part. A turn in which others took more than
 5 % of the machine's CPU does not count, and with fewer than `--passes` that do nothing is written.
 """
 

@@ -135,7 +135,7 @@ def _members_on(node: str, status: Status) -> list[str]:
     there = [one for one in members if one.host.replace(".", "-") == node.replace(".", "-")]
     if not there:
         hosts = ", ".join(sorted({member.host for member in members})) or "no host"
-        raise UsageError(f"--node {node}: no member of the run is there, but on {hosts}")
+        raise UsageError(f"--node {node}: no member runs there; members are on {hosts}")
     for member in there:
         if member.role in NEEDED:
             raise UsageError(
