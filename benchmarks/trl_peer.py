@@ -28,7 +28,7 @@ from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.environments.built_in import Guess
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import stop_ids
+from umbra.services.modeling.pretrained import stop_ids
 from umbra.services.trainer.learner import learning_rate
 from umbra.services.trainer.policy import load_policy
 

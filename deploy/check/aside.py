@@ -1,7 +1,7 @@
 """Checks that need torch, in their own process: `python -m umbra.deploy.check.aside`.
 
 A driver that is out of order may hang or end whoever asks it, and torch takes half a GiB. Prints as
-JSON the GPUs that torch sees; of a request on standard input the choice.
+JSON the GPUs that torch sees; of a request on standard input the choice, or a model's counts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from pathlib import Path
 import msgspec
 import torch
 
+from umbra.deploy.check.built import count
 from umbra.deploy.check.choose import ChoiceRequest, for_hardware
+from umbra.deploy.check.counts import Build
 from umbra.deploy.check.hardware import Gpu, GpusSeen
+from umbra.proto.errors import UmbraError
 
 CPU_S = 180  # of processor time, torch's import included: a large model takes some 30
 
@@ -40,8 +43,15 @@ def look() -> GpusSeen:
 if __name__ == "__main__":
     if data := sys.stdin.buffer.read():
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))  # the clock counts others' work too
-        asked = msgspec.json.decode(data, type=ChoiceRequest)
-        answer = for_hardware(asked.config, asked.given, asked.machine)
+        asked = msgspec.json.decode(data, type=ChoiceRequest | Build)
+        try:
+            if isinstance(asked, Build):
+                answer = count(asked)
+            else:
+                answer = for_hardware(asked.config, asked.given, asked.machine)
+        except UmbraError as error:
+            print(error, file=sys.stderr)
+            sys.exit(error.exit_code)
     else:
         answer = look()
     sys.stdout.buffer.write(msgspec.json.encode(answer))

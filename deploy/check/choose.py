@@ -33,7 +33,7 @@ PATIENCE_S = 1800.0  # for a choice in another process, which ends itself far ea
 CONTEXT, TOKENS = "generator.max_context", "sampling.max_tokens"
 
 
-class ChoiceRequest(msgspec.Struct, frozen=True):
+class ChoiceRequest(msgspec.Struct, frozen=True, tag=True):
     """A run, the keys that its user has set, and the machine."""
 
     config: RunConfig

@@ -6,28 +6,30 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from umbra.deploy.check.choose import for_hardware
+from umbra.deploy.check.estimate import Estimate, judge
 from umbra.deploy.check.hardware import GPUS, Machine, this_machine
 from umbra.deploy.check.machine import Finding, as_text, findings, for_cpus, has_problem, refusal
+from umbra.deploy.check.model_sizes import read_sizes
+from umbra.deploy.check.needs import PHASES, Need, peak
 from umbra.deploy.files.formats import to_toml
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.load import load_given, search_path, set_option
 from umbra.deploy.prepare.preflight import check_packages, check_run
-from umbra.deploy.prepare.stage import try_aside, try_model
+from umbra.deploy.prepare.stage import find_rows, try_aside
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, given_keys, load_config
 from umbra.services.config.rules import cautions, device_faults, implied_staleness
+from umbra.services.generator.checks import check_chat
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
+from umbra.services.modeling.pretrained import import_without_torch
 from umbra.services.process.files import named_run
 from umbra.services.reporting.tables import aligned, size
-
-if TYPE_CHECKING:
-    from umbra.deploy.check.estimate import Estimate, Need
 
 
 @click.command()
@@ -80,12 +82,16 @@ def command(
     if choice.refused and not machine.gpus:  # else the estimate may say more
         raise UsageError(choice.refused)
     if here and not blind and not no_code:
-        try_aside(run, search_path(run_file))
-        warnings += [("prompts", text) for text in try_model(run)]
+        told = try_aside(run, search_path(run_file), model=run.generator.engine == "vllm")
+        if run.generator.engine != "vllm":  # whose arguments are tried with torch
+            rows = find_rows(run)  # which the user's code may give
+            import_without_torch()
+            told = check_chat(run, rows)
+        warnings += [("prompts", text) for text in told]
+    import_without_torch()
+    sizes = read_sizes(run)
     try:
-        from umbra.deploy.check.estimate import estimate  # brings torch
-
-        needed = estimate(run, machine)
+        needed = judge(run, sizes, machine)
         found += [refusal("memory", fault) for fault in needed.faults]
         if choice.refused and not needed.faults:
             found.append(refusal("devices", choice.refused))
@@ -172,8 +178,6 @@ def _memory(found: Estimate) -> Iterator[str]:
 
 def _table(need: Need) -> list[str]:
     """Return the lines of a process; items absent at its peak are in brackets."""
-    from umbra.deploy.check.needs import PHASES, peak
-
     indices = sorted({index for gpus in need.gpus for index in gpus})
     where = f", GPU {', '.join(map(str, indices))}" if indices else ""
     rows: list[tuple[str, str]] = []

@@ -88,15 +88,16 @@ class Estimate:
 
 def estimate(config: RunConfig, machine: Machine) -> Estimate:
     """Return what the run needs by its model's config.json; UsageError if that cannot be told."""
+    return judge(config, read_sizes(config), machine)
+
+
+def judge(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Estimate:
+    """Return `estimate` for a model of these sizes."""
     if (value := config.trainer.expert_parallel) > 1:
         raise UsageError(
             f"trainer.expert_parallel = {value}: the estimate does not know yet what it takes; "
             "estimate the run with expert_parallel = 1"
         )
-    return judge(config, read_sizes(config), machine)
-
-
-def judge(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Estimate:
     found = needs(config, sizes, gpu=machine.gpu, host=machine.host)
     copies = config.weight_hub.slots
     version = published(config, sizes, gpu=machine.gpu > 0)

@@ -11,7 +11,12 @@ from typing import TypeVar
 import msgspec
 
 from umbra.proto.errors import UmbraError, UsageError
-from umbra.services.process.child import python_argv
+from umbra.services.process.child import (
+    child_error,
+    describe_exit,
+    own_exit_code,
+    python_argv,
+)
 from umbra.services.process.host_memory import host_bytes
 from umbra.services.process.versions import driver_version
 from umbra.services.weights.arena import SHM
@@ -90,7 +95,7 @@ def ask_aside(kind: type[T], request: object = None, *, timeout_s: float = PROGR
         raise UmbraError(f"it took longer than {timeout_s:g} s") from None
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise UmbraError(last or f"it ended with code {done.returncode}")
+        raise child_error(last or describe_exit(done.returncode), own_exit_code(done.returncode))
     return msgspec.json.decode(done.stdout, type=kind)
 
 

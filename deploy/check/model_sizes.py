@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-import torch
-from transformers import AutoModelForCausalLM
+from msgspec.structs import asdict, replace
 
+from umbra.deploy.check.counts import Build, Counts, count_plain
+from umbra.deploy.check.hardware import ask_aside
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.modeling.architectures import check_architecture, keeps_state, layer_kinds
 from umbra.services.modeling.model_directory import directory_of
-from umbra.services.modeling.models import (
-    attention_implementation,
-    decoder_layers,
-    loading,
-    read_transformers_config,
-)
+from umbra.services.modeling.pretrained import loading, read_transformers_config, torch_is_hidden
 from umbra.services.modeling.row_sizes import layer_numbers, state_numbers
 
+ROOM_S = 600.0  # for another process to build a model without weights; it ends itself earlier
 
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
+
+class ModelSizes(Counts, frozen=True, kw_only=True):
     """Counts of elements, not bytes."""
 
-    parameters: int  # without an adapter, which is merged into the model
-    adapter: int
-    trained: int  # those that have a gradient
-    outside: tuple[int, int]  # of the decoder's layers; how many of them are trained
-    layer: tuple[int, int]  # in the largest decoder layer; how many of them are trained
-    largest: int  # in the largest tensor
     layers: int
     hidden: int
     vocabulary: int
@@ -49,7 +38,7 @@ def read_sizes(config: RunConfig) -> ModelSizes:
         raise UsageError("model.path is empty: name a directory with the model's config.json")
     found = _read(config, config.model.name, "model.path", config.trainer)
     names = dict.fromkeys(config.scorer.models.values())
-    frozen = msgspec.structs.replace(config.trainer, lora_rank=0)
+    frozen = replace(config.trainer, lora_rank=0)
     own = (_read(config, name, "scorer.model", frozen) for name in names)
     return replace(found, teachers=tuple(own))
 
@@ -59,48 +48,33 @@ def _read(config: RunConfig, name: str, source: str, trainer: TrainerConfig) -> 
     check_architecture(directory, checked=config.model.checked)
     with loading(directory, source):
         model = read_transformers_config(directory)
-        return sizes_of(model, trainer, latent=config.generator.engine == "vllm")
+        counts = count_plain(model, trainer)
+    if counts is None:
+        counts = count_built(Build(str(directory), source, trainer))
+    return sizes_of(model, counts, latent=config.generator.engine == "vllm")
 
 
-def sizes_of(model_config: Any, trainer: TrainerConfig, *, latent: bool = False) -> ModelSizes:
-    """Return the sizes of a model by Transformers' config, with the adapter of `trainer`."""
-    eager = (attention := attention_implementation(model_config)) == "eager"
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config, attn_implementation=attention, trust_remote_code=False
-        )
-    if trainer.lora_rank:
-        from umbra.services.modeling.lora import add_adapter  # brings peft
+def count_built(build: Build) -> Counts:
+    """Build a model to count it, in another process if this one does without torch."""
+    if torch_is_hidden():
+        return ask_aside(Counts, build, timeout_s=ROOM_S)
+    from umbra.deploy.check.built import count
 
-        add_adapter(model, trainer, seed=0)
-    places = {id(p): i for i, one in enumerate(decoder_layers(model)) for p in one.parameters()}
-    counts: dict[int, list[int]] = {-1: [0, 0]}  # by layer, -1 is outside of them: all, trained
-    adapter = largest = 0
-    for name, parameter in model.named_parameters():
-        count = parameter.numel()
-        own = counts.setdefault(places.get(id(parameter), -1), [0, 0])
-        own[0] += count
-        own[1] += count * parameter.requires_grad
-        adapter += count * (".lora_" in name)
-        largest = max(largest, count)
-    parameters, trained = map(sum, zip(*counts.values(), strict=True))
-    outside = counts.pop(-1)
-    layer = max(counts.values(), default=[0, 0])
+    return count(build)
+
+
+def sizes_of(model_config: Any, counts: Counts, *, latent: bool = False) -> ModelSizes:
+    """Return the sizes of a model by Transformers' config and its `counts`."""
     text = model_config.get_text_config()
     return ModelSizes(
-        parameters=parameters - adapter,
-        adapter=adapter,
-        trained=trained,
-        outside=(outside[0], outside[1]),
-        layer=(layer[0], layer[1]),
-        largest=largest,
+        **asdict(counts),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         cache=cache_numbers(text, latent=latent),
         kept=layer_numbers(model_config),
         states=state_numbers(model_config),
-        scores=3 * getattr(text, "num_attention_heads", 0) if eager else 0,
+        scores=3 * getattr(text, "num_attention_heads", 0) if counts.eager else 0,
         config=model_config,
     )
 

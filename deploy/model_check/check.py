@@ -34,7 +34,8 @@ from umbra.services.modeling.architectures import (
     read_config,
 )
 from umbra.services.modeling.model_directory import check_model_dir, weights_bytes
-from umbra.services.modeling.models import AS_IT_IS, loading, read_transformers_config, read_weights
+from umbra.services.modeling.models import read_weights
+from umbra.services.modeling.pretrained import AS_IT_IS, loading, read_transformers_config
 from umbra.services.modeling.reference import Reference
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.snapshot import whole_weights

@@ -162,19 +162,12 @@ def find_rows(config: RunConfig) -> RowsToTry:
     return RowsToTry(first, {one.prompt_id: one.row for one in every if row_bytes(one.row) >= half})
 
 
-def try_model(config: RunConfig) -> list[str]:
-    """Call `check_model` in this process, which it brings torch into."""
-    from umbra.services.generator.checks import check_model
-
-    return check_model(config, find_rows(config))
-
-
-def try_aside(config: RunConfig, search: Sequence[Path]) -> None:
-    """Try the environment in a folder that is removed at once."""
+def try_aside(config: RunConfig, search: Sequence[Path], *, model: bool = False) -> list[str]:
+    """Call `try_environment` for a folder that is removed at once."""
     with tempfile.TemporaryDirectory(prefix="umbra-check-") as scratch, SignalCounter() as signals:
         folder = RunFolder(Path(scratch))
         folder.logs.mkdir()
         try:
-            try_environment(config, folder, child_environ(search), signals, model=False)
+            return try_environment(config, folder, child_environ(search), signals, model=model)
         except StageInterrupted as error:
             raise ChildError("interrupted", signals.exit_code) from error

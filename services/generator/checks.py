@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,6 +29,16 @@ from umbra.services.environments.protocol import (
     prompt_messages,
 )
 from umbra.services.environments.tools import calculator
+from umbra.services.modeling.model_directory import check_model_dir
+from umbra.services.modeling.pretrained import (
+    import_without_torch,
+    load_tokenizer,
+    loading,
+    named_tokens,
+    read_generation,
+    read_transformers_config,
+    stop_ids,
+)
 from umbra.services.process.parent import die_with_parent
 
 if TYPE_CHECKING:
@@ -59,22 +70,20 @@ def row_bytes(row: dict[str, Any]) -> int:
 
 
 def open_chat(config: RunConfig, model: Any = None, source: str = "model.path") -> Chat:
-    """Return the chat of a run's model, whose weights are not read if it is not given.
+    """Return the chat of a run's model, which is not built if it is not given.
 
     Raises:
         UsageError: no model or tokenizer, or settings that don't fit it; names `source`.
     """
-    from umbra.services.modeling.chat import Chat  # brings Transformers, as the next does
-    from umbra.services.modeling.models import (
-        load_tokenizer,
-        named_tokens,
-        outline_model,
-        stop_ids,
-    )
+    from umbra.services.modeling.chat import Chat  # brings Transformers
 
     tokenizer = load_tokenizer(config.model.name, source, trust=config.model.trust_remote_code)
     named = named_tokens(tokenizer, config.sampling.stop_tokens)
-    model = outline_model(config.model.name, source) if model is None else model
+    if model is None:
+        directory = check_model_dir(config.model.name, source, weights=False)
+        with loading(directory, source):
+            generation = read_generation(directory, read_transformers_config(directory))
+        model = SimpleNamespace(generation_config=generation)
     return Chat.configured(config.model, tokenizer, named | stop_ids(model, tokenizer))
 
 
@@ -129,7 +138,12 @@ def check_model(config: RunConfig, rows: RowsToTry) -> list[str]:
         from umbra.services.generator.vllm.options import check_run  # may bring vLLM
 
         check_run(config, outline)
-    chat = open_chat(config, outline)
+    return check_chat(config, rows, outline)
+
+
+def check_chat(config: RunConfig, rows: RowsToTry, model: Any = None) -> list[str]:
+    """Do the part of `check_model` that needs no torch if there is no `model`."""
+    chat = open_chat(config, model)
     for environment in config.all_environments:
         check_template(environment, chat)
     return list(_prompt_warnings(config, chat, rows))
@@ -181,11 +195,12 @@ def _prompt_tokens(chat: Chat, row: dict[str, Any]) -> int:
 _LOOK_S = 0.01
 
 
-def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
+def check_environment(config: RunConfig, row: dict[str, Any], *, light: bool = False) -> None:
     """Load the environment and put an empty response to `row` into it, or a whole group of them.
 
     A model can say nothing at all, so every reward must take an empty response. If there are more
-    turns, the chat template must be able to write them. Agents are only loaded: they ask a model.
+    turns, the chat template must be able to write them; for that a `light` process does without
+    torch. Agents are only loaded: they ask a model.
 
     Raises:
         UsageError: the environment fails at that.
@@ -208,6 +223,8 @@ def check_environment(config: RunConfig, row: dict[str, Any]) -> None:
         case [Opening() as opening, StepResult() as answer]:
             if not opening.tools and (environment.max_turns == 1 or answer.done):
                 return  # no template writes tools or a later turn
+            if light:
+                import_without_torch()
             chat = open_chat(config)
             check_template(environment, chat)
             prompt = chat.prompt_ids(opening.messages, opening.tools)
@@ -233,7 +250,8 @@ def main(path: str, rows: str, *model: str) -> int:
             where = f"environment {name}: " if named else ""
             where += "eval.prompts: " if of == "eval.prompts" else ""
             one = named.get(name, config.environment)
-            check_environment(msgspec.structs.replace(config, environment=one), row)
+            own = msgspec.structs.replace(config, environment=one)
+            check_environment(own, row, light=not model)
         where = ""
         for warning in check_model(config, found) if model else ():
             print(warning)

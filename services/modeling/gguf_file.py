@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast as Tokenizer
 from transformers.utils import logging
 
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.models import AS_IT_IS, stop_ids
+from umbra.services.modeling.pretrained import AS_IT_IS, stop_ids
 
 # llama.cpp's names (`tokenizer.ggml.pre`) of tokenizers that cut text as GPT-2's does, and of those
 # that cut it at every digit first. Transformers takes these for the former: "\n\n1" differs.

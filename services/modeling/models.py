@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config.rules import device_fault
-from umbra.services.modeling.architectures import architecture, check_architecture, in_the_way
-from umbra.services.modeling.chat_template import end_of_turn
+from umbra.services.modeling.architectures import check_architecture
 from umbra.services.modeling.model_directory import check_model_dir
+from umbra.services.modeling.pretrained import (
+    AS_IT_IS,
+    loading,
+    read_generation,
+    read_transformers_config,
+)
 from umbra.services.modeling.weight_files import NotByRowsError, WeightFiles
 from umbra.services.process.versions import driver_version
-
-AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Options to read a directory with Transformers: fetch nothing, and run no code in it."""
-
 
 log = logging.getLogger(__name__)
 
@@ -107,18 +100,6 @@ def read_weights(
         )
 
 
-def read_transformers_config(directory: Path) -> Any:
-    """Read the config in `directory`; raise UsageError if Umbra would get a default wrong."""
-    config = AutoConfig.from_pretrained(directory, **AS_IT_IS)
-    if config.model_type in ("nemotron_h", "zamba2"):
-        # In whole sequences these classes raise shorter steps to it, in decoding nothing does.
-        config.time_step_min = 1e-30
-    filled = config.to_dict()
-    if fault := in_the_way(filled):
-        raise UsageError(f"{directory} is a {architecture(filled)}, which {fault}")
-    return config
-
-
 def attention_implementation(config: Any) -> str:
     """Return Transformers' name of the fastest attention that is right for the model of `config`.
 
@@ -129,18 +110,6 @@ def attention_implementation(config: Any) -> str:
     classes = AutoModelForCausalLM._model_mapping
     model = classes[type(config)] if type(config) in classes else None
     return "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
-
-
-@contextmanager
-def loading(directory: Path, source: str, what: str = "") -> Iterator[None]:
-    """Raise a UsageError of one sentence if Transformers fails to read `directory`."""
-    try:
-        yield
-    except (UmbraError, NotByRowsError):
-        raise
-    except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UsageError(f"{source}: {what}{directory} cannot be loaded: {why}") from error
 
 
 def outline_model(
@@ -173,9 +142,8 @@ def _outline(kind: Any, directory: Path, source: str, checked: Collection[str], 
         how = {**how, "attn_implementation": attention_implementation(config)}
         with torch.device("meta"):
             model = kind.from_config(config, trust_remote_code=False, **how)
-        if model.can_generate() and (directory / "generation_config.json").is_file():
-            generation = GenerationConfig.from_pretrained(directory, local_files_only=True)
-            model.generation_config = generation
+        if model.can_generate():
+            model.generation_config = read_generation(directory, config)
     return model
 
 
@@ -195,70 +163,3 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
             "neither be sharded nor compiled nor recomputed by layers"
         )
     return layers
-
-
-def load_tokenizer(path: str | Path, source: str = "model.path", *, trust: bool = False) -> Any:
-    """Load the tokenizer in `path`, a model directory or a name on the hub.
-
-    `trust`: run Python code that the model brings for its tokenizer (model.trust_remote_code).
-
-    Raises:
-        UsageError: there is none, or it is code that is not trusted.
-    """
-    directory = check_model_dir(path, source, weights=False, code=trust)
-    if not trust and (code := _tokenizer_code(directory)):
-        # Transformers would quietly take a class of its own instead, which may cut up text
-        # in another way.
-        raise UsageError(
-            f"{source}: the tokenizer of {path} is Python code that it brings ({code}): read that, "
-            "and if you trust it set model.trust_remote_code = true, or choose another model"
-        )
-    with loading(directory, source, "the tokenizer in "):
-        return AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=trust
-        )
-
-
-def _tokenizer_code(directory: Path) -> str:
-    try:
-        config = json.loads((directory / "tokenizer_config.json").read_bytes())
-        named = config.get("auto_map", {}).get("AutoTokenizer") or ()
-    except (OSError, ValueError, AttributeError):
-        return ""
-    return ", ".join(filter(None, [named] if isinstance(named, str) else named))
-
-
-def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a turn: of generation config, tokenizer and chat template.
-
-    Raises:
-        UsageError: there are none, so that no turn would ever end.
-    """
-    config: GenerationConfig | None = model.generation_config
-    configured = config.eos_token_id if config is not None else None
-    ids: set[int] = {configured} if isinstance(configured, int) else set(configured or ())
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    if (end := end_of_turn(tokenizer)) is not None:
-        ids.add(end)
-    if not ids:
-        raise UsageError(f"{tokenizer.name_or_path}: neither tokenizer nor model name an eos token")
-    return frozenset(ids)
-
-
-def named_tokens(tokenizer: Any, texts: Iterable[str]) -> frozenset[int]:
-    """Return the tokens that `sampling.stop_tokens` names.
-
-    Raises:
-        UsageError: a text that is not exactly one token.
-    """
-    ids: set[int] = set()
-    for text in texts:
-        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(found) != 1:
-            raise UsageError(
-                f"sampling.stop_tokens: {text!r} is {len(found)} tokens of "
-                f"{tokenizer.name_or_path}; name texts of exactly one"
-            )
-        ids.update(found)
-    return frozenset(ids)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from umbra.services.modeling.architectures import cache_argument
-from umbra.services.modeling.models import AS_IT_IS, read_transformers_config
+from umbra.services.modeling.pretrained import AS_IT_IS, read_transformers_config
 
 Weights = Mapping[str, Tensor]  # by their names in the model
 

@@ -29,13 +29,13 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.modeling.model_directory import WEIGHT_FILES
 
 SHOWN = 3  # names in an error
 
 
-class NotByRowsError(Exception):
+class NotByRowsError(UmbraError):
     """The files hold a model in a way that rows can't be read from; the text says which."""
 
 

@@ -20,8 +20,8 @@ from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_ROUTERS
 from umbra.services.modeling.micro_batch import Tokens
-from umbra.services.modeling.models import load_tokenizer
 from umbra.services.modeling.packing import pack
+from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.modeling.row_sizes import memory_of, scoring_rows
 from umbra.services.modeling.scorer import Scorer
 

@@ -50,7 +50,7 @@ def reward_worker(config: RunConfig) -> RewardWorker:
     """Return the worker of stage "reward". Needs a tokenizer, but no model."""
     from umbra.services.environments.pool import open_rewards
     from umbra.services.modeling.chat import Chat
-    from umbra.services.modeling.models import load_tokenizer, named_tokens
+    from umbra.services.modeling.pretrained import load_tokenizer, named_tokens
     from umbra.services.scorer.reward import RewardWorker
 
     tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)

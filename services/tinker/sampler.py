@@ -23,8 +23,9 @@ from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.lora import factors
 from umbra.services.modeling.micro_batch import Tokens
-from umbra.services.modeling.models import load_model, load_tokenizer, pick_device, stop_ids
+from umbra.services.modeling.models import load_model, pick_device
 from umbra.services.modeling.packing import pack
+from umbra.services.modeling.pretrained import load_tokenizer, stop_ids
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.tinker.bodies import TrainedShape

@@ -25,7 +25,8 @@ from transformers.utils import logging as transformers_logging
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.modeling.lora import is_adapter
 from umbra.services.modeling.model_directory import check_model_dir
-from umbra.services.modeling.models import load_tokenizer, open_weights, read_weights
+from umbra.services.modeling.models import open_weights, read_weights
+from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.modeling.weight_files import WeightFiles
 from umbra.services.process.files import DISK
 from umbra.services.trainer.snapshot import bare_name, held_rows

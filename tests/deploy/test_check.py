@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from fakes.forks import SEARCH
+from fakes.slowness import limit
 
 from umbra import cli
 from umbra.deploy.check import machine
@@ -120,3 +125,38 @@ def test_code_of_the_run_file_runs_unless_it_is_asked_not_to(
     )
     cli.main(["check", "run.toml", *flags])
     assert (tmp_path / "evil-ran").exists() != bool(flags)
+
+
+ALONE = """
+import sys
+from umbra import cli
+code = cli.main(["check", "run.toml", *sys.argv[1:]])
+print(", ".join({"torch"} & {*sys.modules}) or "no torch")
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "told"),
+    [
+        ([], 0, "Nothing to do."),
+        (["--set", "environment.kind=guess", "--set", "trainer.lora_rank=4"], 0, "run.toml: good"),
+        (["--set", "trainer.lora_rank=4", "--set", 'trainer.lora_targets=["nope"]'], 2, "q_proj"),
+    ],
+)
+def test_a_check_of_an_ordinary_model_does_without_torch(
+    tmp_path: Path, tiny_model_dir: Path, flags: list[str], code: int, told: str
+) -> None:
+    """A process of its own, as torch is loaded in this one; a build is left to another one."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "say 3", "answer": "3"}\n' * 16)
+    (tmp_path / "run.toml").write_text(
+        f'[model]\npath = "{tiny_model_dir}"\n[data]\nprompts = "prompts.jsonl"\n'
+        '[environment]\nkind = "exact"\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, *flags],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": SEARCH}, capture_output=True, text=True,
+        timeout=limit(120), check=False,
+    )  # fmt: skip
+    assert (done.returncode, told in done.stdout + done.stderr) == (code, True), done
+    assert done.stdout.splitlines()[-1] == "no torch"

@@ -19,13 +19,15 @@ from fakes.forks import SEARCH, Popen
 from fakes.full_rows import RowShape, full_rows
 from fakes.slowness import limit
 from programs.memory_peak import Case
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from umbra.cli import main
 from umbra.deploy.check import needs
+from umbra.deploy.check.built import count_of
+from umbra.deploy.check.counts import PLAIN, count_plain
 from umbra.deploy.check.estimate import estimate
 from umbra.deploy.check.hardware import GIB, Machine
-from umbra.deploy.check.model_sizes import cache_numbers, read_sizes, sizes_of
+from umbra.deploy.check.model_sizes import ModelSizes, cache_numbers, read_sizes, sizes_of
 from umbra.deploy.check.needs import peak
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
@@ -69,6 +71,10 @@ CASES = {
 }
 
 
+def sized(config: Any, trainer: TrainerConfig) -> ModelSizes:
+    return sizes_of(config, count_of(config, trainer))
+
+
 @pytest.fixture(scope="module")
 def measured() -> dict[str, int]:
     """Return the memory of each case, in bytes: measured by the kernel, in another process."""
@@ -94,7 +100,7 @@ def test_a_step_takes_no_more_than_is_estimated(name: str, measured: dict[str, i
     case = CASES[name]
     with constants({"device": "cpu", **case.trainer}) as keys:
         trainer = TrainerConfig(**keys)
-        sizes = sizes_of(case.config(), trainer)
+        sizes = sized(case.config(), trainer)
         device, _ = needs._pass(trainer, sizes, "cpu", case.rows * case.width, case.width)
     assert LEAST * measured[name] <= peak(device) <= MOST * measured[name]
 
@@ -104,7 +110,7 @@ def test_inputs_of_recomputed_layers_are_offloaded(monkeypatch: pytest.MonkeyPat
     keys = {"activation_checkpointing": True, "offload": "activations", "precision": "no"}
     trainer = TrainerConfig(device="cpu", **keys)
     config = ARCHITECTURES["qwen3"].config(layers=3)
-    _, (away,) = needs._pass(trainer, sizes_of(config, trainer), "cuda", 2 * 32, 32)
+    _, (away,) = needs._pass(trainer, sized(config, trainer), "cuda", 2 * 32, 32)
     asked: list[int] = []
 
     class Counted(torch.autograd.graph.save_on_cpu):
@@ -133,7 +139,7 @@ def test_ranks_that_share_rows_have_a_part_each() -> None:
 
     def kept(ranks: int) -> int:
         trainer = TrainerConfig(sequence_parallel=ranks, ranks=ranks, precision="no")
-        device, _ = needs._pass(trainer, sizes_of(config, trainer), "cuda", 512, 512)
+        device, _ = needs._pass(trainer, sized(config, trainer), "cuda", 512, 512)
         return device[0].bytes
 
     assert 0.45 * kept(1) < kept(2) < 0.75 * kept(1)
@@ -147,10 +153,46 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     if config.model_type not in PROVEN:
         pytest.skip("refused before it is estimated")
     model = AutoModelForCausalLM.from_config(config)
-    sizes = sizes_of(config, TrainerConfig())
+    sizes = sized(config, TrainerConfig())
     whole = sum(p.numel() for p in model.parameters())
     assert sizes.parameters == sizes.trained == whole
     assert sizes.outside[0] + sizes.layers * sizes.layer[0] >= whole
+    assert count_plain(config, TrainerConfig()) in (None, count_of(config, TrainerConfig()))
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 101, "pad_token_id": None,
+}  # fmt: skip
+PLAIN_CONFIGS: dict[str, dict[str, Any]] = {
+    "as they are": {},
+    "tied": {"tie_word_embeddings": True},
+    "wide heads": {"head_dim": 24},
+    "another activation": {"hidden_act": "gelu"},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "scaled positions": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    "an odd dtype": {"dtype": "float64"},
+    "padding outside": {"pad_token_id": 10**6},
+}
+
+
+@pytest.mark.parametrize("change", PLAIN_CONFIGS)
+@pytest.mark.parametrize("kind", PLAIN)
+def test_models_that_are_counted_without_a_build(kind: str, change: str) -> None:
+    """The counts are those of a build, with each adapter; whatever else is left to it."""
+    config = AutoConfig.for_model(kind, **SIZES | PLAIN_CONFIGS[change])
+    usual = change in ("as they are", "tied", "wide heads")
+    for rank, targets, known in (
+        (0, [], True),
+        (4, [], True),
+        (4, ["q_proj", "down_proj"], True),
+        (4, ["mlp.up_proj"], False),
+        (4, ["lm_head"], False),
+    ):
+        trainer = TrainerConfig(lora_rank=rank, lora_targets=targets)
+        plain = count_plain(config, trainer)
+        assert (plain is not None) == (usual and known)
+        assert plain is None or plain == count_of(config, trainer)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
@@ -159,7 +201,7 @@ def test_an_adapter_is_counted_apart(name: str) -> None:
     model = AutoModelForCausalLM.from_config(config)
     whole = sum(p.numel() for p in model.parameters())
     add_adapter(model, trainer, seed=0)
-    sizes = sizes_of(config, trainer)
+    sizes = sized(config, trainer)
     assert sizes.parameters == whole
     assert sizes.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert 0 < sizes.trained < whole

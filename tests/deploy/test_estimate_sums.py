@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import msgspec
@@ -170,7 +169,7 @@ def test_a_generator_and_its_cache() -> None:
 
 
 def test_an_adapter_that_is_published_by_itself() -> None:
-    sizes = dataclasses.replace(SIZES, adapter=2 * 10**6)
+    sizes = msgspec.structs.replace(SIZES, adapter=2 * 10**6)
     config = settings("trainer.lora_rank=2", "trainer.lora_publish=adapter")
     assert published(config, sizes, gpu=True) == 2 * 2 * 10**6
     _, generator = needs(config, sizes, gpu=GPU, host=HOST)
@@ -191,8 +190,8 @@ def test_scorers_with_a_model_are_counted() -> None:
 
 def test_teachers_take_what_their_own_sizes_say() -> None:
     config = settings('buffer.stages=["ref_logp", "logp"]')
-    other = dataclasses.replace(SIZES, parameters=3 * GB)
-    sizes = dataclasses.replace(SIZES, teachers=(other, other))
+    other = msgspec.structs.replace(SIZES, parameters=3 * GB)
+    sizes = msgspec.structs.replace(SIZES, teachers=(other, other))
     found = {need.name: need.host for need in needs(config, sizes, gpu=0, host=HOST)}
     weights = {name: own[1].bytes // GB for name, own in found.items() if name.startswith("scorer")}
     assert weights == {"scorer ref_logp": 4 * 6, "scorer logp": 4 * 10}

@@ -25,11 +25,12 @@ from umbra import cli
 from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.load import load_run
 from umbra.deploy.prepare.preflight import check_packages, check_room
-from umbra.deploy.prepare.stage import try_aside, try_model
+from umbra.deploy.prepare.stage import find_rows, try_aside
 from umbra.deploy.run.command import check_extension
 from umbra.proto.errors import UsageError
 from umbra.services.config.loader import load_config, to_json
 from umbra.services.config.rules import cautions
+from umbra.services.generator.checks import check_chat
 from umbra.services.process.fork_server import ForkServer
 
 REWARDS = """
@@ -371,8 +372,13 @@ def test_what_is_seldom_meant_is_a_warning(setting: str, name: str) -> None:
 def test_prompts_that_leave_little_room_or_none(here: Path) -> None:
     rows = [f'{{"prompt": "say {word}", "word": "a"}}\n' for word in ("a", 20 * "b", "c", 30 * "d")]
     (here / "prompts.jsonl").write_text("".join(rows))
-    assert try_model(load_run(here / "run.toml", ())) == []
-    cut, long = try_model(load_run(here / "run.toml", ("generator.max_context=16",)))
+
+    def warnings(*settings: str) -> list[str]:
+        config = load_run(here / "run.toml", settings)
+        return check_chat(config, find_rows(config))
+
+    assert warnings() == []
+    cut, long = warnings("generator.max_context=16")
     assert "of sampling.max_tokens = 12: longer answers are cut off" in cut
     assert "prompts.jsonl, row 2 has 26 tokens" in long and "as in 1 more" in long
 

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from fakes.full_rows import RowShape, full_rows
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from umbra.deploy.check.built import count_of
 from umbra.deploy.check.estimate import Estimate, judge
 from umbra.deploy.check.hardware import GIB, Machine
 from umbra.deploy.check.model_sizes import sizes_of
@@ -119,7 +120,8 @@ def estimates() -> dict[str, Estimate]:
     found: dict[str, Estimate] = {}
     for name in RECIPES:
         config = recipe(name)
-        sizes = sizes_of(MODELS[config.model.path][1], config.trainer)
+        model = MODELS[config.model.path][1]
+        sizes = sizes_of(model, count_of(model, config.trainer))
         found[name] = judge(config, sizes, machine)
     return found
 

@@ -16,8 +16,8 @@ from umbra.services.generator.engines.engine import Engine
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
 from umbra.services.modeling.packing import pack
+from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.trainer.batch import make_batch
 

@@ -23,7 +23,7 @@ from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.runner import Generators, run_agents
 from umbra.services.generator.rollout import Limits
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
+from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.process.loop_thread import LoopThread
 
 REQUIREMENTS = {

@@ -32,7 +32,8 @@ from umbra.services.generator.pools import open_environments, settings_for
 from umbra.services.generator.rollout import Rollout
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_model, load_tokenizer
+from umbra.services.modeling.models import load_model
+from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.scorer.logprobs import LogprobWorker
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import Learner

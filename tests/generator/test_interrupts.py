@@ -17,7 +17,7 @@ from umbra.services.environments.protocol import Ask, Begun, EpisodeOutcome, Ste
 from umbra.services.generator.rollout import Limits
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
+from umbra.services.modeling.pretrained import load_tokenizer
 
 ROW = {"prompt": "g", "answer": "6"}
 LEASE = ("s-0", 1)

@@ -17,7 +17,7 @@ from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.pool import ProcessPool
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
+from umbra.services.modeling.pretrained import load_tokenizer
 
 pytestmark = pytest.mark.e2e
 

@@ -39,7 +39,8 @@ from umbra.services.generator.rollout import Limits, Rollout
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.tokens import ResponseTokens, shortened
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_model, load_tokenizer
+from umbra.services.modeling.models import load_model
+from umbra.services.modeling.pretrained import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.environments.protocol import Ask, RefusedError, StepResult
 from umbra.services.generator.rollout import Limits, Phase, Rollout
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
+from umbra.services.modeling.pretrained import load_tokenizer
 
 
 @pytest.fixture(scope="module")

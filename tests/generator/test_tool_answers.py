@@ -22,7 +22,7 @@ from umbra.services.environments.worker import EnvironmentHost
 from umbra.services.generator.checks import check_environment, check_template
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
+from umbra.services.modeling.pretrained import load_tokenizer
 
 CALL = {
     "id": "a",

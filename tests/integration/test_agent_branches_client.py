@@ -24,7 +24,8 @@ from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Limits
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_model, load_tokenizer
+from umbra.services.modeling.models import load_model
+from umbra.services.modeling.pretrained import load_tokenizer
 
 BRANCHING = EnvironmentConfig(kind="agent", branches="train", timeout_s=WAIT_S)
 STOPS = [3, *range(6, 101, 5)]  # so many that turns of an untrained model end

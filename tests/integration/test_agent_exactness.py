@@ -20,7 +20,8 @@ from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_model, load_tokenizer
+from umbra.services.modeling.models import load_model
+from umbra.services.modeling.pretrained import load_tokenizer
 
 STOPS = [3, *range(6, 101, 5)]  # so many that turns end, of 7, 13 and 10 tokens when greedy
 

@@ -23,7 +23,7 @@ from umbra.services.environments.loading import load_environment
 from umbra.services.generator.checks import check_environment
 from umbra.services.generator.evaluate import evaluate_model
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
+from umbra.services.modeling.pretrained import load_tokenizer
 
 USER_CODE = """
 import asyncio, json, os, time, urllib.request

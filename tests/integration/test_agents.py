@@ -24,7 +24,7 @@ from umbra.services.config import EnvironmentConfig
 from umbra.services.generator.agents import server
 from umbra.services.generator.agents.server import bind, url_of
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
+from umbra.services.modeling.pretrained import load_tokenizer
 
 if TYPE_CHECKING:
     from anthropic import Anthropic

@@ -12,7 +12,7 @@ from fakes.trajectories import sample
 from umbra.proto.records import Sampling
 from umbra.services.config import EnvironmentConfig
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
+from umbra.services.modeling.pretrained import load_tokenizer
 
 DOC = Path(__file__).parents[2] / "docs" / "environments.md"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'

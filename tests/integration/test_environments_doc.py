@@ -15,7 +15,7 @@ from umbra.services.environments.pool import InlinePool, open_pool
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
+from umbra.services.modeling.pretrained import load_tokenizer
 
 DOC = Path(__file__).parents[2] / "docs" / "environments.md"
 STOP = 3

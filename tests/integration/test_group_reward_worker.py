@@ -24,7 +24,7 @@ from umbra.services.config import (
 from umbra.services.environments.pool import open_rewards
 from umbra.services.generator.checks import check_environment
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
+from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.scorer.reward import RewardWorker
 from umbra.services.scorer.service import reward_worker
 

@@ -13,6 +13,7 @@ import torch
 from fakes.rank_processes import TESTS, launch, see_through
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from umbra.deploy.check.built import count_of
 from umbra.deploy.check.model_sizes import sizes_of
 from umbra.deploy.check.needs import LOADING, PASS, Item, needs
 from umbra.services.config.loader import load_config
@@ -98,7 +99,8 @@ def told(folder: Path, world: int, case: Case) -> dict[str, int]:
     }
     texts = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in keys.items()]
     config = load_config(overrides=texts, environ={})
-    sizes = sizes_of(Qwen3Config(**NARROW), config.trainer)
+    model = Qwen3Config(**NARROW)
+    sizes = sizes_of(model, count_of(model, config.trainer))
     (rank, *_) = needs(config, sizes, gpu=0, host=1 << 34)
     items = [item for item in rank.host if item.name != "process"]
     training = max(_at(items, phase) for phase in PASS)

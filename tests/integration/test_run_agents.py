@@ -23,7 +23,7 @@ from umbra.services.environments import runner as runners
 from umbra.services.environments.runner import Generators, run_agents
 from umbra.services.generator.runner import MOST_LOSSES
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
+from umbra.services.modeling.pretrained import load_tokenizer
 
 AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 USER_CODE = """

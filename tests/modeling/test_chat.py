@@ -10,7 +10,7 @@ import pytest
 from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import Message
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_tokenizer
+from umbra.services.modeling.pretrained import load_tokenizer
 
 USER: list[Message] = [{"role": "user", "content": "how"}]
 

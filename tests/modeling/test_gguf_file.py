@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from umbra.cli import main
-from umbra.services.modeling.models import stop_ids
+from umbra.services.modeling.pretrained import stop_ids
 from umbra.services.trainer.policy import load_policy
 
 gguf: Any = pytest.importorskip("gguf")

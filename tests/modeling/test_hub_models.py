@@ -25,7 +25,8 @@ from umbra.services.modeling.model_directory import (
     weights_bytes,
     weights_checksum,
 )
-from umbra.services.modeling.models import load_tokenizer, outline_model
+from umbra.services.modeling.models import outline_model
+from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.modeling.run_file import located
 
 constants: Any = pytest.importorskip("huggingface_hub.constants")

@@ -13,12 +13,10 @@ import pytest
 import torch
 
 from umbra.proto.errors import StartupError, UsageError
-from umbra.services.modeling.models import (
-    load_model,
+from umbra.services.modeling.models import load_model, outline_model, pick_device
+from umbra.services.modeling.pretrained import (
     load_tokenizer,
     named_tokens,
-    outline_model,
-    pick_device,
     read_transformers_config,
     stop_ids,
 )

@@ -11,7 +11,7 @@ import pytest
 from project.test_source_rules import ROOT, source_files
 
 from umbra.services.config import RunConfig
-from umbra.services.modeling.models import AS_IT_IS
+from umbra.services.modeling.pretrained import AS_IT_IS
 
 LOADERS = {"from_pretrained", "from_config"}
 PLAIN = {"GenerationConfig"}  # data only: it has no code that it could bring along

@@ -30,8 +30,9 @@ from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import StepResult
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_model, load_tokenizer
+from umbra.services.modeling.models import load_model
 from umbra.services.modeling.packing import pack
+from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.modeling.scorer import Scorer as ModelScorer
 from umbra.services.scorer.logprobs import LogprobWorker, ReferenceWorker, check_tokens
 from umbra.services.scorer.reward import RewardWorker

@@ -28,7 +28,7 @@ from umbra.deploy.python.train import see_through, train
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.architectures import read_config
 from umbra.services.modeling.model_directory import directory_of
-from umbra.services.modeling.models import AS_IT_IS
+from umbra.services.modeling.pretrained import AS_IT_IS
 from umbra.services.prompts.rows import rows_of
 
 INSTEAD = {
