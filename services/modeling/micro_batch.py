@@ -92,7 +92,7 @@ class RowMask:
         return blocks
 
     def _filled(self, width: int) -> RowMask:
-        """Return the same with segments, in rows of `width` positions, more than there are."""
+        """Return this mask with segments, padded to rows of `width` positions."""
         more = (0, width - self.positions.shape[1])
         nothing = torch.zeros_like(self.positions, dtype=torch.int32)
         segment = nothing if self.segment is None else self.segment

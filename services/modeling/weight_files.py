@@ -119,7 +119,7 @@ class WeightFiles:
             rows = made if origin.by_experts else made[first:end]
             if rows.shape != place.shape:
                 there, wanted = list(made.shape), self._shapes[name]
-                raise self._fault(f"{name}: {there}, by config.json {wanted}")
+                raise self._fault(f"{name} is {there}, config.json says {wanted}")
             place.copy_(rows)
 
     def _convert(
@@ -170,7 +170,7 @@ class WeightFiles:
                 if origin.converter is None:
                     there = files.of(origin.key).get_slice(origin.key).get_shape()
                     if list(there) != wanted:
-                        faults.append(f"{name}: {list(there)}, by config.json {wanted}")
+                        faults.append(f"{name} is {list(there)}, config.json says {wanted}")
                 elif origin.by_experts:
                     counts = {len(keys) for keys in origin.keys.values()}
                     if counts != {wanted[0]} or set(origin.keys) != {

@@ -139,7 +139,7 @@ def _members_on(node: str, status: Status) -> list[str]:
     for member in there:
         if member.role in NEEDED:
             raise UsageError(
-                f"--node {node}: {member.name} is there, without which the run cannot go on: "
+                f"--node {node}: {member.name} runs there, and the run cannot do without it: "
                 "drain the run as a whole, or the other members by name"
             )
     return [one.name for one in sorted(there, key=lambda member: member.role == "relay")]

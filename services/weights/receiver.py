@@ -452,7 +452,7 @@ class Receiver:
 
 
 def _is_same(before: m.Subscribed | None, now: m.Subscribed) -> bool:
-    """Return whether an end for one subscription serves the other; the path matters to shm only."""
+    """Return whether a receiving end made for `before` can go on with `now` as it is."""
     if before is None or before.plane != now.plane:
         return False
     same_layout = before.manifest.digest == now.manifest.digest

@@ -140,7 +140,7 @@ def test_a_node_is_drained_unless_the_trainer_is_there(
     members(buffer.broker, lambda found: "relay-b" in found)
     refused = drain("h")
     assert refused.returncode == 2
-    assert "--node h: trainer is there, without which the run cannot go on" in refused.stderr
+    assert "--node h: trainer runs there, and the run cannot do without it" in refused.stderr
     unknown = drain("nowhere")
     assert unknown.returncode == 2
     assert f"no member runs there; members are on {', '.join(sorted({'h', HOST}))}" in (

@@ -69,7 +69,11 @@ def test_a_weight_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -
     tensors = load_file(file)
     for key, replaced, told in (
         ("model.norm.weight", None, "have no model.norm.weight"),
-        ("model.norm.weight", torch.ones(3), r"model.norm.weight: \[3\], by config.json \[64\]"),
+        (
+            "model.norm.weight",
+            torch.ones(3),
+            r"norm.weight is \[3\], config.json says \[64\]",
+        ),
         ("model.layers.0.mlp.experts.2.up_proj.weight", None, "experts.gate_up_proj has"),
         ("model.layers.0.mlp.experts.2.up_proj.weight", torch.ones(3, 3), "cannot be loaded"),
     ):

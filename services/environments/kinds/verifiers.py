@@ -136,7 +136,7 @@ def _result(episode: Any, said: str) -> StepResult:
     trained = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
     errors = [*episode.errors, *(error for trace in trained for error in trace.errors)]
     if errors or not episode.ok:
-        raise SampleError(f"{said}: {_worded(errors[0]) if errors else 'its episode is not ok'}")
+        raise SampleError(f"{said}: {_worded(errors[0]) if errors else 'its episode failed'}")
     if len(trained) != 1:
         raise SampleError(f"{said} ran {len(trained)} agents that train the policy; use one")
     (trace,) = trained

@@ -214,7 +214,7 @@ class HttpEngine:
         if refusal is not None and not any(one.is_ready for one in self.servers):
             if guard is not None and guard.is_overwritten:
                 raise ChangedError(OVERWRITTEN)
-            raise EngineError(f"version {version} broke off: {refusal}") from refusal
+            raise EngineError(f"the load of version {version} broke off: {refusal}") from refusal
         self.version = version
         if kv_policy != "abort":
             return []

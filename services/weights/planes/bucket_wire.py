@@ -180,7 +180,7 @@ class Records:
         head = bytes(self._fill(memoryview(bytearray(HEAD.size))))
         *fields, nbytes = HEAD.unpack(head)
         if nbytes > most:
-            raise WireError(f"a record of {nbytes} bytes", code="too_large")
+            raise WireError(f"a record of {nbytes} bytes, at most {RECORD_BYTES}", code="too_large")
         piece = Piece(*fields)
         given = room(piece, nbytes)
         place = memoryview(bytearray(nbytes)) if given is None else given
