@@ -192,7 +192,7 @@ def test_one_whose_weights_differ_serves_nothing(
     servers[1].slow["finish_weight_update"] = 0.2  # the first one serves
     load(engine, tensors.items(), 0)
     assert engine.fits == SLOTS // 2
-    assert "1 of 1 weights differ" in caplog.text
+    assert "1 of 1 weights are not equal" in caplog.text
     servers[1].lies = False
     until(lambda: engine.fits == SLOTS, "it is loaded again")
 
