@@ -39,7 +39,6 @@ class Sample:
     lost: int = 0  # leases that were lost: expired, holder died, answer was malformed
     holder: str = ""
     leased_at: float = 0.0
-    deadline: float = 0.0
     leased_version: int = 0  # that its holder served when it got it
     oldest: int | None = None  # version of the oldest token of its stored trajectory
     newest: int = 0  # the same of the newest token

@@ -43,9 +43,7 @@ def _record(cls: type[Any], left_out: tuple[str, ...], *more: str) -> tuple[Any,
     return record, attrgetter(*(field.name for field in kept))
 
 
-_SampleRecord, _sample_values = _record(
-    Sample, ("group", "leased_at", "deadline", "unscored_since")
-)
+_SampleRecord, _sample_values = _record(Sample, ("group", "leased_at", "unscored_since"))
 _GroupRecord, _group_values = _record(
     Group, ("prompt", "samples", "ready", "first_ready_at", "row", "moved", "_age"),
     "prompt", "samples",
