@@ -7,10 +7,12 @@ each other what their constructors say. `persistence.RunRecord` lists what survi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from umbra.services.buffer.effects import Effects
-from umbra.services.buffer.health import Health, SampleFailure, StepCurves
+from umbra.services.buffer.health import Health, StepCurves
 from umbra.services.buffer.members import Membership
 from umbra.services.buffer.prompts import PromptFeed
 from umbra.services.buffer.samples.batches import Admission, Batches
@@ -54,22 +56,30 @@ class RunState:
         self.policy = StalenessPolicy.of(config)
         self.facts = RunFacts.of(config)
         self.facts.samplings = samplings_of(config)
-        group_rules = GroupRules.of(config)
         self.leases = LeaseTable(buffer.lease_s)
-        self.pool = self._make_pool(
-            store, group_rules, buffer.stages, on_failure=self.health.failed, health=self.health
+        rules = GroupRules.of(config)
+        self.pool = SamplePool(
+            rules,
+            self.leases,
+            TrajectoryStore(store, buffer.stages),
+            self.counters,
+            on_failure=self.health.failed,
+            health=self.health,
         )
         self.journal = Journal(store, self.pool)
         self.batches = Batches(
             self.pool, self.policy, Archive(self.journal), wait=buffer.stale_policy == "wait"
         )
         self.admission = Admission(self.pool, self.batches, self.policy, prompts)
-        eval_stages = [stage for stage in buffer.stages if stage == "reward"]
-        eval_rules = GroupRules(size=1, together=group_rules.together, only=group_rules.only)
-        eval_pool = self._make_pool(
-            store, eval_rules, eval_stages, prefix=EVAL_PREFIX,
+        alone = replace(buffer, group_size=1, straggler_s=0.0, dynamic_sampling=False)
+        eval_pool = SamplePool(
+            GroupRules(alone, rules.together, rules.only),
+            self.leases,
+            TrajectoryStore(store, [stage for stage in buffer.stages if stage == "reward"]),
+            self.counters,
+            prefix=EVAL_PREFIX,
             on_failure=lambda failure: self.evals.failed(failure),
-        )  # fmt: skip
+        )
         self.evals = Evaluations(
             eval_pool,
             Journal(store, eval_pool),
@@ -82,29 +92,6 @@ class RunState:
         )
         pools = [eval_pool, self.pool]
         self.scoring = Scoring(pools, self.pool_of, self.leases, self.counters)
-
-    def _make_pool(
-        self,
-        store: Store,
-        rules: GroupRules,
-        stages: Sequence[str],
-        *,
-        on_failure: Callable[[SampleFailure], None],
-        health: Health | None = None,
-        prefix: str = "",
-    ) -> SamplePool:
-        return SamplePool(
-            rules=rules,
-            leases=self.leases,
-            max_attempts=self.buffer.max_attempts,
-            trajectory_store=TrajectoryStore(store, stages),
-            counters=self.counters,
-            stages=stages,
-            prefix=prefix,
-            pinned=prefix == EVAL_PREFIX,
-            on_failure=on_failure,
-            health=health,
-        )
 
     def pool_of(self, sample_id: str) -> SamplePool:
         return self.evals.pool if sample_id.startswith(EVAL_PREFIX) else self.pool

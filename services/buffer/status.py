@@ -120,13 +120,12 @@ class StallReport:
         lease_s = self._config.lease_s
         overdue = [s for s in self._run.leases.all() if now - s.leased_at > 2 * lease_s]
         for sample in sorted(overdue, key=lambda sample: sample.leased_at)[:SHOWN]:
-            stage, times = "", sample.lost
+            stage = ""
             if sample.state is State.SCORING:
                 stage = f" in stage {self._run.pool_of(sample.sample_id).stage_of(sample)}"
-                times = sample.score_losses
             what = f"sample {sample.sample_id} of group {sample.group.group_id}{stage}, "
             what += f"attempt {sample.lease_attempt}"
-            action = f"leases lost before: {times}; " if times else ""
+            action = f"leases lost before: {sample.lost}; " if sample.lost else ""
             action += f"goes to another after {lease_s:g} s without a renewal"
             age_s = now - sample.leased_at
             yield Stuck(what=what, holder=sample.holder, age_s=age_s, action=action)

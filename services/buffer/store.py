@@ -37,7 +37,7 @@ from umbra.services.process.files import DISK, FILE_MODE, HeldError, folder_lock
 DATA = "data.mdb"
 ACKNOWLEDGED = "acknowledged"
 MARK = "store.json"  # in the folder of the run: its `RunMark`
-SCHEMA = 10  # of what the broker puts into a store; up to 7 it was a log of *.seg files
+SCHEMA = 11  # of what the broker puts into a store; up to 7 it was a log of *.seg files
 HEADER = b"store"  # key of the `StoreHeader`
 MAP_BYTES = 1 << 30  # address space at first; grown before a commit that may need more
 PAGE_BYTES = 4096

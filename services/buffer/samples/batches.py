@@ -141,7 +141,7 @@ class Batches:
 
     def _last_chance(self) -> list[Group]:
         """Return groups that the next version would make stale, a batch at most, if it waits."""
-        if not self._wait:
+        if not self._wait or self.next_step <= self._policy.bound:
             return []
         late = filter(self._is_late, self._pool.groups.values())
         return list(islice(late, self._policy.batch_groups))
@@ -185,7 +185,8 @@ class Admission:
 
     @property
     def available(self) -> int:
-        return self._pool.ledger.count("queued") + max(self._room, 0) * self._pool.rules.size
+        size = self._pool.rules.buffer.group_size
+        return self._pool.ledger.count("queued") + max(self._room, 0) * size
 
     @property
     def _room(self) -> int:

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from umbra.services.config import RunConfig
+from umbra.services.config import BufferConfig, RunConfig
 from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.prompts.rows import Prompt
 
@@ -36,7 +36,7 @@ class Sample:
     group: Group  # while it is in flight; one that is over has no such attribute, see `_finish`
     state: State = State.QUEUED
     attempt: int = 0  # number of its newest lease to a generator
-    lost: int = 0  # leases that were lost: expired, holder died, answer was malformed
+    lost: int = 0  # leases in this stage that expired, or ended in an error or malformed answer
     holder: str = ""
     leased_at: float = 0.0
     leased_version: int = 0  # that its holder served when it got it
@@ -46,7 +46,6 @@ class Sample:
     tokens: int = 0  # response tokens of its stored trajectory
     stage: int = 0  # scoring stages that are done
     score_attempts: int = 0  # number of its newest lease to a scorer; never goes back
-    score_losses: int = 0  # of them in this stage, those that were lost or ended in an error
     reward: float = 0.0  # that its trajectory has, with the scores that there are
     reward_parts: int = 0  # names that the reward of its trajectory is made of, without scores
     unscored_since: float = 0.0  # when it came to the scoring stage that it is in
@@ -114,25 +113,16 @@ class SampleOutcome(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class GroupRules:
-    """When a group is complete: the keys of `[buffer]` of the same names."""
+    """When a group is complete."""
 
-    size: int
-    straggler_s: float = 0.0  # 0 = for ever
-    min_survivors: int = 1
-    dynamic_sampling: bool = False
-    max_filtered: int = 1
-    together: str = ""  # stage in which all samples of a group are scored at once
-    only: frozenset[str] = frozenset()  # environments that it is for; none = all
+    buffer: BufferConfig
+    together: str  # stage in which all samples of a group are scored at once
+    only: frozenset[str]  # environments that it is for; none = all
 
     @classmethod
     def of(cls, config: RunConfig) -> GroupRules:
-        buffer = config.buffer
         return cls(
-            size=buffer.group_size,
-            straggler_s=buffer.straggler_s,
-            min_survivors=buffer.min_survivors,
-            dynamic_sampling=buffer.dynamic_sampling,
-            max_filtered=buffer.max_filtered,
+            config.buffer,
             together="reward" if config.rewarded_by_groups else "",
             only=frozenset(e.name for e in config.environments if e.reward_scope == "group"),
         )
@@ -144,13 +134,13 @@ class GroupRules:
         return stage == self.together and not self.scores_together(group.prompt)
 
     def can_lose(self, group: Group) -> bool:
-        return self.straggler_s > 0 and len(group.samples) > self.min_survivors
+        return self.buffer.straggler_s > 0 and len(group.samples) > self.buffer.min_survivors
 
     def overdue(self, group: Group, now: float) -> bool:
         return (
-            self.straggler_s > 0
-            and self.min_survivors <= group.ready < len(group.samples)
-            and now - group.first_ready_at >= self.straggler_s
+            self.buffer.straggler_s > 0
+            and self.buffer.min_survivors <= group.ready < len(group.samples)
+            and now - group.first_ready_at >= self.buffer.straggler_s
         )
 
 

@@ -43,25 +43,20 @@ class SamplePool:
     """All samples in flight and the ledger over them.
 
     Args:
-        max_attempts: lost leases of one sample, to generators or in one stage, until it fails.
-        stages: that a trajectory passes before it is ready.
-        prefix: of the ids, so that two pools have different ids.
-        pinned: all tokens of a sample must be of version `due` of its group.
+        trajectory_store: has the stages that a trajectory passes before it is ready.
+        prefix: of the ids of eval samples: all tokens must be of version `due` of their group.
         on_failure: called with each sample that fails.
         health: told of complete groups and stale answers.
     """
 
     def __init__(
         self,
-        *,
         rules: GroupRules,
         leases: LeaseTable,
-        max_attempts: int,
         trajectory_store: TrajectoryStore,
         counters: Counter[str],
-        stages: Sequence[str] = (),
+        *,
         prefix: str = "",
-        pinned: bool = False,
         on_failure: Callable[[SampleFailure], None],
         health: Health | None = None,
     ) -> None:
@@ -73,15 +68,15 @@ class SamplePool:
         self.samples: dict[str, Sample] = {}
         self.groups: dict[str, Group] = {}  # not yet in training, in order of issue
         self.complete: dict[str, Group] = {}  # all samples ready, in order of completion
-        self.unscored: dict[str, deque[Sample]] = {stage: deque() for stage in stages}
+        self.stages = trajectory_store.stages
+        self.unscored: dict[str, deque[Sample]] = {stage: deque() for stage in self.stages}
         self.over: OrderedDict[str, SampleOutcome] = OrderedDict()
         self.openings = 0  # counts whatever may let a waiting generator have work
         self.rules = rules
-        self.stages = tuple(stages)
         self.prefix = prefix
-        self.pinned = pinned
+        self.pinned = bool(prefix)
         self.leases = leases
-        self._max_attempts = max_attempts
+        self._max_attempts = rules.buffer.max_attempts
         self._on_failure = on_failure
         self._health = health
         self._queue = Queue()
@@ -93,7 +88,7 @@ class SamplePool:
 
     def issue(self, prompt: Prompt, due: int, size: int = 0) -> Group:
         """Queue a new group of `size` samples for `prompt`; 0: as many as the rules say."""
-        size = size or self.rules.size
+        size = size or self.rules.buffer.group_size
         group = Group(f"{self.prefix}g-{self.next_group}", prompt, due)
         self.next_group += 1
         for _ in range(size):
@@ -147,7 +142,7 @@ class SamplePool:
 
     def cut_stragglers(self, now: float) -> None:
         """Let groups go on without the samples that they have waited for long enough."""
-        if not self.rules.straggler_s:
+        if not self.rules.buffer.straggler_s:
             return  # no group goes on without its stragglers, and there may be thousands
         for group in [g for g in self._waiting.values() if self.rules.overdue(g, now)]:
             slow = [sample for sample in group.samples if sample.state is not State.READY]
@@ -168,49 +163,42 @@ class SamplePool:
         self._touch(sample.group)
 
     def take_back(self, sample: Sample, *, lost: bool, reason: str = "", own: bool = False) -> None:
-        """End the lease on `sample` and requeue it; after `max_attempts` lost leases it fails.
+        """End the lease on `sample`, and on those scored with it; requeue them in their stage.
 
         Args:
-            lost: it counts as an attempt; one that is handed back does not.
+            lost: it counts as an attempt, `max_attempts` of which end the sample as failed; one
+                that is handed back does not.
             reason: why it is lost, if that is more than silence.
             own: as of `fail`.
         """
-        if sample.state is State.SCORING:
-            self._take_back_scoring(sample, lost, reason, own=own)
-            return
-        sample.lost += lost
-        if sample.lost >= self._max_attempts:
-            self.counters["attempts_exhausted"] += 1
-            log.warning("%s failed: %d leases were lost", sample.sample_id, sample.lost)
-            self.fail(sample, reason or f"{sample.lost} leases were lost", own=own)
-            return
-        self._requeue(sample)
-
-    def _take_back_scoring(self, sample: Sample, lost: bool, reason: str, *, own: bool) -> None:
-        """Requeue `sample` in its stage, with all that were leased with it."""
-        stage, samples = self.stage_of(sample), self.scored_with(sample)
+        stage = self.stage_of(sample) if sample.state is State.SCORING else ""
+        samples = self.scored_with(sample) if stage else [sample]
         for each in samples:
             self.leases.release(each)
-            each.score_losses += lost
+            each.lost += lost
         self._touch(sample.group)
-        if lost:
+        if lost and stage:
             self.counters["scoring_retries"] += 1
-        if max(each.score_losses for each in samples) < self._max_attempts:
-            self.unscored[stage].extendleft(reversed(samples))
+        losses = max(each.lost for each in samples)
+        if losses < self._max_attempts:
+            if stage:
+                self.unscored[stage].extendleft(reversed(samples))
+            else:
+                self._requeue(sample)
             return
-        self.counters["scoring_failures"] += 1
-        reason = f"{stage}: {reason}"
-        if count_reason(self.counters, reason):
+        self.counters["scoring_failures" if stage else "attempts_exhausted"] += 1
+        reason = f"{stage}: {reason}" if stage else reason or f"{losses} leases were lost"
+        if not stage or count_reason(self.counters, reason):
             what = f"sample {sample.sample_id}"
             if len(samples) > 1:
                 what = f"group {sample.group.group_id}, {len(samples)} samples"
-            log.warning("%s failed in stage %s", what, reason)
+            log.warning("%s failed %s", what, f"in stage {reason}" if stage else f"({reason})")
         self.fail(sample, reason, own=own)
 
     def accept(self, sample: Sample, trajectory: Trajectory, packed: Packed, now: float) -> None:
         self.leases.release(sample)
         self.keep(sample, trajectory, packed)
-        sample.stage = 0
+        sample.stage = sample.lost = 0
         sample.reward, sample.reward_parts = trajectory.reward, len(trajectory.reward_parts)
         self._advance(sample, now)
 
@@ -219,7 +207,7 @@ class SamplePool:
         self.trajectory_store.put_score(sample.sample_id, self.stage_of(sample), packed)
         sample.stage += 1
         sample.reward += reward
-        sample.score_losses = 0
+        sample.lost = 0
         self._touch(sample.group)
         self._advance(sample, now)
 
@@ -248,7 +236,7 @@ class SamplePool:
             group.completed = 0
             self.complete.pop(group.group_id, None)
         self.drop_partial(sample)
-        sample.stage = sample.score_losses = 0
+        sample.stage = sample.lost = 0
         self._requeue(sample)
         self._score_again(group)
 
@@ -366,8 +354,8 @@ class SamplePool:
         self._waiting.pop(group.group_id, None)
         if self._health is not None:
             self._health.group([sample.reward for sample in group.samples])
-        if self.rules.dynamic_sampling and group.is_all_equal:
-            if self.filtered_in_a_row < self.rules.max_filtered:
+        if self.rules.buffer.dynamic_sampling and group.is_all_equal:
+            if self.filtered_in_a_row < self.rules.buffer.max_filtered:
                 self.filtered_in_a_row += 1
                 self.counters["filtered_groups"] += 1
                 self.end(group, "filtered")
@@ -393,7 +381,7 @@ class SamplePool:
         self._touch(group)
         for sample in scored:
             self.leases.release(sample)
-            sample.stage, sample.score_losses = stage, 0
+            sample.stage, sample.lost = stage, 0
             sample.reward = self.trajectory_store.get(sample.sample_id).reward
             if sample.state is State.READY:
                 group.ready -= 1

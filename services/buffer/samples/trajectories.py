@@ -78,7 +78,7 @@ class TrajectoryStore:
 
     def __init__(self, store: Store, stages: Sequence[str] = ()) -> None:
         self._store = store
-        self._stages = tuple(stages)
+        self.stages = tuple(stages)
 
     def put(self, sample_id: str, packed: Packed) -> None:
         self._store.put(PREFIX + sample_id, packed)
@@ -104,13 +104,13 @@ class TrajectoryStore:
 
         trajectories = raw([PREFIX + one for one in sample_ids])
         scores = {
-            stage: raw([score_key(one, stage) for one in sample_ids]) for stage in self._stages
+            stage: raw([score_key(one, stage) for one in sample_ids]) for stage in self.stages
         }
         return PackedBatch(trajectories, scores, checksum.hexdigest())
 
     def drop(self, sample_id: str) -> None:
         self._store.delete(PREFIX + sample_id)
-        for stage in self._stages:
+        for stage in self.stages:
             self._store.delete(score_key(sample_id, stage))
 
     def scored(self, prefix: str) -> dict[str, int]:
@@ -119,7 +119,7 @@ class TrajectoryStore:
         found: dict[str, int] = {}
         for key in self._store.keys(PREFIX + prefix):
             name, stages = key.removeprefix(PREFIX), 0
-            while stages < len(self._stages) and score_key(name, self._stages[stages]) in scores:
+            while stages < len(self.stages) and score_key(name, self.stages[stages]) in scores:
                 stages += 1
             found[name] = stages
         return found
