@@ -10,10 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from umbra.deploy.check.counts import Build, Counts
 from umbra.services.config import TrainerConfig
-from umbra.services.modeling.models import (
-    attention_implementation,
-    decoder_layers,
-)
+from umbra.services.modeling.models import attention_implementation, decoder_layers
 from umbra.services.modeling.pretrained import loading, read_transformers_config
 
 

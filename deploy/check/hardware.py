@@ -11,12 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from umbra.proto.errors import UmbraError, UsageError
-from umbra.services.process.child import (
-    child_error,
-    describe_exit,
-    own_exit_code,
-    python_argv,
-)
+from umbra.services.process.child import child_error, describe_exit, own_exit_code, python_argv
 from umbra.services.process.host_memory import host_bytes
 from umbra.services.process.versions import driver_version
 from umbra.services.weights.arena import SHM

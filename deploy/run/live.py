@@ -24,6 +24,7 @@ from umbra.services.monitor.view import NewWarnings, headline, screen
 FRAME_S = 0.25
 LINE_S = 5.0
 POLL_S = 0.5
+IDLE_S = 5.0  # without a step, after which it is looked less often
 ANSWER_S = 2.0
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Progress:
         self._steps = StepFollower(folder.metrics)
         self._closing = threading.Event()
         self._client: StatusClient | None = None
+        self._moved_at = time.monotonic()
 
     def watch(self, broker: str, security: Security) -> None:
         self._client = StatusClient(broker, security)
@@ -48,7 +50,7 @@ class Progress:
         threading.Thread(target=self._ask, args=args, name="status-watcher", daemon=True).start()
 
     def _ask(self, client: StatusClient) -> None:
-        while not self._closing.wait(POLL_S):
+        while not self._closing.wait(2 * POLL_S if self.idle else POLL_S):
             try:
                 self.status = client.status(ANSWER_S)
             except UmbraError:
@@ -57,7 +59,14 @@ class Progress:
                 log.exception("the status cannot be read")  # no reason to end a run
 
     def poll(self) -> None:
-        self.rewards += [float(row.get("reward/mean") or 0.0) for row in self._steps.new()]
+        rows = self._steps.new()
+        self.rewards += [float(row.get("reward/mean") or 0.0) for row in rows]
+        if rows or self.status is None:
+            self._moved_at = time.monotonic()
+
+    @property
+    def idle(self) -> bool:
+        return time.monotonic() - self._moved_at > IDLE_S
 
     @property
     def recent_reward(self) -> float | None:

@@ -38,7 +38,7 @@ from umbra.services.process.signals import SignalCounter
 from umbra.services.process.supervisor import Program, Supervisor
 from umbra.services.weights.arena import remove_leftovers
 
-POLL_S = 0.05
+POLL_S, IDLE_POLL_S = 0.05, 0.25
 HELP_S = 60.0  # for somebody to help a run that can't go on; it is then ended, and can be resumed
 START_S = 600.0  # for the buffer to bind: a store is opened, prompts are read, on any machine
 LOG_LINES = 15
@@ -222,7 +222,7 @@ class Up:
             up = [name for name, state in supervisor.states().items() if state == "running"]
             self._view.doing("starting", ", ".join(up))
         self._view.update(progress, supervisor.states())
-        self._interrupts.wait(POLL_S)
+        self._interrupts.wait(IDLE_POLL_S if progress.idle else POLL_S)
 
     def _verdict(self, supervisor: Supervisor) -> tuple[str, int]:
         failure = supervisor.failure

@@ -22,7 +22,7 @@ from umbra.services.weights.receiver import Receiver, StagedVersion
 
 DRAIN_S = 10.0  # to hand back unfinished samples
 RELOAD_S = 60.0  # for another version, where one changed while it was loaded
-_IDLE_WAIT_S = 0.005  # new weights are noticed within this time
+_IDLE_WAIT_S, _REST_S = 0.005, 0.1  # with samples, without: buffer and receiver wake us
 _STATS_EVERY_S = 1.0
 _FAILURES_LOGGED = 20
 # Samples that wait for slow environments take no slot; more than this many times the slots are not
@@ -216,7 +216,7 @@ class GeneratorLoop:
             reason, activity = "work", "waiting for samples"
         self._session.progress(activity, 0)
         self._watch.moved()
-        self._buffer.wait(_IDLE_WAIT_S)
+        self._buffer.wait(_IDLE_WAIT_S if self._runner.active else _REST_S)
         self._activity.idle(started, reason)
 
     def _report(self) -> None:

@@ -50,6 +50,7 @@ def run(
         ctx.ready({"role": "generator", "name": ctx.name})
         receiver = _subscribe(session, config, opened)
         if receiver is not None:
+            receiver.on_news = wake.set
             load = config.weight_hub.pace.after(config.buffer.engine_stall_s)
             gc.collect()
             gc.freeze()  # to look through all that was imported takes up to a fifth of the CPU

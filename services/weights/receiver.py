@@ -74,6 +74,7 @@ class Receiver:
         retry_s: float = 1.0,
     ) -> None:
         self.failure: UmbraError | None = None
+        self.on_news: Callable[[], object] = lambda: None  # `poll` or `check` has something to say
         self._channel = channel
         self._planes = planes
         self._host = host or shm_host()
@@ -284,6 +285,7 @@ class Receiver:
                     if self._staged is not None and self._staged.epoch == message.epoch:
                         self._committed = True
                         self._changed.notify_all()
+                self.on_news()
                 if self._load is not None and (staged := self.poll()) is not None:
                     self._load_now(self._load, staged)
             case m.Abort():
@@ -357,6 +359,7 @@ class Receiver:
         with self._changed:
             self.failure = error
             self._changed.notify_all()
+        self.on_news()
 
     def _give_up(self) -> None:
         receiving, self._receiving, self._waiting = self._receiving, None, None

@@ -100,6 +100,16 @@ def test_a_closed_hub_is_named(bench: Bench) -> None:
         receiver.subscribe(0.2)
 
 
+def test_a_version_that_can_be_loaded_is_news(bench: Bench) -> None:
+    """An idle generator sleeps until then."""
+    bench.start()
+    publisher, news = bench.publisher(), threading.Event()
+    receiver = bench.receiver("gen-0")
+    receiver.on_news = news.set
+    publish(publisher, 0)
+    assert news.wait(WAIT_S) and receiver.poll() is not None
+
+
 def test_a_trainer_that_serves_what_the_engine_does_not_compute_in_is_refused(
     bench: Bench,
 ) -> None:
