@@ -11,10 +11,9 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import msgspec
-import msgspec.inspect
 
 from umbra.proto.access import HEADER_BYTES, SUBMIT_BYTES, body_bytes
 from umbra.proto.bounds import SUBMITTED
@@ -162,11 +161,8 @@ def _check_major(frame: Frame) -> None:
 
 
 def _decode(frame: Frame, cls: type[S]) -> S:
-    decoder, free_form = _decoder(cls)
-    if free_form:
-        _check_free_form(frame)
     try:
-        return decoder.decode(frame)
+        return _decoder(cls).decode(frame)
     except msgspec.ValidationError as error:
         raise _refusal(cls, str(error)) from error
     except (ValueError, RecursionError, MemoryError, OverflowError) as error:
@@ -174,55 +170,12 @@ def _decode(frame: Frame, cls: type[S]) -> S:
 
 
 @cache
-def _decoder(cls: type[S]) -> tuple[msgspec.msgpack.Decoder[S], bool]:
-    free_form = "AnyType" in repr(msgspec.inspect.type_info(cls))
-    return msgspec.msgpack.Decoder(cls), free_form
+def _decoder(cls: type[S]) -> msgspec.msgpack.Decoder[S]:
+    return msgspec.msgpack.Decoder(cls, ext_hook=_refuse_extension)
 
 
-def _check_free_form(frame: Frame) -> None:
-    """Look through a frame whose message has values of any type, before these are made.
-
-    A list makes room for all of its items when its length is read. So a length is refused
-    unless enough bytes remain for it and for the lists around it. Extension types are
-    refused: the decoder would make a timestamp of one.
-    """
-    size, at, owed = len(frame), 0, 1
-    while owed:
-        if owed > size - at:
-            raise WireError("not MessagePack: it is cut off")
-        form = _FORMS[frame[at]]
-        if form is None:
-            raise WireError(f"not MessagePack: extension type, byte {frame[at]:#x}")
-        at += 1
-        width, length, values = form
-        if width:
-            length += int.from_bytes(frame[at : at + width], "big")
-        at += width if values else width + length
-        owed += length * values - 1
-
-
-# By first byte: in how many bytes a length follows, the length where none does, and how many values
-# it stands for: 0 if it counts bytes. None: an extension.
-_ALONE = (0, 0, 0)
-_COUNTED = tuple((width, 0, 0) for width in (1, 2, 4))
-_NUMBERS = tuple((0, length, 0) for length in (1, 2, 4, 8))
-_FORMS: tuple[tuple[int, int, int] | None, ...] = (
-    *[_ALONE] * 0x80,  # small ints
-    *((0, length, 2) for length in range(0x10)),  # from 0x80: maps
-    *((0, length, 1) for length in range(0x10)),  # from 0x90: lists
-    *((0, length, 0) for length in range(0x20)),  # from 0xA0: text
-    *[_ALONE] * 4,  # from 0xC0: nil, nothing, False, True
-    *_COUNTED,  # from 0xC4: bytes
-    *[None] * 3,
-    *_NUMBERS[2:],  # from 0xCA: floats
-    *_NUMBERS,  # from 0xCC: ints without a sign
-    *_NUMBERS,  # from 0xD0: ints
-    *[None] * 5,
-    *_COUNTED,  # from 0xD9: text
-    *((width, 0, 1) for width in (2, 4)),  # from 0xDC: lists
-    *((width, 0, 2) for width in (2, 4)),  # from 0xDE: maps
-    *[_ALONE] * 0x20,  # from 0xE0: small negative ints
-)
+def _refuse_extension(code: int, _data: memoryview) -> NoReturn:
+    raise ValueError(f"extension type {code}")
 
 
 def _refusal(cls: type[msgspec.Struct], text: str) -> WireError:

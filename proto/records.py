@@ -248,18 +248,13 @@ class Trajectory(Kept, frozen=True, kw_only=True):
 def array_bytes(trajectory: Trajectory | None) -> int:
     if trajectory is None:
         return 0
-    arrays = (
-        trajectory.prompt_ids, trajectory.response_ids, trajectory.loss_mask, trajectory.logprobs,
-        trajectory.ref_logprobs or b"", trajectory.proximal_logprobs or b"",
-        trajectory.routing.chosen if trajectory.routing is not None else b"",
-    )  # fmt: skip
-    lines = (
-        len(array)
-        for one in trajectory.branches
-        for array in (one.prompt_ids, one.response_ids, one.loss_mask, one.logprobs)
-    )
-    supports = (one.support for one in (trajectory, *trajectory.branches))
-    return sum(map(len, arrays)) + sum(lines) + sum(one.nbytes for one in supports if one)
+    routing = trajectory.routing
+    total = len(trajectory.ref_logprobs or b"") + len(trajectory.proximal_logprobs or b"")
+    total += len(routing.chosen) if routing is not None else 0
+    for one in (trajectory, *trajectory.branches):
+        total += len(one.prompt_ids) + len(one.response_ids) + len(one.loss_mask)
+        total += len(one.logprobs) + (one.support.nbytes if one.support is not None else 0)
+    return total
 
 
 SAMPLE = "sample"  # kind of a task to generate; the others are scoring stages

@@ -16,6 +16,7 @@ import logging
 import re
 import secrets
 import socket as tcp
+import threading
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
@@ -126,21 +127,30 @@ def publisher(
     return socket, _bind(socket, endpoint)
 
 
-def pair(
-    context: zmq.Context[zmq.Socket[bytes]], name: str
-) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """Two ends of an in-process pipe: one thread wakes another that polls sockets."""
-    bound = _socket(context, zmq.PAIR)
-    bound.bind(f"inproc://{name}")
-    connected = _socket(context, zmq.PAIR)
-    connected.connect(f"inproc://{name}")
-    return bound, connected
+class Waker:
+    """An in-process pipe by which any thread ends the poll of `socket` by its owner."""
 
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], name: str) -> None:
+        self._lock = threading.Lock()
+        self.socket = _socket(context, zmq.PAIR)
+        self.socket.bind(f"inproc://{name}")
+        self._outward = _socket(context, zmq.PAIR)
+        self._outward.connect(f"inproc://{name}")
 
-def drain(socket: zmq.Socket[bytes]) -> None:
-    with suppress(zmq.Again):
-        while True:
-            socket.recv(zmq.NOBLOCK)
+    def wake(self) -> None:
+        with self._lock, suppress(zmq.Again):  # full: it is awake, with plenty to do
+            if not self._outward.closed:
+                self._outward.send(b"", zmq.NOBLOCK)
+
+    def drain(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                self.socket.recv(zmq.NOBLOCK)
+
+    def close(self) -> None:
+        with self._lock:
+            self._outward.close(linger=0)
+            self.socket.close(linger=0)
 
 
 def allow_list(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:

@@ -313,21 +313,20 @@ class IoThread:
         self._jobs: deque[Callable[[], None]] = deque()
         self._closing = threading.Event()
         self._ended = False  # no job is taken any more
-        self._wake_lock = threading.Lock()
-        self._wake_in, self._wake_out = sockets.pair(self.context, "wake")
+        self._lock = threading.Lock()
+        self._waker = sockets.Waker(self.context, "wake")
         self._poller = zmq.Poller()
-        self._poller.register(self._wake_in, zmq.POLLIN)
+        self._poller.register(self._waker.socket, zmq.POLLIN)
         self._thread = service_thread(self._main, "umbra-link")
         self._thread.start()
 
     def run(self, job: Callable[[], None]) -> bool:
         """Have the thread do `job` soon; False if it has ended, and nothing will be done."""
-        with self._wake_lock:
+        with self._lock:
             if self._ended:
                 return False
             self._jobs.append(job)
-            with suppress(zmq.Again):  # full: it is awake already, with plenty to do
-                self._wake_out.send(b"", zmq.NOBLOCK)
+            self._waker.wake()
             return True
 
     def channel(
@@ -392,7 +391,7 @@ class IoThread:
                 if socket in self._subscriptions:
                     self._hear(socket)
                 elif channel is None:
-                    sockets.drain(self._wake_in)
+                    self._waker.drain()
                 elif socket is channel.socket:
                     self._receive(channel)
                 else:
@@ -444,7 +443,7 @@ class IoThread:
         return next_at
 
     def _shut(self) -> None:
-        with self._wake_lock:
+        with self._lock:
             self._ended = True
         while self._jobs:  # jobs posted before the close still run
             self._jobs.popleft()()
@@ -453,6 +452,5 @@ class IoThread:
             channel.close()
         for socket in self._subscriptions:
             socket.close(linger=0)
-        self._wake_out.close(linger=0)
-        self._wake_in.close(linger=0)
+        self._waker.close()
         self.context.term()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -249,8 +248,7 @@ class Server:
         self._polled_at = clock()
         self.listened_s = 0.0  # time since the start, less that in which nobody polled
         self.resends = Resends()
-        self._wake: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
-        self._wake_lock = threading.Lock()
+        self._waker: sockets.Waker | None = None
         self.security = security
         self._gate: ZapGate | None = None
         if security.keys is not None:
@@ -282,13 +280,6 @@ class Server:
         self._watch("events", self._events)
         return actual
 
-    def publish(self, event: Event) -> None:
-        """Send an event of our own to those who watch; it may be lost."""
-        try:
-            self._pass_on(self._encoder.encode(event)[1])
-        except WireError:
-            log.exception("an event stays unsent")
-
     def poll(self, timeout_s: float) -> list[Request]:
         """Requests that arrived within `timeout_s` seconds, already validated."""
         requests: list[Request] = []
@@ -298,8 +289,8 @@ class Server:
         self._polled_at = now
         for socket, _ in ready:
             channel = self._channels.get(socket)
-            if self._wake and socket is self._wake[0]:
-                sockets.drain(socket)
+            if self._waker and socket is self._waker.socket:
+                self._waker.drain()
             elif channel is not None:
                 requests.extend(self._receive(channel))
             elif self._gate is not None:
@@ -324,17 +315,9 @@ class Server:
 
     def waker(self) -> Callable[[], None]:
         """Return a function that ends a `poll` under way early, from any thread, until `close`."""
-        inward, outward = sockets.pair(self._context, f"wake-{id(self)}")
-        self._wake = (inward, outward)
-        self._poller.register(inward, zmq.POLLIN)
-        lock = self._wake_lock
-
-        def wake() -> None:
-            with lock, suppress(zmq.Again):  # full: it is awake, with plenty to do
-                if not outward.closed:
-                    outward.send(b"", zmq.NOBLOCK)
-
-        return wake
+        self._waker = sockets.Waker(self._context, f"wake-{id(self)}")
+        self._poller.register(self._waker.socket, zmq.POLLIN)
+        return self._waker.wake
 
     def close(self) -> None:
         """Close all sockets; queued frames get the bounded LINGER."""
@@ -344,9 +327,8 @@ class Server:
             socket.close()
         if self._events is not None:
             self._events.close()
-        with self._wake_lock:
-            for socket in self._wake or ():
-                socket.close(linger=0)
+        if self._waker is not None:
+            self._waker.close()
         self._channels.clear()
 
     def _watch(self, name: str, socket: zmq.Socket[bytes]) -> None:

@@ -31,7 +31,6 @@ NAME_WAIT_S = 20.0  # for whoever has our name to fall silent, as after a contai
 NAME_RETRY_S = 1.0
 FAILED = "failed: "  # how the reason begins for which a member leaves after an error
 REPLACES_VARIABLE = "UMBRA_REPLACES"  # pid of our predecessor, which our supervisor saw end
-WATCHED = ("push",)  # rows of the metrics that go to the watchers, too
 
 log = logging.getLogger(__name__)
 
@@ -264,7 +263,7 @@ class Session:
         self._take_commands()
 
     def _row(self, kind: str, fields: dict[str, Any]) -> None:
-        if kind in WATCHED:
+        if kind == "push":
             self.emit(kind, **fields)
 
     def _hub_is(self, endpoint: str, incarnation: str) -> None:

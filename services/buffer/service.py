@@ -8,16 +8,14 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import msgspec
 import zmq
 
 from umbra.proto.access import SOCKETS
 from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError, service_thread
-from umbra.proto.messages import DATA, Event, Welcome
+from umbra.proto.messages import DATA, Welcome
 from umbra.proto.net.server import Server
-from umbra.proto.net.session import WATCHED
 from umbra.proto.sockets import reachable
 from umbra.services.buffer.broker import Broker
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
@@ -159,7 +157,6 @@ class Service:
         self._held: list[Effect] = []  # what may leave only once the store has it
         self._leaving: list[Effect] = []  # the part of it that the commit under way is for
         self._committer = Committer(server.waker())
-        context.metrics.on_row = self._tell
 
     def run(self) -> None:
         drained, ticked_at, freed = False, 0.0, HeapTrimmer()
@@ -231,10 +228,6 @@ class Service:
                     self._server.push(channel, identity, body)
                 case Measure(kind, fields):
                     self._context.metrics.write(kind, **fields)
-
-    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
-        if kind in WATCHED:
-            self._server.publish(Event(kind=kind, fields=fields))
 
 
 def _promises(effect: Effect) -> bool:

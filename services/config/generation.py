@@ -307,9 +307,6 @@ class GeneratorConfig(Section):
                 f"generator.sessions = {self.sessions} leaves some of generator.slots = "
                 f"{self.slots} empty: raise it, or set it to 0"
             )
-        yield from self._url_faults()
-
-    def _url_faults(self) -> Iterator[str]:
         if (self.engine == "vllm-http") != bool(self.urls):
             yield (
                 f"generator.urls = {self.urls} are the servers of generator.engine = vllm-http, "

@@ -21,16 +21,7 @@ Advantage = Literal[
     "dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "teacher"
 ]  # fmt: skip
 Level = Literal["token", "sequence"]
-Anchor = Literal["behaviour", "proximal"]
-Proximal = Literal["recompute", "stage", "interpolate"]
 Clip = Literal["ppo", "cispo", "sapo", "none"]
-Correction = Literal["none", "truncate", "mask"]
-Mask = Literal["none", "token", "sequence", "geometric", "m2po", "opsm", "probability"]
-Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "token_sum"]
-Denominator = Literal["trained", "all"]
-KlEstimator = Literal["k1", "k2", "k3", "k3_plus"]
-KlPolicy = Literal["reference", "behaviour"]
-KlPlace = Literal["loss", "reward"]
 
 
 class ObjectiveSpec(Section):
@@ -49,12 +40,12 @@ class ObjectiveSpec(Section):
     )
     overlong_filter: bool = key(False, "leave out what was cut off at the token limit (DAPO)")
     ratio_level: Level = "token"
-    anchor: Anchor = key(
+    anchor: Literal["behaviour", "proximal"] = key(
         "behaviour",
         "denominator of the ratio: the policy that sampled, or the trainer's before this batch "
         "(proximal)",
     )
-    proximal: Proximal = key(
+    proximal: Literal["recompute", "stage", "interpolate"] = key(
         "recompute",
         "logprobs of the proximal policy: a forward pass, the scoring stage logp, or log-linear"
         " between behaviour and current policy",
@@ -65,13 +56,13 @@ class ObjectiveSpec(Section):
     dual_clip: float = key(
         0.0, "bound of the ratio where the advantage is negative, > 1; 0 = off", ge=0
     )
-    correction: Correction = key(
+    correction: Literal["none", "truncate", "mask"] = key(
         "none", "weight proximal / behaviour: none, truncated to is_floor..is_cap, or 0 outside"
     )
     is_level: Level = key("token", "that weight per token, or the product of a sequence")
     is_floor: float = key(0.0, "least such weight; 0 = none", ge=0)
     is_cap: float = key(2.0, "largest such weight; 0 = none", ge=0)
-    mask: Mask = key(
+    mask: Literal["none", "token", "sequence", "geometric", "m2po", "opsm", "probability"] = key(
         "none",
         "masked out: tokens, sequences by product or by geometric mean with proximal / "
         "behaviour outside mask_low..mask_high; or by a rule with mask_threshold",
@@ -84,18 +75,22 @@ class ObjectiveSpec(Section):
         "of a token's probability",
         gt=0,
     )
-    aggregation: Aggregation = key(
-        "token_mean",
-        "of the token losses: mean over tokens, mean over sequences of their means or sums, sum"
-        " over the longest turn's tokens, or sum",
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "token_sum"] = (
+        key(
+            "token_mean",
+            "of the token losses: mean over tokens, mean over sequences of their means or sums, sum"
+            " over the longest turn's tokens, or sum",
+        )
     )
-    denominator: Denominator = key(
+    denominator: Literal["trained", "all"] = key(
         "trained", "samples that a mean counts: those with an advantage, or all"
     )
     kl_coef: float = key(0.0, "weight of the KL term; 0 = off", ge=0)
-    kl_estimator: KlEstimator = key("k3", "estimate of the KL per token")
-    kl_to: KlPolicy = key("reference", "KL to the reference model, or to what sampled")
-    kl_in: KlPlace = "loss"
+    kl_estimator: Literal["k1", "k2", "k3", "k3_plus"] = key("k3", "estimate of the KL per token")
+    kl_to: Literal["reference", "behaviour"] = key(
+        "reference", "KL to the reference model, or to what sampled"
+    )
+    kl_in: Literal["loss", "reward"] = "loss"
     kl_unbiased: bool = key(False, "multiply the KL by pi / mu of the token (DeepSeek-V3.2)")
     entropy_coef: float = key(0.0, "weight of the entropy bonus; 0 = off", ge=0)
 

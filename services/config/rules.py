@@ -15,7 +15,6 @@ from umbra.proto.bounds import SUBMITTED, SUPPORT_BYTES
 from umbra.proto.errors import UsageError
 from umbra.services.config import CriticConfig, EnvironmentConfig, RunConfig, Section
 from umbra.services.config.generation import LIBRARIES
-from umbra.services.config.presets import ObjectiveSpec
 
 VLLM_COOLEST = 0.01  # it raises lower temperatures to this, but for 0
 MOST_SUPPORT = 1 << 15  # tokens that could have been drawn in the place of one
@@ -264,35 +263,33 @@ def _group_faults(config: RunConfig, one: EnvironmentConfig) -> Iterator[str]:
 
 # -- samples with branches -------------------------------------------------------------------------
 
-_WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")
-
 
 def branch_faults(config: RunConfig) -> Iterator[str]:
     """Yield settings that samples with branches (`environment.branches = "train"`) exclude.
 
     The trainer gives a branch the weight 1 / k. That is right for whatever is a sum or a mean over
-    sequences or tokens with these weights. Settings that are no such sum are named here.
+    sequences or tokens with these weights. Settings that don't read the weights, or take a response
+    for the sample, are named here.
     """
     training = [one.where for one in config.all_environments if one.branches == "train"]
-    for setting in _unproven(config, config.trainer.pieces) if training else ():
-        yield f"{training[0]}.branches = train does not work with {setting}: change one of them"
-
-
-def _unproven(config: RunConfig, pieces: ObjectiveSpec) -> Iterator[str]:
-    """Yield settings that don't read the weights, or take a response for the sample."""
-    if pieces.advantage in _WHITENED:
-        yield f"trainer.advantage = {pieces.advantage}, which counts tokens alike to whiten them"
-    if pieces.mask == "m2po":
-        yield "trainer.mask = m2po, which counts all tokens of a batch alike"
-    if pieces.overlong_buffer:
-        yield "trainer.overlong_buffer, which punishes one response for its length"
-    if pieces.overlong_filter:
-        yield "trainer.overlong_filter, which looks at the end of one response"
-    if pieces.kl_coef and pieces.kl_in == "reward":
-        objective = config.trainer.objective
-        yield f"trainer.objective = {objective}, which takes the KL of one response off the reward"
-    if config.trainer.router_replay:
-        yield "trainer.router_replay, which has the experts of one response"
+    pieces, objective = config.trainer.pieces, config.trainer.objective
+    whitened = pieces.advantage in ("reinforce_pp", "reinforce_pp_baseline", "gae")
+    for is_set, setting in (
+        (whitened, f"advantage = {pieces.advantage}, which counts tokens alike to whiten them"),
+        (pieces.mask == "m2po", "mask = m2po, which counts all tokens of a batch alike"),
+        (pieces.overlong_buffer, "overlong_buffer, which punishes one response for its length"),
+        (pieces.overlong_filter, "overlong_filter, which looks at the end of one response"),
+        (
+            pieces.kl_coef and pieces.kl_in == "reward",
+            f"objective = {objective}, which takes the KL of one response off the reward",
+        ),
+        (config.trainer.router_replay, "router_replay, which has the experts of one response"),
+    ):
+        if training and is_set:
+            yield (
+                f"{training[0]}.branches = train does not work with trainer.{setting}: change one "
+                "of them"
+            )
 
 
 # -- said before a run starts, which it may nevertheless -------------------------------------------

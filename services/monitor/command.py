@@ -135,7 +135,13 @@ def monitor(
                 look, lost = _follow(watch, look, stopping, draw, None, interval_s, timeout_s)
             click.echo(left_text(look.status, lost=lost))
         else:
-            show = _echo_json if as_json else _Lines().show
+            warnings = NewWarnings()
+
+            def tell(look: Look) -> None:
+                for line in [*warnings.lines(look.status), headline(look.status)]:
+                    click.echo(line)
+
+            show = _echo_json if as_json else tell
             look, lost = _follow(watch, look, stopping, show, board, interval_s, timeout_s)
             if lost and board is None:
                 click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)
@@ -163,17 +169,6 @@ def _serve(stack: ExitStack, look: Look, web: str | None, prometheus: str | None
 
 def _echo_json(look: Look) -> None:
     click.echo(json.dumps(look_dict(look)))
-
-
-class _Lines:
-    """A line per look, and one for each warning."""
-
-    def __init__(self) -> None:
-        self._warnings = NewWarnings()
-
-    def show(self, look: Look) -> None:
-        for line in [*self._warnings.lines(look.status), headline(look.status)]:
-            click.echo(line)
 
 
 def _follow(

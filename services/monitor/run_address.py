@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,7 +52,8 @@ def find_run(run: str = "") -> Path:
         raise UsageError(
             f"{run} is no run: neither {Path(run)} nor {here / run} is a folder with a config.json"
         )
-    if (newest := max(_runs(here), key=_begun, default=None)) is None:
+    folders = [file.parent for file in here.glob("*/config.json") if file.is_file()]
+    if (newest := max(folders, key=_begun, default=None)) is None:
         raise UsageError(
             f"no run is in {here.resolve()}: name a run's folder, or its buffer by "
             "--broker tcp://host:port"
@@ -89,10 +89,6 @@ def find_address(run: str = "") -> RunAddress:
         state = "ending, and its buffer is gone" if ending else "starting: before training"
         raise UsageError(f"the run in {folder} is {state}; try again")
     return address
-
-
-def _runs(parent: Path) -> Iterator[Path]:
-    return (file.parent for file in parent.glob("*/config.json") if file.is_file())
 
 
 def _begun(folder: Path) -> float:

@@ -113,10 +113,11 @@ KEYS: dict[str, Any] = {
     "metavar": "FOLDER",
     "help": "Keys of the run, from `umbra keys` (security.keys).",
 }
-INSECURE: dict[str, Any] = {
-    "is_flag": True,
-    "default": None,
-    "help": "Bind addresses that other machines can reach without keys (security.insecure).",
+FLAGS = {
+    "broker": "run.broker",
+    "advertise": "run.advertise",
+    "keys": "security.keys",
+    "insecure": "security.insecure",
 }
 
 
@@ -130,11 +131,6 @@ def keys_of(*roles: KeyRole) -> Callable[[Callable[..., Any]], Callable[..., Any
         return open_security(value or "", roles)
 
     return click.option("--keys", "security", envvar="UMBRA_SECURITY__KEYS", callback=read, **KEYS)
-
-
-def security_overrides(keys: str | None, insecure: bool | None = None) -> list[str]:
-    chosen = [] if keys is None else [f"security.keys={keys}"]
-    return chosen if insecure is None else [*chosen, f"security.insecure={str(insecure).lower()}"]
 
 
 def service_command(
@@ -156,9 +152,8 @@ def service_command(
     def invoke(**values: Any) -> None:
         overrides = list(values.pop("set"))
         own = {option.name: values.pop(option.name) for option in options if option.name}
-        flags = {"run.broker": values["broker"], "run.advertise": values["advertise"]}
-        overrides += [f"{key}={given}" for key, given in flags.items() if given is not None]
-        overrides += security_overrides(values["keys"], values["insecure"])
+        given = ((key, values[flag]) for flag, key in FLAGS.items())
+        overrides += [f"{key}={value}" for key, value in given if value is not None]
         config = load(values["config"], overrides=overrides)
         role, name = identify(own) if identify is not None else (cast(Role, section), service)
         name = values["name"] or name
@@ -176,7 +171,12 @@ def service_command(
         click.Option(["--name"], help="Name in the run.  [default: " + service + "]"),
         click.Option(["--run-dir"], type=click.Path(path_type=Path), help="Folder for results."),
         click.Option(["--keys"], **KEYS),
-        click.Option(["--insecure"], **INSECURE),
+        click.Option(
+            ["--insecure"],
+            flag_value="true",
+            default=None,
+            help="Bind addresses that other machines can reach without keys (security.insecure).",
+        ),
         *options,
     ]
     summary = f"{get_type_hints(RunConfig)[section].__doc__}  Its keys are in docs/config.md."

@@ -256,15 +256,13 @@ class Supervisor:
     def _fail(self, slot: _Slot, reason: str, code: int) -> None:
         name = slot.program.name
         told = f"{reason}{self._said(name)}"
-        if code == MESSENGER_CODE and (cause := self._cause(slot)):
-            told = f"{told}; the first cause: {cause}"
-        self.failure = Failure(told, name, own_exit_code(code), code)
-        self.drain()
-
-    def _cause(self, slot: _Slot) -> str:
         since = self._clock() - CAUSE_S
         ends = [s.ended_badly for s in self._all() if s is not slot and s.ended_badly]
-        return min((end for end in ends if end[0] >= since), default=(0.0, ""))[1]
+        cause = min((end for end in ends if end[0] >= since), default=None)
+        if code == MESSENGER_CODE and cause is not None:
+            told = f"{told}; the first cause: {cause[1]}"
+        self.failure = Failure(told, name, own_exit_code(code), code)
+        self.drain()
 
     def _said(self, name: str) -> str:
         line = self._last_line(name)

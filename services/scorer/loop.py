@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from umbra.proto.net.session import Session
 from umbra.proto.net.task_client import TaskClient
 from umbra.proto.records import Score, Task
-from umbra.services.process.metrics import MetricsFile
+from umbra.services.process.command import ServiceContext
 
 
 class StageWorker(Protocol):
@@ -28,56 +28,53 @@ GATHER_S = 0.2  # scores that get ready within this time travel together
 DRAIN_S = 10.0  # to deliver the last scores
 
 
-@dataclass(frozen=True)
-class ScorerLoop:
-    """The loop of one stage until the session stops; it leases `capacity` trajectories at once."""
+def score_stage(
+    context: ServiceContext,
+    session: Session,
+    worker: StageWorker,
+    refresh: Callable[[], object] = lambda: None,
+) -> None:
+    """Score until asked to stop; others get the unfinished tasks when this process leaves.
 
-    session: Session
-    client: TaskClient
-    worker: StageWorker
-    capacity: int
-    metrics: MetricsFile
-
-    def run(self, refresh: Callable[[], object] = lambda: None) -> None:
-        """Turn until asked to stop; others get the unfinished tasks when this process leaves.
-
-        `refresh` is called before each turn, also while there is nothing to score.
-        """
-        while not self.session.stopping.is_set():
-            refresh()
-            self.turn()
-        self.client.flush(DRAIN_S)
-
-    def turn(self) -> None:
-        """Ask for work, and do the tasks there are."""
-        self.session.progress(f"waiting for {self.client.kind}", 0)
-        self.client.ask(self.capacity)
-        tasks, _ = self.client.poll()
+    `refresh` is called before each turn, also while there is nothing to score.
+    """
+    stage, grace_s = context.options["stage"], context.config.run.broker_grace_s
+    wake = threading.Event()
+    client = TaskClient(session.data, wake, grace_s=grace_s, kind=stage, gather_s=GATHER_S)
+    while not session.stopping.is_set():
+        refresh()
+        session.progress(f"waiting for {stage}", 0)
+        client.ask(context.config.scorer.capacity)
+        tasks, _ = client.poll()
         if tasks:
-            with self.metrics.span("score"):
-                self._score(tasks)
+            with context.metrics.span("score"):
+                _score(tasks, session, client, worker)
         else:
-            with self.metrics.span("wait_work"):
-                self.client.wait(WAIT_S)
+            with context.metrics.span("wait_work"):
+                client.wait(WAIT_S)
+    client.flush(DRAIN_S)
 
-    def _score(self, tasks: Sequence[Task]) -> None:
-        left = {task.sample_id: task.attempt for task in tasks}
 
-        def alive(done: int = 0) -> None:
-            self.client.submit(())  # what has been gathered for long enough
-            self.client.renew(lambda: list(left.items()))
-            self.client.poll()
-            self.session.progress(f"scoring {self.client.kind}", done)
-            self.session.stats(scored=float(self.client.accepted))
+def _score(
+    tasks: Sequence[Task], session: Session, client: TaskClient, worker: StageWorker
+) -> None:
+    left = {task.sample_id: task.attempt for task in tasks}
 
-        for ready in self.worker.score(tasks, alive):
-            if self.session.stopping.is_set():
-                break
-            for score in ready:
-                del left[score.sample_id]
-            if len(ready) > 1:
-                self.client.deliver_together(ready)  # of a group, which is taken as a whole
-            else:
-                self.client.submit(ready)
-            alive(len(ready))
-        self.client.deliver()
+    def alive(done: int = 0) -> None:
+        client.submit(())  # what has been gathered for long enough
+        client.renew(lambda: list(left.items()))
+        client.poll()
+        session.progress(f"scoring {client.kind}", done)
+        session.stats(scored=float(client.accepted))
+
+    for ready in worker.score(tasks, alive):
+        if session.stopping.is_set():
+            break
+        for score in ready:
+            del left[score.sample_id]
+        if len(ready) > 1:
+            client.deliver_together(ready)  # of a group, which is taken as a whole
+        else:
+            client.submit(ready)
+        alive(len(ready))
+    client.deliver()

@@ -9,12 +9,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from umbra.proto.net.session import Session
-from umbra.proto.net.task_client import TaskClient
 from umbra.services.config import RunConfig
 from umbra.services.environments.protocol import Row
 from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.process.command import ServiceContext
-from umbra.services.scorer.loop import GATHER_S, ScorerLoop, StageWorker
+from umbra.services.scorer.loop import score_stage
 from umbra.services.weights.planes.receiving import open_planes
 from umbra.services.weights.receiver import Receiver, StagedVersion
 
@@ -38,7 +37,7 @@ def run(context: ServiceContext) -> int:
         if reward is not None:
             context.ready({"stage": stage})
             with closing(reward):
-                _loop(context, session, reward).run()
+                score_stage(context, session, reward)
         else:
             _score_logprobs(context, session)
         if session.failure is not None:
@@ -96,7 +95,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         models = scorer.models or {"": config.model.name}
         references = ReferenceWorker({name: reference(path) for name, path in models.items()})
         context.ready({"stage": stage, "model": ", ".join(dict.fromkeys(models.values()))})
-        _loop(context, session, references).run()
+        score_stage(context, session, references)
         return
     path = config.model.name
     model = load(path, "model.path")
@@ -128,12 +127,4 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         replay = config.trainer.router_replay  # as the policy that it stands for
         worker = LogprobWorker(model, config.trainer, refresh, replay=replay, max_tokens=longest)
         # Also while there is nothing to score, so that the hub need not wait.
-        _loop(context, session, worker).run(refresh)
-
-
-def _loop(context: ServiceContext, session: Session, worker: StageWorker) -> ScorerLoop:
-    grace_s, stage = context.config.run.broker_grace_s, context.options["stage"]
-    wake = threading.Event()
-    client = TaskClient(session.data, wake, grace_s=grace_s, kind=stage, gather_s=GATHER_S)
-    capacity = context.config.scorer.capacity
-    return ScorerLoop(session, client, worker, capacity, context.metrics)
+        score_stage(context, session, worker, refresh)

@@ -38,7 +38,7 @@ def test_a_run_is_named_by_its_folder_its_id_or_not_at_all(
     # The newest is over, so commands are for the newest that is under way.
     with folder_lock(old):
         assert find_address() == find_address("old") == RunAddress("tcp://h:1", "keys")
-        with pytest.raises(UsageError, match=r"new is not under way; `umbra up .*new` goes on"):
+        with pytest.raises(UsageError, match=r"new is not under way; `umbra up .*new` resumes it"):
             find_address("new")
         RunAddress.forget(old)
         (new / "config.json").unlink()  # as a demo that makes its model

@@ -48,14 +48,14 @@ def close(*opened: Socket) -> None:
 def all_kinds(context: Context) -> dict[str, Socket]:
     router, endpoint = sockets.router(context, ANY_PORT)
     publisher, endpoint_out = sockets.publisher(context, ANY_PORT)
-    bound, connected = sockets.pair(context, "wake")
+    waker = sockets.Waker(context, "wake")
     return {
         "router": router,
         "dealer": sockets.dealer(context, endpoint, b"me"),
         "pub": publisher,
         "sub": sockets.subscriber(context, endpoint_out),
-        "pair bound": bound,
-        "pair connected": connected,
+        "pair bound": waker.socket,
+        "pair connected": waker._outward,
     }
 
 
