@@ -140,7 +140,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if (k3 := summary["mismatch_k3_on_policy"]) is not None:
         add("logprobs", f"generator and trainer agree to k3 = {k3:.2g} on equal weights")
     if compared := summary["mismatch_compared"]:
-        add("compared", f"{compared} tokens of generators with the trainer's")
+        add("compared", f"{compared} tokens, sampled by generators and scored by the trainer")
     elif summary["steps"]:
         add("compared", "NOTHING: no token was sampled by weights that the trainer had")
     if outliers := summary["outlier_tokens"]:

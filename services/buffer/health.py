@@ -348,9 +348,8 @@ class Health:
             figures = {"share": share, "stale_tokens": stale, "trained_tokens": trained}
             yield "stale_samples", text, figures
         if self._still:
-            steps = "step" if self._still == 1 else f"{self._still} steps"
-            text = f"the gradient of the last {steps}, up to step {version}, was zero: the weights "
-            text += "did not learn from these batches"
+            steps = f"step {version}" + f", and {self._still - 1} before it," * (self._still > 1)
+            text = f"the gradient of {steps} was zero: nothing was learned from it"
             yield "zero_gradient", text, {"steps": float(self._still)}
         if self._skipped and (share := fmean(self._skipped)):
             text = (

@@ -86,7 +86,7 @@ def pause(broker: str, security: Security, timeout_s: float, reason: str) -> int
     """
     with StatusClient(broker, security) as client:
         client.operate("pause", timeout_s, reason=reason)
-    click.echo("paused: `umbra resume` goes on")
+    click.echo("paused, until `umbra resume`")
     return EXIT_DONE
 
 

@@ -113,14 +113,14 @@ def notice_text(status: Status) -> str:
         return f"all steps are done, the run ends: {status.ending}"
     if status.ending:
         return f"ENDING: {status.ending}"
-    return f"PAUSED: {status.paused} (`umbra resume` goes on)" if status.paused else ""
+    return f"PAUSED: {status.paused} (until `umbra resume`)" if status.paused else ""
 
 
 def left_text(status: Status, *, lost: bool) -> str:
     """Return the last seen state of a run; `lost`: it does not answer any more."""
     at = f"run {status.run_id}"
     if not lost:
-        return f"left {at} at step {status.version}/{status.steps}; it goes on"
+        return f"left {at} at step {status.version}/{status.steps}; the run goes on"
     if status.finished or status.version >= status.steps:
         return f"{at} has done all its {status.steps} steps and has ended"
     return (

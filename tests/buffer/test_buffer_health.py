@@ -146,7 +146,7 @@ def test_a_gradient_of_zero() -> None:
     watcher.trained(2, {"updates": 0.0})
     watcher.trained(3, {"grad_norm": 0.0, "updates": 1.0})
     found = held(watcher, 3)["zero_gradient"]
-    assert found.figures == {"steps": 2.0} and "last 2 steps, up to step 3, was zero" in found.text
+    assert found.figures == {"steps": 2.0} and "of step 3, and 1 before it, was zero" in found.text
     watcher.trained(4, {"grad_norm": 0.1})
     assert not held(watcher, 4)
     watcher.trained(5, {})  # nothing was said

@@ -90,8 +90,8 @@ def test_logprobs_entropies_and_gradients_are_those_of_whole_rows(
 
 def test_a_layer_that_attends_in_a_way_of_its_own_is_refused(of_two: dict[str, str]) -> None:
     assert of_two["own"] == (
-        "trainer.sequence_parallel: 1 of the 2 layers of Qwen3ForCausalLM attend through "
-        "Transformers' attention interface: set it to 1"
+        "trainer.sequence_parallel needs Transformers' attention interface, and only 1 of the 2 "
+        "layers of Qwen3ForCausalLM use it: set it to 1"
     )
 
 

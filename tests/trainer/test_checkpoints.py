@@ -270,9 +270,9 @@ def test_another_model(start: Any, directory: Path, tmp_path: Path) -> None:
     start().train(1).save()
     make_model(tmp_path / "wide", hidden=64, ff=64)
     make_model(tmp_path / "deep", hidden=32, ff=64, layers=3)
-    with pytest.raises(UsageError, match=r"step-1 is of another model: .* is \[101, 32\] there"):
+    with pytest.raises(UsageError, match=r"step-1 is of another model: .* is \[101, 32\] in it"):
         start(model=tmp_path / "wide")
-    with pytest.raises(UsageError, match=r"it has no .*layers\.2\..* and \d+ more; go on with"):
+    with pytest.raises(UsageError, match=r"it has no .*layers\.2\..* and \d+ more; set"):
         start(model=tmp_path / "deep")
     with pytest.raises(UsageError, match=r"is of all weights, but trainer\.lora_rank is above 0"):
         start(lora_rank=2)
