@@ -12,6 +12,7 @@ import math
 import operator
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -173,7 +174,7 @@ def _command(argv: Sequence[str]) -> str:
     if "--json" in words:
         at = words.index("--json")
         del words[at : at + 2]
-    return " ".join(["python", f"benchmarks/{Path(argv[0]).name}", *words])
+    return shlex.join(["python", f"benchmarks/{Path(argv[0]).name}", *words])
 
 
 def goal_text(goal: dict[str, Any]) -> str:

@@ -21,15 +21,15 @@ _PROMPTS = ((5, 4), (19, 3), (11, 1))  # tokens of each, and how many responses 
 _PACK_TOKENS = 96
 _TEMPERATURE = 0.8  # of every second sequence
 
-_MANY = 1 << 20
+_MANY, _FEW = 1 << 20, 24
 _LAYOUTS: tuple[tuple[str, int, bool, int], ...] = (
     # Tokens of a row, shared prompts, tokens whose logits are computed at a time.
     ("rows of one sequence", 1, False, _MANY),
     ("packed rows", _PACK_TOKENS, False, _MANY),
     ("packed rows, shared prompts", _PACK_TOKENS, True, _MANY),
-    ("packed rows, logits in chunks", _PACK_TOKENS, True, 7),
+    ("packed rows, logits in chunks", _PACK_TOKENS, True, _FEW),
 )
-_ALONE = (_LAYOUTS[0], ("rows of one sequence, logits in chunks", 1, False, 7))
+_ALONE = (_LAYOUTS[0], ("rows of one sequence, logits in chunks", 1, False, _FEW))
 
 
 def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[Row]:

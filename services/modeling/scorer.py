@@ -183,8 +183,10 @@ class Scorer(nn.Module):
             self._compare(hidden[:1], output.logits)
         batch, temperature = request.batch, request.temperature
         parts: list[tuple[Tensor, Tensor]] = []
-        for start in range(0, max(1, len(hidden)), self._rows):
-            some = slice(start, start + self._rows)
+        # All alike: CPUs add up a product of three rows ten times less exactly than one of seven.
+        rows = -(-len(hidden) // max(1, -(-len(hidden) // self._rows)))
+        for start in range(0, max(1, len(hidden)), max(1, rows)):
+            some = slice(start, start + rows)
             arguments = (
                 hidden[some],
                 batch.targets[some],
