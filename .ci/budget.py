@@ -26,7 +26,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/config": (2_490, 53),
     "services/environments": (3_540, 87),
     "services/generator": (8_172, 137),
-    "services/modeling": (5_272, 117),
+    "services/modeling": (5_274, 117),
     "services/monitor": (1_420, 50),
     "services/process": (2_011, 59),
     "services/prompts": (420, 12),

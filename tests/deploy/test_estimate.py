@@ -179,7 +179,7 @@ PLAIN_CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("change", PLAIN_CONFIGS)
 @pytest.mark.parametrize("kind", PLAIN)
 def test_models_that_are_counted_without_a_build(kind: str, change: str) -> None:
-    """The counts are those of a build, with each adapter; whatever else is left to it."""
+    """Counts and a build agree, with each adapter; whatever else is left to the build."""
     config = AutoConfig.for_model(kind, **SIZES | PLAIN_CONFIGS[change])
     usual = change in ("as they are", "tied", "wide heads")
     for rank, targets, known in (
