@@ -106,7 +106,8 @@ def command(
             sums = {"gpus": gpus, "shm": needed.arena.bytes, "host": needed.host}
         found += findings(run, **sums)
     found += [Finding(name, "warning", text) for name, text in warnings]
-    lines = _summary(run_file, run, chosen, needed)
+    state = "has a problem, see below" if has_problem(found) else "good"
+    lines = [f"{run_file}: {state}", *_summary(run, chosen, needed)]
     if memory and needed is not None:
         lines += ["", *_memory(needed)]
     more = {"chosen": chosen, "estimate": needed.as_dict() if needed else None}
@@ -139,9 +140,7 @@ def _show(run: RunConfig, as_json: bool) -> int:
     return EXIT_DONE
 
 
-def _summary(
-    run_file: Path, run: RunConfig, chosen: list[str], needed: Estimate | None
-) -> list[str]:
+def _summary(run: RunConfig, chosen: list[str], needed: Estimate | None) -> list[str]:
     name, buffer, trainer = run.model.name, run.buffer, run.trainer
     missing = missing_bytes(name, "model.path") if is_hub_name(name) else 0
     groups, answers = buffer.batch_groups, buffer.group_size
@@ -161,7 +160,7 @@ def _summary(
         rows["chosen"] = f"{', '.join(chosen)} (for this machine, as the file has none)"
     if needed is not None:
         rows["memory"] = needed.in_short()
-    return [f"{run_file}: good", *(f"{name + ':':10} {text}" for name, text in rows.items())]
+    return [f"{name + ':':10} {text}" for name, text in rows.items()]
 
 
 def _memory(found: Estimate) -> Iterator[str]:

@@ -142,6 +142,7 @@ sys.exit(code)
         ([], 0, "Nothing to do."),
         (["--set", "environment.kind=guess", "--set", "trainer.lora_rank=4"], 0, "run.toml: good"),
         (["--set", "trainer.lora_rank=4", "--set", 'trainer.lora_targets=["nope"]'], 2, "q_proj"),
+        (["--set", "weight_hub.slots=1000000"], 2, "run.toml: has a problem, see below"),
     ],
 )
 def test_a_check_of_an_ordinary_model_does_without_torch(
