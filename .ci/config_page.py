@@ -10,10 +10,9 @@ from itertools import groupby
 from typing import get_type_hints
 
 import msgspec
-import msgspec.inspect as introspect
 
 from umbra.services.config import NamedEnvironment, RunConfig, Section
-from umbra.services.config.loader import ENVIRONMENTS, SECTIONS, bare, expected
+from umbra.services.config.loader import ENVIRONMENTS, SECTIONS, expected, schema_of
 
 READERS = {
     "run": "all processes",
@@ -69,13 +68,13 @@ def described() -> Iterator[Described]:
         for field in msgspec.structs.fields(_struct(section)):
             if section == ENVIRONMENTS and field.name in SECTIONS["environment"]:
                 continue
-            kind = introspect.type_info(SECTIONS[section][field.name])
             shown = "" if field.default is None else shown_default(field)
-            schema = getattr(kind, "extra_json_schema", None) or {}
+            schema = msgspec.json.schema(SECTIONS[section][field.name])
+            value = expected(schema_of(section, field.name)).replace("true or false", "boolean")
             yield Described(
                 section,
                 field.name,
-                _LONG.sub("", expected(bare(kind))).replace("true or false", "boolean"),
+                _LONG.sub("", value),
                 "preset" if field.default is None else f"`{shown}`" if shown else "",
                 str(schema.get("description", "")),
             )

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 import msgspec
-import msgspec.inspect as introspect
 
 from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.config import NamedEnvironment, RunConfig
@@ -234,27 +233,22 @@ def _translate(section: str, values: Mapping[str, Any], where: str) -> dict[str,
     return result
 
 
-def bare(kind: introspect.Type) -> introspect.Type:
-    """Return `kind` without its description, and without the None of an optional key."""
-    if isinstance(kind, introspect.Metadata):
-        kind = kind.type
-    if isinstance(kind, introspect.UnionType):
-        types = [k for k in kind.types if not isinstance(k, introspect.NoneType)]
-        return bare(types[0]) if len(types) == 1 else kind
-    return kind
+def schema_of(section: str, key: str) -> dict[str, Any]:
+    """Return the JSON schema of a key, without the null that stands for a key that is not set."""
+    schema = msgspec.json.schema(SECTIONS[section][key])
+    options = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
+    return options[0] if len(options) == 1 else {**schema, "anyOf": options} if options else schema
 
 
-def choices(kind: introspect.Type) -> tuple[str, ...]:
-    match kind:
-        case introspect.BoolType():
-            return "true", "false"
-        case introspect.LiteralType(values=values):
-            return tuple(map(str, values))
-        case introspect.UnionType(types=types):
-            found = [choices(bare(one)) for one in types]
-            return tuple(choice for some in found for choice in some) if all(found) else ()
-        case _:
-            return ()
+def choices(schema: dict[str, Any]) -> list[str]:
+    """Return the values that a key of this schema may have, if they can be listed."""
+    if options := [choices(one) for one in schema.get("anyOf", ())]:
+        return [value for some in options for value in some] if all(options) else []
+    return (
+        ["true", "false"]
+        if schema.get("type") == "boolean"
+        else [*map(str, schema.get("enum", ()))]
+    )
 
 
 def _convert(section: str, key: str, value: Any, old: Any, where: str) -> Any:
@@ -262,8 +256,8 @@ def _convert(section: str, key: str, value: Any, old: Any, where: str) -> Any:
     if key not in fields:
         hint = _hint(key, [*fields, *FOREIGN] if section == "buffer" else fields, f"{section}.")
         raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
-    kind = bare(introspect.type_info(fields[key]))
-    if isinstance(value, _Text) and isinstance(kind, introspect.StrType):
+    schema = schema_of(section, key)
+    if isinstance(value, _Text) and schema.get("type") == "string":
         value = str(value)
     value = _merged(old, value, key, where)
     try:
@@ -273,9 +267,9 @@ def _convert(section: str, key: str, value: Any, old: Any, where: str) -> Any:
     except msgspec.ValidationError:
         pass  # the error below says it with the name, the value and the source
     given = json.dumps(value, default=str)
-    near = difflib.get_close_matches(str(value).lower(), choices(kind), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(str(value).lower(), choices(schema), n=1, cutoff=0.6)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise UsageError(f"{where}: {section}.{key} must be {expected(kind)}, not {given}{hint}")
+    raise UsageError(f"{where}: {section}.{key} must be {expected(schema)}, not {given}{hint}")
 
 
 def _scalar(text: str) -> Any:
@@ -294,38 +288,29 @@ def _hint(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {' or '.join(likely)}?" if likely else f"; known: {', '.join(known)}"
 
 
-def expected(kind: introspect.Type) -> str:
-    match kind:
-        case introspect.BoolType():
-            return "true or false"
-        case introspect.IntType():
-            return "an integer" + _bounds(kind)
-        case introspect.FloatType():
-            return "a number" + _bounds(kind)
-        case introspect.StrType():
-            if kind.pattern:
-                return f"text like {kind.pattern.strip('^$')}"
-            return "text that is not empty" if kind.min_length else "text"
-        case introspect.LiteralType():
-            return "one of " + ", ".join(choices(kind))
-        case introspect.UnionType(types=kinds):
-            known = choices(kind)
-            if known:
-                return "one of " + ", ".join(known)
-            return " or ".join(expected(bare(one)) for one in kinds)
-        case introspect.ListType(item_type=introspect.LiteralType(values=values)):
+def expected(schema: dict[str, Any]) -> str:
+    """Return the values of a key of this schema in words."""
+    if values := choices(schema):
+        return "true or false" if values == ["true", "false"] else "one of " + ", ".join(values)
+    bounds = [f"{sign} {schema[name]:g}" for name, sign in _SIGNS.items() if name in schema]
+    match schema:
+        case {"anyOf": options}:
+            return " or ".join(map(expected, options))
+        case {"pattern": pattern}:
+            return f"text like {pattern.strip('^$')}"
+        case {"minLength": _}:
+            return "text that is not empty"
+        case {"prefixItems": items}:
+            return f"a list of {len(items)} numbers"
+        case {"items": {"enum": values}}:
             return f"a list of {', '.join(map(str, values))}"
-        case introspect.ListType(item_type=introspect.IntType() as item):
-            return f"a list of integers{_bounds(item)}"
-        case introspect.ListType(item_type=introspect.StrType()):
+        case {"items": {"type": "string"}}:
             return "a list of texts"
-        case introspect.TupleType():
-            return f"a list of {len(kind.item_types)} numbers"
+        case {"items": item}:
+            return "a list of" + expected(item).removeprefix("an").replace("integer", "integers")
         case _:
-            return "a table"
+            return " ".join([_WORDS[schema["type"]], " and ".join(bounds)]).rstrip()
 
 
-def _bounds(kind: introspect.IntType | introspect.FloatType) -> str:
-    bounds = {">=": kind.ge, ">": kind.gt, "<=": kind.le, "<": kind.lt}
-    texts = [f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None]
-    return " " + " and ".join(texts) if texts else ""
+_WORDS = {"integer": "an integer", "number": "a number", "string": "text", "object": "a table"}
+_SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
