@@ -152,8 +152,7 @@ def _serve(stack: ExitStack, look: Look, web: str | None, prometheus: str | None
     """Serve `look`, and what the board is shown after it, until `stack` is closed."""
     from umbra.services.monitor.web.server import Board, PageServer  # few ask for one
 
-    board = Board()
-    board.show(look)
+    board = Board(look)
     for flag, address, resources in (
         ("--web", web, board.page()),
         ("--prometheus", prometheus, board.metrics()),

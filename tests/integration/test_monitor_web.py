@@ -23,9 +23,7 @@ LINE = re.compile(r'[a-z_]+\{([a-z_]+="([^"\\\n]|\\.)*",?)+\} [-+0-9.eInfNa]+')
 
 @pytest.fixture
 def board() -> Board:
-    board = Board()
-    board.show(full_look())
-    return board
+    return Board(full_look())
 
 
 def full_look(**changes: Any) -> Look:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.resources import files
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 from starlette.applications import Starlette
@@ -34,60 +35,56 @@ _HEADERS = {
 Resource: TypeAlias = tuple[str, Callable[[], bytes]]  # media type, and a function for its bytes
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """A look, with what the page gets of it."""
+
+    look: Look
+    lost: bool = False
+
+    @cached_property
+    def json(self) -> bytes:
+        spans = self.look.spans
+        newest = max((own[-1].end for own in spans.values() if own), default=0.0)
+        recent = {
+            name: [span for span in own if span.end >= newest - TIMELINE_S]
+            for name, own in spans.items()
+        }
+        shown = {name: own for name, own in recent.items() if own}
+        return msgspec.json.encode({**look_dict(self.look), "spans": shown, "lost": self.lost})
+
+
 class Board:
     """The holder of a look, read by threads of the servers."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._look: Look | None = None
-        self._lost = False
-        self._json: bytes | None = None
+    def __init__(self, look: Look) -> None:
+        self.show(look)
 
     def show(self, look: Look) -> None:
-        with self._lock:
-            self._look, self._lost, self._json = look, False, None
+        self._now = _Shown(look)
 
     def lose(self) -> None:
         """Mark the run as not answering: the last look stays, and says so."""
-        with self._lock:
-            self._lost, self._json = True, None
+        self._now = replace(self._now, lost=True)
 
     def page(self) -> dict[str, Resource]:
         return {
             "/": _file("page.html", "text/html; charset=utf-8"),
             "/page.css": _file("page.css", "text/css; charset=utf-8"),
             "/page.js": _file("page.js", "text/javascript; charset=utf-8"),
-            "/look.json": ("application/json", self._look_json),
+            "/look.json": ("application/json", lambda: self._now.json),
         }
 
     def metrics(self) -> dict[str, Resource]:
         from prometheus_client import CONTENT_TYPE_LATEST  # few ask for it
 
-        return {"/metrics": (CONTENT_TYPE_LATEST, self._prometheus)}
-
-    def _look_json(self) -> bytes:
-        with self._lock:
-            if self._json is None:
-                self._json = msgspec.json.encode({**_shown(self._look), "lost": self._lost})
-            return self._json
-
-    def _prometheus(self) -> bytes:
         from umbra.services.monitor.web.prometheus import prometheus_text
 
-        with self._lock:
-            look, lost = self._look, self._lost
-        return b"" if look is None else prometheus_text(look, lost=lost)
+        def read() -> bytes:
+            now = self._now
+            return prometheus_text(now.look, lost=now.lost)
 
-
-def _shown(look: Look | None) -> dict[str, Any]:
-    if look is None:
-        return {}
-    newest = max((spans[-1].end for spans in look.spans.values() if spans), default=0.0)
-    spans = {
-        name: [span for span in own if span.end >= newest - TIMELINE_S]
-        for name, own in look.spans.items()
-    }
-    return {**look_dict(look), "spans": {name: own for name, own in spans.items() if own}}
+        return {"/metrics": (CONTENT_TYPE_LATEST, read)}
 
 
 def _file(name: str, media_type: str) -> Resource:
