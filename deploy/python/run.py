@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -26,7 +25,6 @@ from umbra.services.monitor.run_address import RunAddress, find_run
 from umbra.services.monitor.view import sparkline, status_dict
 from umbra.services.process.child import ChildProcess, child_environ, child_error, umbra_argv
 from umbra.services.process.files import is_held
-from umbra.services.prompts.readers import is_elsewhere
 
 LOOK_S = 0.1
 JOIN_S = 5.0  # for the last lines of a child that has ended
@@ -187,20 +185,13 @@ class Run:
             UsageError: there is no trained model yet, or there are no prompts.
             UmbraError: the evaluation failed.
         """
-        model, config = self.model, self._folder.config
-        chosen = str(prompts or json.loads(config.read_bytes())["eval"]["prompts"])
-        if not chosen:
-            raise UsageError("evaluate: give prompts, or begin the run with eval_prompts")
-        if not is_elsewhere(chosen):
-            chosen = str(Path(chosen).resolve())
-        arguments = ["eval", str(model), "--json", "--config", str(config), "--prompts", chosen]
+        self.model  # noqa: B018 - refuses a run that has none
+        arguments = ["eval", str(self.path), "--json"]
+        arguments += ["--prompts", str(prompts)] if prompts else []
         arguments += ["--samples", str(samples)] if samples else []
         arguments += ["--greedy"] if greedy else []
-        search = [Path(path) for path in self._folder.read_origin().get("search", [])]
-        environ = child_environ(search)
-        return last_object(
-            run_stage("evaluate", tuple(arguments), folder=self._folder, environ=environ)
-        )
+        said = run_stage("evaluate", tuple(arguments), folder=self._folder, environ=child_environ())
+        return last_object(said)
 
     # -- while it is under way --------------------------------------------------------------------
 
