@@ -108,16 +108,13 @@ class EnvironmentHost:
             )
         self._check_messages(result.messages, "step")
         self._check_calls(result.tool_calls)
-        return dataclasses.replace(
-            result,
-            reward=finite_number(result.reward, f"{self._name}: step"),
-            done=bool(result.done),
-            reward_parts={
-                str(part): finite_number(value, f"{self._name}: part {part!r}")
-                for part, value in result.reward_parts.items()
-            },
-            reason=str(result.reason),
-        )
+        reward = finite_number(result.reward, f"{self._name}: step")
+        parts = {
+            str(part): finite_number(value, f"{self._name}: part {part!r}")
+            for part, value in result.reward_parts.items()
+        }
+        done, reason = bool(result.done), str(result.reason)
+        return StepResult(reward, done, result.messages, parts, reason, result.tool_calls)
 
     def _check_calls(self, calls: Any) -> None:
         try:

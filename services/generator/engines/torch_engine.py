@@ -341,7 +341,7 @@ class TorchEngine:
     def _admit(self, count: int) -> list[_Row]:
         """Begin at most `count` requests of the queue, no more than a pass reads."""
         rows: list[_Row] = []
-        contexts = {row.context for row in self._rows if row.unread}
+        contexts = {row.context for row in (self._rows if count else ()) if row.unread}
         room = self._reads - sum(map(len, contexts))
         while self._queue and len(rows) < count:
             context = self._queue[0].context
