@@ -15,7 +15,6 @@ have a long tail, the rank with the longest ones has so few tokens that it idles
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -60,7 +59,7 @@ def pack(
         cost: of feeding a part of a sequence: `TrainingFlops.sequence`, say.
     """
     chosen = range(len(tokens.lengths)) if sequences is None else sequences.tolist()
-    units = _priced(_units(tokens, chosen, pack_tokens, share_prompts), tokens, cost)
+    units = _units(tokens, chosen, pack_tokens, share_prompts, cost)
     plans = min(
         (
             _plans(shares, pack_tokens, micro_tokens)
@@ -91,11 +90,21 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     return rows
 
 
-def _units(tokens: Tokens, chosen: Sequence[int], capacity: int, share: bool) -> list[Unit]:
+def _units(
+    tokens: Tokens, chosen: Sequence[int], capacity: int, share: bool, cost: Cost
+) -> list[Unit]:
     """Return what has to stay within one row: sequences, or a prompt and its responses."""
     lengths = tokens.lengths.tolist()
+    learned = torch.bincount(tokens.owner, minlength=len(lengths)).tolist()
+
+    def unit(items: tuple[int, ...], prompt: int) -> Unit:
+        own = [(prompt, lengths[item] - 1, learned[item]) for item in items]
+        fed = prompt + sum(end - start for start, end, _ in own)
+        first = cost(0, prompt, 0) if prompt else 0.0  # once, and each response behind it
+        return Unit(items, prompt, fed, sum((cost(*part) for part in own), first))
+
     if not share or tokens.family is None or tokens.prompts is None:
-        return [Unit((item,), 0, lengths[item] - 1) for item in chosen]
+        return [unit((item,), 0) for item in chosen]
     prompts, family = tokens.prompts.tolist(), tokens.family.tolist()
     families: dict[int, list[int]] = {}
     for item in chosen:
@@ -106,22 +115,8 @@ def _units(tokens: Tokens, chosen: Sequence[int], capacity: int, share: bool) ->
         fed = [lengths[item] - 1 - prompt for item in members]
         for together in first_fit_decreasing(fed, max(0, capacity - prompt)):
             items = tuple(members[index] for index in together)
-            shared = prompt if len(items) > 1 else 0
-            units.append(Unit(items, shared, prompt + sum(fed[index] for index in together)))
+            units.append(unit(items, prompt if len(items) > 1 else 0))
     return units
-
-
-def _priced(units: list[Unit], tokens: Tokens, cost: Cost) -> list[Unit]:
-    """Return `units` with their costs: a shared prompt once, each response behind it."""
-    lengths = tokens.lengths.tolist()
-    learned = torch.bincount(tokens.owner, minlength=len(lengths)).tolist()
-    priced: list[Unit] = []
-    for unit in units:
-        whole = cost(0, unit.prompt, 0) if unit.prompt else 0.0
-        for item in unit.sequences:
-            whole += cost(unit.prompt, lengths[item] - 1, learned[item])
-        priced.append(replace(unit, cost=whole))
-    return priced
 
 
 def _shares(units: list[Unit], world: int, size: Callable[[Unit], float]) -> list[list[Unit]]:

@@ -11,10 +11,11 @@ import json
 import logging
 import tomllib
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 Tools = Sequence[dict[str, Any]]
 _CALLS = "tool_calls"
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # as response templates name it
-_STEP = 16  # characters, fewer than a call with its beginning and its end
 
 TOLD: dict[str, Any] = {
     "start_anchor_pattern": r"\Z",
@@ -47,17 +47,16 @@ TOLD: dict[str, Any] = {
 (`chat_template.with_tools`)."""
 
 
-class Parser(Protocol):
-    """A way of writing reasoning and calls.
+class Parser:
+    """A way of writing reasoning and calls; by this one all of a turn is words.
 
     `calls`: it reads calls of tools. `marked`: it needs the special tokens in a turn's text.
     `plain`: without tools all of a turn is words.
     """
 
-    name: str
-    calls: bool
-    marked: bool
-    plain: bool
+    name = "none"
+    calls = marked = False
+    plain = True
 
     def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
         """Read the turn `text`.
@@ -67,25 +66,14 @@ class Parser(Protocol):
             tools: those that the prompt describes. Without any, nothing is taken for a call.
             stop: the end token that follows the turn, or "".
         """
-        ...
-
-
-class PlainParser:
-    """All of a turn is words."""
-
-    name = "none"
-    calls = marked = False
-    plain = True
-
-    def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
         del prompt, tools, stop
         return Said(text=text, content=text)
 
 
-PLAIN = PlainParser()
+PLAIN = Parser()
 
 
-class ResponseTemplateParser:
+class ResponseTemplateParser(Parser):
     """A response template of Transformers, by its name in `model.parser`.
 
     With `told`, calls are read as a system message has told the model to write them.
@@ -110,81 +98,60 @@ class ResponseTemplateParser:
     def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
         template = self._calling if tools or self._silent is None else self._silent
         prefix = prompt if template.start_anchor_re.search(prompt) is not None else ""
-        turn = _Turn(template, prefix, tools, [text, stop])
-        if turn.problem:
-            # Transformers reports nothing for a text with an error. Where the broken call begins
-            # is known if it gets small texts.
-            steps = [text[at : at + _STEP] for at in range(0, len(text), _STEP)]
-            turn = _Turn(template, prefix, tools, [*steps, stop])
-        content = turn.content.removesuffix(stop)
-        if turn.calls:
+        content, reasoning, calls, problem = _parse(template, prefix, tools, text, stop)
+        if problem:  # it is none: it and all around it are words
+            calls, content, reasoning = [], text, ""
+            if self._silent is not None:
+                content, reasoning, *_ = _parse(self._silent, prefix, (), text, stop)
+        content = content.removesuffix(stop)
+        if calls:
             content = content.strip()
-        if text.strip() and not (content or turn.reasoning or turn.calls):
+        if text.strip() and not (content or reasoning or calls):
             content = text  # it fits no field of the response template
         return Said(
             text=text,
             content=content,
-            reasoning=turn.reasoning.strip(),
-            tool_calls=turn.calls,
-            problem=turn.problem,
+            reasoning=reasoning.strip(),
+            tool_calls=calls,
+            problem=problem and f"the tool call cannot be read: {problem}",
         )
 
 
-class _Turn:
-    """A turn that is read piece by piece."""
+def _parse(
+    template: Any, prefix: str, tools: Tools, text: str, stop: str
+) -> tuple[str, str, list[dict[str, Any]], str]:
+    """Return content, reasoning and calls of a turn, and the fault of a call, or ""."""
+    words: defaultdict[str, str] = defaultdict(str)
+    calls: list[dict[str, Any]] = []
+    parser = ResponseParser(template, prefix=prefix, tools=list(tools) or None)
+    try:
+        for event in [*parser.feed(text), *parser.feed(stop), *parser.finalize()[1]]:
+            if event["type"] == "region_chunk":
+                words[event["field"]] += event["text"]
+            elif event["type"] == "region_close" and event["field"] == _CALLS:
+                calls.append(event["value"])
+        problem = next(filter(None, map(_fault, calls)), "")
+    except ValueError as error:
+        problem = str(error.__cause__ or error)
+    field = template.fields.get(_CALLS)
+    if field is not None and (calls or problem) and not _is_closed(field, text + stop):
+        problem = "it is not closed"
+    return words["content"], "".join(words[name] for name in _REASONING), calls, problem
 
-    def __init__(self, template: Any, prefix: str, tools: Tools, pieces: Sequence[str]) -> None:
-        self.content = self.reasoning = self.problem = ""
-        self.calls: list[dict[str, Any]] = []
-        self._calls_field = template.fields.get(_CALLS)
-        self._text = ""
-        self._starts: list[int] = []  # of the calls
-        self._before = ""  # the content before the first of them
-        parser = ResponseParser(template, prefix=prefix, tools=list(tools) or None)
-        try:
-            for piece in pieces:
-                self._text += piece
-                self._take(parser.feed(piece))
-            self._take(parser.finalize()[1])
-        except ValueError as error:
-            cause = error.__cause__ or error if self._is_closed() else "it is not closed"
-            self.problem = f"the tool call cannot be read: {cause}"
-            # It is none: it and all that follows the first one are words.
-            self.content = self._before + "".join(pieces)[self._starts[0] if self._starts else 0 :]
-            self.calls = []
 
-    def _take(self, events: list[dict[str, Any]]) -> None:
-        for event in events:
-            field, kind = event["field"], event["type"]
-            if kind == "region_chunk" and field == "content":
-                self.content += event["text"]
-            elif kind == "region_chunk" and field in _REASONING:
-                self.reasoning += event["text"]
-            elif field == _CALLS and kind == "region_open":
-                if not self._starts:
-                    self._before = self.content
-                opened = [found.start() for found in self._calls_field.open_re.finditer(self._text)]
-                self._starts.append(opened[-1] if opened else len(self._text))
-            elif field == _CALLS and kind == "region_close":
-                if fault := self._fault(event["value"]):
-                    raise ValueError(fault)
-                self.calls.append(event["value"])
+def _is_closed(calls: Any, text: str) -> bool:
+    """True if the last call in `text` ends: the library also gives calls that break off."""
+    opened = [found.end() for found in calls.open_re.finditer(text)]
+    return calls.close_re is None or bool(calls.close_re.search(text, opened[-1] if opened else 0))
 
-    def _fault(self, call: Any) -> str:
-        """Return the fault in a call, or ""; the library also gives calls that break off."""
-        if not self._is_closed():
-            return "it is not closed"
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            return "it must be an object with a name and arguments"
-        if not isinstance(function.setdefault("arguments", {}), dict):
-            return "its arguments must be an object"
-        return ""
 
-    def _is_closed(self) -> bool:
-        close = self._calls_field.close_re
-        start = self._starts[-1] if self._starts else 0
-        return close is None or close.search(self._text, start) is not None
+def _fault(call: Any) -> str:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return "it must be an object with a name and arguments"
+    if not isinstance(function.setdefault("arguments", {}), dict):
+        return "its arguments must be an object"
+    return ""
 
 
 VLLM = "vllm/"  # begins the names of vLLM's parsers
@@ -300,7 +267,7 @@ def _read(parser: Parser, template: ChatTemplate, said: Message) -> Said | None:
         return None
 
 
-class VllmParser:
+class VllmParser(Parser):
     """Parsers of vLLM: of tool calls, and if it is named, of reasoning.
 
     Raises:

@@ -28,7 +28,6 @@ from umbra.services.trainer.flops import TrainingFlops
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
 
-LENGTHS = [9, 2, 30, 5, 5, 17, 3, 12]
 # Qwen3-0.6B, in millions of operations, for sequences of which a token stands for 16.
 MODEL = TrainingFlops(body=440, head=155, attention=16 * 28 * 2048 / 1e6)
 
@@ -43,16 +42,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def tokens() -> Tokens:
-    """Sequences whose second half is learned."""
-    lengths = torch.tensor(LENGTHS)
-    starts = lengths.cumsum(0) - lengths
-    learned, owner = [], []
-    for sample, (start, length) in enumerate(zip(starts.tolist(), LENGTHS, strict=True)):
-        for position in range(start + max(1, length // 2), start + length):
-            learned.append(position)
-            owner.append(sample)
-    ids = torch.randint(5, 100, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
-    return Tokens(ids, lengths, torch.tensor(learned), torch.tensor(owner))
+    """Three prompts with 4, 3 and 1 responses; what follows the prompt is learned, in part."""
+    generator = torch.Generator().manual_seed(2)
+    ids, lengths, learned, owner, prompts, family = [], [], [], [], [], []
+    for number, (prompt_length, responses) in enumerate(
+        [(9, [4, 1, 7, 2]), (1, [3, 6, 5]), (5, [3])]
+    ):
+        prompt = torch.randint(5, 100, (prompt_length,), generator=generator)
+        for length in responses:
+            start = sum(lengths)
+            learned += [start + prompt_length + at for at in range(length) if at != 1]
+            owner += [len(lengths)] * (length - (length > 1))
+            ids += [prompt, torch.randint(5, 100, (length,), generator=generator)]
+            lengths.append(prompt_length + length)
+            prompts.append(prompt_length)
+            family.append(number)
+    return Tokens(
+        torch.cat(ids),
+        torch.tensor(lengths),
+        torch.tensor(learned),
+        torch.tensor(owner),
+        torch.tensor(prompts),
+        torch.tensor(family),
+    )
 
 
 def one_by_one(model: PreTrainedModel, tokens: Tokens, temperature: Tensor) -> Tensor:
@@ -70,29 +82,11 @@ def one_by_one(model: PreTrainedModel, tokens: Tokens, temperature: Tensor) -> T
     return result
 
 
-@pytest.mark.parametrize("pack_tokens", [1, 20, 200])
-@pytest.mark.parametrize("micro_tokens", [1, 10_000])
-@torch.no_grad()
-def test_packing_changes_no_logprob(
-    model: PreTrainedModel, tokens: Tokens, pack_tokens: int, micro_tokens: int
-) -> None:
-    temperature = torch.linspace(0.5, 1.5, len(tokens.learned))
-    scorer = Scorer(model)
-    found = torch.full((len(tokens.learned),), float("nan"))
-    for micro in pack(tokens, pack_tokens=pack_tokens, micro_tokens=micro_tokens):
-        rows, width = micro.input_ids.shape
-        assert rows == 1 or rows * width <= micro_tokens
-        assert width <= pack_tokens or (micro.position_ids[0] == torch.arange(width)).all()
-        found[micro.source] = scorer(micro, temperature[micro.source])[0]
-    expected = one_by_one(model, tokens, temperature)
-    assert_same_logprobs(found, expected, model)
-
-
 @torch.no_grad()
 def test_a_row_of_one_sequence_needs_no_mask(model: PreTrainedModel, tokens: Tokens) -> None:
     full = Attention()
     assert all(full.express(m.mask) is None for m in pack(tokens, pack_tokens=1, micro_tokens=10))
-    (dense,) = pack(tokens, pack_tokens=64, micro_tokens=10_000)
+    (dense,) = pack(tokens, pack_tokens=200, micro_tokens=10_000)
     mask = full.express(dense.mask)
     assert isinstance(mask, Tensor)
     assert mask.any(-1).all(), "a row of the mask without any True gives NaN"
@@ -100,7 +94,7 @@ def test_a_row_of_one_sequence_needs_no_mask(model: PreTrainedModel, tokens: Tok
 
 @torch.no_grad()
 def test_entropy_of_a_flat_distribution(model: PreTrainedModel, tokens: Tokens) -> None:
-    (micro,) = pack(tokens, pack_tokens=64, micro_tokens=10_000)
+    (micro,) = pack(tokens, pack_tokens=200, micro_tokens=10_000)
     hot = torch.full((len(micro.source),), 1e12)  # no logit is left to see
     logprobs, entropy = Scorer(model)(micro, hot)
     flat = torch.tensor(float(model.config.vocab_size)).log()
@@ -112,7 +106,7 @@ def test_entropy_of_a_flat_distribution(model: PreTrainedModel, tokens: Tokens) 
 def test_entropies_have_a_gradient_when_it_is_asked_for(
     model: PreTrainedModel, tokens: Tokens
 ) -> None:
-    (micro,) = pack(tokens, pack_tokens=64, micro_tokens=10_000)
+    (micro,) = pack(tokens, pack_tokens=200, micro_tokens=10_000)
     scorer, ones = Scorer(model), torch.ones(len(micro.source))
     found = {asked: scorer(micro, ones, entropy_gradient=asked) for asked in (False, True)}
     assert {asked: entropy.requires_grad for asked, (_, entropy) in found.items()} == {
@@ -127,7 +121,7 @@ def test_entropies_have_a_gradient_when_it_is_asked_for(
 
 @torch.no_grad()
 def test_logprobs_of_what_sampling_leaves_in(model: PreTrainedModel, tokens: Tokens) -> None:
-    (micro,) = pack(tokens, pack_tokens=64, micro_tokens=10_000)
+    (micro,) = pack(tokens, pack_tokens=200, micro_tokens=10_000)
     count = len(micro.source)
     scorer, temperature = Scorer(model), torch.full((count,), 0.7)
     every = torch.arange(model.config.vocab_size)
@@ -185,38 +179,12 @@ def test_first_fit_decreasing_places_each_once_within_capacity(
         assert len(row) == 1 or sum(lengths[item] for item in row) <= capacity
 
 
-def family_tokens(seed: int = 2) -> Tokens:
-    """Three prompts with 4, 3 and 1 responses; what follows the prompt is learned, in part."""
-    generator = torch.Generator().manual_seed(seed)
-    ids, lengths, learned, owner, prompts, family = [], [], [], [], [], []
-    for number, (prompt_length, responses) in enumerate(
-        [(9, [4, 1, 7, 2]), (1, [3, 6, 5]), (5, [3])]
-    ):
-        prompt = torch.randint(5, 100, (prompt_length,), generator=generator)
-        for length in responses:
-            start = sum(lengths)
-            learned += [start + prompt_length + at for at in range(length) if at != 1]
-            owner += [len(lengths)] * (length - (length > 1))
-            ids += [prompt, torch.randint(5, 100, (length,), generator=generator)]
-            lengths.append(prompt_length + length)
-            prompts.append(prompt_length)
-            family.append(number)
-    return Tokens(
-        torch.cat(ids),
-        torch.tensor(lengths),
-        torch.tensor(learned),
-        torch.tensor(owner),
-        torch.tensor(prompts),
-        torch.tensor(family),
-    )
-
-
 @pytest.mark.parametrize("pack_tokens", [1, 12, 20, 200])
 @pytest.mark.parametrize("micro_tokens", [1, 10_000])
-def test_a_shared_prompt_changes_no_logprob_and_no_gradient(
-    model: PreTrainedModel, pack_tokens: int, micro_tokens: int
+@pytest.mark.parametrize("share", [False, True])
+def test_packing_changes_no_logprob_and_no_gradient(
+    model: PreTrainedModel, tokens: Tokens, pack_tokens: int, micro_tokens: int, share: bool
 ) -> None:
-    tokens = family_tokens()
     temperature = torch.linspace(0.5, 1.5, len(tokens.learned))
     weight = torch.linspace(-1.0, 1.0, len(tokens.learned))
     model.zero_grad()
@@ -225,8 +193,11 @@ def test_a_shared_prompt_changes_no_logprob_and_no_gradient(
     model.zero_grad()
     found = torch.full((len(tokens.learned),), float("nan"))
     for micro in pack(
-        tokens, pack_tokens=pack_tokens, micro_tokens=micro_tokens, share_prompts=True
+        tokens, pack_tokens=pack_tokens, micro_tokens=micro_tokens, share_prompts=share
     ):
+        rows, width = micro.input_ids.shape
+        assert rows == 1 or rows * width <= micro_tokens
+        assert width <= pack_tokens or (micro.position_ids[0] == torch.arange(width)).all()
         logprobs, _ = Scorer(model)(micro, temperature[micro.source])
         found[micro.source] = logprobs.detach()
         (logprobs * weight[micro.source]).sum().backward()
@@ -239,8 +210,7 @@ def test_a_shared_prompt_changes_no_logprob_and_no_gradient(
         assert_same_sums(parameter.grad, expected[name], terms=terms, what=name)
 
 
-def test_a_prompt_is_fed_once_where_its_responses_fit() -> None:
-    tokens = family_tokens()
+def test_a_prompt_is_fed_once_where_its_responses_fit(tokens: Tokens) -> None:
     apart = pack(tokens, pack_tokens=200, micro_tokens=10_000)
     shared = pack(tokens, pack_tokens=200, micro_tokens=10_000, share_prompts=True)
     fed = int((tokens.lengths - 1).sum())
