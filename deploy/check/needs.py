@@ -115,7 +115,8 @@ def _trainer(config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | 
         ):
             place += [replace(item, name=f"critic: {item.name}") for item in items]
     trained = sizes.trained // ranks
-    host.append(Item("rows of a tensor while it is read", 4 * sizes.largest // ranks, (LOADING,)))
+    read = max(sizes.largest, sizes.layer[0]) // ranks
+    host.append(Item("rows of a layer while it is read", 4 * read, (LOADING,)))
     if config.checkpoint.every:
         state = 4 * trained + moments(trainer, sizes)
         host.append(Item("copy for checkpoints", state, LOADED, "set checkpoint.every = 0"))

@@ -88,7 +88,7 @@ class _Forward:
 
         Hidden states are [n, H], indices (of all experts) and weights [n, k].
         """
-        group, own = self.group, _Own(self.experts, self.group.size)
+        group, own = self.group, SeenExperts(self.experts, self.group.size)
         choices = top_k_index.shape[1]
         chosen, order = top_k_index.flatten().sort(stable=True)
         counts = torch.bincount(chosen, minlength=self.experts.num_experts).view(group.size, -1)
@@ -96,7 +96,8 @@ class _Forward:
         dist.all_to_all_single(come, counts, group=group.group)
         # One wait for the device instead of two.
         send, receive = torch.stack([counts.sum(1), come.sum(1)]).tolist()
-        tokens = hidden_states[order // choices].to(own.dtype)
+        dtype = next(self.experts.parameters()).dtype
+        tokens = hidden_states[order // choices].to(dtype)
         received = all_to_all_single_autograd(tokens, receive, send, group.group)
         results = own.compute(received, come).contiguous()
         returned = all_to_all_single_autograd(results, send, receive, group.group)
@@ -106,17 +107,23 @@ class _Forward:
         return (chosen_results * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
 
-class _Own:
-    """The experts that are here, as the `forward` of their class sees them: `self`."""
+class SeenExperts:
+    """Experts as the `forward` of their class sees them: `self`.
 
-    def __init__(self, experts: Any, ranks: int) -> None:
+    Those that are here, and in the dtype of autocast, which leaves their products out: with float32
+    weights they would be float32 on a GPU, one expert after the other (torch 2.13).
+    """
+
+    def __init__(self, experts: Any, ranks: int = 1) -> None:
         self._experts = experts
         self.num_experts: int = experts.num_experts // ranks
-        self.dtype: torch.dtype = next(experts.parameters()).dtype
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._experts, name)
-        return value.to_local() if isinstance(value, DTensor) else value
+        value = value.to_local() if isinstance(value, DTensor) else value
+        if isinstance(value, Tensor) and torch.is_autocast_enabled(value.device.type):
+            return value.to(torch.get_autocast_dtype(value.device.type))
+        return value
 
     def compute(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Return the experts' outputs [m, H] for tokens [m, H], ordered by source rank and expert.

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import AdapterFacts
 from umbra.services.config import TrainerConfig
+from umbra.services.modeling.sharded import held_rows, sharded_like, whole
 
 BASE = ".base_layer"
 _ADAPTER = "default"
@@ -50,37 +49,17 @@ class LowRank:
 
         Only the small factors are gathered: a collective if the ranks hold shards.
         """
-        if not isinstance(self.base, DTensor):
-            return self.base + self.scale * self._product(self.b, self.a, 0, len(self.base))
-        assert isinstance(self.a, DTensor) and isinstance(self.b, DTensor)
-        local = self.base.to_local()
-        if self.base.dim() == 2:
-            product = self.b.to_local() @ self.a.full_tensor()
+        a, b = whole(self.a), whole(self.b)
+        own, first = held_rows("base", self.base)
+        rows = slice(first, first + len(own))
+        if own.dim() == 2:
+            product = b[rows] @ a
         else:
-            _, (first, *_) = compute_local_shape_and_global_offset(
-                self.base.shape, self.base.device_mesh, self.base.placements
-            )
-            a, b = self.a.full_tensor(), self.b.full_tensor()
-            product = self._product(b, a, first, first + len(local))
-        own = local + self.scale * product
-        return DTensor.from_local(
-            own,
-            self.base.device_mesh,
-            self.base.placements,
-            run_check=False,
-            shape=self.base.shape,
-            stride=self.base.stride(),
-        )
-
-    def _product(self, b: Tensor, a: Tensor, first: int, end: int) -> Tensor:
-        """Return B A, of experts `[first, end)`."""
-        if self.base.dim() == 2:
-            return b @ a
-        experts = self.base.shape[0]
-        of_a = a.view(experts, -1, a.shape[-1])[first:end]
-        of_b = b.view(b.shape[0], -1, experts).permute(2, 0, 1)[first:end]
-        product = of_b @ of_a
-        return product.mT if self.transposed else product
+            experts = self.base.shape[0]
+            of_b = b.view(b.shape[0], -1, experts).permute(2, 0, 1)[rows]
+            product = of_b @ a.view(experts, -1, a.shape[-1])[rows]
+            product = product.mT if self.transposed else product
+        return sharded_like(self.base, own + self.scale * product, self.base.shape)
 
 
 def add_adapter(

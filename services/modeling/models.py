@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,8 @@ from umbra.services.modeling.pretrained import (
     read_generation,
     read_transformers_config,
 )
-from umbra.services.modeling.weight_files import NotByRowsError, WeightFiles
+from umbra.services.modeling.weight_files import WeightFiles
 from umbra.services.process.versions import driver_version
-
-log = logging.getLogger(__name__)
 
 
 def _sees_gpu(key: str) -> bool:
@@ -121,22 +118,15 @@ def outline_model(
 
 def open_weights(
     kind: Any, directory: Path, source: str, checked: Collection[str] = ()
-) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """Return the model that `read_weights` gives, on the meta device, and its files.
-
-    A model that cannot be read by rows is loaded whole, and has no files.
-    """
-    model = _outline(kind, directory, source, checked, dtype=torch.float32)
-    try:
-        with loading(directory, source):
-            return model.eval(), WeightFiles(directory, model, source)
-    except NotByRowsError as error:
-        log.warning("%s: every rank loads the whole of %s: %s", source, directory, error)
-    return read_weights(kind, directory, torch.float32, source, checked), None
+) -> tuple[PreTrainedModel, WeightFiles]:
+    """Return the model that `read_weights` gives, on the meta device, and its files."""
+    model = _outline(kind, directory, source, checked, dtype=torch.float32).eval()
+    return model, WeightFiles(directory, model, source)
 
 
 def _outline(kind: Any, directory: Path, source: str, checked: Collection[str], **how: Any) -> Any:
     check_architecture(directory, source, checked)
+    transformers_logging.disable_progress_bar()
     with loading(directory, source):
         config = read_transformers_config(directory)
         how = {**how, "attn_implementation": attention_implementation(config)}

@@ -16,7 +16,7 @@ from torchao.optim import AdamW8bit as TorchAOAdamW8bit
 from torchao.optim.adam import single_param_adam
 from torchao.optim.subclass_8bit import OptimState8bit, get_qmap_signed
 
-from umbra.services.trainer.optimizer import local, sharded_like
+from umbra.services.modeling.sharded import local, sharded_like
 
 BLOCK = 128  # numbers that share a scale; it divides widths that 256 does not (896, Qwen2.5-0.5B)
 MOMENTS = ("exp_avg", "exp_avg_sq")

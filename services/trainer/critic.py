@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.micro_batch import MicroBatch
+from umbra.services.modeling.model_directory import check_model_dir
+from umbra.services.modeling.models import open_weights
 from umbra.services.modeling.sequence_parallel import SequenceGroup, SequenceParallel
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.checkpoints.state import ModelState
@@ -29,7 +31,7 @@ from umbra.services.trainer.distributed.sharding import clip_gradients
 from umbra.services.trainer.learner import Learner, bring_up
 from umbra.services.trainer.metrics import Row
 from umbra.services.trainer.objectives.advantages import value_loss
-from umbra.services.trainer.policy import open_backbone, read, written_whole
+from umbra.services.trainer.policy import read, written_whole
 from umbra.services.trainer.snapshot import whole_weights
 
 HEAD_FILE = "value_head.safetensors"
@@ -85,8 +87,9 @@ class Critic:
         self._learner = learner
         self._ranks = learner.ranks
         self._device = learner.device
-        directory = Path(config.critic.path or config.model.name)
-        backbone, files = open_backbone(directory, "critic.path", config.model.checked)
+        path = config.critic.path or config.model.name
+        directory = check_model_dir(path, "critic.path", tokenizer=False)
+        backbone, files = open_weights(AutoModel, directory, "critic.path", config.model.checked)
         attention = Attention.prepare(backbone, self._device)
         if attention.recurrent and learner.rows.pack_tokens > 1:
             raise UsageError(
@@ -98,8 +101,7 @@ class Critic:
         if (head := directory / HEAD_FILE).exists():  # else it begins as the policy
             self.model.load_state_dict(load_file(head), strict=False)
         bring_up(backbone, config.trainer, self._device, self._ranks, self.model)
-        if files is not None:
-            read(backbone, files)
+        read(backbone, files)
         self.model.eval()
         self._parameters = list(self.model.parameters())
         self._optimizer = torch.optim.AdamW(

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
-import msgspec
-
 from umbra.proto.errors import DivergedError, UsageError
 from umbra.services.config.trajectory_rules import RunFacts
 from umbra.services.process.command import ServiceContext
@@ -102,17 +100,16 @@ class Loop:
         Raises:
             DeadlineError: no slot became free in time.
         """
-        member, slot, place = self._member, None, b""
+        member, slot, place = self._member, None, None
         with self._phase("wait_slot"):
             if member is not None and (slot := member.slot(self.version)) is not None:
-                place = msgspec.msgpack.encode(member.publisher.place)
-            place = self._ranks.spread(place)
-        if not place:
+                place = member.publisher.place
+            place = self._ranks.spread(place, tuple[str, int] | None)
+        if place is None:
             return False
         with self._phase("snapshot"):
             begin = time.perf_counter()
-            at = msgspec.msgpack.decode(place, type=tuple[str, int])
-            sums = self._snapshots.write(at, slot)
+            sums = self._snapshots.write(place, slot)
             if member is not None:
                 member.publisher.publish_soon(self.version, time.perf_counter() - begin, sums)
         return True
@@ -125,9 +122,7 @@ class Loop:
                 if self._member is not None:
                     self._member.saved(outcomes)
                     turn = self._member.turn(self.version + 1)
-                if self._ranks.world > 1:
-                    told = self._ranks.spread(msgspec.msgpack.encode(turn))
-                    turn = msgspec.msgpack.decode(told, type=NextStep)
+                turn = self._ranks.spread(turn, NextStep)
                 if turn.stop:
                     return None
                 if turn.save:

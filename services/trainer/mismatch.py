@@ -25,12 +25,12 @@ from torch import Tensor
 
 from umbra.proto.errors import MismatchError
 from umbra.services.config import RunConfig
+from umbra.services.modeling.sharded import local
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import reshard
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
-from umbra.services.trainer.optimizer import local
 
 CAP = 1.0  # of a token's k3; a log-probability that is not finite counts as much
 MIN_TOKENS = 64  # of a generator, until it is judged

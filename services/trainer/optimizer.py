@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
+from umbra.services.modeling.sharded import local
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.Optimizer:
@@ -83,31 +83,3 @@ class MasterWeights:
     def push(self) -> None:
         for parameter, copy in self._copies.items():
             local(parameter).copy_(local(copy))
-
-
-def local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def sharded_like(tensor: Tensor, held: Tensor, shape: Iterable[int]) -> Tensor:
-    """Wrap `held`, this rank's rows of a tensor of `shape` that is sharded as `tensor` is."""
-    if not isinstance(tensor, DTensor):
-        return held
-    whole = torch.Size(shape)
-    made = DTensor.from_local(
-        held,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=whole,
-        stride=torch.empty(whole, device="meta").stride(),
-    )
-    return made.to(held.device)  # from_local moves it to the mesh's device
-
-
-def rows_like(tensor: Tensor, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros [rows of `tensor`, ...], sharded by rows as it is, on its device."""
-    own, whole = local(tensor), torch.Size(shape)
-    rows = [len(own), *whole[1:]] if isinstance(tensor, DTensor) else whole
-    return sharded_like(tensor, torch.zeros(rows, dtype=dtype, device=own.device), whole)

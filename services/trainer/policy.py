@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
@@ -27,9 +26,10 @@ from umbra.services.modeling.lora import is_adapter
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.models import open_weights, read_weights
 from umbra.services.modeling.pretrained import load_tokenizer
+from umbra.services.modeling.sharded import held_rows
 from umbra.services.modeling.weight_files import WeightFiles
 from umbra.services.process.files import DISK
-from umbra.services.trainer.snapshot import bare_name, held_rows
+from umbra.services.trainer.snapshot import bare_name
 
 
 def load_policy(
@@ -59,11 +59,10 @@ def open_policy(
     checked: Collection[str] = (),
     *,
     trust: bool = False,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, WeightFiles | None]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, WeightFiles]:
     """Do as `load_policy` without weights; return the files that each rank reads its own rows from.
 
-    There are none where the model had to be loaded whole. A model that could not be written again
-    is refused.
+    A model that could not be written again is refused.
 
     Raises:
         UsageError: as `load_policy`, or a weight is missing, or the trained model could not be
@@ -79,14 +78,6 @@ def open_policy(
         except (TypeError, ValueError) as error:
             raise UsageError(f"{source}: {path} cannot be written again: {error}") from error
     return model, tokenizer, files
-
-
-def open_backbone(
-    path: str | Path, source: str, checked: Collection[str] = ()
-) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """Open the transformer without its output layer or tokenizer; raises as `open_policy`."""
-    directory = check_model_dir(path, source, tokenizer=False)
-    return open_weights(AutoModel, directory, source, checked)
 
 
 def write_policy(
@@ -175,10 +166,11 @@ class HeldWeights:
     def __init__(self, model: nn.Module) -> None:
         self._weights = {name: p.detach() for name, p in model.named_parameters()}
 
-    def read(self, name: str, place: Tensor, first: int = 0) -> None:
-        """Copy rows `[first, first + len(place))` of parameter `name` to `place`."""
-        whole = self._weights[name]
-        place.copy_(whole if whole.dim() == 0 else whole[first : first + len(place)])
+    def read(self, places: Mapping[str, Tensor]) -> None:
+        """Fill `places` as `WeightFiles.read` does, parameters alone."""
+        for name, held in self._weights.items():
+            rows, first = held_rows(name, places[name])
+            rows.copy_(held[first : first + len(rows)] if held.dim() else held)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
@@ -217,15 +209,15 @@ def read(
     source: WeightFiles | HeldWeights,
     into: Callable[[nn.Parameter], Tensor] = lambda p: p,
 ) -> None:
-    """Read the rows that are held here of every weight; adapters have theirs.
+    """Read the rows that are held here of every weight and stored buffer; adapters have theirs.
 
-    Besides these a rank needs the memory of its rows of one tensor. `into` says which tensor,
+    Besides these a rank needs the memory of its rows of one layer. `into` says which tensor,
     sharded like it, is filled for a parameter.
 
     Raises:
         UsageError: a file cannot be read, or is of another model.
     """
-    for name, parameter in model.named_parameters():
-        if not is_adapter(name):
-            rows, first = held_rows(name, into(parameter).detach())
-            source.read(bare_name(name), rows, first)
+    stored = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    weights = {n: into(p).detach() for n, p in model.named_parameters() if not is_adapter(n)}
+    source.read({bare_name(name): place for name, place in (weights | buffers).items()})

@@ -94,7 +94,7 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
                 out = export_policy(learner.model, tokenizer, run_dir / "model", weights)
                 context.log.info("model written to %s", out)
             if critic is not None:
-                ranks.spread()  # the others wait here, however long the disk takes
+                ranks.agree(True)  # the others wait here, however long the disk takes
                 out = critic.export(run_dir / "critic")
                 if member is not None:
                     context.log.info("critic written to %s", out)

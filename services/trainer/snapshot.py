@@ -9,26 +9,22 @@ LoRA adapter goes out merged, one at a time; or a version is the factors of all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import (
-    _StridedShard,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.distributed.tensor import DTensor, Shard
 
 from umbra.proto.records import Manifest
 from umbra.services.modeling.gpu_copies import HashedCopies, gpu_copies, page_lock
 from umbra.services.modeling.lora import BASE, LowRank, factors, is_adapter, low_rank
+from umbra.services.modeling.sharded import held_rows, local, whole
 from umbra.services.modeling.weights import DTYPES
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import reshard
 from umbra.services.weights.verify import Copied
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-PIECE_BYTES = 32 << 20  # of one message between ranks, unless a row has more
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what torch adds to names
 
 
@@ -110,43 +106,16 @@ def whole_weights(
 ) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint, whole, float32 and on the CPU, by name; on rank 0.
 
-    Where parameters are sharded every rank has to call it, and sends what it holds, one tensor
-    after the other. `of` gives what to take for a parameter.
+    Where parameters are sharded every rank has to call it, and holds one tensor whole after the
+    other. `of` gives what to take for a parameter.
     """
-    whole: dict[str, Tensor] = {}
-    ranks = ranks or Ranks()
+    found: dict[str, Tensor] = {}
     for name, source in _tensors(model, of).items():
-        tensor = source.merged() if isinstance(source, LowRank) else source.detach()
-        if isinstance(tensor, DTensor):
-            tensor = _gathered(name, tensor, ranks)
-        if ranks.rank == 0:
+        tensor = whole(source.merged() if isinstance(source, LowRank) else source.detach())
+        if ranks is None or ranks.rank == 0:
             bf16 = isinstance(source, LowRank | nn.Parameter) and tensor.dtype == torch.bfloat16
-            whole[name] = tensor.cpu().float() if bf16 else tensor.cpu()
-    return whole
-
-
-def _gathered(name: str, tensor: DTensor, ranks: Ranks) -> Tensor:
-    """Return the whole of a sharded tensor on rank 0, in host memory; nothing on the others.
-
-    Rows go in messages of a bounded size, as the ranks may be on several hosts.
-    """
-    own, first = own_rows(name, tensor, ranks.rank, ranks.world)
-    parts: list[list[int]] = ranks.gather_ranks(torch.tensor([first, len(own)])).tolist()
-    if ranks.rank:
-        for some in _pieces(own):
-            dist.send(as_bytes(some.contiguous().cpu()), 0)
-        return own[:0]
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    whole[first : first + len(own)].copy_(own)
-    for rank, (begin, count) in enumerate(parts):
-        for some in _pieces(whole[begin : begin + count]) if rank else ():
-            dist.recv(as_bytes(some), rank)
-    return whole
-
-
-def _pieces(rows: Tensor) -> Iterator[Tensor]:
-    step = max(1, PIECE_BYTES * len(rows) // max(1, rows.nbytes))
-    return (rows[at : at + step] for at in range(0, len(rows) if rows.numel() else 0, step))
+            found[name] = tensor.cpu().float() if bf16 else tensor.cpu()
+    return found
 
 
 def as_bytes(rows: Tensor) -> Tensor:
@@ -191,11 +160,11 @@ def own_rows(name: str, tensor: Tensor, rank: int, world: int) -> tuple[Tensor, 
     """
     if isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements):
         return held_rows(name, tensor)
-    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    tensor = local(tensor)
     if tensor.dim() == 0:
         return (tensor, 0) if rank == 0 else (tensor.new_empty(0), 0)
-    start, end = chunk(tensor.shape[0], rank, world)
-    return tensor[start:end], start
+    rows, start = Shard.local_shard_size_and_offset(len(tensor), world, rank)
+    return tensor[start : start + rows], start
 
 
 def written_rows(
@@ -209,46 +178,6 @@ def written_rows(
         if own.numel():
             rows[name] = first, first + (len(own) if own.dim() else 1)
     return rows
-
-
-def held_rows(name: str, tensor: Tensor) -> tuple[Tensor, int]:
-    """Return the local rows of `tensor` and the first's number; ValueError if cut otherwise."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor, 0
-    mesh, placements = tensor.device_mesh, tensor.placements
-    sharded = [dim for dim in range(mesh.ndim) if not isinstance(placements[dim], Replicate)]
-    kinds = [placements[dim] for dim in sharded]
-    if _is_divided_twice(kinds):
-        sharded.reverse()
-    elif len(sharded) > 1 or any(kind != Shard(0) for kind in kinds):
-        raise ValueError(f"{name} is placed as {placements}: only Shard(0) can be written by rows")
-    own = tensor.to_local()
-    start, end = 0, tensor.shape[0] if tensor.dim() else 0
-    for dim in sharded:
-        first, last = chunk(end - start, mesh.get_local_rank(dim), mesh.size(dim))
-        start, end = start + first, start + last
-    return (own[: end - start], start) if sharded else (own, 0)
-
-
-def _is_divided_twice(placements: list[Placement]) -> bool:
-    """Return whether rows are divided over the last dimension of a mesh, and then over the first.
-
-    Experts are; FSDP calls it strided, as neighbouring ranks have rows that are not neighbours.
-    """
-    if len(placements) != 2:
-        return False
-    first, last = placements
-    return isinstance(first, _StridedShard) and first.dim == 0 and last == Shard(0)
-
-
-def chunk(rows: int, rank: int, world: int) -> tuple[int, int]:
-    """Return the rows `[start, end)` that `rank` of `world` holds, as `torch.chunk` divides them.
-
-    All chunks but the last ones have the same size; those may be smaller, or empty.
-    """
-    size = -(-rows // world)
-    return min(rank * size, rows), min((rank + 1) * size, rows)
 
 
 def _cast(target: Tensor, source: Tensor, piece_bytes: int) -> None:

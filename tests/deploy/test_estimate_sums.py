@@ -101,7 +101,7 @@ def test_ranks_share_what_is_sharded() -> None:
     assert found["a layer's gradients while they are summed"] == (2 + 4 + 4 + 2) * 8 * GB
     on_cpu = amounts(settings("trainer.ranks=2"), gpu=False)
     assert on_cpu["gathered layers"] == 4 * 8 * GB
-    assert found["rows of a tensor while it is read"] == 4 * 4 * GB
+    assert found["rows of a layer while it is read"] == 4 * 4 * GB
 
 
 def places(*overrides: str) -> tuple[dict[str, int], dict[str, int]]:

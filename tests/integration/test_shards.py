@@ -3,7 +3,6 @@
 import threading
 from pathlib import Path
 
-import pytest
 import torch
 from fakes.hub_bench import Bench
 from fakes.rank_processes import TESTS, end, launch, see_through
@@ -20,7 +19,6 @@ from umbra.services.trainer.distributed.shards import (
     own_buckets,
     owners_of,
 )
-from umbra.services.trainer.snapshot import chunk
 from umbra.services.weights.manifest import build_manifest, checksum
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
@@ -60,16 +58,6 @@ def test_receivers_get_the_full_model_bit_for_bit(bench: Bench, tmp_path: Path) 
     written = [int((tmp_path / f"written-{rank}").read_text()) for rank in range(world)]
     assert sum(written) == sum(sizes.values()), "nobody wrote what another one wrote"
     assert max(written) < sum(sizes.values()) / world * 1.5
-
-
-@pytest.mark.parametrize("rows", [0, 1, 2, 5, 7, 12])
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_rows_are_divided_as_torch_divides_them(rows: int, world: int) -> None:
-    ours = [range(*chunk(rows, rank, world)) for rank in range(world)]
-    assert [row for part in ours for row in part] == list(range(rows))
-    if rows:
-        theirs = [len(part) for part in torch.arange(rows).chunk(world)]
-        assert [len(part) for part in ours if part] == theirs
 
 
 def test_buckets_are_divided_among_the_ranks() -> None:

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner, Result
 from fakes import models_page
 from fakes.architectures import ARCHITECTURES
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 from umbra.deploy.model_check import serving
 from umbra.deploy.model_check.check import check_model, fewest_layers
@@ -29,8 +29,8 @@ from umbra.services.modeling.architectures import (
     layer_kinds,
 )
 from umbra.services.modeling.attention import Attention
-from umbra.services.modeling.models import load_model, outline_model
-from umbra.services.trainer.policy import load_policy, open_backbone, open_policy
+from umbra.services.modeling.models import load_model, open_weights, outline_model
+from umbra.services.trainer.policy import load_policy, open_policy
 
 CPU = torch.device("cpu")
 compare = partial(check_model, vllm=False)  # vLLM has tests of its own
@@ -98,7 +98,7 @@ def test_what_cannot_be_right_is_refused_by_name_before_anything_starts(
     for refuse in (
         lambda: load_policy(model_dir),
         lambda: open_policy(model_dir),
-        lambda: open_backbone(model_dir, "model.path"),
+        lambda: open_weights(AutoModel, model_dir, "model.path"),
         lambda: load_model(model_dir, CPU, torch.float32),
         lambda: outline_model(model_dir),
         lambda: check_run(run),

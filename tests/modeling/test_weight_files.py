@@ -1,7 +1,8 @@
-"""Rows of a model's weights from its files, against what Transformers loads."""
+"""A model's weights from its files, against what Transformers loads."""
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -10,40 +11,39 @@ import torch
 from fakes.architectures import ARCHITECTURES
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+)
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.architectures import PROVEN
 from umbra.services.modeling.models import open_weights, read_weights
+from umbra.services.modeling.weight_files import _not_by_rows
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.policy import load_policy, open_policy
+from umbra.services.trainer.policy import load_policy, open_policy, place, read
 
 RIGHT = [name for name, one in ARCHITECTURES.items() if one.config().model_type in PROVEN]
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_rows_are_those_of_the_model_that_transformers_loads(name: str, tmp_path: Path) -> None:
-    """Two halves, three parts of which the last is smaller, and all; buffers and names too."""
+def test_weights_are_those_of_the_model_that_transformers_loads(name: str, tmp_path: Path) -> None:
+    """Buffers and names too; rows of several ranks: `divided_rank.py`."""
     directory = ARCHITECTURES[name].write(tmp_path / "model")
     for kind in (
         (AutoModelForCausalLM, AutoModel) if name == "qwen3-moe" else (AutoModelForCausalLM,)
     ):
         plain: Any = read_weights(kind, directory, torch.float32, "model.path")
         model, files = open_weights(kind, directory, "model.path")
-        assert files is not None
         assert all(parameter.is_meta for parameter in model.parameters())
+        place(model, torch.device("cpu"), parameters_at=torch.device("cpu"))
+        read(model, files)
         assert model.state_dict().keys() == plain.state_dict().keys()
-        for key, whole in plain.named_parameters():
-            for parts in (1, 2, 3):
-                places = [torch.full_like(part, torch.nan) for part in whole.detach().chunk(parts)]
-                first = 0
-                for place in places:
-                    files.read(key, place, first)
-                    first += len(place)
-                assert torch.equal(torch.cat(places), whole), (key, parts)
-        buffers = dict(model.named_buffers())
-        for key, buffer in plain.named_buffers():
-            assert torch.equal(buffers[key], buffer), key
+        for key, tensor in (*plain.named_parameters(), *plain.named_buffers()):
+            assert torch.equal(operator.attrgetter(key)(model), tensor), key
         assert model.config.to_dict() == plain.config.to_dict()
         if kind is AutoModelForCausalLM:
             assert model.generation_config.to_dict() == plain.generation_config.to_dict()
@@ -69,12 +69,8 @@ def test_a_weight_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -
     tensors = load_file(file)
     for key, replaced, told in (
         ("model.norm.weight", None, "have no model.norm.weight"),
-        (
-            "model.norm.weight",
-            torch.ones(3),
-            r"norm.weight is \[3\], config.json says \[64\]",
-        ),
-        ("model.layers.0.mlp.experts.2.up_proj.weight", None, "experts.gate_up_proj has"),
+        ("model.norm.weight", torch.ones(3), r"norm.weight is \[3\], config.json says \[64\]"),
+        ("model.layers.0.mlp.experts.2.up_proj.weight", None, "gate_up_proj: Sizes of tensors"),
         ("model.layers.0.mlp.experts.2.up_proj.weight", torch.ones(3, 3), "cannot be loaded"),
     ):
         other = {k: v for k, v in tensors.items() if k != key or replaced is not None}
@@ -86,25 +82,30 @@ def test_a_weight_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -
             Learner(model, TrainerConfig(device="cpu"), 1, files=files)
 
 
-def test_tied_weights_that_differ_are_left_to_transformers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
     directory = ARCHITECTURES["qwen3-tied"].write(tmp_path / "model")
     file = directory / "model.safetensors"
     tensors = load_file(file)
-    save_file(
-        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
-        file,
-        {"format": "pt"},
+    for added in (0, 1):
+        other = tensors["model.embed_tokens.weight"] + added
+        save_file({**tensors, "lm_head.weight": other}, file, {"format": "pt"})
+        model, _, files = open_policy(directory)
+        if not added:
+            Learner(model, TrainerConfig(device="cpu"), 1, files=files)
+            continue
+        with pytest.raises(UsageError, match=r"is tied to .*set tie_word_embeddings to false"):
+            Learner(model, TrainerConfig(device="cpu"), 1, files=files)
+
+
+def test_results_whose_rows_are_not_those_of_the_files_are_refused() -> None:
+    cut = WeightConverter("qkv_proj", ["q_proj", "k_proj"], [Chunk(dim=0)])
+    stacked = WeightConverter(
+        ["experts.*.gate", "experts.*.up"],
+        "experts.gate_up",
+        [MergeModulelist(dim=0), Concatenate(dim=1)],
     )
-    model, _, files = open_policy(directory)
-    assert files is not None
-    save_file(
-        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
-        file,
-        {"format": "pt"},
-    )
-    model, _, files = open_policy(directory)
-    assert files is None
-    assert not any(parameter.is_meta for parameter in model.parameters())
-    assert "every rank loads the whole" in caplog.text
+    assert not _not_by_rows(cut), "it was not used"
+    for rule, key in ((cut, "layers.0.qkv_proj.weight"), (stacked, "layers.0.experts.1.up")):
+        assert rule.rename_source_key(key)[1] is not None
+    assert _not_by_rows(cut) == "qkv_proj can't be read by rows: set trainer.ranks = 1"
+    assert not _not_by_rows(stacked)

@@ -54,7 +54,6 @@ def main(experts: int, folder: Path) -> int:
 def compare(directory: Path, config: TrainerConfig, ranks: Ranks, file: Path) -> None:
     plain, _ = load_policy(directory)
     model, _, files = open_policy(directory)
-    assert files is not None, directory.name
     learner = Learner(model, config, 1, ranks, files=files)
     for name, parameter in learner.model.named_parameters():
         assert isinstance(parameter, DTensor), name

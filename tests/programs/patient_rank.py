@@ -32,13 +32,13 @@ def main(case: str, folder: Path) -> int:
     """Do the case; the exit code."""
     try:
         with join_ranks(TrainerConfig(device="cpu", rank_timeout_s=TIMEOUT_S)) as ranks:
-            ranks.spread()  # both are there
+            ranks.agree(True)  # both are there
             if case != "works" and ranks.rank == 0:
                 number = signal.SIGKILL if case == "leaves" else signal.SIGSTOP
                 os.kill(os.getpid(), number)
             if ranks.rank == 0:
                 time.sleep(1.5 * TIMEOUT_S)  # the work
-            assert ranks.spread(b"export") == b"export"
+            assert ranks.spread("export", str) == "export"
             checkpoint(ranks, folder)
     except PeerLostError as error:
         print(error, file=sys.stderr)

@@ -18,7 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 import xxhash
 from torch import Tensor
@@ -218,10 +217,7 @@ class Saver:
             time.sleep(POLL_S)
         self._writing = None
         file, error = writing.report.result()
-        files = [
-            msgspec.json.decode(one, type=FileInfo)
-            for one in ranks.collect(msgspec.json.encode(file))
-        ]
+        files = ranks.collect(file, FileInfo)
         error, size = self._any_error(error), sum(one.size for one in files)
         error = error or self._name(writing, files)
         spent = time.perf_counter() - writing.began - writing.copy_s
@@ -245,8 +241,7 @@ class Saver:
             files=files,
             hosts=list(place.hosts) if place.nodes > 1 else [],
         )
-        content = ranks.spread(msgspec.json.encode(index) if ranks.rank == 0 else b"", 0)
-        index = msgspec.json.decode(content, type=Index)
+        index = ranks.spread(index, Index)
         for turn in [True, False] if place.nodes > 1 else [False]:
             error = ""
             if ranks.leads_host and (ranks.node > 0) == turn:
@@ -262,7 +257,7 @@ class Saver:
     def _any_error(self, error: str) -> str:
         """Return the errors of all ranks, in one sentence."""
         ranks = self._ranks
-        found = [one.decode() for one in ranks.collect(error.encode())]
+        found = ranks.collect(error, str)
         if ranks.world == 1:
             return error
         return "; ".join(f"{ranks.place.describe(r)}: {one}" for r, one in enumerate(found) if one)

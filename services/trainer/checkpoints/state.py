@@ -12,12 +12,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 import xxhash
 from torch import Tensor, nn
 
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.sharded import held_rows, rows_like
 from umbra.services.trainer.checkpoints.folder import (
     CheckpointFolder,
     DamagedError,
@@ -27,8 +27,8 @@ from umbra.services.trainer.checkpoints.folder import (
 )
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import reshard
-from umbra.services.trainer.optimizer import MasterWeights, rows_like
-from umbra.services.trainer.snapshot import PIECE_BYTES, as_bytes, held_rows
+from umbra.services.trainer.optimizer import MasterWeights
+from umbra.services.trainer.snapshot import as_bytes
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +44,8 @@ def resume(folder: CheckpointFolder, models: Sequence[ModelState], ranks: Ranks)
         UsageError: there are checkpoints, but none is whole; or it is of another model.
     """
     faults: dict[int, str] = {}
-    mine = msgspec.json.encode(folder.seen() if ranks.leads_host else [])
-    steps = {s for some in ranks.collect(mine) for s in msgspec.json.decode(some, type=list[int])}
+    seen = ranks.collect(folder.seen() if ranks.leads_host else [], list[int])
+    steps = {step for some in seen for step in some}
     for step in sorted(steps, reverse=True):
         try:
             saved = Saved.open(folder, step, ranks)
@@ -104,9 +104,8 @@ class Saved:
         except DamagedError as fault:
             found = str(fault)
         saved_at = found.saved_at if isinstance(found, Index) else 0.0
-        times = ranks.gather_ranks(torch.tensor(saved_at).double())
-        content = ranks.spread(msgspec.json.encode(found), int(times.argmax()))
-        found = msgspec.json.decode(content, type=Index | str)
+        times = ranks.collect(saved_at, float)
+        found = ranks.spread(found, Index | str, times.index(max(times)))
         if isinstance(found, str):
             raise DamagedError(found)
         return cls(folder, found, ranks)
@@ -148,13 +147,13 @@ class Saved:
                 stored = torch.empty([rows.count, *info.shape[1:]], dtype=_dtype(info.dtype))
                 if source is None or source == self._ranks.rank:
                     error = error or self._read(number, rows, stored)
-                if source is not None:
-                    self._broadcast(as_bytes(stored), source)
+                if source is not None:  # rare: a host is new, or there are more or fewer
+                    self._ranks.broadcast(as_bytes(stored), source)
                 if mine is not None:
                     to, skipped = mine
                     to.copy_(stored[skipped : skipped + len(to)])
-        if found := next((one for one in self._ranks.collect(error.encode()) if one), b""):
-            raise DamagedError(found.decode())
+        if found := next(filter(None, self._ranks.collect(error, str)), ""):
+            raise DamagedError(found)
 
     def _read(self, number: int, rows: SavedRows, stored: Tensor) -> str:
         """Read `rows` of a file into `stored`; return the fault found, or ""."""
@@ -171,22 +170,11 @@ class Saved:
             return f"{path}: the checksum of {rows.name} is wrong"
         return ""
 
-    def _broadcast(self, content: Tensor, source: int) -> None:
-        """Give all ranks the bytes that rank `source` has.
-
-        That is rare (a host is new, or there are more or fewer), so no rank is addressed alone.
-        """
-        for start in range(0, len(content), PIECE_BYTES):
-            piece = content[start : start + PIECE_BYTES]
-            own = piece.numpy().tobytes() if self._ranks.rank == source else b""
-            told = self._ranks.spread(own, source)
-            piece.copy_(torch.frombuffer(bytearray(told), dtype=torch.uint8))
-
     def _sources(self, wanted: set[int]) -> dict[int, int]:
         """Return the files that hosts lack, each with a rank that has it, or raise DamagedError."""
-        mine = msgspec.json.encode((wanted - set(self._paths), set(self._paths)))
-        kind = tuple[set[int], set[int]]  # that are missing on a rank's host, and are there
-        told = [msgspec.json.decode(one, type=kind) for one in self._ranks.collect(mine)]
+        # Those that are missing on a rank's host, and are there.
+        mine = wanted - set(self._paths), set(self._paths)
+        told = self._ranks.collect(mine, tuple[set[int], set[int]])
         missing = sorted({number for lacks, _ in told for number in lacks})
         sources = {n: [r for r, (_, there) in enumerate(told) if n in there] for n in missing}
         if lost := [number for number in missing if not sources[number]]:

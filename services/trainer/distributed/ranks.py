@@ -1,6 +1,6 @@
 """The ranks of a trainer: all run the same loop, in the environment that torchrun sets.
 
-Rank 0 alone is a member of the run. What it leases and decides reaches the others as bytes in the
+Rank 0 alone is a member of the run. What it leases and decides reaches the others in the
 control group, a gloo group with a long deadline, where they wait while it waits for something else.
 All else that ranks tell each other on the CPU goes through that group too, in one order.
 Within a collective of the training none may be silent for longer than `trainer.rank_timeout_s`; a
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
@@ -39,6 +39,9 @@ MAX_BYTES = 1 << 31  # of one message of rank 0
 CONTROL_S = 4 * 3600.0  # that rank 0 may take, living, until its next message
 # How torch's backends say that a peer is gone; they raise plain RuntimeErrors.
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
+
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -96,34 +99,33 @@ class Ranks:
     def leads_host(self) -> bool:
         return self.rank == self.place.ranks_on(self.node)[0]
 
-    def spread(self, data: bytes = b"", source: int = 0) -> bytes:
-        """Return on every rank the `data` of rank `source`, `MAX_BYTES` at most (ValueError)."""
+    def spread(self, value: T, kind: Any, source: int = 0) -> T:
+        """Return on every rank the `value`, of a `kind` that msgspec decodes, of rank `source`.
+
+        Raises ValueError if it has more than `MAX_BYTES`.
+        """
         if self.world == 1:
-            return data
+            return value
+        data = msgspec.msgpack.encode(value) if self.rank == source else b""
         if len(data) > MAX_BYTES:
             raise ValueError(f"{len(data)} bytes for the other ranks: at most {MAX_BYTES}")
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, source, self._control)
-        if not int(size):
-            return b""
-        if self.rank == source:
-            content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        else:
-            content = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, source, self._control)
-        return content.numpy().tobytes()
+        size = int(self.broadcast(torch.tensor([len(data)]), source))
+        content = torch.frombuffer(bytearray(data or size), dtype=torch.uint8)
+        return msgspec.msgpack.decode(self.broadcast(content, source).numpy().data, type=kind)
 
-    def collect(self, data: bytes) -> list[bytes]:
-        """Return what each rank gives as `data`, by rank, on every rank; it is small."""
-        return [self.spread(data, rank) for rank in range(self.world)]
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Fill a tensor on the CPU with the one of rank `source`, in place."""
+        if self.world > 1 and tensor.numel():
+            dist.broadcast(tensor, source, self._control)
+        return tensor
+
+    def collect(self, value: T, kind: Any) -> list[T]:
+        """Return what each rank gives, by rank, on every rank; it is small."""
+        return [self.spread(value, kind, rank) for rank in range(self.world)]
 
     def agree(self, flag: bool) -> bool:
         """Return rank 0's `flag`."""
-        if self.world == 1:
-            return flag
-        value = torch.tensor([flag], dtype=torch.uint8)
-        dist.broadcast(value, 0, self._control)
-        return bool(value)
+        return bool(self.broadcast(torch.tensor([flag], dtype=torch.uint8)))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor on the CPU over the shares of a batch, in place.
@@ -145,12 +147,6 @@ class Ranks:
         rows = tensor.new_zeros(self.shares, *tensor.shape)
         rows[self.share] = tensor
         return self.sum(rows)
-
-    def gather_ranks(self, tensor: Tensor) -> Tensor:
-        """Return the values of all ranks: [...] on the CPU becomes [world, ...]."""
-        rows = tensor.new_zeros(self.world, *tensor.shape)
-        rows[self.rank] = tensor
-        return self.sum_ranks(rows)
 
 
 @contextmanager

@@ -28,10 +28,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import PreTrainedModel
 
 from umbra.services.config import TrainerConfig
-from umbra.services.modeling.expert_parallel import divide_experts
+from umbra.services.modeling.expert_parallel import SeenExperts, divide_experts
 from umbra.services.modeling.models import decoder_layers
+from umbra.services.modeling.sharded import local
 from umbra.services.trainer.distributed.ranks import Ranks
-from umbra.services.trainer.optimizer import local
 
 _ATEN = torch.ops.aten
 # What selective recomputation keeps: linear layers, experts, and attention that keeps no scores.
@@ -51,13 +51,11 @@ _KEPT = [
 def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> None:
     """Compile, recompute and offload layers as configured; names stay as they are.
 
-    Experts are prepared for autocast, which leaves their products out: with float32 weights they
-    would be float32 on a GPU, one expert after the other (torch 2.13). `kind` is the device's,
-    "cpu" or "cuda".
+    `kind` is the device's, "cpu" or "cuda".
     """
     for module in model.modules():
         if hasattr(module, "_is_expert_parallel"):  # what Transformers marks experts by
-            module.forward = partial(type(module).forward, _Autocast(module))
+            module.forward = partial(type(module).forward, SeenExperts(module))
     how = config.recomputes_on(kind)
     if not (config.compile or how):
         return
@@ -72,19 +70,6 @@ def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> 
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
             if config.offload in ("activations", "all"):
                 layer.forward = _kept_on_host(layer.forward)
-
-
-class _Autocast:
-    """Experts as the `forward` of their class sees them: `self`."""
-
-    def __init__(self, experts: nn.Module) -> None:
-        self._experts = experts
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._experts, name)
-        if not isinstance(value, Tensor) or not torch.is_autocast_enabled(value.device.type):
-            return value
-        return value.to(torch.get_autocast_dtype(value.device.type))
 
 
 def _kept_on_host(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,6 @@ import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -50,9 +49,8 @@ def row_owners(
     place = ranks.place
     if place.nodes == 1:
         return {}
-    mine = msgspec.json.encode(written_rows(model, ranks.rank, ranks.world, adapter=adapter))
-    decode = msgspec.json.Decoder(dict[str, tuple[int, int]]).decode
-    return owners_of([decode(some) for some in ranks.collect(mine)], place)
+    mine = written_rows(model, ranks.rank, ranks.world, adapter=adapter)
+    return owners_of(ranks.collect(mine, dict[str, tuple[int, int]]), place)
 
 
 def owners_of(
@@ -146,9 +144,8 @@ class Snapshots:
             return computed.result()
         meant = PieceSums(manifest)
         write_shards(self._model, manifest, slot, ranks.rank, ranks.world, meant)
-        decode = msgspec.msgpack.Decoder(list[Piece]).decode
         # When all have told theirs, all have written.
-        told = [decode(some) for some in ranks.collect(msgspec.msgpack.encode(meant.result()))]
+        told = ranks.collect(meant.result(), list[Piece])
         pieces = sorted(piece for some in told for piece in some)
         sums = np.zeros(len(manifest.buckets), np.uint64)
         for bucket in own_buckets(manifest, ranks.place):
