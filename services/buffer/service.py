@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from queue import SimpleQueue
 
 import msgspec
 import zmq
 
 from umbra.proto.access import SOCKETS
-from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError, service_thread
+from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError
 from umbra.proto.messages import DATA, Welcome
 from umbra.proto.net.server import Server
 from umbra.proto.sockets import reachable
@@ -156,13 +156,15 @@ class Service:
         self._store = store
         self._held: list[Effect] = []  # what may leave only once the store has it
         self._leaving: list[Effect] = []  # the part of it that the commit under way is for
-        self._committer = Committer(server.waker())
+        self._thread = ThreadPoolExecutor(1, "commit")
+        self._commit: Future[None] | None = None  # the one under way
+        self._wake = server.waker()
 
     def run(self) -> None:
         drained, ticked_at, freed = False, 0.0, HeapTrimmer()
-        with closing(self._committer):
+        with self._thread:
             while True:
-                if self._committer.under_way and self._store.waiting_bytes > WAITING_BYTES:
+                if self._commit and self._store.waiting_bytes > WAITING_BYTES:
                     self._turn_over()  # the disk is slower than they are: let them wait too
                 requests = self._server.poll(POLL_S)
                 now = self._server.listened_s
@@ -178,7 +180,7 @@ class Service:
                 if self._broker.is_over(now):
                     self._end(now)
                     return
-                if self._committer.is_idle:
+                if self._commit is None or self._commit.done():
                     self._turn_over()
 
     def _turn_over(self) -> None:
@@ -187,8 +189,11 @@ class Service:
         While the disk is full, heartbeats and status are answered nevertheless.
         """
         try:
-            if self._committer.under_way:
-                self._store.settle(self._committer.end())
+            if self._commit is not None:
+                error, self._commit = self._commit.exception(), None  # waits for its end
+                if error is not None and not isinstance(error, OSError):
+                    raise error
+                self._store.settle(error)
                 self._broker.room.full("")
                 self._let_go()
             self._broker.save()
@@ -204,7 +209,8 @@ class Service:
         if write is None:
             self._let_go()
         else:
-            self._committer.begin(write)
+            self._commit = self._thread.submit(write)
+            self._commit.add_done_callback(lambda _: self._wake())
 
     def _let_go(self) -> None:
         leaving, self._leaving = self._leaving, []
@@ -267,49 +273,3 @@ class Addresses:
 
     def keep(self, host: str, endpoints: list[str]) -> None:
         self._store.put(f"{KEY} on {host}", msgspec.msgpack.encode(endpoints))
-
-
-class Committer:
-    """A thread that writes commits, and calls `wake` after each.
-
-    An executor's future would cost as much as several trajectories.
-    """
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self.under_way = False  # a commit was begun, and its end was not taken note of
-        self._wake = wake
-        self._writes: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._thread = service_thread(self._run, "commit")
-        self._thread.start()
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.under_way or not self._ends.empty()
-
-    def begin(self, write: Callable[[], None]) -> None:
-        assert not self.under_way
-        self.under_way = True
-        self._writes.put(write)
-
-    def end(self) -> OSError | None:
-        """Wait for the commit under way; return its OSError, raise any other error."""
-        error = self._ends.get()
-        self.under_way = False
-        if error is not None and not isinstance(error, OSError):
-            raise error
-        return error
-
-    def close(self) -> None:
-        self._writes.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (write := self._writes.get()) is not None:
-            error: BaseException | None = None
-            try:
-                write()
-            except BaseException as raised:  # noqa: BLE001 - the loop's thread has to hear of it
-                error = raised
-            self._ends.put(error)
-            self._wake()

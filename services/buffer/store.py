@@ -7,10 +7,13 @@ crash or a power cut leaves the state before or after a commit. A folder holds
 
     data.mdb       keys and values; xxh3-64 of key and value before each value
     acknowledged   id of the store and number of its newest commit, which tell an older data.mdb
-    lock           held by the process that has the store; lock.mdb is LMDB's own
+    lock           held by the process that has the store
 
 LMDB reads through a memory map, where damage would crash or mislead. So a store is checked as a
 whole before it is opened, and every value again when it is read.
+
+LMDB's own lock ties a transaction to a thread, so it is off: one thread fills the transaction of a
+commit and reads by another of the commit before, whose pages LMDB does not reuse before the next.
 """
 
 from __future__ import annotations
@@ -144,7 +147,9 @@ class LmdbStore:
                 self._make()
             self._check_pages()
             with _system_errors():
-                self._env = lmdb.open(str(directory), map_bytes, mode=FILE_MODE, lib_version=0)
+                self._env = lmdb.open(
+                    str(directory), map_bytes, mode=FILE_MODE, lock=False, lib_version=0
+                )
             held.enter_context(closing(self._env))
             self._settle_file()
             header = self._check_values()
@@ -152,6 +157,8 @@ class LmdbStore:
             self._check_acknowledged()
             self._acknowledged = DISK.open(directory / ACKNOWLEDGED)
             held.callback(os.close, self._acknowledged)
+            self._reader = self._env.begin()  # of the newest settled commit
+            held.callback(lambda: self._reader.abort())
             self._measure()
             self._held = held.pop_all()
 
@@ -169,21 +176,20 @@ class LmdbStore:
             StoreError: bytes have changed on the disk.
         """
         values: list[Value] = []
-        with self._env.begin() as transaction:
-            for key in keys:
-                if key in self._pending:
-                    value = self._pending[key]
-                elif key in self._frozen:
-                    value = self._frozen[key]
-                else:
-                    name = key.encode()
-                    sealed = transaction.get(name)
-                    value = None if sealed is None else _unseal(name, sealed)
-                    if sealed is not None and value is None:
-                        raise self._damaged(f"the value of {key} has a wrong checksum")
-                if value is None:
-                    raise KeyError(key)
-                values.append(value)
+        for key in keys:
+            if key in self._pending:
+                value = self._pending[key]
+            elif key in self._frozen:
+                value = self._frozen[key]
+            else:
+                name = key.encode()
+                sealed = self._reader.get(name)
+                value = None if sealed is None else _unseal(name, sealed)
+                if sealed is not None and value is None:
+                    raise self._damaged(f"the value of {key} has a wrong checksum")
+            if value is None:
+                raise KeyError(key)
+            values.append(value)
         return values
 
     def delete(self, key: str) -> None:
@@ -191,7 +197,7 @@ class LmdbStore:
 
     def keys(self, prefix: str) -> list[str]:
         found: set[str] = set()
-        with self._env.begin() as transaction, transaction.cursor() as cursor:
+        with self._reader.cursor() as cursor:
             cursor.set_range(prefix.encode()) if prefix else cursor.first()
             for name in cursor.iternext(values=False):
                 if not name.startswith(prefix.encode()):
@@ -222,7 +228,9 @@ class LmdbStore:
     def freeze(self) -> Callable[[], None] | None:
         """Begin a commit: call the returned function on any thread, then `settle`.
 
-        None if there is nothing to store. Reads and writes may go on.
+        None if there is nothing to store. Reads and writes may go on. The values are handed to LMDB
+        here, which gives up the interpreter's lock for each: another thread would wait for it up to
+        5 ms a value. Raises as `commit`.
         """
         assert not self._frozen
         if not self._pending:
@@ -230,14 +238,22 @@ class LmdbStore:
         self._frozen, self._pending = self._pending, {}
         self.waiting_bytes = 0
         needed = self._file_bytes(self._frozen)
-        if needed > self._env.info()["map_size"]:  # while no transaction is open
-            self._env.set_mapsize(2 * needed)
-        return partial(self._write, self._frozen)
+        if needed > self._env.info()["map_size"]:
+            self._reader.abort()
+            self._env.set_mapsize(2 * needed)  # while no transaction is open
+            self._reader = self._env.begin()
+        try:
+            return partial(self._write, self._frozen, self._fill(self._frozen))
+        except OSError as error:
+            self.settle(error)
+            raise
 
     def settle(self, error: OSError | None = None) -> None:
         """End a commit, whose function has returned or has raised `error`; raises as `commit`."""
         frozen, self._frozen = self._frozen, {}
         if error is None:
+            self._reader.abort()
+            self._reader = self._env.begin()
             self._measure()
             return
         self._pending = frozen | self._pending
@@ -252,9 +268,9 @@ class LmdbStore:
 
     # -- commits -----------------------------------------------------------------------------------
 
-    def _write(self, group: Group) -> None:
+    def _write(self, group: Group, filled: lmdb.Transaction) -> None:
         try:
-            self._commit(group)
+            self._commit(filled)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
@@ -262,20 +278,32 @@ class LmdbStore:
             # Allocating the room shows which it was; if there is room, the second try shows it.
             with DISK.opened(self.directory / DATA) as fd:
                 os.posix_fallocate(fd, 0, self._file_bytes(group))
-            self._commit(group)
+            self._commit(self._fill(group))
         with suppress(OSError):  # then it names an earlier commit, which loses nothing
             DISK.write_all(self._acknowledged, self._acknowledgement(), 0)
 
-    def _commit(self, group: Group) -> None:
-        with _system_errors(), self._env.begin(write=True) as transaction:
-            for key, value in group.items():
-                name = key.encode()
-                if value is None:
-                    transaction.delete(name)
-                else:
-                    transaction.put(name, _seal(name, value))
-            number = transaction.id()
-            transaction.put(HEADER, StoreHeader(SCHEMA, self.id, number).pack())
+    def _fill(self, group: Group) -> lmdb.Transaction:
+        """Return a transaction with all of `group`, which any thread may commit."""
+        with _system_errors():
+            transaction = self._env.begin(write=True)
+            try:
+                for key, value in group.items():
+                    name = key.encode()
+                    if value is None:
+                        transaction.delete(name)
+                    else:
+                        transaction.put(name, _seal(name, value))
+                header = StoreHeader(SCHEMA, self.id, transaction.id())
+                transaction.put(HEADER, header.pack())
+            except lmdb.Error:
+                transaction.abort()
+                raise
+        return transaction
+
+    def _commit(self, filled: lmdb.Transaction) -> None:
+        number = filled.id()
+        with _system_errors():
+            filled.commit()
         self._commits = number
 
     def _file_bytes(self, group: Group) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
+import lmdb
 import pytest
 from hypothesis import given, settings
 
@@ -192,10 +193,11 @@ class SmallDisk:
         self.full = self.broken = False
         commit = LmdbStore._commit  # pyright: ignore[reportPrivateUsage]
 
-        def write(store: LmdbStore, group: dict[str, bytes | None]) -> None:
+        def write(store: LmdbStore, filled: lmdb.Transaction) -> None:
             if self.full or self.broken:
+                filled.abort()
                 raise OSError(errno.EIO, "Input/output error")
-            commit(store, group)
+            commit(store, filled)
 
         def reserve(_fd: int, _offset: int, _size: int) -> None:
             if self.full:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,10 @@ from typing import cast
 import lmdb
 import pytest
 from fakes.lossy_disk import QuickDisk
-from fakes.slowness import limit
 from test_store import contents
 
 from umbra.services.buffer import store as stores
-from umbra.services.buffer.service import Committer, open_store
+from umbra.services.buffer.service import open_store
 from umbra.services.buffer.store import (
     ACKNOWLEDGED,
     DATA,
@@ -266,29 +264,3 @@ def test_the_mark_itself_is_written_anew_or_refused(tmp_path: Path, change: Chan
         return
     open_marked(run, run / "store").close()
     assert (run / MARK).exists()
-
-
-def test_an_end_is_told_and_errors_of_the_disk_are_handed_over() -> None:
-    woken = threading.Semaphore(0)
-    committer = Committer(woken.release)
-    assert committer.is_idle
-    error = OSError(28, "full")
-
-    def fails() -> None:
-        raise error
-
-    def breaks() -> None:
-        raise ZeroDivisionError
-
-    committer.begin(lambda: None)
-    assert committer.under_way
-    assert committer.end() is None
-    committer.begin(fails)
-    assert committer.end() is error
-    committer.begin(breaks)
-    with pytest.raises(ZeroDivisionError):
-        committer.end()
-    assert not committer.under_way
-    for _ in range(3):
-        assert woken.acquire(timeout=limit(30))
-    committer.close()

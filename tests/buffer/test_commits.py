@@ -1,0 +1,128 @@
+"""The service sends only stored answers, and no turn of its loop waits for a commit."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from fakes.slowness import limit
+
+from umbra.proto.messages import Header, HeartbeatAck, Message, Ok
+from umbra.proto.net.server import Request
+from umbra.services.buffer.effects import Effect, Reply
+from umbra.services.buffer.service import Service
+from umbra.services.buffer.store import StoreFullError
+
+BEAT = HeartbeatAck(version=0, heartbeat_s=1.0)
+
+
+class Script:
+    """Server, broker, store and context in one: messages 1 to `count`, one in each turn.
+
+    A commit ends once the next message is handled, or there is none. `errors` are what the
+    commits raise, in order; `seen` has commits, by their newest message, and replies.
+    """
+
+    def __init__(self, count: int, *errors: BaseException, body: Message | None = None) -> None:
+        self.seen: list[tuple[str, int]] = []
+        self.waiting_bytes = 0
+        self.listened_s = 0.0
+        self.finished = False
+        self.stopping = threading.Event()
+        self.metrics = SimpleNamespace(on_row=None)
+        self.room = SimpleNamespace(full=lambda why: self.seen.append((why, 0)) if why else None)
+        self._body = body or Ok()
+        self._count, self._came, self._stored = count, 0, 0
+        self._errors = list(errors)
+        self._writing = False
+        self._may_end, self._woken = threading.Semaphore(0), threading.Semaphore(0)
+
+    # the server's
+
+    def waker(self) -> Any:
+        return self._woken.release
+
+    def poll(self, _timeout_s: float) -> list[Request]:
+        if self._came < self._count:
+            self._came += 1
+            header = Header(
+                major=1, minor=0, type="Ok", id=self._came, sender="a", incarnation="a-1"
+            )
+            channel = "data" if isinstance(self._body, Ok) else "control"
+            return [Request(channel, b"a", header, Ok())]
+        if self._writing:
+            self._may_end.release()
+            assert self._woken.acquire(timeout=limit(30)), "nobody told of the end of the commit"
+            self._writing = False
+        elif self._stored == self._count:
+            self.listened_s = 1.0
+        return []
+
+    def reply(self, request: Request, _body: Message) -> None:
+        self.seen.append(("reply", request.header.id))
+
+    # the broker's
+
+    def handle_all(self, requests: list[Request], _now: float) -> list[Effect]:
+        return [Reply(request, self._body) for request in requests]
+
+    def tick(self, _now: float) -> list[Effect]:
+        return []
+
+    close = tick
+
+    def save(self) -> None:
+        pass
+
+    def is_over(self, now: float) -> bool:
+        return now == 1.0
+
+    # the store's
+
+    def freeze(self) -> Any:
+        if self._stored == self._came:
+            return None
+        self._stored, self._writing = self._came, True
+        self.seen.append(("commit", self._came))
+        error = self._errors.pop(0) if self._errors else None
+
+        def write() -> None:
+            self._may_end.acquire()
+            if error is not None:
+                raise error
+
+        return write
+
+    def settle(self, error: OSError | None) -> None:
+        if error is not None:
+            self._stored = 0
+            raise StoreFullError("full")
+
+
+def served(script: Script) -> list[tuple[str, int]]:
+    parts = cast(Any, script)
+    Service(parts, parts, parts, parts).run()
+    return script.seen
+
+
+def test_the_next_turns_do_not_wait_for_a_commit_but_what_they_answer_does() -> None:
+    first, *rest = served(Script(3))
+    assert first == ("commit", 1)
+    assert rest == [("reply", 1), ("commit", 3), ("reply", 2), ("reply", 3)]
+
+
+@pytest.mark.parametrize("is_promise", [True, False])
+def test_a_full_disk_leaves_answers_unsent_that_are_not_stored(is_promise: bool) -> None:
+    script = Script(1, OSError(28, "full"), body=Ok() if is_promise else BEAT)
+    told = [("reply", 1)]
+    before, after = ([], told) if is_promise else (told, [])
+    assert served(script) == [("commit", 1), ("full", 0), *before, ("commit", 1), *after]
+
+
+def test_a_commit_that_breaks_ends_the_service() -> None:
+    script = Script(1, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        served(script)
+    assert script.seen == [("commit", 1)]
