@@ -19,7 +19,7 @@ from umbra.services.modeling.weights import WeightTable, tensors_in
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
 from umbra.services.weights.receiver import StagedVersion
-from umbra.services.weights.verify import Checksums
+from umbra.services.weights.verify import THREADS, Checksums
 
 TENSORS = 300
 SERVED = "bfloat16"
@@ -87,7 +87,7 @@ class Model(nn.Module):
 
     def write(self, manifest: Manifest, slot: memoryview) -> list[int]:
         """Cast all tensors into `slot`, as the trainer does; return the buckets' checksums."""
-        sums = Checksums(manifest, slot)
+        sums = Checksums(manifest, slot, THREADS)
         write_shards(self, manifest, slot, sums=sums)
         return sums.result()
 

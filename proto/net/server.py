@@ -315,8 +315,9 @@ class Server:
 
     def waker(self) -> Callable[[], None]:
         """Return a function that ends a `poll` under way early, from any thread, until `close`."""
-        self._waker = sockets.Waker(self._context, f"wake-{id(self)}")
-        self._poller.register(self._waker.socket, zmq.POLLIN)
+        if self._waker is None:
+            self._waker = sockets.Waker(self._context, f"wake-{id(self)}")
+            self._poller.register(self._waker.socket, zmq.POLLIN)
         return self._waker.wake
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Copies of weights: hashed on their way in host memory, page-locked to and from a GPU."""
+"""Copies of weights: past the cache in host memory, page-locked to and from a GPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from typing import Any
 import torch
 
 from umbra.services.weights.memory import Mapping
-from umbra.services.weights.verify import Copied
 
 MARK_BYTES = 16 << 20  # of copies between two events of their stream
-BLOCK_BYTES = 1 << 20  # half of a core's cache, and enough to be written past it
 HOST_REGISTER_PORTABLE = 1  # for all GPUs of the process
 
 log = logging.getLogger(__name__)
@@ -108,29 +106,6 @@ def gpu_copies(
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the one stream of `device` for copies: torch keeps freed memory by stream."""
     return torch.cuda.Stream(device)
-
-
-class HashedCopies:
-    """Copies to shared memory by way of a private block in the cache, which is hashed.
-
-    So the checksums are of the bytes meant to be written, whoever changes that memory.
-    """
-
-    def __init__(self, sums: Copied) -> None:
-        self._sums = sums
-        self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
-
-    def copy(
-        self, target: torch.Tensor, source: torch.Tensor, dtype: torch.dtype, start: int
-    ) -> None:
-        """Copy `source` to `target`, in `dtype` between them, as from byte `start` of a version."""
-        block, read, written = self._block.view(dtype), source.reshape(-1), target.view(-1)
-        for at in range(0, len(read), len(block)):
-            some = read[at : at + len(block)]
-            part = block[: len(some)]
-            fill(part, some)
-            self._sums.copied(start + at * dtype.itemsize, bytes_of(part))
-            fill(written[at : at + len(some)], part)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from umbra.services.modeling.lora import adapter_facts, add_adapter, factors
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.weights.gpu.cuda import DeviceMemory
 from umbra.services.weights.manifest import Part
-from umbra.services.weights.verify import SlotGuard
+from umbra.services.weights.verify import Move, SlotGuard
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES_SHOWN = 3
@@ -81,12 +82,8 @@ class WeightTable:
                 if guard is None or place.is_cuda or tensor.is_cuda:
                     fill(place, tensor)
                 else:
-                    plain = place.dtype == tensor.dtype and place.is_contiguous()
-                    own = place if plain else torch.empty(tensor.shape, dtype=tensor.dtype)
-                    fill(own, tensor)
-                    guard.sums.copied(entry.offset, bytes_of(own))
-                    if own is not place:
-                        fill(place, own)
+                    end = entry.offset + entry.nbytes
+                    guard.sums.copy(entry.offset, end, _hashed_copy(place, tensor))
                 if place.is_cuda:
                     begun(tensor.nbytes, entry.offset + entry.nbytes)
         if guard is not None:
@@ -127,6 +124,27 @@ class WeightTable:
                 f"the weights do not fit this generator's model ({'; '.join(faults)}); trainer and "
                 f"generators must be given the same {keys}"
             )
+
+
+def _hashed_copy(target: torch.Tensor, source: torch.Tensor) -> Move:
+    """Return a copy from shared memory `source` to `target`; what it returns nobody else writes.
+
+    What has another dtype, or does not lie in one piece, is copied now, through memory of our own.
+    """
+    is_plain = target.dtype == source.dtype and target.is_contiguous()
+    own = target if is_plain else torch.empty(source.shape, dtype=source.dtype)
+    if not is_plain:
+        fill(own, source)
+        fill(target, own)
+    made = bytes_of(own)
+
+    def move(start: int, end: int) -> memoryview:
+        if is_plain:
+            size = end - start
+            ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, size)
+        return made[start:end]
+
+    return move
 
 
 def weight_table(model: Any, config: RunConfig) -> WeightTable:

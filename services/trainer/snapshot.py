@@ -9,6 +9,7 @@ LoRA adapter goes out merged, one at a time; or a version is the factors of all 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -16,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from umbra.proto.records import Manifest
-from umbra.services.modeling.gpu_copies import HashedCopies, gpu_copies, page_lock
+from umbra.services.modeling.gpu_copies import bytes_of, fill, gpu_copies, page_lock
 from umbra.services.modeling.lora import BASE, LowRank, factors, is_adapter, low_rank
 from umbra.services.modeling.sharded import held_rows, local, whole
 from umbra.services.modeling.weights import DTYPES
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import reshard
-from umbra.services.weights.verify import Copied
+from umbra.services.weights.verify import PAST_CACHE_BYTES, Checksums, Move
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what torch adds to names
@@ -58,7 +59,7 @@ def write_shards(
     slot: memoryview,
     rank: int = 0,
     world: int = 1,
-    sums: Copied | None = None,
+    sums: Checksums | None = None,
 ) -> int:
     """Cast what `rank` holds of `model` into `slot`; return the bytes written.
 
@@ -73,7 +74,6 @@ def write_shards(
     tensors = _tensors(model) if manifest.adapter is None else factors(model)
     piece = max(end - start for start, end in manifest.buckets)
     written = 0
-    hashed = HashedCopies(sums) if sums is not None else None
     held = (*model.parameters(), *model.buffers())
     with gpu_copies(held, sums.until if sums is not None else None) as begun:
         for entry in manifest.tensors:
@@ -89,13 +89,15 @@ def write_shards(
             target = torch.frombuffer(area, dtype=dtype).view(own.shape)
             if own.is_cuda:
                 page_lock(slot)
-            if hashed is not None and not own.is_cuda:
-                hashed.copy(target, own, dtype, begin)
+            if sums is not None and not own.is_cuda:
+                sums.copy(begin, begin + len(area), _by_block(target, own), PAST_CACHE_BYTES)
             else:
                 _cast(target, own, piece)
             if own.is_cuda:
                 begun(len(area), begin + len(area))
             written += len(area)
+    if sums is not None:
+        sums.pieces()
     return written
 
 
@@ -178,6 +180,33 @@ def written_rows(
         if own.numel():
             rows[name] = first, first + (len(own) if own.dim() else 1)
     return rows
+
+
+def _by_block(target: Tensor, source: Tensor) -> Move:
+    """Return a copy from `source` to `target`, in its dtype, by way of a private block.
+
+    So the checksums are of the bytes meant to be written, whoever changes that memory.
+    """
+    read, written, size = source.reshape(-1), target.view(-1), target.itemsize
+
+    def move(start: int, end: int) -> memoryview:
+        first, last = start // size, end // size
+        part = _block().view(target.dtype)[: last - first]
+        fill(part, read[first:last])
+        fill(written[first:last], part)
+        return bytes_of(part)
+
+    return move
+
+
+def _block() -> Tensor:
+    """Return a block of memory for this thread, which stays in its cache."""
+    if not hasattr(_blocks, "own"):
+        _blocks.own = torch.empty(PAST_CACHE_BYTES, dtype=torch.uint8)
+    return _blocks.own
+
+
+_blocks = threading.local()
 
 
 def _cast(target: Tensor, source: Tensor, piece_bytes: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from umbra.proto.errors import RejectedError, UmbraError
 from umbra.proto.messages import Subscribe
@@ -33,17 +33,23 @@ log = logging.getLogger(__name__)
 
 
 class HubPlanes:
-    """The planes of a hub, opened when the first receiver that can use them subscribes."""
+    """The planes of a hub, opened when the first receiver that can use them subscribes.
+
+    Args:
+        wake: called, from any thread, when a plane has to be polled.
+    """
 
     def __init__(
         self,
         config: WeightHubConfig,
         host: str,
         security: Security = OPEN,
+        wake: Callable[[], object] = lambda: None,
     ) -> None:
         self._config = config
+        self._wake = wake
         self._security = security
-        self._chosen: dict[str, HubEnd] = {}  # by receiver
+        self._chosen: dict[str, HubEnd] = {}  # by receiver, until it leaves
         self._ends: dict[str, HubEnd] = {}
         self._tcp: TcpHub | None = None  # that among them
         self._broken: dict[str, str] = {}
@@ -62,8 +68,19 @@ class HubPlanes:
     def refused(self) -> int:
         return 0 if self._tcp is None else self._tcp.server.refusals.counts.total()
 
-    def of(self, name: str) -> HubEnd:
-        return self._chosen[name]
+    def of(self, name: str) -> HubEnd | None:
+        """Return the end of a receiver's plane; None if it has left."""
+        return self._chosen.get(name)
+
+    def plane_of(self, name: str) -> str:
+        end = self._chosen.get(name)
+        return "" if end is None else end.plane
+
+    def left(self, name: str) -> None:
+        """Note that a receiver is not subscribed any longer."""
+        self._chosen.pop(name, None)
+        for end in self._ends.values():
+            end.left(name)
 
     def subscribe(self, peer: HubPeer, message: Subscribe) -> str:
         """Choose a receiver's plane; the weights endpoint of a relay that serves it, or "".
@@ -175,13 +192,14 @@ class HubPlanes:
             case "tcp":
                 return self.open_tcp()
             case "cuda_ipc":
-                end: HubEnd = IpcHub(GpuWorkerProcess(config.device), config.pace)
+                worker = GpuWorkerProcess(config.device)
+                end: HubEnd = IpcHub(worker, config.pace, self._wake)
             case "nccl":
                 tcp, worker = self.open_tcp(), GpuWorkerProcess(config.device)
                 epoch = int(time.time() * 1000)
-                end = NcclHub(worker, config.chunk_bytes, config.pace, epoch, tcp)
+                end = NcclHub(worker, config.chunk_bytes, config.pace, epoch, tcp, self._wake)
             case _:
-                end = ShmHub()
+                end = ShmHub(self._wake)
         self._add(end)
         return end
 

@@ -161,9 +161,9 @@ class PartHub:
         return True
 
     def _drop(self) -> None:
-        self._making.wait()  # bounded by the size of the arena
-        self._made()
-        arena, self._arena, self._order, self._error = self._arena, None, None, ""
+        made = self._making.finish()  # bounded by the size of the arena
+        arena = made if isinstance(made, Arena) else self._arena
+        self._arena, self._order, self._error = None, None, ""
         if arena is not None:
             for slot in range(arena.slots):
                 self._tcp.granted(slot)

@@ -100,7 +100,7 @@ IN_A_NAME = (
 )
 LEAVING = m.Nack(code="leaving", reason="this daemon is about to end")
 POLL_S = 0.2
-BUSY_POLL_S = 0.01  # while the arena is made, or a plane works
+BUSY_POLL_S = 0.01  # while a plane works
 UPSTREAM = HubPeer("upstream", "")  # who writes the versions of a daemon with an upstream
 
 log = logging.getLogger(__name__)
@@ -135,11 +135,11 @@ class WeightHub:
         self._clock = clock
         self._asked: SimpleQueue[tuple[m.Message, Future[m.Message]]] = SimpleQueue()
         self._is_leaving = False
-        self._wake = server.waker() if upstream else None
+        self._wake = server.waker()
         self._arena: Arena | None = None
         self._token = uuid.uuid4().hex[:8]  # another hub on this machine may have the same run id
         self._arenas_made = 0
-        self._making: Background[Arena] = Background("umbra-arena")
+        self._making: Background[Arena] = Background("umbra-arena", self._wake)
         # For the first of these the arena is made; the others wait until it is there.
         self._registering: list[tuple[Ticket, HubPeer, m.RegisterManifest]] = []
         self._manifest: Manifest | None = None
@@ -149,14 +149,14 @@ class WeightHub:
         self._parts = Parts(host)
         self._taken_over: m.Publish | None = None  # what lies in the arena of the hub before us
         self._is_lost = False  # a trainer host came back without the memory of the layout
-        self.planes = HubPlanes(config, host, server.security)
+        self.planes = HubPlanes(config, host, server.security, self._wake)
 
     def step(self, timeout_s: float = POLL_S) -> int:
         """Serve what arrives within `timeout_s` seconds; returns the number of requests."""
         for due in (self.protocol.next_deadline(), self._parts.next_deadline()):
             if due is not None:
                 timeout_s = min(timeout_s, max(0.0, due - self._clock()))
-        if self._making.busy or any(end.busy for end in self.planes.ends):
+        if any(end.busy for end in self.planes.ends):
             timeout_s = min(timeout_s, BUSY_POLL_S)
         if self._arena is not None and not self._arena.has_name:
             raise UmbraError(
@@ -185,8 +185,7 @@ class WeightHub:
             answer.set_result(LEAVING)
             return answer
         self._asked.put((body, answer))
-        if self._wake is not None:
-            self._wake()
+        self._wake()
         return answer
 
     def leave(self) -> None:
@@ -209,8 +208,7 @@ class WeightHub:
     def close(self) -> None:
         """Remove the arena; processes that have it mapped may go on reading."""
         self.planes.close()
-        self._making.wait()
-        if isinstance(made := self._making.take(), Arena):
+        if isinstance(made := self._making.finish(), Arena):
             made.unlink()
             made.close()
         self._making.close()
@@ -462,7 +460,7 @@ class WeightHub:
             self._waiting[peer.name] = request
             return []
         assert self._manifest is not None and self._arena is not None
-        plane, path = self.planes.of(peer.name).plane, str(self._arena.path)
+        plane, path = self.planes.plane_of(peer.name), str(self._arena.path)
         self._server.reply(request, m.Subscribed(manifest=self._manifest, plane=plane, path=path))
         log.info("%s subscribed over plane %s", peer.name, plane)
         return self.protocol.subscribe(peer, now)
@@ -489,7 +487,8 @@ class WeightHub:
                 case Send(receiver=name, message=m.Prepare() as message):
                     assert self._arena is not None
                     self._arena.end(message.slot)
-                    todo.extend(self.planes.of(name).prepare(name, message, self._clock()))
+                    if (end := self.planes.of(name)) is not None:
+                        todo.extend(end.prepare(name, message, self._clock()))
                 case Send(receiver=name, message=message):
                     todo.extend(self._push(name, message))
                 case Settled() as settled if settled.error:
@@ -500,26 +499,22 @@ class WeightHub:
                     self._record(pushed)
                 case Failed(receiver=name, phase=phase, reason=reason) as failed:
                     if failed.dropped:
-                        self._left(name)
-                    end = f"{phase}, dropped" if failed.dropped else phase
+                        self.planes.left(name)
+                    ended = f"{phase}, dropped" if failed.dropped else phase
                     log.warning(
                         "push of version %s to %s failed while %s: %s",
-                        *(failed.version, name, end, reason),
+                        *(failed.version, name, ended, reason),
                     )
 
     def _push(self, name: str, message: m.Message) -> list[Effect]:
         if self._reaches(name, message):
             return []
-        self._left(name)  # before its successor gets its source
+        self.planes.left(name)  # before its successor gets its source
         return self.protocol.lost(name, "it is unreachable", self._clock())
 
     def _reaches(self, name: str, message: m.Message) -> bool:
         owner = self._bindings.owners.get(name)  # none: one of a flood of senders
         return owner is not None and self._server.push(CHANNEL, owner.identity, message)
-
-    def _left(self, name: str) -> None:
-        for end in self.planes.ends:
-            end.left(name)
 
     def _refused(self, settled: Settled) -> list[Effect]:
         epoch, version = settled.prepare.epoch, settled.prepare.version
@@ -533,7 +528,7 @@ class WeightHub:
         name, publication, ready = pushed.receiver, pushed.publication, pushed.ready
         self._metrics.write(
             "push",
-            plane=self.planes.of(name).plane,
+            plane=self.planes.plane_of(name),
             bytes=self._manifest.total_bytes,
             receiver=name,
             version=publication.version,

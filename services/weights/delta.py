@@ -41,20 +41,20 @@ def available() -> bool:
 
 
 def compressor() -> Any:
-    """Make a compressor for `advance`: costly, so each thread keeps one."""
+    """Make a compressor for `encode`: costly, so each thread keeps one."""
     import zstandard
 
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
 
 
-def advance(
+def encode(
     old: memoryview, new: memoryview, item_bytes: int, limit_bytes: int, compressor: Any
 ) -> bytes | None:
-    """Bring `old` to the content of `new`; the delta between them.
+    """Return the delta from `old` to `new`, which have the same length.
 
-    Both have the same length, a multiple of `item_bytes`. Returns None where the delta would not be
-    smaller than `limit_bytes`; contents with more changes than such a delta could hold are given up
-    before anything is compressed.
+    That is a multiple of `item_bytes`. Returns None where the delta would not be smaller than
+    `limit_bytes`; contents with more changes than such a delta could hold are given up before
+    anything is compressed.
     """
     import numpy as np
 
@@ -63,11 +63,8 @@ def advance(
     places = np.flatnonzero(before != after)
     # Entropy coding of gap and difference takes at least about 3 bits per change.
     if places.size * 3 // 8 > limit_bytes:
-        before[:] = after
         return None
-    values = after[places]
-    differences = _zigzag(values - before[places], item_bytes)
-    before[places] = values
+    differences = _zigzag(after[places] - before[places], item_bytes)
     gaps = np.diff(places, prepend=-1) - 1
     gap_bytes = 1 if places.size >= before.size * _U8_GAP_DENSITY else 2
     gaps, differences = _bridge(gaps, differences, (1 << 8 * gap_bytes) - 1)

@@ -256,8 +256,7 @@ def _buckets(stretches: Iterable[_Stretch], bound: int) -> Iterator[tuple[int, i
         while end - start > bound:
             yield start, start + step, owner
             start += step
-    if start < end:
-        yield start, end, owner
+    yield start, end, owner  # there is some: a manifest has a tensor that is not empty
 
 
 def _step(entry: TensorEntry, room: int) -> int:

@@ -37,8 +37,8 @@ class Mapping(mmap.mmap):
             unmapping()
 
 
-def private_memory(size: int, *, touched: bool = True) -> memoryview:
-    """Allocate `size` writable bytes of this process alone, faulted in unless not `touched`.
+def private_memory(size: int) -> memoryview:
+    """Allocate `size` writable bytes of this process alone, faulted in.
 
     In huge pages where the kernel has them: copies and checksums are a fifth faster.
     """
@@ -46,8 +46,7 @@ def private_memory(size: int, *, touched: bool = True) -> memoryview:
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)
-    if touched:
-        view[:: mmap.PAGESIZE] = bytes(len(view[:: mmap.PAGESIZE]))
+    view[:: mmap.PAGESIZE] = bytes(len(view[:: mmap.PAGESIZE]))
     return view
 
 

@@ -9,18 +9,22 @@ the trainer had: so neither a writer nor any other process that touched the memo
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import Protocol
 
 import xxhash
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Manifest
-from umbra.services.weights.manifest import ALIGN_BYTES, checksum, wrong_checksum
+from umbra.services.weights.manifest import wrong_checksum
 
-THREADS = 4  # at most, that compute checksums beside copies of a GPU
+THREADS = min(4, os.cpu_count() or 1)  # of a process, that copy and compute checksums
+PAST_CACHE_BYTES = 1 << 20  # of a copy that the C library writes past the cache
+IN_CACHE_BYTES = PAST_CACHE_BYTES - 4096  # of one that is hashed there: a quarter less time
+AHEAD = 2  # buckets for each thread, at most, that wait to be copied
 
 OVERWRITTEN = "its slot was written again"
 
@@ -29,70 +33,122 @@ class ChangedError(UmbraError):
     """A version changed while it was loaded: the engine has neither it nor another one."""
 
 
-class Copied(Protocol):
-    """An observer of a version's bytes while they are copied."""
+Move = Callable[[int, int], memoryview]
+"""Copies bytes from one place of a tensor to another; returns them as they are to be there."""
 
-    def copied(self, start: int, block: memoryview) -> None: ...
-    def until(self, end: int) -> None: ...
+Piece = tuple[int, int, int]
+"""Start and end of bytes of one bucket, and their checksum."""
 
 
 class Checksums:
-    """The checksums of a version's buckets, computed while it is copied, in order.
+    """The checksums of a version's buckets, computed by the threads that copy it, in order.
 
-    `copied` takes bytes from the copying thread, while they are in its cache. What a GPU copies is
-    not seen on its way: `until` has threads compute it from the version's memory afterwards.
+    `copy` hashes bytes while they are copied. What a GPU copies is not seen on its way: `until` has
+    it read from the version's memory afterwards, as `result` does with all the rest.
+
+    Args:
+        threads: that copy and read at the same time; with one, the caller does it.
+        is_whole: all of the version is copied here; else nothing is read that others may write.
     """
 
-    def __init__(self, manifest: Manifest, data: memoryview) -> None:
-        self._buckets = manifest.buckets
+    def __init__(
+        self, manifest: Manifest, data: memoryview, threads: int = 1, *, is_whole: bool = True
+    ) -> None:
+        self._manifest = manifest
+        self._ends = [end for _, end in manifest.buckets]
         self._data = data
-        self._sums: list[int | Future[int] | None] = [None] * len(manifest.buckets)
-        self._bucket = self._at = 0  # where the bytes that were copied end
-        self._hash: xxhash.xxh3_64 | None = xxhash.xxh3_64()  # None: not all of this bucket came
-        self._behind = 0  # buckets before this one have a checksum, or will
+        self._threads = threads
+        self._is_whole = is_whole
+        # Nobody loads padding: it is hashed from memory, with the tensor before it.
+        starts = [*(entry.offset for entry in manifest.tensors[1:]), manifest.total_bytes]
+        self._padded = {
+            entry.offset + entry.nbytes: start
+            for entry, start in zip(manifest.tensors, starts, strict=True)
+        }
+        self._bucket = -1  # of the moves that wait for the rest of their bucket
+        self._moves: list[tuple[int, int, int, Move, int]] = []
+        self._copying: deque[Future[list[Piece]]] = deque()
+        self._pieces: list[Piece] = []
+        self._touched: set[int] = set()  # buckets of which bytes are copied or read
+        self._behind = 0  # buckets before this one are among them
 
-    def copied(self, start: int, block: memoryview) -> None:
-        """Add the bytes that are copied from, or to, byte `start` on."""
-        if not len(block):
-            return
-        if 0 < start - self._at < ALIGN_BYTES:
-            self._add(self._data[self._at : start])  # padding, which nobody loads
-        if start != self._at:
-            while self._buckets[self._bucket][1] <= start:
-                self._bucket += 1
-            begins = start == self._buckets[self._bucket][0]
-            self._at, self._hash = start, xxhash.xxh3_64() if begins else None
-        self._add(block)
+    def copy(self, start: int, end: int, move: Move, block_bytes: int = IN_CACHE_BYTES) -> None:
+        """Have `move` copy bytes `[start, end)` by blocks, given places from `start` on.
+
+        What it returns is hashed, from the cache if blocks are small enough to stay there.
+        """
+        at = start
+        while at < end:
+            bucket = bisect_right(self._ends, at)
+            if bucket != self._bucket:
+                self._submit()
+                self._bucket = bucket
+                self._touched.add(bucket)
+            stop = min(end, self._ends[bucket])
+            self._moves.append((start, at, stop, move, block_bytes))
+            at = stop
 
     def until(self, end: int) -> None:
-        """Note that the first `end` bytes are in place; those that were not added are read."""
-        while self._behind < len(self._sums) and self._buckets[self._behind][1] <= end:
-            if self._sums[self._behind] is None:
-                start, stop = self._buckets[self._behind]
-                future = _threads().submit(checksum, self._data[start:stop])
-                self._sums[self._behind] = future
+        """Note that the first `end` bytes are in place; those not copied here are read."""
+        while self._is_whole and self._behind < len(self._ends) and self._ends[self._behind] <= end:
+            if self._behind not in self._touched:
+                self._read(self._behind)
             self._behind += 1
+
+    def pieces(self) -> list[Piece]:
+        """Wait for all copies; return their checksums in order: of whole buckets, or of parts."""
+        self._submit()
+        while self._copying:
+            self._pieces += self._copying.popleft().result()
+        return sorted(self._pieces)
 
     def result(self) -> list[int]:
         """Return the checksum of every bucket, once all of the version is in place."""
-        if 0 < len(self._data) - self._at < ALIGN_BYTES:
-            self._add(self._data[self._at :])
-        self.until(len(self._data))
-        return [s.result() if isinstance(s, Future) else s for s in self._sums if s is not None]
+        buckets = self._manifest.buckets
+        whole = {(start, end) for start, end, _ in self.pieces()}
+        for bucket, place in enumerate(buckets):
+            if place not in whole:
+                self._read(bucket)
+        found = {(start, end): made for start, end, made in self.pieces()}
+        return [found[place] for place in buckets]
 
-    def _add(self, block: memoryview) -> None:
-        while len(block):
-            end = self._buckets[self._bucket][1]
-            part = block[: end - self._at]
-            if self._hash is not None:
-                self._hash.update(part)
-            self._at += len(part)
-            block = block[len(part) :]
-            if self._at == end:
-                if self._hash is not None:
-                    self._sums[self._bucket] = self._hash.intdigest()
-                self._bucket += 1
-                self._hash = xxhash.xxh3_64()
+    def wrong(self, wanted: Sequence[int]) -> str:
+        """Name the first bucket whose checksum is another one; empty if there is none."""
+        for bucket, (found, meant) in enumerate(zip(self.result(), wanted, strict=True)):
+            if found != meant:
+                return wrong_checksum(self._manifest, bucket)
+        return ""
+
+    def _read(self, bucket: int) -> None:
+        start, end = self._manifest.buckets[bucket]
+        data = self._data[start:end]
+        self.copy(start, end, lambda at, until: data[at:until])
+
+    def _submit(self) -> None:
+        moves, self._moves, self._bucket = self._moves, [], -1
+        if moves and self._threads == 1:
+            self._pieces += self._carry_out(moves)
+        elif moves:
+            self._copying.append(_pool().submit(self._carry_out, moves))
+            while len(self._copying) > AHEAD * self._threads:
+                self._pieces += self._copying.popleft().result()
+
+    def _carry_out(self, moves: list[tuple[int, int, int, Move, int]]) -> list[Piece]:
+        """Copy and hash bytes of one bucket; one piece for those without a gap between them."""
+        pieces: list[Piece] = []
+        begun = at = -1
+        hasher = xxhash.xxh3_64()
+        for origin, begin, end, move, size in moves:
+            if begin != at:
+                if begun < at:
+                    pieces.append((begun, at, hasher.intdigest()))
+                begun, hasher = begin, xxhash.xxh3_64()
+            for place in range(begin, end, size):
+                hasher.update(move(place - origin, min(place + size, end) - origin))
+            at = self._padded.get(end, end)
+            hasher.update(self._data[end:at])
+        pieces.append((begun, at, hasher.intdigest()))
+        return pieces
 
 
 class SlotGuard:
@@ -111,12 +167,11 @@ class SlotGuard:
         data: memoryview,
         checksums: Sequence[int],
     ) -> None:
-        self.sums = Checksums(manifest, data)  # of what the engine loads
+        self.sums = Checksums(manifest, data, THREADS)  # of what the engine loads
         self.is_verified = False
         self._check = check
         self._sequence = sequence
         self._begun: int = sequence[0]
-        self._manifest = manifest
         self._checksums = checksums
 
     @property
@@ -135,16 +190,14 @@ class SlotGuard:
 
     def verify(self) -> None:
         """Raise ChangedError if the loaded bytes are not the version."""
-        sums = self.sums.result()
+        wrong = self.sums.wrong(self._checksums)
         if self.is_overwritten:
             raise ChangedError(OVERWRITTEN)
-        for bucket, (actual, wanted) in enumerate(zip(sums, self._checksums, strict=True)):
-            if actual != wanted:
-                raise ChangedError(wrong_checksum(self._manifest, bucket))
+        if wrong:
+            raise ChangedError(wrong)
         self.is_verified = True
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
-    threads = min(THREADS, os.cpu_count() or 1)
-    return ThreadPoolExecutor(threads, thread_name_prefix="umbra-checksums")
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="umbra-checksums")

@@ -117,7 +117,7 @@ def run(recipe: str, folder: Path) -> dict[str, Any]:
             adapter = adapter_facts(trainer, "")
             layout = tensor_layout(learner.model, "bfloat16", adapter=adapter is not None)
             manifest = build_manifest(layout, 4 << 20, adapter=adapter)
-            slot = private_memory(manifest.total_bytes, touched=False)
+            slot = private_memory(manifest.total_bytes)
             written = write_shards(learner.model, manifest, slot, world=trainer.ranks)
     finally:
         if dist.is_initialized():

@@ -12,16 +12,11 @@ from safetensors.torch import load_file
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.trainer.distributed.rendezvous import RankPlace
-from umbra.services.trainer.distributed.shards import (
-    Piece,
-    PieceSums,
-    checked,
-    own_buckets,
-    owners_of,
-)
+from umbra.services.trainer.distributed.shards import checked, own_buckets, owners_of
 from umbra.services.weights.manifest import build_manifest, checksum
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
+from umbra.services.weights.verify import Checksums, Piece
 
 WAIT_S = limit(50.0)
 
@@ -95,12 +90,12 @@ def test_what_another_process_wrote_between_ranks_gets_no_valid_checksum() -> No
     slot = memoryview(bytearray(manifest.total_bytes))
     pieces = list[Piece]()
     for first, last in ((0, 1500), (1500, manifest.total_bytes)):
-        meant = PieceSums(manifest)
+        meant = Checksums(manifest, slot)
         for start in range(first, last, 100):
-            block = bytes([start % 251]) * min(100, last - start)
+            block = memoryview(bytes([start % 251]) * min(100, last - start))
             slot[start : start + len(block)] = block
-            meant.copied(start, memoryview(block))
-        pieces += meant.result()
+            meant.copy(start, start + len(block), lambda at, end, block=block: block[at:end])
+        pieces += meant.pieces()
     assert len(pieces) == len(manifest.buckets) + 1  # one bucket has rows of both
     for start, stop in manifest.buckets:
         right = checksum(slot[start:stop])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,12 @@ from fakes.hub_bench import LAYOUT
 from fakes.lossy_disk import LossyDisk, power_cuts
 
 from umbra.proto.errors import StartupError
-from umbra.proto.messages import Prepare, Subscribed
+from umbra.proto.messages import Subscribed
 from umbra.proto.net.keys import OPEN
-from umbra.services.config import WeightHubConfig
 from umbra.services.process import host_memory
 from umbra.services.process.files import DISK, Disk
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.manifest import checksums
 from umbra.services.weights.planes.receiving import StagedPlanes
-from umbra.services.weights.planes.tcp import TcpHub
 
 
 def test_a_replaced_file_is_whole_or_as_before(tmp_path: Path) -> None:
@@ -128,24 +124,3 @@ def test_an_arena_is_refused_before_memory_is_taken(
     assert not list(Path("/dev/shm").glob(f"umbra-{run_id}-*"))
     with pytest.raises(StartupError, match=r"slots of the weights .*set weight_hub.slots = 2"):
         Arena.anonymous(slot_bytes=SIZE, slots=2)
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena.anonymous(slot_bytes=SIZE, slots=1)
-    yield arena
-    arena.close()
-
-
-def test_without_memory_for_a_copy_all_bytes_are_sent(
-    host: Host, arena: Arena, caplog: pytest.LogCaptureFixture
-) -> None:
-    host.has(SIZE - KIB)
-    hub = TcpHub("tcp://127.0.0.1:*", WeightHubConfig(delta="always"))
-    hub.layout(arena, LAYOUT)
-    prepare = Prepare(epoch=1, version=0, slot=0, checksums=checksums(LAYOUT, arena.slot(0)))
-    for _ in range(2):
-        assert hub.complete("gen-0", prepare).sources[0].endpoint == hub.buckets.endpoint
-    hub.close()
-    assert caplog.text.count("buckets are sent whole, without deltas: deltas") == 1
-    assert 'set weight_hub.delta = "off"' in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from umbra.services.weights.planes.bucket_server import BucketServer, BucketStor
 from umbra.services.weights.planes.bucket_wire import (
     HEAD,
     HELLO_BYTES,
+    LOOK_S,
     ORDER,
     BucketOrder,
     Piece,
@@ -319,6 +321,22 @@ def test_a_silent_outsider_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None
         outsider.sendall(bytes(HELLO_BYTES - 1))
         assert ended(outsider)
         until(lambda: server.refusals.counts.total() == 1, "it is not counted")
+
+
+def test_a_slow_hello_is_waited_for_and_a_known_peer_is_never_late() -> None:
+    with serving() as (server, store), raw(server) as connection:
+        store.offer(0, DATA, SUMS)
+        time.sleep(4 * LOOK_S)
+        records = Records(connection, lambda: None)
+        records.begin(grant(server.secret), sealed=False)
+        (peer,) = server._peers
+        peer.until = 0.0
+        time.sleep(4 * LOOK_S)
+        order = BucketOrder(wanted=[0], contents=[SUMS[0]], frame_bytes=1 << 18)
+        records.send(Piece(ORDER), msgspec.msgpack.encode(order))
+        records.flush()
+        piece, data, _ = records.next(lambda _piece, _nbytes: None)
+        assert (piece.bucket, data) == (0, DATA[slice(*LAYOUT.buckets[0])])
 
 
 def test_outsiders_crowd_out_only_one_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from random import Random
 
 import msgspec
 import pytest
@@ -93,6 +95,36 @@ def test_one_who_has_a_base_waits_for_the_delta_and_others_do_not() -> None:
     assert held.parts(0, sums[0], [0], 1024) is not None
     held.encoded(0, None)
     assert held.parts(0, sums[0], [77], 1024) is not None
+
+
+def test_deltas_are_of_two_versions_while_both_are_in_their_slots() -> None:
+    """A bucket that changed too much, or has lost its base, is sent whole; later it is tried."""
+    arena = Arena.anonymous(slot_bytes=LAYOUT.total_bytes, slots=2)
+    hub = tcp.TcpHub("tcp://127.0.0.1:*", WeightHubConfig(delta="always"))
+    hub.layout(arena, LAYOUT)
+    random, sums = Random(0), [0] * COUNT
+
+    def is_delta(slot: int, changed: int, *granted: int) -> bool:
+        """Publish a version; whether who has the one before gets its first bucket as a delta."""
+        nonlocal sums
+        for one in granted:
+            hub.granted(one)
+        data, base = arena.slot(slot), sums[0]
+        data[:] = arena.slot(1 - slot)
+        data[:changed] = random.randbytes(changed)
+        sums = checksums(LAYOUT, data)
+        hub.complete("gen-0", prepare(slot, sums))
+        while (parts := hub.store_of(LAYOUT).parts(0, sums[0], [base], 4096)) is None:
+            time.sleep(0.001)
+        return any(piece.base for piece, _ in parts)
+
+    assert not is_delta(0, 4)
+    assert is_delta(1, 4, 1)
+    assert not is_delta(0, 4096, 0), "it does not pay"
+    assert not is_delta(1, 4, 1), "nor is it tried again at once"
+    assert is_delta(0, 4, 0)
+    assert not is_delta(1, 4, 1, 0)
+    hub.close()
 
 
 def test_the_chain_is_linked_anew() -> None:
@@ -197,9 +229,7 @@ def test_a_delta_of_a_base_that_is_not_held_touches_nothing_and_is_ordered_again
     fill(first, data, sums, range(COUNT))
     start, end = LAYOUT.buckets[0]
     later, _ = version(4)
-    link = delta.advance(
-        memoryview(bytearray(data[start:end])), later[start:end], 2, 1 << 20, delta.compressor()
-    )
+    link = delta.encode(data[start:end], later[start:end], 2, 1 << 20, delta.compressor())
     assert link is not None
     _, wanted = version(5)
     assembly = Assembly(have, 0, wanted, deltas=True)

@@ -13,8 +13,8 @@ from umbra.services.weights import delta
 COMPRESSOR = delta.compressor()
 
 
-def advance(old: bytearray, new: bytes, item: int, limit: int = 1 << 30) -> bytes | None:
-    return delta.advance(memoryview(old), memoryview(new), item, limit, COMPRESSOR)
+def encode(old: bytes, new: bytes, item: int, limit: int = 1 << 30) -> bytes | None:
+    return delta.encode(memoryview(old), memoryview(new), item, limit, COMPRESSOR)
 
 
 @settings(max_examples=60, deadline=None)
@@ -34,10 +34,8 @@ def test_every_bit_comes_back(
         at = place % count
         words[at] = (int(words[at]) + difference) % (1 << 8 * item)
     new = words.tobytes()
-    held = bytearray(old)
-    made = advance(held, new, item)
+    made = encode(old, new, item)
     assert made is not None
-    assert held == new
     target = bytearray(old)
     delta.apply(made, memoryview(target))
     assert target == new
@@ -51,7 +49,7 @@ def test_gaps_beyond_16_bits(places: list[int]) -> None:
     old = np.zeros(100_000, np.uint16)
     new = old.copy()
     new[places] = 65535
-    made = advance(bytearray(old.tobytes()), new.tobytes(), 2)
+    made = encode(old.tobytes(), new.tobytes(), 2)
     assert made is not None
     assert len(made) < 64
     target = bytearray(old.tobytes())
@@ -62,9 +60,7 @@ def test_gaps_beyond_16_bits(places: list[int]) -> None:
 def test_what_does_not_pay_is_not_encoded() -> None:
     random = np.random.default_rng(0)
     old, new = (random.integers(0, 256, 1 << 16, dtype=np.uint8).tobytes() for _ in range(2))
-    held = bytearray(old)
-    assert advance(held, new, 2, 1 << 15) is None
-    assert held == new
+    assert encode(old, new, 2, 1 << 15) is None
 
 
 @settings(max_examples=100, deadline=None)
@@ -82,7 +78,7 @@ def spoiled_deltas() -> list[tuple[bytes, bytes, bytes]]:
     old = bytes(range(256)) * 4
     new = bytearray(old)
     new[100], new[700] = 1, 2
-    made = advance(bytearray(old), bytes(new), 2)
+    made = encode(old, bytes(new), 2)
     assert made is not None
     changed = [
         made[:at] + bytes([made[at] ^ bit]) + made[at + 1 :]
@@ -114,7 +110,7 @@ def test_a_spoiled_delta_is_refused_or_stays_within_its_bucket() -> None:
 
 def test_a_delta_that_leaves_its_bucket_is_refused() -> None:
     old = bytes(2048)
-    made = advance(bytearray(old), old[:-2] + b"\x01\x02", 2)
+    made = encode(old, old[:-2] + b"\x01\x02", 2)
     assert made is not None
     shorter = bytearray(1024)
     with pytest.raises(WireError, match="leaves its bucket"):

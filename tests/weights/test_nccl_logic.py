@@ -138,7 +138,8 @@ def test_a_round_begins_when_all_wait_for_the_same_version() -> None:
 def test_who_waits_too_long_fetches() -> None:
     rounds = gathered("a", "b")
     rounds.offer("a", prepare(1), 0.0)
-    assert rounds.next_due() == 1.0
+    assert rounds.settle(0.9, idle=True) == ([], None)
+    assert rounds.waiting
     assert rounds.settle(1.0, idle=True) == ([("a", prepare(1))], None)
     rounds.offer("b", prepare(1), 2.0)
     assert rounds.settle(2.0, idle=True) == ([("b", prepare(1))], None), "a has it already"

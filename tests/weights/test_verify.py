@@ -14,9 +14,9 @@ from fakes.hub_bench import WAIT_S, Bench, content, load, publish, take
 
 from umbra.proto.errors import PeerLostError
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.manifest import build_manifest, checksums
+from umbra.services.weights.manifest import build_manifest, checksum, checksums
 from umbra.services.weights.receiver import Receiver, StagedVersion
-from umbra.services.weights.verify import ChangedError, Checksums, SlotGuard
+from umbra.services.weights.verify import ChangedError, Checksums, Move, SlotGuard
 
 TINY = build_manifest([("weights", "F32", [64])], 128)
 LAPS = 100_000
@@ -69,7 +69,7 @@ def test_a_writer_that_laps_a_slow_reader_never_gives_it_a_torn_version(arena: A
         by_sequence = not guard.is_overwritten
         assert taken == expected or not by_sequence
         try:
-            guard.sums.copied(0, memoryview(taken))
+            guard.sums.copy(0, len(taken), lambda start, end: memoryview(taken)[start:end])
             guard.verify()
         except ChangedError:
             torn += 1
@@ -87,25 +87,38 @@ def test_a_writer_that_laps_a_slow_reader_never_gives_it_a_torn_version(arena: A
     assert whole
 
 
-def test_checksums_are_those_of_the_bytes_that_are_copied() -> None:
-    """Blocks of any size, in order; bytes not seen on their way are read from memory."""
+@pytest.mark.parametrize("threads", [1, 3])
+def test_checksums_are_those_of_the_bytes_that_are_copied(threads: int) -> None:
+    """Bytes are hashed as they were moved; those not seen on their way are read from memory."""
     random = Random(0)
     for _ in range(200):
-        shapes = [[random.randrange(1, 90)] for _ in range(random.randrange(1, 9))]
+        shapes = [[random.randrange(90)] for _ in range(random.randrange(1, 9))] + [[1]]
         layout = [(str(i), "BF16", shape) for i, shape in enumerate(shapes)]
         manifest = build_manifest(layout, random.choice([128, 192, 4096]))
-        data = memoryview(bytearray(random.randbytes(manifest.total_bytes)))
-        sums = Checksums(manifest, data)
+        meant = memoryview(bytearray(random.randbytes(manifest.total_bytes)))
+        data = memoryview(bytearray(meant))
+        sums = Checksums(manifest, data, threads)
         for entry in manifest.tensors:
             at, end = entry.offset, entry.offset + entry.nbytes
             if random.random() < 0.2:
                 sums.until(end)
                 continue
-            while at < end:
-                step = random.randrange(1, end - at + 1)
-                sums.copied(at, data[at : at + step])
-                at += step
-        assert sums.result() == checksums(manifest, data)
+            rows = random.randrange(entry.nbytes + 1)  # some of them are another rank's
+            for begin, stop in ((at, at + rows), (at + rows, end)):
+                sums.copy(begin, stop, moving(meant, data, begin))
+        pieces = sums.pieces()
+        assert [(start, end, checksum(meant[start:end])) for start, end, _ in pieces] == pieces
+        assert sums.result() == checksums(manifest, meant) == sums.result()
+
+
+def moving(source: memoryview, target: memoryview, origin: int) -> Move:
+    """A move of bytes that are changed in the target while it goes on."""
+
+    def move(start: int, end: int) -> memoryview:
+        target[origin + start : origin + end] = source[origin + start : origin + end]
+        return source[origin + start : origin + end]
+
+    return move
 
 
 class Engine:
@@ -123,7 +136,8 @@ class Engine:
         self.under_way(staged)
         self.held = taken + bytes(staged.data[half:])
         assert staged.guard is not None
-        staged.guard.sums.copied(0, memoryview(self.held))
+        held = memoryview(self.held)
+        staged.guard.sums.copy(0, len(held), lambda start, end: held[start:end])
 
     def under_way(self, staged: StagedVersion) -> None:
         pass

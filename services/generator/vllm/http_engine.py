@@ -36,7 +36,7 @@ from umbra.services.generator.vllm.server import Ended, Load, Stream, VllmServer
 from umbra.services.generator.vllm.updates import Updates
 from umbra.services.process.loop_thread import LoopThread, ends_with_it
 from umbra.services.weights.manifest import Part
-from umbra.services.weights.verify import OVERWRITTEN, ChangedError, Checksums, SlotGuard
+from umbra.services.weights.verify import OVERWRITTEN, THREADS, ChangedError, Checksums, SlotGuard
 
 START_S = 600.0  # for a first server to answer
 _LOOK_S = 0.05
@@ -197,7 +197,7 @@ class HttpEngine:
         assert isinstance(update.memory, memoryview)
         if guard is not None:
             guard.verify()
-        sums = guard.sums if guard is not None else Checksums(manifest, update.memory)
+        sums = guard.sums if guard is not None else Checksums(manifest, update.memory, THREADS)
         buckets = [
             [update.start + start, update.start + end, found]
             for (start, end), found in zip(manifest.buckets, sums.result(), strict=True)

@@ -10,12 +10,11 @@ the rows of its ranks. No bucket holds rows of two hosts.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-import xxhash
 from torch import nn
 
 from umbra.proto.records import Manifest
@@ -24,12 +23,9 @@ from umbra.services.trainer.distributed.rendezvous import RankPlace
 from umbra.services.trainer.snapshot import write_shards, written_rows
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import checksum, owned_buckets
-from umbra.services.weights.verify import Checksums
+from umbra.services.weights.verify import THREADS, Checksums, Piece
 
 log = logging.getLogger(__name__)
-
-Piece = tuple[int, int, int]
-"""Bytes `[start, end)` of a version, all of one bucket, and their checksum."""
 
 
 def own_buckets(manifest: Manifest, place: RankPlace) -> list[int]:
@@ -71,43 +67,6 @@ def owners_of(
     return owners
 
 
-class PieceSums:
-    """The checksums of what a rank writes, from the bytes that it means to write.
-
-    What a GPU copies is not seen on its way.
-    """
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._ends = [end for _, end in manifest.buckets]
-        self._pieces: list[Piece] = []
-        self._start = self._at = self._end = 0
-        self._hash = xxhash.xxh3_64()
-
-    def copied(self, start: int, block: memoryview) -> None:
-        """Add bytes that are written from byte `start` on."""
-        while len(block):
-            if start != self._at or start == self._end:
-                self._close()
-                self._start = self._at = start
-                self._end = self._ends[bisect_right(self._ends, start)]
-            part = block[: self._end - start]
-            self._hash.update(part)
-            self._at = start = start + len(part)
-            block = block[len(part) :]
-
-    def until(self, end: int) -> None:
-        """Do nothing: bytes that were not added are not compared."""
-
-    def result(self) -> list[Piece]:
-        self._close()
-        return sorted(self._pieces)
-
-    def _close(self) -> None:
-        if self._at > self._start:
-            self._pieces.append((self._start, self._at, self._hash.intdigest()))
-        self._hash, self._start = xxhash.xxh3_64(), self._at
-
-
 def checked(slot: memoryview, start: int, end: int, pieces: Sequence[Piece]) -> int:
     """Return the checksum of bucket `[start, end)`; an invalid one if a piece has changed.
 
@@ -138,14 +97,15 @@ class Snapshots:
         ranks, manifest = self._ranks, self._manifest
         if slot is None:
             slot = self._attached(place[0]).slot(place[1])
-        if ranks.world == 1:
-            computed = Checksums(manifest, slot)
-            write_shards(self._model, manifest, slot, sums=computed)
-            return computed.result()
-        meant = PieceSums(manifest)
+        threads = max(1, THREADS // ranks.place.per_host)
+        if torch.get_num_threads() > 1 and all(p.is_cpu for p in self._model.parameters()):
+            threads = 1  # torch divides each copy among its own
+        meant = Checksums(manifest, slot, threads, is_whole=ranks.world == 1)
         write_shards(self._model, manifest, slot, ranks.rank, ranks.world, meant)
+        if ranks.world == 1:
+            return meant.result()
         # When all have told theirs, all have written.
-        told = ranks.collect(meant.result(), list[Piece])
+        told = ranks.collect(meant.pieces(), list[Piece])
         pieces = sorted(piece for some in told for piece in some)
         sums = np.zeros(len(manifest.buckets), np.uint64)
         for bucket in own_buckets(manifest, ranks.place):

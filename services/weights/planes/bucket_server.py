@@ -30,7 +30,7 @@ from umbra.proto.records import Manifest
 from umbra.proto.sockets import HANDSHAKE_MS, tcp_listener
 from umbra.services.weights import delta
 from umbra.services.weights.manifest import item_bytes
-from umbra.services.weights.memory import copy, keep_freed_memory, private_memory
+from umbra.services.weights.memory import keep_freed_memory
 from umbra.services.weights.planes.bucket_wire import (
     BEAT_S,
     REFUSED,
@@ -85,14 +85,15 @@ class BucketStore:
     def offer(
         self, slot: int, data: memoryview, contents: Sequence[int], absent: Iterable[int] = ()
     ) -> None:
-        """Serve the version in `slot`: its bytes, content ids of its buckets, all but `absent`."""
+        """Serve the version in `slot`: its bytes, content ids of its buckets, all but `absent`.
+
+        Nothing changes if it is served already: some of those may have arrived.
+        """
         with self._lock:
+            if slot in self._slots and self._slots[slot].contents == contents:
+                return
             self._slots[slot] = _ServedSlot(data, contents, set(absent))
         self._notify()
-
-    def holds(self, slot: int, contents: Sequence[int]) -> bool:
-        with self._lock:
-            return slot in self._slots and self._slots[slot].contents == contents
 
     def withdraw(self, slot: int) -> None:
         """Stop handing out `slot`: it is about to be written."""
@@ -177,46 +178,50 @@ class BucketStore:
         return end - start
 
 
-@dataclass(slots=True)
-class _EncodingJob:
+@dataclass(frozen=True, slots=True)
+class StoredVersion:
+    """A version in its slot, with the content of every bucket."""
+
+    slot: int
     data: memoryview
     contents: Sequence[int]
+
+
+@dataclass(slots=True)
+class _EncodingJob:
+    old: StoredVersion
+    new: StoredVersion
     todo: list[int]  # last first
     cancelled: threading.Event = field(default_factory=threading.Event)
     workers: list[Future[None]] = field(default_factory=list["Future[None]"])
 
 
 class DeltaEncoder:
-    """A maker of the deltas between consecutive versions, in threads of its own.
-
-    It keeps a private copy of the last version (its slot is soon overwritten), bucket by bucket, so
-    that a version that is overtaken while it is encoded leaves every bucket well defined.
-
-    Args:
-        manifest: the layout. Of buckets that others hold neither copies nor deltas are made: their
-            content is 0 in what `start` is given.
-    """
+    """A maker of the deltas between two versions in their slots, in threads of its own."""
 
     def __init__(self, store: BucketStore, manifest: Manifest) -> None:
         self._store = store
         self._buckets = manifest.buckets
         self._items = item_bytes(manifest)
-        self._last = private_memory(manifest.total_bytes, touched=not manifest.owners)
-        self._held = [0] * len(manifest.buckets)  # contents of `_last`
         self._pauses = [(0, 0)] * len(manifest.buckets)  # versions left, and how many the next time
         self._threads = min(THREADS, os.cpu_count() or 1)
         self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="umbra-delta")
         self._job: _EncodingJob | None = None
 
-    def start(self, data: memoryview, contents: Sequence[int]) -> None:
-        """Encode the version in `data`, which must stay as it is until `stop` or the end."""
+    def start(self, old: StoredVersion, new: StoredVersion, buckets: Iterable[int]) -> None:
+        """Encode `buckets`; both versions must stay as they are until `stop` or the end."""
         self.stop()
-        todo = [i for i, held in enumerate(self._held) if held != contents[i]]
+        todo = [bucket for bucket in buckets if old.contents[bucket] != new.contents[bucket]]
         self._store.encode_later(todo)
-        self._job = _EncodingJob(data, contents, todo[::-1])
+        self._job = _EncodingJob(old, new, todo[::-1])
         # Receivers wait for these deltas: a thread that fails must not leave them waiting.
         work = ends_process(self._work, "the encoder of deltas")
         self._job.workers = [self._executor.submit(work, self._job) for _ in range(self._threads)]
+
+    def let_go(self, slot: int) -> None:
+        """Stop reading a slot; buckets that have no delta yet are sent whole."""
+        if self._job is not None and slot in (self._job.old.slot, self._job.new.slot):
+            self.stop()
 
     def stop(self) -> None:
         """End the encoding under way, within the time that a bucket takes."""
@@ -227,10 +232,6 @@ class DeltaEncoder:
             worker.result()
         self._store.not_encoded(job.todo)
         self._job = None
-
-    def join(self) -> None:
-        for worker in self._job.workers if self._job else ():
-            worker.result()
 
     def close(self) -> None:
         self.stop()
@@ -246,26 +247,19 @@ class DeltaEncoder:
             self._store.encoded(bucket, self._encode(job, bucket, compressor))
 
     def _encode(self, job: _EncodingJob, bucket: int, compressor: Any) -> Delta | None:
-        start, end = self._buckets[bucket]
-        old, new = self._last[start:end], job.data[start:end]
-        base, content = self._held[bucket], job.contents[bucket]
         left, longest = self._pauses[bucket]
-        made: Delta | None = None
         if left:
             self._pauses[bucket] = (left - 1, longest)
-        elif base:
-            limit = int((end - start) * DELTA_SHARE)
-            data = delta.advance(old, new, self._items[bucket], limit, compressor)
-            if data is not None:
-                made = Delta(base, content, data)
-                self._pauses[bucket] = (0, 0)
-            else:
-                longest = min(LONGEST_PAUSE, 2 * longest or 1)
-                self._pauses[bucket] = (longest, longest)
-        if made is None:
-            copy(new, old)
-        self._held[bucket] = content
-        return made
+            return None
+        start, end = self._buckets[bucket]
+        old, new = job.old.data[start:end], job.new.data[start:end]
+        limit = int((end - start) * DELTA_SHARE)
+        data = delta.encode(old, new, self._items[bucket], limit, compressor)
+        longest = 0 if data is not None else min(LONGEST_PAUSE, 2 * longest or 1)
+        self._pauses[bucket] = (longest, longest)
+        if data is None:
+            return None
+        return Delta(job.old.contents[bucket], job.new.contents[bucket], data)
 
 
 CLOSE_DEADLINE_S = 5.0

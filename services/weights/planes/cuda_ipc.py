@@ -7,10 +7,10 @@ lanes, which costs its bytes over the bus and one thread's xxh3, beside decoding
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -31,7 +31,8 @@ from umbra.services.weights.manifest import checksum, wrong_checksum
 from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes.plane import (
     Background,
-    HubEnd,
+    Content,
+    OncePerVersion,
     Receipt,
     Receiving,
     Settled,
@@ -42,12 +43,8 @@ LANES = 2  # one is verified while the next is read
 COPY_DEADLINE_S = 30.0  # for a copy within a GPU, whose memory bounds it, and for each lane
 FAILURES = 2  # uploads that may fail one after the other
 
-log = logging.getLogger(__name__)
 
-Content = tuple[int, Sequence[int]]  # slot, and checksum of every bucket
-
-
-class IpcHub(HubEnd):
+class IpcHub(OncePerVersion):
     """The hub's end: uploads versions, and sends receivers their places.
 
     Slot i of the device memory is a copy of slot i of the arena, made when the first receiver of
@@ -60,26 +57,20 @@ class IpcHub(HubEnd):
 
     plane = "cuda_ipc"
 
-    def __init__(self, worker: GpuWorkerProcess, pace: Pace) -> None:
+    def __init__(
+        self, worker: GpuWorkerProcess, pace: Pace, wake: Callable[[], object] = lambda: None
+    ) -> None:
+        super().__init__(Background("umbra-cuda-ipc", wake))
         self.worker = worker
         self._pace = pace
         self._upload_s = pace.limit_s(0, parts=2)  # with a layout, for its bytes
-        self._thread: Background[bytes] = Background("umbra-cuda-ipc")
         self._handle = b""
-        self._exported_by = 0  # which start of the worker made the handle
-        self._waiting: dict[str, Prepare] = {}
         self._there: dict[int, Sequence[int]] = {}  # by slot the checksums of the uploaded version
-        self._uploading: Content | None = None
+        self._exported_by = 0  # which start of the worker made the handle
         self._failures = 0
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._waiting) or self._thread.busy
-
     def layout(self, arena: Arena, manifest: Manifest) -> None:
-        self._thread.wait()
-        self._thread.take()
-        self._uploading = None
+        super().layout(arena, manifest)
         self._there.clear()
         self._upload_s = self._pace.limit_s(manifest.total_bytes, parts=2)
         self.worker.use(arena, arena.slot_bytes, self._pace)
@@ -88,67 +79,51 @@ class IpcHub(HubEnd):
         self.left(name)
 
     def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
-        self._waiting[name] = prepare
-        return ()
-
-    def left(self, name: str) -> None:
-        self._waiting.pop(name, None)
+        if self._there.get(prepare.slot) == prepare.checksums:
+            return (Settled(name, self.complete(prepare)),)
+        return super().prepare(name, prepare, now)
 
     def granted(self, slot: int) -> None:
+        super().granted(slot)
         self._there.pop(slot, None)
-        if self._uploading is not None and self._uploading[0] == slot:
-            self._uploading = None  # its bytes may be of two versions
 
-    def poll(self, now: float) -> list[Settled]:
-        """Return the Prepares whose version is on the GPU, or could not get there."""
-        outcomes: list[Settled] = []
-        done = self._thread.take()
-        if done is not None:
-            outcomes += self._uploaded(done)
-        for name, prepare in list(self._waiting.items()):
-            if self._there.get(prepare.slot) == prepare.checksums:
-                del self._waiting[name]
-                outcomes.append(
-                    Settled(name, msgspec.structs.replace(prepare, memory=self._handle))
-                )
-        if self._waiting and not self._thread.busy:
-            prepare = next(iter(self._waiting.values()))
-            self._uploading = (prepare.slot, prepare.checksums)
-            self._thread.start(lambda: self._upload(prepare.slot))
-        return outcomes
+    def complete(self, prepare: Prepare) -> Prepare:
+        return msgspec.structs.replace(prepare, memory=self._handle)
 
     def close(self) -> None:
         """End the worker, and with it the memory, as soon as nobody has it mapped."""
-        self._thread.close()
+        super().close()
         self.worker.kill()
 
-    def _uploaded(self, done: bytes | UmbraError) -> list[Settled]:
-        uploading, self._uploading = self._uploading, None
+    def handle(self, prepare: Prepare) -> bytes:
+        """Upload a version; return the handle of the device memory."""
+        handle = self._handle
+        result(self.worker.attached(), self._thread.cancelled.is_set)
+        if self.worker.starts != self._exported_by:
+            handle = bytes.fromhex(self._ask("export", START_S)["handle"])
+            self._exported_by = self.worker.starts
+        limit_s = self._upload_s
+        self._ask("upload", limit_s * 2, slot=prepare.slot, deadline_s=limit_s)
+        return handle
+
+    def handled(self, content: Content | None, done: bytes | UmbraError) -> None:
         if isinstance(done, UmbraError):
             self._there.clear()
             self._failures += 1
             if self._failures >= FAILURES:
                 self.broken = f"the hub's GPU worker does not work: {done}"
-            log.warning("plane cuda_ipc: %s", done)
-            failed, self._waiting = self._waiting, {}
-            return [Settled(name, prepare, str(done)) for name, prepare in failed.items()]
+            return
         self._failures = 0
         if done != self._handle:
             self._there.clear()  # another memory than before
             self._handle = done
-        if uploading is not None:
-            self._there[uploading[0]] = uploading[1]
-        return []
+        if content is not None:
+            self._there[content[0]] = content[1]
 
-    def _upload(self, slot: int) -> bytes:
-        """Upload `slot` on the thread; returns the handle of the device memory."""
-        handle = self._handle
-        result(self.worker.attached())
-        if self.worker.starts != self._exported_by:
-            handle = bytes.fromhex(self.worker.call("export", START_S)["handle"])
-            self._exported_by = self.worker.starts
-        self.worker.call("upload", self._upload_s * 2, slot=slot, deadline_s=self._upload_s)
-        return handle
+    def _ask(self, op: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
+        self.worker.order(op, **arguments)
+        answer = self.worker.answer(limit_s, abortable=False)  # once cancelled, it is killed
+        return result(answer, self._thread.cancelled.is_set)
 
 
 class IpcReceiver:

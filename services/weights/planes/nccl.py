@@ -11,9 +11,8 @@ memory; so nothing that one receiver lacks ever makes another one wait.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -55,6 +54,7 @@ class NcclHub(HubEnd):
         pace: of a phase of a push.
         first_epoch: communicators count from the one after it.
         tcp: serves those who fetch.
+        wake: called when the thread has ended something.
     """
 
     plane = "nccl"
@@ -66,6 +66,7 @@ class NcclHub(HubEnd):
         pace: Pace,
         first_epoch: int,
         tcp: TcpHub,
+        wake: Callable[[], object] = lambda: None,
     ) -> None:
         self.group = NcclGroup(first_epoch)
         self._pace = pace
@@ -75,21 +76,19 @@ class NcclHub(HubEnd):
         self.worker = worker
         self._chunk_bytes = chunk_bytes
         self._tcp = tcp
-        self._thread: Background[bytes] = Background("umbra-nccl")
+        self._thread: Background[bytes] = Background("umbra-nccl", wake)
         self._uid = b""  # of the communicator made last
         self._announced: Round | None = None  # the round whose members know of it
-        self._cancelled = threading.Event()  # what the worker does is of no use any more
         self._outcomes: list[Settled] = []
-        self._waiting = False
 
     @property
     def busy(self) -> bool:
-        return self._waiting or self._thread.busy
+        return self._rounds.waiting
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
         current = self._rounds.current
         self._give_up(current, self._rounds.failed(), "the trainer registered another layout")
-        self._free_worker()
+        self._thread.finish(cancel=True)  # so that the worker is free
         self._rounds.ready_at = None
         nbytes, slots = manifest.total_bytes, arena.slots
         self._transfer_s = (PATIENCE - 1) * self._pace.limit_s(nbytes, parts=PATIENCE)
@@ -104,7 +103,6 @@ class NcclHub(HubEnd):
 
     def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
         self._rounds.offer(name, prepare, now)
-        self._waiting = True
         return ()
 
     def staged(self, name: str, message: Ready) -> None:
@@ -130,19 +128,16 @@ class NcclHub(HubEnd):
         self._outcomes += [Settled(name, self._tcp.complete(name, held)) for name, held in fetching]
         if begun is not None:
             self._begin(begun)
-        self._waiting = self._rounds.next_due() is not None
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def close(self) -> None:
-        self._free_worker()
         self._thread.close()
         self.worker.kill()
 
     # -- a round ----------------------------------------------------------------------------------
 
     def _begin(self, begun: Round) -> None:
-        self._cancelled.clear()
         self._announced = None
         if begun.communicator.fresh:
             self._thread.start(self._new_id)
@@ -187,42 +182,36 @@ class NcclHub(HubEnd):
     def _give_up(self, current: Round | None, names: Sequence[str], reason: str) -> None:
         if current is None or not current.failed:
             return  # there is none, or it goes on, or it went well
-        self._cancelled.set()
+        self._thread.cancelled.set()
         log.warning("broadcast of epoch %d was given up: %s", current.communicator.epoch, reason)
         for name in names:
             self._outcomes.append(Settled(name, current.prepares[name], reason))
 
-    def _free_worker(self) -> None:
-        """Wait for the thread, so that the worker is free."""
-        self._cancelled.set()
-        self._thread.wait()
-        self._thread.take()
-
     # -- on the thread ----------------------------------------------------------------------------
 
     def _attach(self) -> bytes:
-        result(self.worker.attached())
+        result(self.worker.attached(), self._thread.cancelled.is_set)
         return b""
 
     def _new_id(self) -> bytes:
-        result(self.worker.attached(), self._cancelled.is_set)
+        result(self.worker.attached(), self._thread.cancelled.is_set)
         return bytes.fromhex(self.worker.call("unique_id", self._wait_s)["uid"])
 
     def _send(self, current: Round, uid: bytes) -> bytes:
-        communicator = current.communicator
+        communicator, cancelled = current.communicator, self._thread.cancelled.is_set
         try:
             if communicator.fresh:
                 self.worker.order(
                     "join", epoch=communicator.epoch, uid=uid.hex(), rank=0, size=communicator.size
                 )
-                result(self.worker.answer(self._wait_s, abortable=False), self._cancelled.is_set)
+                result(self.worker.answer(self._wait_s, abortable=False), cancelled)
             self.worker.order(
                 "transfer",
                 epoch=communicator.epoch,
                 slot=current.slot,
                 deadline_s=self._wait_s,
             )
-            result(self.worker.answer(self._transfer_s), self._cancelled.is_set)
+            result(self.worker.answer(self._transfer_s), cancelled)
         except UmbraError:
             self.worker.begin()  # if it was killed, so that it is there for the next round
             raise

@@ -173,9 +173,10 @@ class Rounds:
         self.current = Round(self.group.begin(), content[0], prepares, set(prepares))
         return pulled, self.current
 
-    def next_due(self) -> float | None:
-        """Return when `settle` must be called at the latest."""
-        return min(map(self._limit, self._waiting.values()), default=None)
+    @property
+    def waiting(self) -> bool:
+        """Return whether somebody waits, so that `settle` must be called again."""
+        return bool(self._waiting)
 
     def reported(self, name: str, epoch: int, *, well: bool) -> Sequence[str]:
         """Note that `name` has its version, or failed; return others whose round failed with it.

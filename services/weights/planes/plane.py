@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import cuda_unavailable, nccl_unavailable
 from umbra.services.weights.manifest import Part
 from umbra.services.weights.verify import SlotGuard
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class HubEnd:
 
     @property
     def busy(self) -> bool:
+        """Return whether `poll` has to be called soon, though nothing has ended."""
         return False
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
@@ -117,9 +122,15 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """One call at a time on a thread of its own, called `name`."""
+    """One call at a time on a thread of its own, called `name`.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        wake: called, on that thread, when a call has ended.
+    """
+
+    def __init__(self, name: str, wake: Callable[[], object] = lambda: None) -> None:
+        self.cancelled = threading.Event()  # nobody wants the result of the call under way
+        self._wake = wake
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._future: Future[T] | None = None
 
@@ -130,7 +141,9 @@ class Background(Generic[T]):
 
     def start(self, call: Callable[[], T]) -> None:
         assert self._future is None
+        self.cancelled.clear()
         self._future = self._thread.submit(call)
+        self._future.add_done_callback(lambda _: self._wake())
 
     def take(self) -> T | UmbraError | None:
         """Return the result of a call that has ended, once; None while there is none.
@@ -146,12 +159,82 @@ class Background(Generic[T]):
             return error
         return future.result()
 
-    def wait(self) -> None:
+    def finish(self, *, cancel: bool = False) -> T | UmbraError | None:
+        """Wait for the call under way, if there is one, and return as `take` does."""
+        if cancel:
+            self.cancelled.set()
         if self._future is not None:
             wait([self._future])
+        return self.take()
 
     def close(self) -> None:
+        self.cancelled.set()
         self._thread.shutdown()
+
+
+Content = tuple[int, Sequence[int]]
+"""A version in the arena: its slot, and the checksum of every bucket."""
+
+
+class OncePerVersion(HubEnd):
+    """The hub's end of a plane that handles a version once for all receivers that wait for it.
+
+    Args:
+        thread: on which a version is handled.
+    """
+
+    def __init__(self, thread: Background[bytes]) -> None:
+        self._thread = thread
+        self._waiting: dict[str, Prepare] = {}
+        self._content: Content | None = None  # under way
+
+    def layout(self, arena: Arena, manifest: Manifest) -> None:
+        self._thread.finish(cancel=True)
+        self._content = None
+
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
+        self._waiting[name] = prepare
+        return ()
+
+    def left(self, name: str) -> None:
+        self._waiting.pop(name, None)
+
+    def granted(self, slot: int) -> None:
+        if self._content is not None and self._content[0] == slot:
+            self._content = None  # its bytes may be of two versions
+
+    def poll(self, now: float) -> list[Settled]:
+        """Return the Prepares whose version was handled, or could not be."""
+        outcomes: list[Settled] = []
+        done = self._thread.take()
+        if done is not None:
+            content, self._content = self._content, None
+            self.handled(content, done)
+            error = str(done) if isinstance(done, UmbraError) else ""
+            if error:
+                log.warning("plane %s: %s", self.plane, error)
+            for name, prepare in list(self._waiting.items()):
+                if (prepare.slot, prepare.checksums) == content:
+                    del self._waiting[name]
+                    outcomes.append(Settled(name, self.complete(prepare), error))
+        if self._waiting and not self._thread.busy:
+            prepare = next(iter(self._waiting.values()))
+            self._content = prepare.slot, prepare.checksums
+            self._thread.start(lambda: self.handle(prepare))
+        return outcomes
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def handle(self, prepare: Prepare) -> bytes:
+        """Handle a version, on the thread; an UmbraError fails its push."""
+        raise NotImplementedError
+
+    def handled(self, content: Content | None, done: bytes | UmbraError) -> None:
+        """Note what `handle` has returned or raised; `content` is None if it is overwritten."""
+
+    def complete(self, prepare: Prepare) -> Prepare:
+        return prepare
 
 
 AUTO = "auto"

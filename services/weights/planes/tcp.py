@@ -9,13 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from umbra.proto.errors import StartupError, WireError
+from umbra.proto.errors import WireError
 from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import BucketsAt, Manifest
 from umbra.proto.sockets import reachable
 from umbra.services.config import WeightHubConfig as WeightHubConfig
-from umbra.services.process.host_memory import ask_for
 from umbra.services.weights import delta
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import checksum, owned_buckets
@@ -28,11 +27,15 @@ from umbra.services.weights.planes.bucket_fetch import (
     Transfer,
     run_together,
 )
-from umbra.services.weights.planes.bucket_server import BucketServer, BucketStore, DeltaEncoder
+from umbra.services.weights.planes.bucket_server import (
+    BucketServer,
+    BucketStore,
+    DeltaEncoder,
+    StoredVersion,
+)
 from umbra.services.weights.planes.bucket_wire import grant
 from umbra.services.weights.planes.plane import HubEnd, Receipt, Receiving, Settled
 
-COPY = 'set weight_hub.delta = "off", or use a host with more memory'
 FAST_LINK = 1e9  # bytes per second; encoding on two cores is hardly faster
 
 log = logging.getLogger(__name__)
@@ -74,13 +77,14 @@ class TcpHub(HubEnd):
         self._manifest: Manifest | None = None
         self._store: BucketStore | None = None
         self._encoder: DeltaEncoder | None = None
-        self._encoded: tuple[int, Sequence[int]] | None = None  # slot and contents
+        self._last: StoredVersion | None = None  # while its slot holds it
         self._rates: dict[str, float] = {}  # of each receiver's link, bytes per second
         self._deltas = config.delta != "off" and delta.available()
         if config.delta != "off" and not self._deltas:
             log.info("no deltas: they need numpy and zstandard (pip install 'umbra-rl[delta]')")
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
+        self._close_encoder()
         self._arena = arena
         self.store_of(manifest)
 
@@ -139,29 +143,15 @@ class TcpHub(HubEnd):
     def offer(self, slot: int, checksums: Sequence[int], *, deltas: bool) -> None:
         """Hand out our buckets of the version in `slot`, with deltas to the one before."""
         assert self._store is not None and self._arena is not None and self._manifest is not None
-        data, version = self._arena.slot(slot), (slot, checksums)
-        if self._deltas and deltas and self._encoded != version:
-            self._encode(data, version)
-        if not self._store.holds(slot, checksums):
-            absent = set(range(len(checksums))) - self._own
-            self._store.offer(slot, data, checksums, absent)
-
-    def _encode(self, data: memoryview, version: tuple[int, Sequence[int]]) -> None:
-        assert self._store is not None and self._manifest is not None
-        if self._encoder is None:
-            try:
-                sizes = [end - start for start, end in self._manifest.buckets]
-                nbytes = sum(sizes[bucket] for bucket in self._own)
-                ask_for(nbytes, "deltas, for a copy of the last version,", COPY)
-            except StartupError as error:
-                log.warning("buckets are sent whole, without deltas: %s", error)
-                self._deltas = False
-                return
-            self._encoder = DeltaEncoder(self._store, self._manifest)
-        self._encoded = version
-        # Before the bytes are offered, so that those who wait for them get the deltas.
-        contents = [s if b in self._own else 0 for b, s in enumerate(version[1])]
-        self._encoder.start(data, contents)
+        version, before = StoredVersion(slot, self._arena.slot(slot), checksums), self._last
+        if before is None or (before.slot, before.contents) != (slot, checksums):
+            self._last = version
+            if self._deltas and deltas and before is not None:
+                # Before the bytes are offered, so that those who wait for them get the deltas.
+                if self._encoder is None:
+                    self._encoder = DeltaEncoder(self._store, self._manifest)
+                self._encoder.start(before, version, self._own)
+        self._store.offer(slot, version.data, checksums, set(range(len(checksums))) - self._own)
 
     def staged(self, name: str, message: Ready) -> None:
         """Measure the rate of a link over which all bytes of a version travelled."""
@@ -186,8 +176,10 @@ class TcpHub(HubEnd):
             known.pop(name, None)
 
     def granted(self, slot: int) -> None:
-        if self._encoder is not None and self._encoded is not None and self._encoded[0] == slot:
-            self._encoder.stop()
+        if self._encoder is not None:
+            self._encoder.let_go(slot)
+        if self._last is not None and self._last.slot == slot:
+            self._last = None
         if self._store is not None:
             self._store.withdraw(slot)
 
@@ -198,7 +190,7 @@ class TcpHub(HubEnd):
     def _close_encoder(self) -> None:
         if self._encoder is not None:
             self._encoder.close()
-        self._encoder = self._encoded = None
+        self._encoder = self._last = None
 
 
 class TcpReceiver:

@@ -1,0 +1,119 @@
+"""Planes that handle a version once for all receivers that wait for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from fakes.hub_bench import LAYOUT, PACE, PROGRAMS, WAIT_S
+from fakes.waiting import until
+
+from umbra.proto.errors import PeerLostError
+from umbra.proto.messages import Prepare, Subscribe
+from umbra.services.config import WeightHubConfig
+from umbra.services.weight_hub.hub_planes import HubPlanes
+from umbra.services.weight_hub.push import HubPeer
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.gpu.worker import GpuWorkerProcess
+from umbra.services.weights.manifest import checksums
+from umbra.services.weights.planes.cuda_ipc import IpcHub
+from umbra.services.weights.planes.plane import Background, OncePerVersion, Settled
+from umbra.services.weights.planes.shm import ShmHub
+
+
+def prepare(version: int) -> Prepare:
+    return Prepare(epoch=1, version=version, slot=version % 2, checksums=[version])
+
+
+class Handling(OncePerVersion):
+    plane = "test"
+
+    def __init__(self) -> None:
+        self.may_end = threading.Semaphore(0)
+        self.begun: list[int] = []
+        self.woken = threading.Event()
+        super().__init__(Background("test", self.woken.set))
+
+    def handle(self, prepare: Prepare) -> bytes:
+        self.begun.append(prepare.version)
+        assert self.may_end.acquire(timeout=WAIT_S)
+        if prepare.version == 9:
+            raise PeerLostError("damaged")
+        return b""
+
+    def wants(self, **versions: int) -> None:
+        for name, version in versions.items():
+            assert self.prepare(name, prepare(version), 0.0) == ()
+        assert self.poll(0.0) == []
+
+    def ended(self) -> list[tuple[str, int, str]]:
+        """Let the call under way end; who is settled then."""
+        self.may_end.release()
+        assert self.woken.wait(WAIT_S)
+        self.woken.clear()
+        return [(s.receiver, s.prepare.version, s.error) for s in self.poll(0.0)]
+
+
+def test_who_waits_shares_what_is_done_and_who_comes_later_does_not() -> None:
+    hub = Handling()
+    hub.wants(a=0, b=0, late=2)
+    hub.left("b")
+    assert hub.ended() == [("a", 0, "")]
+    hub.wants(c=2)
+    assert hub.ended() == [("late", 2, ""), ("c", 2, "")]
+    hub.wants(d=2)
+    assert hub.ended() == [("d", 2, "")]
+    hub.wants(a=9, b=4)
+    assert hub.ended() == [("a", 9, "damaged")], "b waits for another one"
+    hub.granted(0)
+    assert hub.ended() == [], "its bytes may be of two versions"
+    hub.granted(1)
+    assert hub.ended() == [("b", 4, "")]
+    assert hub.begun == [0, 2, 2, 9, 4, 4]
+    hub.close()
+
+
+def test_a_damaged_version_is_named_and_one_given_up_is_not_read() -> None:
+    arena = Arena.anonymous(slot_bytes=LAYOUT.total_bytes, slots=1)
+    hub = ShmHub()
+    hub.layout(arena, LAYOUT)
+    sums = checksums(LAYOUT, arena.slot(0))
+    message = Prepare(epoch=1, version=0, slot=0, checksums=sums)
+
+    def outcome(prepare: Prepare) -> Settled:
+        hub.prepare("a", prepare, 0.0)
+        return until(lambda: hub.poll(0.0), lambda: hub)[0]
+
+    assert outcome(message) == Settled("a", message)
+    arena.slot(0)[5000] ^= 1
+    assert "checksum of bucket 1 [4032, 8064) is wrong" in outcome(message).error
+    hub.close()
+    try:
+        hub.handle(message)
+    except PeerLostError as error:
+        assert "given up" in str(error)
+    else:
+        raise AssertionError("it was read")
+
+
+def test_who_closes_waits_for_no_upload() -> None:
+    """1. The worker hangs in an upload. 2. The hub ends."""
+    worker = GpuWorkerProcess(0, program=(str(PROGRAMS / "fake_gpu_worker.py"),))
+    hub = IpcHub(worker, PACE)
+    hub.layout(Arena.anonymous(slot_bytes=LAYOUT.total_bytes, slots=2), LAYOUT)
+    hub.prepare("a", prepare(0), 0.0)
+    assert hub.poll(0.0) == []
+    until(lambda: hub._exported_by, lambda: worker.pid)
+    began = time.monotonic()
+    hub.close()
+    assert time.monotonic() - began < WAIT_S / 2 <= PACE.limit_s(0) / 2
+    assert worker.pid is None
+
+
+def test_a_receiver_that_left_has_no_plane() -> None:
+    planes = HubPlanes(WeightHubConfig(), "here")
+    planes.subscribe(HubPeer("a", "1"), Subscribe(host="here", planes=["shm"]))
+    assert planes.plane_of("a") == "shm"
+    planes.left("a")
+    assert (planes.of("a"), planes.plane_of("a"), planes._chosen) == (None, "", {})
+    planes.close()
