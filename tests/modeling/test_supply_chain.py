@@ -15,7 +15,8 @@ from umbra.services.modeling.pretrained import AS_IT_IS
 
 LOADERS = {"from_pretrained", "from_config"}
 PLAIN = {"GenerationConfig"}  # data only: it has no code that it could bring along
-MAY_TRUST = "services/modeling/pretrained.pyAutoTokenizer.from_pretrained"  # by model.trust_remote_code
+# By model.trust_remote_code.
+MAY_TRUST = "services/modeling/pretrained.pyAutoTokenizer.from_pretrained"
 SHIPPED = ("deploy", "proto", "services", "src")
 
 
