@@ -48,6 +48,13 @@ KEY_VARIABLE = "UMBRA_TINKER_KEY"
     show_default=True,
     help="Processes that sample, each with the model; with several GPUs not on the trainer's.",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["torch", "vllm"]),
+    default="torch",
+    show_default=True,
+    help="Of the samplers.",
+)
 def command(
     model: str,
     bind: str,
@@ -57,6 +64,7 @@ def command(
     context: int,
     slots: int,
     samplers: int,
+    engine: str,
 ) -> int:
     """Serve the Tinker API for MODEL, a directory or a name on the hub.
 
@@ -68,7 +76,7 @@ def command(
             f"model.path={model}",
             f"trainer.device={device}",
             f"generator.device={device}",
-            "generator.engine=torch",
+            f"generator.engine={engine}",
             f"generator.max_context={context}",
             f"generator.slots={slots}",
             f"generator.count={samplers}",

@@ -1,4 +1,4 @@
-"""Samples of pinned versions: the torch engine serves one at a time, and drains before the next.
+"""Samples of pinned versions: an engine serves one at a time, and drains before the next.
 
 A version is a file with the factors of an adapter, or all weights. Requests for the one that is
 served join its batch; once another is asked for, the engine finishes what it has, loads that one
@@ -7,7 +7,8 @@ and serves all who wait for it, so no sample ever mixes two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,21 @@ import torch
 import xxhash
 
 from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.records import AdapterFacts
 from umbra.services.config import RunConfig
-from umbra.services.generator.engines.engine import EngineOutput, EngineRequest, check_request
+from umbra.services.generator.engines.engine import (
+    Engine,
+    EngineError,
+    EngineOutput,
+    EngineRequest,
+    check_request,
+)
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.lora import factors
 from umbra.services.modeling.micro_batch import Tokens
-from umbra.services.modeling.models import load_model, pick_device
+from umbra.services.modeling.model_directory import check_model_dir
+from umbra.services.modeling.models import load_model, outline_model, pick_device
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.pretrained import load_tokenizer, stop_ids
 from umbra.services.modeling.scorer import Scorer
@@ -36,6 +45,8 @@ from umbra.services.tinker.wire import PROTOBUF, Array, write_samples
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
 
+POLL_S = 0.02  # that vLLM may take until the next look at its tokens
+
 
 @dataclass(slots=True, eq=False)
 class _LiveJob:
@@ -45,19 +56,26 @@ class _LiveJob:
     prompt_logprobs: Array | None = None
     found: dict[int, tuple[list[int], list[float], bool]] = field(default_factory=dict)
 
+    def answer(self) -> FutureAnswer:
+        made = [self.found[index] for index in range(self.job.count)]
+        if not all(math.isfinite(sum(logprobs)) for _, logprobs, _ in made):
+            return FutureAnswer.failure("logprobs of these weights are not finite", "user")
+        return FutureAnswer(write_samples(made, self.prompt_logprobs), PROTOBUF)
+
 
 class Lane:
     """An engine for the versions of one shape."""
 
     def __init__(self, config: RunConfig, shape: TrainedShape, seed: int) -> None:
-        device = pick_device(config.generator.device, "--device")
-        served = config.weight_hub.dtype_on(device.type)
-        model = load_model(
-            config.model.name, device, getattr(torch, served), checked=config.model.checked
-        )
+        engine = config.generator.engine
+        self._device = pick_device(config.generator.device, "--device")
+        served = config.weight_hub.dtype_on(self._device.type)
+        model = outline = outline_model(config.model.name, checked=config.model.checked)
+        if engine == "torch" or not shape.rank:
+            device = self._device if engine == "torch" else torch.device("cpu")
+            dtype = getattr(torch, served)
+            model = load_model(config.model.name, device, dtype, checked=config.model.checked)
         adapter = put_adapter(model, shape, config)
-        for factor in factors(model).values() if adapter is not None else ():
-            factor.data = factor.data.to(device, model.dtype)
         layout = tensor_layout(model, served, adapter=adapter is not None)
         self._manifest = build_manifest(layout, config.weight_hub.bucket_bytes, adapter=adapter)
         self._base = bytearray(self._manifest.total_bytes)  # of an adapter: B = 0
@@ -65,20 +83,28 @@ class Lane:
             write_shards(model, self._manifest, memoryview(self._base))
         self._tokenizer = load_tokenizer(config.model.name)
         self._stop_ids = stop_ids(model, self._tokenizer)
-        self._device = device
-        self._vocabulary: int = model.get_input_embeddings().num_embeddings
-        self._engine = TorchEngine(
-            model,
-            stop_ids=(),  # each request has its own
-            slots=config.generator.slots,
-            max_context=config.generator.max_context,
-            seed=seed,
-            weights=WeightTable(model, adapter),
-        )
-        chunk = int(config.trainer.logits_mib * 2**20)
-        self._scorer = Scorer(model, chunk, Attention.prepare(model, torch.device("cpu"))).eval()
+        self._vocabulary: int = outline.get_input_embeddings().num_embeddings
+        self._scorer: Scorer | None = None
+        if engine == "vllm":
+            outline = model if shape.rank else outline
+            self._engine: Engine = _vllm(config, outline, served, seed, adapter)
+        else:
+            for factor in factors(model).values() if adapter is not None else ():
+                factor.data = factor.data.to(self._device, model.dtype)
+            self._engine = TorchEngine(
+                model,
+                stop_ids=(),  # each request has its own
+                slots=config.generator.slots,
+                max_context=config.generator.max_context,
+                seed=seed,
+                weights=WeightTable(model, adapter),
+            )
+            chunk = int(config.trainer.logits_mib * 2**20)
+            attention = Attention.prepare(model, torch.device("cpu"))
+            self._scorer = Scorer(model, chunk, attention).eval()
         self.waiting: list[SampleJob] = []
         self._live: dict[str, tuple[_LiveJob, int]] = {}
+        self._seen: dict[str, int] = {}  # tokens of each that were looked at
         self._served: str | None = None
         self._loads = 0
 
@@ -96,6 +122,8 @@ class Lane:
         Raises:
             ValueError: it does not fit the engine, with a sentence that says why.
         """
+        if job.scored and self._scorer is None:
+            raise ValueError("vLLM has no logprobs of prompts here: start the server with torch")
         check_request(self._request(job, 0), self._engine.max_context, self._vocabulary)
         self.waiting.append(job)
 
@@ -114,22 +142,24 @@ class Lane:
                 self.waiting = [job for job in self.waiting if job.version != first.version]
                 category = "user" if isinstance(error, UsageError) else "server"
                 yield from ((job, FutureAnswer.failure(str(error), category)) for job in gone)
+                if isinstance(error, EngineError):
+                    raise
                 return
         here = [job for job in self.waiting if job.version == self._served]
         if len(here) == len(self.waiting) or not self._live:
             self.waiting = [job for job in self.waiting if job.version != self._served]
             for job in here:
                 self._begin(job)
-        outputs = self._engine.poll(0.0)
-        live = self._engine.new_tokens()
-        stopped = [
-            name for name, made in live.items() if self._stops(self._live[name][0].job, made)
-        ]
+        outputs = self._engine.poll(POLL_S)
+        stopped = [n for n, made in self._engine.new_tokens().items() if self._has_stopped(n, made)]
         outputs += self._engine.abort(stopped) if stopped else []
         for output in outputs:
             if (one := self._ended(output)) is not None:
-                made = (one.found[index] for index in range(one.job.count))
-                yield one.job, FutureAnswer(write_samples(made, one.prompt_logprobs), PROTOBUF)
+                yield one.job, one.answer()
+
+    def close(self) -> None:
+        """End the engine's processes, if it has any."""
+        self._engine.close()
 
     def _serve(self, job: SampleJob) -> None:
         """Load the version of a job, unless it is the one that is served."""
@@ -153,38 +183,47 @@ class Lane:
 
     def _begin(self, job: SampleJob) -> None:
         one = _LiveJob(job)
-        if job.scored:
-            one.prompt_logprobs = self._score(job.prompt, job.scored)
+        if job.scored and self._scorer is not None:
+            one.prompt_logprobs = self._score(self._scorer, job.prompt, job.scored)
         for index in range(job.count):
             request = self._request(job, index)
             self._live[request.request_id] = one, index
             self._engine.submit([request])
 
     def _request(self, job: SampleJob, index: int) -> EngineRequest:
-        return EngineRequest(f"{job.id}/{index}", job.prompt, job.sampling, job.max_tokens)
+        name = f"{job.id}/{index}"
+        return EngineRequest(name, job.prompt, job.sampling, job.max_tokens, watched=True)
 
-    def _stops(self, job: SampleJob, tokens: Any) -> bool:
-        """Return true if the newest token ends a sample."""
-        if not tokens:
-            return False
-        if tokens[-1] in (self._stop_ids if job.stop_tokens is None else job.stop_tokens):
-            return True
-        if not job.stop_texts:
-            return False
+    def _has_stopped(self, name: str, tokens: Sequence[int]) -> bool:
+        """Return true if one of the tokens since the last look ends a sample."""
+        one, count = self._live[name][0], len(tokens)
+        seen, self._seen[name] = self._seen.get(name, 0), count
+        return self._end(one.job, tokens, seen, count) > 0
+
+    def _end(self, job: SampleJob, tokens: Sequence[int], since: int, count: int) -> int:
+        """Return the length of a sample that a token after `since` ends; 0 if none does."""
+        stop_ids = self._stop_ids if job.stop_tokens is None else job.stop_tokens
         # A token has a byte at least, so no stop text reaches further back.
-        reach = max(len(text.encode()) for text in job.stop_texts)
-        text: str = self._tokenizer.decode(tokens[-reach:])
-        return any(stop in text for stop in job.stop_texts)
+        reach = max((len(text.encode()) for text in job.stop_texts), default=0)
+        for end in range(since + 1, count + 1):
+            if tokens[end - 1] in stop_ids:
+                return end
+            text = self._tokenizer.decode(tokens[max(0, end - reach) : end]) if reach else ""
+            if any(stop in text for stop in job.stop_texts):
+                return end
+        return 0
 
     def _ended(self, output: EngineOutput) -> _LiveJob | None:
         """Take the output of a sample; return its job if that was the last one."""
         one, index = self._live.pop(output.request_id)
-        stopped = self._stops(one.job, output.token_ids)
-        one.found[index] = output.token_ids, output.logprobs, stopped
+        self._seen.pop(output.request_id, None)
+        tokens = output.token_ids
+        end = self._end(one.job, tokens, 0, len(tokens))  # vLLM goes on until it is told
+        one.found[index] = tokens[: end or None], output.logprobs[: end or None], end > 0
         return one if len(one.found) == one.job.count else None
 
     @torch.inference_mode()
-    def _score(self, prompt: list[int], last: int) -> Array:
+    def _score(self, scorer: Scorer, prompt: list[int], last: int) -> Array:
         """Return logprobs of the last tokens of a prompt, float32 [N]; NaN for the others."""
         found = np.full(len(prompt), np.nan, np.float32)
         learned = torch.arange(max(1, len(prompt) - last), len(prompt))
@@ -193,6 +232,26 @@ class Lane:
         )
         for micro in pack(tokens, pack_tokens=len(prompt), micro_tokens=len(prompt)):
             ones = torch.ones(len(micro.targets), device=self._device)
-            logprobs, _ = self._scorer(micro.to(self._device), ones, with_entropy=False)
+            logprobs, _ = scorer(micro.to(self._device), ones, with_entropy=False)
             found[learned[micro.source].numpy()] = logprobs.float().cpu().numpy()
         return found
+
+
+def _vllm(
+    config: RunConfig, outline: Any, dtype: str, seed: int, adapter: AdapterFacts | None
+) -> Engine:
+    from umbra.services.generator.vllm.options import set_environment
+
+    set_environment(config.generator)
+    from umbra.services.generator.vllm.engine import VllmEngine  # brings vLLM
+
+    return VllmEngine(
+        check_model_dir(config.model.name),
+        outline,
+        config.generator,
+        dtype=dtype,
+        stop_ids=(),  # each request has its own
+        pace=config.weight_hub.pace.after(config.buffer.engine_stall_s),
+        seed=seed,
+        adapter=adapter,
+    )

@@ -67,6 +67,10 @@ class SamplerLoop:
             for shape in [shape for shape, lane in self._lanes.items() if lane.busy]:
                 self._turn(shape)
 
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+
     def _add(self, job: SampleJob) -> None:
         from umbra.services.tinker.sampler import Lane  # brings torch, once there is work
 
@@ -84,7 +88,7 @@ class SamplerLoop:
                 self._send(SampleReport(job.id, answer))
         except EngineError as error:
             # Of weights with NaN, say: who waits for others gets a new engine.
-            del self._lanes[shape]
+            self._lanes.pop(shape).close()
             for job in lane.live:
                 self._fail(job, error)
             for job in lane.waiting:
@@ -118,7 +122,11 @@ def main() -> int:
         assert isinstance(start, SamplerStart)
         signal.signal(signal.SIGTERM, end)
         service_thread(read, "requests").start()
-        SamplerLoop(start, jobs, pipe.send).run()
+        loop = SamplerLoop(start, jobs, pipe.send)
+        try:
+            loop.run()
+        finally:
+            loop.close()
     return EXIT_DONE if asked else PeerLostError.exit_code
 
 

@@ -28,7 +28,8 @@ from umbra.services.tinker.bodies import TrainedShape
 from umbra.services.tinker.journal import FutureAnswer
 
 TRIES = 3  # samplers that a request may lose; the last one has it alone, as it may be the cause
-STOP_S = 5.0
+RESTARTS = 10  # within a minute: more than their pauses allow, so that one is always restarted
+STOP_S = 10.0
 
 log = logging.getLogger("umbra.tinker")
 
@@ -176,7 +177,9 @@ class Samplers:
         argv = python_argv("umbra.services.tinker.sampler_process")
         for number in range(len(self._devices)):
             name = f"sampler-{number}"
-            self.supervisor.start(Program(name, argv, wave=0, elastic=True, recovers=True))
+            self.supervisor.start(
+                Program(name, argv, wave=0, elastic=True, recovers=True, restarts=RESTARTS)
+            )
 
     def poll(self) -> bool:
         """Restart those that ended, end those that hang; return false once there are none."""

@@ -12,6 +12,7 @@ import torch
 
 from umbra.proto.errors import EXIT_DONE, UsageError, service_thread
 from umbra.services.config import RunConfig
+from umbra.services.generator.vllm.options import require_vllm
 from umbra.services.http import HttpServer, is_local, listen, url_at
 from umbra.services.modeling.hub import is_hub_name
 from umbra.services.modeling.model_directory import check_model_dir
@@ -43,6 +44,8 @@ def run(config: RunConfig, address: str, name: str, folder: Path) -> int:
         StartupError: the address is taken.
         ChildError: the last sampler ended, again and again.
     """
+    if config.generator.engine == "vllm":
+        require_vllm()
     named = config.model.name
     directory = check_model_dir(named)
     key = os.environ.get(KEY_VARIABLE, "")

@@ -45,8 +45,9 @@ ADAM = [dict(learning_rate=1e-3 * (1 + k % 3), beta2=0.95 + 0.01 * (k % 2)) for 
 class Server:
     """`umbra tinker` as a process, which can be killed and started again at its address."""
 
-    def __init__(self, model: Path, folder: Path, samplers: int = 1) -> None:
+    def __init__(self, model: Path, folder: Path, samplers: int = 1, engine: str = "torch") -> None:
         self._model, self.folder, self._samplers = model, folder, samplers
+        self._engine = engine
         self.url, self._address = "", "127.0.0.1:0"
         self._clients: list[Any] = []
         self.start()
@@ -54,6 +55,7 @@ class Server:
     def start(self) -> None:
         read, write = os.pipe()
         where = f"--device cpu --context 128 --samplers {self._samplers} "
+        where += f"--engine {self._engine} "
         where += f"--name {NAME} --bind {self._address} --dir {self.folder}"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "umbra", "tinker", str(self._model), *where.split()],
@@ -297,6 +299,47 @@ def test_samples_are_of_the_version_that_was_pinned(server: Server) -> None:
     text = service.create_sampling_client(base_model=NAME).result()
     ended = text.sample(prompt, 8, types.SamplingParams(max_tokens=64, stop=["e", "a"])).result()
     assert {one.stop_reason for one in ended.sequences} <= {"stop", "length"}
+
+
+def test_vllm_samples_of_the_version_that_was_pinned(vllm_model_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason='vLLM is not installed (pip install "umbra-rl[vllm]")')
+    own = Server(vllm_model_dir, tmp_path / "vllm", engine="vllm")
+    try:
+        service = own.client()
+        first, trained = (
+            service.create_lora_training_client(NAME, rank=4, seed=1).result() for _ in "ab"
+        )
+        samplers = [trained.save_weights_and_get_sampling_client().result()]
+        for _ in range(2):
+            train(trained, 0)
+        samplers.append(trained.save_weights_and_get_sampling_client().result())
+        text = json.loads((vllm_model_dir / "tokenizer.json").read_text())
+        known = text["model"]["vocab"].items()
+        stops: list[Any] = [[70, 74], ["a", "e"]]
+        ends = [{70, 74}, {token for word, token in known if "a" in word or "e" in word}]
+        futures = [
+            one.sample(PROMPT, 6, types.SamplingParams(max_tokens=40, stop=stop))
+            for one, stop in zip(samplers, stops, strict=True)
+        ]
+        pairs = (first, trained), (trained, first)
+        for (client, other), future, stop in zip(pairs, futures, ends, strict=True):
+            found: dict[str, list[float]] = {"own": [], "same": [], "different": []}
+            for sequence in future.result().sequences:
+                ids = [10, 20, 30, *sequence.tokens]
+                row = {"ids": ids[:-1], "target_tokens": ids[1:], "weights": [1.0] * len(ids[1:])}
+                for name, one in (("same", client), ("different", other)):
+                    scored = one.forward([datum(row)], "cross_entropy").result()
+                    found[name] += scored.loss_fn_outputs[0]["logprobs"].tolist()[2:]
+                found["own"] += sequence.logprobs
+                is_stop = [token in stop for token in sequence.tokens]
+                assert not any(is_stop[:-1])
+                assert sequence.stop_reason == ("stop" if is_stop[-1] else "length")
+            assert found["same"] == pytest.approx(found["own"], abs=1e-4)
+            assert found["different"] != pytest.approx(found["own"], abs=1e-3)
+        with pytest.raises(Exception, match="no logprobs of prompts"):
+            samplers[0].compute_logprobs(PROMPT).result()
+    finally:
+        own.close()
 
 
 def test_a_custom_loss_is_its_own_gradient(server: Server) -> None:
