@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
-from zmq.auth import (  # pyright: ignore[reportUnknownVariableType]
-    create_certificates,
-    load_certificate,
+from zmq.auth import (
+    create_certificates,  # pyright: ignore[reportUnknownVariableType]
+    load_certificate,  # pyright: ignore[reportUnknownVariableType]
 )
 
 from umbra.proto.access import KEY_ROLES, KeyRole

@@ -74,7 +74,8 @@ def test_a_kl_in_the_reward_is_taken_off_token_by_token() -> None:
         tokens=SimpleNamespace(owner=torch.tensor([0, 0])),
         behaviour=torch.tensor([-1.0, -2.0]),
     )
-    pieces = TrainerConfig(objective="reinforce_pp", kl_coef=0.5, kl_estimator="k1").pieces
+    keys: dict[str, Any] = {"objective": "reinforce_pp", "kl_coef": 0.5, "kl_estimator": "k1"}
+    pieces = TrainerConfig(**keys).pieces
     _, returns = batch_advantages(batch, pieces, torch.tensor([-1.5, -1.0]), None)
     torch.testing.assert_close(returns, torch.tensor([1.25, 1.5], dtype=torch.float64))
 
