@@ -201,3 +201,6 @@ class SlotGuard:
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(THREADS, thread_name_prefix="umbra-checksums")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # its threads are not there

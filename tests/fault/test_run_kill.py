@@ -19,7 +19,7 @@ def test_a_run_outlives_a_stop_of_its_processes(up: Up) -> None:
 
     Longer than the kernel waits for an acknowledgement, and than a member may be silent.
     """
-    process = up(f"run.steps={2 * STEPS}")
+    process = up(f"run.steps={5 * STEPS}")
     process.broker()
     for services in (("buffer", "weight-hub"), ("trainer", "generator")):
         process.until_step(len(process.steps()) + 5)
@@ -31,7 +31,7 @@ def test_a_run_outlives_a_stop_of_its_processes(up: Up) -> None:
             os.kill(pid, signal.SIGCONT)
     summary = process.finish()
     assert summary["restarts"] == {}
-    assert summary["ledger"]["trained"] == 2 * STEPS * 16
+    assert summary["ledger"]["trained"] == 5 * STEPS * 16
 
 
 def test_a_run_outlives_the_removal_of_its_shared_memory(up: Up) -> None:

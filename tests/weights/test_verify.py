@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from random import Random
 
 import pytest
@@ -222,3 +224,15 @@ def test_an_engine_with_half_a_version_ends_with_the_run(bench: Bench) -> None:
     stopping.set()
     with pytest.raises(PeerLostError, match="version 0 changed under the load: checksum of bucket"):
         receiver.load(take(receiver), engine.apply, WAIT_S, stopping)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_fork_has_threads_of_its_own_for_checksums() -> None:
+    data = content(1, TINY.total_bytes)
+    wanted = sums_of(data)  # this process has threads now
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as fork:
+        assert fork.submit(sums_of, data).result(WAIT_S) == wanted
+
+
+def sums_of(data: bytes) -> list[int]:
+    return Checksums(TINY, memoryview(bytearray(data)), threads=2).result()
