@@ -227,6 +227,7 @@ class Samplers:
                 self._finish(report.id, report.answer)
                 self._assign()
         self._pipes.pop(pid).close()
+        self._children.pop(pid, None)
         for job in self._leases.left(pid):
             why = f"{TRIES} samplers ended while they had this request: see the server's log"
             self._finish(job.id, FutureAnswer.failure(why, "server"))

@@ -103,7 +103,7 @@ def test_who_closes_waits_for_no_upload() -> None:
     hub.layout(Arena.anonymous(slot_bytes=LAYOUT.total_bytes, slots=2), LAYOUT)
     hub.prepare("a", prepare(0), 0.0)
     assert hub.poll(0.0) == []
-    until(lambda: hub._exported_by, lambda: worker.pid)
+    until(lambda: worker.memory is not None, lambda: worker.pid)
     began = time.monotonic()
     hub.close()
     assert time.monotonic() - began < WAIT_S / 2 <= PACE.limit_s(0) / 2

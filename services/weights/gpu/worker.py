@@ -91,6 +91,7 @@ class GpuWorkerProcess:
         self._chunk_bytes = 0
         self._attach_s = START_S
         self._state = "none"  # of the arena: "none", "attaching", "attached"
+        self.memory: bytes | None = None  # the handle of its device memory, once it is exported
 
     @property
     def pid(self) -> int | None:
@@ -128,6 +129,19 @@ class GpuWorkerProcess:
                 self.kill()
                 raise
             self._state = "attached"
+
+    def exported(self) -> Generator[None, None, bytes]:
+        """Return the handle of device memory with a place for each slot, made once in a worker.
+
+        Raises:
+            UmbraError: as `attached`; or there is no room on the GPU.
+        """
+        yield from self.attached()
+        if self.memory is None:
+            self.order("export")
+            answer = yield from self.answer(START_S, abortable=False)
+            self.memory = bytes.fromhex(answer["handle"])
+        return self.memory
 
     def order(self, op: str, fd: int = -1, **arguments: Any) -> None:
         """Give an order to the worker, started if need be; PeerLostError if it has ended."""
@@ -192,7 +206,7 @@ class GpuWorkerProcess:
     def kill(self) -> None:
         """Kill it; the next command starts another."""
         process, self._process = self._process, None
-        self._pending, self._state = 0, "none"
+        self._pending, self._state, self.memory = 0, "none", None
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None

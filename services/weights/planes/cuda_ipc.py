@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 
@@ -26,7 +25,7 @@ from umbra.services.weights.gpu.cuda import (
     GpuError,
     device_stride,
 )
-from umbra.services.weights.gpu.worker import POLL_S, START_S, GpuWorkerProcess, result
+from umbra.services.weights.gpu.worker import POLL_S, GpuWorkerProcess, result
 from umbra.services.weights.manifest import checksum, wrong_checksum
 from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes.plane import (
@@ -66,7 +65,6 @@ class IpcHub(OncePerVersion):
         self._upload_s = pace.limit_s(0, parts=2)  # with a layout, for its bytes
         self._handle = b""
         self._there: dict[int, Sequence[int]] = {}  # by slot the checksums of the uploaded version
-        self._exported_by = 0  # which start of the worker made the handle
         self._failures = 0
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
@@ -97,13 +95,11 @@ class IpcHub(OncePerVersion):
 
     def handle(self, prepare: Prepare) -> bytes:
         """Upload a version; return the handle of the device memory."""
-        handle = self._handle
-        result(self.worker.attached(), self._thread.cancelled.is_set)
-        if self.worker.starts != self._exported_by:
-            handle = bytes.fromhex(self._ask("export", START_S)["handle"])
-            self._exported_by = self.worker.starts
-        limit_s = self._upload_s
-        self._ask("upload", limit_s * 2, slot=prepare.slot, deadline_s=limit_s)
+        cancelled, limit_s = self._thread.cancelled.is_set, self._upload_s
+        handle = result(self.worker.exported(), cancelled)
+        self.worker.order("upload", slot=prepare.slot, deadline_s=limit_s)
+        answer = self.worker.answer(2 * limit_s, abortable=False)  # once cancelled, it is killed
+        result(answer, cancelled)
         return handle
 
     def handled(self, content: Content | None, done: bytes | UmbraError) -> None:
@@ -119,11 +115,6 @@ class IpcHub(OncePerVersion):
             self._handle = done
         if content is not None:
             self._there[content[0]] = content[1]
-
-    def _ask(self, op: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
-        self.worker.order(op, **arguments)
-        answer = self.worker.answer(limit_s, abortable=False)  # once cancelled, it is killed
-        return result(answer, self._thread.cancelled.is_set)
 
 
 class IpcReceiver:

@@ -23,7 +23,7 @@ from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.records import Manifest, NcclRound
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import Device, DeviceMemory
-from umbra.services.weights.gpu.worker import START_S, GpuWorkerProcess, result
+from umbra.services.weights.gpu.worker import GpuWorkerProcess, result
 from umbra.services.weights.manifest import wrong_checksum
 from umbra.services.weights.planes.nccl_rounds import NcclGroup, Round, Rounds
 from umbra.services.weights.planes.plane import (
@@ -245,7 +245,6 @@ class NcclReceiver:
         self._entered = b""  # unique id of the communicator that the worker is in
         self._gpu = gpu
         self._memory: DeviceMemory | None = None
-        self._exported_by = 0  # which start of the worker made it
         worker.use(arena, chunk_bytes, pace)
 
     def receive(self, message: Prepare, target: int = 0) -> Receiving:
@@ -297,15 +296,13 @@ class NcclReceiver:
     def _export(self) -> Generator[None, None, None]:
         """Wait for the worker, and map its device memory; without room there, do without."""
         yield from self._worker.attached()
-        if self._gpu is None or self._exported_by == self._worker.starts:
+        if self._gpu is None or None not in (self._memory, self._worker.memory):
             return
         self._memory = None  # of a worker that has ended
-        self._exported_by = self._worker.starts
         try:
-            self._worker.order("export")
-            handle = (yield from self._worker.answer(START_S, abortable=False))["handle"]
+            handle = yield from self._worker.exported()
             self._gpu.use()
-            self._memory = DeviceMemory(self._gpu, self._arena.slot_bytes, bytes.fromhex(handle))
+            self._memory = DeviceMemory(self._gpu, self._arena.slot_bytes, handle)
         except UmbraError as problem:
             log.warning("the engine loads from host memory from now on: %s", problem)
             self._gpu = None

@@ -68,9 +68,11 @@ class GpuReceiving:
 
     def _lacking(self, nbytes: int) -> str:
         """Return why plane auto puts no `nbytes` of versions on the GPU; empty if it does."""
+        if self._config.plane != "auto":
+            return ""
         device = index_of(self.facts)
         total = Device(device).total_bytes
-        if self._config.plane != "auto" or nbytes <= AUTO_SHARE * total:
+        if nbytes <= AUTO_SHARE * total:
             return ""
         return (
             f"versions on GPU {device} would take {nbytes} of its {total} bytes, and plane auto "
