@@ -49,8 +49,7 @@ def _identify(options: Mapping[str, Any]) -> tuple[Role, str]:
 
 
 def _run(context: ServiceContext) -> int:
-    from umbra.services.weight_hub.daemon import Daemon
-    from umbra.services.weight_hub.part import PartHub
+    from umbra.services.weight_hub.daemon import Daemon, PartHub
     from umbra.services.weights.planes.plane import check_plane
     from umbra.services.weights.planes.receiving import find_gpu
 

@@ -22,11 +22,11 @@ from umbra.services.weights.planes.plane import (
     AUTO,
     GPU_PLANES,
     HubEnd,
+    ShmHub,
     Side,
     choose_plane,
     unavailable,
 )
-from umbra.services.weights.planes.shm import ShmHub
 from umbra.services.weights.planes.tcp import TcpHub
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class HubPlanes:
         for end in self._ends.values():
             end.layout(arena, manifest)
 
-    def found(self, parts: Mapping[int, BucketsAt]) -> None:
+    def set_parts(self, parts: Mapping[int, BucketsAt]) -> None:
         """Set the buckets endpoints of the trainer's other hosts."""
         if self._tcp is not None:
             self._tcp.parts = parts

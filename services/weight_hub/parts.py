@@ -33,7 +33,7 @@ NOTHING = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
 class _PartHub:
     peer: HubPeer
     state: PartState
-    heard_at: float
+    last_state_at: float
     held: str | None = None  # path of the arena that it was told to hold; None: nothing said yet
     offered: dict[int, int] = field(default_factory=dict[int, int])  # slot -> publication's number
 
@@ -81,12 +81,12 @@ class Parts:
         return self._error(made=False)
 
     @property
-    def gone(self) -> str:
+    def loss(self) -> str:
         """Return why the published versions are lost with the memory of a host, or ""."""
         return self._error(made=True)
 
     def next_deadline(self) -> float | None:
-        return min((part.heard_at + SILENT_S for part in self._parts.values()), default=None)
+        return min((part.last_state_at + SILENT_S for part in self._parts.values()), default=None)
 
     # -- what happens -----------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Parts:
             if part.state.error:
                 part.held, part.state = None, replace(part.state, path="", error="")
 
-    def heard(self, peer: HubPeer, state: PartState, now: float) -> Nack | None:
+    def record(self, peer: HubPeer, state: PartState, now: float) -> Nack | None:
         """Record the state of a part hub; returns why it is refused, if it is."""
         if not 0 < state.owner < OWNERS:
             return _bad(f"trainer hosts with a part hub count from 1, below {OWNERS}")
@@ -128,7 +128,7 @@ class Parts:
         if before is None or before.peer != peer:
             self._parts[state.owner] = _PartHub(peer, state, now)
         else:
-            before.state, before.heard_at = state, now
+            before.state, before.last_state_at = state, now
         layout = self._layout
         if layout is not None and self._holds(self._parts[state.owner]):
             layout.made.add(state.owner)
@@ -138,10 +138,10 @@ class Parts:
         self._parts = {owner: p for owner, p in self._parts.items() if p.peer.name != name}
 
     def tick(self, now: float) -> list[str]:
-        gone = [p.peer.name for p in self._parts.values() if now >= p.heard_at + SILENT_S]
-        for name in gone:
+        silent = [p.peer.name for p in self._parts.values() if now >= p.last_state_at + SILENT_S]
+        for name in silent:
             self.lost(name)
-        return gone
+        return silent
 
     def tell(
         self, held: Mapping[int, Publication], *, deltas: bool
@@ -198,8 +198,8 @@ class Parts:
             )
         if self._holds(part):
             return ""
-        what = part.state.error or "it is still making its shared memory"
-        return f"the part hub of trainer host {owner}, {part.peer.name}: {what}"
+        problem = part.state.error or "it is still making its shared memory"
+        return f"the part hub of trainer host {owner}, {part.peer.name}: {problem}"
 
     def _error(self, *, made: bool) -> str:
         layout = self._layout

@@ -35,7 +35,7 @@ from umbra.services.weights.arena import Arena, remove_leftovers, shm_host
 from umbra.services.weights.manifest import check_manifest, owned_ranges
 from umbra.services.weights.planes.plane import Background, Settled
 
-KEPT = 8192  # names, the last ones
+MOST_NAMES = 8192  # of processes, the last ones
 BINDING = (m.RegisterManifest, m.PartState, m.Subscribe)  # what a process begins with
 
 
@@ -74,7 +74,7 @@ class Bindings:
             self.owners[header.sender] = _Owner(header.incarnation, request.identity, request.role)
         if header.sender in self.owners:
             self.owners.move_to_end(header.sender)
-        if len(self.owners) > KEPT:
+        if len(self.owners) > MOST_NAMES:
             self.owners.popitem(last=False)
         return None
 
@@ -231,7 +231,7 @@ class WeightHub:
             case m.RegisterManifest() | m.AcquireSlot() | m.Publish() as message:
                 return self._versions(request, peer, message, now)
             case m.PartState() as message:
-                refused = self._parts.heard(peer, message, now)
+                refused = self._parts.record(peer, message, now)
                 self._server.reply(request, refused or m.Ok())
                 return self._part_hubs(now)
             case m.Subscribe():
@@ -364,11 +364,11 @@ class WeightHub:
     def _part_hubs(self, now: float) -> list[Effect]:
         """Update the part hubs; hold pushes back while one is missing."""
         effects: list[Effect] = []
-        if gone := self._parts.gone:
-            log.warning("all versions are withdrawn, the trainer has to register again: %s", gone)
+        if loss := self._parts.loss:
+            log.warning("all versions are withdrawn, the trainer has to register again: %s", loss)
             self._parts.forget()
             self._is_lost, self._taken_over = True, None
-            effects = self.protocol.withdraw(f"a part of every version is lost: {gone}", now)
+            effects = self.protocol.withdraw(f"a part of every version is lost: {loss}", now)
         held = self.protocol.held
         for name, message in self._parts.tell(held, deltas=self.planes.deltas):
             if not self._reaches(name, message):
@@ -376,7 +376,7 @@ class WeightHub:
         missing = self._parts.missing
         if missing != self.protocol.held_back:
             log.info("pushes %s", f"wait: {missing}" if missing else "go on")
-        self.planes.found(self._parts.buckets)
+        self.planes.set_parts(self._parts.buckets)
         return effects + self.protocol.hold_back(missing, now)
 
     def _take_over(self, message: m.RegisterManifest) -> m.Publish | None:
@@ -467,7 +467,7 @@ class WeightHub:
 
     def _subscribe_waiting(self, now: float) -> list[Effect]:
         waiting, self._waiting = self._waiting, {}
-        return [effect for one in waiting.values() for effect in self._subscribe(one, now)]
+        return [effect for request in waiting.values() for effect in self._subscribe(request, now)]
 
     # -- effects ----------------------------------------------------------------------------------
 

@@ -115,8 +115,8 @@ def _unzigzag(values: Words, item_bytes: int) -> Words:
     import numpy as np
 
     wide = values.astype(_TYPES[item_bytes])
-    one = np.ones((), wide.dtype)
-    return (wide >> one) ^ (~(wide & one) + one)
+    unit = np.ones((), wide.dtype)
+    return (wide >> unit) ^ (~(wide & unit) + unit)
 
 
 def _bridge(

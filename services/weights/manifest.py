@@ -228,14 +228,14 @@ def _stretches(
     ends = [*(entry.offset for entry in entries[1:]), total]
     for entry, end in zip(entries, ends, strict=True):
         rows = entry.shape[0] if entry.shape else 1
-        given = owners.get(entry.name, [(rows, 0)])
-        row_ends = [row for row, _ in given]
+        row_owners = owners.get(entry.name, [(rows, 0)])
+        row_ends = [row for row, _ in row_owners]
         if row_ends != sorted(row_ends) or row_ends[-1:] != [rows] or row_ends[0] < 0:
             raise ValueError(f"owners of rows up to {row_ends} of {entry.name}, which has {rows}")
-        if not all(0 <= owner < OWNERS for _, owner in given):
+        if not all(0 <= owner < OWNERS for _, owner in row_owners):
             raise ValueError(f"an owner of {entry.name} is not one of 0 to {OWNERS - 1}")
         start, row_bytes = entry.offset, entry.nbytes // max(1, rows)
-        for row, owner in given:
+        for row, owner in row_owners:
             stop = entry.offset + row * row_bytes if row < rows else end
             if start < stop:
                 yield _Stretch(entry, start, stop, owner)

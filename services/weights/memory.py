@@ -99,7 +99,7 @@ def shared_memory(size: int) -> memoryview:
 def share(block: mmap.mmap, size: int, fd: int) -> None:
     """Let `locate` find the bytes of `block`, which maps the file `fd`."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(block))
-    _blocks[:] = [kept for kept in _blocks if kept[0]() is not None]
+    _blocks[:] = [block for block in _blocks if block[0]() is not None]
     _blocks.append((weakref.ref(block), address, size, f"/proc/{os.getpid()}/fd/{fd}"))
 
 
@@ -135,7 +135,7 @@ class MappedBlocks:
             if known is not None and known[0] == status.st_ino:
                 return known[1]
             # The number of a closed file is given to the next one.
-            self._maps = {kept: held for kept, held in self._maps.items() if os.path.exists(kept)}
+            self._maps = {at: held for at, held in self._maps.items() if os.path.exists(at)}
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             view = memoryview(Mapping(fd, status.st_size, flags=flags))
             self._maps[path] = (status.st_ino, view)

@@ -257,12 +257,12 @@ class Publisher:
             raise self._failure
         slot = self._acquire(place.version, self._answer_s)
         assert self._arena is not None
-        there = _ArenaVersion(self._arena, slot, place.version)
-        if there != place:
-            copy(place.data, there.data)
+        target = _ArenaVersion(self._arena, slot, place.version)
+        if target != place:
+            copy(place.data, target.data)
         message = msgspec.structs.replace(message, slot=slot, snapshot_s=0.0)
         self._call(message, m.Ok, self._answer_s)
-        return there, message
+        return target, message
 
     def _register(self, timeout_s: float) -> None:
         known = str(self._arena.path) if self._arena is not None else ""
@@ -289,7 +289,7 @@ class Publisher:
         self, message: m.Message, reply: type[M], timeout_s: float, deadline: Deadline
     ) -> M:
         """Retry until `deadline` while a part hub is missing, for `timeout_s` each time."""
-        told = ""
+        last_warning = ""
         while True:
             try:
                 return self._call(message, reply, min(timeout_s, PARTS_S + deadline.left_s))
@@ -297,9 +297,9 @@ class Publisher:
                 stopping = self._stopping.is_set() or self._closing.is_set()
                 if error.code != "part_missing" or deadline.passed or stopping:
                     raise
-                if str(error) != told:
-                    told = str(error)
-                    log.warning("%s", told)
+                if str(error) != last_warning:
+                    last_warning = str(error)
+                    log.warning("%s", last_warning)
             self._closing.wait(PARTS_S)
 
     def _call(self, message: m.Message, reply: type[M], timeout_s: float) -> M:

@@ -385,11 +385,11 @@ class Receiver:
                 return
             self._staged, self._committed = None, False  # its memory is written again
         self._waiting = None
-        given, buckets = len(message.checksums), len(self._reply.manifest.buckets)
-        if given == buckets:
+        count, buckets = len(message.checksums), len(self._reply.manifest.buckets)
+        if count == buckets:
             self._receiving = message, self._end.receive(message)
         else:
-            self._received(message, Receipt(error=f"{given} checksums for {buckets} buckets"))
+            self._received(message, Receipt(error=f"{count} checksums for {buckets} buckets"))
 
     def _received(self, message: m.Prepare, done: Receipt) -> None:
         assert self._reply is not None

@@ -109,13 +109,13 @@ class Checksums:
         for bucket, place in enumerate(buckets):
             if place not in whole:
                 self._read(bucket)
-        found = {(start, end): made for start, end, made in self.pieces()}
-        return [found[place] for place in buckets]
+        sums = {(start, end): made for start, end, made in self.pieces()}
+        return [sums[place] for place in buckets]
 
     def wrong(self, wanted: Sequence[int]) -> str:
         """Name the first bucket whose checksum is another one; empty if there is none."""
-        for bucket, (found, meant) in enumerate(zip(self.result(), wanted, strict=True)):
-            if found != meant:
+        for bucket, (actual, expected) in enumerate(zip(self.result(), wanted, strict=True)):
+            if actual != expected:
                 return wrong_checksum(self._manifest, bucket)
         return ""
 

@@ -20,7 +20,7 @@ from fakes.waiting import until
 
 from umbra.proto.errors import PeerLostError, RejectedError
 from umbra.proto.net.keys import OPEN, Security
-from umbra.services.weight_hub.part import PartHub
+from umbra.services.weight_hub.daemon import PartHub
 from umbra.services.weights.manifest import owned_ranges
 from umbra.services.weights.planes import tcp
 from umbra.services.weights.planes.bucket_fetch import BucketSource, Transfer

@@ -9,7 +9,7 @@ from umbra.proto.access import KeyRole
 from umbra.proto.messages import Header, Heartbeat, Message, Ready, Subscribe
 from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import NackError
-from umbra.services.weight_hub.service import KEPT, Bindings
+from umbra.services.weight_hub.service import MOST_NAMES, Bindings
 
 SUBSCRIBE = Subscribe(host="h", planes=["tcp"])
 READY = Ready(epoch=1, version=1, wire_s=0.0, stage_s=0.0)
@@ -47,7 +47,7 @@ def test_nobody_speaks_for_a_receiver() -> None:
 
 def test_names_are_bounded() -> None:
     bindings = Bindings()
-    for number in range(KEPT):
+    for number in range(MOST_NAMES):
         assert bindings.check(request(f"g{number}", SUBSCRIBE)) is None
     assert bindings.check(request("g0", READY)) is None
     assert bindings.check(request("new", SUBSCRIBE)) is None
@@ -55,7 +55,7 @@ def test_names_are_bounded() -> None:
     for name, forgotten in (("g1", True), ("g0", False), ("g2", False), ("new", False)):
         nack = bindings.check(request(name, READY, identity=outsider))
         assert (nack is None) is forgotten, f"{name}: who has not spoken for longest is forgotten"
-    assert len(bindings.owners) == KEPT
+    assert len(bindings.owners) == MOST_NAMES
 
 
 def test_the_store_holds_nothing_that_opens_a_connection() -> None:

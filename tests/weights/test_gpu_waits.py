@@ -18,7 +18,7 @@ from fakes.hub_bench import LAYOUT, content
 from umbra.proto.messages import Prepare
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu import cuda
-from umbra.services.weights.gpu.worker import LANES, GpuWorker, broadcast, chunks
+from umbra.services.weights.gpu.worker import RING, GpuWorker, broadcast, chunks
 from umbra.services.weights.manifest import checksums
 from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes import cuda_ipc
@@ -49,8 +49,8 @@ Change = Callable[[pytest.MonkeyPatch], None]
 
 
 def through_a_ring(device: cuda.Device) -> list[int]:
-    ring = [device.allocate(CHUNK) for _ in range(LANES)]
-    return [ring[index % LANES] for index in range(len(chunks(SIZE, CHUNK)))]
+    ring = [device.allocate(CHUNK) for _ in range(RING)]
+    return [ring[index % RING] for index in range(len(chunks(SIZE, CHUNK)))]
 
 
 def to_its_place(device: cuda.Device) -> list[int]:
@@ -134,7 +134,7 @@ def test_a_version_is_verified_where_it_was_read_back(
     gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch, change: Change
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_DELAYS", SLOW_COPIES)
-    monkeypatch.setattr(cuda_ipc, "LANE_BYTES", 8192)  # several groups, more than lanes
+    monkeypatch.setattr(cuda_ipc, "READ_BACK_BYTES", 8192)  # several groups, more than buffers
     version, hub = content(1), cuda.Device(0)
     memory = cuda.DeviceMemory(hub, LAYOUT.total_bytes)
     ctypes.memmove(memory.address, version, len(version))

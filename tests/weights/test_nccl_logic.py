@@ -17,7 +17,7 @@ from umbra.proto.records import GpuFacts
 from umbra.services.config import WeightHubConfig
 from umbra.services.weights.gpu import cuda
 from umbra.services.weights.gpu.worker import GpuWorker, GpuWorkerProcess, broadcast, chunks
-from umbra.services.weights.planes.nccl_rounds import CommunicatorRanks, NcclGroup, Rounds
+from umbra.services.weights.planes.nccl import CommunicatorRanks, NcclGroup, Rounds
 from umbra.services.weights.planes.plane import Side, check_plane, mismatch, obstacle, unavailable
 from umbra.services.weights.planes.receiving import gpu_for, host_planes
 

@@ -17,8 +17,7 @@ from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.worker import GpuWorkerProcess
 from umbra.services.weights.manifest import checksums
 from umbra.services.weights.planes.cuda_ipc import IpcHub
-from umbra.services.weights.planes.plane import Background, OncePerVersion, Settled
-from umbra.services.weights.planes.shm import ShmHub
+from umbra.services.weights.planes.plane import Background, OncePerVersion, Settled, ShmHub
 
 
 def prepare(version: int) -> Prepare:

@@ -37,7 +37,7 @@ class World:
 
     def says(self, peer: HubPeer, stated: PartState) -> str:
         """Why it is refused; empty if it is not."""
-        nack = self.parts.heard(peer, stated, self.now)
+        nack = self.parts.record(peer, stated, self.now)
         assert nack is None or nack.code == "bad_part"
         return "" if nack is None else nack.reason
 
@@ -139,19 +139,19 @@ def test_a_host_that_lost_its_memory_takes_all_versions_with_it(world: World) ->
     world.begin()
     assert not world.says(HubPeer("part-1", "second"), state(1))
     world.told()
-    assert not world.parts.gone
+    assert not world.parts.loss
     assert not world.says(HubPeer("part-1", "second"), state(1, PATH, "cannot open it"))
-    assert "trainer host 1" in world.parts.gone
-    assert "cannot open it" in world.parts.gone
+    assert "trainer host 1" in world.parts.loss
+    assert "cannot open it" in world.parts.loss
     world.parts.forget()
-    assert not world.parts.gone
+    assert not world.parts.loss
     assert world.told() == {}
     other = f"{PATH}_2"
     world.parts.begin(LAYOUT, other, 2, made=False)
     told = world.told()
     assert {m.path for messages in told.values() for m in messages} == {other}
     assert all(m.fresh for ms in told.values() for m in ms if isinstance(m, HoldArena))
-    assert not world.parts.gone, "what it said was about the arena before"
+    assert not world.parts.loss, "what it said was about the arena before"
     assert not world.parts.broken
 
 
@@ -162,7 +162,7 @@ def test_one_without_room_is_asked_again(world: World) -> None:
     assert not world.says(ONE, state(1, PATH, "no room"))
     assert "no room" in world.parts.broken
     assert "no room" in world.parts.missing
-    assert not world.parts.gone
+    assert not world.parts.loss
     world.parts.ask_again()
     assert not world.parts.broken
     assert world.told() == {"part-1": [hold(fresh=True)]}

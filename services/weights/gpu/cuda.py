@@ -157,28 +157,28 @@ def device_stride(slot_bytes: int) -> int:
 
 
 @contextmanager
-def _cuda(what: str, kind: type[UmbraError] = GpuError) -> Iterator[None]:
-    """Raise CUDA's errors as `kind`, with the sentence `what`."""
+def _cuda(action: str, kind: type[UmbraError] = GpuError) -> Iterator[None]:
+    """Raise CUDA's errors as `kind`, with the sentence `action`."""
     from cupy import cuda
 
     try:
         yield
     except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
-        raise kind(f"{what}: {error}") from error
+        raise kind(f"{action}: {error}") from error
 
 
 @contextmanager
-def _nccl(what: str) -> Iterator[None]:
+def _nccl(action: str) -> Iterator[None]:
     """Raise NCCL's and CUDA's errors as a lost peer."""
     from cupy.cuda import nccl
 
     try:
-        with _cuda(what, PeerLostError):
+        with _cuda(action, PeerLostError):
             yield
     except nccl.NcclError as error:
-        raise PeerLostError(f"{what}: {error}") from error
+        raise PeerLostError(f"{action}: {error}") from error
     except KeyError as error:  # CuPy has no text for it
-        raise PeerLostError(f"{what}: {NCCL_STATES.get(error.args[0], error)}") from error
+        raise PeerLostError(f"{action}: {NCCL_STATES.get(error.args[0], error)}") from error
 
 
 class CudaEvent:
@@ -262,8 +262,8 @@ class Device:
             StartupError: the driver refuses.
         """
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        what = f"{len(memory)} bytes of host memory cannot be pinned for GPU {self.index}"
-        with _cuda(what, StartupError):
+        action = f"{len(memory)} bytes of host memory cannot be pinned for GPU {self.index}"
+        with _cuda(action, StartupError):
             self._runtime.hostRegister(address, len(memory), HOST_REGISTER_PORTABLE)
         return address
 
@@ -312,8 +312,8 @@ class Device:
         with self._working("memory of the hub cannot be unmapped"):
             self._runtime.ipcCloseMemHandle(address)
 
-    def _working(self, what: str) -> AbstractContextManager[None]:
-        return _cuda(f"GPU {self.index} has failed: {what}")
+    def _working(self, action: str) -> AbstractContextManager[None]:
+        return _cuda(f"GPU {self.index} has failed: {action}")
 
     def _copy(self, target: int, source: int, size: int, kind: int) -> None:
         with self._working(f"a copy of {size} bytes"):
@@ -336,7 +336,7 @@ class DeviceMemory:
     def __init__(self, device: Device, size: int, handle: bytes = b"") -> None:
         self.device = device
         self.size = size
-        self._given = handle
+        self._imported = handle
         self.address = device.open(handle) if handle else device.allocate(size)
         end = device.close if handle else device.free
         # Not at exit: the driver may be gone already, and takes everything back anyway.
@@ -356,8 +356,8 @@ class DeviceMemory:
 
     @cached_property
     def handle(self) -> bytes:
-        if self._given:
-            return self._given
+        if self._imported:
+            return self._imported
         self.device.use()
         return self.device.export(self.address)
 
@@ -399,9 +399,9 @@ class NcclCommunicator:
         # An abort comes from another thread, and frees what the calls of this one would still use.
         self._entering = threading.Lock()
         self._stream = device.collectives
-        given = uid if int(cupy.__version__.split(".")[0]) >= 14 else _signed(uid)
+        token = uid if int(cupy.__version__.split(".")[0]) >= 14 else _signed(uid)
         with _nccl("NCCL: the communicator could not be made"):
-            self._comm: nccl.NcclCommunicator | None = nccl.NcclCommunicator(size, given, rank)
+            self._comm: nccl.NcclCommunicator | None = nccl.NcclCommunicator(size, token, rank)
         # The first collective connects the ranks, which may block; later ones are only enqueued.
         warm_up = device.allocate(1)
         try:

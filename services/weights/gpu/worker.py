@@ -175,7 +175,7 @@ class GpuWorkerProcess:
             raise PeerLostError("the GPU worker does not run, or has no order")
         deadline = Deadline(timeout_s, "no answer from the GPU worker")
         try:
-            while (found := self._receive(LOOK_S)) is None:
+            while (answer := self._receive(LOOK_S)) is None:
                 if deadline.passed:
                     self.kill()
                     deadline.check(": killed")
@@ -186,11 +186,11 @@ class GpuWorkerProcess:
             else:
                 self.kill()
             raise
-        if error := found.get("error"):
-            if found.get("broken"):
+        if error := answer.get("error"):
+            if answer.get("broken"):
                 self.kill()
             raise UmbraError(f"GPU worker: {error}")
-        return found
+        return answer
 
     def call(self, op: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
         self.order(op, **arguments)
@@ -237,7 +237,7 @@ class GpuWorkerProcess:
 
 POLL_S = 0.0002  # between two looks at an event
 ORDERS = ("facts", "unique_id", "attach", "join", "transfer", "export", "upload")
-LANES = 2  # device buffers
+RING = 2  # device buffers
 
 
 def chunks(total: int, chunk_bytes: int) -> list[tuple[int, int]]:
@@ -265,7 +265,7 @@ def broadcast(
     Args:
         ranges: byte ranges of the version, from `chunks`.
         host: address of the version in pinned memory.
-        places: device address of each range; one may come again `LANES` ranges later.
+        places: device address of each range; one may come again `RING` ranges later.
         deadline_s: seconds that any one chunk may take.
 
     Raises:
@@ -274,8 +274,8 @@ def broadcast(
     marks: list[cuda.CudaEvent] = []
 
     def wait(index: int) -> None:
-        what = f"chunk {index} of {len(ranges)} was not broadcast"
-        deadline = Deadline(deadline_s, what, clock=clock)
+        fault = f"chunk {index} of {len(ranges)} was not broadcast"
+        deadline = Deadline(deadline_s, fault, clock=clock)
         while not marks[index].done:
             communicator.check()
             deadline.check()
@@ -284,8 +284,8 @@ def broadcast(
     try:
         for index, (start, end) in enumerate(ranges):
             buffer, size = places[index], end - start
-            if index >= LANES:
-                wait(index - LANES)
+            if index >= RING:
+                wait(index - RING)
             if sends:
                 device.to_device(buffer, host + start, size)
                 device.mark_copies()
@@ -296,7 +296,7 @@ def broadcast(
                 device.mark_collectives()
                 device.to_host(host + start, buffer, size)
                 marks.append(device.mark_copies())
-        for index in range(max(0, len(ranges) - LANES), len(ranges)):
+        for index in range(max(0, len(ranges) - RING), len(ranges)):
             wait(index)
     except BaseException:
         communicator.abort()
@@ -337,9 +337,9 @@ class GpuWorker:
 
     def facts(self) -> dict[str, Any]:
         """Return what must agree between all workers; makes the CUDA context."""
-        found = cuda.facts(self._index)
+        facts = cuda.facts(self._index)
         _ = self._device
-        return {"facts": msgspec.to_builtins(found)}
+        return {"facts": msgspec.to_builtins(facts)}
 
     def unique_id(self) -> dict[str, Any]:
         return {"uid": cuda.unique_id().hex()}
@@ -357,7 +357,7 @@ class GpuWorker:
         device = self._device
         if not self._ring and not self._exported:
             largest = min(self._chunk_bytes, self._arena.slot_bytes)
-            self._ring = [device.allocate(largest) for _ in range(LANES)]
+            self._ring = [device.allocate(largest) for _ in range(RING)]
         self._communicator = cuda.NcclCommunicator(device, size, bytes.fromhex(uid), rank)
         self._epoch, self._rank = epoch, rank
         return {}
@@ -372,7 +372,7 @@ class GpuWorker:
             first = self._exported + slot * cuda.device_stride(size)
             places = [first + start for start, _ in ranges]
         else:
-            places = [self._ring[index % LANES] for index in range(len(ranges))]
+            places = [self._ring[index % RING] for index in range(len(ranges))]
         broadcast(
             ranges,
             self._device,

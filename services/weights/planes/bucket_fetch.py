@@ -250,14 +250,14 @@ class BucketSource:
         if self._records is None:
             records = self._records = Records(self._connect(), self._idle)
             records.begin(self.at.key, sealed=self._sealed)
-        self._records.heard_at = time.monotonic()
+        self._records.last_bytes_at = time.monotonic()
         return self._records
 
     def _idle(self) -> None:
         if self._stopping.is_set():
             raise StoppedError
         assert self._records is not None
-        if time.monotonic() - self._records.heard_at > STILL_S:
+        if time.monotonic() - self._records.last_bytes_at > STILL_S:
             raise SourceLostError(f"{self.at.endpoint} is silent for {STILL_S:g} s")
 
     def _connect(self) -> socket.socket:

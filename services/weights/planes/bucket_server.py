@@ -396,8 +396,8 @@ class BucketServer:
                 log.debug("%s fetches no more: %s", peer.address, error)
             elif not self._closing:
                 known = isinstance(error, WireError)
-                what = str(error) if known else "a connection without a grant"
-                self.refusals.add(f"{what}, from {peer.address} on buckets")
+                reason = str(error) if known else "a connection without a grant"
+                self.refusals.add(f"{reason}, from {peer.address} on buckets")
         finally:
             with self._news:
                 self._peers.pop(peer, None)

@@ -97,7 +97,7 @@ class Records:
 
     def __init__(self, connection: socket.socket, idle: Callable[[], object]) -> None:
         self.connection = connection
-        self.heard_at = time.monotonic()  # when bytes came
+        self.last_bytes_at = time.monotonic()  # when bytes came
         self._idle = idle
         self._seals: tuple[AESGCM, AESGCM] | None = None  # for sending, for receiving
         self._sent = self._came = 0
@@ -109,11 +109,11 @@ class Records:
 
     def begin(self, granted: bytes, *, sealed: bool) -> None:
         """Begin as the receiver with this grant; OSError if the source refuses or is gone."""
-        said = granted[:NONCE_BYTES] + secrets.token_bytes(NONCE_BYTES)
-        self.connection.sendall(said + hmac.digest(granted[NONCE_BYTES:], said, "sha256"))
-        said += self._fill(memoryview(bytearray(NONCE_BYTES)))
+        greeting = granted[:NONCE_BYTES] + secrets.token_bytes(NONCE_BYTES)
+        self.connection.sendall(greeting + hmac.digest(granted[NONCE_BYTES:], greeting, "sha256"))
+        greeting += self._fill(memoryview(bytearray(NONCE_BYTES)))
         if sealed:
-            self._seals = _seal(granted, b"orders", said), _seal(granted, b"pieces", said)
+            self._seals = _seal(granted, b"orders", greeting), _seal(granted, b"pieces", greeting)
 
     def admit(self, secret: bytes, *, sealed: bool) -> None:
         """Begin as the source with this secret.
@@ -123,15 +123,15 @@ class Records:
             OSError: it is gone.
         """
         shown = bytes(self._fill(memoryview(bytearray(HELLO_BYTES))))
-        said, proof = shown[: 2 * NONCE_BYTES], shown[2 * NONCE_BYTES :]
-        granted = grant(secret, said[:NONCE_BYTES])
-        if not hmac.compare_digest(hmac.digest(granted[NONCE_BYTES:], said, "sha256"), proof):
+        greeting, proof = shown[: 2 * NONCE_BYTES], shown[2 * NONCE_BYTES :]
+        granted = grant(secret, greeting[:NONCE_BYTES])
+        if not hmac.compare_digest(hmac.digest(granted[NONCE_BYTES:], greeting, "sha256"), proof):
             raise WireError("a connection without a grant")
         answer = secrets.token_bytes(NONCE_BYTES)
         self.connection.sendall(answer)
         if sealed:
-            said += answer
-            self._seals = _seal(granted, b"pieces", said), _seal(granted, b"orders", said)
+            greeting += answer
+            self._seals = _seal(granted, b"pieces", greeting), _seal(granted, b"orders", greeting)
 
     def send(self, piece: Piece, raw: bytes | memoryview, timeout_s: float | None = None) -> None:
         """Send a record, or keep it until there are more, or until `flush`.
@@ -182,18 +182,18 @@ class Records:
         if nbytes > most:
             raise WireError(f"a record of {nbytes} bytes, at most {RECORD_BYTES}", code="too_large")
         piece = Piece(*fields)
-        given = room(piece, nbytes)
-        place = memoryview(bytearray(nbytes)) if given is None else given
+        memory = room(piece, nbytes)
+        place = memoryview(bytearray(nbytes)) if memory is None else memory
         if self._seals is None:
             self._fill(place)
-            return piece, place, given is not None
+            return piece, place, memory is not None
         sealed = self._fill(self._room(nbytes + TAG_BYTES))
         self._came += 1
         try:
             self._seals[1].decrypt_into(self._came.to_bytes(12, "little"), sealed, head, place)
         except InvalidTag:
             raise WireError("a record is not what was sealed for this connection") from None
-        return piece, place, given is not None
+        return piece, place, memory is not None
 
     def _room(self, size: int) -> memoryview:
         if len(self._block) < size:
@@ -211,10 +211,10 @@ class Records:
                 continue
             if count == 0:
                 raise ConnectionError("the connection was closed")
-            self.heard_at = time.monotonic()
+            self.last_bytes_at = time.monotonic()
             done += count
         return memory
 
 
-def _seal(granted: bytes, what: bytes, said: bytes) -> AESGCM:
-    return AESGCM(hmac.digest(granted[NONCE_BYTES:], what + said, "sha256"))
+def _seal(granted: bytes, direction: bytes, greeting: bytes) -> AESGCM:
+    return AESGCM(hmac.digest(granted[NONCE_BYTES:], direction + greeting, "sha256"))

@@ -2,7 +2,8 @@
 
 The engine loads from the copy, so that a hub that goes on (or is restarted) cannot change a version
 under its hands. The copy is verified where CPUs can see it: it is read back through two pinned
-lanes, which costs its bytes over the bus and one thread's xxh3, beside decoding and not in a pause.
+buffers, which costs its bytes over the bus and one thread's xxh3, beside decoding and not in a
+pause.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from umbra.services.weights.planes.plane import (
     Settled,
 )
 
-LANE_BYTES = 32 << 20  # read back at once
-LANES = 2  # one is verified while the next is read
-COPY_DEADLINE_S = 30.0  # for a copy within a GPU, whose memory bounds it, and for each lane
+READ_BACK_BYTES = 32 << 20  # read back at once
+BUFFERS = 2  # one is verified while the next is read
+COPY_DEADLINE_S = 30.0  # for a copy within a GPU, whose memory bounds it, and for each buffer
 FAILURES = 2  # uploads that may fail one after the other
 
 
@@ -64,12 +65,12 @@ class IpcHub(OncePerVersion):
         self._pace = pace
         self._upload_s = pace.limit_s(0, parts=2)  # with a layout, for its bytes
         self._handle = b""
-        self._there: dict[int, Sequence[int]] = {}  # by slot the checksums of the uploaded version
+        self._uploaded: dict[int, Sequence[int]] = {}  # by slot the version's checksums
         self._failures = 0
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
         super().layout(arena, manifest)
-        self._there.clear()
+        self._uploaded.clear()
         self._upload_s = self._pace.limit_s(manifest.total_bytes, parts=2)
         self.worker.use(arena, arena.slot_bytes, self._pace)
 
@@ -77,13 +78,13 @@ class IpcHub(OncePerVersion):
         self.left(name)
 
     def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
-        if self._there.get(prepare.slot) == prepare.checksums:
+        if self._uploaded.get(prepare.slot) == prepare.checksums:
             return (Settled(name, self.complete(prepare)),)
         return super().prepare(name, prepare, now)
 
     def granted(self, slot: int) -> None:
         super().granted(slot)
-        self._there.pop(slot, None)
+        self._uploaded.pop(slot, None)
 
     def complete(self, prepare: Prepare) -> Prepare:
         return msgspec.structs.replace(prepare, memory=self._handle)
@@ -104,17 +105,17 @@ class IpcHub(OncePerVersion):
 
     def handled(self, content: Content | None, done: bytes | UmbraError) -> None:
         if isinstance(done, UmbraError):
-            self._there.clear()
+            self._uploaded.clear()
             self._failures += 1
             if self._failures >= FAILURES:
                 self.broken = f"the hub's GPU worker does not work: {done}"
             return
         self._failures = 0
         if done != self._handle:
-            self._there.clear()  # another memory than before
+            self._uploaded.clear()  # another memory than before
             self._handle = done
         if content is not None:
-            self._there[content[0]] = content[1]
+            self._uploaded[content[0]] = content[1]
 
 
 class IpcReceiver:
@@ -132,8 +133,8 @@ class IpcReceiver:
         largest = max(
             manifest.buckets[last][1] - manifest.buckets[first][0] for first, last in self._groups
         )
-        self._lanes = [private_memory(largest) for _ in range(LANES)]
-        self._pinned = [self._device.pin(lane) for lane in self._lanes]
+        self._buffers = [private_memory(largest) for _ in range(BUFFERS)]
+        self._pinned = [self._device.pin(buffer) for buffer in self._buffers]
         self._hub: tuple[bytes, DeviceMemory] | None = None  # its memory, by the handle
 
     def receive(self, message: Prepare) -> Receiving:
@@ -176,23 +177,23 @@ class IpcReceiver:
         return self._hub[1].address
 
     def _verify(self, message: Prepare) -> Generator[int | None, None, None]:
-        marks = [self._read_back(group) for group in range(min(LANES, len(self._groups)))]
+        marks = [self._read_back(group) for group in range(min(BUFFERS, len(self._groups)))]
         for group, (first, last) in enumerate(self._groups):
             yield from _done(marks[group])
-            lane, base = self._lanes[group % LANES], self._manifest.buckets[first][0]
+            buffer, base = self._buffers[group % BUFFERS], self._manifest.buckets[first][0]
             for bucket in range(first, last + 1):
                 start, end = self._manifest.buckets[bucket]
-                if checksum(lane[start - base : end - base]) != message.checksums[bucket]:
+                if checksum(buffer[start - base : end - base]) != message.checksums[bucket]:
                     raise PeerLostError(wrong_checksum(self._manifest, bucket))
                 yield bucket
-            if group + LANES < len(self._groups):
-                marks.append(self._read_back(group + LANES))
+            if group + BUFFERS < len(self._groups):
+                marks.append(self._read_back(group + BUFFERS))
 
     def _read_back(self, group: int) -> CudaEvent:
         first, last = self._groups[group]
         start, end = self._manifest.buckets[first][0], self._manifest.buckets[last][1]
-        lane = self._pinned[group % LANES]
-        self._device.to_host(lane, self._memory.address + start, end - start)
+        buffer = self._pinned[group % BUFFERS]
+        self._device.to_host(buffer, self._memory.address + start, end - start)
         return self._device.mark_copies()
 
 
@@ -209,7 +210,7 @@ def _groups(buckets: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield the first and last bucket of each run that is read back at once."""
     first = 0
     for index, (_, end) in enumerate(buckets):
-        full = end - buckets[first][0] >= LANE_BYTES
+        full = end - buckets[first][0] >= READ_BACK_BYTES
         if full or index + 1 == len(buckets):
             yield first, index
             first = index + 1

@@ -1,21 +1,28 @@
-"""Planes: ways for the bytes of a version to get from the hub to a receiver, and their choice."""
+"""Planes: ways for the bytes of a version to get from the hub to a receiver, and their choice.
+
+Plane `shm`, which is here, is the plain one: engines load versions from the hub's arena in
+/dev/shm, and nothing is copied before. The hub verifies a version where it lies, once for all
+receivers of its host. They map its pages while they stage it, so that the load is one copy.
+"""
 
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from umbra.proto.errors import RejectedError, UmbraError, UsageError
-from umbra.proto.messages import Prepare, Ready, Subscribe
+from umbra.proto.errors import PeerLostError, RejectedError, StartupError, UmbraError, UsageError
+from umbra.proto.messages import Prepare, Ready, Subscribe, Subscribed
 from umbra.proto.records import GpuFacts, Manifest
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import cuda_unavailable, nccl_unavailable
 from umbra.services.weights.manifest import Part
-from umbra.services.weights.verify import SlotGuard
+from umbra.services.weights.verify import OVERWRITTEN, THREADS, Checksums, SlotGuard
 
 log = logging.getLogger(__name__)
 
@@ -237,6 +244,72 @@ class OncePerVersion(HubEnd):
         return prepare
 
 
+class ShmHub(OncePerVersion):
+    """The hub's end: receivers get the arena's path when they subscribe, and verified versions."""
+
+    plane = "shm"
+
+    def __init__(self, wake: Callable[[], object] = lambda: None) -> None:
+        super().__init__(Background("umbra-shm", wake))
+        self._layout: tuple[Arena, Manifest] | None = None
+
+    def layout(self, arena: Arena, manifest: Manifest) -> None:
+        super().layout(arena, manifest)
+        self._layout = arena, manifest
+
+    def handle(self, prepare: Prepare) -> bytes:
+        """Verify a version where it lies."""
+        assert self._layout is not None
+        arena, manifest = self._layout
+        sums = Checksums(manifest, arena.slot(prepare.slot), THREADS)
+        for _, end in manifest.buckets:
+            if self._thread.cancelled.is_set():
+                raise PeerLostError("given up while it was verified")
+            sums.until(end)
+        if wrong := sums.wrong(prepare.checksums):
+            raise PeerLostError(wrong)
+        return b""
+
+
+class ShmReceiver:
+    """The receiver's end: maps versions in the hub's arena.
+
+    Raises:
+        StartupError: the arena cannot be seen from here.
+    """
+
+    def __init__(self, reply: Subscribed) -> None:
+        self._manifest = reply.manifest
+        self._mapped: set[int] = set()  # slots
+        size = reply.manifest.total_bytes
+        self._arena = Arena.attach(reply.path, slot_bytes=size, populate=False)
+
+    def receive(self, message: Prepare) -> Receiving:
+        """Map a version bucket by bucket, the first time that its slot is used."""
+        manifest, began = self._manifest, time.perf_counter()
+        error, guard, data = "", None, None
+        try:
+            data = self._arena.slot(message.slot)
+            sequence = self._arena.sequence(message.slot)
+            guard = SlotGuard(sequence, self._arena.check, manifest, data, message.checksums)
+            for index, (start, end) in enumerate(manifest.buckets):
+                self._arena.check()
+                if message.slot not in self._mapped:
+                    bytes(data[start : end : mmap.PAGESIZE])
+                yield index
+            self._mapped.add(message.slot)
+            error = OVERWRITTEN if guard.is_overwritten else ""
+        except (IndexError, OSError, StartupError) as problem:
+            error = str(problem)
+        stage_s = time.perf_counter() - began
+        if error:
+            return Receipt(stage_s=stage_s, error=error)
+        return Receipt(stage_s=stage_s, data=data, guard=guard)
+
+    def close(self) -> None:
+        self._arena.close()
+
+
 AUTO = "auto"
 
 
@@ -278,18 +351,18 @@ def obstacle(plane: str, hub: Side, receiver: Side) -> str | None:
     return None
 
 
-def mismatch(ours: GpuFacts, theirs: GpuFacts) -> str | None:
+def mismatch(hub: GpuFacts, receiver: GpuFacts) -> str | None:
     """Return why these two would hang together in NCCL; None if they may enter it."""
-    if theirs.nccl == 0 or ours.nccl == 0:
-        return f"the {'receiver' if theirs.nccl == 0 else 'hub'} has no NCCL"
-    if ours.nccl != theirs.nccl:
-        return f"NCCL {theirs.nccl} and the hub's {ours.nccl} differ: install the same torch"
-    if ours.cuda_major != theirs.cuda_major:
-        return f"CUDA {theirs.cuda_major} and the hub's {ours.cuda_major} differ"
-    if ours.environment != theirs.environment:
-        names = sorted(ours.variables.keys() | theirs.variables.keys())
+    if receiver.nccl == 0 or hub.nccl == 0:
+        return f"the {'receiver' if receiver.nccl == 0 else 'hub'} has no NCCL"
+    if hub.nccl != receiver.nccl:
+        return f"NCCL {receiver.nccl} and the hub's {hub.nccl} differ: install the same torch"
+    if hub.cuda_major != receiver.cuda_major:
+        return f"CUDA {receiver.cuda_major} and the hub's {hub.cuda_major} differ"
+    if hub.environment != receiver.environment:
+        names = sorted(hub.variables.keys() | receiver.variables.keys())
         differing = [
-            name for name in names if ours.variables.get(name) != theirs.variables.get(name)
+            name for name in names if hub.variables.get(name) != receiver.variables.get(name)
         ]
         return f"NCCL's environment variables differ: {', '.join(differing) or 'unknown ones'}"
     return None
@@ -331,5 +404,5 @@ def choose_plane(
         if reason is None:
             return plane
         reasons.append(f"{plane}: {reason}")
-    what = "; ".join(reasons) or f"plane {configured} is set, {list(offered)} were offered"
-    raise RejectedError(f"no way to push weights to this receiver ({what})", code="no_plane")
+    refusal = "; ".join(reasons) or f"plane {configured} is set, {list(offered)} were offered"
+    raise RejectedError(f"no way to push weights to this receiver ({refusal})", code="no_plane")

@@ -17,8 +17,7 @@ from umbra.services.weights.gpu.worker import GpuWorkerProcess
 from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes.cuda_ipc import IpcReceiver
 from umbra.services.weights.planes.nccl import NcclReceiver
-from umbra.services.weights.planes.plane import GPU_PLANES, ReceiverEnd, unavailable
-from umbra.services.weights.planes.shm import ShmReceiver
+from umbra.services.weights.planes.plane import GPU_PLANES, ReceiverEnd, ShmReceiver, unavailable
 from umbra.services.weights.planes.tcp import TcpReceiver
 
 GpuPlane = Literal["nccl", "cuda_ipc"]

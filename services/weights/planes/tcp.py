@@ -71,7 +71,7 @@ class TcpHub(HubEnd):
         self._lock = threading.Lock()  # guards the layout: a relay sets it from another thread
         self._relays: dict[str, Subscribe] = {}  # receivers of their hosts may be sent to them
         self._chain: dict[str, BucketsAt] = {}  # of them those that get versions by this plane
-        self._told: dict[str, str] = {}  # receiver -> the relay that it was last sent to
+        self._relay_of: dict[str, str] = {}  # receiver -> the relay that it was last sent to
         self._subscribed: set[str] = set()  # receivers that get every version by this plane
         self._arena: Arena | None = None
         self._manifest: Manifest | None = None
@@ -132,7 +132,7 @@ class TcpHub(HubEnd):
         if name in self._chain:
             names = list(self._chain)
             before = names[names.index(name) - 1] if name != names[0] else ""
-        self._told[name] = before
+        self._relay_of[name] = before
         sources = [self._chain[before] if before else self.buckets]
         if not before and self._manifest.owners:
             others = range(1, max(self._manifest.owners) + 1)
@@ -157,7 +157,7 @@ class TcpHub(HubEnd):
         """Measure the rate of a link over which all bytes of a version travelled."""
         if message.source_lost:
             # Until it subscribes again; the one who has lost the hub has lost no relay.
-            if relay := self._told.get(name, ""):
+            if relay := self._relay_of.get(name, ""):
                 self._chain.pop(relay, None)
                 self._relays.pop(relay, None)
                 log.warning("%s has lost %s, which leaves the chain", name, relay)
@@ -172,7 +172,7 @@ class TcpHub(HubEnd):
 
     def left(self, name: str) -> None:
         self._subscribed.discard(name)
-        for known in (self._chain, self._told, self._relays, self._rates):
+        for known in (self._chain, self._relay_of, self._relays, self._rates):
             known.pop(name, None)
 
     def granted(self, slot: int) -> None:
@@ -264,7 +264,7 @@ class TcpReceiver:
         if corrupted := sum(assembly.corrupted for assembly in assemblies.values()):
             log.warning("%d buckets of version %d came wrong", corrupted, message.version)
         # The transfers verified at the same time.
-        stage_s = held_s + sum(one.stage_s for one in transfers) / max(1, len(transfers))
+        stage_s = held_s + sum(transfer.stage_s for transfer in transfers) / max(1, len(transfers))
         wire_s = max(0.0, time.perf_counter() - began - stage_s)
         wire_bytes = sum(transfer.wire_bytes for transfer in transfers)
         data = self._holdings.buffers[target]
