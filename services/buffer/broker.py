@@ -20,8 +20,7 @@ from umbra.services.buffer.effects import Effect, NackError
 from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
 from umbra.services.buffer.endpoints.worker import WorkerEndpoint
 from umbra.services.buffer.members import Participant
-from umbra.services.buffer.persistence import DiskQuota, Recovery
-from umbra.services.buffer.state import RunState
+from umbra.services.buffer.state import DiskQuota, Recovery, RunState
 from umbra.services.buffer.status import StallReport, StatusPage
 
 FINISH_S = 10.0  # what members get to leave after FinishRun

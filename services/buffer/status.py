@@ -12,9 +12,8 @@ from umbra.proto.messages import Status, Stuck
 from umbra.proto.net.server import Refusals
 from umbra.proto.net.session import FAILED
 from umbra.services.buffer.health import Throughput
-from umbra.services.buffer.persistence import DiskQuota
 from umbra.services.buffer.samples.groups import Group, Sample, State
-from umbra.services.buffer.state import RunState
+from umbra.services.buffer.state import DiskQuota, RunState
 
 RETURN_S = 600.0  # for a generator to take the place of one that others started and that failed
 SHOWN = 20  # overdue samples named at once, the oldest of each kind

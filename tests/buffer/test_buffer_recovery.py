@@ -13,9 +13,9 @@ from fakes.broker_world import World, trajectory
 from umbra.proto import messages as m
 from umbra.proto.errors import UsageError
 from umbra.proto.records import EvalReport
-from umbra.services.buffer.persistence import PLACES, RunRecord, pack_run, put_back
 from umbra.services.buffer.samples.evaluation import OpenEvaluation
 from umbra.services.buffer.samples.staleness import StalenessStats
+from umbra.services.buffer.state import PLACES, RunRecord, pack_run, put_back
 from umbra.services.buffer.store import StoreError
 
 

@@ -12,8 +12,7 @@ from umbra.proto.messages import ReturnedSample
 from umbra.proto.net.server import Request
 from umbra.proto.records import SAMPLE, Trajectory, array_bytes
 from umbra.services.buffer.effects import NackError, Parked
-from umbra.services.buffer.samples.groups import Sample, State
-from umbra.services.buffer.samples.leases import Grant
+from umbra.services.buffer.samples.groups import Grant, Sample, State
 from umbra.services.buffer.samples.ledger import count_reason
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.trajectories import (

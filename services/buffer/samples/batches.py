@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from itertools import islice
 
 from umbra.services.buffer.prompts import PromptFeed
-from umbra.services.buffer.samples.groups import Group, Sample, State
+from umbra.services.buffer.samples.groups import Grant, Group, Sample, State
 from umbra.services.buffer.samples.journal import Archive, StoredBatch
-from umbra.services.buffer.samples.leases import Grant
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.staleness import StalenessPolicy, StalenessStats
 

@@ -29,9 +29,8 @@ from umbra.services.buffer.effects import Effects, NackError
 from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.members import Membership
 from umbra.services.buffer.samples.batches import Batches
-from umbra.services.buffer.samples.groups import State
+from umbra.services.buffer.samples.groups import Grant, State
 from umbra.services.buffer.samples.journal import Journal
-from umbra.services.buffer.samples.leases import Grant
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.config import EvalConfig
 from umbra.services.prompts.rows import Prompt

@@ -22,14 +22,15 @@ import msgspec
 from umbra.proto.records import SAMPLE, Score, Task, Trajectory
 from umbra.services.buffer.health import Health, SampleFailure
 from umbra.services.buffer.samples.groups import (
+    Grant,
     Group,
     GroupRules,
+    LeaseTable,
     Queue,
     Sample,
     SampleOutcome,
     State,
 )
-from umbra.services.buffer.samples.leases import Grant, LeaseTable
 from umbra.services.buffer.samples.ledger import RunningLedger, count_reason
 from umbra.services.buffer.samples.trajectories import Packed, TrajectoryStore, pack
 from umbra.services.prompts.rows import Prompt

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from umbra.proto.records import Score
-from umbra.services.buffer.samples.groups import Sample, State
-from umbra.services.buffer.samples.leases import Grant, LeaseTable
+from umbra.services.buffer.samples.groups import Grant, LeaseTable, Sample, State
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.trajectories import Packed, size_fault
 from umbra.services.config.trajectory_rules import MOST_VERSION, reward_fault, scored_fault
