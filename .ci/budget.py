@@ -20,9 +20,9 @@ PRODUCTION = ("deploy", "proto", "services", "src")
 
 # folder: lines, public names
 BUDGETS: dict[str, tuple[int, int]] = {
-    "proto": (3_790, 152),
+    "proto": (3_760, 152),
     "services": (250, 6),
-    "services/buffer": (5_380, 80),
+    "services/buffer": (5_290, 79),
     "services/config": (2_440, 54),
     "services/environments": (3_540, 87),
     "services/generator": (8_172, 137),

@@ -107,8 +107,8 @@ def keep_to_bounds(record: msgspec.Struct) -> None:
     """
     for name, keep in _softly_bound(type(record)):
         value: Any = getattr(record, name)
-        if value and (kept := keep(value)) is not value:
-            msgspec.structs.force_setattr(record, name, kept)
+        if value and (bounded := keep(value)) is not value:
+            msgspec.structs.force_setattr(record, name, bounded)
 
 
 def _one_line_each(texts: dict[str, str]) -> dict[str, str]:

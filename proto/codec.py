@@ -145,15 +145,15 @@ def _pack(struct: msgspec.Struct, limit_bytes: int) -> bytes:
 def _check_major(frame: Frame) -> None:
     """Refuse another major version first: it may have changed the rest of the header."""
     try:
-        found = _decode(frame, _HeaderVersion)
+        version = _decode(frame, _HeaderVersion)
     except WireError:
         return
-    if found.major == PROTOCOL_MAJOR:
+    if version.major == PROTOCOL_MAJOR:
         return
-    sender = found.sender if isinstance(found.sender, str) else "a peer"
-    older = f"of {sender}" if found.major < PROTOCOL_MAJOR else "here"
+    sender = version.sender if isinstance(version.sender, str) else "a peer"
+    older = f"of {sender}" if version.major < PROTOCOL_MAJOR else "here"
     raise WireError(
-        f"{sender} speaks protocol {found.major}.{found.minor}, this process "
+        f"{sender} speaks protocol {version.major}.{version.minor}, this process "
         f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: upgrade the umbra-rl {older}",
         path="major",
         code="protocol",
@@ -180,8 +180,8 @@ def _refuse_extension(code: int, _data: memoryview) -> NoReturn:
 
 def _refusal(cls: type[msgspec.Struct], text: str) -> WireError:
     """Return the decoder's error with its place, cut: it may quote a value of any length."""
-    found = _PLACE.fullmatch(text)
-    reason, path = found.groups() if found else (text, "")
+    match = _PLACE.fullmatch(text)
+    reason, path = match.groups() if match else (text, "")
     if len(reason) > REASON_CHARS:
         reason = reason[:REASON_CHARS] + "..."
     place = f"{cls.__name__}.{path}" if path else cls.__name__

@@ -354,12 +354,13 @@ class BatchLease(Message, frozen=True, kw_only=True):
 
     def scored(self) -> list[Trajectory]:
         """Return `trajectories` with what all stages found; WireError if scores are of others."""
-        made = self.trajectories
+        results = self.trajectories
         for stage, scores in self.scores.items():
-            if [score.sample_id for score in scores] != [one.sample_id for one in made]:
+            if [score.sample_id for score in scores] != [result.sample_id for result in results]:
                 raise WireError(f"the scores of stage {stage} are of other samples", path="scores")
-            made = [with_score(one, stage, score) for one, score in zip(made, scores, strict=True)]
-        return made
+            pairs = zip(results, scores, strict=True)
+            results = [with_score(result, stage, score) for result, score in pairs]
+        return results
 
 
 class CommitBatch(Message, frozen=True, kw_only=True):

@@ -199,33 +199,33 @@ class Trajectory(Kept, frozen=True, kw_only=True):
     @property
     def sample_tokens(self) -> int:
         """Response tokens of all lines; what two of them share counts twice."""
-        return self.response_tokens + sum(len(one.response_ids) // 4 for one in self.branches)
+        return self.response_tokens + sum(len(branch.response_ids) // 4 for branch in self.branches)
 
     @property
     def lines(self) -> list[Trajectory]:
         """Return each line of the sample as a trajectory of its own; itself if there is one."""
         if not self.branches:
             return [self]
-        found: list[Trajectory] = []
+        lines: list[Trajectory] = []
         start = 0
-        for one in (self, *self.branches):
-            end = start + len(one.response_ids)  # four bytes per token, as float32 have
-            found.append(
+        for line in (self, *self.branches):
+            end = start + len(line.response_ids)  # four bytes per token, as float32 have
+            lines.append(
                 replace(
                     self,
-                    prompt_ids=one.prompt_ids,
-                    response_ids=one.response_ids,
-                    loss_mask=one.loss_mask,
-                    logprobs=one.logprobs,
-                    spans=one.spans,
-                    support=one.support,
+                    prompt_ids=line.prompt_ids,
+                    response_ids=line.response_ids,
+                    loss_mask=line.loss_mask,
+                    logprobs=line.logprobs,
+                    spans=line.spans,
+                    support=line.support,
                     ref_logprobs=self.ref_logprobs and self.ref_logprobs[start:end],
                     proximal_logprobs=self.proximal_logprobs and self.proximal_logprobs[start:end],
                     branches=[],
                 )
             )
             start = end
-        return found
+        return lines
 
     @property
     def oldest_version(self) -> int:
@@ -242,7 +242,7 @@ class Trajectory(Kept, frozen=True, kw_only=True):
     def _spans(self) -> list[VersionSpan]:
         if not self.branches:
             return self.spans
-        return [*self.spans, *(span for one in self.branches for span in one.spans)]
+        return [*self.spans, *(span for branch in self.branches for span in branch.spans)]
 
 
 def array_bytes(trajectory: Trajectory | None) -> int:
@@ -251,9 +251,9 @@ def array_bytes(trajectory: Trajectory | None) -> int:
     routing = trajectory.routing
     total = len(trajectory.ref_logprobs or b"") + len(trajectory.proximal_logprobs or b"")
     total += len(routing.chosen) if routing is not None else 0
-    for one in (trajectory, *trajectory.branches):
-        total += len(one.prompt_ids) + len(one.response_ids) + len(one.loss_mask)
-        total += len(one.logprobs) + (one.support.nbytes if one.support is not None else 0)
+    for line in (trajectory, *trajectory.branches):
+        total += len(line.prompt_ids) + len(line.response_ids) + len(line.loss_mask)
+        total += len(line.logprobs) + (line.support.nbytes if line.support is not None else 0)
     return total
 
 

@@ -307,7 +307,7 @@ def interface_towards(host: str) -> str:
             own = asking.getsockname()[0].partition("%")[0]
     except OSError:
         return ""
-    for name, known in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == own for one in known):
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] == own for address in addresses):
             return name.partition(":")[0]
     return ""

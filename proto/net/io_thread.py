@@ -340,23 +340,23 @@ class IoThread:
         Raises:
             UsageError: `endpoint` is no address.
         """
-        made: Future[Channel] = Future()
+        opened: Future[Channel] = Future()
 
         def connect() -> None:
             try:
                 channel = Channel(self, endpoint, peer, server, insists=insists)
             except UsageError as error:
-                made.set_exception(error)
+                opened.set_exception(error)
                 return
             self._channels.append(channel)
-            for one in (channel.socket, channel.handshakes):
-                self._by_socket[one] = channel
-                self._poller.register(one, zmq.POLLIN)
-            made.set_result(channel)
+            for socket in (channel.socket, channel.handshakes):
+                self._by_socket[socket] = channel
+                self._poller.register(socket, zmq.POLLIN)
+            opened.set_result(channel)
 
         if not self.run(connect):
             raise _closing(f"{peer} at {endpoint}")
-        return made.result()
+        return opened.result()
 
     def subscribe(self, endpoint: str, on_event: Callable[[Header, Event], None]) -> None:
         """Watch telemetry at `endpoint`; `on_event` runs on the link's thread: it must be quick."""

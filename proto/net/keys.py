@@ -90,10 +90,10 @@ def make_keys(
         UsageError: there are keys already and `force` is not set, or it cannot be written to.
     """
     names = [f"{role}{suffix}" for role in roles for suffix in (PUBLIC, SECRET)]
-    there = [name for name in names if (folder / name).exists()]
-    if there and not force:
+    files = [name for name in names if (folder / name).exists()]
+    if files and not force:
         raise UsageError(
-            f"{folder / there[0]} is there already: name another folder, or replace the keys with "
+            f"{folder / files[0]} is there already: name another folder, or replace the keys with "
             "--force, after which every process of the run needs the new ones"
         )
     try:
@@ -114,7 +114,7 @@ def load_keys(folder: Path, role: KeyRole) -> Keys:
         UsageError: a file is missing, is no certificate, can't be read by us, or can by others.
     """
     public, secret = _read(folder / f"{role}{SECRET}", secret=True)
-    roles: dict[KeyRole, bytes] = {one: _read(folder / f"{one}{PUBLIC}")[0] for one in KEY_ROLES}
+    roles: dict[KeyRole, bytes] = {role: _read(folder / f"{role}{PUBLIC}")[0] for role in KEY_ROLES}
     if roles[role] != public:
         raise UsageError(
             f"{folder}: {role}{PUBLIC} and {role}{SECRET} are not of one pair: remake both with "
@@ -137,7 +137,7 @@ def open_security(
         folder = str(run_dir / FOLDER)
     if not folder:
         return Security(insecure=insecure)
-    held: list[KeyRole] = [one for one in roles if (Path(folder) / f"{one}{SECRET}").exists()]
+    held: list[KeyRole] = [role for role in roles if (Path(folder) / f"{role}{SECRET}").exists()]
     return Security(load_keys(Path(folder), (held or roles)[0]), insecure)
 
 
@@ -147,10 +147,10 @@ def _check_private(path: Path) -> None:
     One that belongs to another user may be open to a group of ours, since that is the one way in
     which we can read it (a mounted secret of Kubernetes); so OpenSSH treats its keys.
     """
-    found = path.stat()
-    mode = stat.S_IMODE(found.st_mode)
+    status = path.stat()
+    mode = stat.S_IMODE(status.st_mode)
     who = "every user of this machine" if mode & 0o007 else ""
-    if not who and mode & 0o070 and found.st_uid == os.geteuid():
+    if not who and mode & 0o070 and status.st_uid == os.geteuid():
         who = "its group"
     if who:
         raise UsageError(

@@ -83,10 +83,10 @@ class TaskClient:
         self._asked.add(version)
         body = m.LeaseTasks(kind=self.kind, capacity=capacity, version=version, wait_s=WAIT_S)
 
-        def heard(future: Future[m.Message]) -> None:
+        def granted(future: Future[m.Message]) -> None:
             self._granted(version, _answer(future))
 
-        self._send(body, heard, timeout_s=WAIT_S + self._grace_s)
+        self._send(body, granted, timeout_s=WAIT_S + self._grace_s)
 
     def _granted(self, version: int, answer: m.TaskLeases | None) -> None:
         self._asked.discard(version)
@@ -105,15 +105,15 @@ class TaskClient:
         `ask` again if none come. Call it after every step, also without any sample; `wait` and
         `flush` send the gathered tasks at once.
         """
-        if mixed := [one for one in results if not _fits(one)]:
+        if mixed := [result for result in results if not _fits(result)]:
             log.warning("%d samples have %s", len(mixed), MIXED)
-            ids = [(one.sample_id, one.attempt) for one in mixed]
+            ids = [(result.sample_id, result.attempt) for result in mixed]
             self.give_back(
                 [m.ReturnedSample(sample_id=name, attempt=n, reason=MIXED) for name, n in ids]
             )
-            results = [one for one in results if _fits(one)]
+            results = [result for result in results if _fits(result)]
         self._gathered += results
-        self._undelivered.update((one.sample_id, one.attempt) for one in results)
+        self._undelivered.update((result.sample_id, result.attempt) for result in results)
         if self._gathered and self._clock() >= self._send_at:
             self._send_at = self._clock() + self._gather_s
             self.deliver(capacity, version)
@@ -131,11 +131,11 @@ class TaskClient:
         self, results: Sequence[Result], capacity: int = 0, version: int = 0
     ) -> None:
         """Send `results` now and in one message, as a group that is scored at once has to be."""
-        leases = [(one.sample_id, one.attempt) for one in results]
+        leases = [(result.sample_id, result.attempt) for result in results]
         self._undelivered.update(leases)
         body = m.SubmitResults(
-            trajectories=[one for one in results if isinstance(one, Trajectory)],
-            scores=[one for one in results if isinstance(one, Score)],
+            trajectories=[result for result in results if isinstance(result, Trajectory)],
+            scores=[result for result in results if isinstance(result, Score)],
             capacity=capacity,
             version=version,
         )
@@ -159,19 +159,21 @@ class TaskClient:
                 log.info("the buffer refused %s: %s", sample_id, reason)
 
     def give_back(self, samples: Sequence[m.ReturnedSample]) -> None:
-        samples = [one if _fits(one.partial) else replace(one, partial=None) for one in samples]
+        samples = [
+            sample if _fits(sample.partial) else replace(sample, partial=None) for sample in samples
+        ]
         for portion in portions(samples, lambda sample: array_bytes(sample.partial)):
             self._send(m.ReturnTasks(samples=portion), _answer)
 
     def save(self, partials: Sequence[Trajectory]) -> None:
-        for portion in portions([one for one in partials if _fits(one)], array_bytes):
+        for portion in portions(list(filter(_fits, partials)), array_bytes):
             held = [(t.sample_id, t.attempt) for t in portion]
             self._send(m.RenewLeases(partials=portion), partial(self._renewed, held))
 
     def interrupts(self) -> list[m.Interrupt]:
         pushes = self._channel.pushes
-        found = [pushes.get_nowait() for _ in range(pushes.qsize())]
-        return [one for one in found if isinstance(one, m.Interrupt)]
+        messages = [pushes.get_nowait() for _ in range(pushes.qsize())]
+        return [message for message in messages if isinstance(message, m.Interrupt)]
 
     def renew(self, leases: Callable[[], Sequence[Lease]]) -> None:
         """Renew the leases, also of undelivered samples, every third of a lease."""

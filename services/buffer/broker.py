@@ -219,8 +219,8 @@ class Broker:
     def _drain(self, member: str, reason: str) -> None:
         peer = self.members.peers.get(member)
         if peer is None:
-            there = ", ".join(sorted(self.members.peers)) or "none"
-            why = f"{member!r} is not a member: members are {there}"
+            names = ", ".join(sorted(self.members.peers)) or "none"
+            why = f"{member!r} is not a member: members are {names}"
             raise NackError("not_drainable", why, "member")
         if peer.is_needed:
             why = f"{member} is the {peer.role}, without which the run cannot go on: "

@@ -64,8 +64,8 @@ class StepCurves:
         self._stretches.append(own)
         if len(self._stretches) > KEPT:
             self._length *= 2
-            for one, two in zip(self._stretches[0::2], self._stretches[1::2], strict=False):
-                one.join(two)
+            for earlier, later in zip(self._stretches[0::2], self._stretches[1::2], strict=False):
+                earlier.join(later)
             self._stretches = self._stretches[0::2]
 
     def cut(self, step: int) -> None:
@@ -73,9 +73,9 @@ class StepCurves:
         self._stretches = [stretch for stretch in self._stretches if stretch.last < step]
 
     def record(self) -> Curves:
-        values = {name: [one.mean(name) for one in self._stretches] for name in SHOWN}
-        known = {name: line for name, line in values.items() if any(v is not None for v in line)}
-        return Curves(steps=[stretch.last for stretch in self._stretches], values=known)
+        values = {name: [stretch.mean(name) for stretch in self._stretches] for name in SHOWN}
+        curves = {name: line for name, line in values.items() if any(v is not None for v in line)}
+        return Curves(steps=[stretch.last for stretch in self._stretches], values=curves)
 
 
 WINDOW_S = 10.0
@@ -276,8 +276,10 @@ class Health:
     # -- figures and warnings ----------------------------------------------------------------------
 
     def figures(self) -> dict[str, float]:
-        recent = {name: one.share for name, one in self._shares.items()}
-        whole = {f"{name}/run": one.hits / max(one.seen, 1) for name, one in self._shares.items()}
+        recent = {name: share.share for name, share in self._shares.items()}
+        whole = {
+            f"{name}/run": share.hits / max(share.seen, 1) for name, share in self._shares.items()
+        }
         return recent | whole
 
     def look(self, version: int) -> list[RunWarning]:
@@ -286,7 +288,7 @@ class Health:
             name: RunWarning(name=name, text=text, figures=figures, since=version)
             for name, text, figures in self._holding(version)
         }
-        new = [one for name, one in held.items() if name not in self._raised]
+        new = [warning for name, warning in held.items() if name not in self._raised]
         for name, before in self._raised.items():
             if name in held:
                 held[name] = replace(held[name], since=before.since)
@@ -301,7 +303,7 @@ class Health:
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
         """Return hits and seen over the whole run, by share; they survive a restart."""
-        return {name: (one.hits, one.seen) for name, one in self._shares.items()}
+        return {name: (share.hits, share.seen) for name, share in self._shares.items()}
 
     @counts.setter
     def counts(self, before: Mapping[str, tuple[int, int]]) -> None:
@@ -363,7 +365,7 @@ class Health:
         if not self._failures:
             return text
         kind, count = Counter(map(_kind, self._failures)).most_common(1)[0]
-        example = next(one for one in reversed(self._failures) if _kind(one) == kind)
+        example = next(failure for failure in reversed(self._failures) if _kind(failure) == kind)
         often = f"{count} of the last {len(self._failures)}" if len(self._failures) > 1 else "it"
         return (
             f"{text}, alone or with their group (buffer.straggler_s would keep the others); most "

@@ -200,11 +200,11 @@ class Membership:
 
     def silent(self, now: float, patience_s: dict[str, float]) -> list[Participant]:
         """Return dead members; `patience_s` has other limits than the common one, by name."""
-        heard = now - min([self._dead_after_s, *patience_s.values()])
+        latest = now - min([self._dead_after_s, *patience_s.values()])
         return [
             peer
             for peer in self.peers.values()  # thousands, of which few have been silent
-            if peer.heard_at < heard
+            if peer.heard_at < latest
             and now - peer.heard_at > patience_s.get(peer.name, self._dead_after_s)
         ]
 
@@ -217,13 +217,13 @@ class Membership:
         return ("", "") if hub is None else (hub.endpoints.get("weights", ""), hub.incarnation)
 
     def stuck(self, now: float) -> list[Stuck]:
-        found: list[Stuck] = []
+        overdue: list[Stuck] = []
         for peer in self.peers.values():
             silent_s = now - peer.heard_at
             idle_s = peer.idle_s + silent_s
             if silent_s > 3 * self.pace_s:
                 action = f"counts as dead after {self._dead_after_s:g} s"
-                found.append(
+                overdue.append(
                     Stuck(what="no heartbeat", holder=peer.name, age_s=silent_s, action=action)
                 )
             elif peer.state == "ready" and idle_s > self._stall_s:
@@ -231,8 +231,8 @@ class Membership:
                 action = "none: look at its log, restart it if need be"
                 if peer.role == "generator":
                     action = "it ends itself after 10 x buffer.stall_s"
-                found.append(Stuck(what=what, holder=peer.name, age_s=idle_s, action=action))
-        return found
+                overdue.append(Stuck(what=what, holder=peer.name, age_s=idle_s, action=action))
+        return overdue
 
     def _add(self, peer: Participant) -> None:
         self.peers[peer.name] = peer
@@ -251,6 +251,6 @@ def _seal(identity: bytes) -> bytes:
     return hashlib.sha256(identity).digest()
 
 
-def _forget_oldest(kept: dict[Any, Any]) -> None:
-    if len(kept) > DEPARTED_KEPT:
-        del kept[next(iter(kept))]
+def _forget_oldest(records: dict[Any, Any]) -> None:
+    if len(records) > DEPARTED_KEPT:
+        del records[next(iter(records))]

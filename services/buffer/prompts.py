@@ -34,7 +34,7 @@ def open_prompts(
     shuffle, columns, weights = data.shuffle, data.columns, data.prompts
     if environments:
         rows = _rows_by_environment(data, environments)
-        weights = {one.name: one.weight for one in environments}
+        weights = {environment.name: environment.weight for environment in environments}
     elif isinstance(weights, str):
         rows = {"": read_source(weights, columns=columns)}
         return PromptFeed(rows, shuffle=shuffle, seed=seed)
@@ -54,7 +54,8 @@ def rows_to_try(
     if environments:
         return _rows_by_environment(data, environments)
     sources = data.sources or [""]
-    return {"": [row for one in sources for row in read_source(one, f"{one}, row ", data.columns)]}
+    rows = (read_source(source, f"{source}, row ", data.columns) for source in sources)
+    return {"": [prompt for prompts in rows for prompt in prompts]}
 
 
 def _rows_by_environment(
@@ -65,7 +66,7 @@ def _rows_by_environment(
             "data.prompts has several sources, and there are [[environments]], which have weights "
             "of their own: let each name its prompts"
         )
-    shared = [one.name for one in environments if not one.prompts]
+    shared = [environment.name for environment in environments if not environment.prompts]
     if bool(shared) != bool(data.prompts):
         raise UsageError(
             f"[[environments]] {shared[0]} has no prompts: name a source, or set data.prompts"
@@ -84,20 +85,22 @@ def _rows_by_environment(
         rows[name].append(Prompt(f"{environment_prefix(name)}{prompt.prompt_id}", prompt.row))
     if empty := [name for name in shared if not rows[name]]:
         raise UsageError(f'{data.prompts} has no row whose "{ENVIRONMENT}" is {empty[0]!r}')
-    for one in environments:
-        if one.prompts:
-            rows[one.name] = [
-                _named(prompt, one)
-                for prompt in read_source(one.prompts, environment_prefix(one.name), data.columns)
+    for environment in environments:
+        if environment.prompts:
+            rows[environment.name] = [
+                _named(prompt, environment)
+                for prompt in read_source(
+                    environment.prompts, environment_prefix(environment.name), data.columns
+                )
             ]
     return rows
 
 
 def _named(prompt: Prompt, environment: NamedEnvironment) -> Prompt:
-    given = prompt.row.get(ENVIRONMENT, environment.name)
-    if given != environment.name:
+    name = prompt.row.get(ENVIRONMENT, environment.name)
+    if name != environment.name:
         raise UsageError(
-            f'{environment.prompts}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {given!r}, '
+            f'{environment.prompts}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {name!r}, '
             f"but the file is that of {environment.name!r}"
         )
     return Prompt(prompt.prompt_id, {**prompt.row, ENVIRONMENT: environment.name})
@@ -132,7 +135,7 @@ class PromptFeed:
         if self._weights is not None:
             choice = random.Random(f"{self._seed}/mixture/{sum(self._drawn.values())}")
             names = list(self._rows)
-            (name,) = choice.choices(names, [self._weights[one] for one in names])
+            (name,) = choice.choices(names, [self._weights[name] for name in names])
             seed = f"{self._seed}/{names.index(name)}"
         rows = self._rows[name]
         epoch, index = divmod(self._drawn[name], len(rows))

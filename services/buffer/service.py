@@ -141,9 +141,9 @@ def bind(
     data = server.bind("data", before[1], DATA)
     bound = [control, data, server.bind_events(before[2])]
     addresses.keep(host, bound)
-    told = [reachable(endpoint) for endpoint in bound]
-    welcome = Welcome(run_id=run_id, heartbeat_s=settings.heartbeat_s, data=told[1])
-    return told[0], told[2], welcome
+    endpoints = [reachable(endpoint) for endpoint in bound]
+    welcome = Welcome(run_id=run_id, heartbeat_s=settings.heartbeat_s, data=endpoints[1])
+    return endpoints[0], endpoints[2], welcome
 
 
 class Service:

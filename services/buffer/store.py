@@ -196,17 +196,17 @@ class LmdbStore:
         self._pending[key] = None
 
     def keys(self, prefix: str) -> list[str]:
-        found: set[str] = set()
+        names: set[str] = set()
         with self._reader.cursor() as cursor:
             cursor.set_range(prefix.encode()) if prefix else cursor.first()
             for name in cursor.iternext(values=False):
                 if not name.startswith(prefix.encode()):
                     break
-                found.add(name.decode())
+                names.add(name.decode())
         for key, value in (*self._frozen.items(), *self._pending.items()):
             if key.startswith(prefix):
-                (found.discard if value is None else found.add)(key)
-        return sorted(found)
+                (names.discard if value is None else names.add)(key)
+        return sorted(names)
 
     def commit(self) -> None:
         """Write what has changed and wait for the disk.
@@ -371,8 +371,8 @@ class LmdbStore:
                     f"knows schema {SCHEMA} only: begin a new run, or use the version that wrote it"
                 )
             if header.commit != transaction.id():
-                found = f"{transaction.id()} instead of {header.commit}"
-                raise self._damaged(f"the head of {DATA} names commit {found}")
+                numbers = f"{transaction.id()} instead of {header.commit}"
+                raise self._damaged(f"the head of {DATA} names commit {numbers}")
             wrong = [
                 str(name, "utf-8", "replace")
                 for name, sealed in transaction.cursor()
@@ -438,9 +438,9 @@ def open_marked(run_dir: Path | None, folder: Path) -> LmdbStore:
         store.close()
         raise _gone(mark, run_dir, f"{folder} holds another one, {store.id}")
     if run_dir is not None:
-        found = RunMark(store.id, str(folder.resolve()))
-        if found != mark:
-            DISK.replace(run_dir / MARK, msgspec.json.encode(found) + b"\n")
+        current = RunMark(store.id, str(folder.resolve()))
+        if current != mark:
+            DISK.replace(run_dir / MARK, msgspec.json.encode(current) + b"\n")
     return store
 
 

@@ -11,7 +11,7 @@ from fakes.broker_world import EndlessPrompts, trajectory, world
 from umbra.proto.access import LEASE_BYTES
 from umbra.proto.messages import LeaseTasks, Message, Nack, RenewLeases, SubmitResults, TaskLeases
 from umbra.proto.records import Score
-from umbra.services.buffer.samples import leases
+from umbra.services.buffer.samples import groups
 from umbra.services.buffer.samples.ledger import LedgerError, RunningLedger
 from umbra.services.prompts.rows import Prompt
 
@@ -27,13 +27,13 @@ def test_leases_are_filled_by_bytes_as_well_as_by_count(monkeypatch: pytest.Monk
     run = world(group_size=8, batch_groups=16)
     ask = LeaseTasks(capacity=512, version=0, wait_s=0)
     reply = run.get("a", ask, TaskLeases)
-    assert len(msgspec.msgpack.encode(reply)) <= leases.FILL_BYTES + (4 << 20) < LEASE_BYTES
+    assert len(msgspec.msgpack.encode(reply)) <= groups.FILL_BYTES + (4 << 20) < LEASE_BYTES
     assert len(reply.tasks) == 22
     assert len(run.lease("a", 512, 0)) == 22
 
 
 def test_one_row_larger_than_a_reply_is_leased_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "FILL_BYTES", 10)
+    monkeypatch.setattr(groups, "FILL_BYTES", 10)
     run = world()
     assert [len(run.lease(name, 8, 0)) for name in "abab"] == [1, 1, 1, 1]
 
@@ -42,7 +42,7 @@ def test_scoring_leases_are_filled_by_bytes_too(monkeypatch: pytest.MonkeyPatch)
     run = world(stages=["ref_logp"])
     run.join("scorer", "r")
     run.produce("a", 0)
-    monkeypatch.setattr(leases, "FILL_BYTES", 10)
+    monkeypatch.setattr(groups, "FILL_BYTES", 10)
     assert len(run.to_score("r", "ref_logp", 8)) == 1
     monkeypatch.undo()
     assert len(run.to_score("r", "ref_logp", 8)) > 1

@@ -188,9 +188,9 @@ class TrainerEndpoint:
             self._outbox.reply(question.request, self._nothing(question.body.step, waiting_for))
 
     def _nothing(self, step: int, waiting_for: str) -> m.BatchLease:
-        kept = self._batches.checkpoint is not None and bool(self._batches.archive.steps)
+        holds_batches = self._batches.checkpoint is not None and bool(self._batches.archive.steps)
         is_full = self._run.journal.store.size_bytes >= self._run.buffer.store_max_bytes
-        wanted = self.checkpoint_requests.open or (kept and is_full)  # one makes room
+        wanted = self.checkpoint_requests.open or (holds_batches and is_full)  # one makes room
         return m.BatchLease(
             step=step,
             trajectories=[],
@@ -227,7 +227,7 @@ class CheckpointRequests:
         for request, version, _ in self._waiting:
             if version <= newest:
                 self._outbox.reply(request, m.Ok(version=newest))
-        self._waiting = [one for one in self._waiting if one[1] > newest]
+        self._waiting = [entry for entry in self._waiting if entry[1] > newest]
         if error:
             self.give_up(f"the trainer could not save its state: {error}")
 
@@ -239,4 +239,4 @@ class CheckpointRequests:
         for request, _, deadline in self._waiting:
             if deadline <= until:
                 self._outbox.refuse(request, "no_checkpoint", reason)
-        self._waiting = [one for one in self._waiting if one[2] > until]
+        self._waiting = [entry for entry in self._waiting if entry[2] > until]

@@ -211,8 +211,8 @@ class WorkerEndpoint:
         self._check_role(request, "scorer" if scores else "generator")
         name = request.header.sender
         if scores and body.kind not in self._run.buffer.stages:
-            known = ", ".join(self._run.buffer.stages) or "none"
-            reason = f"the run has no stage {body.kind!r}; buffer.stages has {known}"
+            stages = ", ".join(self._run.buffer.stages) or "none"
+            reason = f"the run has no stage {body.kind!r}; buffer.stages has {stages}"
             raise NackError("unknown_stage", reason, "kind")
         if not scores and not 0 <= body.version <= newest:
             reason = f"{name} serves version {body.version}, but 0 to {newest} exist"
@@ -266,15 +266,15 @@ class WorkerEndpoint:
         The worker gets one task at a time from now on, so that the one at fault is lost alone.
         """
         name = request.header.sender
-        found = [s for s in self._leases.of(name) if s.asked == request.header.reply_to]
-        if found:
-            log.warning("%s cannot decode %d leases: %s", name, len(found), body.reason)
+        samples = [s for s in self._leases.of(name) if s.asked == request.header.reply_to]
+        if samples:
+            log.warning("%s cannot decode %d leases: %s", name, len(samples), body.reason)
         self._counters["undecoded_answers"] += 1
         self._strikes[name] += 1
         self._most[name] = 1
-        sound = name in self._answers.sound or any(s.state is State.SCORING for s in found)
-        lost = sound and len({sample.group.group_id for sample in found}) == 1
-        self._requeue(name, found, lost=lost, why=f"{name} cannot decode it: {body.reason}")
+        sound = name in self._answers.sound or any(s.state is State.SCORING for s in samples)
+        lost = sound and len({sample.group.group_id for sample in samples}) == 1
+        self._requeue(name, samples, lost=lost, why=f"{name} cannot decode it: {body.reason}")
 
     def hand_back(self, request: Request, body: m.ReturnTasks, _now: float) -> None:
         for returned in body.samples:
@@ -329,8 +329,8 @@ class WorkerEndpoint:
         """Requeue whatever `name` holds, which has left; return how many samples that was."""
         if question := self._generators.pop(name, None) or self._scorers.pop(name, None):
             self._outbox.refuse_departed(question.request)
-        for known in (self._granted, self._strikes, self._most, self._scoring.serving):
-            known.pop(name, None)
+        for table in (self._granted, self._strikes, self._most, self._scoring.serving):
+            table.pop(name, None)
         self._answers.sound.discard(name)
         self._requeue(name, held := self._leases.of(name), lost=lost)
         return len(held)
@@ -341,16 +341,18 @@ class WorkerEndpoint:
 
     def _answer_parked(self, until: float) -> None:
         for parked in (self._generators, self._scorers):
-            for question in [one for one in parked.values() if one.deadline <= until]:
+            for question in [
+                question for question in parked.values() if question.deadline <= until
+            ]:
                 del parked[question.name]
                 self._outbox.reply(question.request, NOTHING)
 
     def _requeue(self, name: str, samples: list[Sample], *, lost: bool, why: str = "") -> None:
         for sample in samples:
             if sample.holder == name:  # else it ended with another of its group just now
-                gone = f"{name} is gone" if sample.state is State.SCORING else ""
+                departure = f"{name} is gone" if sample.state is State.SCORING else ""
                 pool = self._run.pool_of(sample.sample_id)
-                pool.take_back(sample, lost=lost, reason=why or gone)
+                pool.take_back(sample, lost=lost, reason=why or departure)
 
     def _check_role(self, request: Request, role: m.Role) -> None:
         peer = self._run.members.peers[request.header.sender]

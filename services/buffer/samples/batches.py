@@ -129,11 +129,11 @@ class Batches:
         complete, count = self._pool.complete, self._policy.batch_groups
         if len(complete) < count:
             return None  # asked at every event, so it must be cheap
-        late, known = [], self._awaited  # the group awaited at the last event mostly still is
-        if known is None or known.completed or not self._is_late(known):
+        late, awaited = [], self._awaited  # the group awaited at the last event mostly still is
+        if awaited is None or awaited.completed or not self._is_late(awaited):
             late = self._last_chance()
-            known = self._awaited = next((group for group in late if not group.completed), None)
-        if known is not None:
+            awaited = self._awaited = next((group for group in late if not group.completed), None)
+        if awaited is not None:
             return None
         first = {group.group_id: group for group in late}
         return list((first | complete).values())[:count]

@@ -94,7 +94,7 @@ class Group:
     def oldest(self) -> int | None:
         if self.moved:
             versions = [s.oldest_possible for s in self.samples]
-            self._age = min((one for one in versions if one is not None), default=None)
+            self._age = min((version for version in versions if version is not None), default=None)
             self.moved = False
         return self._age
 

@@ -34,13 +34,14 @@ _decode = msgspec.msgpack.Decoder().decode
 
 def _record(cls: type[Any], left_out: tuple[str, ...], *more: str) -> tuple[Any, Any]:
     """Return a struct of the stored fields of `cls`, then `more`, and a getter of the former."""
-    kept = [field for field in fields(cls) if field.name not in left_out]
+    stored = [field for field in fields(cls) if field.name not in left_out]
     specs: list[Any] = [
-        (one.name, Any) if one.default is MISSING else (one.name, Any, one.default) for one in kept
+        (field.name, Any) if field.default is MISSING else (field.name, Any, field.default)
+        for field in stored
     ]
     specs += [(name, Any, None) for name in more]
     record = msgspec.defstruct(f"{cls.__name__}Record", specs, omit_defaults=True, gc=False)
-    return record, attrgetter(*(field.name for field in kept))
+    return record, attrgetter(*(field.name for field in stored))
 
 
 _SampleRecord, _sample_values = _record(Sample, ("group", "leased_at", "unscored_since"))
@@ -59,9 +60,9 @@ def make_group(record: dict[str, Any], row: dict[str, Any] | None = None) -> Gro
     values = {k: v for k, v in record.items() if k not in ("prompt", "samples")}
     group = Group(prompt=Prompt(record["prompt"], row or {}), **values)
     for sample in record["samples"]:
-        kept: dict[str, Any] = {**sample, "state": State(sample.get("state", State.QUEUED))}
-        group.samples.append(Sample(group=group, **kept))
-        group.ready += kept["state"] in (State.READY, State.TRAINING)
+        attributes: dict[str, Any] = {**sample, "state": State(sample.get("state", State.QUEUED))}
+        group.samples.append(Sample(group=group, **attributes))
+        group.ready += attributes["state"] in (State.READY, State.TRAINING)
     return group
 
 
@@ -183,7 +184,7 @@ class Archive:
         """Return the batch of `step` as it was when it was committed, open again."""
         record = self._journal.read(f"b/{step}")
         self.steps.remove(step)
-        groups = [make_group(one) for one in record["groups"]]
+        groups = [make_group(group) for group in record["groups"]]
         batch = StoredBatch(step, groups, StalenessStats(**record["staleness"]), now)
         self.form(batch)
         return batch

@@ -99,8 +99,8 @@ def count_reason(counters: Counter[str], reason: str) -> bool:
     """
     key = PREFIX + (one_line(reason[:REASON_CHARS]) or "no reason given")
     if key not in counters:
-        known = sum(name.startswith(PREFIX) for name in counters)
-        if known >= REASONS_KEPT:
+        reasons = sum(name.startswith(PREFIX) for name in counters)
+        if reasons >= REASONS_KEPT:
             key = OTHER
     counters[key] += 1
     return counters[key] == 1

@@ -124,10 +124,10 @@ class SamplePool:
         group = sample.group
         scoring = sample.state is State.SCORING
         row: Any = msgspec.Raw(group.packed_row())
-        made: bytes | memoryview = b""
+        packed: bytes | memoryview = b""
         if sample.oldest is not None:
-            made = self.trajectory_store.packed(sample.sample_id)
-        trajectory: Any = msgspec.Raw(made) if made else None
+            packed = self.trajectory_store.packed(sample.sample_id)
+        trajectory: Any = msgspec.Raw(packed) if packed else None
         task = Task(
             kind=self.stage_of(sample) if scoring else SAMPLE,
             sample_id=sample.sample_id,
@@ -139,7 +139,7 @@ class SamplePool:
             trajectory=trajectory,
             pinned_version=group.due if self.pinned and not scoring else -1,
         )
-        return task, len(group.row) + len(made)
+        return task, len(group.row) + len(packed)
 
     def cut_stragglers(self, now: float) -> None:
         """Let groups go on without the samples that they have waited for long enough."""
@@ -223,8 +223,8 @@ class SamplePool:
         if self.stage_of(sample) != self.rules.together:
             return [sample]
         group = sample.group.samples
-        there = all(s.state is State.SCORING and s.stage == sample.stage for s in group)
-        return list(group) if there else []
+        together = all(s.state is State.SCORING and s.stage == sample.stage for s in group)
+        return list(group) if together else []
 
     def again(self, sample: Sample) -> None:
         """Discard progress and requeue `sample`, even if leased."""
@@ -265,7 +265,7 @@ class SamplePool:
 
     def end(self, group: Group, reason: str) -> None:
         if reason == "stale" and self._health is not None:
-            self._health.dropped([one.tokens for one in group.samples if one.tokens])
+            self._health.dropped([sample.tokens for sample in group.samples if sample.tokens])
         for sample in group.samples:
             self._end(sample, reason)
         for where in (self.groups, self.complete, self._waiting):

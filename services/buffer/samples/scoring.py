@@ -66,37 +66,37 @@ class Scoring:
     ) -> dict[str, str]:
         """Accept the scores of a message; return why some are refused."""
         refused: dict[str, str] = {}
-        found: dict[str, dict[str, tuple[Score, Packed]]] = {}  # by sample, by a lease's first
+        leases: dict[str, dict[str, tuple[Score, Packed]]] = {}  # by first sample, by sample
         for score, packed in scores:
             sample = self._find(score, holder)
             pool = self._pool_of(score.sample_id)
             first = pool.scored_with(sample)[0].sample_id if sample is not None else ""
-            if sample is None or score.sample_id in found.get(first, ()):
+            if sample is None or score.sample_id in leases.get(first, ()):
                 refused[score.sample_id] = self._refuse_late(1)
             else:
-                found.setdefault(first, {})[score.sample_id] = score, packed
-        for own in found.values():
+                leases.setdefault(first, {})[score.sample_id] = score, packed
+        for own in leases.values():
             if fault := self._take(own, holder, now):
                 refused |= dict.fromkeys(own, fault)
         return refused
 
-    def _take(self, found: dict[str, tuple[Score, Packed]], holder: str, now: float) -> str:
+    def _take(self, scores: dict[str, tuple[Score, Packed]], holder: str, now: float) -> str:
         """Accept the scores of one lease; return why they are refused, or ""."""
-        sample = self._find(next(iter(found.values()))[0], holder)
+        sample = self._find(next(iter(scores.values()))[0], holder)
         if sample is None:  # its group ended by another score of the message
-            return self._refuse_late(len(found))
+            return self._refuse_late(len(scores))
         pool = self._pool_of(sample.sample_id)
         samples, stage = pool.scored_with(sample), pool.stage_of(sample)
-        for score, _ in found.values():
+        for score, _ in scores.values():
             if score.error:
                 pool.take_back(sample, lost=True, reason=score.error, own=True)
                 return ""
-        if fault := _faults(samples, stage, found, pool):
+        if fault := _faults(samples, stage, scores, pool):
             self._counters["malformed_scores"] += 1
             pool.take_back(sample, lost=True, reason=fault, own=True)
             return f"malformed: {fault}"
         for sample in samples:
-            score, packed = found[sample.sample_id]
+            score, packed = scores[sample.sample_id]
             pool.scored(sample, packed, score.reward if stage == "reward" else 0.0, now)
             self._counters[f"scored: {stage}"] += 1
         return ""
@@ -117,12 +117,12 @@ def _waits(sample: Sample, pool: SamplePool, stage: str) -> bool:
 def _faults(
     samples: Sequence[Sample],
     stage: str,
-    found: dict[str, tuple[Score, Packed]],
+    scores: dict[str, tuple[Score, Packed]],
     pool: SamplePool,
 ) -> str | None:
-    if len(found) < len(samples):
-        return f"{len(found)} scores for the {len(samples)} samples of a group"
-    faults = (_fault(sample, stage, *found[sample.sample_id], pool) for sample in samples)
+    if len(scores) < len(samples):
+        return f"{len(scores)} scores for the {len(samples)} samples of a group"
+    faults = (_fault(sample, stage, *scores[sample.sample_id], pool) for sample in samples)
     return next((fault for fault in faults if fault is not None), None)
 
 

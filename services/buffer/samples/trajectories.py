@@ -102,9 +102,10 @@ class TrajectoryStore:
                 checksum.update(value)
             return list(map(msgspec.Raw, values))
 
-        trajectories = raw([PREFIX + one for one in sample_ids])
+        trajectories = raw([PREFIX + sample_id for sample_id in sample_ids])
         scores = {
-            stage: raw([score_key(one, stage) for one in sample_ids]) for stage in self.stages
+            stage: raw([score_key(sample_id, stage) for sample_id in sample_ids])
+            for stage in self.stages
         }
         return PackedBatch(trajectories, scores, checksum.hexdigest())
 
@@ -116,13 +117,13 @@ class TrajectoryStore:
     def scored(self, prefix: str) -> dict[str, int]:
         """Return how many stages are scored, from the first on, by sample id with `prefix`."""
         scores = set(self._store.keys(SCORE + prefix))
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for key in self._store.keys(PREFIX + prefix):
             name, stages = key.removeprefix(PREFIX), 0
             while stages < len(self.stages) and score_key(name, self.stages[stages]) in scores:
                 stages += 1
-            found[name] = stages
-        return found
+            counts[name] = stages
+        return counts
 
 
 def score_key(sample_id: str, stage: str) -> str:
