@@ -39,11 +39,12 @@ _LONG = re.compile(r"\b(?:an?|one of) | that is not empty")
 
 HEAD = """# Every key of a run file
 
-Made from the schema by `python .ci/config_page.py`; a test compares. A run file is TOML, with a
-table per section. The environment variable `UMBRA_SECTION__KEY` overrides the file, and
-`--set section.key=value` overrides both, in each command. `umbra check RUN.toml` tries a run file,
-with `--show` it prints it with all defaults. Names that end in `_s` are seconds. Defaults named
-"preset" come from the [objective](algorithms.md).
+Which keys a run file has, their values, defaults and meaning. A run file is TOML, with a table per
+section; this page is made from the schema by `python .ci/config_page.py`. The environment variable
+`UMBRA_SECTION__KEY` overrides the file, and `--set section.key=value` overrides
+both, in each command. `umbra check RUN.toml` tries a run file, with `--show` it prints it with all
+defaults. Names that end in `_s` are seconds. Defaults named "preset" come from the
+[objective](algorithms.md).
 """
 
 

@@ -62,7 +62,8 @@ def svg(panels: Sequence[str]) -> str:
     """Return an SVG file with `panels` in two columns on a white ground."""
     width, height = min(2, len(panels)) * WIDTH, (len(panels) + 1) // 2 * HEIGHT
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img">'
         f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
         + "".join(panels)
         + "</svg>\n"

@@ -46,7 +46,7 @@ _RUN = """\
 #   umbra up {file}               runs it; Ctrl-C stops it, `umbra up runs/ID` goes on
 #
 # docs/config.md has every key; engine, devices, lengths and memory that are left out are chosen for
-# the machine. Paths are looked up from where you are, then beside this file.
+# the machine. Paths are looked up beside this file, then from where you are.
 
 [run]
 name = {name}

@@ -30,7 +30,7 @@ FOREIGN: dict[str, tuple[str, int]] = {
 """Keys of `[buffer]` in other systems: whose they are, and what they count that ours do not.
 
 Less that, each is run_ahead and max_staleness. `generate_ahead_steps` counts the running step: 2 is
-one step off-policy. `docs/python.md` has tables of the names that other systems use.
+one step off-policy. `docs/start.md` has tables of the names that other systems use.
 """
 SECTIONS: dict[str, dict[str, Any]] = {
     name: {

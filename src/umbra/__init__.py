@@ -1,6 +1,6 @@
 """Umbra: asynchronous RL post-training of language models without Ray.
 
-The names in `__all__` are the public interface, stable or provisional (docs/python.md, Names).
+The names in `__all__` are the public interface, stable or provisional (docs/start.md, Names).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The agent of docs/environments.md, as it stands there, with the real client."""
+"""The agent of docs/agents.md, as it stands there, with the real client."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from umbra.services.config import EnvironmentConfig
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.pretrained import load_tokenizer
 
-DOC = Path(__file__).parents[2] / "docs" / "environments.md"
+DOC = Path(__file__).parents[2] / "docs" / "agents.md"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 

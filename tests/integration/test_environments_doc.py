@@ -22,16 +22,17 @@ STOP = 3
 
 
 @pytest.fixture
-def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     blocks = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "counting.py").write_text(blocks[0])
-    (tmp_path / "scoring.py").write_text(blocks[1])
+    (counting,) = [block for block in blocks if "class Counting" in block]
+    (tmp_path / "counting.py").write_text(counting)
+    (tmp_path / "scoring.py").write_text(next(b for b in blocks if "def score(" in b))
     monkeypatch.chdir(tmp_path)
-    return blocks
+    return counting
 
 
-def test_the_environment_runs_in_a_rollout(code: list[str], tiny_model_dir: Path) -> None:
-    assert len(code[0].splitlines()) <= 25
+def test_the_environment_runs_in_a_rollout(code: str, tiny_model_dir: Path) -> None:
+    assert len(code.splitlines()) <= 25
     tokenizer = load_tokenizer(tiny_model_dir)
     assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
     turns = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("1", "7", "2")]
@@ -59,7 +60,7 @@ def test_the_environment_runs_in_a_rollout(code: list[str], tiny_model_dir: Path
     assert trajectory.reward_parts == {"steps": 2.0}
 
 
-def test_the_reward_function_scores(code: list[str]) -> None:
+def test_the_reward_function_scores(code: str) -> None:
     pool = InlinePool(load_environment(EnvironmentConfig(kind="reward", reward="scoring:score")))
     pool.play("s", {"prompt": "p", "word": "sun"}, ["the sun"])
     (outcome,) = pool.collect()

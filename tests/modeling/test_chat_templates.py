@@ -1,6 +1,6 @@
 """Every chat template that TRL ships: turns appended one by one equal the whole conversation.
 
-`docs/generation.md` has the outcome as a table. After a change that is meant:
+`docs/models.md` has the outcome as a table. After a change that is meant:
 
     PYTHONPATH=tests python tests/modeling/test_chat_templates.py
 """
@@ -18,7 +18,7 @@ from umbra.services.environments.protocol import Message, Opening, Said
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.chat_template import as_text, with_tools
 
-DOC = Path(__file__).parents[2] / "docs" / "generation.md"
+DOC = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- chat templates -->\n", "<!-- end of chat templates -->"
 WEATHER = weather(city={"type": "string", "description": "its name"})
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -241,7 +241,7 @@ def row(name: str) -> dict[str, str]:
 
 
 def table() -> str:
-    """The table of `docs/generation.md`."""
+    """The table of `docs/models.md`."""
     rows = {name: row(name) for name in template_names()}
     for name in training_names():
         if (own := row(name)) != rows[name.removesuffix("_training")]:

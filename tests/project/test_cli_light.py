@@ -66,7 +66,7 @@ def test_python_dash_m_prints_the_version() -> None:
 
 def test_public_names() -> None:
     """Each is there, and marked stable or provisional once."""
-    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "start.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`umbra\..*`) \| (?:stable|provisional)\b", page, re.MULTILINE)
     marked = Counter(re.findall(r"`umbra\.(\w+(?:\.trl\.\w+)?)`", " ".join(rows)))
     assert marked == Counter([*umbra.__all__, "compat.trl.GRPOTrainer"])

@@ -103,7 +103,7 @@ def check(args: Any) -> None:
     unread = [name for name in changed if name not in READ]
     for name in unread:
         if name in INSTEAD or not name.startswith(IGNORED):
-            remedy = INSTEAD.get(name, "leave it out; docs/python.md lists the supported fields")
+            remedy = INSTEAD.get(name, "leave it out; docs/start.md lists the supported fields")
             raise UsageError(
                 f"GRPOConfig.{name} = {getattr(args, name)!r}: not supported: {remedy}"
             )
