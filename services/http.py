@@ -204,7 +204,9 @@ class HttpServer:
             raise ApiError("the API key is wrong or missing", status=401, code="invalid_api_key")
         if self._active > self._requests:
             raise ApiError(
-                f"{self._requests} requests are under way", status=503, code="overloaded"
+                f"{self._requests} requests are under way, the most: repeat this one later",
+                status=503,
+                code="overloaded",
             )
         length = int(headers.get("content-length", 0))
         self._check_size(length, length)
@@ -223,7 +225,9 @@ class HttpServer:
             raise ApiError(f"the body is larger than {limit}", status=413, code="too_large")
         if self._held + more > HELD_BYTES:
             raise ApiError(
-                f"requests of {size(HELD_BYTES)} are under way", status=503, code="overloaded"
+                f"requests under way hold {size(HELD_BYTES)}, the most: repeat this one later",
+                status=503,
+                code="overloaded",
             )
 
     async def _read(self, receive: Receive, body: bytearray) -> bool:

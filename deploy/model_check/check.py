@@ -88,7 +88,7 @@ def _compare(original: Path, directory: Path, scratch: Path, kind: str) -> Itera
 
 
 def _tried(what: str, rows: Iterator[Row]) -> Iterator[Row]:
-    """`rows`, and one more for what an architecture that nobody tried may run into."""
+    """Yield `rows`, and one more if an untested architecture raises."""
     try:
         yield from rows
     except (

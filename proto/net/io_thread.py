@@ -191,7 +191,7 @@ class Channel:
         try:
             self._transmit(self._link.encoder.encode(body)[1])
         except WireError:
-            log.exception("a message to %s stays unsent", self.peer)
+            log.exception("a message to %s was not sent", self.peer)
 
     def _transmit(self, frames: list[bytes]) -> None:
         # If nobody reads at the other end: requests are resent, and their deadline ends that.

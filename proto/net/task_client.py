@@ -119,7 +119,7 @@ class TaskClient:
             self.deliver(capacity, version)
 
     def deliver(self, capacity: int = 0, version: int = 0) -> None:
-        """Send the gathered results now, with a question as that of `submit`."""
+        """Send the gathered results now; with `capacity` ask for samples too, as `submit` does."""
         gathered, self._gathered = self._gathered, []
         for portion in portions(gathered, _bytes):
             asks = capacity > 0 and version not in self._asked

@@ -92,7 +92,7 @@ class StallReport:
                 )
 
     def _generators(self, now: float) -> Iterator[Stuck]:
-        """Yield that no generator is left, where others start them; a run restarts its own."""
+        """Yield an entry if none is left and others start them; a run restarts its own."""
         last, what = self._members.last_generator, self._absence
         if last is None or not what or self._run.config.generator.count:
             return
@@ -162,7 +162,7 @@ class StallReport:
 
 
 def _awaited(sample: Sample, run: RunState) -> Sample | None:
-    """Return a sample of the group that `sample` has to be scored with, and waits for."""
+    """Return a sample that the group of `sample`, scored as a whole, still waits for."""
     if run.pool.scored_with(sample):
         return None
     group, stage = sample.group.samples, sample.stage

@@ -135,9 +135,9 @@ class EnvironmentConfig(Section):
             )
         if self.reward_scope == "group" and self.kind == "trl":
             yield (
-                f"{where}.reward_scope = group does not go with kind trl, whose functions get the "
-                "environments of their samples, which live where each was played: remove it, or "
-                f"set {where}.kind to reward"
+                f"{where}.reward_scope = group does not go with kind trl: its functions need the "
+                "environment objects, each of which is in the process that played the sample: "
+                f"remove it, or set {where}.kind to reward"
             )
         elif self.reward_scope == "group" and self.kind != "reward":
             yield (

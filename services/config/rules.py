@@ -172,16 +172,16 @@ def _support_faults(config: RunConfig) -> Iterator[str]:
         sampling, key = config.sampling_for(one), one.sampling_key("top_k")
         if sampling.cuts_off and not sampling.top_k:
             yield (
-                f"{key} = 0: with top_p or min_p a trajectory tells of each token which could have "
-                f"been drawn in its place, and top_k bounds how many: set {key} to 64, say"
+                f"{key} = 0: with top_p or min_p a trajectory records, for each token, the tokens "
+                f"that could have been drawn instead, and top_k bounds them: set {key} to 64, say"
             )
         told = max(sampling.top_k, 0 if sampling.cuts_off else trainer.score_centering)
         if told > most:
             which = key if sampling.cuts_off else "trainer.score_centering"
             yield (
-                f"{which} = {told}: a trajectory of generator.max_context = {context:,} tokens can "
-                f"tell {most:,} others of each at most, in batches of {batch:,} samples: lower one "
-                "of them"
+                f"{which} = {told}: with generator.max_context = {context:,} and batches of "
+                f"{batch:,} samples, at most {most:,} alternatives of each token can be recorded: "
+                "lower one of them"
             )
 
 
@@ -229,8 +229,8 @@ def _stage_faults(config: RunConfig) -> Iterator[str]:
         return
     elif config.environments:
         yield (
-            "buffer.stages has reward, which of several [[environments]] is for those with "
-            "reward_scope = group, and none has that: remove the stage, or set it"
+            "buffer.stages has reward, but none of [[environments]] has reward_scope = group: "
+            "remove the stage, or set it"
         )
     elif config.environment.kind not in ("exact", "reward"):
         yield (

@@ -120,8 +120,8 @@ class TrainerConfig(ObjectiveKeys):
         yield from self.device_faults("cpu" if self.device == "cpu" else "cuda")
         if self.sequence_parallel > 1 and self.router_aux_loss_coef:
             yield (
-                "trainer.router_aux_loss_coef balances the experts over the tokens that a rank has "
-                "of rows, which are others with trainer.sequence_parallel: use one of them"
+                "trainer.router_aux_loss_coef balances the experts over whole rows, of which ranks "
+                "have only parts with trainer.sequence_parallel: use one of them"
             )
         for name in ("sequence_parallel", "expert_parallel") if self.compile else ():
             if getattr(self, name) > 1:

@@ -142,7 +142,7 @@ def _branches_fault(
     if tokens > TOKENS:
         return f"its {len(lines)} branches have {tokens} response tokens, {TOKENS} at most"
     if trajectory.routing is not None:
-        return f"it has {len(lines)} branches and routing, which is that of one"
+        return f"it has {len(lines)} branches, and routing, which fits one only"
     if sum(len(line.support.ids) for line in lines if line.support is not None) > SUPPORT_BYTES:
         return f"the support of its {len(lines)} branches has more than {SUPPORT_BYTES} bytes"
     scored = (trajectory.ref_logprobs, trajectory.proximal_logprobs)
@@ -165,9 +165,9 @@ def reward_fault(reward: float, parts: dict[str, float], reason: str = "stop") -
         return f"reward_parts has {len(parts)} names, {MOST_PARTS} at most are kept"
     for name, value in parts.items():
         if not -MOST_REWARD <= value <= MOST_REWARD:
-            return f"reward_parts has {value} for {name[:MOST_NAME]!r}"
+            return f"reward part {name[:MOST_NAME]!r} is {value}, not within {MOST_REWARD:g}"
         if not 0 < len(name) <= MOST_NAME or not name.isprintable():
-            return f"reward_parts has the name {name[:MOST_NAME]!r}"
+            return f"reward part {name[:MOST_NAME]!r} has no short, printable name"
     return None
 
 
@@ -356,7 +356,7 @@ def _support_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> st
             return f"it has no support, which {key} needs"
         return None
     if len(support.sizes) != 2 * trajectory.response_tokens:
-        return f"support has {len(support.sizes)} bytes of sizes for its response tokens"
+        return f"support.sizes has {len(support.sizes)} bytes, which do not match the response"
     sizes = memoryview(support.sizes).cast("H")
     if len(support.ids) != 4 * sum(sizes) or bytes(map(bool, sizes)) != trajectory.loss_mask:
         return "support has other tokens than its sizes say, or than loss_mask has"

@@ -177,7 +177,7 @@ class AgentRunner:
         except RejectedError:
             pass  # it has its reward, or is over for another reason
         except PeerLostError as lost:
-            log.warning("a session has ended, but its generator cannot be told: %s", lost)
+            log.warning("the end of a session could not be reported: %s", lost)
 
 
 async def run_agents(
@@ -199,10 +199,10 @@ async def run_agents(
                 runners.append(runner)
             except UsageError as error:
                 fault = error
-                log.warning("this runner is without %s: %s", runner.name, error)
+                log.warning("this runner does not run %s: %s", runner.name, error)
         if fault is not None and not runners:
             raise fault
-        log.info("runs %s for %s", [one.name for one in runners], generators.urls)
+        log.info("running %s for generators at %s", [one.name for one in runners], generators.urls)
         work = [runner.serve(url) for runner in runners for url in generators.urls]
         tasks = [*map(asyncio.ensure_future, [*work, _until_gone(generators), stop.wait()])]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -143,14 +143,14 @@ def watching(watch: StallWatch, session: Session) -> Iterator[None]:
             quiet_s, before = watch.look(), told
             if quiet_s >= watch.limit_s:
                 sentence = watch.describe()
-                log.error("%s: it ends; what each thread does:", sentence)
+                log.error("%s: this process ends; the stacks of its threads:", sentence)
                 with suppress(Exception):  # nobody may be there to read it
                     faulthandler.dump_traceback(all_threads=True, file=STDERR)
                 session.leave(f"failed: {sentence}")
                 end_process(EngineError(sentence))
             told = quiet_s >= watch.limit_s / 2
             if told and not before:
-                log.warning("%s; soon this generator ends", watch.describe())
+                log.warning("%s; this generator ends unless a token comes", watch.describe())
             arm()
 
     arm()  # the first call may be the one that holds the interpreter

@@ -50,7 +50,7 @@ _PLAIN, _TOOLS = Opening([]), Opening([], [calculator])
 
 UNREAD = "no parser reads the tool calls that the model's chat template writes"
 REMEDY = (
-    "name one that does in model.parser (docs/generation.md, Parsers), or set "
+    "name one that does in model.parser (docs/models.md, Parsers), or set "
     "model.chat_template to a template whose calls are read"
 )
 
@@ -115,8 +115,8 @@ def check_template(environment: EnvironmentConfig, chat: Chat) -> None:
 def _check(chat: Chat, role: str, opening: Opening = _PLAIN) -> None:
     if not chat.check_turns([role], opening):
         log.info(
-            "after a message of role %r the chat template drops something of the model's earlier "
-            "turns, such as their reasoning; in this run's samples it stays, as it was sampled",
+            "after a message of role %r the chat template drops parts of the model's earlier "
+            "turns, such as reasoning; this run's samples keep them as they were sampled",
             role,
         )
 
@@ -159,9 +159,9 @@ def _prompt_warnings(config: RunConfig, chat: Chat, rows: RowsToTry) -> Iterator
         most = config.sampling_for(environment).max_tokens
         if limit - tokens < most:
             yield (
-                f"after the first of {of}, {tokens} tokens, {key} leaves {limit - tokens} of "
-                f"{environment.sampling_key('max_tokens')} = {most}: longer answers are cut off "
-                "there"
+                f"the first of {of} has {tokens} tokens, so {key} leaves {limit - tokens} for an "
+                f"answer, less than {environment.sampling_key('max_tokens')} = {most}: longer "
+                "answers are cut off"
             )
     # A token is a byte at least; the first prompt has what the template adds.
     able = {one: row for one, row in rows.long.items() if row_bytes(row) + context >= limit}

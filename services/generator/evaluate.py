@@ -57,8 +57,8 @@ def evaluate_model(
         raise UsageError("there are no prompts to evaluate on")
     if groups := config.rewarded_by_groups:
         raise UsageError(
-            f"{groups[0].where}.reward_scope = group is for the scorers of a run, which evaluates "
-            "its own policy: set eval.prompts there, or ask it by `umbra eval --broker`"
+            f"{groups[0].where}.reward_scope = group needs the scorers of a run, which this "
+            "command has not: set eval.prompts in the run, or use `umbra eval --broker`"
         )
     model = replace(config.model, path=str(path), revision="")
     settings = replace(config, model=model, trainer=TrainerConfig())  # all of it is in `path`

@@ -150,7 +150,7 @@ class Scorer(nn.Module):
                 self.routers.balance = batch.fed * balance
             self.routers.counted = batch.fed if torch.is_grad_enabled() else None
         elif batch.routing is not None:
-            raise UsageError("model.path: it has no routers, but its tokens have a routing")
+            raise UsageError("model.path has no experts, but the samples have routing")
         try:
             forward = partial(
                 self.model,

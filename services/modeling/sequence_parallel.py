@@ -166,8 +166,8 @@ def _attend(
     share: SequenceShare | None = arguments.pop(_ARGUMENT, None)
     if share is None:
         raise UsageError(
-            f"trainer.sequence_parallel: {type(module).__name__} does not hand on to attention "
-            "what its model is given: set it to 1"
+            f"trainer.sequence_parallel: {type(module).__name__} does not pass the model's "
+            "arguments on to attention: set it to 1"
         )
     share.layers += 1
     group, keys = share.group, key.shape[1]

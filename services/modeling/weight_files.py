@@ -53,7 +53,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def read(self, places: Mapping[str, Tensor]) -> None:
-        """Fill `places`, rows of each tensor of a state dict by one of its names, cast to them.
+        """Load into `places`: by name the rows of each state-dict tensor, cast to their dtype.
 
         Raises:
             UsageError: a file cannot be read, or is of another model.

@@ -72,7 +72,7 @@ class WeightTable:
         """
         self.check(manifest)
         if len(data) != manifest.total_bytes:
-            raise PeerLostError(f"{len(data)} bytes came of a version of {manifest.total_bytes}")
+            raise PeerLostError(f"got {len(data)} of the {manifest.total_bytes} bytes of a version")
         places = [self._places[entry.name].detach() for entry in manifest.tensors]
         given = zip(manifest.tensors, places, tensors_in(manifest, data), strict=True)
         with gpu_copies(places, guard.sums.until if guard is not None else None) as begun:

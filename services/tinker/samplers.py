@@ -185,7 +185,7 @@ class Samplers:
         """Restart those that ended, end those that hang; return false once there are none."""
         for pid in self._leases.overdue():
             if (child := self._children.get(pid)) is not None and child.returncode is None:
-                log.warning("sampler %d is silent: it is killed, and its requests go on", pid)
+                log.warning("sampler %d is silent: it is killed, others serve its requests", pid)
                 child.kill()
         return self.supervisor.poll()
 

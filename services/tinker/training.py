@@ -117,7 +117,7 @@ class Training:
         self.lanes = Lanes()
 
     def resume(self) -> int:
-        """Queue what a server before this one left undone; return how many requests that is."""
+        """Queue requests that an earlier server left unfinished; return their number."""
         for model_id, facts in self._journal.all("model").items():
             self.lanes.begin(model_id, facts["next"])
         left = [one for one in self._journal.requests("queued") if one.kind != "asample"]
@@ -412,7 +412,7 @@ def _link(file: Path, name: Path) -> None:
     try:
         os.link(file, name)
     except FileNotFoundError as error:
-        raise UsageError(f"{file.name} is no longer here") from error
+        raise UsageError(f"{file.name} was deleted") from error
     except OSError:
         shutil.copyfile(file, name)
 

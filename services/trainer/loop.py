@@ -159,13 +159,13 @@ class Loop:
         best = self._config.checkpoint.best_metric.removeprefix("-")
         if best and best not in row:
             raise UsageError(
-                f"checkpoint.best_metric: {best!r} is not measured; there is "
+                f"checkpoint.best_metric: {best!r} is no column of metrics.jsonl; use one of "
                 f"{', '.join(sorted(row))}"
             )
         why = self._skips.see(row, self.version)
         if why and self._member is not None:
             self._context.log.warning(
-                "step %d: an update was left out, because %s", self.version, why
+                "step %d: an update was skipped, because %s", self.version, why
             )
 
     def _save_on_request(self) -> None:
@@ -208,7 +208,7 @@ class SkipLimit:
         if self._in_a_row >= self.limit:
             raise DivergedError(
                 f"stopped at step {step}: the updates of the last {self._in_a_row} batches were "
-                f"left out, because {why}; the weights are of step "
+                f"skipped, because {why}; the weights are of step "
                 f"{step - self._in_a_row}: lower trainer.learning_rate or trainer.max_grad_norm, "
                 "or choose an objective that clips"
             )

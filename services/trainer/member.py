@@ -156,7 +156,7 @@ class RunMember:
             self.tell_covered()
         except RejectedError as error:
             raise UsageError(
-                f"{self.folder.of(step)} is not of the run that the buffer has ({error}): choose "
+                f"{self.folder.of(step)} does not belong to the buffer's run ({error}): choose "
                 "another --run-dir, or give the buffer the store of that run"
             ) from error
         self.context.log.info("going on from the checkpoint of step %d", step)

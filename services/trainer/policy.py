@@ -76,7 +76,7 @@ def open_policy(
             model.config.save_pretrained(trial)
             _write_rest(model, tokenizer, Path(trial))
         except (TypeError, ValueError) as error:
-            raise UsageError(f"{source}: {path} cannot be written again: {error}") from error
+            raise UsageError(f"{source}: {path} can be read, but not saved: {error}") from error
     return model, tokenizer, files
 
 

@@ -394,12 +394,12 @@ class PartHub:
             return False
         assert order is not None
         if isinstance(made, UmbraError):
-            log.warning("cannot hold %s: %s", order.path, made)
+            log.warning("cannot make the arena %s: %s", order.path, made)
             self._error = str(made)
             return True
         self._tcp.layout(made, order.manifest)
         self._arena = made
-        log.info("hold %s", made.path)
+        log.info("holding the arena %s", made.path)
         return True
 
     def _drop(self) -> None:
@@ -421,7 +421,7 @@ class PartHub:
         elif not message.checksums:
             self._tcp.granted(message.slot)
         elif len(message.checksums) != buckets:
-            log.warning("%d checksums for %d buckets", len(message.checksums), buckets)
+            log.warning("got %d checksums for %d buckets", len(message.checksums), buckets)
         else:
             self._tcp.offer(message.slot, message.checksums, deltas=message.deltas)
 

@@ -393,7 +393,7 @@ class WeightHub:
         try:
             arena = Arena.adopt(self._run_id, message.path, slot_bytes=size)
         except StartupError as error:
-            log.info("the arena of the hub before cannot be used: %s", error)
+            log.info("the arena of an earlier hub cannot be used: %s", error)
             return None
         if arena.slots != self._config.slots or not 0 <= published.slot < arena.slots:
             arena.close()

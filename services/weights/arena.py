@@ -372,5 +372,5 @@ def _open(path: Path, slot_bytes: int) -> tuple[int, int]:
         slots, rest = divmod(size - PAGE_BYTES, _stride(slot_bytes))
     if slots < 1 or rest:
         os.close(fd)
-        raise StartupError(f"{path} has {size} bytes, which are no slots of {slot_bytes} bytes")
+        raise StartupError(f"{path} has {size} bytes, which do not fit slots of {slot_bytes}")
     return fd, slots

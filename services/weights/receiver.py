@@ -163,7 +163,7 @@ class Receiver:
 
         Raises:
             DeadlineError: no other version came within `timeout_s` seconds.
-            PeerLostError: nor before `stopping` was set.
+            PeerLostError: `stopping` was set before another version came.
             UmbraError: as `poll`, or what `apply` raises.
         """
         changed = ""
@@ -346,7 +346,7 @@ class Receiver:
             if error is None:
                 channel.pushes.put(future.result())
             elif channel is not self._hub:
-                log.warning("back to the weight hub: %s", error)
+                log.warning("leaves the relay for the weight hub: %s", error)
                 self._avoided = channel.endpoint
                 self._channel = self._hub
                 self._drop("the relay is gone")

@@ -140,7 +140,9 @@ def test_as_many_branches_as_there_may_be_fit() -> None:
     assert array_bytes(made) == 8 + 8 + 2 + 8 + (BRANCHES - 1) * (4 + 128 * 9)
     assert size_fault(pack(made), array_bytes(made), len(made.branches)) is None
     assert size_fault(b"x" * (8 + MORE_BYTES), 8) is None
-    assert size_fault(b"x" * (9 + MORE_BYTES), 8) == f"{9 + MORE_BYTES} bytes for arrays of 8"
+    assert size_fault(b"x" * (9 + MORE_BYTES), 8) == (
+        f"it has {9 + MORE_BYTES} bytes, far more than its arrays (8)"
+    )
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(
             msgspec.to_builtins(msgspec.structs.replace(made, branches=[most] * BRANCHES)),

@@ -319,11 +319,11 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         (["sampling.top_p=0.9"], "set sampling.top_k to 64, say"),
         (
             ["sampling.top_k=500", "generator.max_context=30000"],
-            "sampling.top_k = 500: a trajectory of generator.max_context = 30,000 tokens can",
+            "sampling.top_k = 500: with generator.max_context = 30,000 and batches of 256",
         ),
         (
             ["score_centering=128", "generator.max_context=30000"],
-            "trainer.score_centering = 128: a trajectory",
+            "trainer.score_centering = 128: with generator.max_context",
         ),
     ],
 )

@@ -379,7 +379,7 @@ def test_prompts_that_leave_little_room_or_none(here: Path) -> None:
 
     assert warnings() == []
     cut, long = warnings("generator.max_context=16")
-    assert "of sampling.max_tokens = 12: longer answers are cut off" in cut
+    assert "less than sampling.max_tokens = 12: longer answers are cut off" in cut
     assert "prompts.jsonl, row 2 has 26 tokens" in long and "as in 1 more" in long
 
 

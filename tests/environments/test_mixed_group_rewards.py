@@ -157,7 +157,7 @@ def test_generators_leave_the_rewards_of_groups_to_scorers() -> None:
     ("run", "to_change"),
     [
         (mixed(stages=()), 'environments.ranked.reward_scope = group .* put "reward" into buffer'),
-        (mixed(ALONE), r"of several \[\[environments\]\] is for those .* none has .* remove the"),
+        (mixed(ALONE), r"none of \[\[environments\]\] has reward_scope = group: remove the stage"),
         (mixed(group_size=1), "environments.ranked.* buffer.group_size = 1 must be from 2 to 512"),
         (mixed(straggler_s=5.0), "buffer.straggler_s = 5 .* set it to 0"),
         (

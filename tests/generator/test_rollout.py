@@ -343,7 +343,7 @@ def test_what_environments_say_is_measured_before_it_is_tokenized(
     [
         (StepResult(reward=1e10), "reward is 10000000000.0, which is not within"),
         (StepResult(reward_parts={f"part {n}": 1.0 for n in range(65)}), "65 names, 64 at most"),
-        (StepResult(reward_parts={"a" * 300: 1.0}), "reward_parts has the name"),
+        (StepResult(reward_parts={"a" * 300: 1.0}), "has no short, printable name"),
         (StepResult(reason="it\nended"), "must be a short name"),
     ],
 )

@@ -205,6 +205,6 @@ def test_a_runner_that_is_told_to_end_leaves_in_order(tmp_path: Path, number: in
         signal.signal(number, before)
     with runner:
         assert runner.stderr is not None
-        assert any("runs [" in line for line in runner.stderr)
+        assert any("running [" in line for line in runner.stderr)
         runner.send_signal(number)
         assert runner.wait(limit(30.0)) == 0

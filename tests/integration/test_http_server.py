@@ -205,7 +205,7 @@ def test_bodies_of_all_requests_have_a_bound(
         served.until(lambda: served.ask(body)[0] == 503)
         assert served.ask(b'"small"')[0] == 200
     served.until(lambda: served.ask(body)[0] == 200)
-    assert served.refused("requests of 50 B are under way")
+    assert served.refused("requests under way hold 50 B, the most: repeat this one later")
 
 
 def test_a_wrong_key_costs_nothing(serve: Callable[..., Served]) -> None:

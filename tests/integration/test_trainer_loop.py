@@ -360,7 +360,7 @@ def test_a_checkpoint_on_request(directory: Path, start: Any, tmp_path: Path) ->
 
 def test_a_best_metric_that_is_not_measured_is_told(directory: Path, start: Any) -> None:
     world = World(directory)
-    with pytest.raises(UsageError, match=r"best_metric: 'rewards' is not measured; .*reward/mean"):
+    with pytest.raises(UsageError, match=r"best_metric: 'rewards' is no column of .*reward/mean"):
         start(world, **{"checkpoint.best_metric": "rewards"})
     assert world.committed() == [1]
 
@@ -371,5 +371,5 @@ def test_a_checkpoint_of_another_run_is_told(directory: Path, start: Any) -> Non
     assert start(world) == 0
     other = World(directory)
     other.refuses_checkpoints = True
-    with pytest.raises(UsageError, match=r"step-1 is not of the run that the buffer has .*no such"):
+    with pytest.raises(UsageError, match=r"step-1 does not belong to the buffer's run .*no such"):
         start(other)

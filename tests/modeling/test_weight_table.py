@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(change: dict[str, Any], 
 
 def test_a_version_that_ends_early_is_not_loaded_as_if_it_were_whole() -> None:
     manifest, data = in_memory(version(Tied(1)), 128)
-    with pytest.raises(PeerLostError, match=f"bytes came of a version of {len(data)}"):
+    with pytest.raises(PeerLostError, match=f"of the {len(data)} bytes of a version"):
         WeightTable(Tied(2)).load(manifest, data[:-1])
 
 

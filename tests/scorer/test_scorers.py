@@ -93,7 +93,7 @@ def test_a_reward_that_the_buffer_would_refuse_is_the_samples_error(
         for name in ("odd", "even")
     ]
     scores = {s.sample_id: s for (s,) in reward_worker.score(tasks, lambda: None)}
-    assert "reward_parts has the name" in scores["odd"].error
+    assert "has no short, printable name" in scores["odd"].error
     assert not scores["even"].error
 
 

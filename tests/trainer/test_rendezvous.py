@@ -88,7 +88,7 @@ def test_one_that_comes_back_waits_for_the_next_life(
     other = come(threads, 1)
     store, _ = come(threads, 0).result()
     other.result()
-    with pytest.raises(DeadlineError, match="rank 0 has another trainer rank 1"):
+    with pytest.raises(DeadlineError, match="rank 0 knows another process as rank 1"):
         come(threads, 1, 1.0).result()
     again = come(threads, 1)
     del store, other  # what keeps the store ends with it

@@ -134,7 +134,7 @@ def test_a_model_that_cannot_be_written_again_is_refused_at_the_start(
         raise ValueError("no JSON")
 
     monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", fails)
-    with pytest.raises(UsageError, match=r"model.path: .* cannot be written again: no JSON"):
+    with pytest.raises(UsageError, match=r"model.path: .* can be read, but not saved: no JSON"):
         open_policy(directory)
 
 

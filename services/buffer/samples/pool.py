@@ -147,7 +147,7 @@ class SamplePool:
             return  # no group goes on without its stragglers, and there may be thousands
         for group in [g for g in self._waiting.values() if self.rules.overdue(g, now)]:
             slow = [sample for sample in group.samples if sample.state is not State.READY]
-            log.info("%s goes on without %d stragglers", group.group_id, len(slow))
+            log.info("group %s goes on without %d stragglers", group.group_id, len(slow))
             self.counters["stragglers_cut"] += len(slow)
             self.cut(group, slow, "cancelled")
 

@@ -49,7 +49,7 @@ class Scoring:
         )
 
     def take(self, stage: str, grant: Grant) -> None:
-        """Lease what waits in `stage`; at least one group, if these are scored whole."""
+        """Lease samples that wait in `stage`; at least one group, if groups are scored whole."""
         for pool in self._pools:
             queue = pool.unscored.get(stage)
             while queue and grant.room > 0:
@@ -107,7 +107,7 @@ class Scoring:
 
     def _refuse_late(self, scores: int) -> str:
         self._counters["late_scores"] += scores
-        return "this lease is not the sender's any more"
+        return "the sender no longer holds this lease"
 
 
 def _waits(sample: Sample, pool: SamplePool, stage: str) -> bool:

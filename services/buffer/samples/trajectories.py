@@ -70,7 +70,7 @@ def size_fault(packed: Packed, array_bytes: int, branches: int = 0) -> str | Non
     """
     if len(packed) <= array_bytes + MORE_BYTES + branches * BRANCH_BYTES:
         return None
-    return f"{len(packed)} bytes for arrays of {array_bytes}"
+    return f"it has {len(packed)} bytes, far more than its arrays ({array_bytes})"
 
 
 class TrajectoryStore:

@@ -111,7 +111,7 @@ def verifiers_program(name: str, options: Mapping[str, Any], said: str) -> Progr
             if not ready.done():
                 ready.set_exception(error)
             else:
-                print(f"{said}: what its episodes share has ended: {error!r}")
+                print(f"{said}: the server that its episodes share has ended: {error!r}")
 
     async def play(row: Row, endpoint: dict[str, str]) -> StepResult:
         nonlocal serving

@@ -72,7 +72,7 @@ class CallRules:
         count = self.overruled[name]
         if not count & (count - 1):
             log.info(
-                "an agent asked for %s = %s and did not get it (%d so far)",
+                "a request's %s = %s is ignored: the run sets it (%d so far)",
                 name,
                 str(given)[:80],
                 count,

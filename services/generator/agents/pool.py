@@ -128,7 +128,7 @@ class AgentPool:
         """
         if self._workers is not None:
             raise ApiError(
-                "this run starts its own agents (environment.agent)", status=404, code="no_work"
+                "environment.agent is set: this run starts its agents", status=404, code="no_work"
             )
         if environment and environment != (own := offered_name(self._config)):
             raise ApiError(

@@ -146,7 +146,7 @@ class Edge:
     async def _reward(self, request: Request) -> Response:
         given = _read(await request.body(), _Reward)
         if fault := reward_fault(given.reward, given.parts, given.reason):
-            raise ApiError(f"it is no reward: {fault}", param="reward")
+            raise ApiError(f"invalid reward: {fault}", param="reward")
         session = self._session(request)
         result = StepResult(given.reward, reward_parts=given.parts, reason=given.reason)
         self._pool.reward(session, result)

@@ -81,9 +81,9 @@ class _Place:
         return joined, News(new, known[-1].get("tool_calls", []), after=self.number)
 
     def _adds_stop(self, index: int, new: Message) -> bool:
-        """True if `new` is the turn that ended here and the text that stopped it.
+        """True if `new` is the model's last turn with the stop text that ended it.
 
-        Its tokens have that and the reply has not; some agents write it again.
+        The reply leaves the stop text out, and some agents append it again.
         """
         text = new.get("content")
         if not self.stop or index + 1 < len(self.history) or not isinstance(text, str):

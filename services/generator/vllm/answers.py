@@ -79,7 +79,7 @@ class NewTokens(msgspec.Struct):
 
 
 def _support(drawn: _Drawn, sampling: Sampling, head: int, told: int) -> Support:
-    """Return what could have been drawn in the place of a token; where nothing is cut, the head."""
+    """Return the tokens that could have been drawn; without a cut-off, the `told` likeliest."""
     finite = [one for one in drawn.top_logprobs if one.logprob > _NO_LOGPROB]
     if not sampling.cuts_off:
         finite = [one for one in finite if one.rank is not None and one.rank <= told]

@@ -358,8 +358,8 @@ class VllmEngine:
             if (died := self._died) is not None:
                 raise died from error
             raise EngineError(
-                f"version {version} broke off while vLLM loaded it: {_sentence(error)}; its "
-                "weights are neither it nor the version before, so this generator leaves"
+                f"loading version {version} into vLLM broke off: {_sentence(error)}; its weights "
+                "are now a mix of two versions, so this generator ends"
             ) from error
         now = time.perf_counter()
         log.debug("version %d: paused %.3f s, loaded %.3f s", version, paused - began, now - paused)

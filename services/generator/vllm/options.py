@@ -255,7 +255,7 @@ def _faults(config: GeneratorConfig, hf_config: Any, platform: str) -> Iterator[
     rope = getattr(text, "rope_parameters", None) or {}
     if platform == "cpu" and _latent_size(text) and rope.get("rope_type") == "default":
         yield (
-            "model.path: on CPUs vLLM turns parts of queries wrong in latent attention with plain "
+            "model.path: on CPUs vLLM rotates queries wrongly in latent attention with plain "
             f"rotary positions (rope_type): {ours}"
         )
     if platform == "cpu" and keeps_state(hf_config):

@@ -98,8 +98,8 @@ class Stream:
         if spans is None:
             self.begin()
             raise PeerLostError(
-                f"tokens of {choice.weight_versions} are of no version of this run: is umbra-rl "
-                "beside its vLLM the same as here?"
+                f"it labels tokens with weights {choice.weight_versions}, which are none of this "
+                "run: is the umbra-rl beside its vLLM the same as here?"
             )
         self.logprobs += logprobs
         self.supports += supports
@@ -273,7 +273,7 @@ class VllmServer:
         # The answer comes after all tokens of the version before, which were written earlier.
         if (label := await self._label(load.limit_s)) != load.label:
             raise PeerLostError(
-                f"{self.client.url} calls its weights {label!r} after it loaded {load.label!r}"
+                f"{self.client.url} reports weights {label!r} after loading {load.label!r}"
             )
         if not self._compared:
             await self._compare(load)

@@ -199,5 +199,5 @@ class AdapterTransferEngine(UmbraWeightTransferEngine):
         # Copies: the memory is used again, and vLLM multiplies B by the scale where it lies.
         came = {_PREFIX + name: tensor.clone() for name, tensor in tensors}
         if missing := sorted(self._names - came.keys()):
-            raise UsageError(f"the version lacks {missing[0]} (of {len(missing)} such tensors)")
+            raise UsageError(f"the version lacks {len(missing)} tensors, such as {missing[0]}")
         private.load_adapter(self.model, came, self._facts.rank, self._facts.alpha)

@@ -79,5 +79,5 @@ def command(checkpoint: Path, out: Path, model: str) -> None:
     """
     there = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if there and not all((out / n).is_file() for n in ("config.json", "tokenizer_config.json")):
-        raise UsageError(f"--out {out} is there, and is no model: name another folder")
+        raise UsageError(f"--out {out} exists and holds no model: name another folder")
     click.echo(f"{export_checkpoint(named_run(checkpoint), out, model)}")

@@ -59,7 +59,7 @@ def resume(folder: CheckpointFolder, models: Sequence[ModelState], ranks: Ranks)
         for damaged in faults if ranks.leads_host else ():
             if damaged in folder.steps():
                 aside = folder.set_aside(damaged)
-                log.warning("the checkpoint of step %d is %s now", damaged, aside)
+                log.warning("the checkpoint of step %d was renamed to %s", damaged, aside)
         return step
     if faults:
         newest = max(faults)
@@ -187,7 +187,7 @@ class Saved:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise DamagedError(f"no tensor has the type {name!r}")
+        raise DamagedError(f"unknown type of tensors: {name!r}")
     return found
 
 

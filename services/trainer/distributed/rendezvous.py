@@ -174,8 +174,8 @@ def _met(store: Store, place: RankPlace, card: _Card) -> RankPlace | str:
         return "other ranks are missing; the log of node 0 names them"
     if cards[rank].life != card.life:
         return (
-            f"rank 0 has another trainer rank {rank}, on {cards[rank].host}: one that ended and is "
-            "not missed yet, or two hosts were started with the same --node-rank"
+            f"rank 0 knows another process as rank {rank}, on {cards[rank].host}: one that ended "
+            "just now, or two hosts were started with the same --node-rank"
         )
     firsts = [place.ranks_on(node)[0] for node in range(place.nodes)]
     return replace(place, hosts=tuple(cards[first].host for first in firsts))

@@ -385,7 +385,7 @@ class BucketServer:
             with self._news:
                 peer.known = sum(p.known for p in self._peers) < CONNECTIONS
             if not peer.known:
-                raise WireError(f"a connection beyond {CONNECTIONS}", code="too_many")
+                raise WireError(f"more than {CONNECTIONS} connections", code="too_many")
             peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEPALIVE:
                 peer.connection.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -416,7 +416,7 @@ class BucketServer:
             try:
                 order = msgspec.msgpack.decode(raw, type=BucketOrder)
             except msgspec.MsgspecError as error:
-                raise WireError(f"no order: {error}") from None
+                raise WireError(f"malformed request: {error}") from None
             order.check(len(store.manifest.buckets) if store is not None else 0)
         except WireError as error:
             records.send(Piece(REFUSED), str(error).encode())
@@ -437,7 +437,7 @@ class BucketServer:
                     if self._changes == seen and not self._news.wait(BEAT_S):
                         records.send(Piece(WAIT), b"")
                     if self._closing or self._store is not store:
-                        raise ConnectionError("there is another layout now")
+                        raise ConnectionError("the layout has changed")
             for piece, data in parts:
                 records.send(piece, data, self._pace.limit_s(len(data)))
         records.flush(self._pace.limit_s(0))

@@ -72,12 +72,12 @@ class BucketOrder(msgspec.Struct, frozen=True, kw_only=True):
     def check(self, buckets: int) -> None:
         count = len(self.wanted)
         if any(len(values) != count for values in (self.contents, *self.bases)):
-            raise WireError("contents and bases must be as many as wanted", path="contents")
+            raise WireError("contents and bases need an entry per bucket", path="contents")
         if not all(0 <= bucket < buckets for bucket in self.wanted):
-            raise WireError(f"there are {buckets} buckets", path="wanted")
+            raise WireError(f"a bucket is not below {buckets}", path="wanted")
         if not SMALLEST_FRAME <= self.frame_bytes <= RECORD_BYTES:
             raise WireError(
-                f"from {SMALLEST_FRAME} to {RECORD_BYTES} bytes, not {self.frame_bytes}",
+                f"{self.frame_bytes} is not from {SMALLEST_FRAME} to {RECORD_BYTES}",
                 path="frame_bytes",
             )
 

@@ -367,7 +367,7 @@ class NcclHub(HubEnd):
         current = self._rounds.current
         if self._rounds.ready_at is None and isinstance(done, UmbraError):
             self.broken = f"the hub's GPU worker does not work: {done}"
-            log.error("plane nccl: %s; everyone fetches", self.broken)
+            log.error("plane nccl: %s; all receivers fetch over tcp", self.broken)
         elif self._rounds.ready_at is None:
             self._rounds.ready_at = now
         elif current is None:

@@ -264,7 +264,7 @@ class ShmHub(OncePerVersion):
         sums = Checksums(manifest, arena.slot(prepare.slot), THREADS)
         for _, end in manifest.buckets:
             if self._thread.cancelled.is_set():
-                raise PeerLostError("given up while it was verified")
+                raise PeerLostError("its verification was cancelled")
             sums.until(end)
         if wrong := sums.wrong(prepare.checksums):
             raise PeerLostError(wrong)

@@ -45,13 +45,11 @@ class GpuReceiving:
         if reply.plane == "cuda_ipc":
             versions = self._config.slots + 1  # the hub's, and the one verified here
             if lacking := self._lacking(versions * manifest.total_bytes):
-                raise StartupError(
-                    f'{lacking}: set weight_hub.plane = "cuda_ipc" if they are to spare'
-                )
+                raise StartupError(f'{lacking}: set weight_hub.plane = "cuda_ipc" to take them')
             return IpcReceiver(manifest, index_of(self.facts))
         gpu = None
         if self._loads and (lacking := self._lacking(manifest.total_bytes)):
-            log.info('host memory takes versions; %s: set weight_hub.plane = "nccl"', lacking)
+            log.info('versions go to host memory: %s; plane "nccl" puts them on the GPU', lacking)
         elif self._loads:
             gpu = Device(index_of(self.facts))
         arena = Arena.anonymous(slot_bytes=manifest.total_bytes, slots=1)
