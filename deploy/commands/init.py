@@ -45,8 +45,8 @@ _RUN = """\
 #   umbra check {file}     tries all of it, starts nothing
 #   umbra up {file}               runs it; Ctrl-C stops it, `umbra up runs/ID` goes on
 #
-# docs/config.md has every key; engine, devices, lengths and memory that are left out are chosen for
-# the machine. Paths are looked up beside this file, then from where you are.
+# docs/config.md has every key; engine, devices, threads, lengths and memory that are left out are
+# chosen for the machine. Paths are looked up beside this file, then from where you are.
 
 [run]
 name = {name}
@@ -84,10 +84,7 @@ kind = "reward"
 reward = "reward:score"           # def score(prompt, completion, row) in reward.py here"""
 REWARDS = {"function": _FUNCTION, "exact": _EXACT, "math": _MATH}
 
-_CPU = (
-    "threads = 1\nslots = 32                        # answers generated at once",
-    "threads = 1\nlearning_rate = 1e-5",
-)
+_CPU = ("slots = 32                        # answers generated at once", "learning_rate = 1e-5")
 _ONE_GPU = ("# shares the GPU with the trainer", "learning_rate = 2e-6")
 
 

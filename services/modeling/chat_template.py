@@ -320,11 +320,15 @@ _watch = threading.Thread()
 
 
 def _interrupt() -> None:
-    """Interrupt blocks that take too long."""
+    """Interrupt blocks that take too long; end when there is none, so that nothing wakes idly."""
+    global _watch
     raised = ctypes.py_object(_TooLongError)
     while True:
         time.sleep(RENDER_S / 20)
         with _lock:
+            if not _due:
+                _watch = threading.Thread()
+                return
             for thread in [one for one, due in _due.items() if due < time.monotonic()]:
                 del _due[thread]
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)

@@ -40,7 +40,8 @@ class Program:
 
     One that `recovers` is started again when it fails, and can take up its work: after a pause that
     doubles from `FIRST_S`, `restarts` times within `window_s`; one more failure is final. The run
-    can do without an `elastic` one, while there is another; the loss of any other ends it.
+    can do without an `elastic` one, while there is another of its kind; the loss of any other ends
+    it.
     `environ` is added to its environment. One that needs PyTorch may be `forked` by a process that
     has it (`fork_server.py`).
     """
@@ -245,7 +246,8 @@ class Supervisor:
             return
         again = f" again, after {slot.restarts} restarts" if slot.restarts else ""
         ended = f"{name} ended{again} ({how})"
-        others = [s for s in self._all() if s.program.elastic and s is not slot]
+        kind = name.rpartition("-")[0]  # another generator takes the place of one, no scorer does
+        others = [s for s in self._all() if s is not slot and s.program.name.startswith(f"{kind}-")]
         if slot.program.elastic and any(
             other.child is not None or other.restart_at is not None for other in others
         ):

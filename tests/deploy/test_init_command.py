@@ -41,11 +41,12 @@ def test_every_run_file_is_sound(gpus: int, reward: str, here: Path) -> None:
     assert list(cautions(config)) == []
     assert (config.model.path, config.data.prompts) == ('a "model"', "p\\q.jsonl")
     assert (config.trainer.ranks, config.generator.count) == (max(1, gpus // 2), max(1, gpus // 2))
-    machine = Machine((80 << 30,) * gpus, vllm=True)
+    machine = Machine((80 << 30,) * gpus, vllm=True, cores=8)
     chosen = choose(config, given_keys(load_tree("run.toml", environ={})), machine, 40_960)
     devices = {0: "auto", 1: "auto", 2: "cuda:1", 8: "cuda:4"}
     assert chosen.generator.device == devices[gpus]
     assert chosen.generator.engine == ("vllm" if gpus else "torch")
+    assert chosen.generator.threads == chosen.trainer.threads == (0 if gpus else 4)
     assert all(len(line) <= 100 for line in text.splitlines())
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fakes.chat_templates import chat_tokenizer, template_names
+from fakes.waiting import until
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -147,3 +148,4 @@ def test_a_template_that_loops_or_is_broken_is_named(
     assert end_of_turn(tokenizer) is None
     with pytest.raises(UsageError, match=told):
         Chat(tokenizer, stops).prompt_ids(ASKED)
+    until(lambda: not chat_template._watch.is_alive(), "the end of the thread that looks for loops")

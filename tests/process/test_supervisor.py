@@ -153,6 +153,7 @@ def test_pauses_double_and_old_failures_are_forgotten(stage: Stage) -> None:
 
 @pytest.mark.parametrize("code", [2, 4])
 def test_what_would_fail_again_is_not_restarted(stage: Stage, code: int) -> None:
+    stage.supervisor.start(Program("reward-0", ("scorer",), wave=0, elastic=True))
     stage.end("generator-0", code)
     stage.end("generator-1", code)
     stage.at(1)
