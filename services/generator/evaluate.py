@@ -15,8 +15,8 @@ from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import Task, Trajectory
 from umbra.services.config import EnvironmentConfig, RunConfig, TrainerConfig
 from umbra.services.generator.engines.opening import open_torch
-from umbra.services.generator.pools import open_environments, settings_for
 from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.service import open_environments, settings_for
 from umbra.services.reporting.figures import eval_scores
 
 _LOOK_S = 0.001

@@ -20,7 +20,7 @@ from umbra.services.config import (
 )
 from umbra.services.config.rules import check_feasible
 from umbra.services.environments.loading import UNREWARDED
-from umbra.services.generator.pools import unrewarded
+from umbra.services.generator.service import unrewarded
 from umbra.services.prompts.rows import Prompt
 
 RANKED = NamedEnvironment(

@@ -16,7 +16,7 @@ from umbra.services.config.rules import check_feasible
 from umbra.services.environments.built_in import ExactMatch, NumericMatch
 from umbra.services.environments.pool import EnvironmentSet, InlinePool
 from umbra.services.environments.protocol import EpisodeOutcome, SampleError, StepResult
-from umbra.services.generator.pools import settings_for
+from umbra.services.generator.service import settings_for
 from umbra.services.modeling.run_file import located
 from umbra.services.trainer.metrics import environment_metrics
 

@@ -28,9 +28,9 @@ from umbra.services.config.rules import cautions, check_feasible
 from umbra.services.config.trajectory_rules import RunFacts, find_fault, samplings_of
 from umbra.services.generator.agents.protocols import Completions
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.generator.pools import open_environments, settings_for
 from umbra.services.generator.rollout import Rollout
 from umbra.services.generator.runner import RolloutRunner
+from umbra.services.generator.service import open_environments, settings_for
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model
 from umbra.services.modeling.pretrained import load_tokenizer

@@ -27,7 +27,7 @@ from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Rollout, RolloutSettings
 from umbra.services.generator.tokens import ResponseTokens, tokens_of
-from umbra.services.generator.vllm.names import told_routers
+from umbra.services.generator.vllm.options import told_routers
 from umbra.services.modeling.experts import Routers, chosen_experts
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer

@@ -2,7 +2,7 @@
 
 import random
 
-from umbra.services.generator.vllm.cache import Salts
+from umbra.services.generator.vllm.updates import Salts
 
 
 def test_a_group_shares_and_a_session_goes_on_alone_after_new_weights() -> None:

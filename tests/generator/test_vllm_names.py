@@ -11,7 +11,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest, TensorEntry
-from umbra.services.generator.vllm.names import CheckpointNames
+from umbra.services.generator.vllm.updates import CheckpointNames
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest

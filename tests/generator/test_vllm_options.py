@@ -11,8 +11,8 @@ import torch
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import GeneratorConfig, RunConfig
 from umbra.services.generator.engines.opening import open_engine
-from umbra.services.generator.vllm.cache import RecentLengths
 from umbra.services.generator.vllm.options import (
+    RecentLengths,
     adapter_arguments,
     check_device,
     check_served,

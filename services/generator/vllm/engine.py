@@ -48,16 +48,16 @@ from umbra.services.generator.engines.engine import (
     told_of,
 )
 from umbra.services.generator.vllm import private
-from umbra.services.generator.vllm.cache import RecentLengths, Salts
-from umbra.services.generator.vllm.names import told_routers
 from umbra.services.generator.vllm.options import (
+    RecentLengths,
     adapter_arguments,
     check_device,
     engine_arguments,
     sampling_arguments,
+    told_routers,
 )
 from umbra.services.generator.vllm.plugin import ADAPTER
-from umbra.services.generator.vllm.updates import Updates
+from umbra.services.generator.vllm.updates import Salts, Updates
 from umbra.services.modeling.lora import factors
 from umbra.services.weights.gpu.cuda import DeviceMemory
 from umbra.services.weights.manifest import Part

@@ -9,20 +9,23 @@ import logging
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Sampling
+from umbra.proto.records import Routing, Sampling
 from umbra.services.config import GeneratorConfig, RunConfig
 from umbra.services.config.rules import VLLM_COOLEST
-from umbra.services.generator.vllm.names import told_routers
 from umbra.services.generator.vllm.plugin import ADAPTER_BACKEND, BACKEND, OURS_VARIABLE
 from umbra.services.modeling.architectures import keeps_state
+from umbra.services.modeling.experts import NO_ROUTERS, Routers, check_routing_fits
 from umbra.services.modeling.lora import factors
 from umbra.services.modeling.models import pick_device
 from umbra.services.process.versions import package_version
@@ -32,6 +35,7 @@ log = logging.getLogger(__name__)
 OLDEST = NEWEST = (0, 32)  # that runs were made with; 0.33 was read (`private.py`)
 _TIES = 8  # tokens that are asked for beyond top_k, all that tie with its last being kept
 _BLOCK_TOKENS = 128  # of vLLM's KV cache on CPUs
+_RECENT = 256  # sequences
 _KV_SPARE = 1.25  # room for prefixes that are kept for later requests
 # Engine arguments that follow from keys of ours.
 _KEYS = {
@@ -420,3 +424,66 @@ def engine_arguments(
         needed = kv_cache_bytes(hf_config, config, getattr(torch, dtype))
         ours["kv_cache_memory_bytes"] = needed
     return ours | config.engine_args
+
+
+class RecentLengths:
+    """Lengths, prompt included, with which sequences left an engine; `most` until one has."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._recent: deque[int] = deque(maxlen=_RECENT)
+
+    def ended(self, length: int) -> None:
+        self._recent.append(length)
+
+    @property
+    def mean(self) -> float:
+        return sum(self._recent) / len(self._recent) if self._recent else float(self._most)
+
+    def fitting(self, capacity: int, live: Iterable[int]) -> int:
+        """Return how many sequences fit in `capacity` tokens, live ones included; 1 at least.
+
+        Each live one, of the length in `live`, is expected to get as long as the mean, unless it
+        is longer already.
+        """
+        mean, count, taken = self.mean, 0, 0.0
+        for length in live:
+            count += 1
+            taken += max(length, mean)
+        return max(1, count + int((capacity - taken) // mean))
+
+
+@dataclass(frozen=True, slots=True)
+class ToldRouters:
+    """The routers of a model: `places` are the layers with one, of all that vLLM reports."""
+
+    places: Sequence[int]
+    choices: int
+    experts: int
+
+    def routing(self, *chunks: Any) -> Routing:
+        """Join vLLM's arrays [rows, all layers, choices], which may be None."""
+        kind = np.uint8 if self.experts <= 256 else np.dtype("<u2")
+        told = [chunk[:, list(self.places)] for chunk in chunks if chunk is not None]
+        chosen = b"".join(np.ascontiguousarray(rows, dtype=kind).tobytes() for rows in told)
+        return Routing(
+            layers=len(self.places), choices=self.choices, experts=self.experts, chosen=chosen
+        )
+
+
+def told_routers(outline: Any, platform: str, max_context: int) -> ToldRouters:
+    """Return the routers of the model `outline` whose choices vLLM for `platform` reports.
+
+    Raises:
+        UsageError: there are none, it does not, or a sequence of `max_context` tokens has too many.
+    """
+    if platform == "cpu":
+        raise UsageError(
+            "trainer.router_replay: vLLM on CPUs does not say which experts it chose: set it to "
+            'false, or generator.engine = "torch"'
+        )
+    routers = Routers.of(outline)
+    if routers is None:
+        raise UsageError(NO_ROUTERS)
+    check_routing_fits(routers.kind, max_context)
+    return ToldRouters(routers.places, routers.choices, routers.experts)

@@ -26,7 +26,7 @@ from umbra.services.generator.engines.engine import (
     spans_of,
     told_of,
 )
-from umbra.services.generator.vllm.names import ToldRouters
+from umbra.services.generator.vllm.options import ToldRouters
 from umbra.services.generator.vllm.plugin import ADAPTER
 from umbra.services.process.child import describe_exit
 

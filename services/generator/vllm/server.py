@@ -26,10 +26,17 @@ from umbra.services.generator.engines.engine import (
     KvPolicy,
     joined,
 )
-from umbra.services.generator.vllm.answers import NewTokens, ServerFacts, TokenEvent, facts_in, read
-from umbra.services.generator.vllm.cache import Salts
-from umbra.services.generator.vllm.http_client import HttpClient, check_private
+from umbra.services.generator.vllm.http_client import (
+    HttpClient,
+    NewTokens,
+    ServerFacts,
+    TokenEvent,
+    check_private,
+    facts_in,
+    read,
+)
 from umbra.services.generator.vllm.options import check_served
+from umbra.services.generator.vllm.updates import Salts
 
 LOOK_S = 1.0  # between two looks at a server that is well
 _ANSWER_S = 10.0

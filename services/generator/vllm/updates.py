@@ -1,18 +1,96 @@
-"""From a version in this process's memory to the update by which vLLM's workers load it."""
+"""A version on its way into vLLM: names of its tensors, its place in memory, salts of its prefixes.
+
+Transformers fuses the experts of a layer when it loads a checkpoint, and the trainer publishes what
+it trains: `mlp.experts.gate_up_proj` [experts, 2 x ff, hidden] where the checkpoint has
+`mlp.experts.0.gate_proj.weight` and so on, or another architecture's names. Every tensor of the
+checkpoint is a part of one such tensor, row after row, so only names and offsets change: no byte
+is copied.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import msgspec
+import torch
 from msgspec.structs import replace
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from umbra.proto.records import AdapterFacts, Manifest
-from umbra.services.generator.vllm.names import CheckpointNames
+from umbra.proto.errors import UsageError
+from umbra.proto.records import AdapterFacts, Manifest, TensorEntry
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.weights.manifest import Part
 from umbra.services.weights.memory import copy, locate, shared_memory
+
+# A tensor of a checkpoint: its name, at which element of the model's tensor it begins, its shape.
+_TensorPart = tuple[str, int, tuple[int, ...]]
+
+
+class CheckpointNames:
+    """Names of the tensors of `model`, which may be without weights, in its checkpoints.
+
+    Raises:
+        UsageError: a checkpoint has them in another layout.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._parts = {
+            name: _parts(model, name, tuple(tensor.shape))
+            for name, tensor in model.state_dict().items()
+        }
+        names = [name for parts in self._parts.values() for name, _, _ in parts]
+        if len(set(names)) != len(names):  # one of a checkpoint is made of several of the model
+            raise _another_layout(model, next(name for name in names if names.count(name) > 1))
+
+    def of(self, entry: TensorEntry) -> list[TensorEntry]:
+        """Return `entry`, a whole tensor of the model, as tensors of a checkpoint."""
+        item = entry.nbytes // max(1, prod(entry.shape))
+        return [
+            replace(
+                entry,
+                name=name,
+                shape=list(shape),
+                offset=entry.offset + first * item,
+                nbytes=prod(shape) * item,
+            )
+            for name, first, shape in self._parts[entry.name]
+        ]
+
+
+def _parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[_TensorPart]:
+    """Return where Transformers puts the tensor `name` when it writes a checkpoint.
+
+    It converts a tensor that holds numbers of places instead of weights, the first two of each row.
+    """
+    width = shape[-1] if shape else 1
+    kept = min(width, 2)
+    numbers = torch.arange(prod(shape[:-1]) * kept).view(*shape[:-1], *[kept] * bool(shape))
+    try:
+        converted = revert_weight_conversion(model, {name: numbers})
+    except (ValueError, RuntimeError, KeyError, IndexError) as error:
+        raise _another_layout(model, name) from error
+    parts: list[_TensorPart] = []
+    seen = 0
+    for target, found in sorted(converted.items(), key=lambda pair: int(pair[1].flatten()[0])):
+        ascending = torch.arange(seen, seen + found.numel()).view(found.shape)
+        if not torch.equal(found, ascending) or tuple(found.shape[-1:]) != numbers.shape[-1:]:
+            raise _another_layout(model, name)
+        parts.append((target, seen // kept * width, (*found.shape[:-1], *shape[-1:])))
+        seen += found.numel()
+    if seen != numbers.numel():
+        raise _another_layout(model, name)
+    return parts
+
+
+def _another_layout(model: PreTrainedModel, name: str) -> UsageError:
+    return UsageError(
+        f'generator.engine = "vllm": checkpoints of {type(model).__name__} have {name} in another '
+        'layout than the trainer publishes it in: set generator.engine = "torch"'
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +153,50 @@ class Updates:
             for part in self._checkpoint.of(replace(entry, name=name, offset=entry.offset + start))
         ]
         return replace(manifest, tensors=tensors)
+
+
+class Salts:
+    """Requests that begin between two loads share a salt, later turns of older sessions do not.
+
+    A session whose last turn began under the weights of now goes on under the salt that all share,
+    one of whom older weights made a part gets a salt of its own from then on. So a group reads its
+    prompt once, a session reads itself again at one load and never after it, and nobody reads the
+    KV that older weights computed for another session.
+    """
+
+    def __init__(self) -> None:
+        self._names = 0
+        self.shared = ""
+        self._last: dict[str, str] = {}  # by session, the salt of its last turn
+        self._own: set[str] = set()
+
+    def loaded(self, version: int, *, keep: bool) -> None:
+        """Note that `version` is served from now on; without `keep` no earlier KV is valid.
+
+        A trainer that goes back gives a number to other weights, so the version alone is no name.
+        """
+        self.shared = self._name(str(version))
+        if not keep:
+            self._last.clear()
+            self._own.clear()
+
+    def of(self, session: str) -> str:
+        """Return the salt of the next request of `session`; "" = of no session."""
+        last = self._last.get(session, self.shared)
+        if last == self.shared or last in self._own:
+            return last
+        self._last[session] = own = self._name("own")
+        self._own.add(own)
+        return own
+
+    def used(self, session: str, salt: str) -> None:
+        if session:
+            self._last[session] = salt
+
+    def forget(self, sessions: Iterable[str]) -> None:
+        for session in sessions:
+            self._own.discard(self._last.pop(session, ""))
+
+    def _name(self, what: str) -> str:
+        self._names += 1
+        return f"{what}.{self._names}"
