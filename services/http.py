@@ -198,9 +198,9 @@ class HttpServer:
                 raise ApiError(
                     "the request comes from another page", status=403, code="wrong_origin"
                 )
-        given = headers.get("authorization") or headers.get("x-api-key", "")
-        given = given.removeprefix("Bearer ").encode("latin-1")
-        if self._key and not signed and not hmac.compare_digest(given, self._key):
+        key = headers.get("authorization") or headers.get("x-api-key", "")
+        key = key.removeprefix("Bearer ").encode("latin-1")
+        if self._key and not signed and not hmac.compare_digest(key, self._key):
             raise ApiError("the API key is wrong or missing", status=401, code="invalid_api_key")
         if self._active > self._requests:
             raise ApiError(

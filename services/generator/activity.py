@@ -138,9 +138,9 @@ def watching(watch: StallWatch, session: Session) -> Iterator[None]:
         faulthandler.dump_traceback_later(HELD * watch.limit_s, exit=True, file=STDERR)
 
     def main() -> None:
-        told = False
+        warned = False
         while not closing.wait(watch.look_s):
-            quiet_s, before = watch.look(), told
+            quiet_s, before = watch.look(), warned
             if quiet_s >= watch.limit_s:
                 sentence = watch.describe()
                 log.error("%s: this process ends; the stacks of its threads:", sentence)
@@ -148,8 +148,8 @@ def watching(watch: StallWatch, session: Session) -> Iterator[None]:
                     faulthandler.dump_traceback(all_threads=True, file=STDERR)
                 session.leave(f"failed: {sentence}")
                 end_process(EngineError(sentence))
-            told = quiet_s >= watch.limit_s / 2
-            if told and not before:
+            warned = quiet_s >= watch.limit_s / 2
+            if warned and not before:
                 log.warning("%s; this generator ends unless a token comes", watch.describe())
             arm()
 

@@ -164,11 +164,11 @@ def _prompt_warnings(config: RunConfig, chat: Chat, rows: RowsToTry) -> Iterator
                 "answers are cut off"
             )
     # A token is a byte at least; the first prompt has what the template adds.
-    able = {one: row for one, row in rows.long.items() if row_bytes(row) + context >= limit}
-    counts = {one: _prompt_tokens(chat, row) for one, row in able.items()}
-    found = [(one, tokens) for one, tokens in counts.items() if tokens >= limit]
-    for where, tokens in found[:1]:
-        more = f", as in {len(found) - 1} more" if len(found) > 1 else ""
+    able = {place: row for place, row in rows.long.items() if row_bytes(row) + context >= limit}
+    counts = {place: _prompt_tokens(chat, row) for place, row in able.items()}
+    too_long = [(place, tokens) for place, tokens in counts.items() if tokens >= limit]
+    for where, tokens in too_long[:1]:
+        more = f", as in {len(too_long) - 1} more" if len(too_long) > 1 else ""
         yield (
             f"{where} has {tokens} tokens, which leaves no room for an answer in {key}{more}: "
             "samples of it fail; raise max_context, or leave it out"
@@ -213,8 +213,8 @@ def check_environment(config: RunConfig, row: dict[str, Any], *, light: bool = F
     with closing(open_pool(environment)) as pool:
         plays = [
             outcome
-            for said in (() if environment.asks else ([], [""] * size))
-            for outcome in outcomes_of(pool, {"first": (row, said)}, lambda: time.sleep(_LOOK_S))
+            for text in (() if environment.asks else ([], [""] * size))
+            for outcome in outcomes_of(pool, {"first": (row, text)}, lambda: time.sleep(_LOOK_S))
         ]
     for outcome in plays:
         if outcome.error:
@@ -243,17 +243,17 @@ def main(path: str, rows: str, *model: str) -> int:
     """
     die_with_parent()
     config = load_config(Path(path), environ={})
-    where, named = "", {one.name: one for one in config.environments}
+    where, named = "", {environment.name: environment for environment in config.environments}
     try:
-        found = msgspec.json.decode(Path(rows).read_bytes(), type=RowsToTry)
-        for of, name, row in found.first:
+        tried = msgspec.json.decode(Path(rows).read_bytes(), type=RowsToTry)
+        for of, name, row in tried.first:
             where = f"environment {name}: " if named else ""
             where += "eval.prompts: " if of == "eval.prompts" else ""
-            one = named.get(name, config.environment)
-            own = msgspec.structs.replace(config, environment=one)
+            environment = named.get(name, config.environment)
+            own = msgspec.structs.replace(config, environment=environment)
             check_environment(own, row, light=not model)
         where = ""
-        for warning in check_model(config, found) if model else ():
+        for warning in check_model(config, tried) if model else ():
             print(warning)
     except UmbraError as error:
         print(f"{where}{error}", file=sys.stderr)

@@ -96,8 +96,8 @@ def make_task(
         raise UsageError(f"--demos: {task} has none")
     if demos is None:
         demos = 0 if task.startswith((VERIFIERS, GYM)) else DEMOS
-    given = [f"environment.options.{option}" for option in options]
-    read = load_config(overrides=given, environ={}).environment.options
+    overrides = [f"environment.options.{option}" for option in options]
+    read = load_config(overrides=overrides, environ={}).environment.options
     written = write_task(
         task, out, **counts, demos=demos, python=python, options=read, environment=environment
     )
@@ -158,8 +158,8 @@ def evaluate(
     settings = load_service(config, overrides=sets)
     if not (prompts := prompts or settings.eval.prompts):
         raise UsageError("give --prompts FILE, or a --config with eval.prompts")
-    found = read_source(prompts, columns=settings.eval.columns, section="eval")
-    rows = [prompt.row for prompt in found]
+    source = read_source(prompts, columns=settings.eval.columns, section="eval")
+    rows = [prompt.row for prompt in source]
     from umbra.services.generator.evaluate import evaluate_model  # brings torch
 
     result = evaluate_model(model, rows, settings, samples=samples or len(rows), greedy=greedy)

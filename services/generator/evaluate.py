@@ -119,8 +119,8 @@ def evaluate_model(
 def _with_processes(config: RunConfig) -> RunConfig:
     """Return `config` with processes for the agents that a run leaves to `umbra run-agents`."""
 
-    def own(one: Any) -> Any:
-        return replace(one, workers=one.workers or EnvironmentConfig().workers)
+    def own(environment: Any) -> Any:
+        return replace(environment, workers=environment.workers or EnvironmentConfig().workers)
 
     several = tuple(map(own, config.environments))
     return replace(config, environment=own(config.environment), environments=several)

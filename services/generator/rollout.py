@@ -158,16 +158,16 @@ class Rollout:
             self._line.prompt = prompt
             self._line.opening = Opening(ask.messages, ask.tools)
         elif self._replay:
-            said, heard = self._replay[0]
+            turn_end, answer_end = self._replay[0]
             ids = self._line.tokens.ids
             if ask.after != self.turns or (
-                self._asked_ids(ask, self._line, ids[said - 1]) != ids[said:heard]
+                self._asked_ids(ask, self._line, ids[turn_end - 1]) != ids[turn_end:answer_end]
             ):  # the conversation goes another way now: the sample starts again
                 self._restart()
                 return
             self._replay.pop(0)
-            self._end_turn(said, complete=True)
-            self._line.turn_start = heard
+            self._end_turn(turn_end, complete=True)
+            self._line.turn_start = answer_end
         else:
             self._asked_more(ask)
         self.ask, self._search = ask, None
@@ -257,7 +257,7 @@ class Rollout:
         `under_way` is the engine's output so far for the current turn.
         """
         task, trained = self.task, self.task.pinned_version < 0
-        line, *further = [one for one in self._lines if one.spoken] or [self._line]
+        line, *further = [line for line in self._lines if line.spoken] or [self._line]
         tokens = line.tokens
         if under_way is not None:
             assert not further, "partials are of one line"
@@ -278,7 +278,7 @@ class Rollout:
             generator=self._settings.generator,
             started_at=self._started,
             finished_at=self._settings.clock(),
-            branches=[Branch(**one.tokens.packed(one.prompt, trained)) for one in further],
+            branches=[Branch(**line.tokens.packed(line.prompt, trained)) for line in further],
         )
 
     def partial(self) -> Trajectory | None:
@@ -367,7 +367,7 @@ class Rollout:
         chat = self._settings.chat
         return self._encoded(
             ask,
-            lambda: chat.turn_ids(ask.messages, last_token, ask.calls, line.opening),
+            lambda: chat.turn_end(ask.messages, last_token, ask.calls, line.opening),
             begins=False,
         )
 
@@ -415,11 +415,11 @@ class Rollout:
         self.phase = Phase.STEP if over else Phase.GENERATE
 
     def _room(self) -> int:
-        said = len(self._line.tokens.ids)
+        sampled = len(self._line.tokens.ids)
         limit = self._settings.sampling.max_tokens
         if self.ask is not None and self.ask.max_tokens:
             limit = min(limit, self.ask.max_tokens)
-        return min(self._most(self._line) - said, limit - (said - self._line.turn_start))
+        return min(self._most(self._line) - sampled, limit - (sampled - self._line.turn_start))
 
     def _most(self, line: Line) -> int:
         context = self._settings.max_context - len(line.prompt)

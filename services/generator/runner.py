@@ -121,11 +121,11 @@ class RolloutRunner:
     def drop(self, leases: Iterable[tuple[str, int]]) -> None:
         """Forget these, whose leases were lost."""
         named = dict.fromkeys(leases)  # two answers may name the same
-        found = [(self._rollouts.get(sample_id), attempt) for sample_id, attempt in named]
-        gone = [one for one, attempt in found if one is not None and one.task.attempt == attempt]
-        if gone:
-            self.engine.abort([rollout.task.sample_id for rollout in gone])
-        for rollout in gone:
+        matches = [(self._rollouts.get(sample_id), attempt) for sample_id, attempt in named]
+        lost = [r for r, attempt in matches if r is not None and r.task.attempt == attempt]
+        if lost:
+            self.engine.abort([rollout.task.sample_id for rollout in lost])
+        for rollout in lost:
             self._forget(rollout)
 
     def flush(self) -> list[Trajectory]:

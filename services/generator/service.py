@@ -101,15 +101,15 @@ def _subscribe(session: Session, config: RunConfig, opened: OpenEngine) -> Recei
 
 def unrewarded(config: RunConfig) -> RunConfig:
 
-    def bare(one: T) -> T:
-        if one not in config.rewarded_by_scorers:
-            return one
-        return replace(one, kind=UNREWARDED, options={}, python="", reward_scope="sample")
+    def bare(environment: T) -> T:
+        if environment not in config.rewarded_by_scorers:
+            return environment
+        return replace(environment, kind=UNREWARDED, options={}, python="", reward_scope="sample")
 
     return replace(
         config,
         environment=bare(config.environment),
-        environments=tuple(bare(one) for one in config.environments),
+        environments=tuple(bare(environment) for environment in config.environments),
     )
 
 
@@ -121,7 +121,7 @@ def settings_for(
     `generator` is the name of the process, for trajectories; `greedy` takes the most likely token.
     """
 
-    def one(
+    def settings(
         environment: EnvironmentConfig, several: Mapping[str, RolloutSettings]
     ) -> RolloutSettings:
         sampling = config.sampling_for(environment)
@@ -139,7 +139,8 @@ def settings_for(
             several=several,
         )
 
-    return one(config.environment, {each.name: one(each, {}) for each in config.environments})
+    several = {each.name: settings(each, {}) for each in config.environments}
+    return settings(config.environment, several)
 
 
 def open_environments(
@@ -163,7 +164,7 @@ def open_environments(
     if config.environments and not isinstance(environment, NamedEnvironment):
         return EnvironmentSet.opened(
             config.environments,
-            lambda one: open_environments(config, one, chat, wake=wake),
+            lambda member: open_environments(config, member, chat, wake=wake),
         )
     check_template(environment, chat)
     if not environment.asks:

@@ -123,8 +123,8 @@ def _library_rows(
     """
     with tempfile.TemporaryDirectory(prefix="umbra-tasks-") as folder:
         file = Path(folder) / "rows.jsonl"
-        given = (task.removeprefix(VERIFIERS), json.dumps(dict(options)))
-        argv, environ = apart(python, _ROWS_MODULE, *given, str(count), str(seed), str(file))
+        arguments = (task.removeprefix(VERIFIERS), json.dumps(dict(options)))
+        argv, environ = apart(python, _ROWS_MODULE, *arguments, str(count), str(seed), str(file))
         ended = subprocess.run(argv, env=environ, stderr=subprocess.PIPE, text=True, check=False)
         if ended.returncode:
             last = ended.stderr.strip().rpartition("\n")[2]

@@ -67,17 +67,17 @@ class ResponseTokens:
             start = self.spans.pop().start
         self.spans.append(VersionSpan(version=version, start=start, end=end))
 
-    def _add_routing(self, found: Routing | None) -> None:
-        """Take over the `found` routing of tokens whose routing is unknown so far.
+    def _add_routing(self, routing: Routing | None) -> None:
+        """Take over the routing of tokens whose routing is unknown so far.
 
         The engine has read all tokens before its own again, perhaps with other weights: those were
         followed by what an earlier pass predicted, so the routing of that pass stays theirs.
         """
         known = self.routing
-        if known is not None and found is not None and _kind(known) == _kind(found):
-            added = found.chosen[len(known.chosen) :]
-            found = replace(known, chosen=known.chosen + added)
-        self.routing = found
+        if known is not None and routing is not None and _kind(known) == _kind(routing):
+            added = routing.chosen[len(known.chosen) :]
+            routing = replace(known, chosen=known.chosen + added)
+        self.routing = routing
 
     def copy(self) -> ResponseTokens:
         lists = self.ids[:], self.mask[:], self.logprobs[:], self.spans[:]
@@ -112,8 +112,8 @@ def shortened(output: EngineOutput, count: int, before: int) -> EngineOutput:
     """Return `output` with its first `count` tokens only; `before` tokens precede it."""
     routing = output.routing
     if routing is not None:
-        kept = (before + count - 1) * routing.token_bytes
-        routing = replace(routing, chosen=routing.chosen[:kept])
+        size = (before + count - 1) * routing.token_bytes
+        routing = replace(routing, chosen=routing.chosen[:size])
     return dataclasses.replace(
         output,
         token_ids=output.token_ids[:count],

@@ -66,7 +66,7 @@ class CallRules:
     reads_calls: bool = True
     overruled: Counter[str] = field(default_factory=Counter[str])
 
-    def overrule(self, name: str, given: Any) -> None:
+    def overrule(self, name: str, value: Any) -> None:
         """Count a field that asks for other tokens; it is logged the 1st, 2nd, 4th, ... time."""
         self.overruled[name] += 1
         count = self.overruled[name]
@@ -74,7 +74,7 @@ class CallRules:
             log.info(
                 "a request's %s = %s is ignored: the run sets it (%d so far)",
                 name,
-                str(given)[:80],
+                str(value)[:80],
                 count,
             )
 
@@ -144,15 +144,15 @@ class Answer:
         Calls are objects only if all of them are well formed; else they stay text, for the agent
         to answer. The ids of tool calls are the same whenever the turn is played again.
         """
-        said, finish_reason = turn.said, "stop"
-        message: Message = {"role": "assistant", "content": said.content}
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
-        if call.tools and said.tool_calls:
+        answer, finish_reason = turn.said, "stop"
+        message: Message = {"role": "assistant", "content": answer.content}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if call.tools and answer.tool_calls:
             finish_reason = "tool_calls"
             message["tool_calls"] = [
                 tool_call(made["name"], made["arguments"], f"call_{number}_{index}")
-                for index, made in enumerate(called["function"] for called in said.tool_calls)
+                for index, made in enumerate(called["function"] for called in answer.tool_calls)
             ]
         return cls(turn, number, message, finish_reason if turn.complete else "length")
 
@@ -190,8 +190,8 @@ class AgentProtocol(ABC):
         if not all(stops or ()):
             raise ApiError("a stop string is empty", param="stop")
         if len(stops or ()) > _STOPS or any(len(text) > _STOP_CHARS for text in stops or ()):
-            said = f"{_STOPS} stop strings of {_STOP_CHARS} characters are the most"
-            raise ApiError(said, param="stop")
+            sentence = f"{_STOPS} stop strings of {_STOP_CHARS} characters are the most"
+            raise ApiError(sentence, param="stop")
         limits = (asked.max_tokens, asked.max_completion_tokens, asked.max_output_tokens)
         most = min((limit for limit in limits if limit is not None), default=None)
         if most is not None and most < 1:
@@ -233,7 +233,7 @@ def continues(old: Message, new: Message) -> bool:
     if "reasoning_content" not in new:
         old = {name: value for name, value in old.items() if name != "reasoning_content"}
     first, second = (
-        {k: v.strip() if isinstance(v, str) else v for k, v in one.items()} for one in (old, new)
+        {k: v.strip() if isinstance(v, str) else v for k, v in m.items()} for m in (old, new)
     )
     return first == second
 
@@ -243,8 +243,8 @@ def _decoded(body: bytes, reads: Sequence[str], rules: CallRules) -> Body:
         fields = msgspec.json.decode(body, type=dict[str, Any])
         asked = msgspec.convert(fields, Body)
     except UNREADABLE as error:
-        _, found, path = str(error).rpartition("`$.")
-        param = path.rstrip("`") if found else None
+        _, has_path, path = str(error).rpartition("`$.")
+        param = path.rstrip("`") if has_path else None
         raise ApiError(f"the body is not a valid request: {error}", param=param) from error
     served = {*Body.__struct_fields__, *_IGNORED} - {*_ASKED} | {*reads}
     for name, value in fields.items():
@@ -253,31 +253,31 @@ def _decoded(body: bytes, reads: Sequence[str], rules: CallRules) -> Body:
         neutral = _NEUTRAL.get(name, _DRAWING.get(name))
         if neutral is None:
             raise ApiError(f"{name} is not supported here: leave it out", param=name)
-        given = msgspec.json.encode(value).decode()[:80]
+        shown = msgspec.json.encode(value).decode()[:80]
         if value in neutral:
             continue
         if name not in _DRAWING and not (name == "tool_choice" and value in _UNFORCED):
             wanted = msgspec.json.encode(neutral[0]).decode()
-            raise ApiError(f"{name} = {given} is not supported: use {wanted}", param=name)
-        rules.overrule(name, given)
+            raise ApiError(f"{name} = {shown} is not supported: use {wanted}", param=name)
+        rules.overrule(name, shown)
     # Tokens that are trained on must have been drawn as the run says.
     for name in ("temperature", "top_p", "top_k", "min_p"):
-        given = getattr(asked, name)
-        if given is not None and given != getattr(rules.sampling, name):
-            rules.overrule(name, given)
-    for name, given in (asked.chat_template_kwargs or {}).items():
-        if name not in rules.template_options or given != rules.template_options[name]:
-            rules.overrule("chat_template_kwargs", f"{name}={given}")
+        value = getattr(asked, name)
+        if value is not None and value != getattr(rules.sampling, name):
+            rules.overrule(name, value)
+    for name, value in (asked.chat_template_kwargs or {}).items():
+        if name not in rules.template_options or value != rules.template_options[name]:
+            rules.overrule("chat_template_kwargs", f"{name}={value}")
     for name in ("thinking", "output_config", "context_management"):
-        if (given := getattr(asked, name)) and given != {"type": "disabled"}:
-            rules.overrule(name, given)
+        if (value := getattr(asked, name)) and value != {"type": "disabled"}:
+            rules.overrule(name, value)
     for section in ("reasoning", "text"):
-        for name, given in (getattr(asked, section) or {}).items():
-            if given is not None and (section, name) == ("text", "format"):
-                if not isinstance(given, dict) or given.get("type", "text") != "text":
+        for name, value in (getattr(asked, section) or {}).items():
+            if value is not None and (section, name) == ("text", "format"):
+                if not isinstance(value, dict) or value.get("type", "text") != "text":
                     raise ApiError("text.format must be text", param="text.format")
-            elif given is not None:
-                rules.overrule(f"{section}.{name}", given)
+            elif value is not None:
+                rules.overrule(f"{section}.{name}", value)
     return asked
 
 
@@ -307,10 +307,10 @@ def read_message(message: dict[str, Any], index: int = 0) -> Message:
             clean[name] = str(message[name])
     if calls := message.get("tool_calls"):
         where = f"{where}.tool_calls"
-        if not isinstance(calls, list) or not all(isinstance(one, dict) for one in calls):
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise ApiError(f"{where} is malformed", param=where)
         clean["tool_calls"] = [
-            read_call(one, "id", one.get("function") or {}, where) for one in calls
+            read_call(call, "id", call.get("function") or {}, where) for call in calls
         ]
     return clean
 

@@ -82,8 +82,8 @@ class AgentPool:
         if config.starts_agents:
             self._workers = WorkerPool(config, self._left, self._began, agents=True)
         self._idle_since = time.monotonic()
-        told = self.url if settings.advertise else ""
-        edge = Edge(self, settings.rules, settings.model, int(time.time()), told)
+        url = self.url if settings.advertise else ""
+        edge = Edge(self, settings.rules, settings.model, int(time.time()), url)
         self._server = HttpServer(
             edge.app(),
             bound,
@@ -150,7 +150,7 @@ class AgentPool:
 
     def _pass_on(self, session: AgentSession, call: Call, news: News) -> None:
         ask = Ask(
-            reply=lambda said: self._thread.call(self._replied, session, said),
+            reply=lambda turn: self._thread.call(self._replied, session, turn),
             messages=news.messages,
             tools=call.tools,
             calls=news.calls,
@@ -192,10 +192,10 @@ class AgentPool:
         if self._workers is not None:
             self._workers.forget(key)
 
-    def _replied(self, session: AgentSession, said: Turn | UmbraError) -> None:
+    def _replied(self, session: AgentSession, turn: Turn | UmbraError) -> None:
         if session.over is not None:
             return
-        session.answered(said, time.monotonic())
+        session.answered(turn, time.monotonic())
         if self._workers is None or session.left:
             self._settle(session)
 

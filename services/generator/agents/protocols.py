@@ -34,7 +34,7 @@ class Completions(AgentProtocol):
     @classmethod
     def read(cls, asked: Body, rules: CallRules) -> Call:
         tools = [checked_tool(tool) for tool in asked.tools or ()]
-        messages = [read_message(one, i) for i, one in enumerate(asked.messages or ())]
+        messages = [read_message(message, i) for i, message in enumerate(asked.messages or ())]
         return Call(messages, tools, logprobs=bool(asked.logprobs))
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def _choice(call: Call, answer: Answer) -> dict[str, Any]:
         ]
     if call.logprobs:
         content = [
-            {"token": one, "logprob": value, "bytes": list(one.encode()), "top_logprobs": []}
-            for one, value in zip(turn.pieces, turn.logprobs, strict=True)
+            {"token": piece, "logprob": value, "bytes": list(piece.encode()), "top_logprobs": []}
+            for piece, value in zip(turn.pieces, turn.logprobs, strict=True)
         ]
         logprobs = {"content": content, "refusal": None}
     return {"message": message, "logprobs": logprobs}
@@ -127,13 +127,13 @@ class Responses(AgentProtocol):
         roles = [message["role"] == "system" for message in messages]
         others = roles.index(False) if False in roles else len(roles)
         if others > 1:
-            told = "\n\n".join(message["content"] for message in messages[:others])
-            messages = [{"role": "system", "content": told}, *messages[others:]]
+            content = "\n\n".join(message["content"] for message in messages[:others])
+            messages = [{"role": "system", "content": content}, *messages[others:]]
         call = Call(messages, follows=asked.previous_response_id or "")
         for tool in asked.tools or ():
             space = str(tool.get("name")) if tool.get("type") == "namespace" else ""
             inner = (tool.get("tools") or []) if space else [tool]
-            if not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
+            if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
                 raise ApiError("tools of a namespace must be objects", param="tools")
             for each in inner:
                 if each.get("type") != "function" or not isinstance(each.get("name"), str):
@@ -142,8 +142,8 @@ class Responses(AgentProtocol):
                 name = f"{space}__{each['name']}" if space else each["name"]
                 if space:  # chat templates have none
                     call.namespaces[name] = (space, each["name"])
-                given = each.get("parameters") or None
-                call.tools.append(checked_tool(tool_schema(name, each.get("description"), given)))
+                schema = each.get("parameters") or None
+                call.tools.append(checked_tool(tool_schema(name, each.get("description"), schema)))
         return call
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
@@ -153,20 +153,19 @@ class Responses(AgentProtocol):
     def events(self, call: Call, answer: Answer) -> bytes:
         name = response_id(self.session, answer.number)
         begun, items = self._response(call, name), _items(name, call, answer)
-        told: list[tuple[str, dict[str, Any]]] = [
+        events: list[tuple[str, dict[str, Any]]] = [
             ("response.created", {"response": begun}),
             ("response.in_progress", {"response": begun}),
         ]
         for at, item in enumerate(items):
-            told += _item_events(at, item)
+            events += _item_events(at, item)
         ended = _ended(begun, answer, items)
-        told.append((f"response.{ended['status']}", {"response": ended}))
-        events = (event(kind, sequence_number=n, **more) for n, (kind, more) in enumerate(told))
-        return b"".join(events)
+        events.append((f"response.{ended['status']}", {"response": ended}))
+        return b"".join(event(kind, sequence_number=n, **f) for n, (kind, f) in enumerate(events))
 
     def broken(self, error: ApiError) -> bytes:
-        said = {"code": error.code, "message": str(error), "param": error.param}
-        return event("error", sequence_number=0, **said)
+        fields = {"code": error.code, "message": str(error), "param": error.param}
+        return event("error", sequence_number=0, **fields)
 
     def _response(self, call: Call, name: str) -> dict[str, Any]:
         return {
@@ -190,12 +189,12 @@ class Responses(AgentProtocol):
 def _read_items(items: list[dict[str, Any]]) -> list[Message]:
     """Return the items of an input as messages: a turn of the model is one message."""
     messages: list[Message] = []
-    said: Message | None = None  # the model's turn that goes on
+    turn: Message | None = None  # the model's turn that goes on
     for index, item in enumerate(items):
         where = f"input[{index}]"
         kind = item.get("type") or "message"
         if kind not in ("function_call", "reasoning") and item.get("role") != "assistant":
-            said = None
+            turn = None
             if kind == "function_call_output":
                 text = read_content(item.get("output"), f"{where}.output")
                 call_id = str(item.get("call_id"))
@@ -206,18 +205,18 @@ def _read_items(items: list[dict[str, Any]]) -> list[Message]:
             else:
                 raise _unsupported(where, kind)
             continue
-        if said is None:
-            said = {"role": "assistant", "content": ""}
-            messages.append(said)
+        if turn is None:
+            turn = {"role": "assistant", "content": ""}
+            messages.append(turn)
         if kind == "function_call":
             space = item.get("namespace")
             function = {**item, "name": f"{space}__{item.get('name')}"} if space else item
             call = read_call(item, "call_id", function, where)
-            said.setdefault("tool_calls", []).append(call)
+            turn.setdefault("tool_calls", []).append(call)
         elif kind != "reasoning":
-            said["content"] += read_content(item.get("content"), f"{where}.content")
+            turn["content"] += read_content(item.get("content"), f"{where}.content")
         elif item.get("content"):  # ours; other servers encrypt it, or leave it out
-            said["reasoning_content"] = read_content(item["content"], f"{where}.content")
+            turn["reasoning_content"] = read_content(item["content"], f"{where}.content")
     return messages
 
 
@@ -277,10 +276,10 @@ def _item_events(at: int, item: dict[str, Any]) -> list[tuple[str, dict[str, Any
     begun = {**item, "status": "in_progress"}
     if item["type"] == "function_call":
         begun["arguments"] = ""
-        kind, given = "response.function_call_arguments", item["arguments"]
+        kind, arguments = "response.function_call_arguments", item["arguments"]
         between = [
-            (f"{kind}.delta", {"delta": given, **where}),
-            (f"{kind}.done", {"arguments": given, "name": item["name"], **where}),
+            (f"{kind}.delta", {"delta": arguments, **where}),
+            (f"{kind}.done", {"arguments": arguments, "name": item["name"], **where}),
         ]
     else:
         begun["content"] = []
@@ -316,8 +315,8 @@ class Messages(AgentProtocol):
         for index, message in enumerate(asked.messages or ()):
             messages += _read_blocks(message, f"messages[{index}]")
         if asked.system and messages:
-            told = read_content(asked.system, "system")
-            messages.insert(0, {"role": "system", "content": told})
+            content = read_content(asked.system, "system")
+            messages.insert(0, {"role": "system", "content": content})
         tools: list[dict[str, Any]] = []
         for tool in asked.tools or ():
             name, kind = tool.get("name"), tool.get("type")
@@ -379,7 +378,7 @@ def _read_blocks(message: dict[str, Any], where: str) -> list[Message]:
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise ApiError(f"{where}.content must be text or blocks", param=f"{where}.content")
     is_said = role == "assistant"
-    said: Message = {"role": role, "content": ""}
+    own: Message = {"role": role, "content": ""}
     words: list[str] = []
     results: list[Message] = []
     for index, block in enumerate(blocks):
@@ -388,12 +387,12 @@ def _read_blocks(message: dict[str, Any], where: str) -> list[Message]:
             case "text":
                 words.append(read_content(block.get("text"), place))
             case "thinking" if is_said:
-                said["reasoning_content"] = read_content(block.get("thinking"), place)
+                own["reasoning_content"] = read_content(block.get("thinking"), place)
             case "redacted_thinking" if is_said:
                 pass
             case "tool_use" if is_said and isinstance(block.get("input"), dict):
                 call = tool_call(str(block.get("name")), block["input"], str(block.get("id")))
-                said.setdefault("tool_calls", []).append(call)
+                own.setdefault("tool_calls", []).append(call)
             case "tool_result" if not is_said:
                 text = read_content(block.get("content"), place)
                 text = f"error: {text}" if block.get("is_error") else text
@@ -401,8 +400,8 @@ def _read_blocks(message: dict[str, Any], where: str) -> list[Message]:
                 results.append({"role": "tool", "tool_call_id": call_id, "content": text})
             case kind:
                 raise _unsupported(place, kind)
-    said["content"] = ("" if is_said else "\n\n").join(words)
-    return [*results, said] if words or not results else results
+    own["content"] = ("" if is_said else "\n\n").join(words)
+    return [*results, own] if words or not results else results
 
 
 def _end(answer: Answer) -> dict[str, Any]:

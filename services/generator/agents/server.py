@@ -116,8 +116,8 @@ class Edge:
             raise ApiError(none, status=503, code="no_work")
         # Where it came in, and never what it says of that.
         url = f"{self._url or url_at(*request.scope['server'])}/sessions/{session.id}"
-        given = {"id": session.id, "url": url, "base_url": f"{url}/v1", "row": session.row}
-        return JSONResponse({**given, "timeout_s": session.silence_s}, 201)
+        facts = {"id": session.id, "url": url, "base_url": f"{url}/v1", "row": session.row}
+        return JSONResponse({**facts, "timeout_s": session.silence_s}, 201)
 
     async def _renew(self, request: Request) -> Response:
         asked = _read(await request.body(), _Renewal)
@@ -144,13 +144,13 @@ class Edge:
         return JSONResponse(protocol.whole(call, answer))
 
     async def _reward(self, request: Request) -> Response:
-        given = _read(await request.body(), _Reward)
-        if fault := reward_fault(given.reward, given.parts, given.reason):
+        reward = _read(await request.body(), _Reward)
+        if fault := reward_fault(reward.reward, reward.parts, reward.reason):
             raise ApiError(f"invalid reward: {fault}", param="reward")
         session = self._session(request)
-        result = StepResult(given.reward, reward_parts=given.parts, reason=given.reason)
+        result = StepResult(reward.reward, reward_parts=reward.parts, reason=reward.reason)
         self._pool.reward(session, result)
-        return JSONResponse({"id": session.id, "reward": given.reward})
+        return JSONResponse({"id": session.id, "reward": reward.reward})
 
     async def _give_up(self, request: Request) -> Response:
         reason = _read(await request.body() or b"{}", _Reason).reason
@@ -208,8 +208,8 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = f"{request.method} {request.url.path}: {error.detail}"
-    return await _refusal(request, ApiError(said, status=error.status_code, code="not_found"))
+    sentence = f"{request.method} {request.url.path}: {error.detail}"
+    return await _refusal(request, ApiError(sentence, status=error.status_code, code="not_found"))
 
 
 def bind(address: str, key: str) -> socket.socket:
@@ -235,8 +235,8 @@ def url_of(bound: socket.socket, advertise: str = "") -> str:
     """
     host, port = bound.getsockname()[:2]
     if advertise:
-        name, told = _split(advertise)
-        return url_at(name, told or port)
+        name, advertised = _split(advertise)
+        return url_at(name, advertised or port)
     if ipaddress.ip_address(host).is_unspecified:
         host = "127.0.0.1" if bound.family == socket.AF_INET else "::1"
     return url_at(host, port)

@@ -185,26 +185,26 @@ class AgentSession:
         self._answers[mark] = asked.answer
         return asked.answer
 
-    def answered(self, said: Turn | UmbraError, now: float) -> None:
+    def answered(self, turn: Turn | UmbraError, now: float) -> None:
         """Pass the model's turn on; after a refusal the conversation is what it was before."""
         if (asked := self._open) is None:
             return
         self._open = None
         self.wait(now)
-        if isinstance(said, Turn):
-            call, answer = asked.call, Answer.of(said, asked.call, self.turns)
+        if isinstance(turn, Turn):
+            call, answer = asked.call, Answer.of(turn, asked.call, self.turns)
             history = [*call.messages, answer.message]
-            place = _Place(self.turns, call.tools, history, said.said.stop)
+            place = _Place(self.turns, call.tools, history, turn.said.stop)
             self._places = [*self._places, place] if self._branches else [place]
             self.turns += 1
             asked.answer.set_result(answer)
-            kept = [mark for mark, one in self._answers.items() if one.done()]
-            for mark in kept[: -_ANSWERS if self._branches else -1]:
+            finished = [mark for mark, answer in self._answers.items() if answer.done()]
+            for mark in finished[: -_ANSWERS if self._branches else -1]:
                 del self._answers[mark]
         else:
-            self.refusal = str(said)
-            code = said.code if isinstance(said, RefusedError) else "invalid_prompt"
-            self._refuse(asked, ApiError(str(said), code=code))
+            self.refusal = str(turn)
+            code = turn.code if isinstance(turn, RefusedError) else "invalid_prompt"
+            self._refuse(asked, ApiError(str(turn), code=code))
         while self._waiting and not self.asking:
             waiting = self._waiting.popleft()
             try:
@@ -252,8 +252,8 @@ class AgentSession:
         for asked in ([self._open] if self._open else []) + [*self._waiting]:
             self._refuse(asked, why)
         self._open, self.row = None, {}
-        for kept in (self._waiting, self._places, self._answers):
-            kept.clear()
+        for table in (self._waiting, self._places, self._answers):
+            table.clear()
 
     def _check_open(self) -> None:
         if self.over is not None:
@@ -293,7 +293,7 @@ class AgentSession:
         elif self._branches:
             for place in sorted(self._places, key=lambda place: place.length, reverse=True):
                 later = call.messages[len(place.history) :]
-                if not place.gap(call) and all(one["role"] != "assistant" for one in later):
+                if not place.gap(call) and all(message["role"] != "assistant" for message in later):
                     return place.news(call)
             places = []
         if not places:
@@ -351,14 +351,14 @@ class SessionRegistry:
 
     def find(self, session_id: str) -> AgentSession:
         """Return the session of that id, over or not; raises ApiError if there is none."""
-        found = self._by_id.get(session_id) or self._over.get(session_id)
-        if found is None:
+        session = self._by_id.get(session_id) or self._over.get(session_id)
+        if session is None:
             raise ApiError(
                 "there is no such session here: POST /sessions gives one",
                 status=404,
                 code="session_not_found",
             )
-        return found
+        return session
 
     def of(self, key: str) -> AgentSession | None:
         return self._by_key.get(key)
@@ -381,14 +381,14 @@ class SessionRegistry:
 
     def renew(self, session_ids: Sequence[str], now: float, lease_s: float) -> list[str]:
         """Renew the leases of these sessions; return those that are over or unknown."""
-        for held in [self._by_id[one] for one in session_ids if one in self._by_id]:
-            held.leased_until = now + lease_s
-        return [one for one in session_ids if one not in self._by_id]
+        for session in filter(None, map(self._by_id.get, session_ids)):
+            session.leased_until = now + lease_s
+        return [session_id for session_id in session_ids if session_id not in self._by_id]
 
     def expired(self, now: float) -> list[AgentSession]:
         """Return the sessions without a reward whose leases were not renewed in time."""
-        held = self._by_id.values()
-        return [one for one in held if one.leased_until <= now and one.reward is None]
+        sessions = self._by_id.values()
+        return [s for s in sessions if s.leased_until <= now and s.reward is None]
 
     def overdue(self, now: float) -> list[AgentSession]:
         """Return the sessions whose agents have been silent for too long."""

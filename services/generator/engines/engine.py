@@ -225,11 +225,11 @@ def told_of(sampling: Sampling, head: int) -> int:
 
 def joined(supports: Sequence[Support | None]) -> Support | None:
     """Return the supports of tokens as one; None if they were not reported."""
-    told = [one for one in supports if one is not None]
-    if not told or len(told) < len(supports):
+    reported = [support for support in supports if support is not None]
+    if not reported or len(reported) < len(supports):
         return None
     return Support(
-        sizes=b"".join(one.sizes for one in told),
-        ids=b"".join(one.ids for one in told),
-        logprobs=b"".join(one.logprobs or b"" for one in told) or None,
+        sizes=b"".join(support.sizes for support in reported),
+        ids=b"".join(support.ids for support in reported),
+        logprobs=b"".join(support.logprobs or b"" for support in reported) or None,
     )

@@ -51,15 +51,15 @@ class SlotCache(Cache):
         """Have room for so many rows and columns; rows `[0, rows)` keep what they hold."""
         if rows <= self.rows and columns <= self.columns:
             return
-        held, kept = self.rows, self.columns
+        held, columns_before = self.rows, self.columns
         if rows > held:
             self.rows = max(rows, min(2 * held, self.slots))
-        if columns > kept:
-            self.columns = max(columns, min(2 * kept, self.max_context))
+        if columns > columns_before:
+            self.columns = max(columns, min(2 * columns_before, self.max_context))
         for stored in (self._keys, self._values):
             for layer, old in stored.items():
                 new = old.new_zeros(self.rows, self.columns, *old.shape[2:])
-                new[:held, :kept] = old
+                new[:held, :columns_before] = old
                 stored[layer] = new
         for place, old in self._states.items():
             self._states[place] = torch.cat((old, old.new_zeros(self.rows - held, *old.shape[1:])))

@@ -54,7 +54,7 @@ class Sampler:
 
     def __init__(self, device: torch.device, seed: int, head: int = 0) -> None:
         self._head = head
-        self._told: list[int] = []  # of each row of the last call, ids to tell at most
+        self._limits: list[int] = []  # of each row of the last call, ids to tell at most
         self._generator = torch.Generator(device=device).manual_seed(seed)
         self._samplings: list[Sampling] = []  # of the last call, as tensor and facts
         self._settings = torch.empty(0, 4, device=device)
@@ -69,7 +69,7 @@ class Sampler:
             drawn = [s for s in samplings if s.temperature > 0]
             self._some_greedy = len(drawn) < len(samplings)
             self._some_restricted = any(s.cuts_off for s in drawn)
-            self._told = [told_of(s, self._head) for s in samplings]
+            self._limits = [told_of(s, self._head) for s in samplings]
             values = [[s.temperature, float(s.top_k), s.top_p, s.min_p] for s in samplings]
             self._settings = torch.tensor(values, device=self._settings.device)
         logits = logits.float()
@@ -88,21 +88,21 @@ class Sampler:
 
     def _supports(self, logprobs: torch.Tensor) -> list[Support | None]:
         """Return what could have been drawn by `logprobs` [n, V], of the rows that tell it."""
-        most = min(max(self._told, default=0), logprobs.shape[1])
+        most = min(max(self._limits, default=0), logprobs.shape[1])
         if not most:
-            return [None] * len(self._told)
+            return [None] * len(self._limits)
         values, ids = logprobs.topk(most)  # tokens that are left out have -inf
         counts = values.isfinite().sum(1).tolist()
-        both = zip(self._told, counts, ids.int().cpu().numpy(), values.cpu().numpy(), strict=True)
+        both = zip(self._limits, counts, ids.int().cpu().numpy(), values.cpu().numpy(), strict=True)
         return [
             Support(
-                sizes=min(told, count).to_bytes(2, "little"),
-                ids=kept[: min(told, count)].tobytes(),
-                logprobs=likely[: min(told, count)].tobytes() if self._head else None,
+                sizes=min(limit, count).to_bytes(2, "little"),
+                ids=allowed[: min(limit, count)].tobytes(),
+                logprobs=likely[: min(limit, count)].tobytes() if self._head else None,
             )
-            if told
+            if limit
             else None
-            for told, count, kept, likely in both
+            for limit, count, allowed, likely in both
         ]
 
     def _draw(self, logprobs: torch.Tensor) -> torch.Tensor:
@@ -129,14 +129,14 @@ def restrict(logits: torch.Tensor, settings: torch.Tensor, greedy: torch.Tensor)
     top_k, top_p, min_p = settings[:, 1].long(), settings[:, 2], settings[:, 3]
     ordered, order = torch.sort(logits, dim=-1, descending=True)
     ranks = torch.arange(vocabulary, device=logits.device)[None]
-    kept = ranks < torch.where(top_k > 0, top_k, vocabulary)[:, None]
-    probs = torch.softmax(ordered.masked_fill(~kept, -torch.inf), dim=-1)
+    allowed = ranks < torch.where(top_k > 0, top_k, vocabulary)[:, None]
+    probs = torch.softmax(ordered.masked_fill(~allowed, -torch.inf), dim=-1)
     # Keep a token while the mass before it is below top_p: the first one that reaches it stays.
-    kept &= (probs.cumsum(dim=-1) - probs < top_p[:, None]) | (top_p >= 1)[:, None]
-    kept &= probs >= min_p[:, None] * probs[:, :1]
-    kept |= greedy
-    kept[:, 0] = True
-    allowed = torch.zeros_like(kept).scatter(1, order, kept)
+    allowed &= (probs.cumsum(dim=-1) - probs < top_p[:, None]) | (top_p >= 1)[:, None]
+    allowed &= probs >= min_p[:, None] * probs[:, :1]
+    allowed |= greedy
+    allowed[:, 0] = True
+    allowed = torch.zeros_like(allowed).scatter(1, order, allowed)
     return logits.masked_fill(~allowed, -torch.inf)
 
 
@@ -439,9 +439,9 @@ class TorchEngine:
         """
         if self._routers is None or self._routing is None:
             return
-        found = torch.stack(self._routers.noted or [], 1)  # [tokens, layers, choices]
+        choices = torch.stack(self._routers.noted or [], 1)  # [tokens, layers, choices]
         kind = torch.uint8 if self._routers.experts <= 256 else torch.int16
-        data = found.to(kind).cpu().numpy().tobytes()
+        data = choices.to(kind).cpu().numpy().tobytes()
         size = self._routing.token_bytes
         start = count * size
         for reading in readings:
@@ -490,9 +490,9 @@ class TorchEngine:
         holes = holes[len(self._rows) - whole :]
         del self._rows[whole:]
         count = len(self._rows) - len(holes)
-        gone = set(holes)
+        freed = set(holes)
         targets = [slot for slot in holes if slot < count]
-        sources = [slot for slot in range(count, len(self._rows)) if slot not in gone]
+        sources = [slot for slot in range(count, len(self._rows)) if slot not in freed]
         if targets:
             for source, target in zip(sources, targets, strict=True):
                 self._rows[target] = self._rows[source]

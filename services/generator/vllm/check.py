@@ -144,7 +144,7 @@ def stale(disk: _Sums, same: _Sums, changed: _Sums, again: _Sums) -> tuple[str, 
     `disk`, `same` and `again` are of equal weights, of which `changed` has no tensor. Parameters
     that are no weights (scales of vLLM's cache) change in no worker.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     moved = {
         worker: {name for name, digest in sums.items() if changed[worker].get(name) != digest}
         for worker, sums in same.items()
@@ -152,8 +152,8 @@ def stale(disk: _Sums, same: _Sums, changed: _Sums, again: _Sums) -> tuple[str, 
     weights = set[str]().union(*moved.values()) or {name for sums in same.values() for name in sums}
     for worker, sums in same.items():
         other = {n for n, d in sums.items() if {disk[worker].get(n), again[worker].get(n)} != {d}}
-        found |= {f"{worker} {name}" for name in other | (weights & sums.keys()) - moved[worker]}
-    return tuple(sorted(found))
+        names |= {f"{worker} {name}" for name in other | (weights & sums.keys()) - moved[worker]}
+    return tuple(sorted(names))
 
 
 def _prompts(vocabulary: int) -> list[list[int]]:
@@ -207,15 +207,15 @@ def change(model: Any, dtype: torch.dtype) -> None:
 def _version(model: Any, publish: Publish, dtype: torch.dtype) -> tuple[Manifest, memoryview]:
     """Return a version as in a slot of the trainer: weights in `dtype`, buffers as they are."""
     weights = {name for name, _ in model.named_parameters()}
-    given = {
+    tensors = {
         name: tensor.detach().to(dtype if name in weights else tensor.dtype)
         for name, tensor in publish(model)
     }
     manifest = build_manifest(
-        ((name, _NAMES[tensor.dtype], tensor.shape) for name, tensor in given.items()),
+        ((name, _NAMES[tensor.dtype], tensor.shape) for name, tensor in tensors.items()),
         _BUCKET_BYTES,
     )
     memory = memoryview(bytearray(manifest.total_bytes))
     for name, place in tensors_in(manifest, memory):
-        place.copy_(given[name])
+        place.copy_(tensors[name])
     return manifest, memory

@@ -171,7 +171,7 @@ class VllmEngine:
         if not capacity or capacity >= self.slots * self.max_context:
             return self.slots
         made = self._made()
-        live = (len(one.prompt_ids) + len(made.get(key, ())) for key, one in self._open.items())
+        live = (len(r.prompt_ids) + len(made.get(key, ())) for key, r in self._open.items())
         return min(self.slots, self._lengths.fitting(capacity, live))
 
     @property
@@ -267,7 +267,7 @@ class VllmEngine:
 
     def new_tokens(self) -> Mapping[str, Sequence[int]]:
         made = self._made()
-        return {one.request_id: made[key] for key, one in self._open.items() if key in made}
+        return {request.request_id: made[key] for key, request in self._open.items() if key in made}
 
     def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         return list(self._peek(self._keys(set(request_ids))).values())
@@ -298,20 +298,20 @@ class VllmEngine:
     # -- in the driver's thread -------------------------------------------------------------------
 
     def _keys(self, wanted: set[str] | None) -> list[str]:
-        return [k for k, one in self._open.items() if wanted is None or one.request_id in wanted]
+        return [k for k, r in self._open.items() if wanted is None or r.request_id in wanted]
 
     def _made(self) -> dict[str, list[int]]:
         """Return the tokens of each request that is not done, by key."""
-        found = private.requests(self._llm)
-        return {key: private.tokens_of(record) for key, record in found.items()}
+        records = private.requests(self._llm)
+        return {key: private.tokens_of(record) for key, record in records.items()}
 
     def _peek(self, keys: Sequence[str]) -> dict[str, EngineOutput]:
         return self._wait(self._look(keys), _REPLY_S) if keys else {}
 
     def _params(self, sampling: Sampling, limit: int) -> SamplingParams:
-        told = told_of(sampling, self._head)
+        support = told_of(sampling, self._head)
         return SamplingParams(
-            **sampling_arguments(sampling, limit, self._stop_ids, told, self._vocabulary),
+            **sampling_arguments(sampling, limit, self._stop_ids, support, self._vocabulary),
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -328,8 +328,8 @@ class VllmEngine:
             except Exception as error:  # whatever it is, the model is as it was
                 if (died := self._died) is not None:
                     raise died from error
-                told = "vLLM cannot map memory of the GPU, versions go through the host: %s"
-                log.warning(told, _sentence(error))
+                warning = "vLLM cannot map memory of the GPU, versions go through the host: %s"
+                log.warning(warning, _sentence(error))
                 self._mapped = data.handle, False
         return self._mapped[1]
 
@@ -456,11 +456,11 @@ class VllmEngine:
         await asyncio.gather(*tasks)
 
     async def _look(self, keys: Sequence[str]) -> dict[str, EngineOutput]:
-        found = private.requests(self._llm)
+        records = private.requests(self._llm)
         return {
-            key: private.under_way(found[key], self._open[key], self._routers, self._head)
+            key: private.under_way(records[key], self._open[key], self._routers, self._head)
             for key in keys
-            if key in found
+            if key in records
         }
 
     async def _pause(self, kv_policy: KvPolicy) -> None:
@@ -478,8 +478,8 @@ class VllmEngine:
             await self._llm.finish_weight_update(str(version))
         self._salts.loaded(version, keep=kv_policy == "keep")
         # Requests without a token get new salts: theirs would find blocks of old weights.
-        found = private.requests(self._llm)
-        unstarted = [key for key, record in found.items() if not private.tokens_of(record)]
+        records = private.requests(self._llm)
+        unstarted = [key for key, record in records.items() if not private.tokens_of(record)]
         self._restarting.update(unstarted)
         await self._llm.abort(unstarted)
         await self._llm.resume_generation()

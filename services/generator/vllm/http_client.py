@@ -87,8 +87,8 @@ class HttpClient:
         finally:
             writer.transport.abort()
         if status >= _REFUSED:
-            path, said = target.partition("?")[0], _sentence(refusal)
-            raise RejectedError(f"{self.url}{path}: HTTP {status}: {said}", code=str(status))
+            path, reason = target.partition("?")[0], _sentence(refusal)
+            raise RejectedError(f"{self.url}{path}: HTTP {status}: {reason}", code=str(status))
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self.url.startswith(UNIX):
@@ -117,19 +117,19 @@ class HttpClient:
 def _sentence(body: bytes) -> str:
     """Return the message in the body of a refusal, in OpenAI's form or FastAPI's."""
     try:
-        found: Any = json.loads(body)
+        answer: Any = json.loads(body)
     except ValueError:
-        found = body.decode(errors="replace")
-    while isinstance(found, Mapping):
-        found = next(
-            (found[name] for name in ("error", "message", "detail") if name in found), str(found)
+        answer = body.decode(errors="replace")
+    while isinstance(answer, Mapping):
+        answer = next(
+            (answer[name] for name in ("error", "message", "detail") if name in answer), str(answer)
         )
-    return (str(found).strip().splitlines() or ["no reason"])[0][:_SHOWN]
+    return (str(answer).strip().splitlines() or ["no reason"])[0][:_SHOWN]
 
 
 def check_private(url: str, tables: str = "/proc/net") -> None:
     """Raise UsageError if other machines reach the server at `url`, which is on this one."""
-    found: list[str] = []
+    addresses: list[str] = []
     port = None if url.startswith(UNIX) else urlsplit(url).port
     for name in ("tcp", "tcp6") if port is not None else ():
         table = Path(tables, name)
@@ -137,8 +137,8 @@ def check_private(url: str, tables: str = "/proc/net") -> None:
             _, local, _, state, *_ = line.split()
             address, _, number = local.partition(":")
             if state == _LISTENS and int(number, 16) == port:
-                found.append(_address(bytes.fromhex(address)))
-    if addresses := [one for one in found if not ip_address(one).is_loopback]:
+                addresses.append(_address(bytes.fromhex(address)))
+    if addresses := [address for address in addresses if not ip_address(address).is_loopback]:
         raise UsageError(
             f"generator.urls: {url} listens at {', '.join(addresses)} too, where whoever reaches "
             "it can replace its weights: start it with --host 127.0.0.1"
@@ -193,35 +193,33 @@ class NewTokens(msgspec.Struct):
             raise PeerLostError(
                 f"{len(drawn)} logprobs came for {len(self.token_ids or ())} tokens"
             )
-        if any(one.logprob <= _NO_LOGPROB for one in drawn):
+        if any(token.logprob <= _NO_LOGPROB for token in drawn):
             raise EngineError("a vLLM server's logits are not finite")
-        told = told_of(sampling, head)
-        supports = [_support(one, sampling, head, told) if told else None for one in drawn]
-        return [one.logprob for one in drawn], supports
+        limit = told_of(sampling, head)
+        supports = [_support(token, sampling, head, limit) if limit else None for token in drawn]
+        return [token.logprob for token in drawn], supports
 
     def spans_of(self, length: int, versions: Mapping[str, int]) -> list[VersionSpan] | None:
         """Return the spans of all `length` tokens so far; None if one is of none of `versions`."""
-        told = [one for one in self.weight_versions or () if one.end > one.start]
-        ends = [0, *(one.end for one in told)]
-        known = all(one.version in versions for one in told)
-        if not known or [*(one.start for one in told), length] != ends:
+        spans = [span for span in self.weight_versions or () if span.end > span.start]
+        ends = [0, *(span.end for span in spans)]
+        known = all(span.version in versions for span in spans)
+        if not known or [*(span.start for span in spans), length] != ends:
             return None
-        return [
-            VersionSpan(version=versions[one.version], start=one.start, end=one.end) for one in told
-        ]
+        return [VersionSpan(version=versions[s.version], start=s.start, end=s.end) for s in spans]
 
 
-def _support(drawn: _Drawn, sampling: Sampling, head: int, told: int) -> Support:
-    """Return the tokens that could have been drawn; without a cut-off, the `told` likeliest."""
-    finite = [one for one in drawn.top_logprobs if one.logprob > _NO_LOGPROB]
+def _support(drawn: _Drawn, sampling: Sampling, head: int, limit: int) -> Support:
+    """Return the tokens that could have been drawn; without a cut-off, the `limit` likeliest."""
+    finite = [c for c in drawn.top_logprobs if c.logprob > _NO_LOGPROB]
     if not sampling.cuts_off:
-        finite = [one for one in finite if one.rank is not None and one.rank <= told]
-    kept = {one.token_id: one.logprob for one in finite}
+        finite = [c for c in finite if c.rank is not None and c.rank <= limit]
+    logprobs = {c.token_id: c.logprob for c in finite}
     if sampling.cuts_off:
-        kept.setdefault(drawn.token_id, drawn.logprob)
-    values = pack_float32([*kept.values()]) if head else None
-    sizes = len(kept).to_bytes(2, "little")
-    return Support(sizes=sizes, ids=pack_int32([*kept]), logprobs=values)
+        logprobs.setdefault(drawn.token_id, drawn.logprob)
+    values = pack_float32([*logprobs.values()]) if head else None
+    sizes = len(logprobs).to_bytes(2, "little")
+    return Support(sizes=sizes, ids=pack_int32([*logprobs]), logprobs=values)
 
 
 class TokenEvent(msgspec.Struct):

@@ -111,7 +111,7 @@ class HttpEngine:
     def _join(self, limit_s: float) -> None:
         """Wait for the first server."""
         deadline = Deadline(limit_s, "no server of generator.urls answered", error=StartupError)
-        while not (joined := [one for one in self.servers if one.facts is not None]):
+        while not (joined := [server for server in self.servers if server.facts is not None]):
             if (refusal := self._refusal) is not None:
                 raise refusal
             deadline.check(f": {self.servers[0].fault}")
@@ -121,11 +121,11 @@ class HttpEngine:
 
     @property
     def _refusal(self) -> UmbraError | None:
-        return next((one.refusal for one in self.servers if one.refusal is not None), None)
+        return next((server.refusal for server in self.servers if server.refusal is not None), None)
 
     @property
     def decoded_tokens(self) -> int:
-        return sum(one.decoded_tokens for one in self.servers)
+        return sum(server.decoded_tokens for server in self.servers)
 
     @property
     def live(self) -> int:
@@ -133,7 +133,7 @@ class HttpEngine:
 
     @property
     def fits(self) -> int:
-        ready = sum(one.is_ready for one in self.servers)
+        ready = sum(server.is_ready for server in self.servers)
         return max(1, self.slots * ready // len(self.servers))
 
     @property
@@ -166,10 +166,10 @@ class HttpEngine:
         if not self._ready and self._open:
             self._collect(timeout_s)
         now = time.monotonic()
-        if not self._open or any(one.is_ready for one in self.servers):
+        if not self._open or any(server.is_ready for server in self.servers):
             self._served_at = now
         elif not self._ready and now - self._served_at > self._away_s:
-            faults = "; ".join(one.fault for one in self.servers)
+            faults = "; ".join(server.fault for server in self.servers)
             raise EngineError(
                 f"no server of generator.urls was ready for {now - self._served_at:.0f} s: {faults}"
             )
@@ -199,8 +199,8 @@ class HttpEngine:
             guard.verify()
         sums = guard.sums if guard is not None else Checksums(manifest, update.memory, THREADS)
         buckets = [
-            [update.start + start, update.start + end, found]
-            for (start, end), found in zip(manifest.buckets, sums.result(), strict=True)
+            [update.start + start, update.start + end, checksum]
+            for (start, end), checksum in zip(manifest.buckets, sums.result(), strict=True)
         ]
         load = Load(
             version,
@@ -211,7 +211,7 @@ class HttpEngine:
             update.memory if update.is_copy else None,
         )
         refusal = self._wait(self._serve(load), _CALLS * load.limit_s)
-        if refusal is not None and not any(one.is_ready for one in self.servers):
+        if refusal is not None and not any(server.is_ready for server in self.servers):
             if guard is not None and guard.is_overwritten:
                 raise ChangedError(OVERWRITTEN)
             raise EngineError(f"the load of version {version} broke off: {refusal}") from refusal
@@ -229,7 +229,7 @@ class HttpEngine:
         return self._take(wanted)
 
     def new_tokens(self) -> Mapping[str, Sequence[int]]:
-        return {one.request.request_id: one.tokens for one in self._open.values()}
+        return {stream.request.request_id: stream.tokens for stream in self._open.values()}
 
     def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         streams = self._named(set(request_ids))
@@ -252,14 +252,14 @@ class HttpEngine:
 
     def _body(self, key: str, request: EngineRequest, limit: int) -> dict[str, Any]:
         sampling = request.sampling
-        told = told_of(sampling, self._head)
-        told += bool(told)  # the sampled token is one of them
+        support = told_of(sampling, self._head)
+        support += bool(support)  # the sampled token is one of them
         return {
             "request_id": key,
             "token_ids": list(request.prompt_ids),
             "stream": True,
             "sampling_params": {
-                **sampling_arguments(sampling, limit, self._stop_ids, told, self._vocabulary),
+                **sampling_arguments(sampling, limit, self._stop_ids, support, self._vocabulary),
                 "stream_interval": min(self._interval, _WATCHED if request.watched else _TOLD),
             },
         }
@@ -301,7 +301,7 @@ class HttpEngine:
     async def _end(self) -> None:
         for task in self._tasks:
             task.cancel()
-        await self._abort([stream for one in self.servers for stream in one.streams.values()])
+        await self._abort([stream for server in self.servers for stream in server.streams.values()])
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _look(self, streams: Sequence[Stream]) -> list[EngineOutput]:
@@ -309,14 +309,14 @@ class HttpEngine:
 
     def _place(self, stream: Stream) -> None:
         """Have a server answer it, the one of its session's last turn if that is there."""
-        ready = [one for one in self.servers if one.is_ready]
+        ready = [server for server in self.servers if server.is_ready]
         if not ready:
             self._waiting.append(stream)
             return
         session = stream.request.session
         server = self._places.get(session)
         if server is None or not server.is_ready:
-            server = min(ready, key=lambda one: len(one.streams))
+            server = min(ready, key=lambda each: len(each.streams))
         if session:
             self._places[session] = server
         server.start(stream)
@@ -338,11 +338,11 @@ class HttpEngine:
         Returns why one refused it, if any did.
         """
         self.newest = load
-        ready = [one for one in self.servers if one.is_ready or self.version < 0]
-        await asyncio.gather(*(one.serve(load) for one in ready))
+        ready = [server for server in self.servers if server.is_ready or self.version < 0]
+        await asyncio.gather(*(server.serve(load) for server in ready))
         for server in self.servers:
             server.news.set()
-        return next((one.refusal for one in ready if one.refusal is not None), None)
+        return next((server.refusal for server in ready if server.refusal is not None), None)
 
     async def _abort(self, streams: Sequence[Stream]) -> None:
         for stream in streams:
@@ -351,7 +351,7 @@ class HttpEngine:
                 self.ended.put((stream, stream.output()))
         wanted = {stream.key for stream in streams}
         of_servers = [
-            one.abort([s for key, s in one.streams.items() if key in wanted])
-            for one in self.servers
+            server.abort([s for key, s in server.streams.items() if key in wanted])
+            for server in self.servers
         ]
         await asyncio.gather(*of_servers)

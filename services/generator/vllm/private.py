@@ -132,18 +132,18 @@ def _support(logprobs: Any, sampling: Sampling, head: int) -> Support | None:
     """Return the tokens that could have been drawn: the likeliest with a finite logprob."""
     if logprobs is None or not told_of(sampling, head):
         return None
-    found: list[Support] = []
+    supports: list[Support] = []
     for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
         drawn, *likeliest = zip(
             logprobs.token_ids[start:end], logprobs.logprobs[start:end], strict=True
         )
-        kept = dict(one for one in likeliest if math.isfinite(one[1]))
+        allowed = dict(candidate for candidate in likeliest if math.isfinite(candidate[1]))
         if sampling.cuts_off:
-            kept.setdefault(*drawn)
-        values = pack_float32([*kept.values()]) if head else None
-        sizes = len(kept).to_bytes(2, "little")
-        found.append(Support(sizes=sizes, ids=pack_int32([*kept]), logprobs=values))
-    return joined(found)
+            allowed.setdefault(*drawn)
+        values = pack_float32([*allowed.values()]) if head else None
+        sizes = len(allowed).to_bytes(2, "little")
+        supports.append(Support(sizes=sizes, ids=pack_int32([*allowed]), logprobs=values))
+    return joined(supports)
 
 
 async def pause(llm: AsyncLLM, *, clear_cache: bool) -> None:
@@ -177,12 +177,12 @@ def cpu_head_sizes(*, latent: bool) -> list[int]:
 
 async def checksums(llm: Any) -> dict[str, dict[str, str]]:
     """Return a checksum of each parameter, as it lies in a worker, by worker and name."""
-    found: dict[str, dict[str, str]] = {}
-    for told in await llm.compute_weight_checksums():
-        for key, digest in told.items():  # "dp0:pp0:pcp0:tp1:model.norm.weight"
+    sums: dict[str, dict[str, str]] = {}
+    for answer in await llm.compute_weight_checksums():
+        for key, digest in answer.items():  # "dp0:pp0:pcp0:tp1:model.norm.weight"
             worker, _, name = key.rpartition(":")
-            found.setdefault(worker, {})[name] = digest
-    return found
+            sums.setdefault(worker, {})[name] = digest
+    return sums
 
 
 # -- inside of workers; imported there, since frontends need none of it ----------------------------
@@ -202,7 +202,7 @@ def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-    found: list[str] = []
+    missing: list[str] = []
     for prefix, layer in model.named_modules():
         info: Any = get_layerwise_info(layer)
         if not info.can_load() or is_deferred_attention_layer(layer):
@@ -211,8 +211,8 @@ def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:
             continue
         came = {name for name, _ in info.loaded_weights} | SKIP_TENSORS
         own = (name for name, _ in layer.named_parameters(recurse=False) if name not in came)
-        found += [f"{prefix}.{name}" for name in own]
-    return found
+        missing += [f"{prefix}.{name}" for name in own]
+    return missing
 
 
 def forget_broken_off(model: torch.nn.Module) -> None:
@@ -237,13 +237,13 @@ def not_loaded(model: torch.nn.Module, loaded: set[str], quantized: bool) -> lis
 
     named = list(model.named_parameters(remove_duplicate=False))
     # A router's correction belongs to its experts as well, and came under one of its names.
-    there = {id(parameter) for name, parameter in named if name in loaded}
+    filled = {id(parameter) for name, parameter in named if name in loaded}
     if quantized:
         for layer in model.modules():
             own = {id(parameter) for parameter in layer.parameters(recurse=False)}
-            if is_deferred_attention_layer(layer) or own & there:
-                there |= own
-    return sorted({name for name, parameter in named if id(parameter) not in there})
+            if is_deferred_attention_layer(layer) or own & filled:
+                filled |= own
+    return sorted({name for name, parameter in named if id(parameter) not in filled})
 
 
 def pack_experts_again(model: torch.nn.Module) -> None:

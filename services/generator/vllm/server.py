@@ -201,9 +201,9 @@ class VllmServer:
         self._refuse(facts.faults)
         check_served(self._config, self._hf_config, facts.platform)
         await self._call("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=_INFO_S)
-        for one in self._fleet.servers:  # last: others may join meanwhile
-            if one is not self and one.facts is not None:
-                self._refuse(list(facts.faults_beside(one.facts)))
+        for server in self._fleet.servers:  # last: others may join meanwhile
+            if server is not self and server.facts is not None:
+                self._refuse(list(facts.faults_beside(server.facts)))
         return facts
 
     def _refuse(self, faults: Sequence[str]) -> None:
@@ -303,17 +303,15 @@ class VllmServer:
         Raises:
             PeerLostError: they differ.
         """
-        peer = next(
-            (one for one in self._fleet.servers if one._loaded is load and one is not self), None
-        )
+        peer = next((s for s in self._fleet.servers if s._loaded is load and s is not self), None)
         if peer is None:
             return
         own, other = [
             read(
-                await one._call("/weight_checker", {"action": "checksum"}, timeout_s=load.limit_s),
+                await s._call("/weight_checker", {"action": "checksum"}, timeout_s=load.limit_s),
                 dict[str, dict[str, str]],
             ).get("checksums", {})
-            for one in (self, peer)
+            for s in (self, peer)
         ]
         if differing := sorted(n for n in own.keys() | other.keys() if own.get(n) != other.get(n)):
             raise PeerLostError(
@@ -331,10 +329,10 @@ class VllmServer:
 
     async def abort(self, streams: Iterable[Stream]) -> None:
         """End these; each output has the tokens so far."""
-        tasks = {one.task: one for one in streams if one.task is not None and not one.task.done()}
-        known = [one for one in tasks.values() if one.tokens]
+        tasks = {s.task: s for s in streams if s.task is not None and not s.task.done()}
+        known = [stream for stream in tasks.values() if stream.tokens]
         if known:
-            names = [f"generate-tokens-{one.key}" for one in known]
+            names = [f"generate-tokens-{stream.key}" for stream in known]
             try:
                 await self._call("/inference/v1/abort_requests", {"request_ids": names})
                 await asyncio.wait([task for task in tasks if tasks[task].tokens], timeout=_ABORT_S)

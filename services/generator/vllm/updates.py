@@ -67,20 +67,20 @@ def _parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[_T
     It converts a tensor that holds numbers of places instead of weights, the first two of each row.
     """
     width = shape[-1] if shape else 1
-    kept = min(width, 2)
-    numbers = torch.arange(prod(shape[:-1]) * kept).view(*shape[:-1], *[kept] * bool(shape))
+    columns = min(width, 2)
+    numbers = torch.arange(prod(shape[:-1]) * columns).view(*shape[:-1], *[columns] * bool(shape))
     try:
         converted = revert_weight_conversion(model, {name: numbers})
     except (ValueError, RuntimeError, KeyError, IndexError) as error:
         raise _another_layout(model, name) from error
     parts: list[_TensorPart] = []
     seen = 0
-    for target, found in sorted(converted.items(), key=lambda pair: int(pair[1].flatten()[0])):
-        ascending = torch.arange(seen, seen + found.numel()).view(found.shape)
-        if not torch.equal(found, ascending) or tuple(found.shape[-1:]) != numbers.shape[-1:]:
+    for target, part in sorted(converted.items(), key=lambda pair: int(pair[1].flatten()[0])):
+        ascending = torch.arange(seen, seen + part.numel()).view(part.shape)
+        if not torch.equal(part, ascending) or tuple(part.shape[-1:]) != numbers.shape[-1:]:
             raise _another_layout(model, name)
-        parts.append((target, seen // kept * width, (*found.shape[:-1], *shape[-1:])))
-        seen += found.numel()
+        parts.append((target, seen // columns * width, (*part.shape[:-1], *shape[-1:])))
+        seen += part.numel()
     if seen != numbers.numel():
         raise _another_layout(model, name)
     return parts
