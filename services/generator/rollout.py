@@ -367,7 +367,7 @@ class Rollout:
         chat = self._settings.chat
         return self._encoded(
             ask,
-            lambda: chat.turn_end(ask.messages, last_token, ask.calls, line.opening),
+            lambda: chat.turn_ids(ask.messages, last_token, ask.calls, line.opening),
             begins=False,
         )
 
