@@ -21,11 +21,11 @@ PRODUCTION = ("deploy", "proto", "services", "src")
 # folder: lines, public names
 BUDGETS: dict[str, tuple[int, int]] = {
     "proto": (3_760, 152),
-    "services": (250, 6),
+    "services": (250, 5),
     "services/buffer": (5_290, 79),
     "services/config": (2_440, 54),
     "services/environments": (3_540, 87),
-    "services/generator": (8_172, 137),
+    "services/generator": (8_135, 137),
     "services/modeling": (5_197, 121),
     "services/monitor": (1_310, 40),
     "services/process": (1_985, 59),
