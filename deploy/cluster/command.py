@@ -26,7 +26,11 @@ from umbra.services.config.loader import as_dict
 from umbra.services.config.rules import check_feasible
 from umbra.services.reporting.tables import aligned
 
-FORMATS = ("compose", "slurm", "kubernetes")
+NEXT = {
+    "compose": "copy {out}/NODE to each node and run there: docker compose up -d",
+    "slurm": "sbatch {out}/run.sbatch",
+    "kubernetes": "kubectl apply -f {out}/kubernetes.yaml",
+}
 HEADINGS = ("node", "address", "GPUs", "process", "task", "ports")
 
 
@@ -39,7 +43,7 @@ HEADINGS = ("node", "address", "GPUs", "process", "task", "ports")
     help="Folder that receives the files.",
 )  # fmt: skip
 @click.option(
-    "--format", "formats", multiple=True, type=click.Choice(FORMATS), default=("compose",),
+    "--format", "formats", multiple=True, type=click.Choice(list(NEXT)), default=("compose",),
     show_default=True, help="What to render; may be given several times.",
 )  # fmt: skip
 @click.option("--run-id", help="Id of the run.  [default: <run.name>-<date>-<time>-<4 digits>]")
@@ -78,6 +82,8 @@ def command(
     click.echo(f"{len(files)} files written to {out}")
     if folder and "kubernetes" in formats:
         click.echo(f"make the secret of the keys: {keys_command(plan, str(folder))}")
+    for name in formats:
+        click.echo(f"next: {NEXT[name].format(out=out)}")
     if folder and modules and set(formats) != {"slurm"}:
         seen = [place for place in (folder, out.resolve()) if place.is_relative_to(modules)]
         if seen:

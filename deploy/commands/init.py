@@ -42,8 +42,8 @@ PROMPTS = "".join(
 _RUN = """\
 # A run of Umbra.
 #
-#   umbra check {file}     tries all of it, starts nothing
-#   umbra up {file}               runs it; Ctrl-C stops it, `umbra up runs/ID` goes on
+#   umbra check {file}   tries all of it, starts nothing
+#   umbra up {file}      runs it; Ctrl-C stops it, `umbra up runs/ID` resumes it
 #
 # docs/config.md has every key; engine, devices, threads, lengths and memory that are left out are
 # chosen for the machine. Paths are looked up beside this file, then from where you are.
@@ -53,10 +53,10 @@ name = {name}
 steps = 200                       # optimizer steps
 
 [model]
-{model}            # a directory of Hugging Face, or ORG/NAME on the hub
+{model}  # a Hugging Face model directory, or ORG/NAME on the hub
 
 [data]
-{prompts}       # rows with "prompt"; what else a row has reaches the reward
+{prompts}  # rows with "prompt"; other columns reach the reward
 
 [environment]
 {environment}

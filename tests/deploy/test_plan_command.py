@@ -45,7 +45,7 @@ def test_the_table_comes_first_and_then_the_files(
     assert plan_command(tmp_path) == 0
     out = capsys.readouterr().out
     assert out.startswith("node  address")
-    assert out.endswith(f"6 files written to {tmp_path / 'out'}\n")
+    assert f"\n6 files written to {tmp_path / 'out'}\nnext: copy " in out
     written = sorted(str(p.relative_to(tmp_path / "out")) for p in tmp_path.glob("out/[ab]/*"))
     names = ("compose.yaml", "keys", "run.toml", "umbra.env")
     assert written == [f"{node}/{name}" for node in "ab" for name in names]
