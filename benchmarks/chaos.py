@@ -37,8 +37,7 @@ from chaos_audit import audit, curve
 from chaos_run import DemoRun, SecondNode, free_port, make_task
 from report import Report
 
-from umbra.deploy.files.formats import to_toml
-from umbra.services.config.loader import as_dict, load_config
+from umbra.services.config.loader import as_dict, load_config, to_toml
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort.toml"
 ROUND_S = 1800.0  # for a run to end, disturbed or not

@@ -25,7 +25,7 @@ from report import Report, text
 from whole_runs import curve, steady
 
 from umbra.deploy.commands.demo import RECIPES
-from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.run_folder import RunFolder
 from umbra.services.process.child import umbra_argv
 
 SERVICES = ("generator-0", "trainer", "buffer", "weight-hub")

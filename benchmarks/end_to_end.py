@@ -24,7 +24,7 @@ from typing import Any
 from report import Report, spread, text
 from whole_runs import base_model, curve, run, run_file, steady
 
-from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.run_folder import RunFolder
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 

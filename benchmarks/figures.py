@@ -27,7 +27,7 @@ from typing import Any
 import plots
 from report import text
 
-from umbra.services.reporting.tables import markdown
+from umbra.services.reporting import markdown
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -28,13 +28,11 @@ from chaos_audit import audit, rows
 from chaos_run import DemoRun
 from report import Report
 
-from umbra.deploy.check.estimate import estimate
-from umbra.deploy.check.hardware import this_machine
-from umbra.deploy.check.needs import CONTEXT, peak
-from umbra.deploy.files.formats import to_toml
-from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.check.estimate import CONTEXT, estimate, peak
+from umbra.deploy.check.machine import this_machine
+from umbra.deploy.run_folder import RunFolder
 from umbra.proto.deadline import Deadline
-from umbra.services.config.loader import as_dict, load_config
+from umbra.services.config.loader import as_dict, load_config, to_toml
 from umbra.services.generator.tasks import write_task
 from umbra.services.trainer.make_model import make_model
 

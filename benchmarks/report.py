@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from umbra.services.reporting.tables import aligned, number
+from umbra.services.reporting import aligned, number
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,

@@ -11,12 +11,12 @@ from statistics import mean
 from typing import Any
 
 from umbra.deploy.commands.demo import DEMOS, HELDOUT, RECIPES
-from umbra.deploy.files.run_folder import RunFolder, read_rows
 from umbra.deploy.run.live import View
 from umbra.deploy.run.up import Up
+from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.services.config import RunConfig
 from umbra.services.process.child import umbra_argv
-from umbra.services.process.signals import SignalCounter
+from umbra.services.process.command import SignalCounter
 
 RUN_LIMIT_S = 900.0
 SMOLLM = Path(__file__).parents[1] / "examples" / "smollm"

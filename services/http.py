@@ -19,7 +19,7 @@ from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.net.keys import is_loopback
 from umbra.proto.net.server import Refusals
 from umbra.services.process.loop_thread import ends_with_it
-from umbra.services.reporting.tables import size
+from umbra.services.reporting import size
 
 BODY_S = 10.0  # for a client to send the body of its request
 HELD_BYTES = 1 << 30  # bodies of all requests under way

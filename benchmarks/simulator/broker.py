@@ -25,7 +25,7 @@ from umbra.services.buffer.prompts import PromptFeed
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store import MemoryStore
 from umbra.services.config import RunConfig
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt
 
 TICK_S = 0.5
 M = TypeVar("M", bound=Message)

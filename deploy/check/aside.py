@@ -1,7 +1,8 @@
 """Checks that need torch, in their own process: `python -m umbra.deploy.check.aside`.
 
 A driver that is out of order may hang or end whoever asks it, and torch takes half a GiB. Prints as
-JSON the GPUs that torch sees; of a request on standard input the choice, or a model's counts.
+JSON the GPUs that torch sees; of a request on standard input the choice, or the counts of a model
+that is built without weights.
 """
 
 from __future__ import annotations
@@ -10,15 +11,66 @@ import os
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+from transformers import AutoModelForCausalLM
 
-from umbra.deploy.check.built import count
 from umbra.deploy.check.choose import ChoiceRequest, for_hardware
-from umbra.deploy.check.counts import Build
-from umbra.deploy.check.hardware import Gpu, GpusSeen
+from umbra.deploy.check.machine import Gpu, GpusSeen
+from umbra.deploy.check.model_sizes import Build, Counts
 from umbra.proto.errors import UmbraError
+from umbra.services.config import TrainerConfig
+from umbra.services.modeling.models import attention_implementation, decoder_layers
+from umbra.services.modeling.pretrained import loading, read_transformers_config
+
+
+def count(build: Build) -> Counts:
+    """Return the counts of a model in a directory, with the adapter that its trainer puts in.
+
+    Raises:
+        UsageError: it cannot be built, or has no such layers.
+    """
+    directory = Path(build.directory)
+    with loading(directory, build.source):
+        return count_of(read_transformers_config(directory), build.trainer)
+
+
+def count_of(model_config: Any, trainer: TrainerConfig) -> Counts:
+    """Return `count` of the model that Transformers makes by its config."""
+    attention = attention_implementation(model_config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_config, attn_implementation=attention, trust_remote_code=False
+        )
+    if trainer.lora_rank:
+        from umbra.services.modeling.lora import add_adapter  # brings peft
+
+        add_adapter(model, trainer, seed=0)
+    places = {id(p): i for i, one in enumerate(decoder_layers(model)) for p in one.parameters()}
+    counts: dict[int, list[int]] = {-1: [0, 0]}  # by layer, -1 is outside of them: all, trained
+    adapter = largest = 0
+    for name, parameter in model.named_parameters():
+        size = parameter.numel()
+        own = counts.setdefault(places.get(id(parameter), -1), [0, 0])
+        own[0] += size
+        own[1] += size * parameter.requires_grad
+        adapter += size * (".lora_" in name)
+        largest = max(largest, size)
+    parameters, trained = map(sum, zip(*counts.values(), strict=True))
+    outside = counts.pop(-1)
+    layer = max(counts.values(), default=[0, 0])
+    return Counts(
+        parameters=parameters - adapter,
+        adapter=adapter,
+        trained=trained,
+        outside=(outside[0], outside[1]),
+        layer=(layer[0], layer[1]),
+        largest=largest,
+        eager=attention == "eager",
+    )
+
 
 CPU_S = 180  # of processor time, torch's import included: a large model takes some 30
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from umbra.deploy.check.hardware import (
+from umbra.deploy.check.machine import (
     Machine,
     ask_aside,
     first_gpu,
+    for_cpus,
     kind_of,
     this_machine,
 )
-from umbra.deploy.check.machine import for_cpus
 from umbra.deploy.prepare.preflight import check_packages, check_room, check_run
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.config import RunConfig
@@ -26,7 +26,7 @@ from umbra.services.config.loader import as_dict, given_keys
 from umbra.services.config.rules import device_faults
 from umbra.services.modeling.architectures import read_config
 from umbra.services.modeling.model_directory import directory_of
-from umbra.services.process.versions import driver_version, versions_line
+from umbra.services.process.host import driver_version, versions_line
 
 MOST_CONTEXT = 8192  # of a model that could take more: longer answers are asked for by name
 PATIENCE_S = 1800.0  # for a choice in another process, which ends itself far earlier

@@ -11,25 +11,32 @@ from typing import Any
 import click
 
 from umbra.deploy.check.choose import for_hardware
-from umbra.deploy.check.estimate import Estimate, judge
-from umbra.deploy.check.hardware import GPUS, Machine, this_machine
-from umbra.deploy.check.machine import Finding, as_text, findings, for_cpus, has_problem, refusal
+from umbra.deploy.check.estimate import PHASES, Estimate, Need, judge, peak
+from umbra.deploy.check.machine import (
+    GPUS,
+    Finding,
+    Machine,
+    as_text,
+    findings,
+    for_cpus,
+    has_problem,
+    refusal,
+    this_machine,
+)
 from umbra.deploy.check.model_sizes import read_sizes
-from umbra.deploy.check.needs import PHASES, Need, peak
-from umbra.deploy.files.formats import to_toml
-from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.load import load_given, search_path, set_option
 from umbra.deploy.prepare.preflight import check_packages, check_run
 from umbra.deploy.prepare.stage import find_rows, try_aside
+from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.config import RunConfig
-from umbra.services.config.loader import as_dict, given_keys, load_config
+from umbra.services.config.loader import as_dict, given_keys, load_config, to_toml
 from umbra.services.config.rules import cautions, device_faults, implied_staleness
 from umbra.services.generator.checks import check_chat
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.modeling.pretrained import import_without_torch
 from umbra.services.process.files import named_run
-from umbra.services.reporting.tables import aligned, size
+from umbra.services.reporting import aligned, size
 
 
 @click.command()

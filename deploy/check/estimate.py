@@ -1,30 +1,349 @@
-"""Estimate of a run's memory: the margin, and the key to lower if it does not fit."""
+"""Estimate of a run's memory, in bytes; docs/models.md.
+
+`needs` has what each process takes on its GPU and host (the kernel measures at most 5 % more in
+tests), and `judge` the margin, and the key to lower if it does not fit. A run is taken to be on one
+host.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from msgspec.structs import replace
+import msgspec
 
-from umbra.deploy.check.hardware import Machine
+from umbra.deploy.check.machine import GIB, Machine, first_gpu, kind_of
 from umbra.deploy.check.model_sizes import ModelSizes, read_sizes
-from umbra.deploy.check.needs import (
-    LOADED,
-    PHASES,
-    VLLM_WORK,
-    Item,
-    Need,
-    needs,
-    peak,
-    published,
-)
 from umbra.proto.errors import UsageError
-from umbra.services.config import RunConfig
-from umbra.services.reporting.tables import size
+from umbra.services.config import RunConfig, TrainerConfig
+from umbra.services.modeling.row_sizes import (
+    fitting_tokens,
+    reading_tokens,
+    rows_within,
+    scoring_rows,
+)
+from umbra.services.process.host import host_bytes
+from umbra.services.reporting import size
+from umbra.services.weights.planes.plane import GPU_PLANES
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "no": 4, "bf16": 2}
+# When an item is there, if not always: the backward pass begins at the logits and the last layer,
+# with all activations, and ends at the first layer, with all gradients.
+LOADING, LOGITS, LAST, FIRST, EXPORT = PHASES = (
+    "loading", "logits", "last layer", "first layer", "export",
+)  # fmt: skip
+PASS = (LOGITS, LAST, FIRST)
+LOADED = (*PASS, EXPORT)
+PROCESS, GPU_PROCESS = int(0.6 * GIB), 2 * GIB  # Python with torch; the same with CUDA's libraries
+CONTEXT = 1 * GIB  # of a GPU: CUDA's context, cuBLAS, and NCCL's buffers
+VLLM_WORK = 3 * GIB  # CUDA graphs, and the pass that vLLM profiles
+UNKNOWN_GPU = 80 * 10**9  # of a GPU that is asked for by name on a machine without any
+MASK = 5  # bytes of a pair of positions in a dense mask, and in tensors made of it
+SHARD = "raise trainer.ranks, or train an adapter (trainer.lora_rank)"
+FETCHED = ("tcp", "nccl")  # planes whose receivers hold a version of their own
+NO_KEY = "there is no key for it; a GPU with more memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Bytes for one purpose in the phases `during`; `remedy` is what a user can change."""
+
+    name: str
+    bytes: int
+    during: tuple[str, ...] = PHASES
+    remedy: str = ""
+
+
+def peak(items: Iterable[Item]) -> int:
+    """Return the most that `items` take together in any phase."""
+    items = list(items)
+    return max(sum(item.bytes for item in items if phase in item.during) for phase in PHASES)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Needs of each of `count` like processes on its `gpus` and on the host."""
+
+    name: str
+    gpus: tuple[tuple[int, ...], ...]
+    device: tuple[Item, ...]
+    host: tuple[Item, ...]
+    count: int = 1
+
+
+def needs(config: RunConfig, sizes: ModelSizes, *, gpu: int, host: int | None) -> list[Need]:
+    """Return the needs of each kind of process.
+
+    `gpu` is the memory of a GPU in bytes, 0 without any; `host` the host's, None this machine's.
+    """
+    return [
+        _trainer(config, sizes, gpu, host),
+        _generator(config, sizes, gpu=gpu > 0),
+        *_scorers(config, sizes, gpu, host),
+        *_planes(config, sizes, gpu),
+    ]
+
+
+def _placed(name: str, gpus: Any, device: list[Item], host: list[Item], count: int) -> Need:
+    """Return a need; without GPUs all of it is memory of the host."""
+    if not gpus:
+        return Need(name, (), (), (Item("process", PROCESS), *host, *device), count)
+    device = [*device, Item("CUDA and NCCL", CONTEXT)]
+    return Need(name, gpus, tuple(device), (Item("process", GPU_PROCESS), *host), count)
+
+
+def _memory(kind: str, gpu: int, host: int | None, processes: int = 1) -> int:
+    if kind == "cuda":
+        return gpu or UNKNOWN_GPU
+    return (host_bytes() if host is None else host) // processes
+
+
+def _trainer(config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | None) -> Need:
+    trainer, ranks = config.trainer, config.trainer.ranks
+    kind = kind_of(trainer.device, gpu=gpu > 0)
+    memory = _memory(kind, gpu, host_memory, ranks)
+    fits = fitting_tokens(trainer, sizes.config, sizes.parameters // ranks, memory, kind)
+    rows = rows_within(trainer, sizes.config, fits, kind, config.longest_turn)
+    tokens, width = fullest(*rows, config.generator.max_context)
+    device, host = _rank(trainer, sizes, kind, tokens, width)
+    if trainer.pieces.needs_critic:
+        # Its passes and the policy's may be under way at the same time. It is float32, and on the
+        # host only where FSDP puts it there.
+        offload = trainer.offload if ranks > 1 and trainer.offload != "optimizer" else "none"
+        own = msgspec.structs.replace(
+            trainer, weights="float32", optimizer="adamw", offload=offload
+        )
+        for place, items in zip(
+            (device, host), _rank(own, sizes, kind, tokens, width), strict=True
+        ):
+            place += [replace(item, name=f"critic: {item.name}") for item in items]
+    trained = sizes.trained // ranks
+    read = max(sizes.largest, sizes.layer[0]) // ranks
+    host.append(Item("rows of a layer while it is read", 4 * read, (LOADING,)))
+    if config.checkpoint.every:
+        state = 4 * trained + moments(trainer, sizes)
+        host.append(Item("copy for checkpoints", state, LOADED, "set checkpoint.every = 0"))
+    if trainer.mismatch_every and config.buffer.run_ahead:
+        aside = ITEM_BYTES[trainer.weights] * trained
+        host.append(Item("weights kept aside", aside, PASS, "set buffer.run_ahead = 0"))
+    if kind == "cuda" or ranks > 1 or trainer.lora_rank:
+        whole = 4 * sizes.parameters // ranks  # which rank 0 has for all of them
+        host.append(Item("the whole model for the export, per rank", whole, (EXPORT,)))
+    first = first_gpu(trainer.device)
+    gpus = tuple((first + rank,) for rank in range(ranks)) if kind == "cuda" else ()
+    return _placed("trainer rank", gpus, device, host, ranks)
+
+
+def fullest(pack_tokens: int, micro_tokens: int, max_context: int) -> tuple[int, int]:
+    """Return tokens and row width of the micro-batch that needs most of those `packing.pack` makes.
+
+    A sample longer than `pack_tokens` has a row alone, and packed rows may be padded to it.
+    """
+    longest = max(1, max_context - 1)
+    if longest <= pack_tokens:
+        return max(micro_tokens, pack_tokens), pack_tokens
+    return max(micro_tokens, longest), min(longest, 2 * pack_tokens - 1)
+
+
+def moments(trainer: TrainerConfig, sizes: ModelSizes) -> int:
+    trained = sizes.trained // trainer.ranks
+    match trainer.optimizer:
+        case "sgd":
+            return 4 * trained if trainer.betas[0] else 0
+        case "adamw8bit":  # a byte per moment, and a scale for a block of 128
+            return 2 * (trained + 4 * trained // 128)
+        case _:
+            return 8 * trained
+
+
+def _rank(
+    trainer: TrainerConfig, sizes: ModelSizes, kind: str, tokens: int, width: int
+) -> tuple[list[Item], list[Item]]:
+    """Return the items of a rank's model on its device, and those in host memory."""
+    ranks, each = trainer.ranks, ITEM_BYTES[trainer.weights]
+    share = (sizes.parameters + sizes.adapter) // ranks
+    trained = sizes.trained // ranks
+    rows_on_host = trainer.offload == "all" and ranks > 1
+    step_on_host = trainer.offload in ("optimizer", "all")
+    rows = [Item(f"weights, {'bfloat16' if each == 2 else 'float32'}", each * share, remedy=SHARD)]
+    step: list[Item] = []
+    if each == 2 or (step_on_host and not rows_on_host):
+        # Each micro-batch has gradients of its own, which are added to the copies' gradients.
+        step.append(Item("float32 copies", 4 * trained, remedy=SHARD))
+        rows.append(Item("gradients of a micro-batch", each * trained, (FIRST,), SHARD))
+    step.append(Item("gradients, float32", 4 * trained, LOADED, SHARD))
+    step.append(Item(f"moments, {trainer.optimizer}", moments(trainer, sizes), LOADED, SHARD))
+    passes, offloaded = _pass(trainer, sizes, kind, tokens, width)
+    device = [*(() if rows_on_host else rows), *(() if step_on_host else step), *passes]
+    device += _gathered(trainer, sizes, kind) if ranks > 1 else ()
+    host = [*(rows if rows_on_host else ()), *(step if step_on_host else ()), *offloaded]
+    return device, host
+
+
+def _gathered(trainer: TrainerConfig, sizes: ModelSizes, kind: str) -> Iterator[Item]:
+    """Yield what FSDP2 has that is no shard: all outside of the layers, and a layer at a time.
+
+    On GPUs there are the next layer and its buffer, too. Gradients are summed in float32.
+    """
+    each = ITEM_BYTES[trainer.precision_on(kind)]
+    (outside, outside_trained), (layer, layer_trained) = sizes.outside, sizes.layer
+    at_once, ends = (3 if kind == "cuda" else 1), (LAST, FIRST)
+    shared = 4 + 4 // trainer.ranks  # a buffer in float32, and what comes of it
+    summed = (each + 4 + shared) * layer_trained
+    yield Item("gathered parameters", each * outside, PASS, NO_KEY)
+    yield Item("gathered layers", at_once * each * layer, ends, NO_KEY)
+    yield Item("gathered gradients", each * outside_trained, ends, NO_KEY)
+    yield Item("a layer's gradients while they are summed", summed, ends, NO_KEY)
+
+
+def _pass(
+    trainer: TrainerConfig, sizes: ModelSizes, kind: str, tokens: int, width: int
+) -> tuple[list[Item], list[Item]]:
+    """Return what a forward and backward pass takes on the device, and what it moves to the host.
+
+    Autocast, of one rank, keeps the residual stream in float32, and casts of the weights.
+    """
+    each, layers = ITEM_BYTES[trainer.precision_on(kind)], sizes.layers
+    tokens //= trainer.sequence_parallel
+    autocast = each == 2 and trainer.weights == "float32" and trainer.ranks == 1
+    stream = 4 if autocast else each
+    layer = tokens * (10 * sizes.hidden * stream + (sizes.kept - 10 * sizes.hidden) * each)
+    layer = layer * 21 // 20  # tensors not in `layer_numbers`
+    pairs = tokens * width
+    scores = (sizes.scores * each + 2) * pairs
+    chosen = trainer.recomputes_on(kind)
+    every = 1 if chosen is True else int(str(chosen).split()[1]) if "every" in str(chosen) else 0
+    again = layers // every if every else 0
+    inputs, whole = again * tokens * sizes.hidden * stream, layers - again
+    away = inputs if trainer.offload in ("activations", "all") and kind == "cuda" else 0
+    kept = inputs - away + whole * layer
+    if autocast:
+        kept += 2 * (sizes.layer[0] * layers + sizes.outside[0])
+    masks = (MASK * pairs if kind == "cpu" else 0) + (whole * scores if sizes.scores else 0)
+    chunk = min(4 * tokens * sizes.vocabulary, int(trainer.logits_mib * 2**20))
+    head = sizes.vocabulary * sizes.hidden if sizes.outside[1] else 0
+    what = f"{tokens:,} tokens in rows of {width:,}"
+    less = "lower trainer.micro_tokens"
+    if not chosen:
+        less = "set trainer.activation_checkpointing = true"
+    elif tokens <= width:
+        less = "lower generator.max_context or trainer.pack_tokens"
+    full = (LOGITS, LAST)
+    working = layer + (scores if sizes.scores else 0)
+    device = [
+        Item(f"activations, {what}", kept, full, less),
+        Item("masks and scores", masks, full, "lower trainer.pack_tokens"),
+        Item("logits", 4 * chunk + 6 * head, (LOGITS,), NO_KEY),
+        Item("a layer's forward and backward pass", working, (LAST, FIRST), less),
+    ]
+    return device, [Item(f"activations, {what}", away, full, less)] if away else []
+
+
+def published(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> int:
+    """Return the bytes of a version: the weights, or an adapter published by itself."""
+    alone = config.trainer.lora_publish == "adapter"
+    numbers = sizes.adapter if alone else sizes.parameters
+    return numbers * _served(config, config.trainer.device, gpu)
+
+
+def _served(config: RunConfig, device: str, gpu: bool) -> int:
+    return ITEM_BYTES[config.weight_hub.dtype_on(kind_of(device, gpu=gpu))]
+
+
+def _forward(sizes: ModelSizes, tokens: int, width: int, each: int, kind: str) -> int:
+    """Return the bytes of a pass without gradients, of one layer at a time."""
+    scores = sizes.scores * each + (MASK if kind == "cpu" else 0)
+    return tokens * (each * sizes.kept + width * scores)
+
+
+def _generator(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Need:
+    generator, parallel = config.generator, config.generator.tensor_parallel
+    kind = kind_of(generator.device, gpu=gpu)
+    each, arguments = _served(config, generator.device, gpu), generator.engine_args
+    slots, context, vllm = generator.slots, generator.max_context, generator.engine == "vllm"
+    version = sizes.parameters * each
+    weights = version // 2 if arguments.get("quantization") else version
+    cached = 1 if "fp8" in str(arguments.get("kv_cache_dtype", "")) else each
+    cache = Item(
+        f"KV cache, {slots} x {context:,} tokens",
+        slots * (cached * sizes.cache * context + 4 * sizes.states) // parallel,
+        remedy="lower generator.slots or generator.max_context",
+    )
+    if given := arguments.get("kv_cache_memory_bytes"):
+        remedy = "lower generator.engine_args.kv_cache_memory_bytes"
+        cache = Item("KV cache", int(given), remedy=remedy)
+    name = f"weights, {config.weight_hub.dtype_on(kind)}"
+    device = [Item(name, weights // parallel, remedy="raise generator.tensor_parallel"), cache]
+    if config.trainer.lora_publish == "adapter":
+        device.append(Item("adapter", sizes.adapter * each))
+    if vllm:
+        device.append(Item("vLLM's passes and graphs", VLLM_WORK))
+    else:
+        read = context * max(1, min(slots, reading_tokens(kind, sizes.parameters) // context))
+        sampled = 4 * 4 * slots * sizes.vocabulary  # logits, their softmax, sorted, drawn
+        device.append(Item("prefill", _forward(sizes, read, context, each, kind)))
+        device.append(Item("sampling", sampled, remedy="lower generator.slots"))
+    host: list[Item] = []
+    if config.weight_hub.plane in FETCHED:
+        host.append(Item("a fetched version", published(config, sizes, gpu=gpu), LOADED))
+    if generator.engine == "vllm-http":  # whose servers others start
+        return _placed("generator", (), [], host, 1)
+    if kind == "cuda" and not vllm:
+        host.append(Item("the whole model while it is read", version, (LOADING,)))
+    own = parallel if ":" in generator.device else 0  # device "cuda": all share the first one
+    starts = [first_gpu(generator.device) + own * index for index in range(generator.count)]
+    gpus = tuple(tuple(range(start, start + parallel)) for start in starts)
+    return _placed("generator", gpus if kind == "cuda" else (), device, host, generator.count)
+
+
+def _planes(config: RunConfig, sizes: ModelSizes, gpu: int) -> Iterator[Need]:
+    """Yield the processes that move versions on GPUs, if such a plane is set and not `auto`."""
+    plane, gpus = config.weight_hub.plane, _generator(config, sizes, gpu=gpu > 0).gpus
+    if plane not in GPU_PLANES or not gpus:
+        return
+    copies = config.weight_hub.slots + 1 if plane == "cuda_ipc" else 0
+    version = published(config, sizes, gpu=gpu > 0)
+    device = [Item("versions", copies * version, remedy="set weight_hub.plane = shm")]
+    yield _placed("weight hub", (gpus[0][:1] if copies else (0,),), device, [], 1)
+    if plane == "nccl":
+        loaded = version if len(gpus[0]) == 1 else 0  # from there, by an engine on one GPU
+        device = [Item("a version until it is loaded", loaded, remedy="set weight_hub.plane = shm")]
+        yield _placed("weight receiver", tuple(one[:1] for one in gpus), device, [], len(gpus))
+
+
+def _scorers(
+    config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | None
+) -> Iterator[Need]:
+    scorer, kind = config.scorer, kind_of(config.scorer.device, gpu=gpu > 0)
+    each, memory = _served(config, scorer.device, gpu > 0), _memory(kind, gpu, host_memory)
+    for stage in ("ref_logp", "logp"):
+        count = scorer.processes(stage)
+        if stage not in config.buffer.stages or not count:
+            continue
+        models, work = (stage == "ref_logp" and sizes.teachers) or (sizes,), 0
+        for one in models:
+            rows = scoring_rows(
+                config.trainer, one.config, one.parameters, each, memory, kind, config.longest_turn
+            )
+            tokens, width = fullest(*rows, config.generator.max_context)
+            logits = 4 * min(4 * tokens * one.vocabulary, int(config.trainer.logits_mib * 2**20))
+            work = max(work, _forward(one, tokens, width, each, kind) + logits)
+        device = [
+            Item("weights", each * sum(one.parameters for one in models)),
+            Item("forward pass", work, remedy="lower trainer.micro_tokens"),
+        ]
+        host: list[Item] = []
+        if kind == "cuda":
+            largest = each * max(one.parameters for one in models)
+            host.append(Item("the whole model while it is read", largest, (LOADING,)))
+        if stage == "logp" and config.weight_hub.plane in FETCHED:
+            host.append(Item("a fetched version", published(config, sizes, gpu=gpu > 0), LOADED))
+        gpus = ((first_gpu(scorer.device),),) * count if kind == "cuda" else ()
+        yield _placed(f"scorer {stage}", gpus, device, host, count)
+
 
 USABLE = 0.95  # of a GPU: its allocator leaves gaps
 VLLM_SHARE = 0.92  # vLLM 0.32's gpu_memory_utilization
@@ -202,7 +521,7 @@ def divide(config: RunConfig, given: Collection[str], machine: Machine) -> tuple
     """
     try:
         found = estimate(config, machine)
-        divided = replace(config, generator=_generator_part(config, found, given))
+        divided = msgspec.structs.replace(config, generator=_generator_part(config, found, given))
         faults = estimate(divided, machine).faults
     except UsageError:
         return config, ""
@@ -228,4 +547,4 @@ def _generator_part(config: RunConfig, found: Estimate, given: Collection[str]) 
         grows = sum(item.bytes for item in own.device if "generator.slots" in item.remedy)
         fixed = peak(own.device) - grows
         slots = max(1, min(slots, int((room - fixed) / (grows / slots))))
-    return replace(generator, slots=slots, engine_args=arguments)
+    return msgspec.structs.replace(generator, slots=slots, engine_args=arguments)

@@ -10,21 +10,19 @@ import click
 import msgspec
 
 from umbra.deploy.cluster.cluster_file import load_cluster
-from umbra.deploy.cluster.compose import KEYS_FOLDER, compose_files
-from umbra.deploy.cluster.kubernetes import keys_command, manifests
+from umbra.deploy.cluster.containers import KEYS_FOLDER, compose_files, keys_command, manifests
 from umbra.deploy.cluster.launch import container_paths, launches, modules_of, ports
 from umbra.deploy.cluster.plan import Plan, Process, make_plan
 from umbra.deploy.cluster.slurm import slurm_files
-from umbra.deploy.files.formats import to_toml
-from umbra.deploy.files.run_folder import new_run_id
 from umbra.deploy.prepare.load import load_run, run_file_argument, set_option
+from umbra.deploy.run_folder import new_run_id
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.proto.net.keys import FOLDER, SECRET, make_keys
 from umbra.services.config import RunSection
-from umbra.services.config.loader import as_dict
+from umbra.services.config.loader import as_dict, to_toml
 from umbra.services.config.rules import check_feasible
-from umbra.services.reporting.tables import aligned
+from umbra.services.reporting import aligned
 
 NEXT = {
     "compose": "copy {out}/NODE to each node and run there: docker compose up -d",

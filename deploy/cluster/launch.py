@@ -13,7 +13,7 @@ from umbra.services.config import RunConfig
 from umbra.services.modeling.hub import looks_like_name
 from umbra.services.process.child import with_fast_copies
 from umbra.services.process.parent import SEARCH_VARIABLE
-from umbra.services.prompts.readers import DATASETS, is_function, is_parquet
+from umbra.services.prompts import DATASETS, is_function, is_parquet
 
 # The ports of what serves others, which needs no torch unless it broadcasts from GPUs.
 PORTS: dict[Task, tuple[Port, ...]] = {

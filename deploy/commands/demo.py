@@ -11,23 +11,22 @@ from typing import Any
 
 import click
 
-from umbra.deploy.files.formats import to_toml
-from umbra.deploy.files.run_folder import RunFolder, StepFollower
-from umbra.deploy.files.shown import best_effort_output, command_line, shown_command
 from umbra.deploy.prepare.load import set_option
 from umbra.deploy.prepare.preflight import check_run
 from umbra.deploy.prepare.stage import StageInterrupted, last_said, run_stage
 from umbra.deploy.run.command import finish
 from umbra.deploy.run.live import View, choose_view
 from umbra.deploy.run.up import Up
+from umbra.deploy.run_folder import RunFolder, StepFollower
+from umbra.deploy.shown import best_effort_output, command_line, shown_command
 from umbra.proto.errors import EXIT_DONE
-from umbra.services.config.loader import as_dict, load_config
+from umbra.services.config.loader import as_dict, load_config, to_toml
 from umbra.services.generator.tasks import write_task
 from umbra.services.modeling.run_file import located
 from umbra.services.monitor.view import sparkline
 from umbra.services.process.child import child_environ
+from umbra.services.process.command import SignalCounter
 from umbra.services.process.fork_server import ForkServer
-from umbra.services.process.signals import SignalCounter
 
 DEMOS = Path(__file__).parents[1] / "demos"
 

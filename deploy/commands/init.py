@@ -12,10 +12,10 @@ from typing import Any
 import click
 import tomli_w
 
-from umbra.deploy.files.shown import shown_command, shown_path
+from umbra.deploy.shown import shown_command, shown_path
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.modeling.hub import is_hub_name
-from umbra.services.prompts.readers import DATASETS
+from umbra.services.prompts import DATASETS
 
 REWARD = '''"""What an answer is worth. The trainer sees nothing else of your task."""
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import click
 
-from umbra.deploy.files.run_folder import (
+from umbra.deploy.run_folder import (
     RunFolder,
     only_rows_of_runs,
     read_object,
@@ -26,14 +26,14 @@ from umbra.deploy.files.run_folder import (
     step_row,
     tail,
 )
-from umbra.deploy.files.shown import shown_name
+from umbra.deploy.shown import shown_name
 from umbra.proto.bounds import printable
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.config import RunSection
 from umbra.services.config.loader import load_config
 from umbra.services.monitor.run_address import find_run
 from umbra.services.process.files import is_held
-from umbra.services.reporting.tables import aligned, size
+from umbra.services.reporting import aligned, size
 
 TAIL_BYTES = 1 << 20  # of the metrics, in which a run without a summary has its last steps
 RECENT = 10  # steps, of which the mean reward is shown

@@ -15,15 +15,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from umbra.deploy.model_check.outcome import Outcome, Row, vllm_bound
-from umbra.deploy.model_check.serving import (
+from umbra.deploy.model_check.comparisons import (
+    Outcome,
+    Row,
     change,
     compare_export,
     compare_publishing,
     compare_torch_engine,
+    compare_training,
     publish,
+    vllm_bound,
 )
-from umbra.deploy.model_check.training import compare_training
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.generator.vllm import check as vllm_check
 from umbra.services.modeling.architectures import (

@@ -8,7 +8,7 @@ from typing import Any
 import click
 import msgspec
 
-from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.run_folder import RunFolder
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_tree
 from umbra.services.modeling.run_file import located

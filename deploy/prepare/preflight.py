@@ -26,8 +26,8 @@ from umbra.services.modeling.architectures import (
 )
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.modeling.model_directory import check_model_dir
-from umbra.services.prompts.readers import read_source
-from umbra.services.reporting.tables import size
+from umbra.services.prompts import read_source
+from umbra.services.reporting import size
 from umbra.services.weights.planes.plane import check_plane
 
 LEAST_ROOM = 16 << 20  # bytes on the disk of run.dir with which a run is begun

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from umbra.deploy.files.run_folder import CHECK, RunFolder, last_lines
+from umbra.deploy.run_folder import CHECK, RunFolder, last_lines
 from umbra.proto.errors import ERROR_PREFIX, UmbraError
 from umbra.services.buffer.prompts import rows_to_try
 from umbra.services.config import RunConfig
@@ -28,11 +28,10 @@ from umbra.services.process.child import (
     own_exit_code,
     python_argv,
 )
+from umbra.services.process.command import SignalCounter
 from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.process.fork_server import ForkServer
-from umbra.services.process.signals import SignalCounter
-from umbra.services.prompts.readers import read_source
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt, read_source
 
 POLL_S = 0.02
 Waiting = Callable[[], None]  # called again and again while a stage runs

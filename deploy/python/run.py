@@ -14,8 +14,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.files.run_folder import Row, RunFolder, StepFollower, read_object, read_rollouts
 from umbra.deploy.prepare.stage import last_object, run_stage
+from umbra.deploy.run_folder import Row, RunFolder, StepFollower, read_object, read_rollouts
 from umbra.proto.access import KeyRole
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import ERROR_PREFIX, UsageError

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import msgspec
 
 from umbra.deploy.check.choose import in_one_line, ready
-from umbra.deploy.files.run_folder import RunFolder
-from umbra.deploy.files.shown import shown_path
 from umbra.deploy.python.run import LOOK_S, Run, RunChild
 from umbra.deploy.python.source import MODULE, CopiedSource
+from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.shown import shown_path
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import config_of, read_run_file, to_json
@@ -24,7 +24,7 @@ from umbra.services.environments.protocol import Tool
 from umbra.services.environments.tools import BUILT_IN
 from umbra.services.modeling.run_file import Say, located
 from umbra.services.process.files import DISK, READABLE_MODE
-from umbra.services.prompts.rows import plain_row, rows_of
+from umbra.services.prompts import plain_row, rows_of
 
 Prompts: TypeAlias = str | Path | Iterable[str | Mapping[str, Any]]
 """A value of `data.prompts`; or a data set, or rows that are texts or mappings."""

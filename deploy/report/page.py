@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import click
 
-from umbra.deploy.files.run_folder import (
+from umbra.deploy.report.recording import Figures, gather, recorded, write_trace
+from umbra.deploy.report.summary import balanced, summary_rows
+from umbra.deploy.run_folder import (
     Row,
     RunFolder,
     only_rows_of_runs,
@@ -19,12 +20,10 @@ from umbra.deploy.files.run_folder import (
     read_rollouts,
     rewritten,
 )
-from umbra.deploy.report.recording import Figures, gather, recorded, write_trace
-from umbra.deploy.report.summary import balanced, summary_rows
 from umbra.proto.errors import EXIT_DONE, UsageError
-from umbra.services.monitor.web import WEB
+from umbra.services.monitor.view import page_file
 from umbra.services.process.files import named_run
-from umbra.services.reporting.figures import busy, is_idle
+from umbra.services.reporting import busy, is_idle
 
 COLUMNS = (
     "reward/mean", "solved", "samples_per_s", "loss", "response_length/mean", "response_length/p99",
@@ -39,10 +38,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 
 def page(look: Mapping[str, Any]) -> str:
     """Return the page, which needs nothing else: its scripts and its data are in itself."""
-    html, style, script = (
-        files(WEB).joinpath(f"page.{kind}").read_text(encoding="utf-8")
-        for kind in ("html", "css", "js")
-    )
+    html, style, script = (page_file(f"page.{kind}") for kind in ("html", "css", "js"))
     data = json.dumps(look, separators=(",", ":")).replace("<", "\\u003c")
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<title>'
     for old, new in (

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.files.run_folder import Row, RunFolder, read_rows, rewritten
+from umbra.deploy.run_folder import Row, RunFolder, read_rows, rewritten
 from umbra.proto.errors import UsageError
 from umbra.services.process.metrics import span_name
-from umbra.services.reporting.figures import is_idle
+from umbra.services.reporting import is_idle
 
 Interval = tuple[float, float]  # start and end, seconds
 JOIN_S = 0.001  # spans that are closer are one

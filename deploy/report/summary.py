@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from umbra.deploy.files.run_folder import RunFolder, read_object
 from umbra.deploy.report.recording import Figures, Interval, gather, recorded
+from umbra.deploy.run_folder import RunFolder, read_object
 from umbra.services.monitor.view import health_text
 from umbra.services.process.child import Usage
 from umbra.services.process.files import DISK, READABLE_MODE
-from umbra.services.reporting.figures import PHASES
-from umbra.services.reporting.tables import counts, number
+from umbra.services.reporting import PHASES, counts, number
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ from typing import Any
 import click
 
 from umbra.deploy.check.choose import in_one_line, ready
-from umbra.deploy.files.run_folder import RunFolder
-from umbra.deploy.files.shown import best_effort_output, print_facts, shown_command, shown_path
 from umbra.deploy.prepare.load import (
     load_given,
     note,
@@ -24,6 +22,8 @@ from umbra.deploy.prepare.preflight import check_ports_free
 from umbra.deploy.report.summary import summary_rows
 from umbra.deploy.run.live import choose_view
 from umbra.deploy.run.up import Up
+from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.shown import best_effort_output, print_facts, shown_command, shown_path
 from umbra.proto.errors import ERROR_PREFIX, EXIT_DONE, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
@@ -31,10 +31,10 @@ from umbra.services.config.rules import cautions
 from umbra.services.config.training import after_extension
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.process.child import child_environ
+from umbra.services.process.command import SignalCounter
 from umbra.services.process.files import named_run
 from umbra.services.process.fork_server import ForkServer
-from umbra.services.process.signals import SignalCounter
-from umbra.services.reporting.tables import size
+from umbra.services.reporting import size
 
 SIGNALLED = 128  # exit codes above it are of signals
 

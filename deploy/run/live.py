@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from umbra.deploy.files.run_folder import RunFolder, StepFollower
+from umbra.deploy.run_folder import RunFolder, StepFollower
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
 from umbra.proto.net.keys import Security

@@ -15,8 +15,6 @@ from typing import Any
 
 import msgspec
 
-from umbra.deploy.files.run_folder import RunFolder, last_lines, read_object
-from umbra.deploy.files.shown import command_line, shown_path
 from umbra.deploy.prepare.stage import (
     FORESEEN_CODES,
     StageInterrupted,
@@ -26,6 +24,8 @@ from umbra.deploy.prepare.stage import (
 from umbra.deploy.report.page import write_report
 from umbra.deploy.report.summary import RunOutcome, summarise, write_summary
 from umbra.deploy.run.live import Progress, View
+from umbra.deploy.run_folder import RunFolder, last_lines, read_object
+from umbra.deploy.shown import command_line, shown_path
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
 from umbra.proto.net.keys import open_security
@@ -33,8 +33,8 @@ from umbra.services.buffer.command import NEW_ADDRESS
 from umbra.services.config import RunConfig
 from umbra.services.monitor.run_address import RunAddress
 from umbra.services.process.child import ChildError, ChildProcess, child_environ, umbra_argv
+from umbra.services.process.command import SignalCounter
 from umbra.services.process.fork_server import ForkServer
-from umbra.services.process.signals import SignalCounter
 from umbra.services.process.supervisor import Program, Supervisor
 from umbra.services.weights.arena import remove_leftovers
 

@@ -12,8 +12,7 @@ from typing import Any
 from umbra.proto.errors import UsageError
 from umbra.services.config import DataConfig, NamedEnvironment
 from umbra.services.config.generation import ENVIRONMENT, environment_prefix
-from umbra.services.prompts.readers import read_source
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt, read_source
 
 
 def open_prompts(

@@ -32,8 +32,7 @@ from umbra.services.config import RunConfig
 from umbra.services.config.rules import check_feasible, implied_staleness
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.files import DISK, READABLE_MODE
-from umbra.services.prompts.readers import read_source
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt, read_source
 from umbra.services.weights.memory import HeapTrimmer
 
 POLL_S = 0.1  # how late a deadline may be noticed

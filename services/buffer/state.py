@@ -35,7 +35,7 @@ from umbra.services.buffer.samples.trajectories import TrajectoryStore
 from umbra.services.buffer.store import Store, StoreError
 from umbra.services.config import RunConfig
 from umbra.services.config.trajectory_rules import RunFacts, samplings_of
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Fills `RunConfig` from TOML, environment and overrides, with errors a person can act on."""
+"""Fills `RunConfig` from TOML, environment and overrides, and writes it; errors name the remedy."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 import msgspec
+import tomli_w
 
 from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.config import NamedEnvironment, RunConfig
@@ -98,6 +99,29 @@ def as_dict(config: RunConfig) -> dict[str, Any]:
 def to_json(config: RunConfig) -> bytes:
     """Return the resolved configuration as indented JSON, which `load_config` reads back."""
     return msgspec.json.format(msgspec.json.encode(config), indent=2)
+
+
+def to_toml(
+    tree: Mapping[str, Any],
+    remarks: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
+) -> str:
+    """Return a tree of sections as TOML text; keys without a value (None) are left out.
+
+    `remarks` are comments at the end of a section: a heading, and keys with their values.
+    """
+    sections: list[str] = []
+    for section, values in tree.items():
+        if isinstance(values, list | tuple):  # of tables
+            kept = [{k: v for k, v in entry.items() if v is not None} for entry in values]
+            sections += [tomli_w.dumps({section: kept})] if kept else []
+            continue
+        text = tomli_w.dumps({section: {k: v for k, v in values.items() if v is not None}})
+        if remarks and section in remarks:
+            heading, implied = remarks[section]
+            lines = [f"{heading}:", *tomli_w.dumps(implied).splitlines()]
+            text += "".join(f"# {line}\n" for line in lines)
+        sections.append(text)
+    return "\n".join(sections)
 
 
 def decode_json(text: str | bytes, kind: Any = Any) -> Any:

@@ -34,11 +34,8 @@ def command_line(python: str, module: str, *arguments: str) -> list[str]:
     """Return the command line above, from any process that has imported Umbra."""
     import msgpack
 
-    from umbra import _version
-
-    script, *folders = (
-        os.path.abspath(str(found)) for found in (__file__, _version.__file__, msgpack.__file__)
-    )
+    packages = sys.modules["umbra"], msgpack
+    script, *folders = map(os.path.abspath, (__file__, *(str(one.__file__) for one in packages)))
     return [python, script, *map(os.path.dirname, folders), module, *arguments]
 
 

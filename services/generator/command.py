@@ -23,8 +23,8 @@ from umbra.services.modeling.run_file import load_service
 from umbra.services.process.command import ServiceContext, keys_of, service_command
 from umbra.services.process.files import named_run
 from umbra.services.process.parent import SEARCH_VARIABLE
-from umbra.services.prompts.readers import read_source
-from umbra.services.reporting.figures import telling
+from umbra.services.prompts import read_source
+from umbra.services.reporting import telling
 
 ANSWER_S = 10.0
 DEMOS, HELD_OUT = 22_400, 1024

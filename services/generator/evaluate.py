@@ -17,7 +17,7 @@ from umbra.services.config import EnvironmentConfig, RunConfig, TrainerConfig
 from umbra.services.generator.engines.opening import open_torch
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.service import open_environments, settings_for
-from umbra.services.reporting.figures import eval_scores
+from umbra.services.reporting import eval_scores
 
 _LOOK_S = 0.001
 

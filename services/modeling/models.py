@@ -21,7 +21,7 @@ from umbra.services.modeling.pretrained import (
     read_transformers_config,
 )
 from umbra.services.modeling.weight_files import WeightFiles
-from umbra.services.process.versions import driver_version
+from umbra.services.process.host import driver_version
 
 
 def _sees_gpu(key: str) -> bool:

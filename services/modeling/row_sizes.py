@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.architectures import keeps_state, layer_kinds
-from umbra.services.process.host_memory import host_bytes
+from umbra.services.process.host import host_bytes
 
 if TYPE_CHECKING:
     import torch

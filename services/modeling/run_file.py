@@ -26,7 +26,7 @@ from umbra.services.modeling.hub import (
     refuse_misspelt,
 )
 from umbra.services.process.parent import SEARCH_VARIABLE
-from umbra.services.prompts.readers import pin_source, placed
+from umbra.services.prompts import pin_source, placed
 
 Say = Callable[[str], None]
 

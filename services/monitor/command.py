@@ -20,10 +20,10 @@ from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.feed import Look, Watch, look_dict
 from umbra.services.monitor.operate import checked_run, operated_run, timeout_option
 from umbra.services.monitor.view import NewWarnings, headline, left_text, plain, screen, status_dict
-from umbra.services.process.signals import stop_on_signals
+from umbra.services.process.command import stop_on_signals
 
 if TYPE_CHECKING:
-    from umbra.services.monitor.web.server import Board
+    from umbra.services.monitor.web import Board
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 
@@ -150,7 +150,7 @@ def monitor(
 
 def _serve(stack: ExitStack, look: Look, web: str | None, prometheus: str | None) -> Board:
     """Serve `look`, and what the board is shown after it, until `stack` is closed."""
-    from umbra.services.monitor.web.server import Board, PageServer  # few ask for one
+    from umbra.services.monitor.web import Board, PageServer  # few ask for one
 
     board = Board(look)
     for flag, address, resources in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,8 +11,16 @@ import msgspec
 
 from umbra.proto.messages import Member, Rates, Status, Stuck
 from umbra.proto.records import EvalReport
-from umbra.services.reporting.figures import PHASES, busy, idle_causes, telling
-from umbra.services.reporting.tables import aligned, clock, counts, number
+from umbra.services.reporting import (
+    PHASES,
+    aligned,
+    busy,
+    clock,
+    counts,
+    idle_causes,
+    number,
+    telling,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -243,6 +252,11 @@ def _row(member: Member, newest: int) -> MemberRow:
         idle=idle_text(member),
         activity=member.activity,
     )
+
+
+def page_file(name: str) -> str:
+    """Return page.html, page.css or page.js: a run in a browser, live or as report.html."""
+    return files("umbra.services.monitor").joinpath(name).read_text(encoding="utf-8")
 
 
 # -- the screen ------------------------------------------------------------------------------------

@@ -35,8 +35,8 @@ from typing import ClassVar, NoReturn
 import msgspec
 
 from umbra.proto.errors import StartupError
+from umbra.services.process.command import HANDLED
 from umbra.services.process.parent import SEARCH_VARIABLE, inherit_orphans
-from umbra.services.process.signals import HANDLED
 
 MODULES = (
     "umbra.services.trainer.service",

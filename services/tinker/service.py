@@ -17,10 +17,10 @@ from umbra.services.http import HttpServer, is_local, listen, url_at
 from umbra.services.modeling.hub import is_hub_name
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.process.child import child_error
+from umbra.services.process.command import stop_on_signals
 from umbra.services.process.files import DISK, HeldError, folder_lock
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.process.parent import tell_ready
-from umbra.services.process.signals import stop_on_signals
 from umbra.services.tinker.command import KEY_VARIABLE
 from umbra.services.tinker.journal import FutureAnswer, FuturesJournal
 from umbra.services.tinker.samplers import Samplers

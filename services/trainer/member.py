@@ -26,7 +26,7 @@ from umbra.proto.messages import (
 from umbra.proto.net.session import Session
 from umbra.proto.records import Manifest, Trajectory
 from umbra.services.process.command import ServiceContext
-from umbra.services.reporting.tables import size
+from umbra.services.reporting import size
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.saver import SaveOutcome

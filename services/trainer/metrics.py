@@ -11,7 +11,7 @@ from torch import Tensor
 
 from umbra.proto.records import Trajectory
 from umbra.services.config.generation import environment_prefix
-from umbra.services.reporting.figures import staleness
+from umbra.services.reporting import staleness
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.objectives.objective import TokenInputs, TokenLosses

@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from umbra.proto.errors import StartupError
-from umbra.services.process.host_memory import ask_for
+from umbra.services.process.host import ask_for
 from umbra.services.weights.memory import Mapping, share
 
 SHM = Path("/dev/shm")

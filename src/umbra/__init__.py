@@ -10,8 +10,6 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from umbra._version import __version__
-
 if TYPE_CHECKING:
     from umbra.deploy.python.run import Run, Step, attach
     from umbra.deploy.python.train import train
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
         StepResult,
         Tool,
     )
+
+__version__ = "0.2.0"
 
 __all__ = [
     "Environment",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from umbra._version import __version__
+from umbra import __version__
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -66,7 +66,7 @@ COMMANDS: dict[str, SubCommand] = {
         "Write a checkpoint as a Hugging Face model.",
     ),
     "scorer": SubCommand(
-        "umbra.services.scorer.command:command", "Serve a scoring stage of a run."
+        "umbra.services.scorer.service:command", "Serve a scoring stage of a run."
     ),
     "tinker": SubCommand(
         "umbra.services.tinker.command:command", "Serve the Tinker API for a model."

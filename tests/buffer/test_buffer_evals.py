@@ -10,7 +10,7 @@ from fakes.broker_world import World, trajectory
 from umbra.proto.messages import FinishRun, ReturnedSample, ReturnTasks, RunFinished
 from umbra.proto.records import EvalReport, Task
 from umbra.services.config import EvalConfig
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt
 
 SAMPLES = 3
 

@@ -13,7 +13,7 @@ from umbra.proto.messages import LeaseTasks, Message, Nack, RenewLeases, SubmitR
 from umbra.proto.records import Score
 from umbra.services.buffer.samples import groups
 from umbra.services.buffer.samples.ledger import LedgerError, RunningLedger
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt
 
 
 def test_leases_are_filled_by_bytes_as_well_as_by_count(monkeypatch: pytest.MonkeyPatch) -> None:

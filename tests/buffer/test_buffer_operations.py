@@ -5,7 +5,7 @@ from fakes.broker_world import World, trajectory, world
 from umbra.proto import messages as m
 from umbra.services.buffer.endpoints.trainer import WAIT_S
 from umbra.services.config import EvalConfig
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt
 
 
 def test_a_paused_run_hands_out_nothing_but_takes_in_what_there_is() -> None:

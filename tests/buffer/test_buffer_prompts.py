@@ -9,7 +9,7 @@ import pytest
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import open_prompts
 from umbra.services.config import DataConfig
-from umbra.services.prompts.readers import read_source
+from umbra.services.prompts import read_source
 
 TEN = "".join(f'{{"prompt": "p{number}", "answer": {number}}}\n' for number in range(1, 11))
 

@@ -19,7 +19,7 @@ from umbra.proto.records import Score, Task, Trajectory, pack_float32
 from umbra.services.buffer.endpoints.trainer import interrupt
 from umbra.services.buffer.samples.groups import State
 from umbra.services.config import EvalConfig, NamedEnvironment
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt
 
 GENERATORS = ("a", "b", "c")
 SCORERS = ("x", "y")

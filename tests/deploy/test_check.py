@@ -15,7 +15,7 @@ from fakes.slowness import limit
 
 from umbra import cli
 from umbra.deploy.check import machine
-from umbra.deploy.check.hardware import GIB, Gpu, GpusSeen
+from umbra.deploy.check.machine import GIB, Gpu, GpusSeen
 from umbra.proto.errors import UmbraError
 from umbra.proto.net.keys import make_keys
 

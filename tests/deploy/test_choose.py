@@ -13,19 +13,17 @@ from transformers import Qwen3Config
 
 from umbra import cli
 from umbra.deploy.check import choose as choosing
-from umbra.deploy.check import hardware
 from umbra.deploy.check import machine as looking
 from umbra.deploy.check.choose import choose, for_hardware, for_this_machine, in_one_line
 from umbra.deploy.check.estimate import MARGIN, divide
-from umbra.deploy.check.hardware import GIB, GpusSeen, Machine, this_machine
-from umbra.deploy.check.machine import judge_gpus
-from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.check.machine import GIB, GpusSeen, Machine, judge_gpus, this_machine
 from umbra.deploy.run.up import other_programs
+from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import StartupError, UmbraError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import given_keys, load_config, load_tree
 from umbra.services.modeling import models
-from umbra.services.process import versions
+from umbra.services.process import host
 
 ONE = Machine((8 * GIB,), "made-up", vllm=True)
 FOUR = Machine((8 * GIB,) * 4, "made-up", vllm=True)
@@ -175,12 +173,12 @@ def test_gpus_that_do_not_answer_are_not_taken_for_none(monkeypatch: pytest.Monk
     def silent() -> NoReturn:
         raise UmbraError("it took longer than 180 s")
 
-    monkeypatch.setattr(hardware, "driver_version", lambda: "550.1")
-    monkeypatch.setattr(hardware, "gpus_seen", silent)
+    monkeypatch.setattr(looking, "driver_version", lambda: "550.1")
+    monkeypatch.setattr(looking, "gpus_seen", silent)
     with pytest.raises(StartupError, match=r"sees no GPU: .* took longer than 180 s; see whether"):
         for_this_machine(load_config(environ={}), {})
     assert not for_this_machine(load_config(overrides=CPUS, environ={}), {})[1]
-    monkeypatch.setattr(hardware, "driver_version", lambda: "")
+    monkeypatch.setattr(looking, "driver_version", lambda: "")
     assert not this_machine().gpus
 
 
@@ -219,7 +217,7 @@ def test_why_torch_sees_no_gpu(seen: GpusSeen, driver: str, why: str, remedy: st
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
 def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    seen = hardware.gpus_seen.__wrapped__()
+    seen = looking.gpus_seen.__wrapped__()
     assert (seen.gpus, seen.torch, seen.visible) == ([], str(torch.__version__), "")
     assert seen.cuda == (torch.version.cuda or "")
     assert seen.why_not
@@ -242,14 +240,14 @@ def test_a_driver_is_found_in_three_places(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(versions, "NVIDIA", tmp_path)
+    monkeypatch.setattr(host, "NVIDIA", tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     if module is not None:
         (tmp_path / "version").write_text(module + "\n")
     if program is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-    assert versions.driver_version.__wrapped__() == version
+    assert host.driver_version.__wrapped__() == version
 
 
 def test_only_a_run_for_cpus_begins_where_torch_sees_none_of_the_gpus(
@@ -258,10 +256,8 @@ def test_only_a_run_for_cpus_begins_where_torch_sees_none_of_the_gpus(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(hardware, "driver_version", lambda: "550.90")
     monkeypatch.setattr(looking, "driver_version", lambda: "550.90")
-    for module in (hardware, looking):
-        monkeypatch.setattr(module, "gpus_seen", lambda: BLIND)
+    monkeypatch.setattr(looking, "gpus_seen", lambda: BLIND)
     monkeypatch.setattr(models, "driver_version", lambda: "550.90")
     given = [f"model.path={tiny_model_dir}", "trainer.device=cpu"]
     with pytest.raises(

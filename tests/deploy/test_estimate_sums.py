@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from umbra.deploy.check.estimate import judge
-from umbra.deploy.check.hardware import Machine
+from umbra.deploy.check.estimate import fullest, judge, needs, published
+from umbra.deploy.check.machine import Machine
 from umbra.deploy.check.model_sizes import ModelSizes
-from umbra.deploy.check.needs import fullest, needs, published
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.modeling.packing import pack

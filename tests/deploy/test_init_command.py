@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from umbra import cli
 from umbra.deploy.check.choose import choose
-from umbra.deploy.check.hardware import Machine
+from umbra.deploy.check.machine import Machine
 from umbra.deploy.commands.init import REWARDS, command, run_file
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import given_keys, load_config, load_tree

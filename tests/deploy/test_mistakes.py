@@ -22,11 +22,11 @@ from fakes.slowness import limit
 from fakes.waiting import until
 
 from umbra import cli
-from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.load import load_run
 from umbra.deploy.prepare.preflight import check_packages, check_room
 from umbra.deploy.prepare.stage import find_rows, try_aside
 from umbra.deploy.run.command import check_extension
+from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import UsageError
 from umbra.services.config.loader import load_config, to_json
 from umbra.services.config.rules import cautions

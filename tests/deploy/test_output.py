@@ -13,7 +13,7 @@ from fakes.slowness import limit
 
 ON = """
 import click
-from umbra.deploy.files.shown import best_effort_output
+from umbra.deploy.shown import best_effort_output
 from rich.console import Console
 with best_effort_output():
     for number in range(20_000):

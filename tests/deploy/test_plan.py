@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from umbra.deploy.cluster.cluster_file import load_cluster
 from umbra.deploy.cluster.command import table
-from umbra.deploy.cluster.placement import check_ratios, divide
-from umbra.deploy.cluster.plan import Plan
+from umbra.deploy.cluster.plan import Plan, check_ratios, divide
 from umbra.proto.errors import UsageError
 
 SERVERS = ("generator.engine=vllm-http", 'generator.urls=["http://127.0.0.1:8001"]')

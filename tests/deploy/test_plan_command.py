@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from umbra import cli
 from umbra.deploy.cluster.cluster_file import planner
-from umbra.deploy.files.formats import to_toml, to_yaml
+from umbra.deploy.cluster.containers import to_yaml
 from umbra.proto.access import KEY_ROLES
 from umbra.proto.net.keys import load_keys
+from umbra.services.config.loader import to_toml
 
 CLUSTER = """\
 [cluster]

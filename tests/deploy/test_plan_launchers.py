@@ -22,7 +22,7 @@ from umbra.deploy.cluster.cluster_file import (
     Node,
     SlurmSpec,
 )
-from umbra.deploy.cluster.kubernetes import keys_command
+from umbra.deploy.cluster.containers import keys_command
 from umbra.deploy.cluster.plan import Plan, make_plan
 from umbra.proto.errors import UsageError
 

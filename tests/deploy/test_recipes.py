@@ -15,9 +15,9 @@ from accelerate.state import AcceleratorState
 from fakes.full_rows import RowShape, full_rows
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from umbra.deploy.check.built import count_of
+from umbra.deploy.check.aside import count_of
 from umbra.deploy.check.estimate import Estimate, judge
-from umbra.deploy.check.hardware import GIB, Machine
+from umbra.deploy.check.machine import GIB, Machine
 from umbra.deploy.check.model_sizes import sizes_of
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config

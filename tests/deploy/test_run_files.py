@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from umbra.deploy.files.run_folder import RunFolder, read_object, read_rows
 from umbra.deploy.prepare.load import search_path
+from umbra.deploy.run_folder import RunFolder, read_object, read_rows
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config, to_json

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from umbra.deploy.commands.runs import RECENT, command
-from umbra.deploy.files.run_folder import RunFolder
+from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import UsageError
 
 

@@ -16,7 +16,7 @@ from umbra.services.buffer.status import StallReport
 from umbra.services.config import EvalConfig
 from umbra.services.environments.protocol import SampleError, StepResult
 from umbra.services.environments.rewards import RewardedGroup, RewardFunction, Rewards
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt
 
 ROW = {"prompt": "say", "target": "hi"}
 

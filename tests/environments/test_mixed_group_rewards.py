@@ -21,7 +21,7 @@ from umbra.services.config import (
 from umbra.services.config.rules import check_feasible
 from umbra.services.environments.loading import UNREWARDED
 from umbra.services.generator.service import unrewarded
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt
 
 RANKED = NamedEnvironment(
     name="ranked", kind="reward", reward="mine:rank", reward_scope="group", python="/x/python"

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from fakes.trajectories import sample, trajectory
 
-from umbra.deploy.files.formats import to_toml
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import open_prompts, rows_to_try
 from umbra.services.config import DataConfig, NamedEnvironment, RunConfig
-from umbra.services.config.loader import as_dict, load_config, to_json
+from umbra.services.config.loader import as_dict, load_config, to_json, to_toml
 from umbra.services.config.rules import check_feasible
 from umbra.services.environments.built_in import ExactMatch, NumericMatch
 from umbra.services.environments.pool import EnvironmentSet, InlinePool

@@ -26,7 +26,7 @@ from umbra.services.config import (
     RunSection,
 )
 from umbra.services.config.generation import ENVIRONMENT, environment_prefix
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt
 
 M = TypeVar("M", bound=m.Message)
 

@@ -19,11 +19,10 @@ from fakes.rollouts import finish
 from fakes.trajectories import trajectory
 from msgspec.structs import replace
 
-from umbra.deploy.files.formats import to_toml
 from umbra.proto.errors import MismatchError, UsageError
 from umbra.proto.records import Sampling, Support, Task, Trajectory, pack_int32, unpack_float32
 from umbra.services.config import RunConfig
-from umbra.services.config.loader import as_dict, load_config, to_json
+from umbra.services.config.loader import as_dict, load_config, to_json, to_toml
 from umbra.services.config.rules import cautions, check_feasible
 from umbra.services.config.trajectory_rules import RunFacts, find_fault, samplings_of
 from umbra.services.generator.agents.protocols import Completions

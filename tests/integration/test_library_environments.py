@@ -17,7 +17,7 @@ from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.pool import open_pool
 from umbra.services.generator.command import make_task
-from umbra.services.prompts.readers import read_source
+from umbra.services.prompts import read_source
 
 ROW = {"prompt": "add numbers", "target": 5}
 

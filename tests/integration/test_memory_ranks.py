@@ -13,9 +13,9 @@ import torch
 from fakes.rank_processes import TESTS, launch, see_through
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from umbra.deploy.check.built import count_of
+from umbra.deploy.check.aside import count_of
+from umbra.deploy.check.estimate import LOADING, PASS, Item, needs
 from umbra.deploy.check.model_sizes import sizes_of
-from umbra.deploy.check.needs import LOADING, PASS, Item, needs
 from umbra.services.config.loader import load_config
 
 MOST = 1.3  # times the measured bytes

@@ -14,8 +14,7 @@ from fakes.slowness import limit
 
 from umbra.proto.messages import Event
 from umbra.services.monitor.feed import Feed, Look
-from umbra.services.monitor.web.prometheus import prometheus_text
-from umbra.services.monitor.web.server import Board, PageServer
+from umbra.services.monitor.web import Board, PageServer, prometheus_text
 
 WAIT_S = limit(20.0)
 LINE = re.compile(r'[a-z_]+\{([a-z_]+="([^"\\\n]|\\.)*",?)+\} [-+0-9.eInfNa]+')
@@ -85,7 +84,7 @@ def test_what_is_seldom_asked_is_made_once(
         made += 1
         return b"{}"
 
-    monkeypatch.setattr("umbra.services.monitor.web.server.msgspec.json.encode", count)
+    monkeypatch.setattr("umbra.services.monitor.web.msgspec.json.encode", count)
     for _ in range(20):
         get(server, "/look.json")
     assert made == 1

@@ -14,12 +14,12 @@ from fakes.commands import call
 from fakes.slowness import limit
 from fakes.waiting import is_alive, until
 
-from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.stage import StageInterrupted, run_stage
+from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import UsageError
 from umbra.services.process.child import ChildProcess, child_environ, python_argv
+from umbra.services.process.command import SignalCounter
 from umbra.services.process.fork_server import ForkServer
-from umbra.services.process.signals import SignalCounter
 from umbra.services.process.supervisor import Program, Supervisor
 
 PROGRAMS = Path(__file__).parents[1] / "programs"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from umbra import cli
-from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.prepare.load import load_run
+from umbra.deploy.run_folder import RunFolder
 from umbra.services.config.loader import to_json
 from umbra.services.process.fork_server import ForkServer
 

@@ -13,10 +13,10 @@ from fakes import models_page
 from fakes.architectures import ARCHITECTURES
 from transformers import AutoModel, PreTrainedModel
 
-from umbra.deploy.model_check import serving
+from umbra.deploy.model_check import comparisons
 from umbra.deploy.model_check.check import check_model, fewest_layers
 from umbra.deploy.model_check.command import command
-from umbra.deploy.model_check.outcome import Outcome, Row
+from umbra.deploy.model_check.comparisons import Outcome, Row
 from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import UsageError
 from umbra.services.config import DataConfig, RunConfig, TrainerConfig
@@ -249,7 +249,7 @@ def test_a_soft_cap_that_is_left_out_is_noticed(
 def test_weights_that_arrive_damaged_are_noticed(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, written = serving.write_shards, serving.whole_weights
+    whole, written = comparisons.write_shards, comparisons.whole_weights
 
     def damaged(policy: PreTrainedModel, manifest: Any, memory: memoryview) -> None:
         whole(policy, manifest, memory)
@@ -261,8 +261,8 @@ def test_weights_that_arrive_damaged_are_noticed(
         next(t for n, t in weights.items() if "experts.down_proj" in n).view(-1)[0] += 1
         return weights
 
-    monkeypatch.setattr(serving, "write_shards", damaged)
-    monkeypatch.setattr(serving, "whole_weights", damaged_export)
+    monkeypatch.setattr(comparisons, "write_shards", damaged)
+    monkeypatch.setattr(comparisons, "whole_weights", damaged_export)
     found = different(compare(model_dir))
     for name in ("weights published in float32", "weights published in bfloat16"):
         assert found[name].worst == 1

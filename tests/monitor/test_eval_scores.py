@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from umbra.services.reporting.figures import eval_scores, pass_at_k
+from umbra.services.reporting import eval_scores, pass_at_k
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 6])

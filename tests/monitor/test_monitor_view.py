@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from umbra.deploy.files.run_folder import RunFolder
 from umbra.deploy.run.live import PlainView, Progress
+from umbra.deploy.run_folder import RunFolder
 from umbra.proto.messages import Member, Rates, RunWarning, Status, Stuck
 from umbra.proto.records import Ledger
 from umbra.services.monitor.feed import Look

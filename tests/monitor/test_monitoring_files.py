@@ -16,8 +16,8 @@ from umbra.proto.messages import Rates
 from umbra.proto.records import Role, State
 from umbra.services.buffer.health import NAMES, SHOWN
 from umbra.services.monitor.feed import Look
-from umbra.services.monitor.web.prometheus import prometheus_text
-from umbra.services.reporting.figures import PHASES
+from umbra.services.monitor.web import prometheus_text
+from umbra.services.reporting import PHASES
 
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
 RULES: list[dict[str, Any]] = yaml.safe_load(

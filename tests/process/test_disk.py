@@ -13,7 +13,7 @@ from fakes.lossy_disk import LossyDisk, power_cuts
 from umbra.proto.errors import StartupError
 from umbra.proto.messages import Subscribed
 from umbra.proto.net.keys import OPEN
-from umbra.services.process import host_memory
+from umbra.services.process import host as this_host
 from umbra.services.process.files import DISK, Disk
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.planes.receiving import StagedPlanes
@@ -77,7 +77,7 @@ class Host:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         for name in ("MEMINFO", "CGROUP_LIMIT", "CGROUP_USED", "CGROUP_STATS"):
-            patch.setattr(host_memory, name, folder / name)
+            patch.setattr(this_host, name, folder / name)
 
     def says(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text, encoding="ascii")
@@ -92,19 +92,19 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 
 def test_what_is_available_is_the_hosts_or_the_containers(host: Host) -> None:
-    assert host_memory.available_bytes() == host_memory.host_bytes(), "nothing says more"
+    assert this_host.available_bytes() == this_host.host_bytes(), "nothing says more"
     host.has(1000 * KIB)
-    assert host_memory.available_bytes() == 1000 * KIB
+    assert this_host.available_bytes() == 1000 * KIB
     host.says("CGROUP_LIMIT", "max\n")
     host.says("CGROUP_USED", str(5000 * KIB))
-    assert host_memory.available_bytes() == 1000 * KIB, "no limit"
+    assert this_host.available_bytes() == 1000 * KIB, "no limit"
     host.says("CGROUP_LIMIT", f"{1200 * KIB}\n")
     host.says("CGROUP_USED", str(900 * KIB))
-    assert host_memory.available_bytes() == 300 * KIB
+    assert this_host.available_bytes() == 300 * KIB
     host.says("CGROUP_STATS", f"anon 7\ninactive_file {200 * KIB}\n")
-    assert host_memory.available_bytes() == 500 * KIB, "cached files make room"
+    assert this_host.available_bytes() == 500 * KIB, "cached files make room"
     host.says("CGROUP_USED", str(9000 * KIB))
-    assert host_memory.available_bytes() == 0
+    assert this_host.available_bytes() == 0
 
 
 def test_staging_is_refused_before_memory_is_taken(host: Host) -> None:

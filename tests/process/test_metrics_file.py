@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from umbra.deploy.files.run_folder import RunFolder, read_rows
 from umbra.deploy.report.page import command
 from umbra.deploy.run.live import Progress
+from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.proto.errors import UsageError
 from umbra.services.process.metrics import KEPT, MetricsFile, Span, SpanLog, parse_row, steady_clock
 

@@ -16,8 +16,13 @@ from click.testing import CliRunner
 from fakes.slowness import limit
 
 from umbra.proto.errors import UsageError
-from umbra.services.process.command import LineFormatter, ServiceContext, service_command
-from umbra.services.process.signals import SignalCounter, stop_on_signals
+from umbra.services.process.command import (
+    LineFormatter,
+    ServiceContext,
+    SignalCounter,
+    service_command,
+    stop_on_signals,
+)
 
 WAIT_S = limit(20.0)
 
@@ -99,7 +104,7 @@ def test_a_closed_terminal_drains_like_a_signal_to_end(ignored: bool) -> None:
 
 TWO_SIGNALS = """
 import os, signal, sys, threading
-from umbra.services.process.signals import stop_on_signals
+from umbra.services.process.command import stop_on_signals
 stopping = threading.Event()
 if "told" in sys.argv:
     stopping.set()

@@ -13,8 +13,8 @@ import zmq
 
 from umbra.proto.net.server import Server
 from umbra.services.config import WeightHubConfig as WeightHubConfig
+from umbra.services.process.command import stop_on_signals
 from umbra.services.process.metrics import MetricsFile
-from umbra.services.process.signals import stop_on_signals
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
 endpoint, run_id, plane, slots = (sys.argv[1:] + ["auto", "2"][len(sys.argv) - 3 :])[:4]

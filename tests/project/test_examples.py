@@ -29,7 +29,7 @@ from umbra.services.environments.worker import EnvironmentHost
 from umbra.services.generator.checks import check_environment
 from umbra.services.modeling.run_file import load_service, located
 from umbra.services.process.parent import SEARCH_VARIABLE
-from umbra.services.prompts.readers import read_source
+from umbra.services.prompts import read_source
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted((ROOT / "examples" / "cluster").glob("*.toml"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from umbra._version import __version__
+from umbra import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from umbra.proto.errors import UsageError
-from umbra.services.prompts.readers import read_source
+from umbra.services.prompts import read_source
 
 parquet = pytest.importorskip("pyarrow.parquet")
 pyarrow = pytest.importorskip("pyarrow")

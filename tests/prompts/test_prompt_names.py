@@ -15,7 +15,7 @@ from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import open_prompts, rows_to_try
 from umbra.services.config import DataConfig, EvalConfig, ModelConfig, RunConfig
-from umbra.services.prompts.readers import pin_source, read_source
+from umbra.services.prompts import pin_source, read_source
 
 ROWS = [{"question": f"{n}+{n}", "answer": str(2 * n), "level": n} for n in range(4)]
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()

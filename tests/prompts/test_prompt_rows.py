@@ -15,8 +15,7 @@ import pytest
 
 from umbra.proto.bounds import ROW_KEYS
 from umbra.proto.errors import UsageError
-from umbra.services.prompts.readers import read_source
-from umbra.services.prompts.rows import ROW_BYTES, check_row, rows_of
+from umbra.services.prompts import ROW_BYTES, check_row, read_source, rows_of
 
 pandas = pytest.importorskip("pandas")
 pyarrow = pytest.importorskip("pyarrow")

@@ -12,7 +12,7 @@ from fakes.looks import heard, status
 from fakes.trajectories import trajectory
 
 from umbra.deploy.commands.runs import command
-from umbra.deploy.files.run_folder import RunFolder, pieces, read_rollouts, rollout_text
+from umbra.deploy.run_folder import RunFolder, pieces, read_rollouts, rollout_text
 from umbra.proto.records import Branch, Trajectory, VersionSpan
 from umbra.services.trainer.rollout_log import EVERY_S, TOLD_CHARS, RolloutLog, spread, told
 

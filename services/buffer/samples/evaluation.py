@@ -33,8 +33,8 @@ from umbra.services.buffer.samples.groups import Grant, State
 from umbra.services.buffer.samples.journal import Journal
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.config import EvalConfig
-from umbra.services.prompts.rows import Prompt
-from umbra.services.reporting.figures import eval_scores
+from umbra.services.prompts import Prompt
+from umbra.services.reporting import eval_scores
 
 EVAL_PREFIX = "e"  # of the ids of eval samples
 REPORTS_KEPT = 100

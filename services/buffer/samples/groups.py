@@ -21,7 +21,7 @@ from umbra.proto.access import LEASE_BYTES
 from umbra.proto.records import Task
 from umbra.services.config import BufferConfig, RunConfig
 from umbra.services.config.generation import ENVIRONMENT
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt
 
 
 class State(StrEnum):

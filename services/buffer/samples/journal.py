@@ -26,7 +26,7 @@ from umbra.services.buffer.samples.groups import Group, Sample, State
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.staleness import StalenessStats
 from umbra.services.buffer.store import Store, StoreError
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode

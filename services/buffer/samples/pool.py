@@ -33,7 +33,7 @@ from umbra.services.buffer.samples.groups import (
 )
 from umbra.services.buffer.samples.ledger import RunningLedger, count_reason
 from umbra.services.buffer.samples.trajectories import Packed, TrajectoryStore, pack
-from umbra.services.prompts.rows import Prompt
+from umbra.services.prompts import Prompt
 
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart
 

@@ -38,7 +38,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from umbra.services.config import RunConfig
-from umbra.services.reporting.figures import staleness as split
+from umbra.services.reporting import staleness as split
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from umbra.services.modeling.architectures import keeps_state
 from umbra.services.modeling.experts import NO_ROUTERS, Routers, check_routing_fits
 from umbra.services.modeling.lora import factors
 from umbra.services.modeling.models import pick_device
-from umbra.services.process.versions import package_version
+from umbra.services.process.host import package_version
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.messages import Subscribed
 from umbra.proto.net.keys import Security
 from umbra.services.config import WeightHubConfig
-from umbra.services.process.host_memory import ask_for
+from umbra.services.process.host import ask_for
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import Device, index_of
 from umbra.services.weights.gpu.worker import GpuWorkerProcess

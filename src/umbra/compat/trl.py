@@ -22,14 +22,14 @@ from transformers.trainer_utils import TrainOutput
 from trl.trainer.grpo_config import GRPOConfig
 
 from umbra.compat.grpo_config import adapter_keys, check, sections_of, warn
-from umbra.deploy.files.run_folder import Row, RunFolder, StepFollower
 from umbra.deploy.python.run import Run
 from umbra.deploy.python.train import see_through, train
+from umbra.deploy.run_folder import Row, RunFolder, StepFollower
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.architectures import read_config
 from umbra.services.modeling.model_directory import directory_of
 from umbra.services.modeling.pretrained import AS_IT_IS
-from umbra.services.prompts.rows import rows_of
+from umbra.services.prompts import rows_of
 
 INSTEAD = {
     "optimizers": "set optim, learning_rate and lr_scheduler_type of GRPOConfig",

@@ -25,7 +25,7 @@ from umbra.services.process.files import (
     read_regular,
 )
 from umbra.services.process.metrics import parse_row
-from umbra.services.reporting.tables import number
+from umbra.services.reporting import number
 
 LAST_LINES_BYTES = 16 << 10
 LINE_CHARS = 64 << 20  # of a row at most, in files that others may have written

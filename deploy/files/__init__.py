@@ -1,1 +1,0 @@
-"""The folder of a run: its paths, rollouts and texts for people."""

@@ -1,0 +1,410 @@
+"""Comparison of trainer and engines with Transformers: logprobs, gradients, weights.
+
+Both sides compute in float32 and add up in another order: each `Row` has how far rounding alone may
+take a number. An error grows with the numbers that are added, and with the square root of their
+count: the entries of a hidden state in every layer. The errors of the tests' tiny models stay ten
+times below these bounds; a wrong mask is thousands of times above.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from umbra.proto.records import Manifest, Sampling
+from umbra.services.generator.engines.engine import EngineOutput, EngineRequest, KvPolicy
+from umbra.services.generator.engines.torch_engine import TorchEngine
+from umbra.services.modeling.architectures import keeps_state
+from umbra.services.modeling.attention import Attention
+from umbra.services.modeling.micro_batch import Tokens
+from umbra.services.modeling.models import load_model
+from umbra.services.modeling.packing import pack
+from umbra.services.modeling.reference import Expected, Reference
+from umbra.services.modeling.scorer import Scorer
+from umbra.services.reporting import aligned
+from umbra.services.trainer.policy import export_policy, load_policy
+from umbra.services.trainer.snapshot import tensor_layout, whole_weights, write_shards
+from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.memory import private_memory
+
+_LOGPROBS = 1e-5  # nats, for a largest logit of 1
+_GRADIENTS = 3e-5  # of a gradient's norm
+_VLLM = 1e-4  # nats, whatever the logits
+_VLLM_BFLOAT16 = 0.05  # nats, in the mean over tokens
+_HIDDEN, _LAYERS = 64, 2  # at which these were measured
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One comparison.
+
+    `worst` is the largest difference and `bound` what rounding may make of it, in `unit`. A row
+    without `worst` was left out, and `note` says why; where it is no number, nothing came out.
+    """
+
+    name: str
+    worst: float | None
+    bound: float
+    unit: str
+    note: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """ "equal", "different" or "left out"."""
+        if self.worst is None:
+            return "left out"
+        # Not the other way round: a difference that is no number is one.
+        return "equal" if self.worst <= self.bound else "different"
+
+    def as_text(self) -> str:
+        figures = ""
+        if self.worst is not None and math.isfinite(self.worst):
+            if self.bound:
+                figures = f"{self.worst:.1e} {self.unit}, at most {self.bound:.1e}"
+            else:
+                figures = f"{self.worst:.0f} {self.unit}" if self.worst else "bit for bit"
+        return f"{figures} ({self.note})".lstrip() if self.note else figures
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All comparisons of one model; `cuts` tell what its copy lacks."""
+
+    model: str
+    architecture: str
+    model_type: str
+    cuts: Sequence[str]
+    rows: Sequence[Row]
+
+    @property
+    def equal(self) -> bool:
+        return all(row.outcome != "different" for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [{**asdict(row), "outcome": row.outcome} for row in self.rows]
+        for row in rows:
+            if row["worst"] is not None and not math.isfinite(row["worst"]):
+                row["worst"] = None  # JSON has no name for it
+        return {**asdict(self), "cuts": list(self.cuts), "rows": rows, "equal": self.equal}
+
+    def as_text(self) -> str:
+        heading = [f"{self.model}: {self.architecture}"]
+        heading += [f"compared on a copy with {cut}" for cut in self.cuts]
+        rows = [(row.name, row.outcome, row.as_text()) for row in self.rows]
+        return "\n".join([*heading, *aligned(rows)])
+
+
+def difference(name: str, found: Tensor, expected: Expected, config: Any) -> Row:
+    """Return the row of the token whose logprob is farthest off; [T] each."""
+    bounds = _LOGPROBS * _growth(config) * expected.scale.clamp(min=1)
+    off = (found - expected.logprobs).abs()
+    at = int((off / bounds).argmax())  # a NaN counts as the largest
+    return Row(name, float(off[at]), float(bounds[at]), "nats")
+
+
+def gradient_bound(config: Any) -> float:
+    """Return the largest norm of a difference of gradients, relative to the gradient's norm."""
+    return _GRADIENTS * _growth(config)
+
+
+def vllm_bound(config: Any, dtype: str = "float32") -> float:
+    """Return the bound for logprobs of vLLM's kernels, in nats."""
+    return _VLLM * _growth(config) if dtype == "float32" else _VLLM_BFLOAT16
+
+
+def _growth(config: Any) -> float:
+    added = max(config.hidden_size, _HIDDEN) * max(config.num_hidden_layers, _LAYERS)
+    # A gated delta net solves for the updates of 64 tokens at once, and rounding grows as it does.
+    solved = 10 if hasattr(config, "linear_key_head_dim") else 1
+    return solved * (added / (_HIDDEN * _LAYERS)) ** 0.5
+
+
+_FAMILIES = ((5, 4), (19, 3), (11, 1))  # tokens of each, and how many responses it has
+_PACK_TOKENS = 96
+_TEMPERATURE = 0.8  # of every second sequence
+
+_MANY, _FEW = 1 << 20, 24
+_LAYOUTS: tuple[tuple[str, int, bool, int], ...] = (
+    # Tokens of a row, shared prompts, tokens whose logits are computed at a time.
+    ("rows of one sequence", 1, False, _MANY),
+    ("packed rows", _PACK_TOKENS, False, _MANY),
+    ("packed rows, shared prompts", _PACK_TOKENS, True, _MANY),
+    ("packed rows, logits in chunks", _PACK_TOKENS, True, _FEW),
+)
+_ALONE = (_LAYOUTS[0], ("rows of one sequence, logits in chunks", 1, False, _FEW))
+
+
+def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[Row]:
+    """Rows about `policy`, as `load_policy` gives it, with the weights of `reference`."""
+    embeddings: Any = policy.get_input_embeddings()
+    tokens = _tokens(embeddings.num_embeddings)
+    temperatures = torch.where(tokens.owner % 2 == 0, 1.0, _TEMPERATURE)
+    weights = torch.randn(len(tokens.learned), generator=torch.Generator().manual_seed(3))
+    expected, gradients = _reference(reference, tokens, weights)
+    for name, pack_tokens, share, at_a_time in _ALONE if keeps_state(policy.config) else _LAYOUTS:
+        policy.zero_grad()
+        attention = Attention.prepare(policy, policy.device)
+        scorer = Scorer(policy, at_a_time * 4 * embeddings.num_embeddings, attention).eval()
+        found = torch.full((len(tokens.learned),), float("nan"))
+        for micro in pack(
+            tokens, pack_tokens=pack_tokens, micro_tokens=4 * _PACK_TOKENS, share_prompts=share
+        ):
+            logprobs, _ = scorer(micro, temperatures[micro.source], with_entropy=False)
+            (logprobs * weights[micro.source]).sum().backward()
+            found[micro.source] = logprobs.detach()
+        yield difference(f"logprobs of {name}", found, expected, policy.config)
+        yield _gradients(f"gradients of {name}", policy, gradients)
+    policy.zero_grad()
+
+
+def _tokens(vocabulary: int) -> Tokens:
+    """Return prompts of several lengths with responses of 2 to 40 tokens."""
+    generator = torch.Generator().manual_seed(1)
+    ids: list[Tensor] = []
+    rows: list[tuple[int, int, int]] = []  # tokens of prompt and response, and which prompt it is
+    for family, (size, responses) in enumerate(_FAMILIES):
+        prompt = torch.randint(vocabulary, (size,), generator=generator)
+        for _ in range(responses):
+            count = int(torch.randint(2, 40, (), generator=generator))
+            ids += [prompt, torch.randint(vocabulary, (count,), generator=generator)]
+            rows.append((size, count, family))
+    prompts, counts, families = torch.tensor(rows).unbind(1)
+    ends = (prompts + counts).cumsum(0)
+    spans = zip((ends - counts).tolist(), ends.tolist(), strict=True)
+    learned = [torch.arange(start, end) for start, end in spans]
+    return Tokens(
+        ids=torch.cat(ids),
+        lengths=prompts + counts,
+        learned=torch.cat(learned),
+        owner=torch.arange(len(rows)).repeat_interleave(counts),
+        prompts=prompts,
+        family=families,
+    )
+
+
+def _reference(
+    reference: Reference, tokens: Tokens, weights: Tensor
+) -> tuple[Expected, dict[str, Tensor]]:
+    """Return each sequence's logprobs, and the gradients of their weighted sum."""
+    assert tokens.prompts is not None
+    reference.model.zero_grad()
+    found: list[Expected] = []
+    counts = (tokens.lengths - tokens.prompts).tolist()
+    for number, (ids, prompt, own) in enumerate(
+        zip(
+            tokens.ids.split(tokens.lengths.tolist()),
+            tokens.prompts.tolist(),
+            weights.split(counts),
+            strict=True,
+        )
+    ):
+        temperature = _TEMPERATURE if number % 2 else 1.0
+        logprobs, scale = reference.logprobs(ids.tolist(), prompt, temperature)
+        (logprobs * own).sum().backward()
+        found.append(Expected(logprobs.detach(), scale))
+    gradients = {
+        name: parameter.grad
+        for name, parameter in reference.model.named_parameters()
+        if parameter.grad is not None
+    }
+    reference.model.zero_grad()
+    return Expected(*(torch.cat(parts) for parts in zip(*found, strict=True))), gradients
+
+
+def _gradients(name: str, policy: PreTrainedModel, expected: dict[str, Tensor]) -> Row:
+    """Return the largest norm of a parameter's difference, in parts of the gradient's norm.
+
+    Of its own, but at least a thousandth of the whole one: a gradient that cancels to nothing is
+    all rounding.
+    """
+    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    worst, at = torch.zeros(()), ""
+    for parameter_name, parameter in policy.named_parameters():
+        gradient = parameter.grad
+        wanted = expected.get(parameter_name)
+        if gradient is None and wanted is None:
+            continue
+        gradient = torch.zeros_like(parameter) if gradient is None else gradient
+        wanted = torch.zeros_like(parameter) if wanted is None else wanted
+        share = (gradient - wanted).norm() / torch.maximum(wanted.norm(), whole / 1000)
+        if not share <= worst:
+            worst, at = share, parameter_name
+    bound = gradient_bound(policy.config)
+    return Row(name, float(worst), bound, "of a norm", "" if worst <= bound else at)
+
+
+_CPU = torch.device("cpu")
+_PROMPTS = (1, 30, 12, 3, 21, 12, 7)  # tokens of each; more prompts than slots
+_SLOTS = 4
+_TOKENS = 24  # sampled for each
+_CONTEXT = 64
+_STEPS = 6  # made before the weights change
+_CHANGE = 0.2  # how far another version is from the first, in each tensor's own spread
+_BUCKET_BYTES = 1 << 20
+_NAMES_SHOWN = 3
+
+
+class Version(NamedTuple):
+    weights: Mapping[str, Tensor]
+    manifest: Manifest
+    memory: memoryview
+
+
+def publish(policy: PreTrainedModel, dtype: str = "float32") -> Version:
+    manifest = build_manifest(tensor_layout(policy, dtype), _BUCKET_BYTES)
+    memory = private_memory(manifest.total_bytes)
+    write_shards(policy, manifest, memory)
+    weights = {name: tensor.clone() for name, tensor in whole_weights(policy).items()}
+    return Version(weights, manifest, memory)
+
+
+@torch.no_grad()
+def change(policy: PreTrainedModel) -> None:
+    """Move every weight, as an update would, but further."""
+    generator = torch.Generator().manual_seed(5)
+    for weight in policy.parameters():
+        spread = weight.std() if weight.numel() > 1 else weight.abs()
+        weight.add_(torch.randn(weight.shape, generator=generator) * spread * _CHANGE)
+
+
+def compare_torch_engine(
+    directory: Path,
+    reference: Reference,
+    versions: tuple[Version, Version],
+    checked: Collection[str] = (),
+) -> Iterator[Row]:
+    """Rows about sampled tokens: one version throughout, then a change while they are sampled.
+
+    Args:
+        directory: of the model, which has the weights of the first version.
+        reference: of the same model, with any weights.
+        versions: two that differ.
+        checked: see `check_architecture`.
+    """
+    model = load_model(directory, _CPU, torch.float32, "PATH", checked)
+    engine = TorchEngine(model, stop_ids=(), slots=_SLOTS, max_context=_CONTEXT, version=0)
+    vocabulary, generator = (
+        model.get_input_embeddings().num_embeddings,
+        torch.Generator().manual_seed(2),
+    )
+    prompts = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _PROMPTS]
+    one, other = versions
+    runs: list[tuple[str, Version, Version, KvPolicy]] = [
+        ("torch engine", one, one, "keep"),
+        ("torch engine, recompute", one, other, "recompute"),
+        ("torch engine, keep", other, one, "keep"),
+    ]
+    for name, old, new, policy in runs:
+        outputs = _generate(engine, prompts, new, policy)
+        found = torch.cat([torch.tensor(output.logprobs) for output in outputs])
+        expected = [
+            _expected(reference, prompt, output, old, new, policy)
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+        joined = Expected(*(torch.cat(parts) for parts in zip(*expected, strict=True)))
+        yield difference(f"logprobs of the {name}", found, joined, model.config)
+
+
+def compare_publishing(
+    directory: Path, policy: PreTrainedModel, checked: Collection[str] = ()
+) -> Iterator[Row]:
+    """Rows about what a model from `directory`, which has other weights, gets of `policy`."""
+    for dtype in ("float32", "bfloat16"):
+        model = load_model(directory, _CPU, getattr(torch, dtype), "PATH", checked)
+        engine = TorchEngine(model, stop_ids=(), slots=1, max_context=_CONTEXT)
+        sent = publish(policy, dtype)
+        engine.load(sent.manifest, sent.memory, 1, "keep")
+        yield _same(f"weights published in {dtype}", policy.state_dict(), model.state_dict())
+
+
+def compare_export(
+    original: Path,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    scratch: Path,
+    checked: Collection[str] = (),
+) -> Iterator[Row]:
+    """Rows about the export of `policy`, which began as the model in `original`, or a part of it.
+
+    A tensor that the export lacks is one that Transformers does not read (layers for multi-token
+    prediction, say); one that only the export has would be found by nobody.
+    """
+    out = export_policy(policy, tokenizer, scratch / "export", whole_weights(policy))
+    again, _ = load_policy(out, "PATH", checked)
+    yield _same("weights exported", policy.state_dict(), again.state_dict())
+    strange = sorted(_stored(out) - _stored(original))
+    yield Row("names exported", len(strange), 0, "names", _some(strange))
+
+
+def _generate(
+    engine: TorchEngine, prompts: Sequence[Sequence[int]], new: Version, policy: KvPolicy
+) -> list[EngineOutput]:
+    """Return an output for each prompt; after some steps the weights become `new`."""
+    sampling = Sampling(max_tokens=_TOKENS)
+    engine.submit(
+        EngineRequest(str(index), prompt, sampling, _TOKENS) for index, prompt in enumerate(prompts)
+    )
+    outputs = [output for _ in range(_STEPS) for output in engine.poll()]
+    engine.load(new.manifest, new.memory, engine.version + 1, policy)
+    while engine.busy:
+        outputs += engine.poll()
+    return sorted(outputs, key=lambda output: int(output.request_id))
+
+
+def _expected(
+    reference: Reference,
+    prompt: Sequence[int],
+    output: EngineOutput,
+    old: Version,
+    new: Version,
+    policy: KvPolicy,
+) -> Expected:
+    """Return Transformers' logprobs of `output`, whose last span was served by `new`."""
+    tokens, first = [*prompt, *output.token_ids], len(prompt)
+    before = output.spans[0].end if len(output.spans) > 1 else 0
+    with torch.no_grad():
+        if before and policy == "keep":
+            # The last of the tokens before is sampled, but not read.
+            read = first + before - 1
+            return reference.changed(tokens, first, read, old.weights, new.weights)
+        reference.load(old.weights)
+        earlier = reference.logprobs(tokens, first)
+        reference.load(new.weights)
+        later = reference.logprobs(tokens, first)
+    return Expected(
+        *(torch.cat((a[:before], b[before:])) for a, b in zip(earlier, later, strict=True))
+    )
+
+
+def _same(name: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Row:
+    """Count tensors that differ in any bit, cast to the type of those `found`."""
+    wrong = sorted(set(expected) ^ set(found))
+    for key in expected.keys() & found.keys():
+        wanted = expected[key].to(found[key].dtype)
+        bits = (
+            one.detach().contiguous().view(-1).view(torch.uint8) for one in (wanted, found[key])
+        )
+        if not torch.equal(*bits):
+            wrong.append(key)
+    return Row(name, len(wrong), 0, "tensors", _some(sorted(wrong)))
+
+
+def _stored(directory: Path) -> set[str]:
+    names: set[str] = set()
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names.update(opened.keys())
+    return names
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,1 +1,0 @@
-"""Rows of prompts, wherever they come from."""
