@@ -171,25 +171,25 @@ def read_object(path: Path, remedy: str = "") -> dict[str, Any]:
         UsageError: it holds none, and a `remedy` is given; else that is as if it were missing.
     """
     try:
-        found = json.loads(moved(read_regular(path).decode(), path))
+        value = json.loads(moved(read_regular(path).decode(), path))
     except FileNotFoundError:
         return {}
     except (OSError, *UNREADABLE) as error:
-        why = str(error)
+        reason = str(error)
     else:
-        if isinstance(found, dict):
-            return found
-        why = "it holds no JSON object"
+        if isinstance(value, dict):
+            return value
+        reason = "it holds no JSON object"
     if not remedy:
         return {}
-    raise UsageError(f"{path} cannot be read ({why}): {remedy}")
+    raise UsageError(f"{path} cannot be read ({reason}): {remedy}")
 
 
-def tail(path: Path, most: int) -> list[str]:
-    """Return the lines in the last `most` bytes of a file; none if it cannot be read."""
+def tail(path: Path, limit: int) -> list[str]:
+    """Return the lines in the last `limit` bytes of a file; none if it cannot be read."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - most))
+            file.seek(max(0, file.seek(0, 2) - limit))
             return file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
@@ -222,11 +222,11 @@ class StepFollower:
                 data = file.read()
         except OSError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        lines = whole.decode(errors="replace").splitlines()
-        found = [line for line in lines if any(mark in line for mark in self._marks)]
-        return [row for line in found if (row := parse_row(line)) is not None]
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        lines = complete.decode(errors="replace").splitlines()
+        matches = [line for line in lines if any(mark in line for mark in self._marks)]
+        return [row for line in matches if (row := parse_row(line)) is not None]
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -273,11 +273,11 @@ def rewritten(path: Path) -> Iterator[TextIO]:
 
 def read_rollouts(folder: RunFolder) -> Iterator[Row]:
     """Yield all rollouts, oldest first, each once, also if a trainer has repeated its step."""
-    seen: set[tuple[int, str]] = set()
+    keys: set[tuple[int, str]] = set()
     for row in read_rows(folder.samples):
         name = (row["step"], row["sample"])
-        if row["kind"] == "rollout" and name not in seen:
-            seen.add(name)
+        if row["kind"] == "rollout" and name not in keys:
+            keys.add(name)
             yield row
 
 
@@ -298,12 +298,12 @@ def rollout_text(rollout: Row) -> str:
     counts = [(name, rollout.get(name, 1)) for name in ("turns", "branches")]
     facts += [f"{count} {name}" for name, count in counts if count > 1]
     facts += [rollout["finish_reason"], _age(rollout["staleness"])]
-    body, said = rollout["response"], list(pieces(rollout))
-    if len(said) > 1:
-        body = "\n".join(f"[{_age(age)}, {tokens} tokens] {text}" for text, tokens, age in said)
+    body, segments = rollout["response"], list(pieces(rollout))
+    if len(segments) > 1:
+        body = "\n".join(f"[{_age(age)}, {tokens} tokens] {text}" for text, tokens, age in segments)
     text = f"--- {', '.join(facts)}\n{rollout['prompt']}\n>>> {body}\n"
-    for branch, one in enumerate(rollout.get("further", ()), start=2):
-        text += f"--- branch {branch}\n{one['prompt']}\n>>> {one['response']}\n"
+    for branch, turn in enumerate(rollout.get("further", ()), start=2):
+        text += f"--- branch {branch}\n{turn['prompt']}\n>>> {turn['response']}\n"
     return text
 
 

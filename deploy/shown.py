@@ -75,21 +75,21 @@ class _BestEffort:
 
 
 def shown_command() -> str:
-    own = Path(sys.executable).parent / "umbra"
-    found = shutil.which("umbra")
-    if found is not None and Path(found).absolute() == own.absolute():
+    script = Path(sys.executable).parent / "umbra"
+    on_path = shutil.which("umbra")
+    if on_path is not None and Path(on_path).absolute() == script.absolute():
         return "umbra"
-    if os.access(own, os.X_OK):
-        return shown_path(own.absolute())
+    if os.access(script, os.X_OK):
+        return shown_path(script.absolute())
     return f"{shown_path(Path(sys.executable))} -m umbra"
 
 
-def command_line(command: str, run: Path, *more: str) -> str:
+def command_line(command: str, run: Path, *arguments: str) -> str:
     """A command on the run in folder `run`, as it can be copied: by its id if that fits better."""
-    line = f"{shown_command()} {shlex.join((command, shown_path(run), *more))}"
+    line = f"{shown_command()} {shlex.join((command, shown_path(run), *arguments))}"
     if len(line) <= COLUMNS - 4 or run.parent != Path(RunSection().dir).resolve():
         return line
-    return f"{shown_command()} {shlex.join((command, run.name, *more))}"
+    return f"{shown_command()} {shlex.join((command, run.name, *arguments))}"
 
 
 def print_facts(rows: Sequence[tuple[str, str]]) -> None:
@@ -104,9 +104,9 @@ def print_facts(rows: Sequence[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
     columns = max(20, shutil.get_terminal_size().columns - width - 3)
     for name, value in rows:
-        first, *more = textwrap.wrap(
+        first, *following = textwrap.wrap(
             value, columns, break_long_words=False, break_on_hyphens=False
         ) or [""]
         click.echo(click.style(name.ljust(width), bold=True) + f"  {first}")
-        for line in more:
+        for line in following:
             click.echo(" " * (width + 2) + line)

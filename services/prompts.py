@@ -34,89 +34,89 @@ class Prompt:
     row: dict[str, Any]
 
 
-def renamed(row: dict[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
+def renamed(row: dict[str, Any], columns: Mapping[str, str], source: str) -> dict[str, Any]:
     """Return `row` with columns renamed by {ours: theirs}; UsageError if it has no such column."""
     if not columns:
         return row
     for ours, theirs in columns.items():
         if theirs not in row:
-            known = ", ".join(map(str, row))
-            raise UsageError(f'{where}: there is no column "{theirs}" for {ours}, only {known}')
-    moved = set(columns.values())
-    kept = {name: value for name, value in row.items() if name not in moved}
-    return kept | {ours: row[theirs] for ours, theirs in columns.items()}
+            names = ", ".join(map(str, row))
+            raise UsageError(f'{source}: there is no column "{theirs}" for {ours}, only {names}')
+    sources = set(columns.values())
+    rest = {name: value for name, value in row.items() if name not in sources}
+    return rest | {ours: row[theirs] for ours, theirs in columns.items()}
 
 
-def rows_of(given: object, where: str) -> list[dict[str, Any]]:
+def rows_of(value: object, source: str) -> list[dict[str, Any]]:
     """Return the rows of an iterable of texts and mappings, a data set of Hugging Face, say.
 
     Raises:
         UsageError: it is something else, whose iteration would give names of columns or splits;
-            begins with `where`.
+            begins with `source`.
     """
-    kind = type(given).__name__
+    kind = type(value).__name__
     if kind in ("DatasetDict", "IterableDatasetDict"):
-        raise UsageError(f'{where}: a {kind} holds splits: give one, as in dataset["train"]')
-    no_rows = isinstance(given, str | bytes | Mapping | IOBase) or hasattr(given, "columns")
-    if no_rows or not isinstance(given, Iterable):
+        raise UsageError(f'{source}: a {kind} holds splits: give one, as in dataset["train"]')
+    no_rows = isinstance(value, str | bytes | Mapping | IOBase) or hasattr(value, "columns")
+    if no_rows or not isinstance(value, Iterable):
         raise UsageError(
-            f"{where}: give a path or rows, not a {kind}; of a data frame give "
+            f"{source}: give a path or rows, not a {kind}; of a data frame give "
             'frame.to_dict("records")'
         )
     rows: list[dict[str, Any]] = []
-    for number, row in enumerate(cast(Iterable[object], given), start=1):
+    for number, row in enumerate(cast(Iterable[object], value), start=1):
         if isinstance(row, str):
             row = {"prompt": row}
         if not isinstance(row, Mapping):
             raise UsageError(
-                f"{where}, row {number} is a {type(row).__name__}; a row is a text, or a mapping "
+                f"{source}, row {number} is a {type(row).__name__}; a row is a text, or a mapping "
                 'with "prompt"'
             )
         rows.append(dict(cast(Mapping[str, Any], row)))
     return rows
 
 
-def check_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+def check_row(row: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return `row` as plain JSON values; raise UsageError unless it is a prompt.
 
-    The error begins with `where` and names the column.
+    The error begins with `source` and names the column.
     """
-    plain = plain_row(row, where)
+    plain = plain_row(row, source)
     if "prompt" not in plain:
-        raise UsageError(f'{where}: the object has no "prompt"')
+        raise UsageError(f'{source}: the object has no "prompt"')
     prompt = plain["prompt"]
     if not _is_prompt(prompt):
         raise UsageError(
-            f'{where}: "prompt" must be text or a list of {{"role", "content"}} objects, '
+            f'{source}: "prompt" must be text or a list of {{"role", "content"}} objects, '
             f"got {repr(prompt)[:40]}"
         )
     try:
         size = len(cast(bytes, msgpack.packb(plain)))
     except ValueError as error:  # nested too deeply
-        raise UsageError(f"{where}: cannot be sent to a generator: {error}") from error
+        raise UsageError(f"{source}: cannot be sent to a generator: {error}") from error
     if size > ROW_BYTES:
-        raise UsageError(f"{where}: {size} bytes; {ROW_BYTES} are the most")
+        raise UsageError(f"{source}: {size} bytes; {ROW_BYTES} are the most")
     return plain
 
 
-def plain_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+def plain_row(row: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return `row` as plain JSON values.
 
     numpy's scalars and arrays become numbers and lists. Keys of nested objects whose value is null
     are left out: Arrow adds them where rows differ, and chat templates take them for set.
 
     Raises:
-        UsageError: it has something else; begins with `where` and names the column.
+        UsageError: it has something else; begins with `source` and names the column.
     """
     if len(row) > ROW_KEYS:
-        raise UsageError(f"{where}: the object has {len(row)} keys; {ROW_KEYS} are the most")
+        raise UsageError(f"{source}: the object has {len(row)} keys; {ROW_KEYS} are the most")
     try:
-        return {_key(name, where): _plain(row[name], f'{where}, "{name}"') for name in row}
+        return {_key(name, source): _plain(row[name], f'{source}, "{name}"') for name in row}
     except RecursionError:
-        raise UsageError(f"{where}: cannot be sent to a generator: nested too deeply") from None
+        raise UsageError(f"{source}: cannot be sent to a generator: nested too deeply") from None
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any, source: str) -> Any:
     """Return `value` as JSON has it."""
     match value:
         case None | bool():
@@ -126,47 +126,48 @@ def _plain(value: Any, where: str) -> Any:
                 value.encode()
             except UnicodeEncodeError:
                 raise UsageError(
-                    f"{where}: a lone surrogate is no text that can be written as UTF-8"
+                    f"{source}: a lone surrogate is no text that can be written as UTF-8"
                 ) from None
             return str.__str__(value)  # of an Enum its value
         case int():
             if value not in INTEGERS:
-                raise UsageError(f"{where}: {str(value)[:20]}... has more than 64 bits: write text")
+                digits = str(value)[:20]
+                raise UsageError(f"{source}: {digits}... has more than 64 bits: write text")
             return int(value)
         case float():
             if not math.isfinite(value):
                 raise UsageError(
-                    f"{where}: {value} is no number of JSON: fill it in or leave it out"
+                    f"{source}: {value} is no number of JSON: fill it in or leave it out"
                 )
             return float(value)
         case Mapping():
             items = cast(Mapping[Any, Any], value).items()
             return {
-                _key(name, where): _plain(item, f"{where}.{name}")
+                _key(name, source): _plain(item, f"{source}.{name}")
                 for name, item in items
                 if item is not None
             }
         case list() | tuple():
             items = enumerate(cast(list[Any], value))
-            return [_plain(item, f"{where}[{i}]") for i, item in items]
+            return [_plain(item, f"{source}[{i}]") for i, item in items]
         case _ if getattr(getattr(value, "dtype", None), "kind", "") in _UNREAD:
-            raise _no_json(value, where)
+            raise _no_json(value, source)
         case _ if hasattr(value, "dtype") and hasattr(value, "tolist"):
-            return _plain(value.tolist(), where)
+            return _plain(value.tolist(), source)
         case _:
-            raise _no_json(value, where)
+            raise _no_json(value, source)
 
 
-def _no_json(value: object, where: str) -> UsageError:
+def _no_json(value: object, source: str) -> UsageError:
     kind = type(value).__name__
     return UsageError(
-        f"{where}: a {kind} is no JSON value: write text, a number, a list or an object"
+        f"{source}: a {kind} is no JSON value: write text, a number, a list or an object"
     )
 
 
-def _key(name: Any, where: str) -> str:
+def _key(name: Any, source: str) -> str:
     if not isinstance(name, str):
-        raise UsageError(f"{where}: the key {name!r} is a {type(name).__name__}: keys are texts")
+        raise UsageError(f"{source}: the key {name!r} is a {type(name).__name__}: keys are texts")
     return name
 
 
@@ -213,16 +214,16 @@ def read_source(
     rows, columns = list(_rows(name)), columns or {}
     if not rows:
         raise UsageError(f"{name} has no rows")
-    _, first, where = rows[0]
+    _, first, place = rows[0]
     if "prompt" not in columns and "prompt" not in first:
-        known = ", ".join(map(str, first))
+        names = ", ".join(map(str, first))
         raise UsageError(
-            f'{where}: there is no "prompt", only {known}: name the column that holds '
+            f'{place}: there is no "prompt", only {names}: name the column that holds '
             f'the prompts, {section}.columns = {{ prompt = "..." }}'
         )
     return [
-        Prompt(f"{prefix}{number}", check_row(renamed(row, columns, where), where))
-        for number, row, where in rows
+        Prompt(f"{prefix}{number}", check_row(renamed(row, columns, place), place))
+        for number, row, place in rows
     ]
 
 
@@ -261,7 +262,7 @@ def pin_source(name: str) -> str:
 def _rows(name: str) -> Iterator[tuple[int, dict[str, Any], str]]:
     """Yield number and content of each row, and what errors call its place."""
     _refuse_url(name)
-    what = "row"
+    unit = "row"
     if name.startswith(DATASETS):
         rows = enumerate(_read_dataset(name), start=1)
     elif is_parquet(name):
@@ -269,9 +270,9 @@ def _rows(name: str) -> Iterator[tuple[int, dict[str, Any], str]]:
     elif is_function(name):
         rows = enumerate(_call(name), start=1)
     else:
-        rows, what = read_numbered(name), "line"
+        rows, unit = read_numbered(name), "line"
     for number, row in rows:
-        yield number, row, f"{name}, {what} {number}"
+        yield number, row, f"{name}, {unit} {number}"
 
 
 def _refuse_url(name: str) -> None:
@@ -290,16 +291,16 @@ def is_function(name: str) -> bool:
 def _call(name: str) -> list[dict[str, Any]]:
     """Return the rows of "module:function"; modules beside the run file are found."""
     module, _, function = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # a file there shadows no library
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)  # a file there shadows no library
     try:
         return rows_of(getattr(importlib.import_module(module), function)(), name)
     except UsageError:
         raise
     except Exception as error:
-        told = f"{name} gave no prompts: {type(error).__name__}: {_line(error)}"
-        raise UsageError(f"{told}; it must return an iterable of rows") from error
+        text = f"{name} gave no prompts: {type(error).__name__}: {_line(error)}"
+        raise UsageError(f"{text}; it must return an iterable of rows") from error
 
 
 def is_parquet(name: str) -> bool:
@@ -356,18 +357,18 @@ def _read_dataset(name: str) -> list[dict[str, Any]]:
     datasets.disable_progress_bars()
     try:
         if not any(file.exists() for file in saved):
-            given = {"name": config or None, "revision": revision or None}
-            return [dict(row) for row in datasets.load_dataset(path, split=split, **given)]
-        found = datasets.load_from_disk(path)
+            options = {"name": config or None, "revision": revision or None}
+            return [dict(row) for row in datasets.load_dataset(path, split=split, **options)]
+        dataset = datasets.load_from_disk(path)
     except ConnectionError as error:
         raise StartupError(f"{name} cannot be reached: {_line(error)}") from error
     except Exception as error:
         raise UsageError(f"{name} cannot be loaded: {_line(error)}") from error
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            raise UsageError(f"{name}: there is no split {split}, only {', '.join(found)}")
-        found = found[split]
-    return [dict(row) for row in found]
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
+            raise UsageError(f"{name}: there is no split {split}, only {', '.join(dataset)}")
+        dataset = dataset[split]
+    return [dict(row) for row in dataset]
 
 
 def _load(module: str, source: str) -> Any:

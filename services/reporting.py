@@ -27,20 +27,20 @@ def cause_of(activity: str) -> str:
     return activity
 
 
-def busy(spent: Mapping[str, float]) -> float:
+def busy(seconds: Mapping[str, float]) -> float:
     """Return the share of the recorded time in which a service did anything but wait.
 
     Args:
-        spent: seconds, or shares of the time, by activity.
+        seconds: seconds, or shares of the time, by activity.
     """
-    total = sum(spent.values())
-    return sum(s for name, s in spent.items() if not is_idle(name)) / total if total else 0.0
+    total = sum(seconds.values())
+    return sum(s for name, s in seconds.items() if not is_idle(name)) / total if total else 0.0
 
 
-def idle_causes(spent: Mapping[str, float]) -> dict[str, float]:
+def idle_causes(seconds: Mapping[str, float]) -> dict[str, float]:
     """Return the shares of the recorded time that were idle, by cause, largest first."""
-    total = sum(spent.values())
-    idle = {cause_of(name): s / total for name, s in spent.items() if is_idle(name) and total}
+    total = sum(seconds.values())
+    idle = {cause_of(name): s / total for name, s in seconds.items() if is_idle(name) and total}
     return dict(sorted(idle.items(), key=lambda item: -item[1]))
 
 
@@ -77,28 +77,28 @@ def telling(scores: Mapping[str, float]) -> dict[str, float]:
     return dict(scores) if len(scores) > 2 else {}
 
 
-def eval_scores(rewards: Mapping[str, Sequence[float]], most: int) -> dict[str, float]:
-    """Return `pass@k` for k = 1, 2, 4, ... and `most`, and `mean@most`; means over prompts.
+def eval_scores(rewards: Mapping[str, Sequence[float]], answers: int) -> dict[str, float]:
+    """Return `pass@k` for k = 1, 2, 4, ... and `answers`, and `mean@answers`; means over prompts.
 
     `mean@k` is the mean reward of k answers (avg@k elsewhere). Prompts with fewer than k answers
     are left out, and a score that no prompt has enough answers for.
 
     Args:
         rewards: of the answers to each prompt, by its id; those that failed count as 0.
-        most: answers that each prompt should have.
+        answers: answers that each prompt should have.
     """
     scores: dict[str, float] = {}
-    for k in sorted({1 << power for power in range(most.bit_length())} | {most}):
+    for k in sorted({1 << power for power in range(answers.bit_length())} | {answers}):
         chances = [
-            pass_at_k(len(own), sum(reward >= SOLVED for reward in own), k)
-            for own in rewards.values()
-            if len(own) >= k
+            pass_at_k(len(values), sum(reward >= SOLVED for reward in values), k)
+            for values in rewards.values()
+            if len(values) >= k
         ]
         if chances:
             scores[f"pass@{k}"] = sum(chances) / len(chances)
-    means = [sum(own) / len(own) for own in rewards.values() if len(own) >= most]
+    means = [sum(values) / len(values) for values in rewards.values() if len(values) >= answers]
     if means:
-        scores[f"mean@{most}"] = sum(means) / len(means)
+        scores[f"mean@{answers}"] = sum(means) / len(means)
     return scores
 
 

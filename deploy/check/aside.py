@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from umbra.deploy.check.choose import ChoiceRequest, for_hardware
-from umbra.deploy.check.machine import Gpu, GpusSeen
+from umbra.deploy.check.machine import Gpu, GpuReport
 from umbra.deploy.check.model_sizes import Build, Counts
 from umbra.proto.errors import UmbraError
 from umbra.services.config import TrainerConfig
@@ -48,14 +48,14 @@ def count_of(model_config: Any, trainer: TrainerConfig) -> Counts:
         from umbra.services.modeling.lora import add_adapter  # brings peft
 
         add_adapter(model, trainer, seed=0)
-    places = {id(p): i for i, one in enumerate(decoder_layers(model)) for p in one.parameters()}
+    places = {id(p): i for i, m in enumerate(decoder_layers(model)) for p in m.parameters()}
     counts: dict[int, list[int]] = {-1: [0, 0]}  # by layer, -1 is outside of them: all, trained
     adapter = largest = 0
     for name, parameter in model.named_parameters():
         size = parameter.numel()
-        own = counts.setdefault(places.get(id(parameter), -1), [0, 0])
-        own[0] += size
-        own[1] += size * parameter.requires_grad
+        layer_counts = counts.setdefault(places.get(id(parameter), -1), [0, 0])
+        layer_counts[0] += size
+        layer_counts[1] += size * parameter.requires_grad
         adapter += size * (".lora_" in name)
         largest = max(largest, size)
     parameters, trained = map(sum, zip(*counts.values(), strict=True))
@@ -75,7 +75,7 @@ def count_of(model_config: Any, trainer: TrainerConfig) -> Counts:
 CPU_S = 180  # of processor time, torch's import included: a large model takes some 30
 
 
-def look() -> GpusSeen:
+def look() -> GpuReport:
     if not torch.cuda.is_available():
         why_not = "there is none" if torch.version.cuda else "this torch is built without CUDA"
         try:
@@ -84,23 +84,23 @@ def look() -> GpusSeen:
             why_not = str(error).partition("\n")[0]
         node = any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg"))  # dxg: of WSL
         version, visible = str(torch.__version__), os.environ.get("CUDA_VISIBLE_DEVICES")
-        return GpusSeen([], why_not, version, torch.version.cuda or "", node, visible)
-    found: list[Gpu] = []
+        return GpuReport([], why_not, version, torch.version.cuda or "", node, visible)
+    gpus: list[Gpu] = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        found.append(Gpu(torch.cuda.get_device_name(index), total, free))
-    return GpusSeen(found)
+        gpus.append(Gpu(torch.cuda.get_device_name(index), total, free))
+    return GpuReport(gpus)
 
 
 if __name__ == "__main__":
     if data := sys.stdin.buffer.read():
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))  # the clock counts others' work too
-        asked = msgspec.json.decode(data, type=ChoiceRequest | Build)
+        request = msgspec.json.decode(data, type=ChoiceRequest | Build)
         try:
-            if isinstance(asked, Build):
-                answer = count(asked)
+            if isinstance(request, Build):
+                answer = count(request)
             else:
-                answer = for_hardware(asked.config, asked.given, asked.machine)
+                answer = for_hardware(request.config, request.set_keys, request.machine)
         except UmbraError as error:
             print(error, file=sys.stderr)
             sys.exit(error.exit_code)

@@ -37,7 +37,7 @@ class ChoiceRequest(msgspec.Struct, frozen=True, tag=True):
     """A run, the keys that its user has set, and the machine."""
 
     config: RunConfig
-    given: list[str]
+    set_keys: list[str]
     machine: Machine
 
 
@@ -45,8 +45,8 @@ class Choice(msgspec.Struct, frozen=True):
     """A run with its open settings chosen, each as `key = value`, and why it does not fit."""
 
     config: RunConfig
-    chosen: list[str]
-    refused: str = ""
+    changes: list[str]
+    refusal: str = ""
 
 
 def ready(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
@@ -57,10 +57,10 @@ def ready(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[s
             "`umbra plan` makes what starts it on several; or set it to 1"
         )
     check_run(config)
-    config, chosen = for_this_machine(config, tree)
+    config, changes = for_this_machine(config, tree)
     check_packages(config)
     check_room(config)
-    return config, chosen
+    return config, changes
 
 
 def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
@@ -76,12 +76,12 @@ def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunCon
         )
     if fault := next(device_faults(config, len(machine.gpus)), "") if not machine.blind else "":
         raise UsageError(fault)
-    given = given_keys(tree)
+    set_keys = given_keys(tree)
     if not machine.gpus:
-        choice = for_hardware(config, given, machine)
+        choice = for_hardware(config, set_keys, machine)
     else:
         try:
-            request = ChoiceRequest(config, sorted(given), machine)
+            request = ChoiceRequest(config, sorted(set_keys), machine)
             choice = ask_aside(Choice, request, timeout_s=PATIENCE_S)
         except UmbraError as error:
             raise StartupError(
@@ -89,9 +89,9 @@ def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunCon
                 "generator.device, or generator.engine_args and generator.slots; `umbra check` "
                 "says more"
             ) from error
-    if choice.refused:
-        raise UsageError(choice.refused)
-    return choice.config, choice.chosen
+    if choice.refusal:
+        raise UsageError(choice.refusal)
+    return choice.config, choice.changes
 
 
 def in_one_line(config: RunConfig) -> str:
@@ -107,33 +107,33 @@ def in_one_line(config: RunConfig) -> str:
     )
 
 
-def for_hardware(config: RunConfig, given: Collection[str], machine: Machine) -> Choice:
-    """Return the choice for a machine; keys in `given` are the user's and stay.
+def for_hardware(config: RunConfig, set_keys: Collection[str], machine: Machine) -> Choice:
+    """Return the choice for a machine; keys in `set_keys` are the user's and stay.
 
     Loads torch where a GPU is shared.
     """
-    chosen = choose(config, given, machine, made_for := positions(config.model.name))
+    resolved = choose(config, set_keys, machine, longest := positions(config.model.name))
     kind = kind_of(config.trainer.device, gpu=bool(machine.gpus))
-    faults = "; ".join(config.trainer.device_faults(kind))  # once `auto` is decided
-    found = [f"on a {'GPU' if kind == 'cuda' else 'CPU'}, {faults}"] if faults else []
-    found += chosen.generator.engine_faults(chosen.generator.engine)
-    if made_for and (context := chosen.generator.max_context) > made_for:
-        found.append(
-            f"{CONTEXT} = {context} is beyond the {made_for} positions of model.path: lower it"
+    fault = "; ".join(config.trainer.device_faults(kind))  # once `auto` is decided
+    faults = [f"on a {'GPU' if kind == 'cuda' else 'CPU'}, {fault}"] if fault else []
+    faults += resolved.generator.engine_faults(resolved.generator.engine)
+    if longest and (context := resolved.generator.max_context) > longest:
+        faults.append(
+            f"{CONTEXT} = {context} is beyond the {longest} positions of model.path: lower it"
         )
-    refused = "; ".join(found)
-    if not refused and _may_need_room(chosen) and machine.gpus:
+    refusal = "; ".join(faults)
+    if not refusal and _may_need_room(resolved) and machine.gpus:
         with suppress(ModuleNotFoundError):  # without torch nothing is estimated
             from umbra.deploy.check.estimate import divide
 
-            chosen, refused = divide(chosen, given, machine)
-    return Choice(chosen, list(_changes(config, chosen)) if machine.gpus else [], refused)
+            resolved, refusal = divide(resolved, set_keys, machine)
+    return Choice(resolved, list(_changes(config, resolved)) if machine.gpus else [], refusal)
 
 
 def choose(
-    config: RunConfig, given: Collection[str], machine: Machine, positions: int
+    config: RunConfig, set_keys: Collection[str], machine: Machine, positions: int
 ) -> RunConfig:
-    """Choose engine, devices, lengths and rows by the arguments alone; `given` keys stay.
+    """Choose engine, devices, lengths and rows by the arguments alone; `set_keys` keys stay.
 
     The model was made for `positions` tokens; 0: unknown.
     """
@@ -146,21 +146,21 @@ def choose(
     engine = generator.engine_on("cuda" if on_gpu else "cpu", vllm=machine.vllm)
     generator = msgspec.structs.replace(generator, engine=engine)
     if on_gpu:
-        enough = count >= trainer.ranks + generator.count * generator.tensor_parallel
-        if generator.device == "auto" and trains_on_gpu and enough:
+        spare = count >= trainer.ranks + generator.count * generator.tensor_parallel
+        if generator.device == "auto" and trains_on_gpu and spare:
             generator = msgspec.structs.replace(generator, device=f"cuda:{trainer.ranks}")
-        if CONTEXT not in given:
-            asked = [sampling.max_tokens] if TOKENS in given else []
-            asked += [n for one in config.environments if (n := one.sampling.get("max_tokens"))]
-            wanted = max(MOST_CONTEXT, 2 * max(asked, default=0))
-            context = min(positions or wanted, wanted)
+        if CONTEXT not in set_keys:
+            lengths = [sampling.max_tokens] if TOKENS in set_keys else []
+            lengths += [n for e in config.environments if (n := e.sampling.get("max_tokens"))]
+            target = max(MOST_CONTEXT, 2 * max(lengths, default=0))
+            context = min(positions or target, target)
             generator = msgspec.structs.replace(generator, max_context=context)
-        if TOKENS not in given:  # a quarter is the prompt's
-            most = max(1, 3 * generator.max_context // 4)
-            sampling = msgspec.structs.replace(sampling, max_tokens=most)
+        if TOKENS not in set_keys:  # a quarter is the prompt's
+            limit = max(1, 3 * generator.max_context // 4)
+            sampling = msgspec.structs.replace(sampling, max_tokens=limit)
         rows = {"trainer.pack_tokens", "trainer.micro_tokens"}
-        shared = trains_on_gpu and first_gpu(generator.device) < trainer.ranks
-        if shared and rows.isdisjoint(given):
+        shares_gpu = trains_on_gpu and first_gpu(generator.device) < trainer.ranks
+        if shares_gpu and rows.isdisjoint(set_keys):
             longest = generator.max_context
             trainer = msgspec.structs.replace(trainer, pack_tokens=longest, micro_tokens=longest)
     # Processes that compute on CPUs beside each other are several times slower with all threads.
@@ -180,11 +180,11 @@ def positions(model: str) -> int:
         return 0  # it is refused where the run is checked
     text: Any = config.get("text_config") or config
     if not isinstance(text, Mapping) or not isinstance(
-        found := text.get("max_position_embeddings"), int
+        count := text.get("max_position_embeddings"), int
     ):
         return 0
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    return int(found * max(1, rope.get("factor") or 1))
+    return int(count * max(1, rope.get("factor") or 1))
 
 
 def _may_need_room(config: RunConfig) -> bool:
@@ -192,8 +192,9 @@ def _may_need_room(config: RunConfig) -> bool:
     generator, trainer = config.generator, config.trainer
     if kind_of(generator.device, gpu=True) != "cuda":
         return False
-    shared = kind_of(trainer.device, gpu=True) == "cuda"
-    return generator.engine == "torch" or (shared and first_gpu(generator.device) < trainer.ranks)
+    trains_on_gpu = kind_of(trainer.device, gpu=True) == "cuda"
+    shared = trains_on_gpu and first_gpu(generator.device) < trainer.ranks
+    return generator.engine == "torch" or shared
 
 
 def _changes(before: RunConfig, after: RunConfig) -> Iterator[str]:

@@ -77,57 +77,57 @@ def command(
     if gpu is None and not no_code:
         check_run(run, download=False)
     machine = this_machine() if gpu is None else Machine.with_gpu(gpu)
-    found, warnings, needed = list[Finding](), [*cautions(run)], None
-    here = gpu is None and run.trainer.nodes == 1
+    checks, warnings, needed = list[Finding](), [*cautions(run)], None
+    local = gpu is None and run.trainer.nodes == 1
     blind = machine.blind and not for_cpus(run)  # which a finding says, with the reason
-    if here:
+    if local:
         check_packages(run)
-    if here and not blind and (fault := next(device_faults(run, len(machine.gpus)), "")):
+    if local and not blind and (fault := next(device_faults(run, len(machine.gpus)), "")):
         raise UsageError(fault)
     choice = for_hardware(run, given_keys(tree), machine)
-    run, chosen = choice.config, choice.chosen
-    if choice.refused and not machine.gpus:  # else the estimate may say more
-        raise UsageError(choice.refused)
-    if here and not blind and not no_code:
-        told = try_aside(run, search_path(run_file), model=run.generator.engine == "vllm")
+    run, changes = choice.config, choice.changes
+    if choice.refusal and not machine.gpus:  # else the estimate may say more
+        raise UsageError(choice.refusal)
+    if local and not blind and not no_code:
+        messages = try_aside(run, search_path(run_file), model=run.generator.engine == "vllm")
         if run.generator.engine != "vllm":  # whose arguments are tried with torch
             rows = find_rows(run)  # which the user's code may give
             import_without_torch()
-            told = check_chat(run, rows)
-        warnings += [("prompts", text) for text in told]
+            messages = check_chat(run, rows)
+        warnings += [("prompts", text) for text in messages]
     import_without_torch()
     sizes = read_sizes(run)
     try:
         needed = judge(run, sizes, machine)
-        found += [refusal("memory", fault) for fault in needed.faults]
-        if choice.refused and not needed.faults:
-            found.append(refusal("devices", choice.refused))
-        found += [replace(refusal("memory", note), level="warning") for note in needed.notes]
+        checks += [refusal("memory", fault) for fault in needed.faults]
+        if choice.refusal and not needed.faults:
+            checks.append(refusal("devices", choice.refusal))
+        checks += [replace(refusal("memory", note), level="warning") for note in needed.notes]
     except UsageError as error:
         level = "not looked at" if run.trainer.expert_parallel > 1 else "problem"
-        found.append(Finding("memory", level, str(error)))
+        checks.append(Finding("memory", level, str(error)))
     if gpu is None:
         sums: dict[str, int] = {}
         if needed is not None:
             gpus = 1 + max(needed.loads, default=-1)
             sums = {"gpus": gpus, "shm": needed.arena.bytes, "host": needed.host}
-        found += findings(run, **sums)
-    found += [Finding(name, "warning", text) for name, text in warnings]
-    state = "has a problem, see below" if has_problem(found) else "good"
-    lines = [f"{run_file}: {state}", *_summary(run, chosen, needed)]
+        checks += findings(run, **sums)
+    checks += [Finding(name, "warning", text) for name, text in warnings]
+    state = "has a problem, see below" if has_problem(checks) else "good"
+    lines = [f"{run_file}: {state}", *_summary(run, changes, needed)]
     if memory and needed is not None:
         lines += ["", *_memory(needed)]
-    more = {"chosen": chosen, "estimate": needed.as_dict() if needed else None}
-    return _finish(lines, found, more, json_wanted)
+    extra = {"chosen": changes, "estimate": needed.as_dict() if needed else None}
+    return _finish(lines, checks, extra, json_wanted)
 
 
-def _finish(lines: list[str], found: list[Finding], more: dict[str, Any], json_wanted: bool) -> int:
-    problem = has_problem(found)
-    if json_wanted:
-        told = {"ok": not problem, "checks": [asdict(one) for one in found], **more}
-        click.echo(json.dumps(told))
+def _finish(lines: list[str], checks: list[Finding], more: dict[str, Any], as_json: bool) -> int:
+    problem = has_problem(checks)
+    if as_json:
+        report = {"ok": not problem, "checks": [asdict(check) for check in checks], **more}
+        click.echo(json.dumps(report))
     else:
-        click.echo("\n".join([*lines, *([""] if lines else []), *as_text(found)]))
+        click.echo("\n".join([*lines, *([""] if lines else []), *as_text(checks)]))
     return UsageError.exit_code if problem else EXIT_DONE
 
 
@@ -147,7 +147,7 @@ def _show(run: RunConfig, as_json: bool) -> int:
     return EXIT_DONE
 
 
-def _summary(run: RunConfig, chosen: list[str], needed: Estimate | None) -> list[str]:
+def _summary(run: RunConfig, changes: list[str], needed: Estimate | None) -> list[str]:
     name, buffer, trainer = run.model.name, run.buffer, run.trainer
     missing = missing_bytes(name, "model.path") if is_hub_name(name) else 0
     groups, answers = buffer.batch_groups, buffer.group_size
@@ -163,21 +163,21 @@ def _summary(run: RunConfig, chosen: list[str], needed: Estimate | None) -> list
             f"{trainer.epochs})"
         ),
     }
-    if chosen:
-        rows["chosen"] = f"{', '.join(chosen)} (for this machine, as the file has none)"
+    if changes:
+        rows["chosen"] = f"{', '.join(changes)} (for this machine, as the file has none)"
     if needed is not None:
         rows["memory"] = needed.in_short()
     return [f"{name + ':':10} {text}" for name, text in rows.items()]
 
 
-def _memory(found: Estimate) -> Iterator[str]:
+def _memory(estimate: Estimate) -> Iterator[str]:
     """Yield the tables of what takes memory, by process and purpose."""
-    for need in found.needs:
+    for need in estimate.needs:
         yield from _table(need)
         yield ""
     rows = [
         (name, size(load), f"of {size(total)}{f' ({kind})' if kind else ''}" if total else "")
-        for name, load, total, kind in found.places()
+        for name, load, total, kind in estimate.places()
     ]
     yield from aligned(rows, right={1})
 
@@ -185,13 +185,13 @@ def _memory(found: Estimate) -> Iterator[str]:
 def _table(need: Need) -> list[str]:
     """Return the lines of a process; items absent at its peak are in brackets."""
     indices = sorted({index for gpus in need.gpus for index in gpus})
-    where = f", GPU {', '.join(map(str, indices))}" if indices else ""
+    gpus = f", GPU {', '.join(map(str, indices))}" if indices else ""
     rows: list[tuple[str, str]] = []
     for place, items in (("GPU", need.device), ("host", need.host)):
         phase = max(PHASES, key=lambda name: sum(i.bytes for i in items if name in i.during))
         rows += [(f"  {place}", size(peak(items)))] if items else []
         for item in items:
-            taken = size(item.bytes) if phase in item.during else f"({size(item.bytes)})"
-            rows += [(f"    {item.name}", taken)] if item.bytes else []
-    title = f"{need.name}{f' (x {need.count})' if need.count > 1 else ''}{where}"
+            amount = size(item.bytes) if phase in item.during else f"({size(item.bytes)})"
+            rows += [(f"    {item.name}", amount)] if item.bytes else []
+    title = f"{need.name}{f' (x {need.count})' if need.count > 1 else ''}{gpus}"
     return [title, *aligned(rows, right={1})]

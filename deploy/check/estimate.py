@@ -87,7 +87,7 @@ def needs(config: RunConfig, sizes: ModelSizes, *, gpu: int, host: int | None) -
     ]
 
 
-def _placed(name: str, gpus: Any, device: list[Item], host: list[Item], count: int) -> Need:
+def _need(name: str, gpus: Any, device: list[Item], host: list[Item], count: int) -> Need:
     """Return a need; without GPUs all of it is memory of the host."""
     if not gpus:
         return Need(name, (), (), (Item("process", PROCESS), *host, *device), count)
@@ -113,28 +113,28 @@ def _trainer(config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | 
         # Its passes and the policy's may be under way at the same time. It is float32, and on the
         # host only where FSDP puts it there.
         offload = trainer.offload if ranks > 1 and trainer.offload != "optimizer" else "none"
-        own = msgspec.structs.replace(
+        critic = msgspec.structs.replace(
             trainer, weights="float32", optimizer="adamw", offload=offload
         )
         for place, items in zip(
-            (device, host), _rank(own, sizes, kind, tokens, width), strict=True
+            (device, host), _rank(critic, sizes, kind, tokens, width), strict=True
         ):
             place += [replace(item, name=f"critic: {item.name}") for item in items]
     trained = sizes.trained // ranks
-    read = max(sizes.largest, sizes.layer[0]) // ranks
-    host.append(Item("rows of a layer while it is read", 4 * read, (LOADING,)))
+    largest = max(sizes.largest, sizes.layer[0]) // ranks
+    host.append(Item("rows of a layer while it is read", 4 * largest, (LOADING,)))
     if config.checkpoint.every:
         state = 4 * trained + moments(trainer, sizes)
         host.append(Item("copy for checkpoints", state, LOADED, "set checkpoint.every = 0"))
     if trainer.mismatch_every and config.buffer.run_ahead:
-        aside = ITEM_BYTES[trainer.weights] * trained
-        host.append(Item("weights kept aside", aside, PASS, "set buffer.run_ahead = 0"))
+        copy = ITEM_BYTES[trainer.weights] * trained
+        host.append(Item("weights kept aside", copy, PASS, "set buffer.run_ahead = 0"))
     if kind == "cuda" or ranks > 1 or trainer.lora_rank:
-        whole = 4 * sizes.parameters // ranks  # which rank 0 has for all of them
-        host.append(Item("the whole model for the export, per rank", whole, (EXPORT,)))
+        model = 4 * sizes.parameters // ranks  # which rank 0 has for all of them
+        host.append(Item("the whole model for the export, per rank", model, (EXPORT,)))
     first = first_gpu(trainer.device)
     gpus = tuple((first + rank,) for rank in range(ranks)) if kind == "cuda" else ()
-    return _placed("trainer rank", gpus, device, host, ranks)
+    return _need("trainer rank", gpus, device, host, ranks)
 
 
 def fullest(pack_tokens: int, micro_tokens: int, max_context: int) -> tuple[int, int]:
@@ -163,17 +163,18 @@ def _rank(
     trainer: TrainerConfig, sizes: ModelSizes, kind: str, tokens: int, width: int
 ) -> tuple[list[Item], list[Item]]:
     """Return the items of a rank's model on its device, and those in host memory."""
-    ranks, each = trainer.ranks, ITEM_BYTES[trainer.weights]
+    ranks, itemsize = trainer.ranks, ITEM_BYTES[trainer.weights]
     share = (sizes.parameters + sizes.adapter) // ranks
     trained = sizes.trained // ranks
     rows_on_host = trainer.offload == "all" and ranks > 1
     step_on_host = trainer.offload in ("optimizer", "all")
-    rows = [Item(f"weights, {'bfloat16' if each == 2 else 'float32'}", each * share, remedy=SHARD)]
+    dtype = "bfloat16" if itemsize == 2 else "float32"
+    rows = [Item(f"weights, {dtype}", itemsize * share, remedy=SHARD)]
     step: list[Item] = []
-    if each == 2 or (step_on_host and not rows_on_host):
+    if itemsize == 2 or (step_on_host and not rows_on_host):
         # Each micro-batch has gradients of its own, which are added to the copies' gradients.
         step.append(Item("float32 copies", 4 * trained, remedy=SHARD))
-        rows.append(Item("gradients of a micro-batch", each * trained, (FIRST,), SHARD))
+        rows.append(Item("gradients of a micro-batch", itemsize * trained, (FIRST,), SHARD))
     step.append(Item("gradients, float32", 4 * trained, LOADED, SHARD))
     step.append(Item(f"moments, {trainer.optimizer}", moments(trainer, sizes), LOADED, SHARD))
     passes, offloaded = _pass(trainer, sizes, kind, tokens, width)
@@ -188,14 +189,14 @@ def _gathered(trainer: TrainerConfig, sizes: ModelSizes, kind: str) -> Iterator[
 
     On GPUs there are the next layer and its buffer, too. Gradients are summed in float32.
     """
-    each = ITEM_BYTES[trainer.precision_on(kind)]
+    itemsize = ITEM_BYTES[trainer.precision_on(kind)]
     (outside, outside_trained), (layer, layer_trained) = sizes.outside, sizes.layer
     at_once, ends = (3 if kind == "cuda" else 1), (LAST, FIRST)
-    shared = 4 + 4 // trainer.ranks  # a buffer in float32, and what comes of it
-    summed = (each + 4 + shared) * layer_trained
-    yield Item("gathered parameters", each * outside, PASS, NO_KEY)
-    yield Item("gathered layers", at_once * each * layer, ends, NO_KEY)
-    yield Item("gathered gradients", each * outside_trained, ends, NO_KEY)
+    buffers = 4 + 4 // trainer.ranks  # a buffer in float32, and what comes of it
+    summed = (itemsize + 4 + buffers) * layer_trained
+    yield Item("gathered parameters", itemsize * outside, PASS, NO_KEY)
+    yield Item("gathered layers", at_once * itemsize * layer, ends, NO_KEY)
+    yield Item("gathered gradients", itemsize * outside_trained, ends, NO_KEY)
     yield Item("a layer's gradients while they are summed", summed, ends, NO_KEY)
 
 
@@ -206,97 +207,99 @@ def _pass(
 
     Autocast, of one rank, keeps the residual stream in float32, and casts of the weights.
     """
-    each, layers = ITEM_BYTES[trainer.precision_on(kind)], sizes.layers
+    itemsize, layers = ITEM_BYTES[trainer.precision_on(kind)], sizes.layers
     tokens //= trainer.sequence_parallel
-    autocast = each == 2 and trainer.weights == "float32" and trainer.ranks == 1
-    stream = 4 if autocast else each
-    layer = tokens * (10 * sizes.hidden * stream + (sizes.kept - 10 * sizes.hidden) * each)
+    autocast = itemsize == 2 and trainer.weights == "float32" and trainer.ranks == 1
+    stream = 4 if autocast else itemsize
+    residual = 10 * sizes.hidden
+    layer = tokens * (residual * stream + (sizes.activations - residual) * itemsize)
     layer = layer * 21 // 20  # tensors not in `layer_numbers`
     pairs = tokens * width
-    scores = (sizes.scores * each + 2) * pairs
-    chosen = trainer.recomputes_on(kind)
-    every = 1 if chosen is True else int(str(chosen).split()[1]) if "every" in str(chosen) else 0
-    again = layers // every if every else 0
-    inputs, whole = again * tokens * sizes.hidden * stream, layers - again
-    away = inputs if trainer.offload in ("activations", "all") and kind == "cuda" else 0
-    kept = inputs - away + whole * layer
+    scores = (sizes.scores * itemsize + 2) * pairs
+    recompute = trainer.recomputes_on(kind)
+    text = str(recompute)
+    every = 1 if recompute is True else int(text.split()[1]) if "every" in text else 0
+    recomputed = layers // every if every else 0
+    inputs, layers_kept = recomputed * tokens * sizes.hidden * stream, layers - recomputed
+    offload = inputs if trainer.offload in ("activations", "all") and kind == "cuda" else 0
+    activations = inputs - offload + layers_kept * layer
     if autocast:
-        kept += 2 * (sizes.layer[0] * layers + sizes.outside[0])
-    masks = (MASK * pairs if kind == "cpu" else 0) + (whole * scores if sizes.scores else 0)
+        activations += 2 * (sizes.layer[0] * layers + sizes.outside[0])
+    masks = (MASK * pairs if kind == "cpu" else 0) + (layers_kept * scores if sizes.scores else 0)
     chunk = min(4 * tokens * sizes.vocabulary, int(trainer.logits_mib * 2**20))
     head = sizes.vocabulary * sizes.hidden if sizes.outside[1] else 0
-    what = f"{tokens:,} tokens in rows of {width:,}"
-    less = "lower trainer.micro_tokens"
-    if not chosen:
-        less = "set trainer.activation_checkpointing = true"
+    shape = f"{tokens:,} tokens in rows of {width:,}"
+    remedy = "lower trainer.micro_tokens"
+    if not recompute:
+        remedy = "set trainer.activation_checkpointing = true"
     elif tokens <= width:
-        less = "lower generator.max_context or trainer.pack_tokens"
+        remedy = "lower generator.max_context or trainer.pack_tokens"
     full = (LOGITS, LAST)
     working = layer + (scores if sizes.scores else 0)
     device = [
-        Item(f"activations, {what}", kept, full, less),
+        Item(f"activations, {shape}", activations, full, remedy),
         Item("masks and scores", masks, full, "lower trainer.pack_tokens"),
         Item("logits", 4 * chunk + 6 * head, (LOGITS,), NO_KEY),
-        Item("a layer's forward and backward pass", working, (LAST, FIRST), less),
+        Item("a layer's forward and backward pass", working, (LAST, FIRST), remedy),
     ]
-    return device, [Item(f"activations, {what}", away, full, less)] if away else []
+    return device, [Item(f"activations, {shape}", offload, full, remedy)] if offload else []
 
 
 def published(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> int:
     """Return the bytes of a version: the weights, or an adapter published by itself."""
-    alone = config.trainer.lora_publish == "adapter"
-    numbers = sizes.adapter if alone else sizes.parameters
-    return numbers * _served(config, config.trainer.device, gpu)
+    adapter_only = config.trainer.lora_publish == "adapter"
+    numbers = sizes.adapter if adapter_only else sizes.parameters
+    return numbers * _itemsize(config, config.trainer.device, gpu)
 
 
-def _served(config: RunConfig, device: str, gpu: bool) -> int:
+def _itemsize(config: RunConfig, device: str, gpu: bool) -> int:
     return ITEM_BYTES[config.weight_hub.dtype_on(kind_of(device, gpu=gpu))]
 
 
-def _forward(sizes: ModelSizes, tokens: int, width: int, each: int, kind: str) -> int:
+def _forward(sizes: ModelSizes, tokens: int, width: int, itemsize: int, kind: str) -> int:
     """Return the bytes of a pass without gradients, of one layer at a time."""
-    scores = sizes.scores * each + (MASK if kind == "cpu" else 0)
-    return tokens * (each * sizes.kept + width * scores)
+    scores = sizes.scores * itemsize + (MASK if kind == "cpu" else 0)
+    return tokens * (itemsize * sizes.activations + width * scores)
 
 
 def _generator(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Need:
     generator, parallel = config.generator, config.generator.tensor_parallel
     kind = kind_of(generator.device, gpu=gpu)
-    each, arguments = _served(config, generator.device, gpu), generator.engine_args
+    itemsize, arguments = _itemsize(config, generator.device, gpu), generator.engine_args
     slots, context, vllm = generator.slots, generator.max_context, generator.engine == "vllm"
-    version = sizes.parameters * each
+    version = sizes.parameters * itemsize
     weights = version // 2 if arguments.get("quantization") else version
-    cached = 1 if "fp8" in str(arguments.get("kv_cache_dtype", "")) else each
+    cached = 1 if "fp8" in str(arguments.get("kv_cache_dtype", "")) else itemsize
     cache = Item(
         f"KV cache, {slots} x {context:,} tokens",
         slots * (cached * sizes.cache * context + 4 * sizes.states) // parallel,
         remedy="lower generator.slots or generator.max_context",
     )
-    if given := arguments.get("kv_cache_memory_bytes"):
+    if cache_bytes := arguments.get("kv_cache_memory_bytes"):
         remedy = "lower generator.engine_args.kv_cache_memory_bytes"
-        cache = Item("KV cache", int(given), remedy=remedy)
+        cache = Item("KV cache", int(cache_bytes), remedy=remedy)
     name = f"weights, {config.weight_hub.dtype_on(kind)}"
     device = [Item(name, weights // parallel, remedy="raise generator.tensor_parallel"), cache]
     if config.trainer.lora_publish == "adapter":
-        device.append(Item("adapter", sizes.adapter * each))
+        device.append(Item("adapter", sizes.adapter * itemsize))
     if vllm:
         device.append(Item("vLLM's passes and graphs", VLLM_WORK))
     else:
-        read = context * max(1, min(slots, reading_tokens(kind, sizes.parameters) // context))
+        prefill = context * max(1, min(slots, reading_tokens(kind, sizes.parameters) // context))
         sampled = 4 * 4 * slots * sizes.vocabulary  # logits, their softmax, sorted, drawn
-        device.append(Item("prefill", _forward(sizes, read, context, each, kind)))
+        device.append(Item("prefill", _forward(sizes, prefill, context, itemsize, kind)))
         device.append(Item("sampling", sampled, remedy="lower generator.slots"))
     host: list[Item] = []
     if config.weight_hub.plane in FETCHED:
         host.append(Item("a fetched version", published(config, sizes, gpu=gpu), LOADED))
     if generator.engine == "vllm-http":  # whose servers others start
-        return _placed("generator", (), [], host, 1)
+        return _need("generator", (), [], host, 1)
     if kind == "cuda" and not vllm:
         host.append(Item("the whole model while it is read", version, (LOADING,)))
-    own = parallel if ":" in generator.device else 0  # device "cuda": all share the first one
-    starts = [first_gpu(generator.device) + own * index for index in range(generator.count)]
+    stride = parallel if ":" in generator.device else 0  # device "cuda": all share the first one
+    starts = [first_gpu(generator.device) + stride * index for index in range(generator.count)]
     gpus = tuple(tuple(range(start, start + parallel)) for start in starts)
-    return _placed("generator", gpus if kind == "cuda" else (), device, host, generator.count)
+    return _need("generator", gpus if kind == "cuda" else (), device, host, generator.count)
 
 
 def _planes(config: RunConfig, sizes: ModelSizes, gpu: int) -> Iterator[Need]:
@@ -307,49 +310,48 @@ def _planes(config: RunConfig, sizes: ModelSizes, gpu: int) -> Iterator[Need]:
     copies = config.weight_hub.slots + 1 if plane == "cuda_ipc" else 0
     version = published(config, sizes, gpu=gpu > 0)
     device = [Item("versions", copies * version, remedy="set weight_hub.plane = shm")]
-    yield _placed("weight hub", (gpus[0][:1] if copies else (0,),), device, [], 1)
+    yield _need("weight hub", (gpus[0][:1] if copies else (0,),), device, [], 1)
     if plane == "nccl":
         loaded = version if len(gpus[0]) == 1 else 0  # from there, by an engine on one GPU
         device = [Item("a version until it is loaded", loaded, remedy="set weight_hub.plane = shm")]
-        yield _placed("weight receiver", tuple(one[:1] for one in gpus), device, [], len(gpus))
+        yield _need("weight receiver", tuple(ids[:1] for ids in gpus), device, [], len(gpus))
 
 
 def _scorers(
     config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | None
 ) -> Iterator[Need]:
     scorer, kind = config.scorer, kind_of(config.scorer.device, gpu=gpu > 0)
-    each, memory = _served(config, scorer.device, gpu > 0), _memory(kind, gpu, host_memory)
+    itemsize, memory = _itemsize(config, scorer.device, gpu > 0), _memory(kind, gpu, host_memory)
     for stage in ("ref_logp", "logp"):
         count = scorer.processes(stage)
         if stage not in config.buffer.stages or not count:
             continue
         models, work = (stage == "ref_logp" and sizes.teachers) or (sizes,), 0
-        for one in models:
-            rows = scoring_rows(
-                config.trainer, one.config, one.parameters, each, memory, kind, config.longest_turn
-            )
+        for model in models:
+            counts, turn = (model.parameters, itemsize, memory), config.longest_turn
+            rows = scoring_rows(config.trainer, model.config, *counts, kind, turn)
             tokens, width = fullest(*rows, config.generator.max_context)
-            logits = 4 * min(4 * tokens * one.vocabulary, int(config.trainer.logits_mib * 2**20))
-            work = max(work, _forward(one, tokens, width, each, kind) + logits)
+            logits = 4 * min(4 * tokens * model.vocabulary, int(config.trainer.logits_mib * 2**20))
+            work = max(work, _forward(model, tokens, width, itemsize, kind) + logits)
         device = [
-            Item("weights", each * sum(one.parameters for one in models)),
+            Item("weights", itemsize * sum(model.parameters for model in models)),
             Item("forward pass", work, remedy="lower trainer.micro_tokens"),
         ]
         host: list[Item] = []
         if kind == "cuda":
-            largest = each * max(one.parameters for one in models)
+            largest = itemsize * max(model.parameters for model in models)
             host.append(Item("the whole model while it is read", largest, (LOADING,)))
         if stage == "logp" and config.weight_hub.plane in FETCHED:
             host.append(Item("a fetched version", published(config, sizes, gpu=gpu > 0), LOADED))
         gpus = ((first_gpu(scorer.device),),) * count if kind == "cuda" else ()
-        yield _placed(f"scorer {stage}", gpus, device, host, count)
+        yield _need(f"scorer {stage}", gpus, device, host, count)
 
 
 USABLE = 0.95  # of a GPU: its allocator leaves gaps
 VLLM_SHARE = 0.92  # vLLM 0.32's gpu_memory_utilization
 SHARE = "gpu_memory_utilization"
 MARGIN = 1.1  # more than is estimated: no estimate has been compared with a GPU yet
-ENOUGH = 4  # times fewer full contexts than slots: answers are seldom as long as they may be
+SLOTS_PER_CONTEXT = 4  # at most for room: answers are seldom as long as they may be
 SMALLER = "trainer.lora_rank, trainer.offload or a smaller generator.max_context"
 
 
@@ -383,14 +385,15 @@ class Estimate:
         """Return the need of each memory, the margin, and the key to change for more."""
         sums = [
             f"{name} {size(needed)}"
-            + (f" of {size(there)} ({1 - needed / there:.0%} left)" if there else "")
-            for name, needed, there, _ in self.places()
+            + (f" of {size(available)} ({1 - needed / available:.0%} left)" if available else "")
+            for name, needed, available, _ in self.places()
         ]
         if self.room is not None:
             sums.append(f"vLLM's KV cache has {self.room:.0f} full contexts")
-        item = self.largest
-        more = f"; for more, {item.remedy} ({item.name}: {size(item.bytes)})" if item.remedy else ""
-        return ", ".join(sums) + more
+        item, text = self.largest, ", ".join(sums)
+        if not item.remedy:
+            return text
+        return f"{text}; for more, {item.remedy} ({item.name}: {size(item.bytes)})"
 
     def as_dict(self) -> dict[str, Any]:
         """Return values for JSON; sizes in bytes."""
@@ -417,38 +420,38 @@ def judge(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Estimate:
             f"trainer.expert_parallel = {value}: the estimate does not know yet what it takes; "
             "estimate the run with expert_parallel = 1"
         )
-    found = needs(config, sizes, gpu=machine.gpu, host=machine.host)
+    all_needs = needs(config, sizes, gpu=machine.gpu, host=machine.host)
     copies = config.weight_hub.slots
     version = published(config, sizes, gpu=machine.gpu > 0)
     arena = Item(f"arena, {copies} versions", copies * version, LOADED, "set weight_hub.slots = 2")
     by_gpu: dict[int, list[Need]] = defaultdict(list)
-    for need in found:
+    for need in all_needs:
         for index in (index for gpus in need.gpus for index in gpus):
             by_gpu[index].append(need)
-    loads = {i: sum(taken(config, one, machine) for one in own) for i, own in by_gpu.items()}
-    host = peak([arena, *(item for need in found for item in need.host * need.count)])
-    faults = [*_gpu_faults(by_gpu, loads, machine), *_host_faults(found, arena, host, machine)]
-    slots, room = config.generator.slots, vllm_room(config, found, machine)
+    loads = {i: sum(gpu_bytes(config, n, machine) for n in own) for i, own in by_gpu.items()}
+    host = peak([arena, *(item for need in all_needs for item in need.host * need.count)])
+    faults = [*_gpu_faults(by_gpu, loads, machine), *_host_faults(all_needs, arena, host, machine)]
+    slots, room = config.generator.slots, vllm_room(config, all_needs, machine)
     notes: list[str] = []
-    if room is not None and room < max(1, slots / ENOUGH):
+    if room is not None and room < max(1, slots / SLOTS_PER_CONTEXT):
         has = (
             f"the KV cache of a generator has room for {room:.1f} sequences of "
             f"generator.max_context = {config.generator.max_context} tokens, of generator.slots = "
             f"{slots}{', so vLLM would refuse to start' if room < 1 else ''}"
         )
-        beside = any(len(own) > 1 for own in by_gpu.values())  # the trainer, on the same GPU
+        shared = any(len(group) > 1 for group in by_gpu.values())  # the trainer, on the same GPU
         adapter = "train an adapter (trainer.lora_rank), which takes less beside it"
-        more = adapter if beside else "raise generator.tensor_parallel"
-        (faults if room < 1 else notes).append(f"{has}: lower generator.max_context, or {more}")
+        advice = adapter if shared else "raise generator.tensor_parallel"
+        (faults if room < 1 else notes).append(f"{has}: lower generator.max_context, or {advice}")
     # vLLM takes its share whatever it needs.
-    own = by_gpu[max(loads, key=loads.__getitem__)] if loads else found
-    choosable = [one for one in own if room is None or one.name != "generator"] or own
-    most = _largest(tuple(i for one in choosable for i in (one.device if loads else one.host)))
-    told = tuple(faults), tuple(notes)
-    return Estimate(machine, tuple(found), arena, loads, host, *told, room, most)
+    group = by_gpu[max(loads, key=loads.__getitem__)] if loads else all_needs
+    choosable = [need for need in group if room is None or need.name != "generator"] or group
+    largest = _largest(tuple(i for n in choosable for i in (n.device if loads else n.host)))
+    messages = tuple(faults), tuple(notes)
+    return Estimate(machine, tuple(all_needs), arena, loads, host, *messages, room, largest)
 
 
-def taken(config: RunConfig, need: Need, machine: Machine) -> int:
+def gpu_bytes(config: RunConfig, need: Need, machine: Machine) -> int:
     """Return the bytes of each of its GPUs; vLLM takes its share whatever it needs."""
     if need.name == "generator" and config.generator.engine == "vllm" and machine.gpu:
         share = config.generator.engine_args.get(SHARE, VLLM_SHARE)
@@ -456,42 +459,42 @@ def taken(config: RunConfig, need: Need, machine: Machine) -> int:
     return peak(need.device)
 
 
-def vllm_room(config: RunConfig, found: list[Need], machine: Machine) -> float | None:
+def vllm_room(config: RunConfig, all_needs: list[Need], machine: Machine) -> float | None:
     """Return how many full contexts vLLM's KV cache has room for; None where it need not be."""
     generator = config.generator
-    need = next((need for need in found if need.name == "generator" and need.gpus), None)
-    given = generator.engine_args.get("kv_cache_memory_bytes")
-    if need is None or generator.engine != "vllm" or given or not machine.gpu:
+    need = next((need for need in all_needs if need.name == "generator" and need.gpus), None)
+    fixed_cache = generator.engine_args.get("kv_cache_memory_bytes")
+    if need is None or generator.engine != "vllm" or fixed_cache or not machine.gpu:
         return None
     weights, cache = need.device[0].bytes, need.device[1].bytes
-    left = taken(config, need, machine) - weights - VLLM_WORK
-    return max(0.0, left / (cache / generator.slots))
+    free = gpu_bytes(config, need, machine) - weights - VLLM_WORK
+    return max(0.0, free / (cache / generator.slots))
 
 
 def _gpu_faults(
     by_gpu: dict[int, list[Need]], loads: dict[int, int], machine: Machine
 ) -> Iterator[str]:
-    told: set[str] = set()
-    for index, own in sorted(by_gpu.items()):
-        names = " and ".join(need.name for need in own)
-        if not machine.gpu or loads[index] <= USABLE * machine.gpu or names in told:
+    reported: set[str] = set()
+    for index, group in sorted(by_gpu.items()):
+        names = " and ".join(need.name for need in group)
+        if not machine.gpu or loads[index] <= USABLE * machine.gpu or names in reported:
             continue
-        told.add(names)
-        what = f"GPU {index} has {size(machine.gpu)} ({machine.name}), of which "
-        if len(own) > 1:
+        reported.add(names)
+        prefix = f"GPU {index} has {size(machine.gpu)} ({machine.name}), of which "
+        if len(group) > 1:
             yield (
-                f"{what}{names} need {size(loads[index])} together: give the "
+                f"{prefix}{names} need {size(loads[index])} together: give the "
                 "generator other GPUs (generator.device), or lower what each takes"
             )
             continue
-        largest = _largest(own[0].device)
+        largest = _largest(group[0].device)
         yield (
-            f"{what}a {names} needs {size(loads[index])}, most of it {largest.name} "
+            f"{prefix}a {names} needs {size(loads[index])}, most of it {largest.name} "
             f"({size(largest.bytes)}): {largest.remedy}"
         )
 
 
-def _host_faults(found: list[Need], arena: Item, host: int, machine: Machine) -> Iterator[str]:
+def _host_faults(all_needs: list[Need], arena: Item, host: int, machine: Machine) -> Iterator[str]:
     if machine.shm is not None and arena.bytes > machine.shm:
         yield (
             f"/dev/shm has {size(machine.shm)}, the arena of the weights needs "
@@ -499,7 +502,7 @@ def _host_faults(found: list[Need], arena: Item, host: int, machine: Machine) ->
             "2 or a smaller weight_hub.dtype"
         )
     if machine.host is not None and host > machine.host:
-        largest = _largest(tuple(item for need in found for item in need.host))
+        largest = _largest(tuple(item for need in all_needs for item in need.host))
         yield (
             f"the host has {size(machine.host)} of memory, the run needs {size(host)}, most of it "
             f"{largest.name} ({size(largest.bytes)} per process): {largest.remedy}"
@@ -509,19 +512,20 @@ def _host_faults(found: list[Need], arena: Item, host: int, machine: Machine) ->
 def _largest(items: tuple[Item, ...]) -> Item:
     """Return the largest item that a user can change, in the phase that needs most."""
     phase = max(PHASES, key=lambda name: sum(i.bytes for i in items if name in i.during))
-    known = [item for item in items if item.remedy and phase in item.during]
-    return max(known or items, key=lambda item: item.bytes)
+    adjustable = [item for item in items if item.remedy and phase in item.during]
+    return max(adjustable or items, key=lambda item: item.bytes)
 
 
-def divide(config: RunConfig, given: Collection[str], machine: Machine) -> tuple[RunConfig, str]:
+def divide(config: RunConfig, set_keys: Collection[str], machine: Machine) -> tuple[RunConfig, str]:
     """Return `config` with a generator's part of the GPU, and why the run does not fit.
 
     That is vLLM's share of a GPU that the trainer is on too, or as many slots of the torch engine
     as fit. A run that is refused, not estimated yet, or wrong in another way is returned as it is.
     """
     try:
-        found = estimate(config, machine)
-        divided = msgspec.structs.replace(config, generator=_generator_part(config, found, given))
+        before = estimate(config, machine)
+        part = _generator_part(config, before, set_keys)
+        divided = msgspec.structs.replace(config, generator=part)
         faults = estimate(divided, machine).faults
     except UsageError:
         return config, ""
@@ -530,21 +534,23 @@ def divide(config: RunConfig, given: Collection[str], machine: Machine) -> tuple
     return divided, ""
 
 
-def _generator_part(config: RunConfig, found: Estimate, given: Collection[str]) -> Any:
-    generator, gpu = config.generator, found.machine.gpu
-    own = next(need for need in found.needs if need.name == "generator")
-    mine = {index for gpus in own.gpus for index in gpus}
-    beside = [
-        need for need in found.needs if need is not own and any(mine & {*g} for g in need.gpus)
+def _generator_part(config: RunConfig, before: Estimate, set_keys: Collection[str]) -> Any:
+    generator, gpu = config.generator, before.machine.gpu
+    need = next(need for need in before.needs if need.name == "generator")
+    own_gpus = {index for gpus in need.gpus for index in gpus}
+    others = [
+        other
+        for other in before.needs
+        if other is not need and any(own_gpus & {*ids} for ids in other.gpus)
     ]
-    room = USABLE * gpu - MARGIN * sum(peak(need.device) for need in beside)
+    room = USABLE * gpu - MARGIN * sum(peak(need.device) for need in others)
     arguments, slots = generator.engine_args, generator.slots
     if generator.engine == "vllm":
-        if beside and SHARE not in arguments and "kv_cache_memory_bytes" not in arguments:
+        if others and SHARE not in arguments and "kv_cache_memory_bytes" not in arguments:
             share = min(VLLM_SHARE, math.floor(100 * room / gpu) / 100)
             arguments = {**arguments, SHARE: max(share, 0.01)}
-    elif "generator.slots" not in given:
-        grows = sum(item.bytes for item in own.device if "generator.slots" in item.remedy)
-        fixed = peak(own.device) - grows
+    elif "generator.slots" not in set_keys:
+        grows = sum(item.bytes for item in need.device if "generator.slots" in item.remedy)
+        fixed = peak(need.device) - grows
         slots = max(1, min(slots, int((room - fixed) / (grows / slots))))
     return msgspec.structs.replace(generator, slots=slots, engine_args=arguments)

@@ -81,7 +81,7 @@ class Gpu(msgspec.Struct, frozen=True):
     free: int
 
 
-class GpusSeen(msgspec.Struct, frozen=True):
+class GpuReport(msgspec.Struct, frozen=True):
     """The GPUs that torch sees, and what says `why_not` if it sees none.
 
     `torch` is its version, `cuda` of the CUDA it is built for (empty: for CPUs), `node` whether
@@ -101,48 +101,48 @@ def ask_aside(kind: type[T], request: object = None, *, timeout_s: float = PROGR
     command = python_argv("umbra.deploy.check.aside")
     data = b"" if request is None else msgspec.json.encode(request)
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, input=data, capture_output=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
         raise UmbraError(f"it took longer than {timeout_s:g} s") from None
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise child_error(last or describe_exit(done.returncode), own_exit_code(done.returncode))
-    return msgspec.json.decode(done.stdout, type=kind)
+    if code := process.returncode:
+        last = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise child_error(last or describe_exit(code), own_exit_code(code))
+    return msgspec.json.decode(process.stdout, type=kind)
 
 
 @cache
-def gpus_seen() -> GpusSeen:
+def gpu_report() -> GpuReport:
     """Return the GPUs that torch sees; UmbraError with the reason if it does not answer."""
-    return ask_aside(GpusSeen)
+    return ask_aside(GpuReport)
 
 
-def why_blind(seen: GpusSeen, driver: str) -> str:
+def why_blind(report: GpuReport, driver: str) -> str:
     """Return why torch sees no GPU of this driver, and after the last semicolon the remedy."""
-    least = LEAST_DRIVER.get(int(seen.cuda.partition(".")[0] or 0), 0)
+    minimum = LEAST_DRIVER.get(int(report.cuda.partition(".")[0] or 0), 0)
     major = driver.partition(".")[0]
-    if not seen.cuda:
+    if not report.cuda:
         return (
-            f"torch {seen.torch} is built for CPUs; install one from PyPI (CUDA 13, driver 580 or "
-            "newer) or from PyTorch's cu12 index (driver 525)"
+            f"torch {report.torch} is built for CPUs; install one from PyPI (CUDA 13, driver 580 "
+            "or newer) or from PyTorch's cu12 index (driver 525)"
         )
-    if not seen.node:
+    if not report.node:
         return (
             "this process has no /dev/nvidiactl, as in a container without GPUs; give it GPUs "
             "(docker: --gpus all, SLURM: --gres=gpu:1, Kubernetes: nvidia.com/gpu)"
         )
-    variable = f'CUDA_VISIBLE_DEVICES = "{seen.visible}"'
-    if seen.visible is not None and seen.visible.strip() in ("", "-1", "NoDevFiles"):
+    variable = f'CUDA_VISIBLE_DEVICES = "{report.visible}"'
+    if report.visible is not None and report.visible.strip() in ("", "-1", "NoDevFiles"):
         return f"{variable} hides all GPUs; unset it, or name some that nvidia-smi lists"
-    if major.isdigit() and int(major) < least:
+    if major.isdigit() and int(major) < minimum:
         return (
-            f"driver {driver} is too old for torch {seen.torch}, which is built for CUDA "
-            f"{seen.cuda} and needs {least} or newer ({seen.why_not}); update the driver, or "
+            f"driver {driver} is too old for torch {report.torch}, which is built for CUDA "
+            f"{report.cuda} and needs {minimum} or newer ({report.why_not}); update the driver, or "
             "install a torch from PyTorch's index for a CUDA that this driver has"
         )
-    hidden = f" with {variable}" if seen.visible else ""
-    return f"{seen.why_not}{hidden}; see whether nvidia-smi lists the GPUs, and which"
+    hidden = f" with {variable}" if report.visible else ""
+    return f"{report.why_not}{hidden}; see whether nvidia-smi lists the GPUs, and which"
 
 
 def silent(error: UmbraError) -> str:
@@ -158,13 +158,13 @@ def this_machine() -> Machine:
     if not (driver := driver_version()):
         return Machine(host=host, shm=shm, cores=cores)
     try:
-        seen, blind = gpus_seen(), ""
+        report, blind = gpu_report(), ""
     except UmbraError as error:
-        seen, blind = GpusSeen([]), silent(error)
+        report, blind = GpuReport([]), silent(error)
     vllm = importlib.util.find_spec("vllm") is not None
-    sizes = tuple(gpu.total for gpu in seen.gpus)
-    name = seen.gpus[0].name if seen.gpus else ""
-    blind = "" if sizes else blind or why_blind(seen, driver)
+    sizes = tuple(gpu.total for gpu in report.gpus)
+    name = report.gpus[0].name if report.gpus else ""
+    blind = "" if sizes else blind or why_blind(report, driver)
     return Machine(sizes, name, host, shm, vllm, blind, cores)
 
 
@@ -205,22 +205,22 @@ class Finding:
 
 def refusal(subject: str, sentence: str) -> Finding:
     """Return the problem in the sentence of an error, whose last part is the remedy."""
-    what, _, remedy = sentence.rpartition("; " if "; " in sentence else ": ")
-    return Finding(subject, "problem", what or sentence, remedy)
+    problem, _, remedy = sentence.rpartition("; " if "; " in sentence else ": ")
+    return Finding(subject, "problem", problem or sentence, remedy)
 
 
-def has_problem(found: Sequence[Finding]) -> bool:
-    return any(one.level == "problem" for one in found)
+def has_problem(checks: Sequence[Finding]) -> bool:
+    return any(check.level == "problem" for check in checks)
 
 
-def as_text(found: Sequence[Finding]) -> list[str]:
+def as_text(checks: Sequence[Finding]) -> list[str]:
     """Return lines for people: the findings, then what to do, problems first."""
-    lines = aligned((one.subject, one.level, one.text) for one in found)
+    lines = aligned((check.subject, check.level, check.text) for check in checks)
     todo = [
-        f"- {one.subject}: {one.remedy}"
+        f"- {check.subject}: {check.remedy}"
         for level in ("problem", "warning")
-        for one in found
-        if one.level == level and one.remedy
+        for check in checks
+        if check.level == level and check.remedy
     ]
     return [*lines, "", *(["What to do:", *todo] if todo else ["Nothing to do."])]
 
@@ -253,7 +253,7 @@ def findings(
         endpoints = run_endpoints(config)
         folder = Path(config.security.keys) if config.security.keys else None
         yield from ports(endpoints)
-        yield keys(folder, next((one for one in endpoints if not is_local(one)), ""))
+        yield keys(folder, next((address for address in endpoints if not is_local(address)), ""))
         yield disk(Path(config.run.dir))
 
 
@@ -263,7 +263,7 @@ def find_gpus(needed: int) -> Finding:
     if not driver and not needed:
         return Finding("GPUs", "ok", "none")
     try:
-        return judge_gpus(gpus_seen(), driver, needed)
+        return judge_gpus(gpu_report(), driver, needed)
     except UmbraError as error:
         return refusal("GPUs", silent(error))
 
@@ -275,17 +275,17 @@ def for_cpus(config: RunConfig) -> bool:
     return devices | ({config.scorer.device} if scores else set()) == {"cpu"}
 
 
-def judge_gpus(seen: GpusSeen, driver: str, needed: int) -> Finding:
-    if not seen.gpus:
-        return refusal("GPUs", f"torch sees none: {why_blind(seen, driver)}")
-    names = ", ".join(sorted({gpu.name for gpu in seen.gpus}))
-    count, free = len(seen.gpus), min(gpu.free for gpu in seen.gpus)
+def judge_gpus(report: GpuReport, driver: str, needed: int) -> Finding:
+    if not report.gpus:
+        return refusal("GPUs", f"torch sees none: {why_blind(report, driver)}")
+    names = ", ".join(sorted({gpu.name for gpu in report.gpus}))
+    count, free = len(report.gpus), min(gpu.free for gpu in report.gpus)
     if count < needed:
         remedy = "lower generator.count or trainer.ranks, or add GPUs"
         return Finding("GPUs", "problem", f"{count} ({names}), the run uses {needed}", remedy)
     text = f"{count} ({names}, driver {driver}), {size(free)} free on each at least"
-    if taken := [str(i) for i, gpu in enumerate(seen.gpus) if gpu.free < 0.9 * gpu.total]:
-        remedy = f"see with nvidia-smi who has memory of GPU {', '.join(taken)}"
+    if busy := [str(i) for i, gpu in enumerate(report.gpus) if gpu.free < 0.9 * gpu.total]:
+        remedy = f"see with nvidia-smi who has memory of GPU {', '.join(busy)}"
         return Finding("GPUs", "warning", text, remedy)
     return Finding("GPUs", "ok", text)
 
@@ -308,19 +308,19 @@ def host_memory(available: int, total: int, needed: int | None) -> Finding:
 def _memory(
     subject: str, level: Level, free: int, total: int, needed: int | None, remedy: str
 ) -> Finding:
-    wanted = "" if needed is None else f", the run needs {size(needed)}"
-    text = f"{size(free)} free of {size(total)}{wanted}"
+    demand = "" if needed is None else f", the run needs {size(needed)}"
+    text = f"{size(free)} free of {size(total)}{demand}"
     return Finding(subject, level, text, "" if level == "ok" else remedy)
 
 
 def open_files() -> Finding:
     """Check the hard limit of open files, to which Umbra raises its own."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most == resource.RLIM_INFINITY or most >= ENOUGH_FILES:
-        return Finding("open files", "ok", f"at most {most} per process")
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or limit >= ENOUGH_FILES:
+        return Finding("open files", "ok", f"at most {limit} per process")
     remedy = "raise it: ulimit -Hn 65536 (docker: --ulimit nofile=65536, systemd: LimitNOFILE)"
-    level = "problem" if most < LEAST_FILES else "warning"
-    return Finding("open files", level, f"at most {most} per process", remedy)
+    level = "problem" if limit < LEAST_FILES else "warning"
+    return Finding("open files", level, f"at most {limit} per process", remedy)
 
 
 def disk(folder: Path) -> Finding:
@@ -351,8 +351,8 @@ def judge_disk(folder: str, free: int, sync_s: float) -> Finding:
 
 def ports(endpoints: Sequence[str]) -> Iterator[Finding]:
     """Check that nobody listens at the `endpoints` that name a port."""
-    named = [one for one in endpoints if one.rpartition(":")[2] not in ("*", "0")]
-    for endpoint in named:
+    fixed = [address for address in endpoints if address.rpartition(":")[2] not in ("*", "0")]
+    for endpoint in fixed:
         try:
             check_port_free(endpoint)
         except StartupError as error:
@@ -360,7 +360,7 @@ def ports(endpoints: Sequence[str]) -> Iterator[Finding]:
             yield Finding("port", "problem", str(error), remedy)
         else:
             yield Finding("port", "ok", f"{endpoint} is free")
-    if not named:
+    if not fixed:
         yield Finding("port", "ok", "free ones are chosen")
 
 
@@ -374,10 +374,10 @@ def keys(folder: Path | None, public: str) -> Finding:
             return Finding("keys", "ok", "none: only this machine can connect")
         remedy = "make keys (umbra keys FOLDER), and name the folder in security.keys"
         return Finding("keys", "warning", f"none, and others can connect to {public}", remedy)
-    held: list[KeyRole] = [role for role in KEY_ROLES if (folder / f"{role}{SECRET}").exists()]
-    for role in held or KEY_ROLES[:1]:
+    roles: list[KeyRole] = [role for role in KEY_ROLES if (folder / f"{role}{SECRET}").exists()]
+    for role in roles or KEY_ROLES[:1]:
         try:
             load_keys(folder, role)
         except UsageError as error:
             return refusal("keys", str(error))
-    return Finding("keys", "ok", f"{folder}: {', '.join(held)}")
+    return Finding("keys", "ok", f"{folder}: {', '.join(roles)}")

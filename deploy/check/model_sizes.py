@@ -53,11 +53,11 @@ def count_plain(config: Any, trainer: TrainerConfig) -> Counts | None:
         return None
     rope = config.rope_parameters or {}
     width, layers, units = config.hidden_size, config.num_hidden_layers, config.intermediate_size
-    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head = getattr(config, "head_dim", width // max(1, heads)) or 0
     unusual = (
-        min(width, layers, units, heads, shared, head) < 1
-        or heads % shared
+        min(width, layers, units, heads, kv_heads, head) < 1
+        or heads % kv_heads
         or config.hidden_act != "silu"
         or rope.keys() != {"rope_type", "rope_theta"}
         or rope["rope_type"] != "default"
@@ -69,7 +69,7 @@ def count_plain(config: Any, trainer: TrainerConfig) -> Counts | None:
     )
     if unusual:
         return None
-    queries, keys = heads * head, shared * head
+    queries, keys = heads * head, kv_heads * head
     linear = {
         "q_proj": (queries, width), "k_proj": (keys, width), "v_proj": (keys, width),
         "o_proj": (width, queries), "gate_proj": (units, width), "up_proj": (units, width),
@@ -81,16 +81,16 @@ def count_plain(config: Any, trainer: TrainerConfig) -> Counts | None:
     small = 2 * width  # norms and biases
     small += {"qwen2": queries + 2 * keys, "qwen3": 2 * head}.get(config.model_type, 0)
     layer, rank = small + sum(a * b for a, b in linear.values()), trainer.lora_rank
-    added = rank * sum(a + b for name, (a, b) in linear.items() if name in targets)
+    adapter = rank * sum(a + b for name, (a, b) in linear.items() if name in targets)
     embedding = config.vocab_size * width
     outside = width + embedding * (1 if config.tie_word_embeddings else 2)
     parameters = outside + layers * layer
     return Counts(
         parameters=parameters,
-        adapter=layers * added,
-        trained=layers * added if rank else parameters,
+        adapter=layers * adapter,
+        trained=layers * adapter if rank else parameters,
         outside=(outside, 0 if rank else outside),
-        layer=(layer + added, added if rank else layer),
+        layer=(layer + adapter, adapter if rank else layer),
         largest=max(embedding, *(a * b for a, b in linear.values())),
     )
 
@@ -105,7 +105,7 @@ class ModelSizes(Counts, frozen=True, kw_only=True):
     hidden: int
     vocabulary: int
     cache: int  # of keys and values, for a token in all layers
-    kept: int  # of a token in a layer that the backward pass needs (`layer_numbers`)
+    activations: int  # of a token in a layer that the backward pass needs (`layer_numbers`)
     states: int = 0  # of a sequence, in layers that carry one
     scores: int = 0  # of a pair of positions in a layer that eager attention keeps
     config: Any = None  # Transformers', by which the trainer chooses the length of rows
@@ -116,14 +116,14 @@ def read_sizes(config: RunConfig) -> ModelSizes:
     """Return the sizes of a run's models; raise UsageError if one is missing or refused."""
     if not config.model.path:
         raise UsageError("model.path is empty: name a directory with the model's config.json")
-    found = _read(config, config.model.name, "model.path", config.trainer)
+    policy = _model_sizes(config, config.model.name, "model.path", config.trainer)
     names = dict.fromkeys(config.scorer.models.values())
     frozen = replace(config.trainer, lora_rank=0)
-    own = (_read(config, name, "scorer.model", frozen) for name in names)
-    return replace(found, teachers=tuple(own))
+    teachers = (_model_sizes(config, name, "scorer.model", frozen) for name in names)
+    return replace(policy, teachers=tuple(teachers))
 
 
-def _read(config: RunConfig, name: str, source: str, trainer: TrainerConfig) -> ModelSizes:
+def _model_sizes(config: RunConfig, name: str, source: str, trainer: TrainerConfig) -> ModelSizes:
     directory = directory_of(name, weights=False)
     check_architecture(directory, checked=config.model.checked)
     with loading(directory, source):
@@ -152,7 +152,7 @@ def sizes_of(model_config: Any, counts: Counts, *, latent: bool = False) -> Mode
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         cache=cache_numbers(text, latent=latent),
-        kept=layer_numbers(model_config),
+        activations=layer_numbers(model_config),
         states=state_numbers(model_config),
         scores=3 * getattr(text, "num_attention_heads", 0) if counts.eager else 0,
         config=model_config,

@@ -105,8 +105,8 @@ class ClusterSpec(_Table, frozen=True):
     slurm: SlurmSpec = SlurmSpec()
     kubernetes: KubernetesSpec = KubernetesSpec()
 
-    def port(self, which: Port) -> int:
-        return self.base_port + which
+    def port(self, kind: Port) -> int:
+        return self.base_port + kind
 
     @property
     def owner(self) -> tuple[int, int]:
@@ -131,16 +131,16 @@ def load_cluster(path: Path) -> ClusterFile:
     tree = read_run_file(path, "cluster file")
     for section in tree:
         if section not in ("cluster", "nodes"):
-            near = nearest(section, ["cluster", "nodes"])
+            hint = nearest(section, ["cluster", "nodes"])
             if section in SECTIONS:
-                near = ", which is of run files: give the cluster file first, then the run file"
-            raise UsageError(f"{path}: unknown section [{section}]{near}")
+                hint = ", which is of run files: give the cluster file first, then the run file"
+            raise UsageError(f"{path}: unknown section [{section}]{hint}")
     listed = tree.get("nodes", [])
     if not isinstance(listed, list) or not listed:
         raise UsageError(f"{path}: there are no nodes: write a table [[nodes]] for each")
     file = ClusterFile(
-        cluster=_read(ClusterSpec, tree.get("cluster", {}), f"{path}: cluster"),
-        nodes=[_read(Node, n, f"{path}: nodes[{i}]") for i, n in enumerate(listed)],
+        cluster=_convert(ClusterSpec, tree.get("cluster", {}), f"{path}: cluster"),
+        nodes=[_convert(Node, n, f"{path}: nodes[{i}]") for i, n in enumerate(listed)],
     )
     cluster, names, tasks = file.cluster, [node.name for node in file.nodes], get_args(Task)
     dotless = [name.replace(".", "-") for name in names]
@@ -155,14 +155,14 @@ def load_cluster(path: Path) -> ClusterFile:
     for key in ("memory_gib", "cpus"):
         for task in getattr(cluster, key):
             if task not in tasks:
-                near = nearest(task, list(tasks))
-                raise UsageError(f"{path}: cluster.{key}: unknown task {task}{near}")
+                hint = nearest(task, list(tasks))
+                raise UsageError(f"{path}: cluster.{key}: unknown task {task}{hint}")
     joining = [node.name for node in file.nodes if node.joins]
     if len(joining) == len(names):
         raise UsageError(f"{path}: all nodes have joins = true, which only generate: remove one")
     if cluster.broker and cluster.broker not in names:
-        near = nearest(cluster.broker, names)
-        raise UsageError(f"{path}: cluster.broker = {cluster.broker} is no node{near}")
+        hint = nearest(cluster.broker, names)
+        raise UsageError(f"{path}: cluster.broker = {cluster.broker} is no node{hint}")
     if cluster.broker in joining:
         raise UsageError(
             f"{path}: cluster.broker = {cluster.broker} has joins = true, so it may go while "
@@ -171,26 +171,26 @@ def load_cluster(path: Path) -> ClusterFile:
     return file
 
 
-def _read(kind: type[S], values: Any, where: str) -> S:
+def _convert(kind: type[S], values: Any, source: str) -> S:
     if not isinstance(values, Mapping):
-        raise UsageError(f"{where} must be a table")
+        raise UsageError(f"{source} must be a table")
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for key, value in values.items():
         if key in FOREIGN:
-            raise UsageError(f"{where}.{key} is async-rl's: write {FOREIGN[key]}")
+            raise UsageError(f"{source}.{key} is async-rl's: write {FOREIGN[key]}")
         if key not in fields:
-            raise UsageError(f"{where}: unknown key {key}{nearest(key, list(fields))}")
+            raise UsageError(f"{source}: unknown key {key}{nearest(key, list(fields))}")
         if isinstance(fields[key], type) and issubclass(fields[key], msgspec.Struct):
-            _read(fields[key], value, f"{where}.{key}")
+            _convert(fields[key], value, f"{source}.{key}")
     try:
         return msgspec.convert(dict(values), kind)
     except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at `$")
+        fault, _, place = str(error).partition(" - at `$")
         key = place.rstrip("`")
-        raise UsageError(f"{where}{key}: {what[0].lower()}{what[1:]}") from error
+        raise UsageError(f"{source}{key}: {fault[0].lower()}{fault[1:]}") from error
 
 
-def nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, choices: list[str]) -> str:
     """Return a hint at what the unknown `name` was meant to be."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(choices)}"

@@ -64,16 +64,16 @@ def command(
     config = load_run(run_file, overrides)
     plan = make_plan(cluster, config, run_id or new_run_id(config.run.name))
     check_feasible(plan.config)
-    modules, given, folder = modules_of(config, run_file), config.security.keys, None
-    if given or not config.security.insecure:
-        folder = Path(given) if given else out.resolve() / FOLDER
+    modules, keys_folder, folder = modules_of(config, run_file), config.security.keys, None
+    if keys_folder or not config.security.insecure:
+        folder = Path(keys_folder) if keys_folder else out.resolve() / FOLDER
     files = render(plan, formats, modules, out.resolve(), folder)
     click.echo(table(plan), nl=False)
     if dry_run:
         return EXIT_DONE
     write(files, out.resolve())
     if folder is not None:
-        if not given and not folder.exists():  # they stay the same in every plan of this folder
+        if not keys_folder and not folder.exists():  # the same in every plan of this folder
             make_keys(folder)
         if "compose" in formats:
             copy_keys(plan, folder, out.resolve())
@@ -83,11 +83,11 @@ def command(
     for name in formats:
         click.echo(f"next: {NEXT[name].format(out=out)}")
     if folder and modules and set(formats) != {"slurm"}:
-        seen = [place for place in (folder, out.resolve()) if place.is_relative_to(modules)]
-        if seen:
+        exposed = [place for place in (folder, out.resolve()) if place.is_relative_to(modules)]
+        if exposed:
             click.echo(
                 f"note: containers that import your modules see all of {modules}, and with it "
-                f"secret keys of other roles in {seen[0]}: choose another --out or security.keys",
+                f"secret keys of other roles in {exposed[0]}: set another --out or security.keys",
                 err=True,
             )
     return EXIT_DONE
@@ -113,8 +113,8 @@ def keys(folder: Path, roles: tuple[KeyRole, ...], force: bool) -> int:
     `umbra up` uses runs/keys as it is; everything else needs --keys FOLDER. A node needs all
     `.key` files, and the `.key_secret` of the roles that run on it and of no other.
     """
-    made = make_keys(folder, roles or KEY_ROLES, force=force)
-    click.echo(f"{folder}: keys of {', '.join(made)}")
+    pairs = make_keys(folder, roles or KEY_ROLES, force=force)
+    click.echo(f"{folder}: keys of {', '.join(pairs)}")
     click.echo(f"each process needs every .key file and the {SECRET} of its own role")
     return EXIT_DONE
 
@@ -175,9 +175,9 @@ def copy_keys(plan: Plan, keys: Path, out: Path) -> None:
             f"it out (then it is you, {os.geteuid()}:{os.getegid()}), or plan as root"
         )
     needed: dict[Path, set[str]] = {}
-    for one in launches(plan, container_paths(plan, "", keys=True)):
-        folder = out / one.process.node.name / KEYS_FOLDER
-        needed.setdefault(folder, set()).update(one.key_files)
+    for launch in launches(plan, container_paths(plan, "", keys=True)):
+        folder = out / launch.process.node.name / KEYS_FOLDER
+        needed.setdefault(folder, set()).update(launch.key_files)
     for folder, names in needed.items():
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -203,13 +203,13 @@ def table(plan: Plan) -> str:
     rows: list[tuple[str, ...]] = [HEADINGS]
     for node in plan.nodes:
         cells = [
-            (_span(one.gpus), one.name, one.task.replace("_", "-"), _ports(plan, one))
-            for one in plan.on(node)
+            (_span(p.gpus), p.name, p.task.replace("_", "-"), _ports(plan, p))
+            for p in plan.on(node)
         ]
         if (idle := plan.idle(node)) or not cells:
             cells.append((_span(tuple(idle)) if idle else "", "-", "idle", ""))
-        where = [(node.name, node.address), *[("", "")] * (len(cells) - 1)]
-        rows += [(*place, *one) for place, one in zip(where, cells, strict=True)]
+        places = [(node.name, node.address), *[("", "")] * (len(cells) - 1)]
+        rows += [(*place, *cell) for place, cell in zip(places, cells, strict=True)]
     lines = [
         *aligned(rows),
         "",
@@ -226,8 +226,8 @@ def table(plan: Plan) -> str:
 
 
 def _ports(plan: Plan, process: Process) -> str:
-    found = ports(plan, process)
-    return "-".join(map(str, sorted({found[0], found[-1]}))) if found else ""
+    numbers = ports(plan, process)
+    return "-".join(map(str, sorted({numbers[0], numbers[-1]}))) if numbers else ""
 
 
 def _span(gpus: tuple[int, ...]) -> str:

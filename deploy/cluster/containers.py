@@ -38,44 +38,44 @@ def compose_files(plan: Plan, paths: Paths, config: str) -> dict[str, str]:
     variables, launched = environment(plan, paths).items(), launches(plan, paths)
     files: dict[str, str] = {}
     for node in plan.nodes:
-        if own := [one for one in launched if one.process.node == node]:
-            files[f"{node.name}/{COMPOSE_FILE}"] = to_yaml(_compose(plan, node, own, paths))
+        if local := [launch for launch in launched if launch.process.node == node]:
+            files[f"{node.name}/{COMPOSE_FILE}"] = to_yaml(_compose(plan, node, local, paths))
             files[f"{node.name}/{ENVIRONMENT_FILE}"] = "".join(f"{k}={v}\n" for k, v in variables)
             files[f"{node.name}/{CONFIG_FILE}"] = config
     return files
 
 
-def _compose(plan: Plan, node: Node, own: list[Launch], paths: Paths) -> dict[str, Any]:
+def _compose(plan: Plan, node: Node, local: list[Launch], paths: Paths) -> dict[str, Any]:
     user, group = plan.cluster.owner
     memory = f"size={plan.cluster.shm_gib}g,uid={user},gid={group},mode=0700"
     shm = {"driver_opts": {"type": "tmpfs", "device": "tmpfs", "o": memory}}
-    named = sorted({name for one in own for name in one.volumes})
+    volumes = sorted({name for launch in local for name in launch.volumes})
     tree: dict[str, Any] = {
         "name": f"umbra-{node.name.replace('.', '-')}",
-        "services": {one.process.name: _service(plan, one, own, paths) for one in own},
-        "volumes": {name: shm if name == "shm" else {} for name in named},
+        "services": {launch.process.name: _service(plan, launch, local, paths) for launch in local},
+        "volumes": {name: shm if name == "shm" else {} for name in volumes},
     }
     if paths.keys:
-        keys = sorted({name for one in own for name in one.key_files})
+        keys = sorted({name for launch in local for name in launch.key_files})
         tree["secrets"] = {name: {"file": f"./{KEYS_FOLDER}/{name}"} for name in keys}
     return tree
 
 
-def _service(plan: Plan, one: Launch, beside: list[Launch], paths: Paths) -> dict[str, Any]:
-    node, task = one.process.node, one.process.task
+def _service(plan: Plan, launch: Launch, others: list[Launch], paths: Paths) -> dict[str, Any]:
+    node, task = launch.process.node, launch.process.task
     service: dict[str, Any] = {
-        "image": one.image,
-        "command": one.command,
+        "image": launch.image,
+        "command": launch.command,
         "env_file": [ENVIRONMENT_FILE],
         "user": plan.cluster.user,
         "init": True,
         # Not `unless-stopped`, which would run processes again that are done.
-        "restart": f"on-failure:{one.restarts}",
+        "restart": f"on-failure:{launch.restarts}",
         "stop_grace_period": "40s",  # a trainer may have to end its step
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges=true"],
         "healthcheck": {
-            "test": ["CMD", "umbra", *one.health],
+            "test": ["CMD", "umbra", *launch.health],
             "interval": "15s",
             "timeout": "10s",
             "retries": 4,
@@ -84,28 +84,28 @@ def _service(plan: Plan, one: Launch, beside: list[Launch], paths: Paths) -> dic
         "logging": {"driver": "json-file", "options": {"max-size": "50m", "max-file": "4"}},
         "volumes": [
             _bind(f"./{CONFIG_FILE}", paths.config),
-            *(_bind(path, path) for path in one.inputs),
-            *({"type": "volume", "source": k, "target": v} for k, v in one.volumes.items()),
+            *(_bind(path, path) for path in launch.inputs),
+            *({"type": "volume", "source": k, "target": v} for k, v in launch.volumes.items()),
         ],
     }
-    if one.host_network:
+    if launch.host_network:
         service["network_mode"] = "host"
     else:
         service["hostname"] = node.name  # by which `umbra drain --node` finds it
-        if one.ports:
+        if launch.ports:
             service["ports"] = [
                 {**_interface(node), "target": port, "published": str(port), "protocol": "tcp"}
-                for port in one.ports
+                for port in launch.ports
             ]
-    if task != "buffer" and any(other.process.task == "buffer" for other in beside):
+    if task != "buffer" and any(other.process.task == "buffer" for other in others):
         service["depends_on"] = {"buffer": {"condition": "service_healthy"}}
     if paths.keys:
         service["secrets"] = [
-            {"source": name, "target": f"{paths.keys}/{name}"} for name in one.key_files
+            {"source": name, "target": f"{paths.keys}/{name}"} for name in launch.key_files
         ]
-    if one.fetches:
+    if launch.fetches:
         service["environment"] = HUB_VARIABLES
-    if resources := _resources(one):
+    if resources := _resources(launch):
         service["deploy"] = {"resources": resources}
     return service
 
@@ -118,22 +118,22 @@ def _interface(node: Node) -> dict[str, Any]:
         return {}
 
 
-def _resources(one: Launch) -> dict[str, Any]:
+def _resources(launch: Launch) -> dict[str, Any]:
     limits: dict[str, str] = {}
-    if one.memory_mib is not None:
-        limits["memory"] = f"{one.memory_mib}m"
-    if one.cpus is not None:
-        limits["cpus"] = f"{one.cpus:g}"
+    if launch.memory_mib is not None:
+        limits["memory"] = f"{launch.memory_mib}m"
+    if launch.cpus is not None:
+        limits["cpus"] = f"{launch.cpus:g}"
     resources: dict[str, Any] = {"limits": limits} if limits else {}
-    if ids := [str(gpu) for gpu in one.process.gpus]:
+    if ids := [str(gpu) for gpu in launch.process.gpus]:
         device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
         resources["reservations"] = {"devices": [device]}
     return resources
 
 
 def _bind(source: str, target: str) -> dict[str, Any]:
-    found = {"type": "bind", "source": source, "target": target, "read_only": True}
-    return {**found, "bind": {"create_host_path": False}}
+    mount = {"type": "bind", "source": source, "target": target, "read_only": True}
+    return {**mount, "bind": {"create_host_path": False}}
 
 
 GRACE_S = 40
@@ -145,8 +145,8 @@ LONGEST = 63  # characters of a label, and of the names that become host names
 def keys_command(plan: Plan, keys: str) -> str:
     """Return the command that makes the Secret of the folder `keys`."""
     namespace = plan.cluster.kubernetes.namespace
-    where = f" --namespace={namespace}" if namespace else ""
-    return f"kubectl create secret generic {_name(plan, 'keys')}{where} --from-file={keys}"
+    option = f" --namespace={namespace}" if namespace else ""
+    return f"kubectl create secret generic {_name(plan, 'keys')}{option} --from-file={keys}"
 
 
 def manifests(plan: Plan, paths: Paths, config: str) -> str:
@@ -165,37 +165,37 @@ def manifests(plan: Plan, paths: Paths, config: str) -> str:
         raise UsageError("cluster.network = host is not rendered for Kubernetes: use bridge")
     plan = plan.readdressed(lambda node: _name(plan, node.name))
     labels = {"app.kubernetes.io/name": "umbra", "app.kubernetes.io/instance": _label(plan.run_id)}
-    shared = _object("v1", "ConfigMap", _name(plan, "config"), labels)
-    documents = [shared | {"data": {CONFIG_FILE: config}}]
+    config_map = _object("v1", "ConfigMap", _name(plan, "config"), labels)
+    documents = [config_map | {"data": {CONFIG_FILE: config}}]
     launched = launches(plan, paths)
     for node in plan.nodes:
-        if own := [one for one in launched if one.process.node == node]:
-            documents += _of_node(plan, node, own, paths, labels)
+        if local := [launch for launch in launched if launch.process.node == node]:
+            documents += _node_documents(plan, node, local, paths, labels)
     if namespace := plan.cluster.kubernetes.namespace:
         for document in documents:
             document["metadata"]["namespace"] = namespace
     return to_yaml(*documents)
 
 
-def _of_node(
-    plan: Plan, node: Node, launched: list[Launch], paths: Paths, labels: dict[str, str]
+def _node_documents(
+    plan: Plan, node: Node, local: list[Launch], paths: Paths, labels: dict[str, str]
 ) -> list[dict[str, Any]]:
     spec, (user, group) = plan.cluster.kubernetes, plan.cluster.owner
-    own = {**labels, "umbra/node": node.name}
+    node_labels = {**labels, "umbra/node": node.name}
     documents: list[dict[str, Any]] = []
-    if ports := [port for one in launched for port in one.ports]:
+    if ports := [port for launch in local for port in launch.ports]:
         service: dict[str, Any] = {
             "clusterIP": "None",  # the name leads straight to the pod
             "publishNotReadyAddresses": True,
-            "selector": own,
+            "selector": node_labels,
             "ports": [{"name": f"port-{port}", "port": port} for port in ports],
         }
-        documents.append(_object("v1", "Service", node.address, own) | {"spec": service})
+        documents.append(_object("v1", "Service", node.address, node_labels) | {"spec": service})
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": _name(plan, "config")}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{plan.cluster.shm_gib}Gi"}},
     ]
-    for volume in sorted({name for one in launched for name in one.volumes} - {"shm"}):
+    for volume in sorted({name for launch in local for name in launch.volumes} - {"shm"}):
         claim = _label(f"{node.address}-{volume}")
         storage: dict[str, Any] = {
             "accessModes": ["ReadWriteOnce"],
@@ -203,10 +203,11 @@ def _of_node(
         }
         if spec.storage_class:
             storage["storageClassName"] = spec.storage_class
-        documents.append(_object("v1", "PersistentVolumeClaim", claim, own) | {"spec": storage})
+        kind = "PersistentVolumeClaim"
+        documents.append(_object("v1", kind, claim, node_labels) | {"spec": storage})
         volumes.append({"name": volume, "persistentVolumeClaim": {"claimName": claim}})
     variables = environment(plan, paths)
-    inputs = sorted({path for one in launched for path in one.inputs})
+    inputs = sorted({path for launch in local for path in launch.inputs})
     if not spec.inputs_claim:
         volumes += [
             {"name": f"input-{i}", "hostPath": {"path": path}} for i, path in enumerate(inputs)
@@ -214,10 +215,10 @@ def _of_node(
     elif inputs:
         claimed = {"claimName": spec.inputs_claim, "readOnly": True}
         volumes.append({"name": "inputs", "persistentVolumeClaim": claimed})
-    for one in {one.role: one for one in launched}.values() if paths.keys else ():
+    for launch in {launch.role: launch for launch in local}.values() if paths.keys else ():
         secret = {"secretName": _name(plan, "keys"), "defaultMode": KEY_MODE}
-        items = [{"key": file, "path": file} for file in one.key_files]
-        volumes.append({"name": _keys_volume(one), "secret": {**secret, "items": items}})
+        items = [{"key": file, "path": file} for file in launch.key_files]
+        volumes.append({"name": _keys_volume(launch), "secret": {**secret, "items": items}})
     pod: dict[str, Any] = {
         "restartPolicy": "OnFailure",  # of each container by itself; a Job counts the restarts
         "hostname": _label(node.name),  # by which `umbra drain --node` finds its processes
@@ -231,7 +232,7 @@ def _of_node(
             "fsGroup": group,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "containers": [_container(plan, one, paths, inputs, variables) for one in launched],
+        "containers": [_container(plan, launch, paths, inputs, variables) for launch in local],
         "volumes": volumes,
     }
     if spec.tolerations:
@@ -239,54 +240,54 @@ def _of_node(
     job = {
         "backoffLimit": RESTARTS,
         "ttlSecondsAfterFinished": KEPT_S,
-        "template": {"metadata": {"labels": own}, "spec": pod},
+        "template": {"metadata": {"labels": node_labels}, "spec": pod},
     }
-    return [*documents, _object("batch/v1", "Job", node.address, own) | {"spec": job}]
+    return [*documents, _object("batch/v1", "Job", node.address, node_labels) | {"spec": job}]
 
 
 def _container(
-    plan: Plan, one: Launch, paths: Paths, inputs: list[str], variables: dict[str, str]
+    plan: Plan, launch: Launch, paths: Paths, inputs: list[str], variables: dict[str, str]
 ) -> dict[str, Any]:
     env: list[dict[str, Any]] = [{"name": k, "value": v} for k, v in variables.items()]
-    if one.fetches:  # an optional Secret, whose token reads private models
+    if launch.fetches:  # an optional Secret, whose token reads private models
         token = {"name": _name(plan, "hub"), "key": "HF_TOKEN", "optional": True}
         env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token}})
     mounts: list[dict[str, Any]] = [
         {"name": "config", "mountPath": paths.config, "subPath": CONFIG_FILE, "readOnly": True},
-        *({"name": name, "mountPath": path} for name, path in one.volumes.items()),
+        *({"name": name, "mountPath": path} for name, path in launch.volumes.items()),
     ]
     if paths.keys:
-        mounts.append({"name": _keys_volume(one), "mountPath": paths.keys, "readOnly": True})
-    for path in one.inputs:
+        mounts.append({"name": _keys_volume(launch), "mountPath": paths.keys, "readOnly": True})
+    for path in launch.inputs:
         mount = {"name": f"input-{inputs.index(path)}"}
         if plan.cluster.kubernetes.inputs_claim:
             inside = _in_claim(plan, path)
             mount = {"name": "inputs", **({"subPath": inside} if inside else {})}
         mounts.append({**mount, "mountPath": path, "readOnly": True})
     container: dict[str, Any] = {
-        "name": _label(one.process.name),
-        "image": one.image,
-        "args": one.command,
+        "name": _label(launch.process.name),
+        "image": launch.image,
+        "args": launch.command,
         "env": env,
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "readinessProbe": {
-            "exec": {"command": ["umbra", *one.health]},
+            "exec": {"command": ["umbra", *launch.health]},
             "periodSeconds": 15,
             "timeoutSeconds": 10,
         },
         "volumeMounts": mounts,
     }
     amounts: dict[str, Any] = {}
-    if one.memory_mib is not None:
-        amounts["memory"] = f"{one.memory_mib}Mi"
-    if one.cpus is not None:
-        amounts["cpu"] = f"{round(one.cpus * 1000)}m"
-    if one.process.gpus:
-        amounts["nvidia.com/gpu"] = len(one.process.gpus)
+    if launch.memory_mib is not None:
+        amounts["memory"] = f"{launch.memory_mib}Mi"
+    if launch.cpus is not None:
+        amounts["cpu"] = f"{round(launch.cpus * 1000)}m"
+    if launch.process.gpus:
+        amounts["nvidia.com/gpu"] = len(launch.process.gpus)
     if amounts:  # requests equal to limits: the scheduler then keeps them free
         container["resources"] = {"requests": amounts, "limits": amounts}
-    if one.ports:
-        container["ports"] = [{"containerPort": port} for port in one.ports]
+    if launch.ports:
+        container["ports"] = [{"containerPort": port} for port in launch.ports]
     return container
 
 
@@ -301,8 +302,8 @@ def _in_claim(plan: Plan, path: str) -> str:
     return path.removeprefix(root).strip("/")
 
 
-def _keys_volume(one: Launch) -> str:
-    return f"keys-{one.role.replace('_', '-')}"
+def _keys_volume(launch: Launch) -> str:
+    return f"keys-{launch.role.replace('_', '-')}"
 
 
 def _object(version: str, kind: str, name: str, labels: dict[str, str]) -> dict[str, Any]:

@@ -106,9 +106,9 @@ def launches(plan: Plan, paths: Paths) -> list[Launch]:
 
 def launch(plan: Plan, process: Process, paths: Paths) -> Launch:
     cluster, task = plan.cluster, process.task
-    spread = task == "train" and len(plan.trainers()) > 1
-    read = _read_by(plan.config, task)
-    inputs = {path for path in read if path and not _is_elsewhere(path)}
+    several_nodes = task == "train" and len(plan.trainers()) > 1
+    sources = _sources(plan.config, task)
+    inputs = {path for path in sources if path and not _is_elsewhere(path)}
     if paths.modules and task in ("buffer", "generate", "reward"):
         inputs.add(paths.modules)
     volumes = {"results": str(Path(paths.results).parent)}
@@ -116,7 +116,7 @@ def launch(plan: Plan, process: Process, paths: Paths) -> Launch:
         volumes["store"] = str(Path(paths.store).parent)
     else:
         volumes["shm"] = "/dev/shm"
-    if any(map(_is_elsewhere, read)):
+    if any(map(_is_elsewhere, sources)):
         volumes["cache"] = paths.cache
     memory = cluster.memory_gib.get(task)
     if memory is not None and task in ("weight_hub", "relay", "part"):
@@ -125,11 +125,11 @@ def launch(plan: Plan, process: Process, paths: Paths) -> Launch:
         process,
         command=_command(plan, process, paths),
         health=_health(plan, process),
-        image=_image(plan, process, read),
-        restarts=TRAINER_RESTARTS if task == "train" and not spread else RESTARTS,
+        image=_image(plan, process, sources),
+        restarts=TRAINER_RESTARTS if task == "train" and not several_nodes else RESTARTS,
         ports=ports(plan, process),
         # The ranks of several nodes connect with each other at ports that gloo and NCCL choose.
-        host_network=cluster.network == "host" or spread,
+        host_network=cluster.network == "host" or several_nodes,
         inputs=sorted(inputs),
         volumes=volumes,
         role=KEYS[task],
@@ -140,9 +140,9 @@ def launch(plan: Plan, process: Process, paths: Paths) -> Launch:
 
 def ports(plan: Plan, process: Process) -> list[int]:
     """Return the ports that `process` binds and others reach."""
-    meets = process.task == "train" and len(plan.trainers()) > 1 and not process.node_rank
-    found = (Port.RENDEZVOUS,) if meets else PORTS.get(process.task, ())
-    return [plan.cluster.port(which) for which in found]
+    is_rendezvous = process.task == "train" and len(plan.trainers()) > 1 and not process.node_rank
+    kinds = (Port.RENDEZVOUS,) if is_rendezvous else PORTS.get(process.task, ())
+    return [plan.cluster.port(kind) for kind in kinds]
 
 
 def environment(plan: Plan, paths: Paths) -> dict[str, str]:
@@ -155,64 +155,64 @@ def environment(plan: Plan, paths: Paths) -> dict[str, str]:
     if paths.modules:
         variables[SEARCH_VARIABLE] = paths.modules
     tasks: set[Task] = {process.task for process in plan.processes}
-    if paths.cache and any(_is_elsewhere(n) for task in tasks for n in _read_by(plan.config, task)):
+    if paths.cache and any(_is_elsewhere(n) for task in tasks for n in _sources(plan.config, task)):
         variables |= {"HF_HOME": f"{paths.cache}/huggingface", "XDG_CACHE_HOME": paths.cache}
     return variables
 
 
 def _command(plan: Plan, process: Process, paths: Paths) -> list[str]:
     port, trainer = plan.cluster.port, plan.config.trainer
-    section, keys, more = process.task, dict[str, object](), list[str]()
+    section, keys, flags = process.task, dict[str, object](), list[str]()
     match process.task:
         case "buffer":
-            more = ["--broker", f"tcp://0.0.0.0:{port(Port.CONTROL)}"]
-            keys = {"ports": [port(which) for which in PORTS["buffer"][1:]], "store": paths.store}
+            flags = ["--broker", f"tcp://0.0.0.0:{port(Port.CONTROL)}"]
+            keys = {"ports": [port(kind) for kind in PORTS["buffer"][1:]], "store": paths.store}
         case "weight_hub" | "relay" | "part":
             section = "weight_hub"
             keys = {"listen": f"tcp://0.0.0.0:{port(PORTS[process.task][0])}"}
             if process.task != "weight_hub":
                 address = plan.the("weight_hub").node.address
-                more = ["--upstream", f"tcp://{address}:{port(Port.WEIGHTS)}"]
+                flags = ["--upstream", f"tcp://{address}:{port(Port.WEIGHTS)}"]
             if process.task == "part":
-                more += ["--owner", str(process.node_rank)]
+                flags += ["--owner", str(process.node_rank)]
         case "train":
             section = "trainer"
             keys["ranks"] = trainer.ranks
             if trainer.nodes > 1:
-                meet = f"{plan.the('train').node.address}:{port(Port.RENDEZVOUS)}"
-                keys |= {"nodes": trainer.nodes, "rendezvous": meet}
-                more = ["--node-rank", str(process.node_rank)]
+                rendezvous = f"{plan.the('train').node.address}:{port(Port.RENDEZVOUS)}"
+                keys |= {"nodes": trainer.nodes, "rendezvous": rendezvous}
+                flags = ["--node-rank", str(process.node_rank)]
         case "generate":
             section = "generator"
         case "ref_logp" | "logp" | "reward":
-            section, more = "scorer", ["--stage", process.task]
+            section, flags = "scorer", ["--stage", process.task]
     if section in ("buffer", "weight_hub"):
-        more += ["--advertise", process.node.address]
+        flags += ["--advertise", process.node.address]
     else:
         keys["device"] = "cuda" if process.gpus else "cpu"
-    command = [section.replace("_", "-"), *more]
+    command = [section.replace("_", "-"), *flags]
     for key, value in keys.items():
         command += ["--set", f"{section}.{key}={value}"]
     return [*command, "--name", process.name, "--config", paths.config, "--run-dir", paths.results]
 
 
 def _health(plan: Plan, process: Process) -> list[str]:
-    here = [f"tcp://127.0.0.1:{port}" for port in ports(plan, process)[:1]]
+    local = [f"tcp://127.0.0.1:{port}" for port in ports(plan, process)[:1]]
     match process.task:
         case "buffer":
-            return ["status", "--ping", "--broker", *here]
+            return ["status", "--ping", "--broker", *local]
         case "weight_hub":
-            return ["status", "--hub", *here]
+            return ["status", "--hub", *local]
         case "relay":
-            return ["status", "--relay", *here]
+            return ["status", "--relay", *local]
         case "train":  # only rank 0 is a member of the run; all ranks live and die with it
             return ["status", "--member", plan.the("train").name]
         case _:
             return ["status", "--member", process.name]
 
 
-def _image(plan: Plan, process: Process, read: list[str]) -> str:
-    data_sets = any(name.startswith(DATASETS) or is_parquet(name) for name in read)
+def _image(plan: Plan, process: Process, sources: list[str]) -> str:
+    data_sets = any(name.startswith(DATASETS) or is_parquet(name) for name in sources)
     reads_them = process.task == "buffer" and data_sets
     if process.task in PORTS and not process.gpus and not reads_them:
         target = "broker"
@@ -227,10 +227,10 @@ def _is_elsewhere(name: str) -> bool:
     return name.startswith(DATASETS) or looks_like_name(name)
 
 
-def _read_by(config: RunConfig, task: Task) -> list[str]:
+def _sources(config: RunConfig, task: Task) -> list[str]:
     """Return the models, prompts and other files of the run file that `task` reads."""
     chat = [config.model.path, config.model.chat_template]
-    found: dict[Task, list[str]] = {
+    sources: dict[Task, list[str]] = {
         "buffer": [name for name in _prompts_of(config) if not is_function(name)],
         "relay": [],
         "part": [],
@@ -239,17 +239,17 @@ def _read_by(config: RunConfig, task: Task) -> list[str]:
         "reward": chat,
         "ref_logp": [config.model.path, *config.scorer.models.values()],
     }
-    return found.get(task, [config.model.path])
+    return sources.get(task, [config.model.path])
 
 
 def modules_of(config: RunConfig, run_file: Path) -> str:
     """Return the folder of the user's own modules; empty if the run names none."""
-    named = [name for name in _prompts_of(config) if is_function(name)]
-    for one in config.all_environments:
-        named += [one.kind, *one.rewards, one.agent, one.id]
-    return str(run_file.resolve().parent) if any(":" in name for name in named) else ""
+    names = [name for name in _prompts_of(config) if is_function(name)]
+    for environment in config.all_environments:
+        names += [environment.kind, *environment.rewards, environment.agent, environment.id]
+    return str(run_file.resolve().parent) if any(":" in name for name in names) else ""
 
 
 def _prompts_of(config: RunConfig) -> list[str]:
-    environments = [one.prompts for one in config.environments]
+    environments = [environment.prompts for environment in config.environments]
     return [*config.data.sources, *environments, config.eval.prompts]

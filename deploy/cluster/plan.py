@@ -68,32 +68,32 @@ def place_groups(file: ClusterFile, config: RunConfig) -> list[TaskGroup]:
     ratios = check_ratios(file.cluster.ratios, len(tasks))
     nodes = [node for node in file.nodes if not node.joins]
     with_gpus = [node for node in nodes if node.gpus]
-    unit, wanted = file.cluster.unit, config.trainer.nodes
+    unit, needed = file.cluster.unit, config.trainer.nodes
     if not with_gpus and unit == "gpu":
         raise UsageError("cluster.unit = gpu, but no node has GPUs: write gpus = N in [[nodes]]")
     if not with_gpus and len(nodes) < len(tasks):
-        placed = _in_turn(tasks, nodes)
+        groups = _deal_nodes(tasks, nodes)
     elif not with_gpus or unit == "node" or (unit == "auto" and len(with_gpus) >= len(tasks)):
-        placed = _by_node(tasks, ratios, with_gpus or nodes, wanted)
+        groups = _divide_nodes(tasks, ratios, with_gpus or nodes, needed)
     else:
-        placed = _by_gpu(tasks, ratios, with_gpus, wanted)
-    (training,) = (group for group in placed if "train" in group.tasks)
-    if wanted > 1 and len(training.nodes) != wanted:
+        groups = _divide_gpus(tasks, ratios, with_gpus, needed)
+    (training,) = (group for group in groups if "train" in group.tasks)
+    if needed > 1 and len(training.nodes) != needed:
         raise UsageError(
-            f"trainer.nodes = {wanted}, but {training.describe()} gets {len(training.nodes)} "
+            f"trainer.nodes = {needed}, but {training.describe()} gets {len(training.nodes)} "
             f"({training.arithmetic}): change its ratio, or leave trainer.nodes out"
         )
-    return placed
+    return groups
 
 
 def _check_tasks(groups: Sequence[tuple[str, ...]], config: RunConfig) -> None:
-    named = [task for group in groups for task in group]
-    for task in named:
+    tasks = [task for group in groups for task in group]
+    for task in tasks:
         if task in FOREIGN_TASKS:
             raise UsageError(f"cluster.groups: {task} is called {FOREIGN_TASKS[task]} here")
         if task not in TASKS:
             raise UsageError(f"cluster.groups: unknown task {task!r}; known: {', '.join(TASKS)}")
-        if named.count(task) > 1:
+        if tasks.count(task) > 1:
             raise UsageError(f"cluster.groups names {task} twice")
         if task not in ("train", "generate", *config.buffer.stages):
             raise UsageError(
@@ -102,7 +102,7 @@ def _check_tasks(groups: Sequence[tuple[str, ...]], config: RunConfig) -> None:
             )
     needed = ["train", "generate", *(s for s in config.buffer.stages if s != "reward")]
     for task in needed:
-        if task not in named:
+        if task not in tasks:
             raise UsageError(f"cluster.groups lacks {task}: add it as a group, or to one")
     if not all(groups):
         raise UsageError("cluster.groups has an empty group")
@@ -113,7 +113,7 @@ def _check_tasks(groups: Sequence[tuple[str, ...]], config: RunConfig) -> None:
         )
 
 
-def _by_node(
+def _divide_nodes(
     groups: Sequence[tuple[str, ...]],
     ratios: Sequence[Fraction],
     nodes: Sequence[Node],
@@ -130,18 +130,18 @@ def _by_node(
         for tasks, ratio in zip(groups, ratios, strict=True)
     ]
     counts = divide(ratios, len(nodes), limits)
-    placed: list[TaskGroup] = []
+    task_groups: list[TaskGroup] = []
     start = 0
     for tasks, ratio, count in zip(groups, ratios, counts, strict=True):
-        own = tuple(nodes[start : start + count])
+        own_nodes = tuple(nodes[start : start + count])
         start += count
         arithmetic = _arithmetic(ratio, len(nodes), count, "nodes")
-        gpus = tuple(tuple(range(node.gpus)) for node in own)
-        placed.append(TaskGroup(tasks, own, gpus, arithmetic))
-    return placed
+        gpus = tuple(tuple(range(node.gpus)) for node in own_nodes)
+        task_groups.append(TaskGroup(tasks, own_nodes, gpus, arithmetic))
+    return task_groups
 
 
-def _by_gpu(
+def _divide_gpus(
     groups: Sequence[tuple[str, ...]],
     ratios: Sequence[Fraction],
     nodes: Sequence[Node],
@@ -157,12 +157,12 @@ def _by_gpu(
     counts = divide(ratios, total, [None] * len(groups))
     free = {node.name: list(range(node.gpus)) for node in nodes}
     order = sorted(range(len(groups)), key=lambda i: "train" not in groups[i])
-    placed: dict[int, TaskGroup] = {}
+    task_groups: dict[int, TaskGroup] = {}
     for index in order:
         tasks, count = groups[index], counts[index]
         arithmetic = _arithmetic(ratios[index], total, count, "GPUs")
         if "train" in tasks:
-            homes = _spread(count, nodes, trainer_nodes)
+            homes = _fewest_nodes(count, nodes, trainer_nodes)
             if not homes:
                 over = f"over {trainer_nodes} nodes (trainer.nodes) " if trainer_nodes > 1 else ""
                 raise UsageError(
@@ -170,27 +170,27 @@ def _by_gpu(
                     f"divided {over}in equal parts, as a trainer's must be; the nodes have "
                     f"{', '.join(str(node.gpus) for node in nodes)}: change its ratio"
                 )
-            taken = {node.name: _take(free[node.name], count // len(homes)) for node in homes}
+            shares = {node.name: _take(free[node.name], count // len(homes)) for node in homes}
         else:
-            taken = {}
+            shares = {}
             for node in nodes:
-                taken[node.name] = _take(free[node.name], count - sum(map(len, taken.values())))
-        own = tuple(node for node in nodes if taken.get(node.name))
-        gpus = tuple(tuple(taken[node.name]) for node in own)
-        placed[index] = TaskGroup(tasks, own, gpus, arithmetic)
-    return [placed[index] for index in range(len(groups))]
+                shares[node.name] = _take(free[node.name], count - sum(map(len, shares.values())))
+        own_nodes = tuple(node for node in nodes if shares.get(node.name))
+        gpus = tuple(tuple(shares[node.name]) for node in own_nodes)
+        task_groups[index] = TaskGroup(tasks, own_nodes, gpus, arithmetic)
+    return [task_groups[index] for index in range(len(groups))]
 
 
-def _spread(count: int, nodes: Sequence[Node], wanted: int) -> list[Node]:
-    """Return the fewest nodes (or `wanted`) that have `count` GPUs in equal parts."""
-    for number in [wanted] if wanted > 1 else range(1, len(nodes) + 1):
-        able = [node for node in nodes if node.gpus * number >= count]
-        if count % number == 0 and len(able) >= number:
-            return able[:number]
+def _fewest_nodes(count: int, nodes: Sequence[Node], trainer_nodes: int) -> list[Node]:
+    """Return the fewest nodes (or `trainer_nodes`) that have `count` GPUs in equal parts."""
+    for number in [trainer_nodes] if trainer_nodes > 1 else range(1, len(nodes) + 1):
+        candidates = [node for node in nodes if node.gpus * number >= count]
+        if count % number == 0 and len(candidates) >= number:
+            return candidates[:number]
     return []
 
 
-def _in_turn(groups: Sequence[tuple[str, ...]], nodes: Sequence[Node]) -> list[TaskGroup]:
+def _deal_nodes(groups: Sequence[tuple[str, ...]], nodes: Sequence[Node]) -> list[TaskGroup]:
     """Deal nodes in turn, where there are fewer nodes than groups and no GPUs."""
     return [
         TaskGroup(tasks, (node,), ((),), f"node {node.name}, as there are no GPUs to divide")
@@ -200,15 +200,15 @@ def _in_turn(groups: Sequence[tuple[str, ...]], nodes: Sequence[Node]) -> list[T
 
 
 def _take(free: list[int], count: int) -> list[int]:
-    taken = free[:count]
+    indices = free[:count]
     del free[:count]
-    return taken
+    return indices
 
 
-def _arithmetic(ratio: Fraction, units: int, count: int, what: str) -> str:
-    due = ratio * units
-    rounded = "" if due == count else f", rounded to {count}"
-    return f"ratio {float(ratio):.3g} x {units} {what} = {float(due):.3g}{rounded}"
+def _arithmetic(ratio: Fraction, units: int, count: int, unit: str) -> str:
+    share = ratio * units
+    rounded = "" if share == count else f", rounded to {count}"
+    return f"ratio {float(ratio):.3g} x {units} {unit} = {float(share):.3g}{rounded}"
 
 
 def check_ratios(ratios: Sequence[float], groups: int) -> list[Fraction]:
@@ -244,18 +244,18 @@ def divide(ratios: Sequence[Fraction], units: int, limits: Sequence[int | None])
     """
     if units < len(ratios):
         raise ValueError(f"{units} units for {len(ratios)} groups")
-    due = [ratio * units for ratio in ratios]
-    given = [max(1, int(share)) for share in due]
-    indices = range(len(due))
-    while sum(given) > units:
-        able = [i for i in indices if given[i] > 1]
-        given[max(able, key=lambda i: (given[i] - due[i], i))] -= 1
-    while sum(given) < units:
-        able = [i for i in indices if (limit := limits[i]) is None or given[i] < limit]
-        if not able:
+    exact = [ratio * units for ratio in ratios]
+    counts = [max(1, int(share)) for share in exact]
+    indices = range(len(exact))
+    while sum(counts) > units:
+        candidates = [i for i in indices if counts[i] > 1]
+        counts[max(candidates, key=lambda i: (counts[i] - exact[i], i))] -= 1
+    while sum(counts) < units:
+        candidates = [i for i in indices if (limit := limits[i]) is None or counts[i] < limit]
+        if not candidates:
             break
-        given[max(able, key=lambda i: (due[i] - given[i], -i))] += 1
-    return given
+        counts[max(candidates, key=lambda i: (exact[i] - counts[i], -i))] += 1
+    return counts
 
 
 STAGES: tuple[Task, ...] = ("ref_logp", "logp", "reward")
@@ -292,34 +292,34 @@ class Plan:
 
     def the(self, task: Task) -> Process:
         """Return the only process that does `task`; of a trainer's the one with rank 0."""
-        (found,) = (p for p in self.processes if p.task == task and not p.node_rank)
-        return found
+        (process,) = (p for p in self.processes if p.task == task and not p.node_rank)
+        return process
 
     def trainers(self) -> list[Process]:
         """Return the trainer's process on each of its nodes, by node rank."""
         return [process for process in self.processes if process.task == "train"]
 
     def idle(self, node: Node) -> list[int]:
-        used = {gpu for process in self.on(node) for gpu in process.gpus}
-        return [gpu for gpu in range(node.gpus) if gpu not in used]
+        busy = {gpu for process in self.on(node) for gpu in process.gpus}
+        return [gpu for gpu in range(node.gpus) if gpu not in busy]
 
     def shares_gpus(self) -> bool:
-        used = [
+        assigned = [
             (process.node.name, gpu)
             for process in self.processes
             if process.task not in ("weight_hub", "relay", "part")
             for gpu in process.gpus
         ]
-        return len(used) != len(set(used))
+        return len(assigned) != len(set(assigned))
 
     def readdressed(self, address: Callable[[Node], str]) -> Plan:
         """Return the plan with other addresses of nodes, for launchers that give them."""
 
-        def moved(node: Node) -> Node:
+        def relocate(node: Node) -> Node:
             return msgspec.structs.replace(node, address=address(node))
 
-        processes = tuple(replace(p, node=moved(p.node)) for p in self.processes)
-        return replace(self, nodes=tuple(map(moved, self.nodes)), processes=processes)
+        processes = tuple(replace(p, node=relocate(p.node)) for p in self.processes)
+        return replace(self, nodes=tuple(map(relocate, self.nodes)), processes=processes)
 
     @property
     def on_gpus(self) -> bool:
@@ -381,8 +381,8 @@ def _first_gpu(file: ClusterFile, config: RunConfig, node: Node) -> tuple[int, .
     It never is where no host has all of a version: with several trainer nodes.
     """
     several = len(file.nodes) > 1 and config.trainer.nodes == 1
-    chosen = {"nccl": True, "auto": file.cluster.network == "host" and several}
-    return (0,) if chosen.get(config.weight_hub.plane, False) and node.gpus else ()
+    uses_nccl = {"nccl": True, "auto": file.cluster.network == "host" and several}
+    return (0,) if uses_nccl.get(config.weight_hub.plane, False) and node.gpus else ()
 
 
 def _relays(
@@ -403,9 +403,9 @@ def _relays(
 def _ranks_per_node(config: RunConfig, group: TaskGroup) -> int:
     """Return the trainer's ranks per node: one per GPU, or as trainer.ranks says."""
     ranks, nodes = config.trainer.ranks, len(group.nodes)
-    fewest, most = min(map(len, group.gpus)), max(map(len, group.gpus))
-    if most and ranks == 1:
-        if fewest != most:
+    smallest, largest = min(map(len, group.gpus)), max(map(len, group.gpus))
+    if largest and ranks == 1:
+        if smallest != largest:
             has = ", ".join(
                 f"{node.name} {len(gpus)}"
                 for node, gpus in zip(group.nodes, group.gpus, strict=True)
@@ -413,18 +413,18 @@ def _ranks_per_node(config: RunConfig, group: TaskGroup) -> int:
             raise UsageError(
                 f"a trainer has as many ranks on each of its nodes, but the nodes of "
                 f"{group.describe()} have different numbers of GPUs ({has}): set trainer.ranks to "
-                f"{fewest * nodes}, or list nodes of one kind first"
+                f"{smallest * nodes}, or list nodes of one kind first"
             )
-        return fewest
+        return smallest
     if ranks % nodes:
         raise UsageError(
             f"trainer.ranks = {ranks} cannot be divided equally over the {nodes} nodes of "
             f"{group.describe()} ({group.arithmetic}): set it to a multiple of {nodes}, or change "
             "its ratio"
         )
-    if most and ranks > fewest * nodes:
+    if largest and ranks > smallest * nodes:
         raise UsageError(
-            f"trainer.ranks = {ranks}, but {group.describe()} has {fewest * nodes} GPUs "
+            f"trainer.ranks = {ranks}, but {group.describe()} has {smallest * nodes} GPUs "
             f"({group.arithmetic}): raise its ratio, or lower trainer.ranks"
         )
     return ranks // nodes
@@ -455,8 +455,8 @@ def _spread_config(
             )
         rendezvous = f"{group.nodes[0].address}:{cluster.port(Port.RENDEZVOUS)}"
     replace = msgspec.structs.replace
-    spread = replace(trainer, nodes=nodes, ranks=nodes * ranks, rendezvous=rendezvous)
-    return replace(config, trainer=spread)
+    resolved = replace(trainer, nodes=nodes, ranks=nodes * ranks, rendezvous=rendezvous)
+    return replace(config, trainer=resolved)
 
 
 def _parts(group: TaskGroup) -> Iterator[Process]:
@@ -475,18 +475,18 @@ def _generators(config: RunConfig, groups: list[TaskGroup]) -> Iterator[Process]
     """Yield as many as the GPUs of each node allow; generator.count without GPUs."""
     (group,) = (group for group in groups if "generate" in group.tasks)
     if not group.has_gpus:
-        yield from _dealt(group, "generate", "generator", config.generator.count)
+        yield from _on_cpus(group, "generate", "generator", config.generator.count)
         return
     size = config.generator.tensor_parallel
-    most = max(map(len, group.gpus))
-    if most < size:
+    largest = max(map(len, group.gpus))
+    if largest < size:
         raise UsageError(
             f"a generator needs {size} GPUs (generator.tensor_parallel), but "
-            f"{group.describe()} has at most {most} on one node ({group.arithmetic}): raise its "
+            f"{group.describe()} has at most {largest} on one node ({group.arithmetic}): raise its "
             "ratio, or lower it"
         )
     for node, gpus in zip(group.nodes, group.gpus, strict=True):
-        yield from _by_gpus("generate", "generator", node, gpus, size)
+        yield from _on_gpus("generate", "generator", node, gpus, size)
 
 
 def _joining(
@@ -504,7 +504,7 @@ def _joining(
                 f"(generator.tensor_parallel): it has {node.gpus}"
             )
         else:
-            yield from _by_gpus("generate", "generator", node, tuple(range(node.gpus)), size)
+            yield from _on_gpus("generate", "generator", node, tuple(range(node.gpus)), size)
 
 
 def _scorers(config: RunConfig, groups: list[TaskGroup], broker: Node) -> Iterator[Process]:
@@ -518,21 +518,21 @@ def _scorers(config: RunConfig, groups: list[TaskGroup], broker: Node) -> Iterat
             for index in range(count):
                 yield Process(f"{name}-{broker.name}-{index}", stage, broker)
         elif stage == "reward" or not group.has_gpus:
-            yield from _dealt(group, stage, name, count)
+            yield from _on_cpus(group, stage, name, count)
         else:
             for node, gpus in zip(group.nodes, group.gpus, strict=True):
-                yield from _by_gpus(stage, name, node, gpus, 1)
+                yield from _on_gpus(stage, name, node, gpus, 1)
 
 
-def _by_gpus(
+def _on_gpus(
     task: Task, name: str, node: Node, gpus: tuple[int, ...], size: int
 ) -> Iterator[Process]:
     for index in range(len(gpus) // size):
-        own = gpus[index * size : (index + 1) * size]
-        yield Process(f"{name}-{node.name}-{index}", task, node, own)
+        share = gpus[index * size : (index + 1) * size]
+        yield Process(f"{name}-{node.name}-{index}", task, node, share)
 
 
-def _dealt(group: TaskGroup, task: Task, name: str, count: int) -> Iterator[Process]:
+def _on_cpus(group: TaskGroup, task: Task, name: str, count: int) -> Iterator[Process]:
     """Yield `count` processes without GPUs, dealt to the group's nodes, one each at least."""
     nodes = group.nodes
     for index in range(max(count, len(nodes))):

@@ -133,7 +133,7 @@ def slurm_files(
     paths = Paths(str(out / CONFIG_FILE), str(results), store, folder, modules)
     components = _components(plan)
     order = [node.name for nodes in components for node in nodes]
-    placed = plan.readdressed(lambda node: f"\0{order.index(node.name)}\0")  # see `_quoted`
+    indexed = plan.readdressed(lambda node: f"\0{order.index(node.name)}\0")  # see `_quoted`
     takes = [
         f'take "$SLURM_JOB_NODELIST_HET_GROUP_{index}" --het-group={index}'
         if len(components) > 1
@@ -151,7 +151,7 @@ def slurm_files(
         count=len(order),
         usage=UsageError.exit_code,
     )
-    variables = environment(placed, paths).items()
+    variables = environment(indexed, paths).items()
     exports = "".join(f"export {name}={_quoted(value)}\n" for name, value in variables)
     body = STEPS.format(
         logs=shlex.quote(f"{results}/logs"),
@@ -159,7 +159,7 @@ def slurm_files(
         kill_wait=KILL_WAIT_S,
         final="|".join(map(str, (0, *FINAL_CODES))),
     )
-    steps = "".join(_step(placed, order, process, paths) for process in placed.processes)
+    steps = "".join(_step(indexed, order, process, paths) for process in indexed.processes)
     script = head + exports + body + steps + TAIL.format(finish=FINISH_S)
     return {SLURM_FILE: script, CONFIG_FILE: config}
 
@@ -170,11 +170,11 @@ def _components(plan: Plan) -> list[list[Node]]:
     Most GPUs first, because SLURM fills the requests in this order: one for nodes without would
     else take nodes that have them.
     """
-    found: dict[int, list[Node]] = {}
+    by_gpus: dict[int, list[Node]] = {}
     for node in plan.nodes:
         if plan.on(node):
-            found.setdefault(node.gpus, []).append(node)
-    return [found[gpus] for gpus in sorted(found, reverse=True)]
+            by_gpus.setdefault(node.gpus, []).append(node)
+    return [by_gpus[gpus] for gpus in sorted(by_gpus, reverse=True)]
 
 
 def _options(plan: Plan, components: list[list[Node]], file: str) -> Iterator[str]:
@@ -218,10 +218,10 @@ def _line(text: str) -> str:
 def _step(plan: Plan, order: list[str], process: Process, paths: Paths) -> str:
     """Return the line that starts `process`; each node has a results folder of its own."""
     node = process.node.name
-    one = launch(plan, process, replace(paths, results=f"{paths.results}/{node}"))
+    entry = launch(plan, process, replace(paths, results=f"{paths.results}/{node}"))
     gpus = ",".join(map(str, process.gpus))
-    words = ["step", str(order.index(node)), gpus, process.name, str(one.restarts), "umbra"]
-    line = " ".join(map(_quoted, [*words, *one.command])) + "\n"
+    words = ["step", str(order.index(node)), gpus, process.name, str(entry.restarts), "umbra"]
+    line = " ".join(map(_quoted, [*words, *entry.command])) + "\n"
     return line + ("trainer=$!\n" if process == plan.the("train") else "")
 
 

@@ -140,11 +140,11 @@ def command(
         raise UsageError(f"--prompts {prompts}: there is no such file")
     kinds = click.Choice(list(REWARDS))
     reward = _ask("reward: your own function, or the row's answer", reward, "function", kinds)
-    here = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in DEVICES.iterdir())
+    local = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in DEVICES.iterdir())
     run = shlex.quote(shown_path((folder / RUN_FILE).absolute()))
     texts = {
         RUN_FILE: run_file(
-            here if gpus is None else gpus,
+            local if gpus is None else gpus,
             file=run,
             name=re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.absolute().name).strip("-.") or "run",
             model=_from(folder, model),
@@ -169,10 +169,10 @@ def _write(folder: Path, texts: dict[str, str]) -> None:
     Raises:
         UsageError: one is there, or the folder cannot be written to.
     """
-    there = [name for name in texts if (folder / name).exists()]
-    if there:
+    present = [name for name in texts if (folder / name).exists()]
+    if present:
         raise UsageError(
-            f"{' and '.join(str(folder / name) for name in there)} would be overwritten: name "
+            f"{' and '.join(str(folder / name) for name in present)} would be overwritten: name "
             "another folder, or move it away"
         )
     try:
@@ -186,10 +186,10 @@ def _write(folder: Path, texts: dict[str, str]) -> None:
 
 
 def _ask(
-    question: str, given: str | None, default: str, kind: click.Choice[str] | None = None
+    question: str, answer: str | None, default: str, kind: click.Choice[str] | None = None
 ) -> str:
-    if given is not None:
-        return given
+    if answer is not None:
+        return answer
     if not sys.stdin.isatty():
         return default
     return str(click.prompt(question, default=default, show_default=bool(default), type=kind))

@@ -84,15 +84,15 @@ def command(
     if samples or step or worst or best:
         return _print_rollouts(run, samples or 4, step, worst=worst, best=best, as_json=as_json)
     folder = Path(run or RunSection().dir)
-    found = sorted(list_runs(folder), key=lambda one: one.begun)
+    entries = sorted(list_runs(folder), key=lambda entry: entry.begun)
     if as_json:
-        for one in found:
-            click.echo(json.dumps(asdict(one)))
+        for entry in entries:
+            click.echo(json.dumps(asdict(entry)))
         return EXIT_DONE
-    if not found:
+    if not entries:
         raise UsageError(f"no run is in {folder}: name the folder that runs are in (run.dir)")
     heading = ("id", "state", "steps", "reward", "accuracy", "begun", "size")
-    for line in aligned([heading, *map(_cells, found)], right=(2, 3, 4, 6)):
+    for line in aligned([heading, *map(_cells, entries)], right=(2, 3, 4, 6)):
         click.echo(line)
     return EXIT_DONE
 
@@ -107,12 +107,12 @@ def _print_rollouts(
         of_step = (row for row in read_rollouts(folder) if step is None or row["step"] == step)
         if worst or best:
             choose = heapq.nsmallest if worst else heapq.nlargest
-            found = choose(count, of_step, key=lambda row: row["reward"])
+            rows = choose(count, of_step, key=lambda row: row["reward"])
         else:
-            found = list(deque(of_step, maxlen=count))
-        for row in found:
+            rows = list(deque(of_step, maxlen=count))
+        for row in rows:
             click.echo(json.dumps(row) if as_json else printable(rollout_text(row)))
-    if found:
+    if rows:
         return EXIT_DONE
     if folder.samples.is_file():
         raise UsageError(
@@ -135,7 +135,7 @@ def list_runs(parent: Path) -> Iterator[RunEntry]:
 
 def _entry(folder: RunFolder) -> RunEntry:
     config, summary = read_object(folder.config), read_object(folder.summary)
-    run = found if isinstance(found := config.get("run"), dict) else {}
+    run = section if isinstance(section := config.get("run"), dict) else {}
     rows = (step_row(line) for line in reversed(tail(folder.metrics, TAIL_BYTES)))
     steps = list(islice((row for row in rows if row is not None), RECENT))  # newest first
     rewards = [r for row in steps if (r := _number(row.get("reward/mean"))) is not None]

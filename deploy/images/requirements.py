@@ -23,5 +23,5 @@ def requirements(project: dict[str, Any], extras: list[str]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    read = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
-    print("\n".join([*read["dependencies"], *requirements(read, sys.argv[1:])]))
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    print("\n".join([*project["dependencies"], *requirements(project, sys.argv[1:])]))

@@ -89,7 +89,7 @@ def _compare(original: Path, directory: Path, scratch: Path, kind: str) -> Itera
     yield from _tried("export", compare_export(original, policy, tokenizer, scratch, checked))
 
 
-def _tried(what: str, rows: Iterator[Row]) -> Iterator[Row]:
+def _tried(name: str, rows: Iterator[Row]) -> Iterator[Row]:
     """Yield `rows`, and one more if an untested architecture raises."""
     try:
         yield from rows
@@ -98,7 +98,7 @@ def _tried(what: str, rows: Iterator[Row]) -> Iterator[Row]:
         RuntimeError, TypeError, UmbraError, ValueError,
     ) as error:  # fmt: skip
         first = str(error).partition("\n")[0]
-        yield Row(what, math.nan, 0, "", f"{type(error).__name__}: {first}")
+        yield Row(name, math.nan, 0, "", f"{type(error).__name__}: {first}")
 
 
 # What vLLM has on GPUs alone, and how to do without: environment variables, engine arguments.
@@ -118,7 +118,7 @@ def compare_vllm(
 
     def compare(**arguments: Any) -> Iterator[Row]:
         try:
-            found = vllm_check.vllm_differences(
+            result = vllm_check.vllm_differences(
                 directory,
                 lambda model: whole_weights(model).items(),
                 checked=checked,
@@ -131,13 +131,13 @@ def compare_vllm(
                 raise
             yield Row("logprobs of vLLM", None, 0.0, "nats", str(error).partition("\n")[0])
             return
-        bound = vllm_bound(config, found.dtype)
-        unit = "nats" if found.dtype == "float32" else "nats in the mean"
-        yield Row("logprobs of vLLM, from disk", found.from_disk, bound, unit)
-        yield Row("logprobs of vLLM, the same weights published", found.same, bound, unit)
-        yield Row("logprobs of vLLM, others published", found.changed, bound, unit)
-        where, some = f"weights in {found.workers} of vLLM's workers", ", ".join(found.stale[:3])
-        yield Row(where, len(found.stale), 0.0, "parameters", some)
+        bound = vllm_bound(config, result.dtype)
+        unit = "nats" if result.dtype == "float32" else "nats in the mean"
+        yield Row("logprobs of vLLM, from disk", result.from_disk, bound, unit)
+        yield Row("logprobs of vLLM, the same weights published", result.same, bound, unit)
+        yield Row("logprobs of vLLM, others published", result.changed, bound, unit)
+        place, names = f"weights in {result.workers} of vLLM's workers", ", ".join(result.stale[:3])
+        yield Row(place, len(result.stale), 0.0, "parameters", names)
 
     rows = list(_tried("vLLM", compare()))
     yield from rows
@@ -148,13 +148,13 @@ def compare_vllm(
             continue  # the user has set it
         os.environ |= variables
         try:
-            again = list(_tried("vLLM", compare(**arguments)))
+            rows_again = list(_tried("vLLM", compare(**arguments)))
         finally:
             for name in variables:
                 del os.environ[name]
-        differing = next((row for row in again if row.outcome == "different"), None)
+        differing = next((row for row in rows_again if row.outcome == "different"), None)
         note = "not the cause" if differing else "isolates the difference: set it"
-        yield replace(differing or again[-1], name=f"vLLM, {switch}", note=note)
+        yield replace(differing or rows_again[-1], name=f"vLLM, {switch}", note=note)
 
 
 class Subject(NamedTuple):
@@ -180,20 +180,20 @@ def take(original: Path, scratch: Path, layers: int, checked: Collection[str]) -
         config = read_transformers_config(original)
     count: int = config.num_hidden_layers
     fewest = fewest_layers(config)
-    kept = min(count, max(layers, fewest) if layers else count)
+    remaining = min(count, max(layers, fewest) if layers else count)
     if not layers and weights_bytes(original) > LARGE:
-        kept = min(count, fewest)
+        remaining = min(count, fewest)
     window = getattr(config, "sliding_window", None) or 0
     cuts: list[str] = []
-    if kept < count:
-        cuts.append(f"the first {kept} of {count} layers")
+    if remaining < count:
+        cuts.append(f"the first {remaining} of {count} layers")
     if window > WINDOW:
         cuts.append(f"windows of {WINDOW} tokens instead of {window}")
     if not cuts:
         return Subject(original, config, cuts)
     copy = scratch / "copy"
     copy.mkdir(parents=True)
-    (copy / "config.json").write_text(json.dumps(_cut(config, kept)), encoding="utf-8")
+    (copy / "config.json").write_text(json.dumps(_cut(config, remaining)), encoding="utf-8")
     with loading(original, "PATH"):
         smaller = read_transformers_config(copy)
         model = read_weights(

@@ -102,10 +102,10 @@ class Outcome:
         return "\n".join([*heading, *aligned(rows)])
 
 
-def difference(name: str, found: Tensor, expected: Expected, config: Any) -> Row:
+def difference(name: str, logprobs: Tensor, expected: Expected, config: Any) -> Row:
     """Return the row of the token whose logprob is farthest off; [T] each."""
     bounds = _LOGPROBS * _growth(config) * expected.scale.clamp(min=1)
-    off = (found - expected.logprobs).abs()
+    off = (logprobs - expected.logprobs).abs()
     at = int((off / bounds).argmax())  # a NaN counts as the largest
     return Row(name, float(off[at]), float(bounds[at]), "nats")
 
@@ -121,25 +121,25 @@ def vllm_bound(config: Any, dtype: str = "float32") -> float:
 
 
 def _growth(config: Any) -> float:
-    added = max(config.hidden_size, _HIDDEN) * max(config.num_hidden_layers, _LAYERS)
+    terms = max(config.hidden_size, _HIDDEN) * max(config.num_hidden_layers, _LAYERS)
     # A gated delta net solves for the updates of 64 tokens at once, and rounding grows as it does.
     solved = 10 if hasattr(config, "linear_key_head_dim") else 1
-    return solved * (added / (_HIDDEN * _LAYERS)) ** 0.5
+    return solved * (terms / (_HIDDEN * _LAYERS)) ** 0.5
 
 
 _FAMILIES = ((5, 4), (19, 3), (11, 1))  # tokens of each, and how many responses it has
 _PACK_TOKENS = 96
 _TEMPERATURE = 0.8  # of every second sequence
 
-_MANY, _FEW = 1 << 20, 24
+_ALL_TOKENS, _CHUNK = 1 << 20, 24
 _LAYOUTS: tuple[tuple[str, int, bool, int], ...] = (
     # Tokens of a row, shared prompts, tokens whose logits are computed at a time.
-    ("rows of one sequence", 1, False, _MANY),
-    ("packed rows", _PACK_TOKENS, False, _MANY),
-    ("packed rows, shared prompts", _PACK_TOKENS, True, _MANY),
-    ("packed rows, logits in chunks", _PACK_TOKENS, True, _FEW),
+    ("rows of one sequence", 1, False, _ALL_TOKENS),
+    ("packed rows", _PACK_TOKENS, False, _ALL_TOKENS),
+    ("packed rows, shared prompts", _PACK_TOKENS, True, _ALL_TOKENS),
+    ("packed rows, logits in chunks", _PACK_TOKENS, True, _CHUNK),
 )
-_ALONE = (_LAYOUTS[0], ("rows of one sequence, logits in chunks", 1, False, _FEW))
+_UNPACKED = (_LAYOUTS[0], ("rows of one sequence, logits in chunks", 1, False, _CHUNK))
 
 
 def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[Row]:
@@ -149,18 +149,19 @@ def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[
     temperatures = torch.where(tokens.owner % 2 == 0, 1.0, _TEMPERATURE)
     weights = torch.randn(len(tokens.learned), generator=torch.Generator().manual_seed(3))
     expected, gradients = _reference(reference, tokens, weights)
-    for name, pack_tokens, share, at_a_time in _ALONE if keeps_state(policy.config) else _LAYOUTS:
+    layouts = _UNPACKED if keeps_state(policy.config) else _LAYOUTS
+    for name, pack_tokens, share, at_a_time in layouts:
         policy.zero_grad()
         attention = Attention.prepare(policy, policy.device)
         scorer = Scorer(policy, at_a_time * 4 * embeddings.num_embeddings, attention).eval()
-        found = torch.full((len(tokens.learned),), float("nan"))
+        all_logprobs = torch.full((len(tokens.learned),), float("nan"))
         for micro in pack(
             tokens, pack_tokens=pack_tokens, micro_tokens=4 * _PACK_TOKENS, share_prompts=share
         ):
             logprobs, _ = scorer(micro, temperatures[micro.source], with_entropy=False)
             (logprobs * weights[micro.source]).sum().backward()
-            found[micro.source] = logprobs.detach()
-        yield difference(f"logprobs of {name}", found, expected, policy.config)
+            all_logprobs[micro.source] = logprobs.detach()
+        yield difference(f"logprobs of {name}", all_logprobs, expected, policy.config)
         yield _gradients(f"gradients of {name}", policy, gradients)
     policy.zero_grad()
 
@@ -196,9 +197,9 @@ def _reference(
     """Return each sequence's logprobs, and the gradients of their weighted sum."""
     assert tokens.prompts is not None
     reference.model.zero_grad()
-    found: list[Expected] = []
+    expected: list[Expected] = []
     counts = (tokens.lengths - tokens.prompts).tolist()
-    for number, (ids, prompt, own) in enumerate(
+    for number, (ids, prompt, sequence_weights) in enumerate(
         zip(
             tokens.ids.split(tokens.lengths.tolist()),
             tokens.prompts.tolist(),
@@ -208,15 +209,15 @@ def _reference(
     ):
         temperature = _TEMPERATURE if number % 2 else 1.0
         logprobs, scale = reference.logprobs(ids.tolist(), prompt, temperature)
-        (logprobs * own).sum().backward()
-        found.append(Expected(logprobs.detach(), scale))
+        (logprobs * sequence_weights).sum().backward()
+        expected.append(Expected(logprobs.detach(), scale))
     gradients = {
         name: parameter.grad
         for name, parameter in reference.model.named_parameters()
         if parameter.grad is not None
     }
     reference.model.zero_grad()
-    return Expected(*(torch.cat(parts) for parts in zip(*found, strict=True))), gradients
+    return Expected(*(torch.cat(parts) for parts in zip(*expected, strict=True))), gradients
 
 
 def _gradients(name: str, policy: PreTrainedModel, expected: dict[str, Tensor]) -> Row:
@@ -225,16 +226,16 @@ def _gradients(name: str, policy: PreTrainedModel, expected: dict[str, Tensor]) 
     Of its own, but at least a thousandth of the whole one: a gradient that cancels to nothing is
     all rounding.
     """
-    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    total = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     worst, at = torch.zeros(()), ""
     for parameter_name, parameter in policy.named_parameters():
         gradient = parameter.grad
-        wanted = expected.get(parameter_name)
-        if gradient is None and wanted is None:
+        target = expected.get(parameter_name)
+        if gradient is None and target is None:
             continue
         gradient = torch.zeros_like(parameter) if gradient is None else gradient
-        wanted = torch.zeros_like(parameter) if wanted is None else wanted
-        share = (gradient - wanted).norm() / torch.maximum(wanted.norm(), whole / 1000)
+        target = torch.zeros_like(parameter) if target is None else target
+        share = (gradient - target).norm() / torch.maximum(target.norm(), total / 1000)
         if not share <= worst:
             worst, at = share, parameter_name
     bound = gradient_bound(policy.config)
@@ -271,8 +272,8 @@ def change(policy: PreTrainedModel) -> None:
     """Move every weight, as an update would, but further."""
     generator = torch.Generator().manual_seed(5)
     for weight in policy.parameters():
-        spread = weight.std() if weight.numel() > 1 else weight.abs()
-        weight.add_(torch.randn(weight.shape, generator=generator) * spread * _CHANGE)
+        scale = weight.std() if weight.numel() > 1 else weight.abs()
+        weight.add_(torch.randn(weight.shape, generator=generator) * scale * _CHANGE)
 
 
 def compare_torch_engine(
@@ -296,21 +297,21 @@ def compare_torch_engine(
         torch.Generator().manual_seed(2),
     )
     prompts = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _PROMPTS]
-    one, other = versions
+    base, changed = versions
     runs: list[tuple[str, Version, Version, KvPolicy]] = [
-        ("torch engine", one, one, "keep"),
-        ("torch engine, recompute", one, other, "recompute"),
-        ("torch engine, keep", other, one, "keep"),
+        ("torch engine", base, base, "keep"),
+        ("torch engine, recompute", base, changed, "recompute"),
+        ("torch engine, keep", changed, base, "keep"),
     ]
     for name, old, new, policy in runs:
         outputs = _generate(engine, prompts, new, policy)
-        found = torch.cat([torch.tensor(output.logprobs) for output in outputs])
+        logprobs = torch.cat([torch.tensor(output.logprobs) for output in outputs])
         expected = [
             _expected(reference, prompt, output, old, new, policy)
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
-        joined = Expected(*(torch.cat(parts) for parts in zip(*expected, strict=True)))
-        yield difference(f"logprobs of the {name}", found, joined, model.config)
+        combined = Expected(*(torch.cat(parts) for parts in zip(*expected, strict=True)))
+        yield difference(f"logprobs of the {name}", logprobs, combined, model.config)
 
 
 def compare_publishing(
@@ -320,8 +321,8 @@ def compare_publishing(
     for dtype in ("float32", "bfloat16"):
         model = load_model(directory, _CPU, getattr(torch, dtype), "PATH", checked)
         engine = TorchEngine(model, stop_ids=(), slots=1, max_context=_CONTEXT)
-        sent = publish(policy, dtype)
-        engine.load(sent.manifest, sent.memory, 1, "keep")
+        version = publish(policy, dtype)
+        engine.load(version.manifest, version.memory, 1, "keep")
         yield _same(f"weights published in {dtype}", policy.state_dict(), model.state_dict())
 
 
@@ -338,10 +339,10 @@ def compare_export(
     prediction, say); one that only the export has would be found by nobody.
     """
     out = export_policy(policy, tokenizer, scratch / "export", whole_weights(policy))
-    again, _ = load_policy(out, "PATH", checked)
-    yield _same("weights exported", policy.state_dict(), again.state_dict())
-    strange = sorted(_stored(out) - _stored(original))
-    yield Row("names exported", len(strange), 0, "names", _some(strange))
+    reloaded, _ = load_policy(out, "PATH", checked)
+    yield _same("weights exported", policy.state_dict(), reloaded.state_dict())
+    extra = sorted(_stored(out) - _stored(original))
+    yield Row("names exported", len(extra), 0, "names", _shortened(extra))
 
 
 def _generate(
@@ -373,8 +374,8 @@ def _expected(
     with torch.no_grad():
         if before and policy == "keep":
             # The last of the tokens before is sampled, but not read.
-            read = first + before - 1
-            return reference.changed(tokens, first, read, old.weights, new.weights)
+            position = first + before - 1
+            return reference.changed(tokens, first, position, old.weights, new.weights)
         reference.load(old.weights)
         earlier = reference.logprobs(tokens, first)
         reference.load(new.weights)
@@ -384,17 +385,17 @@ def _expected(
     )
 
 
-def _same(name: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Row:
-    """Count tensors that differ in any bit, cast to the type of those `found`."""
-    wrong = sorted(set(expected) ^ set(found))
-    for key in expected.keys() & found.keys():
-        wanted = expected[key].to(found[key].dtype)
+def _same(name: str, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Row:
+    """Count tensors that differ in any bit, cast to the type of `tensors`."""
+    wrong = sorted(set(expected) ^ set(tensors))
+    for key in expected.keys() & tensors.keys():
+        target = expected[key].to(tensors[key].dtype)
         bits = (
-            one.detach().contiguous().view(-1).view(torch.uint8) for one in (wanted, found[key])
+            one.detach().contiguous().view(-1).view(torch.uint8) for one in (target, tensors[key])
         )
         if not torch.equal(*bits):
             wrong.append(key)
-    return Row(name, len(wrong), 0, "tensors", _some(sorted(wrong)))
+    return Row(name, len(wrong), 0, "tensors", _shortened(sorted(wrong)))
 
 
 def _stored(directory: Path) -> set[str]:
@@ -405,6 +406,6 @@ def _stored(directory: Path) -> set[str]:
     return names
 
 
-def _some(names: list[str]) -> str:
+def _shortened(names: list[str]) -> str:
     more = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -49,7 +49,7 @@ class RunChild:
     """`umbra up FOLDER` as our child: it ends, in order, when this process does.
 
     Its output goes to the terminal, where it draws its live screen, or as lines through
-    `sys.stdout`, which a notebook shows below its cell. `said` keeps the
+    `sys.stdout`, which a notebook shows below its cell. `error` keeps the
     sentence of an error with which it ends, for the exception.
 
     Args:
@@ -59,9 +59,9 @@ class RunChild:
     """
 
     def __init__(self, folder: Path, *flags: str, show: bool = True) -> None:
-        self.said = ""
+        self.error = ""
         argv = umbra_argv("up", str(folder), *flags, *(() if show else ("--quiet",)))
-        self._readers: list[threading.Thread] = []
+        self._by_numberers: list[threading.Thread] = []
         direct = sys.stdout is sys.__stdout__ and sys.stdout.isatty()  # not put in its place
         take = partial(print, flush=True) if show else len  # `--quiet` prints the outcome
         out = None if direct and show else self._through(take)
@@ -75,7 +75,7 @@ class RunChild:
 
     def poll(self) -> int | None:
         code = self._child.poll()
-        for reader in () if code is None else self._readers:
+        for reader in () if code is None else self._by_numberers:
             reader.join(JOIN_S)
         return code
 
@@ -87,18 +87,20 @@ class RunChild:
         """Return the writing end of a pipe whose lines a thread gives to `take`."""
         reading, writing = os.pipe()
 
-        def read() -> None:
+        def forward() -> None:
             with open(reading, encoding="utf-8", errors="replace") as lines:
                 for line in lines:
                     take(line.rstrip("\n"))
 
-        self._readers.append(threading.Thread(target=read, name="umbra-up-output", daemon=True))
-        self._readers[-1].start()
+        self._by_numberers.append(
+            threading.Thread(target=forward, name="umbra-up-output", daemon=True)
+        )
+        self._by_numberers[-1].start()
         return writing
 
-    def _hear(self, line: str) -> None:
+    def _take_line(self, line: str) -> None:
         if line.startswith(ERROR_PREFIX):
-            self.said = line.removeprefix(ERROR_PREFIX)
+            self.error = line.removeprefix(ERROR_PREFIX)
         else:
             print(line, file=sys.stderr)
 
@@ -113,7 +115,7 @@ class Run:
         self._folder = RunFolder(Path(path).resolve())
         self._child = child
         self._follower = StepFollower(self._folder.metrics)
-        self._read: dict[int, Step] = {}
+        self._by_number: dict[int, Step] = {}
 
     @property
     def id(self) -> str:
@@ -130,8 +132,8 @@ class Run:
 
     def _steps(self) -> list[Step]:
         """Return all steps so far; of those that a trainer has repeated the newest."""
-        self._read |= {row["step"]: Step.of(row) for row in self._follower.new()}
-        return list(self._read.values())
+        self._by_number |= {row["step"]: Step.of(row) for row in self._follower.new()}
+        return list(self._by_number.values())
 
     def __iter__(self) -> Iterator[Step]:
         last = 0
@@ -190,8 +192,8 @@ class Run:
         arguments += ["--prompts", str(prompts)] if prompts else []
         arguments += ["--samples", str(samples)] if samples else []
         arguments += ["--greedy"] if greedy else []
-        said = run_stage("evaluate", tuple(arguments), folder=self._folder, environ=child_environ())
-        return last_object(said)
+        text = run_stage("evaluate", tuple(arguments), folder=self._folder, environ=child_environ())
+        return last_object(text)
 
     # -- while it is under way --------------------------------------------------------------------
 
@@ -211,9 +213,9 @@ class Run:
         self._await_end(timeout_s)
         summary, child = self.summary, self._child
         if summary is None:
-            why = f"run {self.id} ended without a summary: see {self._folder.logs}"
-            said, code = (child.said, child.poll()) if child is not None else ("", None)
-            raise child_error(said or why, code or 6)
+            reason = f"run {self.id} ended without a summary: see {self._folder.logs}"
+            sentence, code = (child.error, child.poll()) if child is not None else ("", None)
+            raise child_error(sentence or reason, code or 6)
         if summary["exit_code"]:
             raise child_error(summary["exit_reason"], int(summary["exit_code"]))
         return summary

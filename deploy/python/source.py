@@ -51,27 +51,27 @@ class CopiedSource:
             return ""
         return "\n".join([_HEADING, _FUTURE, *self._pieces.values()])
 
-    def target(self, found: Callable[..., Any], argument: str) -> str:
-        """ "module:name" of `found`, which was given as `argument`; its source is copied if needed.
+    def target(self, definition: Callable[..., Any], argument: str) -> str:
+        """Return "module:name" of `definition`, the `argument`; its source is copied if needed.
 
         Raises:
             UsageError: it has no name, no source, or uses what cannot be written as source.
         """
-        if not inspect.isfunction(found) and not inspect.isclass(found):
+        if not inspect.isfunction(definition) and not inspect.isclass(definition):
             raise UsageError(
-                f"{argument}: {found!r} is a {type(found).__name__}; give a function or a class "
-                'that is made by def or class, or "module:name"'
+                f"{argument}: {definition!r} is a {type(definition).__name__}; give a function or "
+                'a class that is made by def or class, or "module:name"'
             )
-        if "<lambda>" in found.__qualname__:
+        if "<lambda>" in definition.__qualname__:
             raise UsageError(f"{argument}: a lambda has no name: write it with def")
-        if (where := _importable(found)) is not None:
-            module, name = where
+        if (place := _importable(definition)) is not None:
+            module, name = place
             folder = _folder(sys.modules[module])
             if folder is not None and folder not in self.search:
                 self.search.append(folder)
             return f"{module}:{name}"
-        self._copy(found, argument)
-        return f"{MODULE}:{found.__name__}"
+        self._copy(definition, argument)
+        return f"{MODULE}:{definition.__name__}"
 
     def toolset(self, tools: Sequence[Callable[..., Any]]) -> str:
         """Return "module:name" of a copied class that has `tools` as TRL's environments have them.
@@ -87,60 +87,60 @@ class CopiedSource:
         self._pieces[_TOOLSET] = f"\nclass {_TOOLSET}:\n{methods}\n{reset}"
         return f"{MODULE}:{_TOOLSET}"
 
-    def _copy(self, found: Any, argument: str) -> None:
-        name = found.__name__
+    def _copy(self, definition: Any, argument: str) -> None:
+        name = definition.__name__
         if name in self._bound:
-            if self._bound[name] is not found:
+            if self._bound[name] is not definition:
                 raise UsageError(f"{argument}: two things are called {name!r}; rename one of them")
             return
-        self._bound[name] = found
+        self._bound[name] = definition
         try:
-            source = textwrap.dedent(inspect.getsource(found))
+            source = textwrap.dedent(inspect.getsource(definition))
             tree = ast.parse(source)
         except (OSError, TypeError, SyntaxError) as error:
             raise UsageError(
                 f"{argument}: the source of {name!r} cannot be read ({error}): put it into a "
                 f'module of its own and give "module:{name}"'
             ) from error
-        scope = _scope(found)
-        for used, needed in _names(tree):
-            if used in scope and used != name:
-                self._bind(used, scope[used], argument, name, needed=needed)
+        scope = _scope(definition)
+        for other, needed in _names(tree):
+            if other in scope and other != name:
+                self._bind(other, scope[other], argument, name, needed=needed)
         self._pieces[name] = f"\n{source}"
 
-    def _bind(self, used: str, value: Any, argument: str, user: str, *, needed: bool) -> None:
-        """Have the module bind `used` to `value`; unless `needed`, it may be left out."""
-        if used in self._bound and self._bound[used] is value:
+    def _bind(self, bound: str, value: Any, argument: str, user: str, *, needed: bool) -> None:
+        """Have the module bind `bound` to `value`; unless `needed`, it may be left out."""
+        if bound in self._bound and self._bound[bound] is value:
             return
-        if used in self._bound:
-            raise UsageError(f"{argument}: two things are called {used!r}; rename one of them")
-        if (line := _line(used, value)) is not None:
-            self._bound[used] = value
-            self._pieces[used] = line
+        if bound in self._bound:
+            raise UsageError(f"{argument}: two things are called {bound!r}; rename one of them")
+        if (line := _line(bound, value)) is not None:
+            self._bound[bound] = value
+            self._pieces[bound] = line
         elif inspect.isfunction(value) or inspect.isclass(value):
             self._copy(value, argument)
-            if value.__name__ != used:
-                self._bound[used] = value
-                self._pieces[used] = f"{used} = {value.__name__}"
+            if value.__name__ != bound:
+                self._bound[bound] = value
+                self._pieces[bound] = f"{bound} = {value.__name__}"
         elif needed:
             raise UsageError(
-                f"{argument}: {user!r} uses {used!r}, a {type(value).__name__}, which cannot be "
+                f"{argument}: {user!r} uses {bound!r}, a {type(value).__name__}, which cannot be "
                 f"copied as source: make it inside of {user!r}, or put both into a module of their "
                 f'own and give "module:{user}"'
             )
 
 
-def _importable(found: Any) -> tuple[str, str] | None:
+def _importable(definition: Any) -> tuple[str, str] | None:
     """Return module and name that any process can import; None for the program's own."""
-    module_name = getattr(found, "__module__", None)
-    name = getattr(found, "__qualname__", None) or getattr(found, "_name", None)
+    module_name = getattr(definition, "__module__", None)
+    name = getattr(definition, "__qualname__", None) or getattr(definition, "_name", None)
     module = sys.modules.get(module_name or "")
     if module is None or module_name == "__main__" or not name:
         return None
     value: Any = module
     for part in str(name).split("."):
         value = getattr(value, part, None)
-    return (str(module_name), str(name)) if value is found else None
+    return (str(module_name), str(name)) if value is definition else None
 
 
 def _folder(module: ModuleType) -> Path | None:
@@ -149,16 +149,16 @@ def _folder(module: ModuleType) -> Path | None:
     if file is None:
         return None
     path = Path(file).resolve()
-    above = module.__name__.count(".") + (path.name == "__init__.py")
-    return path.parents[above]
+    levels = module.__name__.count(".") + (path.name == "__init__.py")
+    return path.parents[levels]
 
 
-def _scope(found: Any) -> dict[str, Any]:
+def _scope(definition: Any) -> dict[str, Any]:
     """Return the values of global and closure names in a function, or in a class's methods."""
-    scope = dict(vars(sys.modules[found.__module__]))
-    if inspect.isclass(found):
-        scope |= {base.__name__: base for base in found.__bases__ if base is not object}
-    members = [found] if inspect.isfunction(found) else vars(found).values()
+    scope = dict(vars(sys.modules[definition.__module__]))
+    if inspect.isclass(definition):
+        scope |= {base.__name__: base for base in definition.__bases__ if base is not object}
+    members = [definition] if inspect.isfunction(definition) else vars(definition).values()
     for member in members:  # unwrapped from descriptors and decorators
         function = inspect.unwrap(getattr(member, "__func__", member))
         if inspect.isfunction(function):
@@ -171,12 +171,12 @@ def _names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
     """Yield the names that `tree` reads, and whether they are needed (annotations' are not)."""
     nodes = list(ast.walk(tree))
     annotations = [
-        found
+        annotation
         for node in nodes
         for field in ("annotation", "returns")
-        if (found := getattr(node, field, None)) is not None
+        if (annotation := getattr(node, field, None)) is not None
     ]
-    optional = {id(inner) for found in annotations for inner in ast.walk(found)}
+    optional = {id(inner) for annotation in annotations for inner in ast.walk(annotation)}
     for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             yield node.id, id(node) not in optional
@@ -186,8 +186,8 @@ def _line(name: str, value: Any) -> str | None:
     """Return the line that binds `name` to `value`; None if there is none."""
     if isinstance(value, ModuleType):
         return f"import {value.__name__} as {name}"
-    if (where := _importable(value)) is not None:
-        module, inner = where
+    if (place := _importable(value)) is not None:
+        module, inner = place
         if "." not in inner:
             return f"from {module} import {inner} as {name}"
         return f"import {module}\n{name} = {module}.{inner}"

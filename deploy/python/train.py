@@ -81,9 +81,9 @@ def train(
     """
     source = CopiedSource()
     tree = _sections(config, sections)
-    _put(tree, "model", path=str(model))
-    _put(tree, "run", steps=steps, name=name)
-    _put(tree, "environment", **_environment(reward, environment, source))
+    _set(tree, "model", path=str(model))
+    _set(tree, "run", steps=steps, name=name)
+    _set(tree, "environment", **_environment(reward, environment, source))
     if "environment" in tree:
         tree["environment"] = _named(tree["environment"], source)
     if not tree.get("environment") and not tree.get("environments") and tools is None:
@@ -92,30 +92,30 @@ def train(
             "or tools"
         )
     if tools is not None:
-        _put(tree, "environment", **_with_tools(tree.get("environment", {}), tools, source))
+        _set(tree, "environment", **_with_tools(tree.get("environment", {}), tools, source))
     if tree.get("environment", {}).get("reward_scope") == "group":  # which scorers give
         stages = tree.setdefault("buffer", {}).setdefault("stages", [])
         if "reward" not in stages:
             tree["buffer"]["stages"] = ["reward", *stages]
-    own = tree.get("run", {})
+    section = tree.get("run", {})
     folder = RunFolder.create(
-        str(own.get("dir", "runs")), str(own.get("name") or RunConfig().run.name)
+        str(section.get("dir", "runs")), str(section.get("name") or RunConfig().run.name)
     )
     say: Say = print if show else lambda text: None
     try:
-        _put(tree, "data", prompts=_write_prompts(prompts, folder, "prompts"))
+        _set(tree, "data", prompts=_write_prompts(prompts, folder, "prompts"))
         if eval_prompts is not None:
-            _put(tree, "eval", prompts=_write_prompts(eval_prompts, folder, "eval_prompts"))
-        given = config_of(tree, "umbra.train")
-        found = located(given, Path.cwd() / "run.toml", say)
-        resolved, chosen = ready(found, tree)
+            _set(tree, "eval", prompts=_write_prompts(eval_prompts, folder, "eval_prompts"))
+        run_config = config_of(tree, "umbra.train")
+        located_config = located(run_config, Path.cwd() / "run.toml", say)
+        resolved, changes = ready(located_config, tree)
         _write(folder, resolved, source)
     except BaseException:
         shutil.rmtree(folder.path)
         raise
     say(in_one_line(resolved))
-    if chosen:
-        say(f"chosen for this machine: {', '.join(chosen)}")
+    if changes:
+        say(f"chosen for this machine: {', '.join(changes)}")
     if source.text:
         module = shown_path(folder.inputs / f"{MODULE}.py")
         say(f"{', '.join(source.copied)}: copied as source to {module}")
@@ -131,11 +131,11 @@ def see_through(run: Run, *, show: bool = True, look: Callable[[], object] = lam
     Removes its folder if nothing was begun. Raises as `train`.
     """
     folder = RunFolder(run.path)
-    display, due = _notebook_display() if show else None, 0.0
+    display, next_at = _notebook_display() if show else None, 0.0
     try:
         while run.under_way:
-            if display is not None and time.monotonic() >= due:
-                due = time.monotonic() + SHOW_EVERY_S
+            if display is not None and time.monotonic() >= next_at:
+                next_at = time.monotonic() + SHOW_EVERY_S
                 display(run)
             look()
             time.sleep(LOOK_S)
@@ -182,10 +182,10 @@ def _sections(
     return merged
 
 
-def _put(tree: dict[str, dict[str, Any]], section: str, **values: Any) -> None:
-    given = {key: value for key, value in values.items() if value is not None}
-    if given:
-        tree.setdefault(section, {}).update(given)
+def _set(tree: dict[str, dict[str, Any]], section: str, **values: Any) -> None:
+    settings = {key: value for key, value in values.items() if value is not None}
+    if settings:
+        tree.setdefault(section, {}).update(settings)
 
 
 def _environment(
@@ -208,7 +208,7 @@ def _named(value: Any, source: CopiedSource, argument: str = "environment") -> A
     """Return `value` with each function and class in it as "module:name"."""
     if isinstance(value, Mapping):
         pairs = ((key, value[key]) for key in value)
-        return {_named(key, source, argument): _named(own, source, argument) for key, own in pairs}
+        return {_named(k, source, argument): _named(v, source, argument) for k, v in pairs}
     return source.target(value, argument) if callable(value) else value
 
 
@@ -218,8 +218,8 @@ def _with_tools(
     """Return keys of `[environment]` for an answer with the help of `tools`."""
     kind = environment.get("kind", "tools")
     if kind == "reward":
-        named: list[Any] = [BUILT_IN.get(str(tool), tool) for tool in tools]
-        return {"kind": "trl", "id": source.toolset(named)}
+        functions: list[Any] = [BUILT_IN.get(str(tool), tool) for tool in tools]
+        return {"kind": "trl", "id": source.toolset(functions)}
     if kind != "tools":
         raise UsageError(
             'umbra.train: tools are for answers that a reward or the row\'s "answer" judges: leave '
@@ -233,13 +233,11 @@ def _write_prompts(prompts: Prompts, folder: RunFolder, argument: str) -> str:
     """Return the value of `data.prompts`; rows are written to the run's folder."""
     if isinstance(prompts, str | Path):
         return str(prompts)
-    found = rows_of(prompts, argument)
-    if not found:
+    raw = rows_of(prompts, argument)
+    if not raw:
         raise UsageError(f"{argument} has no rows")
     # The column that holds the prompts may have another name, by data.columns.
-    rows = [
-        plain_row(row, f"{argument}, row {number}") for number, row in enumerate(found, start=1)
-    ]
+    rows = [plain_row(row, f"{argument}, row {number}") for number, row in enumerate(raw, start=1)]
     folder.inputs.mkdir(exist_ok=True)
     path = folder.inputs / f"{argument}.jsonl"
     lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)

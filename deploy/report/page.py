@@ -93,9 +93,9 @@ def recorded_look(
         "ledger": balanced(status.get("ledger")),
         "staleness_counts": status.get("staleness_counts", []),
         "counters": status.get("counters", {}),
-        "evals": [{"scores": one, **one} for one in figures.evals],
+        "evals": [{"scores": report, **report} for report in figures.evals],
         "departed": {},
-        "members": [_member(name, spent) for name, spent in sorted(figures.seconds.items())],
+        "members": [_member(name, seconds) for name, seconds in sorted(figures.seconds.items())],
         "pushes": figures.pushes[-PUSHES:],
         "rollouts": rollouts,
         "config": {
@@ -116,15 +116,15 @@ def _member(name: str, seconds: Mapping[str, float]) -> dict[str, Any]:
         "state": f"{total:.1f} s",
         "shares": {what: spent / total for what, spent in seconds.items()} if total else {},
         "busy": busy(seconds),
-        "activity": ", ".join(f"{what} {spent:.1f} s" for spent, what in work),
+        "activity": ", ".join(f"{activity} {duration:.1f} s" for duration, activity in work),
     }
 
 
 def _rollouts(folder: RunFolder) -> list[Row]:
     steps = sorted({row["step"] for row in read_rollouts(folder)})
     last = len(steps) - 1
-    shown = {steps[i * last // (ROLLOUT_STEPS - 1)] for i in range(ROLLOUT_STEPS) if steps}
-    return [row for row in read_rollouts(folder) if row["step"] in shown]
+    sample_steps = {steps[i * last // (ROLLOUT_STEPS - 1)] for i in range(ROLLOUT_STEPS) if steps}
+    return [row for row in read_rollouts(folder) if row["step"] in sample_steps]
 
 
 def _mean(steps: Sequence[Row], name: str) -> float | None:

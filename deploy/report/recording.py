@@ -18,7 +18,7 @@ from umbra.services.reporting import is_idle
 
 Interval = tuple[float, float]  # start and end, seconds
 JOIN_S = 0.001  # spans that are closer are one
-SAID = ("time", "service", "kind", "name", "start", "end")  # of a row, by the event itself
+EVENT_FIELDS = ("time", "service", "kind", "name", "start", "end")  # of a row, by the event itself
 
 
 def recorded(folders: Sequence[Path]) -> Iterator[Row]:
@@ -72,8 +72,8 @@ class Figures:
         """Return when the services that ever do `doing` were not idle."""
         return [
             span
-            for service, spent in self.seconds.items()
-            if any(name.partition(": ")[0] == doing for name in spent)
+            for service, seconds in self.seconds.items()
+            if any(name.partition(": ")[0] == doing for name in seconds)
             for span in self.spans.get((service, True), ())
         ]
 
@@ -95,8 +95,8 @@ def gather(rows: Iterable[Row]) -> Figures:
 
 def _add(figures: Figures, row: Row) -> None:
     service, name, start, end = row["service"], row["name"], row["start"], row["end"]
-    spent, shown = figures.seconds.setdefault(service, {}), span_name(row)
-    spent[shown] = spent.get(shown, 0.0) + max(0.0, end - start)
+    seconds, activity = figures.seconds.setdefault(service, {}), span_name(row)
+    seconds[activity] = seconds.get(activity, 0.0) + max(0.0, end - start)
     spans = figures.spans.setdefault((service, not is_idle(name)), [])
     if spans and 0 <= start - spans[-1][1] < JOIN_S:
         spans[-1] = (spans[-1][0], end)
@@ -130,12 +130,12 @@ def _events(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
         (name, start, end, track), service = span, row["service"]
         if service not in numbers:
             numbers[service] = {}
-            yield _named("process", len(numbers), 0, service)
+            yield _name_event("process", len(numbers), 0, service)
         tracks = numbers[service]
         process = list(numbers).index(service) + 1
         if track not in tracks:
             tracks[track] = len(tracks) + 1
-            yield _named("thread", process, tracks[track], track)
+            yield _name_event("thread", process, tracks[track], track)
         yield {
             "ph": "X",
             "name": name,
@@ -144,10 +144,10 @@ def _events(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
             "dur": round(1e6 * max(0.0, end - start), 1),
             "pid": process,
             "tid": tracks[track],
-            "args": {k: v for k, v in row.items() if k not in SAID},
+            "args": {k: v for k, v in row.items() if k not in EVENT_FIELDS},
         }
 
 
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+def _name_event(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
     place = {"pid": process, "tid": thread}
     return {"ph": "M", "name": f"{what}_name", **place, "args": {"name": name}}

@@ -24,7 +24,7 @@ class RunOutcome:
     total_s: float
     usage: Mapping[str, Usage] = field(default_factory=dict)
     restarts: Mapping[str, int] = field(default_factory=dict)
-    seen: Mapping[str, Any] = field(default_factory=dict)  # the last status that the buffer told
+    last_status: Mapping[str, Any] = field(default_factory=dict)  # of the buffer
 
 
 def summarise(folder: RunFolder, outcome: RunOutcome) -> dict[str, Any]:
@@ -33,8 +33,8 @@ def summarise(folder: RunFolder, outcome: RunOutcome) -> dict[str, Any]:
     accuracy = {row["version"]: row["accuracy"] for row in figures.evals}
     steps = (read_object(folder.config).get("run") or {}).get("steps")
     status = read_object(folder.buffer)  # empty if the buffer was killed before it could write it
-    last_seen = status.get("ledger") is None and "ledger" in outcome.seen
-    ledger = balanced(outcome.seen["ledger"] if last_seen else status.get("ledger"))
+    last_seen = status.get("ledger") is None and "ledger" in outcome.last_status
+    ledger = balanced(outcome.last_status["ledger"] if last_seen else status.get("ledger"))
     return {
         "run_id": folder.id,
         "exit_reason": outcome.exit_reason,
@@ -54,8 +54,8 @@ def summarise(folder: RunFolder, outcome: RunOutcome) -> dict[str, Any]:
         "seconds": {
             "total": outcome.total_s,
             "services": {
-                name: {"wall": used.wall_s, "cpu": used.cpu_s}
-                for name, used in outcome.usage.items()
+                name: {"wall": usage.wall_s, "cpu": usage.cpu_s}
+                for name, usage in outcome.usage.items()
             },
         },
         "restarts": dict(outcome.restarts),
@@ -82,11 +82,11 @@ def measure(figures: Figures) -> dict[str, Any]:
     first = [row["time"] for row in figures.evals if row["version"] == 0]
     before = [end for end in first if steps and end < steps[0].get("time", math.inf)]
     window = (max([figures.first_decode, *before]), figures.last_train)
-    together = None
+    shares = None
     if window[0] < window[1] < float("inf"):
         running = [span for spans in figures.spans.values() for span in spans]
-        together = overlap(figures.busy("train_step"), figures.busy("decode"), running, window)
-    window_s = together.window_s if together else 0.0
+        shares = overlap(figures.busy("train_step"), figures.busy("decode"), running, window)
+    window_s = shares.window_s if shares else 0.0
 
     def total(name: str, by: str = "") -> float:
         return sum((row.get(name) or 0) * ((row.get(by) or 0) if by else 1) for row in steps)
@@ -103,7 +103,7 @@ def measure(figures: Figures) -> dict[str, Any]:
         if pushes
         else {},
         "mixed_version_trajectories": round(total("multi_version", by="samples")),
-        "overlap": asdict(together) if together else None,
+        "overlap": asdict(shares) if shares else None,
         "mismatch_k3_on_policy": max((value for value in k3 if value is not None), default=None),
         "mismatch_compared": int(total("mismatch/compared")),
         "outlier_tokens": int(total("outliers")),
@@ -130,12 +130,12 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if before is not None or after is not None:
         add("accuracy", f"{_share(before)} -> {_share(after)}")
     if evals := summary["evals"]:
-        shown = ", ".join(f"{one['version']}: {_share(one['accuracy'])}" for one in evals)
-        add("accuracy by version", shown)
+        scores = ", ".join(f"{report['version']}: {_share(report['accuracy'])}" for report in evals)
+        add("accuracy by version", scores)
     add("steps", f"{summary['steps']} ({summary['samples']} samples)")
     if stale := summary["staleness"]:
-        mean, most, bound = (stale.get(name, 0) for name in ("mean", "max", "bound"))
-        add("staleness", f"mean {mean:.2f}, max {most:g}, bound {bound:g}")
+        mean, largest, bound = (stale.get(name, 0) for name in ("mean", "max", "bound"))
+        add("staleness", f"mean {mean:.2f}, max {largest:g}, bound {bound:g}")
     if (k3 := summary["mismatch_k3_on_policy"]) is not None:
         add("logprobs", f"generator and trainer agree to k3 = {k3:.2g} on equal weights")
     if compared := summary["mismatch_compared"]:
@@ -145,22 +145,22 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if outliers := summary["outlier_tokens"]:
         add("outliers", f"{outliers} tokens left out (improbable beyond 10,000 times)")
     if seconds := summary["push_seconds"]:
-        phases = ", ".join(f"{phase} {1000 * spent:.1f}" for phase, spent in seconds.items())
+        phases = ", ".join(f"{phase} {1000 * duration:.1f}" for phase, duration in seconds.items())
         add("pushes", f"{summary['pushes']}; median ms: {phases}")
     if ledger := summary["ledger"]:
         parts = [f"{ledger['trained']} trained", counts(ledger["ended"])]
         sums = " + ".join(part for part in (*parts, counts(ledger["in_flight"])) if part)
         balance = "balanced" if not ledger["balance"] else f"OFF BY {ledger['balance']}"
-        when = " when last asked" if summary.get("ledger_last_seen") else ""
-        add("ledger", f"{ledger['issued']} issued = {sums}, {balance}{when}")
+        note = " when last asked" if summary.get("ledger_last_seen") else ""
+        add("ledger", f"{ledger['issued']} issued = {sums}, {balance}{note}")
     if health := summary["health"]:
         add("health", health_text(health, "/run"))
-    rows += [("warning", warning_text(one)) for one in summary["warnings"]]
-    if both := summary["overlap"]:
+    rows += [("warning", warning_text(report)) for report in summary["warnings"]]
+    if shares := summary["overlap"]:
         add(
             "busy",
-            f"generation {both['generator_busy']:.0%}, training {both['trainer_busy']:.0%}, ",
-            f"both at once {both['both_busy']:.0%}",
+            f"generation {shares['generator_busy']:.0%}, training {shares['trainer_busy']:.0%}, ",
+            f"both at once {shares['both_busy']:.0%}",
         )
     if (rate := summary["samples_per_s"]) is not None:
         add("speed", f"{number(rate)} samples/s, {number(summary['tokens_per_s'])} tokens/s")
@@ -222,11 +222,11 @@ def overlap(
     at_work, seconds, since = [0, 0, 0], [0.0, 0.0, 0.0, 0.0], 0.0
     for moment, index, step in sorted(edges):
         busy = [count > 0 for count in at_work]
-        for which, passes in enumerate((*busy, busy[0] and busy[1])):
-            seconds[which] += (moment - since) * passes
+        for column, passes in enumerate((*busy, busy[0] and busy[1])):
+            seconds[column] += (moment - since) * passes
         at_work[index] += step
         since = moment
-    generator, trainer, window_s, both = seconds
+    generator, trainer, window_s, together = seconds
     if window_s <= 0:
         return None
-    return Overlap(generator / window_s, trainer / window_s, both / window_s, window_s)
+    return Overlap(generator / window_s, trainer / window_s, together / window_s, window_s)

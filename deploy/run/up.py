@@ -170,7 +170,7 @@ class Up:
             progress.poll()
             self._trained = len(progress.rewards) > steps
             if progress.status is not None:
-                self._outcome["seen"] = msgspec.to_builtins(progress.status)
+                self._outcome["last_status"] = msgspec.to_builtins(progress.status)
             self._view.update(progress, supervisor.states())
             progress.close()
             supervisor.close()

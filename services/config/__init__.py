@@ -66,13 +66,13 @@ class RunConfig(Section):
 
     def environment_of(self, row: Mapping[str, Any]) -> EnvironmentConfig:
         """Return the environment of a prompt's `row`: the one that it names, or the only one."""
-        named = (one for one in self.environments if one.name == row.get(ENVIRONMENT))
-        return next(named, self.environment)
+        matches = (one for one in self.environments if one.name == row.get(ENVIRONMENT))
+        return next(matches, self.environment)
 
     @property
     def rewarded_by_groups(self) -> tuple[EnvironmentConfig, ...]:
         """Return the environments whose rewards are given to all samples of a prompt at once."""
-        return tuple(one for one in self.all_environments if one.reward_scope == "group")
+        return tuple(e for e in self.all_environments if e.reward_scope == "group")
 
     @property
     def rewarded_by_scorers(self) -> tuple[EnvironmentConfig, ...]:
@@ -86,4 +86,4 @@ class RunConfig(Section):
 
     @property
     def longest_turn(self) -> int:
-        return max(self.sampling_for(one).max_tokens for one in self.all_environments)
+        return max(self.sampling_for(e).max_tokens for e in self.all_environments)

@@ -42,7 +42,7 @@ def _bounded(kind: Any, bounds: dict[str, Any]) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if not args or origin is Literal:
         return kind
-    inner = tuple(_bounded(one, bounds) for one in args)
+    inner = tuple(_bounded(arg, bounds) for arg in args)
     return reduce(operator.or_, inner) if origin in (Union, types.UnionType) else origin[inner]
 
 
@@ -53,12 +53,12 @@ class _SectionMeta(type(msgspec.Struct)):
     def __new__(mcs, name: str, bases: tuple[type, ...], space: dict[str, Any]) -> Any:
         annotations = dict(space.get("__annotations__", {}))
         for field, text in annotations.items():
-            if isinstance(found := space.get(field), _Key):
+            if isinstance(declared := space.get(field), _Key):
                 kind = eval(text, vars(sys.modules[space["__module__"]]))
-                if found.bounds:
-                    kind = _bounded(kind, found.bounds)
-                annotations[field] = Annotated[kind, Meta(description=found.doc)]
-                space[field] = found.default
+                if declared.bounds:
+                    kind = _bounded(kind, declared.bounds)
+                annotations[field] = Annotated[kind, Meta(description=declared.doc)]
+                space[field] = declared.default
         space["__annotations__"] = annotations
         return super().__new__(
             mcs, name, bases, space, kw_only=True, frozen=True, forbid_unknown_fields=True

@@ -86,9 +86,9 @@ def given_keys(tree: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(f"{section}.{key}" for section, keys in tables for key in keys)
 
 
-def config_of(tree: Any, where: str) -> RunConfig:
+def config_of(tree: Any, source: str) -> RunConfig:
     checked: dict[str, Any] = {}
-    _merge(checked, tree, where)
+    _merge(checked, tree, source)
     return msgspec.convert(checked, RunConfig)
 
 
@@ -112,8 +112,8 @@ def to_toml(
     sections: list[str] = []
     for section, values in tree.items():
         if isinstance(values, list | tuple):  # of tables
-            kept = [{k: v for k, v in entry.items() if v is not None} for entry in values]
-            sections += [tomli_w.dumps({section: kept})] if kept else []
+            rows = [{k: v for k, v in entry.items() if v is not None} for entry in values]
+            sections += [tomli_w.dumps({section: rows})] if rows else []
             continue
         text = tomli_w.dumps({section: {k: v for k, v in values.items() if v is not None}})
         if remarks and section in remarks:
@@ -126,30 +126,30 @@ def to_toml(
 
 def decode_json(text: str | bytes, kind: Any = Any) -> Any:
     """Return JSON as `kind`; raises an error of `UNREADABLE`, also where a key is given twice."""
-    found = msgspec.json.decode(text, type=kind)
+    value = msgspec.json.decode(text, type=kind)
     json.loads(text, object_pairs_hook=_unique)
-    return found
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> None:
     names = [name for name, _ in pairs]
     if len({*names}) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f'"{twice}" is given twice')
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f'"{duplicate}" is given twice')
 
 
-def read_run_file(path: Path, called: str = "run file") -> Any:
-    """Return what a run file, or another `called` so, says, unchecked; UsageError if unreadable."""
+def read_run_file(path: Path, title: str = "run file") -> Any:
+    """Return what a run file, or another `title` so, says, unchecked; UsageError if unreadable."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         return decode_json(moved(text, path)) if path.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError:
-        raise UsageError(f"{called} {path} does not exist") from None
+        raise UsageError(f"{title} {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{called} {path} cannot be read: {error}") from error
+        raise UsageError(f"{title} {path} cannot be read: {error}") from error
     except UNREADABLE as error:
         kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise UsageError(f"{called} {path} is not valid {kind}: {error}") from error
+        raise UsageError(f"{title} {path} is not valid {kind}: {error}") from error
 
 
 def moved(text: str, path: Path) -> str:
@@ -173,101 +173,102 @@ def _at(path: Sequence[str], text: str) -> Any:
     return {path[0]: _at(path[1:], text)} if path else _Text(text)
 
 
-def _merge(tree: dict[str, Any], given: Any, where: str) -> None:
+def _merge(tree: dict[str, Any], settings: Any, source: str) -> None:
     """Change `tree` by what a source says; each value is checked, and as the type of its key."""
-    if not isinstance(given, Mapping):
-        raise UsageError(f"{where}: must be an object with a key per section")
-    for section, values in cast(Mapping[str, Any], given).items():
+    if not isinstance(settings, Mapping):
+        raise UsageError(f"{source}: must be an object with a key per section")
+    for section, values in cast(Mapping[str, Any], settings).items():
         if section not in SECTIONS:
-            raise UsageError(f"{where}: unknown section [{section}]{_hint(section, SECTIONS)}")
+            raise UsageError(f"{source}: unknown section [{section}]{_hint(section, SECTIONS)}")
         if section == ENVIRONMENTS:
-            tree[section] = _environments(values, where)
+            tree[section] = _environments(values, source)
         elif isinstance(values, Mapping):
-            tree[section] = _keys(section, tree.get(section, {}), values, where)
+            tree[section] = _keys(section, tree.get(section, {}), values, source)
         else:
             raise UsageError(
-                f"{where}: {section} must be a table: [{section}] in a file, {section}.key=value "
+                f"{source}: {section} must be a table: [{section}] in a file, {section}.key=value "
                 "in --set"
             )
 
 
-def _environments(entries: Any, where: str) -> list[dict[str, Any]]:
+def _environments(entries: Any, source: str) -> list[dict[str, Any]]:
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         raise UsageError(
-            f"{where}: write every one of {ENVIRONMENTS} as [[{ENVIRONMENTS}]] in the run file"
+            f"{source}: write every one of {ENVIRONMENTS} as [[{ENVIRONMENTS}]] in the run file"
         )
     checked: dict[str, dict[str, Any]] = {}
     for entry in entries:
-        one = _keys(ENVIRONMENTS, {}, entry, where)
-        if (name := one.get("name")) is None:
-            raise UsageError(f"{where}: every one of [[{ENVIRONMENTS}]] needs a name")
+        environment = _keys(ENVIRONMENTS, {}, entry, source)
+        if (name := environment.get("name")) is None:
+            raise UsageError(f"{source}: every one of [[{ENVIRONMENTS}]] needs a name")
         if name in checked:
-            raise UsageError(f"{where}: two of [[{ENVIRONMENTS}]] have the name {name}")
-        own = one.get("sampling", {})
-        if "stop_tokens" in own:
+            raise UsageError(f"{source}: two of [[{ENVIRONMENTS}]] have the name {name}")
+        sampling = environment.get("sampling", {})
+        if "stop_tokens" in sampling:
             raise UsageError(
-                f"{where}: {ENVIRONMENTS}.{name}: sampling.stop_tokens end turns in all "
+                f"{source}: {ENVIRONMENTS}.{name}: sampling.stop_tokens end turns in all "
                 "environments: set them in [sampling], or texts of its own as stop"
             )
-        if own:
-            one["sampling"] = _keys("sampling", {}, own, f"{where}: {ENVIRONMENTS}.{name}")
-        checked[name] = one
+        if sampling:
+            place = f"{source}: {ENVIRONMENTS}.{name}"
+            environment["sampling"] = _keys("sampling", {}, sampling, place)
+        checked[name] = environment
     return list(checked.values())
 
 
 def _keys(
-    section: str, known: Mapping[str, Any], values: Mapping[str, Any], where: str
+    section: str, old: Mapping[str, Any], values: Mapping[str, Any], source: str
 ) -> dict[str, Any]:
-    """Return the keys of a section that are `known`, changed by `values`."""
-    found = dict(known)
-    for key, value in _translate(section, values, where).items():
-        found[key] = _convert(section, key, value, found.get(key), where)
-    return found
+    """Return the keys of a section that are `old`, changed by `values`."""
+    result = dict(old)
+    for key, value in _translate(section, values, source).items():
+        result[key] = _convert(section, key, value, result.get(key), source)
+    return result
 
 
-def _merged(old: Any, new: Any, name: str, where: str) -> Any:
+def _merged(old: Any, new: Any, name: str, source: str) -> Any:
     """Return `new`; if it is a table, with those keys of the `old` one that it lacks."""
     if isinstance(new, _Text):
         return _scalar(new)
     if not isinstance(new, Mapping):
         return new
     if old is not None and not isinstance(old, dict):
-        raise UsageError(f"{where}: {name} is not a table")
+        raise UsageError(f"{source}: {name} is not a table")
     table: dict[str, Any] = {**(old or {})}
     for key, value in cast(Mapping[str, Any], new).items():
-        table[key] = _merged(table.get(key), value, key, where)
+        table[key] = _merged(table.get(key), value, key, source)
     return table
 
 
-def _translate(section: str, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _translate(section: str, values: Mapping[str, Any], source: str) -> dict[str, Any]:
     result = dict(values)
     for name in values.keys() & FOREIGN.keys() if section == "buffer" else ():
-        (system, offset), value = FOREIGN[name], _merged(None, result.pop(name), name, where)
+        (system, offset), value = FOREIGN[name], _merged(None, result.pop(name), name, source)
         if not isinstance(value, int) or isinstance(value, bool) or value < offset:
-            raise UsageError(f"{where}: buffer.{name} must be an integer >= {offset}")
+            raise UsageError(f"{source}: buffer.{name} must be an integer >= {offset}")
         number = value - offset
         for key in ("run_ahead", "max_staleness"):
             if result.setdefault(key, number) != number:
                 raise UsageError(
-                    f"{where}: buffer.{name} = {value} ({system}) means {key} = {number}, "
+                    f"{source}: buffer.{name} = {value} ({system}) means {key} = {number}, "
                     f"but buffer.{key} is {result[key]}: remove one of them"
                 )
-        said = f"buffer.run_ahead = {number} and buffer.max_staleness = {number}"
-        log.warning("%s: %s's %s = %s is read as %s", where, system, name, value, said)
+        meaning = f"buffer.run_ahead = {number} and buffer.max_staleness = {number}"
+        log.warning("%s: %s's %s = %s is read as %s", source, system, name, value, meaning)
     return result
 
 
 def schema_of(section: str, key: str) -> dict[str, Any]:
     """Return the JSON schema of a key, without the null that stands for a key that is not set."""
     schema = msgspec.json.schema(SECTIONS[section][key])
-    options = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
+    options = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
     return options[0] if len(options) == 1 else {**schema, "anyOf": options} if options else schema
 
 
 def choices(schema: dict[str, Any]) -> list[str]:
     """Return the values that a key of this schema may have, if they can be listed."""
-    if options := [choices(one) for one in schema.get("anyOf", ())]:
-        return [value for some in options for value in some] if all(options) else []
+    if options := [choices(option) for option in schema.get("anyOf", ())]:
+        return [value for values in options for value in values] if all(options) else []
     return (
         ["true", "false"]
         if schema.get("type") == "boolean"
@@ -275,25 +276,25 @@ def choices(schema: dict[str, Any]) -> list[str]:
     )
 
 
-def _convert(section: str, key: str, value: Any, old: Any, where: str) -> Any:
+def _convert(section: str, key: str, value: Any, old: Any, source: str) -> Any:
     fields = SECTIONS[section]
     if key not in fields:
         hint = _hint(key, [*fields, *FOREIGN] if section == "buffer" else fields, f"{section}.")
-        raise UsageError(f"{where}: unknown key {section}.{key}{hint}")
+        raise UsageError(f"{source}: unknown key {section}.{key}{hint}")
     schema = schema_of(section, key)
     if isinstance(value, _Text) and schema.get("type") == "string":
         value = str(value)
-    value = _merged(old, value, key, where)
+    value = _merged(old, value, key, source)
     try:
         converted = msgspec.convert(value, fields[key])
         if not isinstance(converted, float) or math.isfinite(converted):
             return converted
     except msgspec.ValidationError:
         pass  # the error below says it with the name, the value and the source
-    given = json.dumps(value, default=str)
-    near = difflib.get_close_matches(str(value).lower(), choices(schema), n=1, cutoff=0.6)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise UsageError(f"{where}: {section}.{key} must be {expected(schema)}, not {given}{hint}")
+    text = json.dumps(value, default=str)
+    matches = difflib.get_close_matches(str(value).lower(), choices(schema), n=1, cutoff=0.6)
+    hint = f"; did you mean {matches[0]}?" if matches else ""
+    raise UsageError(f"{source}: {section}.{key} must be {expected(schema)}, not {text}{hint}")
 
 
 def _scalar(text: str) -> Any:
@@ -303,13 +304,13 @@ def _scalar(text: str) -> Any:
         return str(text)
 
 
-def _hint(name: str, known: Iterable[str], prefix: str = "") -> str:
+def _hint(name: str, names: Iterable[str], prefix: str = "") -> str:
     likely = [f"{section}.{name}" for section, fields in SECTIONS.items() if name in fields]
     likely += [f"buffer.{name}"] if name in FOREIGN else []
     if not likely:
-        close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+        close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
         likely = [prefix + match for match in close]
-    return f"; did you mean {' or '.join(likely)}?" if likely else f"; known: {', '.join(known)}"
+    return f"; did you mean {' or '.join(likely)}?" if likely else f"; known: {', '.join(names)}"
 
 
 def expected(schema: dict[str, Any]) -> str:

@@ -200,7 +200,7 @@ BY_RATIO = ("token", "sequence", "geometric")  # masks with bounds
 BY_RULE = ("m2po", "opsm", "probability")  # masks with a threshold
 
 # Which pieces are read under which circumstances; the others always are.
-READ: dict[str, tuple[str, Callable[[ObjectiveSpec], bool]]] = {
+CONDITIONS: dict[str, tuple[str, Callable[[ObjectiveSpec], bool]]] = {
     "gamma": ("advantage reinforce_pp or gae", lambda p: p.advantage in ("reinforce_pp", "gae")),
     "gae_lambda": ("advantage gae", lambda p: p.advantage == "gae"),
     "proximal": ("anchor proximal, a correction or a mask by ratio", lambda p: p.uses_proximal),
@@ -264,14 +264,14 @@ class ObjectiveKeys(Section):
         return {
             name: value
             for name, value in values.items()
-            if name not in self.chosen and (name not in READ or READ[name][1](pieces))
+            if name not in self.chosen and (name not in CONDITIONS or CONDITIONS[name][1](pieces))
         }
 
     def objective_faults(self) -> Iterator[str]:
         pieces, objective = self.pieces, self.objective
         for key_ in self.chosen:
-            needs, read = READ.get(key_, ("", lambda _: True))
-            if not read(pieces):
+            needs, applies = CONDITIONS.get(key_, ("", lambda _: True))
+            if not applies(pieces):
                 yield f"trainer.{key_} does nothing with objective {objective}: it needs {needs}"
         if pieces.anchor == "behaviour" and pieces.correction != "none":
             yield (
@@ -317,8 +317,8 @@ class ObjectiveKeys(Section):
                 "compares the policy that sampled with itself: set it to reference"
             )
         if pieces.kl_unbiased or pieces.kl_estimator == "k3_plus":
-            which = "kl_unbiased" if pieces.kl_unbiased else "kl_estimator = k3_plus"
+            setting = "kl_unbiased" if pieces.kl_unbiased else "kl_estimator = k3_plus"
             yield (
-                f"trainer.{which} changes the gradient of a KL in the loss, and objective "
+                f"trainer.{setting} changes the gradient of a KL in the loss, and objective "
                 f"{objective} has it in the reward: leave it out"
             )

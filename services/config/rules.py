@@ -53,7 +53,7 @@ def check_feasible(config: RunConfig) -> None:
     """
     sections = [getattr(config, name) for name in config.__struct_fields__]
     faults = [
-        *(fault for one in sections if isinstance(one, Section) for fault in one.faults()),
+        *(fault for s in sections if isinstance(s, Section) for fault in s.faults()),
         *_environment_faults(config),
         *branch_faults(config),
         *objective_faults(config),
@@ -86,11 +86,11 @@ def _run_faults(config: RunConfig) -> Iterator[str]:
                 f"buffer.stages has {stage}, but scorer.count.{stage} = 0: nothing would ever "
                 "leave that stage"
             )
-    found = {
-        one.sampling_key("temperature"): config.sampling_for(one).temperature
-        for one in config.all_environments
+    temperatures = {
+        e.sampling_key("temperature"): config.sampling_for(e).temperature
+        for e in config.all_environments
     }
-    for key, temperature in found.items():
+    for key, temperature in temperatures.items():
         if config.generator.engine in ("vllm", "vllm-http") and temperature < VLLM_COOLEST:
             yield (
                 f"{key} = {temperature:g} is out of range: vLLM, which would raise it, takes "
@@ -135,11 +135,11 @@ def objective_faults(config: RunConfig) -> Iterator[str]:
             "buffer.dynamic_sampling chooses groups by their rewards, which trainer.objective = "
             "opd does not read: set it to false"
         )
-    named = {one.name for one in config.environments}
-    if isinstance(config.scorer.model, dict) and config.scorer.model.keys() != named:
+    names = {one.name for one in config.environments}
+    if isinstance(config.scorer.model, dict) and config.scorer.model.keys() != names:
         yield (
             "scorer.model names a model for each of [[environments]], which are "
-            f"{', '.join(sorted(named)) or 'none'}: name these, or one model for all"
+            f"{', '.join(sorted(names)) or 'none'}: name these, or one model for all"
         )
     if pieces.kl_coef and pieces.kl_to == "reference" and "ref_logp" not in stages:
         yield (
@@ -163,7 +163,7 @@ def objective_faults(config: RunConfig) -> Iterator[str]:
 def _support_faults(config: RunConfig) -> Iterator[str]:
     trainer, context = config.trainer, config.generator.max_context
     batch = config.buffer.group_size * config.buffer.batch_groups
-    most = min(
+    limit = min(
         MOST_SUPPORT,
         SUPPORT_BYTES // 4 // context // (6 if trainer.router_replay else 1),
         MOST_BYTES // (8 if trainer.score_centering else 4) // context // batch,
@@ -175,12 +175,12 @@ def _support_faults(config: RunConfig) -> Iterator[str]:
                 f"{key} = 0: with top_p or min_p a trajectory records, for each token, the tokens "
                 f"that could have been drawn instead, and top_k bounds them: set {key} to 64, say"
             )
-        told = max(sampling.top_k, 0 if sampling.cuts_off else trainer.score_centering)
-        if told > most:
-            which = key if sampling.cuts_off else "trainer.score_centering"
+        demand = max(sampling.top_k, 0 if sampling.cuts_off else trainer.score_centering)
+        if demand > limit:
+            setting = key if sampling.cuts_off else "trainer.score_centering"
             yield (
-                f"{which} = {told}: with generator.max_context = {context:,} and batches of "
-                f"{batch:,} samples, at most {most:,} alternatives of each token can be recorded: "
+                f"{setting} = {demand}: with generator.max_context = {context:,} and batches of "
+                f"{batch:,} samples, at most {limit:,} alternatives of each token can be recorded: "
                 "lower one of them"
             )
 
@@ -239,8 +239,8 @@ def _stage_faults(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _group_faults(config: RunConfig, one: EnvironmentConfig) -> Iterator[str]:
-    scope, buffer = f"{one.where}.reward_scope = group", config.buffer
+def _group_faults(config: RunConfig, environment: EnvironmentConfig) -> Iterator[str]:
+    scope, buffer = f"{environment.where}.reward_scope = group", config.buffer
     if "reward" not in buffer.stages:
         yield f'{scope} is done by scorers: put "reward" into buffer.stages'
     if not 2 <= buffer.group_size <= SUBMITTED:
@@ -253,11 +253,11 @@ def _group_faults(config: RunConfig, one: EnvironmentConfig) -> Iterator[str]:
             f"{scope} waits for all samples of a group, but buffer.straggler_s = "
             f"{buffer.straggler_s:g} goes on without some: set it to 0"
         )
-    each = config.eval.samples_per_prompt
-    if config.eval.prompts and not 2 <= each <= SUBMITTED:
+    samples = config.eval.samples_per_prompt
+    if config.eval.prompts and not 2 <= samples <= SUBMITTED:
         yield (
             f"{scope} compares the samples of a prompt in evaluations too: "
-            f"eval.samples_per_prompt = {each} must be from 2 to {SUBMITTED}"
+            f"eval.samples_per_prompt = {samples} must be from 2 to {SUBMITTED}"
         )
 
 
@@ -308,13 +308,13 @@ def cautions(config: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if text := lone_groups(config):
         yield "lone_groups", text
-    most = MOST_ADAPTER_RATE if trainer.lora_rank else MOST_RATE
-    if trainer.optimizer == "adamw" and not LEAST_RATE <= trainer.learning_rate <= most:
-        usual = "1e-5 to 1e-3 for an adapter" if trainer.lora_rank else "1e-7 to 1e-4"
+    limit = MOST_ADAPTER_RATE if trainer.lora_rank else MOST_RATE
+    if trainer.optimizer == "adamw" and not LEAST_RATE <= trainer.learning_rate <= limit:
+        usual_range = "1e-5 to 1e-3 for an adapter" if trainer.lora_rank else "1e-7 to 1e-4"
         yield (
             "learning_rate",
             f"trainer.learning_rate = {trainer.learning_rate:g} is out of the usual range of "
-            f"AdamW ({usual})",
+            f"AdamW ({usual_range})",
         )
     if trainer.warmup_steps >= config.run.steps > 1:
         yield (

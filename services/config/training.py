@@ -107,8 +107,8 @@ class TrainerConfig(ObjectiveKeys):
         return "float32" if self.precision_on(kind) == "no" else "bfloat16"
 
     def recomputes_on(self, kind: str) -> bool | str:
-        chosen = self.activation_checkpointing
-        return kind == "cuda" if chosen == "auto" else chosen
+        setting = self.activation_checkpointing
+        return kind == "cuda" if setting == "auto" else setting
 
     @property
     def updates_per_batch(self) -> int:
@@ -253,9 +253,11 @@ def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
         return peak * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return peak
-    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
-    done = min(1.0, done)
-    return peak * (1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
+    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    progress = min(1.0, progress)
+    if config.schedule == "linear":
+        return peak * (1 - progress)
+    return peak * (1 + math.cos(math.pi * progress)) / 2
 
 
 def after_extension(config: TrainerConfig, done: int, before: int, steps: int) -> str:

@@ -118,7 +118,7 @@ def find_fault(
     if trajectory.branches:
         return _branches_fault(trajectory, facts, version, trained)
     tokens = trajectory.response_tokens
-    wanted = facts.sampling_of(trajectory.prompt_id) if trained else None
+    expected = facts.sampling_of(trajectory.prompt_id) if trained else None
     return (
         _length_fault(trajectory, facts)
         or _span_fault(trajectory, version)
@@ -129,7 +129,7 @@ def find_fault(
         or _logprob_fault("proximal_logprobs", trajectory.proximal_logprobs, tokens)
         or _support_fault(trajectory, facts, trained)
         or reward_fault(trajectory.reward, trajectory.reward_parts)
-        or _sampling_fault(trajectory.sampling, wanted, trained)
+        or _sampling_fault(trajectory.sampling, expected, trained)
         or _plain_fault(trajectory)
         or _routing_fault(trajectory, facts, trained)
     )
@@ -172,9 +172,9 @@ def reward_fault(reward: float, parts: dict[str, float], reason: str = "stop") -
 
 
 def _length_fault(trajectory: Trajectory, facts: RunFacts) -> str | None:
-    tokens, rest = divmod(len(trajectory.response_ids), 4)
+    tokens, remainder = divmod(len(trajectory.response_ids), 4)
     prompt, prompt_rest = divmod(len(trajectory.prompt_ids), 4)
-    if rest or prompt_rest:
+    if remainder or prompt_rest:
         return "token ids are not whole int32 values"
     if not tokens:
         return "no response tokens"
@@ -233,11 +233,11 @@ def _all_below(ids: bytes, bound: int) -> bool:
 
 def _lanes_below(values: bytes, bound: int, bits: int) -> bool:
     """Return whether numbers of `bits` bits are all below `bound`, at most 2**(bits - 1)."""
-    added, highest = _lanes(bound, bits)
+    addend, highest = _lanes(bound, bits)
     width = bits // 8 * LANES
     for start in range(0, len(values), width):
         number = int.from_bytes(values[start : start + width], "little")
-        if (number | (number + added)) & highest:
+        if (number | (number + addend)) & highest:
             return False
     return True
 
@@ -278,19 +278,20 @@ def _logprob_fault(
 
 
 @lru_cache(maxsize=64)  # the answers of an environment say the same, nearly always
-def _sampling_fault(given: Sampling, wanted: Sampling | None, trained: bool) -> str | None:
-    temperature = given.temperature
+def _sampling_fault(sampling: Sampling, expected: Sampling | None, trained: bool) -> str | None:
+    temperature = sampling.temperature
     if trained and temperature == 0:
         return "temperature 0 has no logprobs to learn from"
     if temperature and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
         return f"temperature is {temperature}"
-    if not (0 < given.top_p <= 1 and 0 <= given.top_k < MOST_VOCABULARY and 0 <= given.min_p <= 1):
-        return f"top_p, top_k or min_p is out of range: {given}"
-    if wanted is None or given.distribution == wanted.distribution:
+    top_p, top_k, min_p = sampling.top_p, sampling.top_k, sampling.min_p
+    if not (0 < top_p <= 1 and 0 <= top_k < MOST_VOCABULARY and 0 <= min_p <= 1):
+        return f"top_p, top_k or min_p is out of range: {sampling}"
+    if expected is None or sampling.distribution == expected.distribution:
         return None
     return (
-        f"(temperature, top_p, top_k, min_p) are {given.distribution}, the run samples with "
-        f"{wanted.distribution}"
+        f"(temperature, top_p, top_k, min_p) are {sampling.distribution}, the run samples with "
+        f"{expected.distribution}"
     )
 
 
@@ -315,10 +316,10 @@ def _routing_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> st
         return None
     if facts.routing is False:
         return "it has routing, but trainer.router_replay is off"
-    found = (routing.layers, routing.choices, routing.experts)
-    if facts.routers is not None and found != facts.routers:
+    actual = (routing.layers, routing.choices, routing.experts)
+    if facts.routers is not None and actual != facts.routers:
         return (
-            f"(layers, experts of a token, experts of a layer) of its routing are {found}, of "
+            f"(layers, experts of a token, experts of a layer) of its routing are {actual}, of "
             f"the trainer's model {facts.routers}: do generator and trainer use the same model?"
         )
     return _shape_fault(routing) or _covered_fault(trajectory, routing)
@@ -331,21 +332,21 @@ def _shape_fault(routing: Routing) -> str | None:
     if len(routing.chosen) % routing.token_bytes:
         return f"routing has {len(routing.chosen)} bytes, no multiple of {routing.token_bytes}"
     if experts > 256:
-        below = _lanes_below(routing.chosen, experts, 16)
+        in_range = _lanes_below(routing.chosen, experts, 16)
     else:
-        below = not routing.chosen.translate(None, _NUMBERS[:experts])
-    return None if below else f"routing names experts beyond {experts - 1}"
+        in_range = not routing.chosen.translate(None, _NUMBERS[:experts])
+    return None if in_range else f"routing names experts beyond {experts - 1}"
 
 
 def _covered_fault(trajectory: Trajectory, routing: Routing) -> str | None:
     """Require routing of all tokens before a learned one; nobody has read the last token."""
     covered = len(routing.chosen) // routing.token_bytes
     prompt = len(trajectory.prompt_ids) // 4
-    least = prompt + trajectory.loss_mask.rfind(1)
-    most = prompt + trajectory.response_tokens - 1
-    if least <= covered <= most:
+    minimum = prompt + trajectory.loss_mask.rfind(1)
+    maximum = prompt + trajectory.response_tokens - 1
+    if minimum <= covered <= maximum:
         return None
-    return f"routing is of {covered} tokens, {least} to {most} are needed"
+    return f"routing is of {covered} tokens, {minimum} to {maximum} are needed"
 
 
 def _support_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> str | None:
@@ -370,14 +371,14 @@ def _support_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> st
 
 def _drawn_fault(trajectory: Trajectory, support: Support) -> str | None:
     """Return the fault of a sampled token outside its support. The search is in C, for speed."""
-    kept, sizes = array("i", support.ids), memoryview(support.sizes).cast("H").tolist()
+    ids, sizes = array("i", support.ids), memoryview(support.sizes).cast("H").tolist()
     drawn = compress(unpack_int32(trajectory.response_ids), sizes)
     ends = list(accumulate(filter(None, sizes)))
-    found: list[int] = []
+    positions: list[int] = []
     try:
-        found.extend(map(kept.index, drawn, [0, *ends], ends))
+        positions.extend(map(ids.index, drawn, [0, *ends], ends))
     except ValueError:
-        return f"its sampled token {len(found)} is outside of its support"
+        return f"its sampled token {len(positions)} is outside of its support"
     return None
 
 

@@ -77,8 +77,8 @@ def _describe_member(status: Status, name: str) -> str:
                 f"{member.role} {name} is {member.state}, {member.activity}; heard of "
                 f"{member.silent_s:.1f} s ago"
             )
-    left = status.departed.get(name)
-    raise PeerLostError(f"{name} is no member of the run" + (f": {left}" if left else ""))
+    reason = status.departed.get(name)
+    raise PeerLostError(f"{name} is no member of the run" + (f": {reason}" if reason else ""))
 
 
 @click.command()
@@ -137,11 +137,11 @@ def monitor(
         else:
             warnings = NewWarnings()
 
-            def tell(look: Look) -> None:
+            def echo(look: Look) -> None:
                 for line in [*warnings.lines(look.status), headline(look.status)]:
                     click.echo(line)
 
-            show = _echo_json if as_json else tell
+            show = _echo_json if as_json else echo
             look, lost = _follow(watch, look, stopping, show, board, interval_s, timeout_s)
             if lost and board is None:
                 click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)

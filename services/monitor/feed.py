@@ -105,8 +105,8 @@ class Feed:
             case "push":
                 push = msgspec.convert(fields, PushSeen, strict=False)
                 self._pushes.append(push)
-                began = header.sent_at - push.total_s
-                self._did(header.sender, [SpanSeen("push", began, header.sent_at)])
+                start = header.sent_at - push.total_s
+                self._did(header.sender, [SpanSeen("push", start, header.sent_at)])
             case "rollout":
                 self._rollouts.append(msgspec.convert(fields, RolloutSeen))
             case "spans":

@@ -20,7 +20,7 @@ Command = Callable[..., Any]
 NEEDED: tuple[Role, ...] = ("trainer", "weight_hub", "part")  # the run stands still without them
 
 
-def _timeout(default_s: float, what: str) -> Callable[[Command], Command]:
+def _timeout(default_s: float, purpose: str) -> Callable[[Command], Command]:
     return click.option(
         "--timeout",
         "timeout_s",
@@ -28,7 +28,7 @@ def _timeout(default_s: float, what: str) -> Callable[[Command], Command]:
         default=default_s,
         show_default=True,
         metavar="SECONDS",
-        help=f"How long to wait {what}.",
+        help=f"How long to wait {purpose}.",
     )
 
 
@@ -130,19 +130,19 @@ def _members_on(node: str, status: Status) -> list[str]:
     Raises:
         UsageError: nobody is there, or one without whom the run cannot go on.
     """
-    members = status.members
+    members, host = status.members, node.replace(".", "-")
     # Kubernetes' host names have dashes for dots.
-    there = [one for one in members if one.host.replace(".", "-") == node.replace(".", "-")]
-    if not there:
+    local = [member for member in members if member.host.replace(".", "-") == host]
+    if not local:
         hosts = ", ".join(sorted({member.host for member in members})) or "no host"
         raise UsageError(f"--node {node}: no member runs there; members are on {hosts}")
-    for member in there:
+    for member in local:
         if member.role in NEEDED:
             raise UsageError(
                 f"--node {node}: {member.name} runs there, and the run cannot do without it: "
                 "drain the run as a whole, or the other members by name"
             )
-    return [one.name for one in sorted(there, key=lambda member: member.role == "relay")]
+    return [member.name for member in sorted(local, key=lambda member: member.role == "relay")]
 
 
 @click.command()

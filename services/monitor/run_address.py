@@ -44,18 +44,18 @@ def find_run(run: str = "") -> Path:
     Raises:
         UsageError: there is none; says where it was looked for.
     """
-    here = Path(RunSection().dir)
+    parent = Path(RunSection().dir)
     if run:
-        for folder in (Path(run), here / run):
+        for folder in (Path(run), parent / run):
             if (folder / "config.json").is_file():
                 return folder.resolve()
         raise UsageError(
-            f"{run} is no run: neither {Path(run)} nor {here / run} is a folder with a config.json"
+            f"{run} is no run: neither it nor {parent / run} is a folder with a config.json"
         )
-    folders = [file.parent for file in here.glob("*/config.json") if file.is_file()]
-    if (newest := max(folders, key=_begun, default=None)) is None:
+    folders = [file.parent for file in parent.glob("*/config.json") if file.is_file()]
+    if (newest := max(folders, key=_start_time, default=None)) is None:
         raise UsageError(
-            f"no run is in {here.resolve()}: name a run's folder, or its buffer by "
+            f"no run is in {parent.resolve()}: name a run's folder, or its buffer by "
             "--broker tcp://host:port"
         )
     return newest.resolve()
@@ -70,16 +70,16 @@ def find_address(run: str = "") -> RunAddress:
     if run:
         folder = find_run(run)
     else:
-        here = Path(RunSection().dir)
-        live = [folder for folder in here.glob("*") if is_held(folder)]
+        parent = Path(RunSection().dir)
+        live = [folder for folder in parent.glob("*") if is_held(folder)]
         if not live:
             raise UsageError(
-                f"no run in {here.resolve()} is under way: name a run's folder, or its buffer by "
+                f"no run in {parent.resolve()} is under way: name a run's folder, or its buffer by "
                 "--broker tcp://host:port"
             )
-        folder = max(live, key=_begun).resolve()
-    held, address = is_held(folder), RunAddress.read(folder)
-    if not held:  # the address of one that was killed may be there still
+        folder = max(live, key=_start_time).resolve()
+    running, address = is_held(folder), RunAddress.read(folder)
+    if not running:  # the address of one that was killed may be there still
         raise UsageError(
             f"the run in {folder} is not under way; `umbra up {folder}` resumes it if it has not "
             "reached its end"
@@ -91,6 +91,6 @@ def find_address(run: str = "") -> RunAddress:
     return address
 
 
-def _begun(folder: Path) -> float:
+def _start_time(folder: Path) -> float:
     config = folder / "config.json"  # which a demo that makes its model lacks still
     return (config if config.is_file() else folder).stat().st_mtime

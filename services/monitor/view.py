@@ -52,14 +52,14 @@ class StyledLine(NamedTuple):
 def status_dict(status: Status) -> dict[str, Any]:
     values = msgspec.to_builtins(status)
     values["ledger"]["balance"] = status.ledger.balance
-    for member, found in zip(status.members, values["members"], strict=True):
-        found["busy"] = busy(member.shares) if member.shares else None
+    for member, row in zip(status.members, values["members"], strict=True):
+        row["busy"] = busy(member.shares) if member.shares else None
     return values
 
 
 def headline(status: Status, reward: float | None = None) -> str:
     """Return the state of a run in a line; before training only the work in progress."""
-    open_evals = [eval_text(one) for one in status.evals if not one.done]
+    open_evals = [eval_text(report) for report in status.evals if not report.done]
     if not status.ledger.issued:
         names = [f"{member.name} {member.activity or member.state}" for member in status.members]
         now = ", ".join([*open_evals, *names]) or "no process has joined yet"
@@ -83,15 +83,15 @@ def headline(status: Status, reward: float | None = None) -> str:
     parts.append(f"in flight {sum(status.ledger.in_flight.values())}")
     if failed := status.ledger.ended.get("failed"):
         parts.append(f"failed {failed}")
-    parts += [f"warning: {name}" for name in holding(status)]
+    parts += [f"warning: {name}" for name in active_warnings(status)]
     parts += open_evals
     if status.ledger.balance:
         parts.append(f"LEDGER OFF BY {status.ledger.balance}")
-    parts += [f"stuck: {_where(stuck)}" for stuck in status.stuck[:1]]
+    parts += [f"stuck: {_stuck_text(stuck)}" for stuck in status.stuck[:1]]
     return "  ".join(parts)
 
 
-def holding(status: Status) -> dict[str, str]:
+def active_warnings(status: Status) -> dict[str, str]:
     return {one.name: one.text for one in status.warnings if one.until < 0}
 
 
@@ -102,19 +102,19 @@ def health_text(health: Mapping[str, float], of: str = "") -> str:
         "truncated": "of answers cut off",
         "failed_samples": "of samples failed",
     }
-    return ", ".join(f"{health.get(name + of, 0.0):.1%} {what}" for name, what in names.items())
+    return ", ".join(f"{health.get(name + of, 0.0):.1%} {label}" for name, label in names.items())
 
 
 class NewWarnings:
     """Each warning as a line, once; the headline only names those that hold."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._names: set[str] = set()
 
     def lines(self, status: Status) -> list[str]:
-        new = {name: text for name, text in holding(status).items() if name not in self._told}
-        self._told |= set(new)
-        return [f"warning: {name}: {text}" for name, text in new.items()]
+        active = active_warnings(status)
+        new, self._names = active.keys() - self._names, self._names | active.keys()
+        return [f"warning: {name}: {text}" for name, text in active.items() if name in new]
 
 
 def notice_text(status: Status) -> str:
@@ -127,23 +127,23 @@ def notice_text(status: Status) -> str:
 
 def left_text(status: Status, *, lost: bool) -> str:
     """Return the last seen state of a run; `lost`: it does not answer any more."""
-    at = f"run {status.run_id}"
+    name = f"run {status.run_id}"
     if not lost:
-        return f"left {at} at step {status.version}/{status.steps}; the run goes on"
+        return f"left {name} at step {status.version}/{status.steps}; the run goes on"
     if status.finished or status.version >= status.steps:
-        return f"{at} has done all its {status.steps} steps and has ended"
+        return f"{name} has done all its {status.steps} steps and has ended"
     return (
-        f"{at} has ended, or cannot be reached: seen at step {status.version}/{status.steps}; "
+        f"{name} has ended, or cannot be reached: seen at step {status.version}/{status.steps}; "
         "`umbra runs` tells what became of it"
     )
 
 
 def eval_text(report: EvalReport) -> str:
     text = f"eval of version {report.version}: "
-    ended = counts(dict(sorted(report.ended.items())))
+    reasons = counts(dict(sorted(report.ended.items())))
     if not report.done or report.answered < report.samples:
         text += f"{report.answered}/{report.samples} answered"
-        text += f" ({ended}), " if ended else ", "
+        text += f" ({reasons}), " if reasons else ", "
     if not report.answered:
         return text + "no accuracy yet"
     scores = [f", {name} {value:.3f}" for name, value in telling(report.scores).items()]
@@ -153,10 +153,10 @@ def eval_text(report: EvalReport) -> str:
 def ledger_text(status: Status) -> str:
     """Return the ledger in one line: the parts sum to the issued samples."""
     ledger = status.ledger
-    ended = counts(dict(sorted(ledger.ended.items())))
+    reasons = counts(dict(sorted(ledger.ended.items())))
     flight = counts(ledger.in_flight)
     text = f"{ledger.issued} issued = {ledger.trained} trained"
-    text += f" + {sum(ledger.ended.values())} ended" + (f" ({ended})" if ended else "")
+    text += f" + {sum(ledger.ended.values())} ended" + (f" ({reasons})" if reasons else "")
     text += f" + {sum(ledger.in_flight.values())} in flight"
     text += f" ({flight})" if flight else ""
     return text + (f"  OFF BY {ledger.balance}" if ledger.balance else "")
@@ -174,7 +174,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def _where(stuck: Stuck) -> str:
+def _stuck_text(stuck: Stuck) -> str:
     since = f" for {stuck.age_s:.0f} s" if stuck.age_s else ""
     return f"{stuck.what} at {stuck.holder}{since}"
 
@@ -204,15 +204,15 @@ def member_rows(status: Status, processes: Mapping[str, str] | None = None) -> l
         _row(member, status.version)
         for member in sorted(status.members, key=lambda m: (m.role, m.name))
     ]
-    present = {member.name for member in status.members}
-    absent = {name: ("gone", why) for name, why in status.departed.items()}
+    names = {member.name for member in status.members}
+    others = {name: ("gone", reason) for name, reason in status.departed.items()}
     for name, state in (processes or {}).items():
         if name != "buffer" or state != "running":  # the buffer answers, but is no member
-            absent[name] = ("starting", "") if state == "running" else (state, "")
+            others[name] = ("starting", "") if state == "running" else (state, "")
     rows += [
-        MemberRow(name, state, activity=why)
-        for name, (state, why) in absent.items()
-        if name not in present
+        MemberRow(name, state, activity=reason)
+        for name, (state, reason) in others.items()
+        if name not in names
     ]
     return rows
 
@@ -222,9 +222,9 @@ def most_telling(rows: Sequence[MemberRow], count: int) -> list[MemberRow]:
     if len(rows) <= count:
         return list(rows)
     by_need = sorted(rows, key=lambda row: (row.state == "ready", not row.idle.startswith("still")))
-    kept = set(by_need[: count - 1])
-    shown = [row for row in rows if row in kept]
-    return [*shown, MemberRow(f"and {len(rows) - len(shown)} more", "")]
+    chosen = set(by_need[: count - 1])
+    rows_shown = [row for row in rows if row in chosen]
+    return [*rows_shown, MemberRow(f"and {len(rows) - len(rows_shown)} more", "")]
 
 
 def idle_text(member: Member) -> str:
@@ -270,8 +270,8 @@ def screen(look: Look, width: int, processes: Mapping[str, str] | None = None) -
     from rich.console import Group
     from rich.text import Text
 
-    shown = lines(look, width, processes)
-    return Group(*(Text(line.text, style=line.style) for line in shown))
+    styled = lines(look, width, processes)
+    return Group(*(Text(line.text, style=line.style) for line in styled))
 
 
 def plain(look: Look) -> str:
@@ -287,13 +287,13 @@ def lines(
     yield StyledLine(f"run {status.run_id}: {state}, up {clock(status.uptime_s)}", "bold")
     if notice := notice_text(status):
         yield StyledLine(notice, "bold green" if status.finished else "bold yellow")
-    left, rate = status.steps - status.version, status.rates.steps_per_s
-    eta = f"  about {clock(left / rate)} left" if rate > 0 and left > 0 else ""
+    remaining, rate = status.steps - status.version, status.rates.steps_per_s
+    eta = f"  about {clock(remaining / rate)} left" if rate > 0 and remaining > 0 else ""
     yield StyledLine(f"{headline(status)}{eta}")
-    for name, text in holding(status).items():
+    for name, text in active_warnings(status).items():
         yield StyledLine(f"warning: {name}: {text}", "yellow")
     for stuck in status.stuck:
-        yield StyledLine(f"stuck: {_where(stuck)}, {stuck.action}", "bold red")
+        yield StyledLine(f"stuck: {_stuck_text(stuck)}, {stuck.action}", "bold red")
     yield from _curves(status)
     yield StyledLine(f"ledger: {ledger_text(status)}")
     yield StyledLine(f"flow: {_flow(status.rates)}")
@@ -306,16 +306,16 @@ def lines(
     yield from _pushes(look)
     if look.rollouts:
         yield from _rollout(look.rollouts[-1])
-    for what, count in sorted(status.refused.items(), key=lambda item: -item[1]):
-        yield StyledLine(f"refused: {what}: {count} times", "yellow")
+    for reason, count in sorted(status.refused.items(), key=lambda item: -item[1]):
+        yield StyledLine(f"refused: {reason}: {count} times", "yellow")
 
 
 def _curves(status: Status) -> Iterator[StyledLine]:
     for name in CURVES:
         values = [v for v in status.curves.values.get(name, []) if v is not None]
         if values:
-            least, most, now = map(number, (min(values), max(values), values[-1]))
-            yield StyledLine(f"{name:21} {sparkline(values)} {least} to {most}, now {now}", "cyan")
+            low, high, last = map(number, (min(values), max(values), values[-1]))
+            yield StyledLine(f"{name:21} {sparkline(values)} {low} to {high}, now {last}", "cyan")
     if total := sum(status.staleness_counts):
         shares = (f"{at}: {n / total:.0%}" for at, n in enumerate(status.staleness_counts) if n)
         yield StyledLine(f"trained by staleness: {'  '.join(shares)}")
@@ -329,7 +329,7 @@ def _flow(rates: Rates) -> str:
         "trained": rates.samples_per_s,
         "ended": rates.ended_per_s,
     }
-    return ", ".join(f"{number(rate)}/s {what}" for what, rate in flow.items())
+    return ", ".join(f"{number(rate)}/s {kind}" for kind, rate in flow.items())
 
 
 def _members(
@@ -356,11 +356,11 @@ def _pushes(look: Look) -> Iterator[StyledLine]:
             yield StyledLine(f"  {text}")
 
 
-def _rollout(one: RolloutSeen) -> Iterator[StyledLine]:
+def _rollout(rollout: RolloutSeen) -> Iterator[StyledLine]:
     yield StyledLine(
-        f"{one.sample}  reward {one.reward:.3g}  {one.tokens} tokens  {one.turns} turns  staleness "
-        f"{one.staleness}  {one.finish_reason}",
+        f"{rollout.sample}  reward {rollout.reward:.3g}  {rollout.tokens} tokens  "
+        f"{rollout.turns} turns  staleness {rollout.staleness}  {rollout.finish_reason}",
         "bold",
     )
-    for text, style in ((one.prompt, "dim"), (one.response, "green")):
+    for text, style in ((rollout.prompt, "dim"), (rollout.response, "green")):
         yield StyledLine(f"{text[:SAMPLE_CHARS]}…" if len(text) > SAMPLE_CHARS else text, style)

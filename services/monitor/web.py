@@ -33,44 +33,44 @@ def prometheus_text(look: Look, *, lost: bool = False) -> bytes:
     return generate_latest(registry)
 
 
-def _named(label: str, values: Mapping[str, float | None]) -> Series:
+def _by_label(label: str, values: Mapping[str, float | None]) -> Series:
     return [({label: name}, float(value)) for name, value in values.items() if value is not None]
 
 
-def _one(value: float) -> Series:
+def _single(value: float) -> Series:
     return [({}, float(value))]
 
 
 def _of_run(look: Look, lost: bool) -> Iterator[Figure]:
     status, ledger = look.status, look.status.ledger
     newest = {push.receiver: push for push in look.pushes}.values()
-    yield "up", "Whether the run answers.", _one(not lost)
-    yield "paused", "Whether the run is paused.", _one(bool(status.paused))
-    yield "uptime_seconds", "Since the buffer started.", _one(status.uptime_s)
-    yield "version", "Optimizer steps committed.", _one(status.version)
-    yield "steps", "The run's goal.", _one(status.steps)
-    yield "samples_issued_total", "Samples ever made.", _one(ledger.issued)
-    yield "samples_trained_total", "Samples in committed batches.", _one(ledger.trained)
-    ended = "Samples that are over without being trained on."
-    yield "samples_ended_total", ended, _named("reason", ledger.ended)
-    flight = _named("state", ledger.in_flight)
+    yield "up", "Whether the run answers.", _single(not lost)
+    yield "paused", "Whether the run is paused.", _single(bool(status.paused))
+    yield "uptime_seconds", "Since the buffer started.", _single(status.uptime_s)
+    yield "version", "Optimizer steps committed.", _single(status.version)
+    yield "steps", "The run's goal.", _single(status.steps)
+    yield "samples_issued_total", "Samples ever made.", _single(ledger.issued)
+    yield "samples_trained_total", "Samples in committed batches.", _single(ledger.trained)
+    meaning = "Samples that are over without being trained on."
+    yield "samples_ended_total", meaning, _by_label("reason", ledger.ended)
+    flight = _by_label("state", ledger.in_flight)
     yield "samples_in_flight", "Samples under way, by state.", flight
-    yield "ledger_balance", "Samples unaccounted for; not 0 is a bug.", _one(ledger.balance)
-    stale = _named("figure", status.staleness)
+    yield "ledger_balance", "Samples unaccounted for; not 0 is a bug.", _single(ledger.balance)
+    stale = _by_label("figure", status.staleness)
     yield "staleness_steps", "Of the samples trained so far.", stale
     counts = {str(steps): count for steps, count in enumerate(status.staleness_counts)}
-    by_steps = _named("staleness", counts)
+    by_steps = _by_label("staleness", counts)
     yield "trained_by_staleness_total", "Trained samples, by staleness in steps.", by_steps
-    yield "events_total", "What the buffer has counted.", _named("kind", status.counters)
+    yield "events_total", "What the buffer has counted.", _by_label("kind", status.counters)
     rates = msgspec.structs.asdict(status.rates)
-    yield "rate", "Recent rates per second.", _named("figure", rates)
+    yield "rate", "Recent rates per second.", _by_label("figure", rates)
     teach = "Shares of groups, answers and samples that teach nothing."
-    yield "health", teach, _named("figure", status.health)
+    yield "health", teach, _by_label("figure", status.health)
     warnings = {one.name: one.until < 0 for one in status.warnings}
-    yield "warning", "1 while a warning holds, 0 once it is over.", _named("name", warnings)
-    yield "stuck", "Things that are overdue.", _one(len(status.stuck))
+    yield "warning", "1 while a warning holds, 0 once it is over.", _by_label("name", warnings)
+    yield "stuck", "Things that are overdue.", _single(len(status.stuck))
     curves = {name: values[-1] for name, values in status.curves.values.items() if values}
-    yield "curve", "The newest point of each curve.", _named("name", curves)
+    yield "curve", "The newest point of each curve.", _by_label("name", curves)
     phases = [
         ({"receiver": push.receiver, "phase": phase}, getattr(push, f"{phase}_s"))
         for push in newest
@@ -83,14 +83,14 @@ def _of_members(look: Look) -> Iterator[Figure]:
     members = look.status.members
     states = [({"member": m.name, "role": m.role, "state": m.state}, 1.0) for m in members]
     yield "member_up", "A member of the run, by state.", states
-    silent = _named("member", {m.name: m.silent_s for m in members})
+    silent = _by_label("member", {m.name: m.silent_s for m in members})
     yield "member_silent_seconds", "Since its last message.", silent
-    idle = _named("member", {m.name: m.idle_s for m in members})
+    idle = _by_label("member", {m.name: m.idle_s for m in members})
     yield "member_idle_seconds", "Without progress.", idle
     worked = "Share of a member's last 10 s in which it did anything but wait."
     shares = {m.name: busy(m.shares) for m in members if m.shares}
-    yield "member_busy", worked, _named("member", shares)
-    progress = _named("member", {m.name: m.progress_per_s for m in members})
+    yield "member_busy", worked, _by_label("member", shares)
+    progress = _by_label("member", {m.name: m.progress_per_s for m in members})
     yield "member_progress_per_second", "Recent units of work per second.", progress
     by_activity = [
         ({"member": m.name, "activity": name}, share)
@@ -148,13 +148,13 @@ class _Shown:
     @cached_property
     def json(self) -> bytes:
         spans = self.look.spans
-        newest = max((own[-1].end for own in spans.values() if own), default=0.0)
+        newest = max((of_member[-1].end for of_member in spans.values() if of_member), default=0.0)
         recent = {
-            name: [span for span in own if span.end >= newest - TIMELINE_S]
-            for name, own in spans.items()
+            name: [span for span in of_member if span.end >= newest - TIMELINE_S]
+            for name, of_member in spans.items()
         }
-        shown = {name: own for name, own in recent.items() if own}
-        return msgspec.json.encode({**look_dict(self.look), "spans": shown, "lost": self.lost})
+        timeline = {name: of_member for name, of_member in recent.items() if of_member}
+        return msgspec.json.encode({**look_dict(self.look), "spans": timeline, "lost": self.lost})
 
 
 class Board:
@@ -208,7 +208,7 @@ class PageServer:
         bound = listen(address, flag, default_host="127.0.0.1")
         self.url = url_at(*bound.getsockname()[:2])
         self.is_local = is_local(bound)
-        app = Starlette(routes=[Route(path, _answer(what)) for path, what in resources.items()])
+        app = Starlette(routes=[Route(path, _answer(one)) for path, one in resources.items()])
         self._server = HttpServer(app, bound, requests=_REQUESTS)
         self._thread = LoopThread("http")
         self._thread.wait(self._server.start(), _WAIT_S)
@@ -218,11 +218,11 @@ class PageServer:
         self._thread.close()
 
 
-def _answer(what: Resource) -> Callable[[Request], Awaitable[Response]]:
-    media_type, read = what
+def _answer(resource: Resource) -> Callable[[Request], Awaitable[Response]]:
+    media_type, body = resource
 
     async def answer(_request: Request) -> Response:
         # Given as a header, for starlette adds a charset to a media type of text.
-        return Response(read(), headers={**_HEADERS, "Content-Type": media_type})
+        return Response(body(), headers={**_HEADERS, "Content-Type": media_type})
 
     return answer

@@ -98,8 +98,8 @@ class ChildProcess:
         variables.pop(READY_FD_VARIABLE, None)
         with ExitStack() as files:
             out, err = (
-                files.enter_context(where.open("ab")) if isinstance(where, Path) else where
-                for where in (2 if channel else stdout, stderr)
+                files.enter_context(output.open("ab")) if isinstance(output, Path) else output
+                for output in (2 if channel else stdout, stderr)
             )
             passed: list[int] = []
             if channel is None:
@@ -110,11 +110,11 @@ class ChildProcess:
                 variables[READY_FD_VARIABLE] = str(child_end)
             try:
                 if server is not None and channel is None:
-                    nothing = files.enter_context(open(os.devnull, "rb"))
-                    fds = [nothing, 1 if out is None else out, 2 if err is None else err, *passed]
+                    stdin = files.enter_context(open(os.devnull, "rb"))
+                    fds = [stdin, 1 if out is None else out, 2 if err is None else err, *passed]
                     settings = {**variables, READY_FD_VARIABLE: str(len(fds) - 1)}
                     order = ForkOrder(argv, settings, str(Path.cwd()), session)
-                    numbers = [one if isinstance(one, int) else one.fileno() for one in fds]
+                    numbers = [fd if isinstance(fd, int) else fd.fileno() for fd in fds]
                     if (pid := server.spawn(order, numbers)) is not None:
                         self.pid = pid
                         return
@@ -152,12 +152,12 @@ class ChildProcess:
             if self._leads:
                 # Before it is reaped: until then its process group id cannot be given to others.
                 self._signal_all(signal.SIGKILL)
-            _, status, used = os.wait4(self.pid, 0)
+            _, status, rusage = os.wait4(self.pid, 0)
             self.returncode = os.waitstatus_to_exitcode(status)
             if self._popen:
                 self._popen.returncode = self.returncode  # else it would wait for it as well
             wall_s = time.monotonic() - self._started
-            self.usage = Usage(wall_s, used.ru_utime + used.ru_stime)
+            self.usage = Usage(wall_s, rusage.ru_utime + rusage.ru_stime)
             self._close()
         return self.returncode
 
@@ -192,12 +192,12 @@ def start_worker(
     argv: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> tuple[ChildProcess, socket.socket]:
     """Start a child in our session, joined by a pair of sockets; return our end (`pipe.py`) too."""
-    ours, theirs = socket.socketpair()
+    own_end, child_end = socket.socketpair()
     try:
-        with theirs:
-            return ChildProcess(argv, environ=environ, channel=theirs, session=False), ours
+        with child_end:
+            return ChildProcess(argv, environ=environ, channel=child_end, session=False), own_end
     except BaseException:
-        ours.close()
+        own_end.close()
         raise
 
 
@@ -241,11 +241,11 @@ def with_fast_copies(environ: Mapping[str, str]) -> dict[str, str]:
     the speed. glibc does so beyond a part of the largest cache, which on virtual machines is the
     whole host's: larger than any tensor. A user's own setting stays.
     """
-    given = environ.get(TUNABLES, "")
-    if _PAST_THE_CACHE in given:
+    tunables = environ.get(TUNABLES, "")
+    if _PAST_THE_CACHE in tunables:
         return dict(environ)
-    ours = f"{_PAST_THE_CACHE}={_LARGE_COPY_BYTES:#x}"
-    return {**environ, TUNABLES: f"{given}:{ours}" if given else ours}
+    setting = f"{_PAST_THE_CACHE}={_LARGE_COPY_BYTES:#x}"
+    return {**environ, TUNABLES: f"{tunables}:{setting}" if tunables else setting}
 
 
 def python_argv(module: str, *arguments: str) -> tuple[str, ...]:

@@ -45,8 +45,8 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @contextmanager
 def _handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Call `handle` at these signals; handlers are restored after. Only for the main thread."""
-    wanted = [one for one in HANDLED if one != signal.SIGHUP or signal.getsignal(one) != SIG_IGN]
-    before = {number: signal.signal(number, handle) for number in wanted}
+    numbers = [n for n in HANDLED if n != signal.SIGHUP or signal.getsignal(n) != SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:
@@ -62,12 +62,12 @@ def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
     supervised process drains whatever comes: its supervisor kills when it means to, and the kernel
     may tell of its death several times, once for each of its threads.
     """
-    seen = False
+    signalled = False
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        nonlocal seen
-        if not seen:
-            seen = True
+        nonlocal signalled
+        if not signalled:
+            signalled = True
             # In a thread: the handler may have interrupted the main thread within a method of this
             # very event, whose lock it holds; to set it here would then wait for ever.
             _thread.start_new_thread(stopping.set, ())
@@ -160,7 +160,7 @@ def setup_logging(config: LogConfig, service: str) -> None:
 
 
 OPEN_FILES = 65_536
-ALONE: tuple[Role, ...] = ("relay", "part")  # may run without a buffer
+STANDALONE: tuple[Role, ...] = ("relay", "part")  # may run without a buffer
 
 
 @dataclass(frozen=True)
@@ -221,10 +221,10 @@ def keys_of(*roles: KeyRole) -> Callable[[Callable[..., Any]], Callable[..., Any
     The key is of the first of `roles` whose secret half is in the folder.
     """
 
-    def read(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Security:
+    def load(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Security:
         return open_security(value or "", roles)
 
-    return click.option("--keys", "security", envvar="UMBRA_SECURITY__KEYS", callback=read, **KEYS)
+    return click.option("--keys", "security", envvar="UMBRA_SECURITY__KEYS", callback=load, **KEYS)
 
 
 def service_command(
@@ -246,8 +246,8 @@ def service_command(
     def invoke(**values: Any) -> None:
         overrides = list(values.pop("set"))
         own = {option.name: values.pop(option.name) for option in options if option.name}
-        given = ((key, values[flag]) for flag, key in FLAGS.items())
-        overrides += [f"{key}={value}" for key, value in given if value is not None]
+        flags = ((key, values[flag]) for flag, key in FLAGS.items())
+        overrides += [f"{key}={value}" for key, value in flags if value is not None]
         config = load(values["config"], overrides=overrides)
         role, name = identify(own) if identify is not None else (cast(Role, section), service)
         name = values["name"] or name
@@ -288,7 +288,7 @@ def _run_service(
     setup_logging(config.log, name)
     advertise(config.run.advertise)
     allow_connections()
-    if role != "buffer" and not (role in ALONE and config.run.broker == RunSection().broker):
+    if role != "buffer" and not (role in STANDALONE and config.run.broker == RunSection().broker):
         check_address(config.run.broker, "--broker")
     security = open_security(
         config.security.keys, [role], run_dir, insecure=config.security.insecure
@@ -324,6 +324,6 @@ def allow_connections() -> None:
 
     Each generator takes three connections of the buffer, each unauthenticated peer takes one.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = OPEN_FILES if hard_limit == resource.RLIM_INFINITY else min(OPEN_FILES, hard_limit)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))

@@ -141,8 +141,8 @@ def folder_lock(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            said = os.read(fd, 32)
-            raise HeldError(int(said) if said.isdigit() else 0) from error
+            pid = os.read(fd, 32)
+            raise HeldError(int(pid) if pid.isdigit() else 0) from error
         os.ftruncate(fd, 0)
         with suppress(OSError):  # a full disk: the lock holds, and names nobody
             os.write(fd, str(os.getpid()).encode())
@@ -164,11 +164,11 @@ def open_regular(path: Path) -> int:
     return fd
 
 
-def read_regular(path: Path, most: int = 64 << 20) -> bytes:
+def read_regular(path: Path, limit: int = 64 << 20) -> bytes:
     with os.fdopen(open_regular(path), "rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"more than {most} bytes", str(path))
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"more than {limit} bytes", str(path))
     return data
 
 
@@ -189,8 +189,8 @@ def is_held(folder: Path) -> bool:
 
 def named_run(path: Path) -> Path:
     """Return `path`; if nothing is there and `runs/` here has a run of that id, its folder."""
-    there = Path(RunSection().dir) / path
-    return there if not path.exists() and (there / "config.json").is_file() else path
+    folder = Path(RunSection().dir) / path
+    return folder if not path.exists() and (folder / "config.json").is_file() else path
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:

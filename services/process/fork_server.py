@@ -73,24 +73,24 @@ class ForkServer:
     in_fork: ClassVar[bool] = False  # this process was forked by a server
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._end, theirs = socket.socketpair()
+        self._end, server_end = socket.socketpair()
         self._end.settimeout(SPAWN_S)
         self._known = False
         self._kill: Callable[[], object]
         self._await_end: Callable[[], object]
-        with theirs:
+        with server_end:
             if self.in_fork:
-                pid = _fork(lambda: serve(theirs.detach()))
+                pid = _fork(lambda: serve(server_end.detach()))
                 self._kill = partial(os.kill, pid, signal.SIGKILL)
                 self._await_end = partial(os.waitpid, pid, 0)
                 return
             server = subprocess.Popen(
-                (sys.executable, "-P", "-m", __name__, str(theirs.fileno()), ROOM),
+                (sys.executable, "-P", "-m", __name__, str(server_end.fileno()), ROOM),
                 env={**environ, "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(server_end.fileno(),),
             )
             self._kill, self._await_end = server.kill, server.wait
 
@@ -168,8 +168,8 @@ def serve(fd: int) -> NoReturn:
         body = end.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
         order = msgspec.msgpack.decode(body, type=ForkOrder)
         pid = _start(order, fds, ignored)
-        for one in fds:
-            os.close(one)
+        for received in fds:
+            os.close(received)
         end.sendall(pid.to_bytes(_HEAD_BYTES, "big"))
 
 
@@ -178,21 +178,21 @@ def _start(order: ForkOrder, fds: Sequence[int], ignored: set[signal.Signals]) -
 
     It is the fork of a fork that has ended: its parent is the client, which inherits it.
     """
-    reads, writes = os.pipe()
+    read_fd, write_fd = os.pipe()
 
     def run(middle: int) -> None:
         while os.getppid() == middle:
             time.sleep(0.001)
         _settle(order, fds, ignored)
-        os.write(writes, b"%d" % os.getpid())
+        os.write(write_fd, b"%d" % os.getpid())
         os.closerange(len(fds), os.sysconf("SC_OPEN_MAX"))
         _run(order.argv[1:])
 
     middle = _fork(lambda: _fork(partial(run, os.getpid())))
-    os.close(writes)
+    os.close(write_fd)
     os.waitpid(middle, 0)
-    with open(reads, "rb") as told:
-        return int(told.read() or 0)
+    with open(read_fd, "rb") as pipe:
+        return int(pipe.read() or 0)
 
 
 def _settle(order: ForkOrder, fds: Sequence[int], ignored: set[signal.Signals]) -> None:
@@ -208,8 +208,8 @@ def _settle(order: ForkOrder, fds: Sequence[int], ignored: set[signal.Signals]) 
     os.environ.clear()
     os.environ.update(order.environ)
     os.chdir(order.folder)
-    found = [one for one in order.environ.get(SEARCH_VARIABLE, "").split(os.pathsep) if one]
-    sys.path += [one for one in found if one not in sys.path]
+    search = filter(None, order.environ.get(SEARCH_VARIABLE, "").split(os.pathsep))
+    sys.path += [folder for folder in search if folder not in sys.path]
     random.seed()
     for library in ("torch", "numpy.random"):
         if (loaded := sys.modules.get(library)) is not None:

@@ -36,9 +36,9 @@ def available_bytes() -> int:
     limit = _container_limit()
     if limit is None or not CGROUP_USED.is_file():
         return free
-    used = int(CGROUP_USED.read_text(encoding="ascii"))
+    usage = int(CGROUP_USED.read_text(encoding="ascii"))
     cached = _number(CGROUP_STATS, "inactive_file") or 0
-    return max(0, min(free, limit - used + cached))
+    return max(0, min(free, limit - usage + cached))
 
 
 def ask_for(nbytes: int, what: str, remedy: str) -> None:
@@ -81,8 +81,8 @@ def driver_version() -> str:
     if program := shutil.which("nvidia-smi"):
         ask = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
         with suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(ask, capture_output=True, text=True, timeout=SMI_S, check=True)
-            return next(iter(done.stdout.split()), "?")
+            process = subprocess.run(ask, capture_output=True, text=True, timeout=SMI_S, check=True)
+            return next(iter(process.stdout.split()), "?")
         return "?"
     with suppress(OSError):
         ctypes.CDLL("libcuda.so.1")
@@ -100,6 +100,6 @@ def package_version(package: str) -> str:
 
 def versions_line() -> str:
     """Return the versions that decide how a run computes, and the driver's."""
-    found = {name: package_version(name) for name in ("umbra-rl", *DECISIVE)}
-    found["driver"] = driver_version()
-    return ", ".join(f"{name} {text}" for name, text in found.items() if text)
+    versions = {name: package_version(name) for name in ("umbra-rl", *DECISIVE)}
+    versions["driver"] = driver_version()
+    return ", ".join(f"{name} {text}" for name, text in versions.items() if text)

@@ -29,8 +29,8 @@ JOIN_S = 0.001  # two of one name that are closer are one
 
 def steady_clock() -> Callable[[], float]:
     """Return a clock of seconds since the epoch that goes on evenly when the machine's is set."""
-    begun = time.time() - time.monotonic()
-    return lambda: begun + time.monotonic()
+    epoch = time.time() - time.monotonic()
+    return lambda: epoch + time.monotonic()
 
 
 STEADY = steady_clock()
@@ -70,9 +70,9 @@ class SpanLog:
 
     def take(self) -> list[Span]:
         with self._lock:
-            taken = list(self._fresh)
+            spans = list(self._fresh)
             self._fresh.clear()
-            return taken
+            return spans
 
     def shares(self) -> dict[str, float]:
         """Share of each activity in the last `WINDOW_S` seconds, as far back as is known."""
@@ -88,10 +88,10 @@ class SpanLog:
         total = now - since
         seconds: dict[str, float] = {}
         for span in spans:
-            spent = min(span.end, now) - max(span.start, since)
-            if spent > 0 and total > 0:
-                seconds[span.name] = seconds.get(span.name, 0.0) + spent
-        return {name: min(1.0, spent / total) for name, spent in seconds.items()}
+            duration = min(span.end, now) - max(span.start, since)
+            if duration > 0 and total > 0:
+                seconds[span.name] = seconds.get(span.name, 0.0) + duration
+        return {name: min(1.0, duration / total) for name, duration in seconds.items()}
 
     def _forget(self, now: float) -> None:
         while self._window and self._window[0].end < now - WINDOW_S:

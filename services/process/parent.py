@@ -30,9 +30,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 def parents_end() -> socket.socket:
     """Return the socket to the parent, given to this process as its stdin, which is empty then."""
     end = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
     return end
 
 
@@ -51,11 +51,11 @@ def is_supervised() -> bool:
 
 def bypass_proxy(environ: MutableMapping[str, str], *hosts: str) -> None:
     """Have clients with this environment reach `hosts` directly, whatever HTTP_PROXY says."""
-    given = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
-    known = given.split(",") if given else []
-    if known != ["*"]:
-        known += [host for host in hosts if host not in known]
-        environ["no_proxy"] = environ["NO_PROXY"] = ",".join(known)
+    text = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    entries = text.split(",") if text else []
+    if entries != ["*"]:
+        entries += [host for host in hosts if host not in entries]
+        environ["no_proxy"] = environ["NO_PROXY"] = ",".join(entries)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
@@ -82,9 +82,9 @@ def signal_at_death_of(parent: int, number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
-def inherit_orphans(whether: bool) -> None:
+def inherit_orphans(enabled: bool) -> None:
     """Become the parent of what descends from this process when its own parent dies, or no more."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0)
 
 
 def _watch(parent: int) -> None:

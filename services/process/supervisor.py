@@ -150,10 +150,10 @@ class Supervisor:
                 slot.usage += slot.child.usage
                 slot.child, slot.code = None, code
                 if code not in (0, MESSENGER_CODE) and not self.draining:
-                    said = f"{slot.program.name} ended ({describe_exit(code)})"
-                    said += self._said(slot.program.name)
-                    slot.ended_badly = self._clock(), said
-                self._ended(slot, code)
+                    text = f"{slot.program.name} ended ({describe_exit(code)})"
+                    text += self._last_words(slot.program.name)
+                    slot.ended_badly = self._clock(), text
+                self._on_exit(slot, code)
         self._restart_due()
         if self._finishing_since is not None and not self.draining:
             self._check_finish(self._finishing_since)
@@ -215,11 +215,11 @@ class Supervisor:
             return f"restarts in {max(0.0, slot.restart_at - self._clock()):.1f} s"
         return describe_exit(slot.code) if slot.code else "done"
 
-    def _ended(self, slot: _Slot, code: int) -> None:
-        name, how = slot.program.name, describe_exit(code)
+    def _on_exit(self, slot: _Slot, code: int) -> None:
+        name, exit_text = slot.program.name, describe_exit(code)
         if self.draining:
             if code not in ASKED_CODES and not slot.killed:
-                self._report(f"{name} stopped with {how}{self._said(name)}")
+                self._report(f"{name} stopped with {exit_text}{self._last_words(name)}")
         elif code == 0:
             self._reached = self._reached or name == self._goal
             first = self._finishing_since is None and not slot.program.elastic
@@ -228,12 +228,12 @@ class Supervisor:
         elif slot.program.elastic or slot.program.recovers:
             self._restart_or_give_up(slot, code)
         else:
-            self._fail(slot, f"{name} ended unexpectedly ({how})", code)
+            self._fail(slot, f"{name} ended unexpectedly ({exit_text})", code)
 
     def _restart_or_give_up(self, slot: _Slot, code: int) -> None:
-        name, how = slot.program.name, describe_exit(code)
+        name, exit_text = slot.program.name, describe_exit(code)
         if self._finishing_since is not None and slot.program.elastic:
-            self._report(f"{name} ended with {how} as the run was finishing")
+            self._report(f"{name} ended with {exit_text} as the run was finishing")
             return
         now, failed_at = self._clock(), slot.failed_at
         while failed_at and now - failed_at[0] > slot.program.window_s:
@@ -242,31 +242,31 @@ class Supervisor:
             delay = FIRST_S * 2 ** len(failed_at)
             failed_at.append(now)
             slot.restart_at = now + delay
-            self._report(f"{name} ended ({how}): restart {slot.restarts + 1} in {delay:g} s")
+            self._report(f"{name} ended ({exit_text}): restart {slot.restarts + 1} in {delay:g} s")
             return
-        again = f" again, after {slot.restarts} restarts" if slot.restarts else ""
-        ended = f"{name} ended{again} ({how})"
+        count = f" again, after {slot.restarts} restarts" if slot.restarts else ""
+        text = f"{name} ended{count} ({exit_text})"
         kind = name.rpartition("-")[0]  # another generator takes the place of one, no scorer does
         others = [s for s in self._all() if s is not slot and s.program.name.startswith(f"{kind}-")]
         if slot.program.elastic and any(
             other.child is not None or other.restart_at is not None for other in others
         ):
-            self._report(f"{ended} and is not restarted{self._said(name)}")
+            self._report(f"{text} and is not restarted{self._last_words(name)}")
         else:
-            self._fail(slot, ended, code)
+            self._fail(slot, text, code)
 
     def _fail(self, slot: _Slot, reason: str, code: int) -> None:
         name = slot.program.name
-        told = f"{reason}{self._said(name)}"
+        text = f"{reason}{self._last_words(name)}"
         since = self._clock() - CAUSE_S
         ends = [s.ended_badly for s in self._all() if s is not slot and s.ended_badly]
         cause = min((end for end in ends if end[0] >= since), default=None)
         if code == MESSENGER_CODE and cause is not None:
-            told = f"{told}; the first cause: {cause[1]}"
-        self.failure = Failure(told, name, own_exit_code(code), code)
+            text = f"{text}; the first cause: {cause[1]}"
+        self.failure = Failure(text, name, own_exit_code(code), code)
         self.drain()
 
-    def _said(self, name: str) -> str:
+    def _last_words(self, name: str) -> str:
         line = self._last_line(name)
         return f": {line}" if line else ""
 
@@ -287,13 +287,13 @@ class Supervisor:
         limit_s = GOAL_S if self._goal in alive else 2 * self._stop_s
         if not alive or self._clock() - since < limit_s:
             return
-        waited = f"{', '.join(alive)} did not leave within {limit_s:g} s"
+        text = f"{', '.join(alive)} did not leave within {limit_s:g} s"
         if self._reached:
-            self._report(f"the run is done, but {waited}: stopping")
+            self._report(f"the run is done, but {text}: stopping")
             self.drain()
             return
-        gone = next(s for s in self._all() if s.code == 0 and not s.program.elastic)
-        self._fail(gone, f"{gone.program.name} left before the run was done, and {waited}", 0)
+        culprit = next(s for s in self._all() if s.code == 0 and not s.program.elastic)
+        self._fail(culprit, f"{culprit.program.name} left before the run was done, and {text}", 0)
 
     def _advance_drain(self) -> None:
         alive = [slot for slot in self._all() if slot.child is not None]

@@ -74,19 +74,19 @@ class LogprobWorker:
     def score(self, tasks: Sequence[Task], alive: Callable[[], None]) -> Iterator[list[Score]]:
         """Return logprobs for each of `tasks`, all by the same weights, or an error."""
         version = self._refresh()
-        sound: list[Task] = []
-        own: list[list[Trajectory]] = []
+        valid: list[Task] = []
+        valid_lines: list[list[Trajectory]] = []
         for task in tasks:
             # Eval samples, which may be greedy, have no stage of logprobs; the trainer judges.
             if fault := find_fault(task.made, self._facts, trained=self._replay):
                 error = f"{fault} (the scorer's model must be of the generator's family)"
                 yield [Score(sample_id=task.sample_id, attempt=task.attempt, error=error)]
             else:
-                sound.append(task)
-                own.append(task.made.lines)
-        if not sound:
+                valid.append(task)
+                valid_lines.append(task.made.lines)
+        if not valid:
             return
-        trajectories = [line for lines in own for line in lines]
+        trajectories = [line for lines in valid_lines for line in lines]
         tokens = Tokens.of(trajectories, replay=self._replay)
         # As in the engines, temperature 0 stands for the plain softmax.
         temperatures = torch.tensor([t.sampling.temperature or 1.0 for t in trajectories])
@@ -97,10 +97,10 @@ class LogprobWorker:
             new, _ = self._scorer(micro.to(self._device), temperature, with_entropy=False)
             logprobs[micro.source] = new.cpu()
         index = itertools.count()
-        for task, lines in zip(sound, own, strict=True):
-            found = [_spread(line, logprobs[tokens.owner == next(index)]) for line in lines]
-            given = {"logprobs": b"".join(found), "version": version}
-            yield [Score(sample_id=task.sample_id, attempt=task.attempt, **given)]
+        for task, lines in zip(valid, valid_lines, strict=True):
+            pieces = [_spread(line, logprobs[tokens.owner == next(index)]) for line in lines]
+            result = {"logprobs": b"".join(pieces), "version": version}
+            yield [Score(sample_id=task.sample_id, attempt=task.attempt, **result)]
 
 
 class ReferenceWorker:
@@ -110,12 +110,12 @@ class ReferenceWorker:
         self._workers = workers
 
     def score(self, tasks: Sequence[Task], alive: Callable[[], None]) -> Iterator[list[Score]]:
-        own: dict[str, list[Task]] = {}
+        by_model: dict[str, list[Task]] = {}
         for task in tasks:
             name = environment_of(task.prompt_id)
-            own.setdefault(name if name in self._workers else "", []).append(task)
-        for name, some in own.items():
-            yield from self._workers[name].score(some, alive)
+            by_model.setdefault(name if name in self._workers else "", []).append(task)
+        for name, group in by_model.items():
+            yield from self._workers[name].score(group, alive)
 
 
 def check_tokens(config: RunConfig, path: str) -> None:
@@ -143,6 +143,6 @@ def check_tokens(config: RunConfig, path: str) -> None:
 def _spread(trajectory: Trajectory, logprobs: Tensor) -> bytes:
     """Return `logprobs` of the sampled tokens as float32 [T], 0 for the environment's."""
     mask = np.frombuffer(trajectory.loss_mask, "u1").astype(bool)
-    spread = np.zeros(len(mask), "<f4")
-    spread[mask] = logprobs.numpy()
-    return spread.tobytes()
+    values = np.zeros(len(mask), "<f4")
+    values[mask] = logprobs.numpy()
+    return values.tobytes()

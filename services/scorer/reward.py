@@ -34,12 +34,13 @@ class RewardWorker:
             key = task.group_id if self.whole else task.sample_id
             groups.setdefault(key, []).append(task)
         plays: dict[str, tuple[Row, list[Said | str]]] = {}
-        for key, own in groups.items():
-            said: list[Said | str] = []
-            for made, row in [(task.made, task.row) for task in own]:
-                response, prompt = unpack_int32(made.response_ids), unpack_int32(made.prompt_ids)
-                said.append(self.chat.said(response, prompt, stops=self.stops(row)))
-            plays[key] = own[0].row, said
+        for key, group in groups.items():
+            responses: list[Said | str] = []
+            for task in group:
+                prompt = unpack_int32(task.made.prompt_ids)
+                response = unpack_int32(task.made.response_ids)
+                responses.append(self.chat.said(response, prompt, stops=self.stops(task.row)))
+            plays[key] = group[0].row, responses
 
         def wait() -> None:
             alive()
@@ -54,13 +55,13 @@ class RewardWorker:
 
 def _scores(tasks: Sequence[Task], outcome: EpisodeOutcome) -> list[Score]:
     """Return the scores of `tasks`, which were played at once, by `outcome`."""
-    found, error = outcome.value, outcome.error
-    given = found if isinstance(found, list) else [found]
-    results = [one for one in given if isinstance(one, StepResult)]
+    value, error = outcome.value, outcome.error
+    values = value if isinstance(value, list) else [value]
+    results = [result for result in values if isinstance(result, StepResult)]
     if len(results) != len(tasks):
         error = error or "the environment did not answer for each sample"
-    for one in results:
-        error = error or reward_fault(one.reward, one.reward_parts) or ""
+    for result in results:
+        error = error or reward_fault(result.reward, result.reward_parts) or ""
     if error:
         return [Score(sample_id=t.sample_id, attempt=t.attempt, error=error) for t in tasks]
     return [

@@ -70,20 +70,20 @@ def score_stage(
 def _score(
     tasks: Sequence[Task], session: Session, client: TaskClient, worker: StageWorker
 ) -> None:
-    left = {task.sample_id: task.attempt for task in tasks}
+    pending = {task.sample_id: task.attempt for task in tasks}
 
-    def alive(done: int = 0) -> None:
+    def alive(count: int = 0) -> None:
         client.submit(())  # what has been gathered for long enough
-        client.renew(lambda: list(left.items()))
+        client.renew(lambda: list(pending.items()))
         client.poll()
-        session.progress(f"scoring {client.kind}", done)
+        session.progress(f"scoring {client.kind}", count)
         session.stats(scored=float(client.accepted))
 
     for ready in worker.score(tasks, alive):
         if session.stopping.is_set():
             break
         for score in ready:
-            del left[score.sample_id]
+            del pending[score.sample_id]
         if len(ready) > 1:
             client.deliver_together(ready)  # of a group, which is taken as a whole
         else:

@@ -185,8 +185,8 @@ class LazyGroup(click.Group):
         if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
             import difflib
 
-            near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            matches = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+            hint = f" Did you mean {matches[0]!r}?" if matches else ""
             if instead := OTHER_NAMES.get(name):
                 hint = f" It is `umbra {instead}` here."
             ctx.fail(f"No such command {name!r}.{hint}")
@@ -269,14 +269,14 @@ def _report(error: Exception) -> int | None:
 
 def _key_for(error: click.NoSuchOption) -> str:
     """Return the key of the run file that an unknown flag stands for, if the command has --set."""
-    if not error.ctx or not any("--set" in one.opts for one in error.ctx.command.params):
+    if not error.ctx or not any("--set" in param.opts for param in error.ctx.command.params):
         return ""
     from umbra.services.config.loader import SECTIONS
 
     name = error.option_name.lstrip("-").replace("-", "_")
     keys = [f"{section}.{name}" for section, keys in SECTIONS.items() if name in keys]
-    found = OTHER_FLAGS.get(name) or " or ".join(keys)
-    return f"Set {found} in the run file, or by --set SECTION.KEY=VALUE." if found else ""
+    key = OTHER_FLAGS.get(name) or " or ".join(keys)
+    return f"Set {key} in the run file, or by --set SECTION.KEY=VALUE." if key else ""
 
 
 def _open_closed_streams() -> None:

@@ -15,26 +15,26 @@ from fakes.slowness import limit
 
 from umbra import cli
 from umbra.deploy.check import machine
-from umbra.deploy.check.machine import GIB, Gpu, GpusSeen
+from umbra.deploy.check.machine import GIB, Gpu, GpuReport
 from umbra.proto.errors import UmbraError
 from umbra.proto.net.keys import make_keys
 
 H200 = Gpu("H200", 140 * GIB, 139 * GIB)
-NONE = GpusSeen([], "this torch is built without CUDA")
+NONE = GpuReport([], "this torch is built without CUDA")
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = GpusSeen([H200, H200])
+    two = GpuReport([H200, H200])
     assert machine.judge_gpus(two, "580.1", 2).level == "ok"
     assert machine.judge_gpus(two, "580.1", 3).level == "problem"
-    found = machine.judge_gpus(GpusSeen([H200, Gpu("H200", 140 * GIB, 20 * GIB)]), "580.1", 2)
+    found = machine.judge_gpus(GpuReport([H200, Gpu("H200", 140 * GIB, 20 * GIB)]), "580.1", 2)
     assert (found.level, found.remedy[-5:]) == ("warning", "GPU 1")
     assert machine.judge_gpus(NONE, "580.1", 0).level == "problem"  # the driver is there
 
-    def hangs() -> GpusSeen:
+    def hangs() -> GpuReport:
         raise UmbraError("it took longer than 180 s")
 
-    monkeypatch.setattr(machine, "gpus_seen", hangs)
+    monkeypatch.setattr(machine, "gpu_report", hangs)
     monkeypatch.setattr(machine, "driver_version", lambda: "")
     assert machine.find_gpus(0).text == "none"
     found = machine.find_gpus(1)

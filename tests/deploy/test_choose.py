@@ -16,7 +16,7 @@ from umbra.deploy.check import choose as choosing
 from umbra.deploy.check import machine as looking
 from umbra.deploy.check.choose import choose, for_hardware, for_this_machine, in_one_line
 from umbra.deploy.check.estimate import MARGIN, divide
-from umbra.deploy.check.machine import GIB, GpusSeen, Machine, judge_gpus, this_machine
+from umbra.deploy.check.machine import GIB, GpuReport, Machine, judge_gpus, this_machine
 from umbra.deploy.run.up import other_programs
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import StartupError, UmbraError
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_the_trainer_would_refuse_on_a_cpu_is_refused_first() -> None:
     config = load_config(overrides=["trainer.weights=bf16"], environ={})
     says = "on a CPU, trainer.weights = bf16 needs trainer.precision = bf16"
-    assert says in for_hardware(config, (), Machine(vllm=True)).refused
+    assert says in for_hardware(config, (), Machine(vllm=True)).refusal
 
 
 def chosen(machine: Machine, *settings: str, positions: int = 40_960) -> RunConfig:
@@ -60,7 +60,7 @@ def test_without_a_gpu_the_defaults_are_those_of_the_page() -> None:
     after = for_hardware(before, (), Machine(vllm=True))
     generator = msgspec.structs.replace(before.generator, engine="torch")
     assert after.config == msgspec.structs.replace(before, generator=generator)
-    assert not after.chosen and not after.refused
+    assert not after.changes and not after.refusal
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_gpus_that_do_not_answer_are_not_taken_for_none(monkeypatch: pytest.Monk
         raise UmbraError("it took longer than 180 s")
 
     monkeypatch.setattr(looking, "driver_version", lambda: "550.1")
-    monkeypatch.setattr(looking, "gpus_seen", silent)
+    monkeypatch.setattr(looking, "gpu_report", silent)
     with pytest.raises(StartupError, match=r"sees no GPU: .* took longer than 180 s; see whether"):
         for_this_machine(load_config(environ={}), {})
     assert not for_this_machine(load_config(overrides=CPUS, environ={}), {})[1]
@@ -183,7 +183,7 @@ def test_gpus_that_do_not_answer_are_not_taken_for_none(monkeypatch: pytest.Monk
 
 
 OLD = "The NVIDIA driver on your system is too old (found version 12040)"
-BLIND = GpusSeen([], OLD, torch="2.13.0+cu130", cuda="13.0")
+BLIND = GpuReport([], OLD, torch="2.13.0+cu130", cuda="13.0")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ BLIND = GpusSeen([], OLD, torch="2.13.0+cu130", cuda="13.0")
         (BLIND, "?", OLD, "see whether nvidia-smi lists"),
     ],
 )  # fmt: skip
-def test_why_torch_sees_no_gpu(seen: GpusSeen, driver: str, why: str, remedy: str) -> None:
+def test_why_torch_sees_no_gpu(seen: GpuReport, driver: str, why: str, remedy: str) -> None:
     found = judge_gpus(seen, driver, 0)
     assert found.level == "problem"
     assert why in found.text
@@ -217,7 +217,7 @@ def test_why_torch_sees_no_gpu(seen: GpusSeen, driver: str, why: str, remedy: st
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
 def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    seen = looking.gpus_seen.__wrapped__()
+    seen = looking.gpu_report.__wrapped__()
     assert (seen.gpus, seen.torch, seen.visible) == ([], str(torch.__version__), "")
     assert seen.cuda == (torch.version.cuda or "")
     assert seen.why_not
@@ -257,7 +257,7 @@ def test_only_a_run_for_cpus_begins_where_torch_sees_none_of_the_gpus(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(looking, "driver_version", lambda: "550.90")
-    monkeypatch.setattr(looking, "gpus_seen", lambda: BLIND)
+    monkeypatch.setattr(looking, "gpu_report", lambda: BLIND)
     monkeypatch.setattr(models, "driver_version", lambda: "550.90")
     given = [f"model.path={tiny_model_dir}", "trainer.device=cpu"]
     with pytest.raises(

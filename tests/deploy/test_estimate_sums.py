@@ -70,7 +70,7 @@ GB, GPU = 10**9, 10**12
 SIZES = ModelSizes(
     parameters=10 * GB, adapter=0, trained=10 * GB, outside=(2 * GB, 2 * GB),
     layer=(8 * GB, 8 * GB), largest=8 * GB, layers=1, hidden=100, vocabulary=100,
-    cache=1000, kept=2000, config=Qwen3Config(),
+    cache=1000, activations=2000, config=Qwen3Config(),
 )  # fmt: skip
 HOST = 10**15
 

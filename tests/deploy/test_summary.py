@@ -179,6 +179,6 @@ def test_the_ledger_of_a_buffer_that_was_killed_is_the_one_last_seen(tmp_path: P
     folder = RunFolder.create(tmp_path, "run")
     flight = {"generating": 3, "ready": 0}
     seen = {"ledger": {"issued": 11, "trained": 8, "ended": {}, "in_flight": flight}}
-    summary = summarise(folder, RunOutcome("interrupted", 130, 1.0, seen=seen))
+    summary = summarise(folder, RunOutcome("interrupted", 130, 1.0, last_status=seen))
     rows = dict(summary_rows(summary))
     assert rows["ledger"] == "11 issued = 8 trained + 3 generating, balanced when last asked"

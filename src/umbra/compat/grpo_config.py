@@ -94,11 +94,11 @@ def check(args: Any) -> None:
     """
     # It derives some fields from the machine.
     machine = {name: getattr(args, name) for name in ("output_dir", "use_cpu", "bf16", "fp16")}
-    usual = type(args)(**machine)
+    defaults = type(args)(**machine)
     changed = [
         field.name
         for field in fields(args)
-        if field.init and getattr(args, field.name, None) != getattr(usual, field.name, None)
+        if field.init and getattr(args, field.name, None) != getattr(defaults, field.name, None)
     ]
     unread = [name for name in changed if name not in READ]
     for name in unread:
@@ -238,9 +238,9 @@ def _trainer(args: Any) -> dict[str, Any]:
     return keys
 
 
-def _trackers(given: str | list[str] | None) -> list[str]:
+def _trackers(report_to: str | list[str] | None) -> list[str]:
     """Return `metrics.also` for a `report_to`; a tracker that Umbra has not is warned of."""
-    names = [given] if isinstance(given, str) else list(given or ())
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
     names = [name for name in names if name not in ("none", "all")]
     if others := [name for name in names if name not in TRACKERS]:
         warn(f"GRPOConfig.report_to: {', '.join(others)}: ignored; use {', '.join(TRACKERS)}")
@@ -256,7 +256,7 @@ def adapter_keys(peft_config: Any, kind: Callable[[], str]) -> dict[str, Any]:
         raise UsageError(
             f"GRPOTrainer: peft_config is a {type(peft_config).__name__}: use LoraConfig"
         )
-    usual = type(peft_config)()
+    defaults = type(peft_config)()
     scale = math.sqrt(peft_config.r) if peft_config.use_rslora else 1.0
     targets = peft_config.target_modules
     if targets is None:
@@ -270,11 +270,11 @@ def adapter_keys(peft_config: Any, kind: Callable[[], str]) -> dict[str, Any]:
         )
     if peft_config.lora_dropout:
         warn("GRPOTrainer: peft_config.lora_dropout: ignored, adapters have none")
-    read = {"r", "lora_alpha", "target_modules", "use_rslora", "lora_dropout", "task_type"}
-    read |= {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
+    known = {"r", "lora_alpha", "target_modules", "use_rslora", "lora_dropout", "task_type"}
+    known |= {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
     for field in fields(peft_config):
         value = getattr(peft_config, field.name)
-        if field.name not in read and value != getattr(usual, field.name):
+        if field.name not in known and value != getattr(defaults, field.name):
             raise UsageError(
                 f"GRPOTrainer: peft_config.{field.name} = {value!r} is not supported: leave it "
                 "out; r, lora_alpha, target_modules and use_rslora are read"

@@ -41,7 +41,7 @@ INSTEAD = {
 }
 """Replacements of the arguments of TRL's trainer that are refused."""
 
-_CALLED = ("on_train_begin", "on_step_end", "on_log", "on_save", "on_evaluate", "on_train_end")
+_CALLBACKS = ("on_train_begin", "on_step_end", "on_log", "on_save", "on_evaluate", "on_train_end")
 _LOGS = {  # TRL's name of a metric of a step
     "reward/mean": "reward",
     "reward/std": "reward_std",
@@ -151,18 +151,18 @@ class GRPOTrainer:
         return int(trainer["minibatches"]) * int(trainer["epochs"])
 
     def _kind(self) -> str:
-        own = getattr(self._given, "config", None)
-        if own is None:
+        config = getattr(self._given, "config", None)
+        if config is None:
             return str(read_config(directory_of(self._path, weights=False))["model_type"])
-        return str(own.model_type)
+        return str(config.model_type)
 
     @property
     def model(self) -> Any:
         """Return the trained model, loaded from the run; before that the one that was given."""
-        ended = self.run is not None and self.run.summary is not None
-        if not ended and not self._saved:
+        over = self.run is not None and self.run.summary is not None
+        if not over and not self._saved:
             return self._given
-        directory = directory_of(self._after("model").model if ended else self._path)
+        directory = directory_of(self._after("model").model if over else self._path)
         return AutoModelForCausalLM.from_pretrained(directory, **AS_IT_IS, use_safetensors=True)
 
     @property
@@ -177,8 +177,8 @@ class GRPOTrainer:
     def add_callback(self, callback: Any) -> None:
         """Call `callback` in `train`; its methods read, and cannot stop or save."""
         callback = callback() if isinstance(callback, type) else callback
-        own = [name for name in vars(type(callback)) if name.startswith("on_")]
-        if unheard := sorted(set(own) - set(_CALLED)):
+        methods = [name for name in vars(type(callback)) if name.startswith("on_")]
+        if unheard := sorted(set(methods) - set(_CALLBACKS)):
             warn(f"GRPOTrainer: {type(callback).__name__}: {', '.join(unheard)}: never called")
         self.callbacks.append(callback)
 
@@ -308,9 +308,9 @@ def _path_of(model: Any, output_dir: Any) -> str:
     return str(Path(output_dir or "runs").resolve() / "initial-model")
 
 
-def _reward_of(given: Any, weights: Sequence[float] | None) -> Any:
+def _reward_of(funcs: Any, weights: Sequence[float] | None) -> Any:
     """Return `reward` of `umbra.train` for `reward_funcs` with their weights."""
-    functions = list(given) if isinstance(given, list | tuple) else [given] if given else []
+    functions = list(funcs) if isinstance(funcs, list | tuple) else [funcs] if funcs else []
     for function in functions:
         if hasattr(function, "state_dict") or (isinstance(function, str) and ":" not in function):
             raise UsageError(
