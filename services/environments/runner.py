@@ -10,23 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import signal
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import click
-import msgspec
-
 from umbra.proto.errors import PeerLostError, RejectedError, UsageError
 from umbra.services.config import EnvironmentConfig
-from umbra.services.config.loader import load_config
 from umbra.services.environments.kinds.conversation import request
 from umbra.services.environments.protocol import EpisodeOutcome, Lost, StepResult
 from umbra.services.environments.worker_pool import NO_REWARD, WorkerPool, offered_name
-from umbra.services.http import KEY_VARIABLE
-from umbra.services.process.command import setup_logging
 from umbra.services.process.loop_thread import ends_with_it
 
 LEASE_S = 10.0  # at most
@@ -225,45 +217,3 @@ async def _until_gone(generators: Generators) -> None:
             return
         if silent_s == math.inf:
             log.warning("no generator answers at %s", ", ".join(generators.urls))
-
-
-@click.command("run-agents")
-@click.option("--config", required=True, metavar="FILE", help="Run file (TOML).")
-@click.option(
-    "--generator",
-    "urls",
-    required=True,
-    multiple=True,
-    metavar="URL",
-    help="Endpoint for agents, as a generator logs it; can be repeated.",
-)
-@click.option(
-    "--workers", default=4, show_default=True, help="Processes for agents, per environment."
-)
-def command(config: str, urls: tuple[str, ...], workers: int) -> None:
-    """Run a run's agents on this machine, for the sessions of its generators.
-
-    It plays the environments with workers = 0. The key of the endpoints is in UMBRA_AGENT_KEY.
-    """
-    run = load_config(config)
-    setup_logging(run.log, "run-agents")
-    outside = [one for one in run.all_environments if one.asks and not one.workers]
-    if not outside or workers < 1:
-        raise UsageError(
-            f"--workers {workers}: use 1 or more"
-            if outside
-            else f"{config} leaves no agent to runners: set workers = 0 in its [environment]"
-        )
-    if strange := [url for url in urls if not url.startswith(("http://", "https://"))]:
-        raise UsageError(f"--generator {strange[0]}: write it as http://HOST:PORT")
-    playable = [msgspec.structs.replace(one, workers=workers) for one in outside]
-    generators = Generators(urls, os.environ.get(KEY_VARIABLE, ""))
-
-    async def main() -> None:
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-                asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await run_agents(playable, generators, stop)
-
-    asyncio.run(main())

@@ -34,86 +34,61 @@ class SubCommand(NamedTuple):
     help: str
 
 
-COMMANDS: dict[str, SubCommand] = {
-    "demo": SubCommand(
-        "umbra.deploy.commands.demo:command", "Train a tiny model on this machine's CPU."
-    ),
-    "init": SubCommand(
-        "umbra.deploy.commands.init:command", "Write a run file for this machine, and a reward."
-    ),
-    "up": SubCommand("umbra.deploy.run.command:up", "Start a whole run on this machine."),
-    "check": SubCommand(
-        "umbra.deploy.check.command:command",
-        "Check a run: mistakes, and whether it fits.",
-    ),
-    "keys": SubCommand("umbra.deploy.cluster.command:keys", "Make the keys of a run."),
-    "plan": SubCommand(
-        "umbra.deploy.cluster.command:command", "Plan a run over several machines, render files."
-    ),
-    "buffer": SubCommand("umbra.services.buffer.command:command", "Serve the buffer (the broker)."),
-    "generator": SubCommand(
-        "umbra.services.generator.command:command", "Produce rollouts for a run."
-    ),
-    "run-agents": SubCommand(
-        "umbra.services.environments.runner:command", "Run a run's agents on any machine."
-    ),
-    "trainer": SubCommand("umbra.services.trainer.command:command", "Train the policy of a run."),
-    "weight-hub": SubCommand(
-        "umbra.services.weight_hub.command:command", "Push new weights to the generators."
-    ),
-    "export": SubCommand(
-        "umbra.services.trainer.checkpoints.export:command",
-        "Write a checkpoint as a Hugging Face model.",
-    ),
-    "scorer": SubCommand(
-        "umbra.services.scorer.service:command", "Serve a scoring stage of a run."
-    ),
-    "tinker": SubCommand(
-        "umbra.services.tinker.command:command", "Serve the Tinker API for a model."
-    ),
-    "monitor": SubCommand("umbra.services.monitor.command:monitor", "Watch a run live."),
-    "status": SubCommand("umbra.services.monitor.command:status", "Print the state of a run once."),
-    "runs": SubCommand(
-        "umbra.deploy.commands.runs:command", "List runs, or print rollouts of one."
-    ),
-    "report": SubCommand(
-        "umbra.deploy.report.page:command", "Write a run as a page, and its timeline."
-    ),
-    "pause": SubCommand("umbra.services.monitor.operate:pause", "Hand out no more work."),
-    "resume": SubCommand("umbra.services.monitor.operate:resume", "Go on after a pause."),
-    "checkpoint": SubCommand(
-        "umbra.services.monitor.operate:checkpoint", "Have the trainer save its state now."
-    ),
-    "drain": SubCommand(
-        "umbra.services.monitor.operate:drain", "End a run in order, or have a member leave."
-    ),
-    "check-model": SubCommand(
-        "umbra.deploy.model_check.command:command", "Compare Umbra with Transformers on a model."
-    ),
-    "make-model": SubCommand(
-        "umbra.services.trainer.make_model:command", "Make a small random model, or convert one."
-    ),
-    "make-task": SubCommand(
-        "umbra.services.generator.command:make_task", "Write the prompts of a built-in task."
-    ),
-    "sft": SubCommand(
-        "umbra.services.trainer.warm_start:command", "Warm-start a model on worked examples."
-    ),
-    "eval": SubCommand(
-        "umbra.services.generator.command:evaluate", "Measure a model on held-out prompts."
-    ),
-}
+# As `umbra --help` lists them: name, target in this package, and help.
+_TABLE = """
+Begin
+demo        deploy.commands.demo:command                Train a tiny model on this machine's CPU.
+init        deploy.commands.init:command                Write a run file and a reward to begin with.
+check       deploy.check.command:command                Check a run: mistakes, and whether it fits.
 
-# How `umbra --help` lists them. A command that is in none is listed last.
-SECTIONS: dict[str, tuple[str, ...]] = {
-    "Begin": ("demo", "init", "check"),
-    "Models and prompts": ("make-task", "make-model", "sft", "check-model"),
-    "Run": ("up", "tinker", "plan", "keys"),
-    "Watch": ("monitor", "status"),
-    "Steer": ("pause", "resume", "checkpoint", "drain"),
-    "Look back": ("runs", "report", "eval", "export"),
-    "Services": ("buffer", "weight-hub", "trainer", "generator", "scorer", "run-agents"),
-}
+Models and prompts
+make-task   services.generator.command:make_task        Write the prompts of a built-in task.
+make-model  services.trainer.make_model:command         Make a small random model, or convert one.
+sft         services.trainer.warm_start:command         Warm-start a model on worked examples.
+check-model deploy.model_check.command:command          Compare Umbra with Transformers on a model.
+
+Run
+up          deploy.run.command:up                       Start a whole run on this machine.
+tinker      services.tinker.command:command             Serve the Tinker API for a model.
+plan        deploy.cluster.command:command              Plan a run over several machines.
+keys        deploy.cluster.command:keys                 Make the keys of a run.
+
+Watch
+monitor     services.monitor.command:monitor            Watch a run live.
+status      services.monitor.command:status             Print the state of a run once.
+
+Steer
+pause       services.monitor.operate:pause              Hand out no more work.
+resume      services.monitor.operate:resume             Go on after a pause.
+checkpoint  services.monitor.operate:checkpoint         Have the trainer save its state now.
+drain       services.monitor.operate:drain              End a run in order, or have a member leave.
+
+Look back
+runs        deploy.commands.runs:command                List runs, or print rollouts of one.
+report      deploy.report.page:command                  Write a run as a page, and its timeline.
+eval        services.generator.command:evaluate         Measure a model on held-out prompts.
+export      services.trainer.checkpoints.export:command Write a checkpoint as a Hugging Face model.
+
+Services
+buffer      services.buffer.command:command             Serve the buffer (the broker).
+weight-hub  services.weight_hub.command:command         Push new weights to the generators.
+trainer     services.trainer.command:command            Train the policy of a run.
+generator   services.generator.command:command          Produce rollouts for a run.
+scorer      services.scorer.service:command             Serve a scoring stage of a run.
+run-agents  deploy.commands.run_agents:command          Run a run's agents on any machine.
+"""
+
+
+def _sections() -> dict[str, dict[str, SubCommand]]:
+    sections: dict[str, dict[str, SubCommand]] = {}
+    for heading, *lines in (text.splitlines() for text in _TABLE.strip().split("\n\n")):
+        entries = (line.split(maxsplit=2) for line in lines)
+        sections[heading] = {n: SubCommand(f"umbra.{target}", text) for n, target, text in entries}
+    return sections
+
+
+SECTIONS = _sections()
+COMMANDS = {name: entry for group in SECTIONS.values() for name, entry in group.items()}
 
 # What people type for a command of another name.
 OTHER_NAMES: dict[str, str] = {
@@ -134,24 +109,10 @@ OTHER_FLAGS: dict[str, str] = {
 
 # Optional packages, by the extra of this distribution that installs them.
 EXTRAS: dict[str, str] = {
-    "torch": "trainer",
-    "transformers": "trainer",
-    "accelerate": "trainer",
-    "gguf": "gguf",
-    "peft": "lora",
-    "safetensors": "trainer",
-    "numpy": "trainer",
-    "vllm": "vllm",
-    "cupy": "nccl",
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
-    "swanlab": "swanlab",
-    "reasoning_gym": "tasks",
-    "math_verify": "tasks",
-    "datasets": "tasks",
-    "pyarrow": "tasks",
+    **dict.fromkeys(("torch", "transformers", "accelerate", "safetensors", "numpy"), "trainer"),
+    **dict.fromkeys(("reasoning_gym", "math_verify", "datasets", "pyarrow"), "tasks"),
+    **{name: name for name in ("gguf", "vllm", "tensorboard", "wandb", "trackio", "mlflow")},
+    **{"peft": "lora", "cupy": "nccl", "swanlab": "swanlab"},
 }
 
 
@@ -206,14 +167,12 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sub-commands by section, without importing any of them."""
-        listed = {name for names in SECTIONS.values() for name in names}
-        others = tuple(name for name in COMMANDS if name not in listed)
         width = max(map(len, COMMANDS))
-        for section, names in (*SECTIONS.items(), ("More", others)):
-            rows = [(name.ljust(width), COMMANDS[name].help) for name in names if name in COMMANDS]
-            if rows:
-                with formatter.section(section):
-                    formatter.write_dl(rows)
+        for section, group in SECTIONS.items():
+            with formatter.section(section):
+                formatter.write_dl(
+                    [(name.ljust(width), entry.help) for name, entry in group.items()]
+                )
 
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:

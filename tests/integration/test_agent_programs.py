@@ -193,13 +193,13 @@ def test_a_check_loads_the_agent_without_running_it(world: World) -> None:
 def test_a_runner_that_is_told_to_end_leaves_in_order(tmp_path: Path, number: int) -> None:
     (tmp_path / "mine.py").write_text("def plain(row, endpoint):\n    return 1.0\n")
     (tmp_path / "run.toml").write_text('[environment]\nkind = "agent"\nagent = "mine:plain"\n')
-    words = ["run-agents", "--config", "run.toml", "--generator", "http://127.0.0.1:9"]
+    words = f"run-agents --config {tmp_path}/run.toml --generator http://127.0.0.1:9".split()
     environ = {**os.environ, "UMBRA_ENVIRONMENT__WORKERS": "0"}
     before = signal.signal(number, signal.SIG_DFL)  # under nohup it would be ignored
     try:
         runner = subprocess.Popen(
             [sys.executable, "-m", "umbra", *words],
-            cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True,
+            cwd=tmp_path.parent, env=environ, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
     finally:
         signal.signal(number, before)
