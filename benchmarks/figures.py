@@ -19,15 +19,13 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import plots
 from report import text
-
-from umbra.services.reporting import markdown
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -84,6 +82,12 @@ def _value(found: re.Match[str], file: str, content: Mapping[str, Any]) -> str:
     if name == "table":
         return markdown(**values[key])
     return format(values[key], form) if form else text(values[key])
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of Markdown."""
+    heading = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+    return "\n".join([heading, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def origin(content: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from umbra.proto.errors import UNREADABLE, UsageError
-from umbra.services.config.loader import ORIGIN, moved
+from umbra.services.config.loader import ORIGIN, rewrite_paths
 from umbra.services.process.files import (
     DISK,
     LOCK,
@@ -171,7 +171,7 @@ def read_object(path: Path, remedy: str = "") -> dict[str, Any]:
         UsageError: it holds none, and a `remedy` is given; else that is as if it were missing.
     """
     try:
-        value = json.loads(moved(read_regular(path).decode(), path))
+        value = json.loads(rewrite_paths(read_regular(path).decode(), path))
     except FileNotFoundError:
         return {}
     except (OSError, *UNREADABLE) as error:

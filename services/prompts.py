@@ -34,14 +34,16 @@ class Prompt:
     row: dict[str, Any]
 
 
-def renamed(row: dict[str, Any], columns: Mapping[str, str], source: str) -> dict[str, Any]:
+def rename_columns(row: dict[str, Any], columns: Mapping[str, str], source: str) -> dict[str, Any]:
     """Return `row` with columns renamed by {ours: theirs}; UsageError if it has no such column."""
     if not columns:
         return row
     for ours, theirs in columns.items():
         if theirs not in row:
             names = ", ".join(map(str, row))
-            raise UsageError(f'{source}: there is no column "{theirs}" for {ours}, only {names}')
+            raise UsageError(
+                f'{source}: there is no column "{theirs}" for {ours}, only {names}: correct columns'
+            )
     sources = set(columns.values())
     rest = {name: value for name, value in row.items() if name not in sources}
     return rest | {ours: row[theirs] for ours, theirs in columns.items()}
@@ -222,7 +224,7 @@ def read_source(
             f'the prompts, {section}.columns = {{ prompt = "..." }}'
         )
     return [
-        Prompt(f"{prefix}{number}", check_row(renamed(row, columns, place), place))
+        Prompt(f"{prefix}{number}", check_row(rename_columns(row, columns, place), place))
         for number, row, place in rows
     ]
 
@@ -329,7 +331,7 @@ def _dataset(name: str) -> tuple[str, str, str, str]:
     return path, revision, config, split
 
 
-def placed(name: str, place: Callable[[str], str]) -> str:
+def locate_source(name: str, place: Callable[[str], str]) -> str:
     """Return `name`, a source, with its file or folder as the absolute path that `place` gives."""
     _refuse_url(name)
     if not name or is_function(name):

@@ -72,7 +72,7 @@ def pass_at_k(answers: int, solved: int, k: int) -> float:
     return 1 - comb(answers - solved, k) / comb(answers, k)
 
 
-def telling(scores: Mapping[str, float]) -> dict[str, float]:
+def shown_scores(scores: Mapping[str, float]) -> dict[str, float]:
     """Return scores to show beside accuracy; none with one answer per prompt: all are equal."""
     return dict(scores) if len(scores) > 2 else {}
 
@@ -121,17 +121,6 @@ def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[
         ).rstrip()
         for row in rows
     ]
-
-
-def facts(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Return names and values as two columns; names without a value are left out."""
-    return aligned(row for row in rows if row[1])
-
-
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of Markdown."""
-    heading = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
-    return "\n".join([heading, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))

@@ -480,16 +480,16 @@ def _gpu_faults(
         if not machine.gpu or loads[index] <= USABLE * machine.gpu or names in reported:
             continue
         reported.add(names)
-        prefix = f"GPU {index} has {size(machine.gpu)} ({machine.name}), of which "
+        has = f"GPU {index} has {size(machine.gpu)} ({machine.name})"
         if len(group) > 1:
             yield (
-                f"{prefix}{names} need {size(loads[index])} together: give the "
-                "generator other GPUs (generator.device), or lower what each takes"
+                f"{has}, {names} need {size(loads[index])} together: give the generator other GPUs "
+                "(generator.device), or lower what each takes"
             )
             continue
         largest = _largest(group[0].device)
         yield (
-            f"{prefix}a {names} needs {size(loads[index])}, most of it {largest.name} "
+            f"{has}, a {names} needs {size(loads[index])}, most of it {largest.name} "
             f"({size(largest.bytes)}): {largest.remedy}"
         )
 

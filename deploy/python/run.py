@@ -65,7 +65,7 @@ class RunChild:
         direct = sys.stdout is sys.__stdout__ and sys.stdout.isatty()  # not put in its place
         take = partial(print, flush=True) if show else len  # `--quiet` prints the outcome
         out = None if direct and show else self._through(take)
-        err = self._through(self._hear)
+        err = self._through(self._take_line)
         try:
             self._child = ChildProcess(argv, environ=child_environ(), stdout=out, stderr=err)
         finally:

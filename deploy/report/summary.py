@@ -143,7 +143,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     elif summary["steps"]:
         add("compared", "NOTHING: no token was sampled by weights that the trainer had")
     if outliers := summary["outlier_tokens"]:
-        add("outliers", f"{outliers} tokens left out (improbable beyond 10,000 times)")
+        add("outliers", f"{outliers} tokens left out: 10,000 times as probable as when sampled")
     if seconds := summary["push_seconds"]:
         phases = ", ".join(f"{phase} {1000 * duration:.1f}" for phase, duration in seconds.items())
         add("pushes", f"{summary['pushes']}; median ms: {phases}")

@@ -142,7 +142,8 @@ def read_run_file(path: Path, title: str = "run file") -> Any:
     """Return what a run file, or another `title` so, says, unchecked; UsageError if unreadable."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-        return decode_json(moved(text, path)) if path.suffix == ".json" else tomllib.loads(text)
+        json_file = path.suffix == ".json"
+        return decode_json(rewrite_paths(text, path)) if json_file else tomllib.loads(text)
     except FileNotFoundError:
         raise UsageError(f"{title} {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -152,7 +153,7 @@ def read_run_file(path: Path, title: str = "run file") -> Any:
         raise UsageError(f"{title} {path} is not valid {kind}: {error}") from error
 
 
-def moved(text: str, path: Path) -> str:
+def rewrite_paths(text: str, path: Path) -> str:
     """Return the text of a file in a run's folder; in a copied one its paths name the copy."""
     origin = path.with_name(ORIGIN)
     try:

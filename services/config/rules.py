@@ -69,8 +69,10 @@ def device_fault(device: str, key: str, gpus: int) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         return f"{key} {device!r}: use cpu, cuda, cuda:1, ... or auto"
     kind, _, index = device.partition(":")
-    missing = kind == "cuda" and int(index or 0) >= gpus
-    return f"{key} {device!r}: this machine has {gpus} CUDA devices" if missing else ""
+    if kind != "cuda" or int(index or 0) < gpus:
+        return ""
+    remedy = f"use cuda:0 to cuda:{gpus - 1}" if gpus else "use cpu or auto"
+    return f"{key} {device!r}: this machine has {gpus} CUDA devices: {remedy}"
 
 
 def device_faults(config: RunConfig, gpus: int) -> Iterator[str]:

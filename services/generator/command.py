@@ -17,14 +17,14 @@ from umbra.proto.errors import UsageError
 from umbra.proto.messages import Ok, Operate
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import Security
-from umbra.services.config.loader import ORIGIN, load_config, moved
+from umbra.services.config.loader import ORIGIN, load_config, rewrite_paths
 from umbra.services.generator.tasks import GYM, VERIFIERS, write_task
 from umbra.services.modeling.run_file import load_service
 from umbra.services.process.command import ServiceContext, keys_of, service_command
 from umbra.services.process.files import named_run
 from umbra.services.process.parent import SEARCH_VARIABLE
 from umbra.services.prompts import read_source
-from umbra.services.reporting import telling
+from umbra.services.reporting import shown_scores
 
 ANSWER_S = 10.0
 DEMOS, HELD_OUT = 22_400, 1024
@@ -152,7 +152,7 @@ def evaluate(
         if not model.is_dir():
             raise UsageError(f"the run in {model.parent} has no trained model: it has not ended")
         file = model.parent / ORIGIN
-        origin = json.loads(moved(file.read_text(encoding="utf-8"), file))
+        origin = json.loads(rewrite_paths(file.read_text(encoding="utf-8"), file))
         sys.path.extend(origin["search"])
         os.environ[SEARCH_VARIABLE] = os.pathsep.join(origin["search"])  # of its processes
     settings = load_service(config, overrides=sets)
@@ -172,7 +172,7 @@ def evaluate(
 
 def _sentence(result: EvalResult, decoding: str) -> str:
     failed = f", {result.failed} of them failed" if result.failed else ""
-    scores = [f"{name} {value:.4f}, " for name, value in telling(result.scores).items()]
+    scores = [f"{name} {value:.4f}, " for name, value in shown_scores(result.scores).items()]
     return (
         f"accuracy {result.accuracy:.4f} ({decoding}, {result.samples:,} samples{failed}); "
         f"{''.join(scores)}"

@@ -26,7 +26,7 @@ from umbra.services.modeling.hub import (
     refuse_misspelt,
 )
 from umbra.services.process.parent import SEARCH_VARIABLE
-from umbra.services.prompts import pin_source, placed
+from umbra.services.prompts import locate_source, pin_source
 
 Say = Callable[[str], None]
 
@@ -74,7 +74,7 @@ def located(
 
     @cache
     def source(name: str) -> str:
-        name = placed(name, file)
+        name = locate_source(name, file)
         if pins and (pinned := pin_source(name)) != name:
             say(f"prompts: {pinned}")
             return pinned

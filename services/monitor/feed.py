@@ -28,7 +28,7 @@ SENDERS_KEPT = 256
 T = TypeVar("T")
 
 
-class PushSeen(msgspec.Struct, frozen=True, kw_only=True):
+class PushEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A version that reached a receiver, with the seconds of each phase."""
 
     version: int
@@ -42,7 +42,7 @@ class PushSeen(msgspec.Struct, frozen=True, kw_only=True):
     total_s: Number
 
 
-class RolloutSeen(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout that was trained on. `pieces` cut the response into what weights of one age said:
     characters, tokens, and staleness in steps, or None for what the environment said.
     """
@@ -65,7 +65,7 @@ class RolloutSeen(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, name, printable(getattr(self, name)))
 
 
-class SpanSeen(NamedTuple):
+class SpanEvent(NamedTuple):
     """Something that a member did, seconds since the epoch by its own clock."""
 
     name: str
@@ -77,18 +77,18 @@ class Feed:
     """A store of recent events, written by one thread and read by others."""
 
     def __init__(self) -> None:
-        self.bad = 0  # events that are not what they should be
+        self.invalid = 0  # events that are not what they should be
         self._lock = threading.Lock()
-        self._pushes: deque[PushSeen] = deque(maxlen=PUSHES_KEPT)
-        self._rollouts: deque[RolloutSeen] = deque(maxlen=ROLLOUTS_KEPT)
-        self._spans: OrderedDict[str, deque[SpanSeen]] = OrderedDict()
+        self._pushes: deque[PushEvent] = deque(maxlen=PUSHES_KEPT)
+        self._rollouts: deque[RolloutEvent] = deque(maxlen=ROLLOUTS_KEPT)
+        self._spans: OrderedDict[str, deque[SpanEvent]] = OrderedDict()
 
-    def heard(self, header: Header, event: Event) -> None:
+    def receive(self, header: Header, event: Event) -> None:
         with self._lock:
             try:
                 self._take(header, event.kind, event.fields)
             except msgspec.ValidationError:
-                self.bad += 1
+                self.invalid += 1
 
     def look(self, status: Status) -> Look:
         """Return `status` with the recent events; newest last."""
@@ -103,20 +103,20 @@ class Feed:
     def _take(self, header: Header, kind: str, fields: dict[str, Any]) -> None:
         match kind:
             case "push":
-                push = msgspec.convert(fields, PushSeen, strict=False)
+                push = msgspec.convert(fields, PushEvent, strict=False)
                 self._pushes.append(push)
                 start = header.sent_at - push.total_s
-                self._did(header.sender, [SpanSeen("push", start, header.sent_at)])
+                self._add_spans(header.sender, [SpanEvent("push", start, header.sent_at)])
             case "rollout":
-                self._rollouts.append(msgspec.convert(fields, RolloutSeen))
+                self._rollouts.append(msgspec.convert(fields, RolloutEvent))
             case "spans":
-                spans = msgspec.convert(fields.get("spans"), list[SpanSeen])
+                spans = msgspec.convert(fields.get("spans"), list[SpanEvent])
                 spans = [span._replace(name=one_line(span.name)) for span in spans]
-                self._did(header.sender, spans)
+                self._add_spans(header.sender, spans)
             case _:
                 pass
 
-    def _did(self, sender: str, spans: list[SpanSeen]) -> None:
+    def _add_spans(self, sender: str, spans: list[SpanEvent]) -> None:
         self._spans.setdefault(sender, deque(maxlen=SPANS_KEPT)).extend(spans)
         self._spans.move_to_end(sender)
         while len(self._spans) > SENDERS_KEPT:
@@ -128,9 +128,9 @@ class Look:
     """The state of a run at one moment."""
 
     status: Status
-    pushes: list[PushSeen] = field(default_factory=list[PushSeen])
-    rollouts: list[RolloutSeen] = field(default_factory=list[RolloutSeen])
-    spans: dict[str, list[SpanSeen]] = field(default_factory=dict[str, list[SpanSeen]])
+    pushes: list[PushEvent] = field(default_factory=list[PushEvent])
+    rollouts: list[RolloutEvent] = field(default_factory=list[RolloutEvent])
+    spans: dict[str, list[SpanEvent]] = field(default_factory=dict[str, list[SpanEvent]])
 
 
 class Watch:
@@ -150,7 +150,7 @@ class Watch:
         status = self.client.status(timeout_s)
         if status.events and status.events != self._endpoint:
             self._endpoint = status.events
-            self.client.subscribe(status.events, self._feed.heard)
+            self.client.subscribe(status.events, self._feed.receive)
         return self._feed.look(status)
 
     def __enter__(self) -> Watch:

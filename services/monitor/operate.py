@@ -97,7 +97,7 @@ def resume(broker: str, security: Security, timeout_s: float) -> int:
     """Go on after `umbra pause`."""
     with StatusClient(broker, security) as client:
         client.operate("resume", timeout_s)
-    click.echo("samples and batches are handed out again")
+    click.echo("resumed: samples and batches are handed out")
     return EXIT_DONE
 
 

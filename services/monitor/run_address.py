@@ -85,9 +85,9 @@ def find_address(run: str = "") -> RunAddress:
             "reached its end"
         )
     if address is None:
-        ending = (folder / "summary.json").exists()
-        state = "ending, and its buffer is gone" if ending else "starting: before training"
-        raise UsageError(f"the run in {folder} is {state}; try again")
+        if (folder / "summary.json").exists():
+            raise UsageError(f"the run in {folder} is ending: `umbra runs` says how")
+        raise UsageError(f"the run in {folder} is starting: its buffer is not up yet; try again")
     return address
 
 

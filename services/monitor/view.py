@@ -19,13 +19,13 @@ from umbra.services.reporting import (
     counts,
     idle_causes,
     number,
-    telling,
+    shown_scores,
 )
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from umbra.services.monitor.feed import Look, RolloutSeen
+    from umbra.services.monitor.feed import Look, RolloutEvent
 
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = (
@@ -146,7 +146,7 @@ def eval_text(report: EvalReport) -> str:
         text += f" ({reasons}), " if reasons else ", "
     if not report.answered:
         return text + "no accuracy yet"
-    scores = [f", {name} {value:.3f}" for name, value in telling(report.scores).items()]
+    scores = [f", {name} {value:.3f}" for name, value in shown_scores(report.scores).items()]
     return f"{text}accuracy {report.accuracy:.3f}{''.join(scores)}"
 
 
@@ -221,7 +221,9 @@ def most_telling(rows: Sequence[MemberRow], count: int) -> list[MemberRow]:
     """Return at most `count` of `rows`, in their order, preferring the ones with a problem."""
     if len(rows) <= count:
         return list(rows)
-    by_need = sorted(rows, key=lambda row: (row.state == "ready", not row.idle.startswith("still")))
+    by_need = sorted(
+        rows, key=lambda row: (row.state == "ready", not row.idle.startswith("stalled"))
+    )
     chosen = set(by_need[: count - 1])
     rows_shown = [row for row in rows if row in chosen]
     return [*rows_shown, MemberRow(f"and {len(rows) - len(rows_shown)} more", "")]
@@ -230,7 +232,7 @@ def most_telling(rows: Sequence[MemberRow], count: int) -> list[MemberRow]:
 def idle_text(member: Member) -> str:
     """Return the idle share with its main cause; or the time without progress, if long."""
     if member.idle_s >= SLOW_S:
-        return f"still for {member.idle_s:.0f} s"
+        return f"stalled {member.idle_s:.0f} s"
     causes = idle_causes(member.shares)
     if not causes:
         return "0%" if member.shares else ""
@@ -356,7 +358,7 @@ def _pushes(look: Look) -> Iterator[StyledLine]:
             yield StyledLine(f"  {text}")
 
 
-def _rollout(rollout: RolloutSeen) -> Iterator[StyledLine]:
+def _rollout(rollout: RolloutEvent) -> Iterator[StyledLine]:
     yield StyledLine(
         f"{rollout.sample}  reward {rollout.reward:.3g}  {rollout.tokens} tokens  "
         f"{rollout.turns} turns  staleness {rollout.staleness}  {rollout.finish_reason}",

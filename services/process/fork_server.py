@@ -137,7 +137,7 @@ class ForkServer:
         finally:
             inherit_orphans(False)
         raise StartupError(
-            f"no word of {' '.join(order.argv)} within {SPAWN_S:g} s: start it again"
+            f"{' '.join(order.argv)} was not started within {SPAWN_S:g} s: start the run again"
         )
 
     def close(self) -> None:

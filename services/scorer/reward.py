@@ -59,7 +59,8 @@ def _scores(tasks: Sequence[Task], outcome: EpisodeOutcome) -> list[Score]:
     values = value if isinstance(value, list) else [value]
     results = [result for result in values if isinstance(result, StepResult)]
     if len(results) != len(tasks):
-        error = error or "the environment did not answer for each sample"
+        answers = f"{len(results)} rewards for {len(tasks)} samples"
+        error = error or f"the environment returned {answers}: it must return one for each"
     for result in results:
         error = error or reward_fault(result.reward, result.reward_parts) or ""
     if error:

@@ -22,9 +22,8 @@ from programs.memory_peak import Case
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from umbra.cli import main
-from umbra.deploy.check import estimate as estimating
 from umbra.deploy.check.aside import count_of
-from umbra.deploy.check.estimate import estimate, peak
+from umbra.deploy.check.estimate import _pass, estimate, peak  # pyright: ignore[reportPrivateUsage]
 from umbra.deploy.check.machine import GIB, Machine
 from umbra.deploy.check.model_sizes import (
     PLAIN,
@@ -106,7 +105,7 @@ def test_a_step_takes_no_more_than_is_estimated(name: str, measured: dict[str, i
     with constants({"device": "cpu", **case.trainer}) as keys:
         trainer = TrainerConfig(**keys)
         sizes = sized(case.config(), trainer)
-        device, _ = estimating._pass(trainer, sizes, "cpu", case.rows * case.width, case.width)
+        device, _ = _pass(trainer, sizes, "cpu", case.rows * case.width, case.width)
     assert LEAST * measured[name] <= peak(device) <= MOST * measured[name]
 
 
@@ -115,7 +114,7 @@ def test_inputs_of_recomputed_layers_are_offloaded(monkeypatch: pytest.MonkeyPat
     keys = {"activation_checkpointing": True, "offload": "activations", "precision": "no"}
     trainer = TrainerConfig(device="cpu", **keys)
     config = ARCHITECTURES["qwen3"].config(layers=3)
-    _, (away,) = estimating._pass(trainer, sized(config, trainer), "cuda", 2 * 32, 32)
+    _, (away,) = _pass(trainer, sized(config, trainer), "cuda", 2 * 32, 32)
     asked: list[int] = []
 
     class Counted(torch.autograd.graph.save_on_cpu):
@@ -144,7 +143,7 @@ def test_ranks_that_share_rows_have_a_part_each() -> None:
 
     def kept(ranks: int) -> int:
         trainer = TrainerConfig(sequence_parallel=ranks, ranks=ranks, precision="no")
-        device, _ = estimating._pass(trainer, sized(config, trainer), "cuda", 512, 512)
+        device, _ = _pass(trainer, sized(config, trainer), "cuda", 512, 512)
         return device[0].bytes
 
     assert 0.45 * kept(1) < kept(2) < 0.75 * kept(1)

@@ -219,7 +219,7 @@ LARGE = Machine((10**12,), "large", 10**13, 10**13)
         (
             Machine((100 * GB,), "g", 10**13, 10**13),
             ["generator.device=cuda:1"],
-            ["GPU 0 has 93.1 GiB (g), of which a trainer rank needs", "moments", "trainer.ranks"],
+            ["GPU 0 has 93.1 GiB (g), a trainer rank needs", "moments", "trainer.ranks"],
         ),
         (
             Machine((179 * GB,), "g", 10**13, 10**13),

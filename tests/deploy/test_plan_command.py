@@ -119,7 +119,7 @@ def test_keys_that_the_user_s_modules_can_read_are_named(
     files = [str(tmp_path / "cluster.toml"), str(run_file), "--out", str(tmp_path / "out")]
     assert cli.main(["plan", *files, *more]) == 0
     said = capsys.readouterr().err
-    assert (f"keys of other roles in {tmp_path / seen}: choose another --out" in said) == bool(seen)
+    assert (f"keys of other roles in {tmp_path / seen}: set another --out" in said) == bool(seen)
 
 
 def test_a_run_without_keys_has_to_ask_for_it(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def header(sender: str = "m") -> Header:
 def heard(*events: tuple[str, dict[str, Any]], sender: str = "m") -> Feed:
     feed = Feed()
     for kind, fields in events:
-        feed.heard(header(sender), Event(kind=kind, fields=fields))
+        feed.receive(header(sender), Event(kind=kind, fields=fields))
     return feed
 
 

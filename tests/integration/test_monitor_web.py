@@ -28,8 +28,8 @@ def board() -> Board:
 def full_look(**changes: Any) -> Look:
     feed = Feed()
     spans = [["decode", 100.0 + i, 100.8 + i] for i in range(60)]
-    feed.heard(header("generator-0"), Event(kind="spans", fields={"spans": spans}))
-    feed.heard(header("trainer"), Event(kind="rollout", fields=ROLLOUT))
+    feed.receive(header("generator-0"), Event(kind="spans", fields={"spans": spans}))
+    feed.receive(header("trainer"), Event(kind="rollout", fields=ROLLOUT))
     base = look(**changes)
     return dataclasses.replace(feed.look(base.status), pushes=base.pushes)
 

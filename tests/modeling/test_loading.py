@@ -55,9 +55,9 @@ def test_gpus_that_torch_does_not_see_are_not_left_out_without_a_word(
     ("name", "gpus", "said"),
     [
         ("gpu", 1, "device 'gpu': use cpu, cuda, cuda:1, ... or auto"),
-        ("cuda", 0, "device 'cuda': this machine has 0 CUDA devices"),
-        ("cuda:0", 0, "device 'cuda:0': this machine has 0 CUDA devices"),
-        ("cuda:2", 2, "device 'cuda:2': this machine has 2 CUDA devices"),
+        ("cuda", 0, "device 'cuda': this machine has 0 CUDA devices: use cpu or auto"),
+        ("cuda:0", 0, "device 'cuda:0': this machine has 0 CUDA devices: use cpu or auto"),
+        ("cuda:2", 2, "device 'cuda:2': this machine has 2 CUDA devices: use cuda:0 to cuda:1"),
     ],
 )
 def test_a_device_that_is_not_there_is_named(

@@ -24,8 +24,8 @@ from umbra.services.monitor.feed import Feed
 )
 def test_what_cannot_be_drawn_is_counted_and_left_out(kind: str, fields: dict[str, Any]) -> None:
     feed = Feed()
-    feed.heard(header("g"), Event(kind=kind, fields=fields))
-    assert feed.bad == 1
+    feed.receive(header("g"), Event(kind=kind, fields=fields))
+    assert feed.invalid == 1
     assert not (
         feed.look(status()).pushes or feed.look(status()).rollouts or feed.look(status()).spans
     )
@@ -34,9 +34,9 @@ def test_what_cannot_be_drawn_is_counted_and_left_out(kind: str, fields: dict[st
 def test_a_models_words_and_reasons_lose_their_control_characters() -> None:
     feed = Feed()
     said = ROLLOUT | {"prompt": "a\nb\x1b[2J", "response": "c\x07\n"}
-    feed.heard(header("g"), Event(kind="rollout", fields=said))
-    feed.heard(header("g"), Event(kind="spans", fields={"spans": [["idle: a\nb", 1.0, 2.0]]}))
+    feed.receive(header("g"), Event(kind="rollout", fields=said))
+    feed.receive(header("g"), Event(kind="spans", fields={"spans": [["idle: a\nb", 1.0, 2.0]]}))
     (sample,) = feed.look(status()).rollouts
     assert (sample.prompt, sample.response) == ("a\nb [2J", "c \n")
     assert feed.look(status()).spans["g"][0].name == "idle: a b"
-    assert not feed.bad
+    assert not feed.invalid

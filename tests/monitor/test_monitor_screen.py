@@ -8,7 +8,7 @@ from fakes.looks import PUSH, ROLLOUT, header, heard, look, status
 from rich.console import Console
 
 from umbra.proto.messages import Event
-from umbra.services.monitor.feed import PUSHES_KEPT, SPANS_KEPT, Look, PushSeen
+from umbra.services.monitor.feed import PUSHES_KEPT, SPANS_KEPT, Look, PushEvent
 from umbra.services.monitor.view import screen
 
 
@@ -51,7 +51,7 @@ def test_events_become_what_is_shown() -> None:
         ("of no interest", {}),
     )
     (push,) = feed.look(status()).pushes
-    assert push == PushSeen(**{k: v for k, v in PUSH.items() if k != "epoch"})
+    assert push == PushEvent(**{k: v for k, v in PUSH.items() if k != "epoch"})
     assert [one.sample for one in feed.look(status()).rollouts] == ["s-9"]
     assert [tuple(span) for span in feed.look(status()).spans["m"]] == [
         ("push", -0.02, 0.0),
@@ -72,7 +72,7 @@ def test_events_become_what_is_shown() -> None:
 )
 def test_bad_events_are_counted(kind: str, fields: dict[str, Any]) -> None:
     feed = heard((kind, fields))
-    assert feed.bad == 1
+    assert feed.invalid == 1
     seen = feed.look(status())
     assert not (seen.pushes or seen.rollouts or seen.spans)
 
@@ -84,7 +84,7 @@ def test_what_is_kept_is_bounded() -> None:
     for number in range(300):
         spans = [["decode", float(i), i + 1.0] for i in range(100)]
         sender = "busy" if number % 2 else f"other-{number}"
-        feed.heard(header(sender), Event(kind="spans", fields={"spans": spans}))
+        feed.receive(header(sender), Event(kind="spans", fields={"spans": spans}))
     assert len(feed.look(status()).spans["busy"]) == SPANS_KEPT
     assert len(feed.look(status()).spans) <= 256
 

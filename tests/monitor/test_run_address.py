@@ -33,7 +33,7 @@ def test_a_run_is_named_by_its_folder_its_id_or_not_at_all(
     old, new = made("old", 1.0, "tcp://h:1"), made("new", 2.0)
     assert find_run("old") == find_run("runs/old") == find_run(str(old)) == old
     assert find_run() == new
-    with pytest.raises(UsageError, match="neither older nor runs/older is a folder"):
+    with pytest.raises(UsageError, match="neither it nor runs/older is a folder"):
         find_run("older")
     # The newest is over, so commands are for the newest that is under way.
     with folder_lock(old):
@@ -42,7 +42,7 @@ def test_a_run_is_named_by_its_folder_its_id_or_not_at_all(
             find_address("new")
         RunAddress.forget(old)
         (new / "config.json").unlink()  # as a demo that makes its model
-        for held, said in ((old, "old is starting: before training"), (new, "new is starting")):
+        for held, said in ((old, "old is starting: its buffer"), (new, "new is starting")):
             with nullcontext() if held == old else folder_lock(held):
                 with pytest.raises(UsageError, match=said):
                     find_address()

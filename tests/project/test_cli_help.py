@@ -68,7 +68,7 @@ def test_a_wrong_name_is_refused(
     ("words", "told"),
     [
         ([], "is under way: name a run's folder, or its buffer by --broker tcp://host:port"),
-        (["nothing"], "nothing is no run: neither nothing nor runs/nothing is a folder"),
+        (["nothing"], "nothing is no run: neither it nor runs/nothing is a folder"),
         (["nothing", "--broker", "tcp://h:1"], "RUN nothing and --broker tcp://h:1 both name"),
         (["--hub", "nowhere"], "--hub nowhere: write it as tcp://host:port"),
         (["--hub", "tcp://h:1", "--member", "trainer"], "are different checks: give one"),

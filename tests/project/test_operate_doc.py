@@ -68,7 +68,7 @@ def test_every_message_is_one_of_the_code() -> None:
 def test_every_file_of_a_run_has_its_line() -> None:
     """As far as the code names them in one place."""
     text = section("Losing a file")
-    folder = (ROOT / "deploy" / "files" / "run_folder.py").read_text(encoding="utf-8")
+    folder = (ROOT / "deploy" / "run_folder.py").read_text(encoding="utf-8")
     named = set(re.findall(r'_Below\("([\w.]+)"', folder)) - {"model"}  # which is the result
     assert named
     assert [name for name in sorted(named) if f"`{name}" not in text] == []

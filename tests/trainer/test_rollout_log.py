@@ -102,7 +102,7 @@ def test_what_is_told_is_printable_and_keeps_its_length() -> None:
     feed = heard(("rollout", told(row)), ("rollout", {**row, "reward": float("nan")}))
     (seen,) = feed.look(status()).rollouts
     assert (seen.prompt, seen.response) == (" [2J", "a  b\nc d")
-    assert feed.bad == 1
+    assert feed.invalid == 1
 
 
 @pytest.fixture
