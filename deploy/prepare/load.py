@@ -19,13 +19,8 @@ set_option = click.option(
 )
 
 
-def load_run(run_file: Path, overrides: tuple[str, ...]) -> RunConfig:
-    """Return the configuration of `run_file` as `located`, whose errors it raises."""
-    return load_given(run_file, overrides)[0]
-
-
 def load_given(run_file: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, dict[str, Any]]:
-    """Return `load_run`, and the tree of the given settings, without defaults."""
+    """Return the configuration of `run_file` as `located`, and the settings that are given."""
     tree = load_tree(run_file, overrides=overrides)
     return located(msgspec.convert(tree, RunConfig), run_file, note), tree
 

@@ -22,7 +22,7 @@ from fakes.slowness import limit
 from fakes.waiting import until
 
 from umbra import cli
-from umbra.deploy.prepare.load import load_run
+from umbra.deploy.prepare.load import load_given
 from umbra.deploy.prepare.preflight import check_packages, check_room
 from umbra.deploy.prepare.stage import find_rows, try_aside
 from umbra.deploy.run.command import check_extension
@@ -313,7 +313,7 @@ def test_ctrl_c_before_anything_has_begun(here: Path) -> None:
 def ended(here: Path, *settings: str) -> RunFolder:
     folder = RunFolder(here / "runs" / "run-1")
     (folder.checkpoints / "step-4").mkdir(parents=True)
-    folder.config.write_bytes(to_json(load_run(here / "run.toml", settings)))
+    folder.config.write_bytes(to_json(load_given(here / "run.toml", settings)[0]))
     folder.summary.write_text('{"exit_code": 0}')
     return folder
 
@@ -343,13 +343,13 @@ def test_a_run_that_cannot_be_trained_on(
 def test_what_the_rate_of_a_longer_run_does(here: Path) -> None:
     folder = ended(here)
     linear = ("run.steps=8", "trainer.schedule=linear", "trainer.warmup_steps=0")
-    told = check_extension(folder, load_run(here / "run.toml", linear))
+    told = check_extension(folder, load_given(here / "run.toml", linear)[0])
     assert "from 0.00025, where the run ended, to 0.0005, and falls to 0.000125" in told
-    told = check_extension(folder, load_run(here / "run.toml", linear[:1]))
+    told = check_extension(folder, load_given(here / "run.toml", linear[:1])[0])
     assert told == "4 steps are done; the learning rate stays at 0.001"
     (folder.checkpoints / "step-4").rmdir()
     with pytest.raises(UsageError, match="left no checkpoint"):
-        check_extension(folder, load_run(here / "run.toml", linear))
+        check_extension(folder, load_given(here / "run.toml", linear)[0])
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_prompts_that_leave_little_room_or_none(here: Path) -> None:
     (here / "prompts.jsonl").write_text("".join(rows))
 
     def warnings(*settings: str) -> list[str]:
-        config = load_run(here / "run.toml", settings)
+        config = load_given(here / "run.toml", settings)[0]
         return check_chat(config, find_rows(config))
 
     assert warnings() == []
@@ -390,11 +390,11 @@ def test_rows_of_a_parquet_file_and_of_several_sources(here: Path) -> None:
     parquet.write_table(table, here / "prompts.parquet")
     for setting in ("data.prompts=prompts.parquet", 'data.prompts={"prompts.parquet" = 1.0}'):
         settings = (setting, *(() if "prompts=" in setting else ("data.prompts=",)))
-        config = load_run(here / "run.toml", settings)
+        config = load_given(here / "run.toml", settings)[0]
         try_aside(config, [here])
         with pytest.raises(UsageError, match="no such thing"):
             bad = (*settings, "environment.reward=tiny_reward:raises")
-            try_aside(load_run(here / "run.toml", bad), [here])
+            try_aside(load_given(here / "run.toml", bad)[0], [here])
 
 
 def test_a_disk_that_is_full_from_the_start(

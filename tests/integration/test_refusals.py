@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from umbra import cli
-from umbra.deploy.prepare.load import load_run
+from umbra.deploy.prepare.load import load_given
 from umbra.deploy.run_folder import RunFolder
 from umbra.services.config.loader import to_json
 from umbra.services.process.fork_server import ForkServer
@@ -36,7 +36,7 @@ def test_a_run_that_may_not_go_on_is_left_as_it_was(project: Path) -> None:
     folder.mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        config = load_run(project / "run.toml", (f"run.broker={address}",))
+        config = load_given(project / "run.toml", (f"run.broker={address}",))[0]
         (folder / "config.json").write_bytes(to_json(config))
         before = {"ledger": {"issued": 8, "trained": 8, "ended": {}, "in_flight": {}}}
         (folder / "buffer.json").write_text(json.dumps({**before, "ending": "drained"}))
@@ -63,7 +63,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_settings_with_which_a_run_cannot_go_on_are_not_kept(project: Path) -> None:
     folder = project / "runs" / "run-1"
     folder.mkdir(parents=True)
-    config = load_run(project / "run.toml", ())
+    config = load_given(project / "run.toml", ())[0]
     (folder / "config.json").write_bytes(to_json(config))
     files = contents(folder)
     for setting, said in (
@@ -80,7 +80,7 @@ def test_settings_with_which_a_run_cannot_go_on_are_not_kept(project: Path) -> N
 def test_a_second_up_on_a_folder_is_refused_and_told_who_has_it(project: Path) -> None:
     folder = project / "runs" / "run-1"
     folder.mkdir(parents=True)
-    config = load_run(project / "run.toml", ())
+    config = load_given(project / "run.toml", ())[0]
     (folder / "config.json").write_bytes(to_json(config))
     with RunFolder.existing(folder).held():
         files = contents(folder)
