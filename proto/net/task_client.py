@@ -24,7 +24,7 @@ GRACE_S = 60.0  # without an answer for so long, the buffer is gone
 # For so long results wait for others to go with them: a message and the commit that it is answered
 # after cost as much as a dozen samples.
 GATHER_S = 0.02
-MIXED = f"tokens of more than {SPANS} versions: it begins again"
+MIXED = f"tokens of more than {SPANS} versions"
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class TaskClient:
         `flush` send the gathered tasks at once.
         """
         if mixed := [result for result in results if not _fits(result)]:
-            log.warning("%d samples have %s", len(mixed), MIXED)
+            log.warning("%d samples restart: %s", len(mixed), MIXED)
             ids = [(result.sample_id, result.attempt) for result in mixed]
             self.give_back(
                 [m.ReturnedSample(sample_id=name, attempt=n, reason=MIXED) for name, n in ids]

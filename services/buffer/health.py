@@ -355,7 +355,7 @@ class Health:
             yield "zero_gradient", text, {"steps": float(self._still)}
         if self._skipped and (share := fmean(self._skipped)):
             text = (
-                f"{share:.0%} of the updates of the last {len(self._skipped)} steps were left out "
+                f"{share:.0%} of the updates of the last {len(self._skipped)} steps were skipped "
                 "(the columns skipped/... of the metrics say why)"
             )
             yield "skipped_updates", text, {"share": share}

@@ -61,14 +61,14 @@ command = service_command("generator", _run, load=load_service)
     type=click.IntRange(0),
     help=f"Worked examples.  [default: {DEMOS}; of gym:NAME none]",
 )
-@click.option("--environment", default="", help="Name for which rows are, of [[environments]].")
+@click.option("--environment", default="", help="The one of [[environments]] that rows are for.")
 @click.option("--python", default="", help="Python that has the library, for verifiers:ID.")
 @click.option(
     "--option",
     "options",
     multiple=True,
     metavar="KEY=VALUE",
-    help="As of environment.options, for verifiers:ID; a parameter of the dataset, for gym:NAME.",
+    help="environment.options for verifiers:ID, a parameter of the dataset for gym:NAME.",
 )
 def make_task(
     task: str,

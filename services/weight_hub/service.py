@@ -69,7 +69,7 @@ class Bindings:
             if owner.role != request.role or (known and owner.identity != request.identity):
                 return _not_allowed(f"{header.sender!r} came over another connection")
             if not known and not begins:
-                return _not_allowed(f"{header.sender!r} has not begun with this incarnation")
+                return _not_allowed(f"{header.sender!r} is of an unknown incarnation")
         if begins and not known:
             self.owners[header.sender] = _Owner(header.incarnation, request.identity, request.role)
         if header.sender in self.owners:
