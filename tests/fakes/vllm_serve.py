@@ -19,7 +19,7 @@ ENVIRONMENT = {
 }
 
 
-# The command `vllm` of the build for CPUs, which asks for its version by another name than its own.
+# The command `vllm` of the build for CPUs, which asks for its version by another name.
 COMMAND = """
 import importlib.metadata as metadata
 version = metadata.version
@@ -31,10 +31,7 @@ if __name__ == "__main__":
 
 
 class VllmServe:
-    """One under way, at a socket of the folder that its `log` is in, or at `port` if that is not 0.
-
-    It writes what it says to `log`; `enter` runs a command on another host.
-    """
+    """One at a socket beside its `log`, or at `port` if not 0; `enter` runs it on another host."""
 
     def __init__(
         self,
@@ -51,11 +48,12 @@ class VllmServe:
         self.url = f"http://127.0.0.1:{port}" if port else f"unix:{path}"
         where = ("--host", "127.0.0.1", "--port", str(port)) if port else ("--uds", str(path))
         self._argv = [
-            *enter, "nice", "-n", "10", sys.executable, "-c", COMMAND, "serve", str(model),
-            *where, "--seed", str(seed), "--dtype", "float32", "--max-model-len", str(context),
+            *enter, "nice", "-n", "10", sys.executable, "-c", COMMAND, "serve", str(model), *where,
+            "--seed", str(seed), "--dtype", "float32", "--max-model-len", str(context),
             "--max-num-seqs", str(slots), "--block-size", "32", "--enforce-eager",
             "--enable-scale-out", "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs",
-            "--weight-transfer-config", '{"backend": "umbra"}',
+            "--weight-transfer-config", '{"backend": "umbra"}', "--distributed-executor-backend",
+            "vllm.v1.executor.uniproc_executor.UniProcExecutor",
         ]  # fmt: skip
         self._log = log
         self.start()

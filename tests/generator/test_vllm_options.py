@@ -110,7 +110,7 @@ def test_room_for_every_slot_in_the_kv_cache() -> None:
             of(model_type="qwen2", use_sliding_window=True, layer_types=["full_attention"]),
             "a window or none",
         ),
-        ({}, of(**vars(LATENT), rope_parameters={"rope_type": "default"}), "parts of queries"),
+        ({}, of(**vars(LATENT), rope_parameters={"rope_type": "default"}), "rotates queries"),
     ],
 )
 def test_what_would_be_wrong_after_new_weights_is_refused(

@@ -87,9 +87,10 @@ def config(
 @pytest.fixture(scope="module")
 def engine(config: RunConfig) -> Iterator[Engine]:
     opened = open_engine(config, "generator-0")
+    assert not processes("Worker"), "its core would spin while it waits for one"
     yield opened.engine
     opened.engine.close()
-    assert config.generator.urls or not cores()
+    assert config.generator.urls or not processes("EngineCore")
     del opened
     gc.collect()  # here, where vLLM's warnings about its own sockets are ignored
 
@@ -102,11 +103,11 @@ def served(engine: Engine, models: dict[int, Any]) -> Engine:
     return engine
 
 
-def cores() -> list[psutil.Process]:
+def processes(name: str) -> list[psutil.Process]:
     found: list[psutil.Process] = []
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # one that has just ended, zombies included
-            if "EngineCore" in " ".join(child.cmdline()):
+            if name in " ".join(child.cmdline()):
                 found.append(child)
     return found
 
@@ -327,7 +328,7 @@ def test_it_ends_with_a_reason(config: RunConfig, served: Engine, models: dict[i
         pytest.skip("servers may come back: tests/generator/test_http_engine.py")
     served.submit([request(i) for i in range(8)])
     done = decode(served, 8)  # one may end early
-    for core in cores():
+    for core in processes("EngineCore"):
         os.kill(core.pid, signal.SIGKILL)
     reason = r"core died \(EngineCore killed by SIGKILL"
     with pytest.raises(EngineError, match=reason):

@@ -36,6 +36,8 @@ OLDEST = NEWEST = (0, 32)  # that runs were made with; 0.33 was read (`private.p
 _TIES = 8  # tokens that are asked for beyond top_k, all that tie with its last being kept
 _BLOCK_TOKENS = 128  # of vLLM's KV cache on CPUs
 _RECENT = 256  # sequences
+_BIND, _NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+_IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _KV_SPARE = 1.25  # room for prefixes that are kept for later requests
 # Engine arguments that follow from keys of ours.
 _KEYS = {
@@ -113,7 +115,7 @@ def set_environment(config: GeneratorConfig) -> None:
         # As on CPUs: in a fork of a process that asked torch for GPUs, CUDA does not work.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it has no logprobs of tokens cut off; saves nvcc
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all engines of a host share its first core
+        _BIND: _NO_BIND,  # else all engines of a host share its first core
     }
     if config.threads:
         defaults["OMP_NUM_THREADS"] = str(config.threads)
@@ -423,6 +425,9 @@ def engine_arguments(
         ours["enforce_eager"] = True
         needed = kv_cache_bytes(hf_config, config, getattr(torch, dtype))
         ours["kv_cache_memory_bytes"] = needed
+        if config.tensor_parallel == 1 and os.environ.get(_BIND, _NO_BIND) == _NO_BIND:
+            # Not "uni", which vLLM turns into "mp": a core that spins until its worker is done.
+            ours["distributed_executor_backend"] = _IN_CORE
     return ours | config.engine_args
 
 
