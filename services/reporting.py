@@ -28,11 +28,7 @@ def cause_of(activity: str) -> str:
 
 
 def busy(seconds: Mapping[str, float]) -> float:
-    """Return the share of the recorded time in which a service did anything but wait.
-
-    Args:
-        seconds: seconds, or shares of the time, by activity.
-    """
+    """Return the share of `seconds`, by activity, in which a service did anything but wait."""
     total = sum(seconds.values())
     return sum(s for name, s in seconds.items() if not is_idle(name)) / total if total else 0.0
 
@@ -81,11 +77,8 @@ def eval_scores(rewards: Mapping[str, Sequence[float]], answers: int) -> dict[st
     """Return `pass@k` for k = 1, 2, 4, ... and `answers`, and `mean@answers`; means over prompts.
 
     `mean@k` is the mean reward of k answers (avg@k elsewhere). Prompts with fewer than k answers
-    are left out, and a score that no prompt has enough answers for.
-
-    Args:
-        rewards: of the answers to each prompt, by its id; those that failed count as 0.
-        answers: answers that each prompt should have.
+    are left out, and a score that no prompt has enough answers for. `rewards` are by prompt id, and
+    count answers that failed as 0; each prompt should have `answers`.
     """
     scores: dict[str, float] = {}
     for k in sorted({1 << power for power in range(answers.bit_length())} | {answers}):

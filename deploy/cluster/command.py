@@ -124,9 +124,7 @@ def render(
 ) -> dict[str, str]:
     """Return the texts of `formats` by their path below `out`, which is absolute.
 
-    Args:
-        modules: folder of the user's own Python modules; empty if there are none.
-        keys: folder of the run's keys; None if it has none.
+    `modules` is the folder of the user's own Python modules, or empty; `keys` that of the run's.
 
     Raises:
         UsageError: the plan cannot be rendered so.

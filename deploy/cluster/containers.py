@@ -15,14 +15,7 @@ from typing import Any
 import yaml
 
 from umbra.deploy.cluster.cluster_file import Node
-from umbra.deploy.cluster.launch import (
-    CONFIG_FILE,
-    RESTARTS,
-    Launch,
-    Paths,
-    environment,
-    launches,
-)
+from umbra.deploy.cluster.launch import CONFIG_FILE, RESTARTS, Launch, Paths, environment, launches
 from umbra.deploy.cluster.plan import Plan
 from umbra.proto.errors import UsageError
 

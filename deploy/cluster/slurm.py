@@ -117,13 +117,9 @@ exit "$code"
 def slurm_files(
     plan: Plan, config: str, *, out: Path, keys: Path | None, modules: str
 ) -> dict[str, str]:
-    """Return the script that `sbatch` takes, and the run's configuration.
+    """Return the script that `sbatch` takes, and the run's configuration, whose text is `config`.
 
-    Args:
-        config: the text of that.
-        out: folder of both, which receives the script's output.
-        keys: folder of the run's keys.
-        modules: folder of the user's own modules.
+    Both go into the folder `out`, which receives the script's output.
 
     Raises:
         UsageError: a name or path cannot be written in the script.

@@ -284,11 +284,7 @@ def compare_torch_engine(
 ) -> Iterator[Row]:
     """Rows about sampled tokens: one version throughout, then a change while they are sampled.
 
-    Args:
-        directory: of the model, which has the weights of the first version.
-        reference: of the same model, with any weights.
-        versions: two that differ.
-        checked: see `check_architecture`.
+    `directory` has the model with the weights of the first version, `reference` any weights of it.
     """
     model = load_model(directory, _CPU, torch.float32, "PATH", checked)
     engine = TorchEngine(model, stop_ids=(), slots=_SLOTS, max_context=_CONTEXT, version=0)

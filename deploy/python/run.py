@@ -51,17 +51,12 @@ class RunChild:
     Its output goes to the terminal, where it draws its live screen, or as lines through
     `sys.stdout`, which a notebook shows below its cell. `error` keeps the
     sentence of an error with which it ends, for the exception.
-
-    Args:
-        folder: the run's.
-        flags: of `umbra up`.
-        show: whether its progress is shown.
     """
 
     def __init__(self, folder: Path, *flags: str, show: bool = True) -> None:
         self.error = ""
         argv = umbra_argv("up", str(folder), *flags, *(() if show else ("--quiet",)))
-        self._by_numberers: list[threading.Thread] = []
+        self._readers: list[threading.Thread] = []
         direct = sys.stdout is sys.__stdout__ and sys.stdout.isatty()  # not put in its place
         take = partial(print, flush=True) if show else len  # `--quiet` prints the outcome
         out = None if direct and show else self._through(take)
@@ -75,7 +70,7 @@ class RunChild:
 
     def poll(self) -> int | None:
         code = self._child.poll()
-        for reader in () if code is None else self._by_numberers:
+        for reader in () if code is None else self._readers:
             reader.join(JOIN_S)
         return code
 
@@ -92,10 +87,8 @@ class RunChild:
                 for line in lines:
                     take(line.rstrip("\n"))
 
-        self._by_numberers.append(
-            threading.Thread(target=forward, name="umbra-up-output", daemon=True)
-        )
-        self._by_numberers[-1].start()
+        self._readers.append(threading.Thread(target=forward, name="umbra-up-output", daemon=True))
+        self._readers[-1].start()
         return writing
 
     def _take_line(self, line: str) -> None:

@@ -66,14 +66,7 @@ def recorded_look(
 ) -> dict[str, Any]:
     """Return what the page draws, as a live run has it (`look_dict`).
 
-    Args:
-        run_id: of the run.
-        figures: from its metrics.
-        summary: empty while the run is under way.
-        facts: names and values at the top.
-        status: the last one of the buffer; may be empty.
-        config: the resolved configuration; may be empty.
-        rollouts: to read.
+    `summary` is empty while the run is under way; `status`, the buffer's last, and `config` may be.
     """
     steps = figures.steps
     size = max(1, math.ceil(len(steps) / POINTS))

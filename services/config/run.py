@@ -149,9 +149,8 @@ class WeightHubConfig(Section):
     def first_version_s(self, nbytes: int) -> float:
         """Return the seconds to wait for a first version where the trainer has yet to start.
 
-        Args:
-            nbytes: of the model, which is read, has `slots` of its size allocated, and is written
-                to one of these and brought to the receiver.
+        The `nbytes` of the model are read, allocated `slots` times, written to one of these, and
+        brought to the receiver.
         """
         return self.pace.after(START_S).limit_s((3 + self.slots) * nbytes)
 

@@ -194,10 +194,7 @@ def _file(name: str, media_type: str) -> Resource:
 class PageServer:
     """A server of `resources`, by path, in a thread of its own until it is closed.
 
-    Args:
-        address: `[HOST]:PORT`; without a host it is this machine alone.
-        flag: that says it, for errors.
-        resources: by path.
+    `address` is `[HOST]:PORT`, without a host this machine alone; errors name its `flag`.
 
     Raises:
         UsageError: it is no address.

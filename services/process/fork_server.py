@@ -65,9 +65,7 @@ class ForkServer:
 
     In a process that a server has forked it is a fork of that process, which has imported all.
 
-    Args:
-        environ: of the server: what libraries read while they are imported is the same in all its
-            forks.
+    What libraries read of its `environ` while they are imported is the same in all its forks.
     """
 
     in_fork: ClassVar[bool] = False  # this process was forked by a server

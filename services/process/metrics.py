@@ -107,10 +107,7 @@ class MetricsFile:
     Whoever watches gets the same: `spans` holds the last ones, and `on_row` is called with kind and
     fields of every other row.
 
-    Args:
-        path: the file, made if missing; None writes nothing.
-        service: stamped on every line.
-        clock: seconds since the epoch.
+    The file is made if it is missing; path None writes nothing. `clock`: seconds since the epoch.
     """
 
     def __init__(

@@ -32,11 +32,7 @@ def _pack(message: object, *, with_fd: bool = False) -> bytes:
 
 
 class _End(Generic[T]):
-    """One end of a pipe.
-
-    Args:
-        kind: of the messages that come: a type, or a union of tagged ones.
-    """
+    """One end of a pipe; `kind` is the type of messages that come, or a union of tagged ones."""
 
     def __init__(self, end: socket.socket, kind: Any) -> None:
         self._end = end

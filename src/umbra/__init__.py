@@ -39,17 +39,11 @@ __all__ = [
     "train",
 ]
 
+_PROTOCOL = ("Environment", "Opening", "SampleError", "StepResult", "Tool")
 _HOMES = {
-    "Environment": "umbra.services.environments.protocol",
-    "Opening": "umbra.services.environments.protocol",
-    "Run": "umbra.deploy.python.run",
-    "SampleError": "umbra.services.environments.protocol",
-    "Step": "umbra.deploy.python.run",
-    "StepResult": "umbra.services.environments.protocol",
-    "Tool": "umbra.services.environments.protocol",
-    "UmbraError": "umbra.proto.errors",
-    "UsageError": "umbra.proto.errors",
-    "attach": "umbra.deploy.python.run",
+    **dict.fromkeys(_PROTOCOL, "umbra.services.environments.protocol"),
+    **dict.fromkeys(("Run", "Step", "attach"), "umbra.deploy.python.run"),
+    **dict.fromkeys(("UmbraError", "UsageError"), "umbra.proto.errors"),
     "train": "umbra.deploy.python.train",
 }
 
