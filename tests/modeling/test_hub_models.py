@@ -12,7 +12,7 @@ import pytest
 from fakes.hub import Hub, ask_there, serving
 
 from umbra import cli
-from umbra.deploy.prepare.load import load_run
+from umbra.deploy.prepare.load import load_given
 from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import RunConfig
@@ -192,7 +192,7 @@ class TestARun:
         self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         commit = hub.add_model(NAME, tiny_model_dir)
-        config = load_run(run_of(tmp_path), ())
+        config = load_given(run_of(tmp_path), ())[0]
         assert (config.model.path, config.model.revision) == (NAME, commit)
         assert f"model: {NAME}, commit {commit}" in capsys.readouterr().err
         check_run(config)
@@ -207,33 +207,33 @@ class TestARun:
         fetch(NAME, "model.path")
         (tmp_path / "acme").mkdir()
         here = shutil.copytree(tiny_model_dir, tmp_path / NAME)
-        config = load_run(run_of(tmp_path), ())
+        config = load_given(run_of(tmp_path), ())[0]
         assert config.model.name == str(here)
         with pytest.raises(UsageError, match=f"model.path is the directory {here}: remove it"):
-            load_run(run_of(tmp_path, revision="main"), ())
+            load_given(run_of(tmp_path, revision="main"), ())
 
     def test_a_path_with_a_mistake_is_not_looked_for(
         self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         shutil.copytree(tiny_model_dir, tmp_path / "models" / "base")
         with pytest.raises(UsageError, match=r"is taken for a path.* mean models/base\?.*@main"):
-            load_run(run_of(tmp_path, "models/bse"), ())
+            load_given(run_of(tmp_path, "models/bse"), ())
         with pytest.raises(UsageError, match=r"scorer\.model: models/bse is taken for a path"):
-            load_run(run_of(tmp_path, "models/base"), ("scorer.model=models/bse",))
+            load_given(run_of(tmp_path, "models/base"), ("scorer.model=models/bse",))
         assert cli.main(["eval", "models/bse", "--prompts", "prompts.jsonl"]) == 2
         assert "MODEL: models/bse is taken for a path" in capsys.readouterr().err
         assert hub.requests == []
         commit = hub.add_model("models/bse", tiny_model_dir)
         for keys in ({"revision": "main"}, {}):
             name = "models/bse" if keys else "models/bse@main"
-            assert load_run(run_of(tmp_path, name, **keys), ()).model.revision == commit
+            assert load_given(run_of(tmp_path, name, **keys), ())[0].model.revision == commit
 
     def test_the_reference_and_the_critic_too(
         self, hub: Hub, tiny_model_dir: Path, tmp_path: Path
     ) -> None:
         commit = hub.add_model(NAME, tiny_model_dir)
         settings = (f"scorer.model={NAME}", f"critic.path={NAME}@main")
-        config = load_run(run_of(tmp_path, str(tiny_model_dir)), settings)
+        config = load_given(run_of(tmp_path, str(tiny_model_dir)), settings)[0]
         assert config.model.name == str(tiny_model_dir)
         assert config.scorer.model == config.critic.path == f"{NAME}@{commit}"
 

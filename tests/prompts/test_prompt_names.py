@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes.hub import Hub, ask_there, serving
 
-from umbra.deploy.prepare.load import load_run
+from umbra.deploy.prepare.load import load_given
 from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import open_prompts, rows_to_try
@@ -78,7 +78,7 @@ class TestColumns:
 def test_a_url_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[data]\nprompts = "https://host/rows.jsonl?key=hidden"\n')
     with pytest.raises(UsageError, match=r"rows\.jsonl: prompts are not read from URLs") as refused:
-        load_run(tmp_path / "run.toml", ())
+        load_given(tmp_path / "run.toml", ())
     assert "hidden" not in str(refused.value)
 
 
@@ -130,7 +130,7 @@ class TestDataSets:
         text = f'[model]\npath = "{tiny_model_dir}"\n[data]\nprompts = "datasets:rows:train[:3]"\n'
         run_file.write_text(text)
         monkeypatch.chdir(tmp_path)
-        config = load_run(run_file, ())
+        config = load_given(run_file, ())[0]
         assert config.data.prompts == f"datasets:{tmp_path}/mine/rows:train[:3]"
         (tmp_path / "mine" / "rows").rename(tmp_path / "rows")
-        assert load_run(run_file, ()).data.prompts == f"datasets:{tmp_path}/rows:train[:3]"
+        assert load_given(run_file, ())[0].data.prompts == f"datasets:{tmp_path}/rows:train[:3]"
