@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from umbra.services.monitor.feed import Watch
+from umbra.services.monitor.client import Watch
 from umbra.services.monitor.view import screen
 
 HERE = Path(__file__).parent

@@ -10,8 +10,14 @@ from typing import Any
 
 import click
 
-from umbra.deploy.report.recording import Figures, gather, recorded, write_trace
-from umbra.deploy.report.summary import balanced, summary_rows
+from umbra.deploy.report.summary import (
+    Figures,
+    balanced,
+    gather,
+    recorded,
+    summary_rows,
+    write_trace,
+)
 from umbra.deploy.run_folder import (
     Row,
     RunFolder,

@@ -17,8 +17,7 @@ from umbra.deploy.run_folder import RunFolder, StepFollower
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
 from umbra.proto.net.keys import Security
-from umbra.services.monitor.client import StatusClient
-from umbra.services.monitor.feed import Look
+from umbra.services.monitor.client import Look, StatusClient
 from umbra.services.monitor.view import NewWarnings, headline, screen
 
 FRAME_S = 0.25

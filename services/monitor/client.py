@@ -1,18 +1,31 @@
-"""Talks to a run's buffer without joining the run: looking changes nothing, and asking may."""
+"""Talks to a run's buffer without joining the run: looking changes nothing, and asking may.
+
+A `Watch` gets the status, and recent events that members send to monitors: pushes, rollouts, spans.
+Any member can make these up, and they are drawn in a terminal: so numbers are finite, and nothing
+that is kept has control characters.
+"""
 
 from __future__ import annotations
 
+import threading
 import uuid
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple, TypeVar
 
+import msgspec
 import zmq
+from msgspec import Meta
 
 from umbra.proto import messages as m
+from umbra.proto.bounds import PARTS, Name, Number, one_line, printable
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError
+from umbra.proto.messages import Event, Header, Status
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.sockets import check_address
+from umbra.services.monitor.view import status_dict
 
 M = TypeVar("M", bound=m.Message)
 
@@ -82,3 +95,150 @@ class StatusClient:
                 f"no buffer answers at {self.broker} within {timeout_s:g} s: check --broker, and "
                 "that the run is still up"
             ) from error
+
+
+PUSHES_KEPT = 24
+ROLLOUTS_KEPT = 16
+SPANS_KEPT = 1_500  # of each member
+SENDERS_KEPT = 256
+
+
+class PushEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that reached a receiver, with the seconds of each phase."""
+
+    version: int
+    receiver: Name
+    plane: Name
+    bytes: int
+    snapshot_s: Number
+    wire_s: Number
+    stage_s: Number
+    commit_s: Number
+    total_s: Number
+
+
+class RolloutEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout that was trained on. `pieces` cut the response into what weights of one age said:
+    characters, tokens, and staleness in steps, or None for what the environment said.
+    """
+
+    step: int
+    sample: Name
+    prompt_id: Name
+    reward: Number
+    reward_parts: Annotated[dict[Name, Number], Meta(max_length=PARTS)]
+    tokens: int
+    turns: int
+    finish_reason: Name
+    staleness: int
+    prompt: str
+    response: str
+    pieces: list[tuple[int, int, int | None]]
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "response"):  # a model's words
+            msgspec.structs.force_setattr(self, name, printable(getattr(self, name)))
+
+
+class SpanEvent(NamedTuple):
+    """Something that a member did, seconds since the epoch by its own clock."""
+
+    name: str
+    start: Number
+    end: Number
+
+
+class Feed:
+    """A store of recent events, written by one thread and read by others."""
+
+    def __init__(self) -> None:
+        self.invalid = 0  # events that are not what they should be
+        self._lock = threading.Lock()
+        self._pushes: deque[PushEvent] = deque(maxlen=PUSHES_KEPT)
+        self._rollouts: deque[RolloutEvent] = deque(maxlen=ROLLOUTS_KEPT)
+        self._spans: OrderedDict[str, deque[SpanEvent]] = OrderedDict()
+
+    def receive(self, header: Header, event: Event) -> None:
+        with self._lock:
+            try:
+                self._take(header, event.kind, event.fields)
+            except msgspec.ValidationError:
+                self.invalid += 1
+
+    def look(self, status: Status) -> Look:
+        """Return `status` with the recent events; newest last."""
+        with self._lock:
+            return Look(
+                status=status,
+                pushes=list(self._pushes),
+                rollouts=list(self._rollouts),
+                spans={name: list(spans) for name, spans in self._spans.items()},
+            )
+
+    def _take(self, header: Header, kind: str, fields: dict[str, Any]) -> None:
+        match kind:
+            case "push":
+                push = msgspec.convert(fields, PushEvent, strict=False)
+                self._pushes.append(push)
+                start = header.sent_at - push.total_s
+                self._add_spans(header.sender, [SpanEvent("push", start, header.sent_at)])
+            case "rollout":
+                self._rollouts.append(msgspec.convert(fields, RolloutEvent))
+            case "spans":
+                spans = msgspec.convert(fields.get("spans"), list[SpanEvent])
+                spans = [span._replace(name=one_line(span.name)) for span in spans]
+                self._add_spans(header.sender, spans)
+            case _:
+                pass
+
+    def _add_spans(self, sender: str, spans: list[SpanEvent]) -> None:
+        self._spans.setdefault(sender, deque(maxlen=SPANS_KEPT)).extend(spans)
+        self._spans.move_to_end(sender)
+        while len(self._spans) > SENDERS_KEPT:
+            self._spans.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The state of a run at one moment."""
+
+    status: Status
+    pushes: list[PushEvent] = field(default_factory=list[PushEvent])
+    rollouts: list[RolloutEvent] = field(default_factory=list[RolloutEvent])
+    spans: dict[str, list[SpanEvent]] = field(default_factory=dict[str, list[SpanEvent]])
+
+
+class Watch:
+    """A look at a time; a context manager. It joins nothing and changes nothing.
+
+    Raises:
+        UsageError: `broker` is no address.
+    """
+
+    def __init__(self, broker: str, security: Security = OPEN) -> None:
+        self.client = StatusClient(broker, security)
+        self._feed = Feed()
+        self._endpoint = ""
+
+    def look(self, timeout_s: float) -> Look:
+        """Return the status; DeadlineError if nobody answers within `timeout_s` seconds."""
+        status = self.client.status(timeout_s)
+        if status.events and status.events != self._endpoint:
+            self._endpoint = status.events
+            self.client.subscribe(status.events, self._feed.receive)
+        return self._feed.look(status)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self.client.close()
+
+
+def look_dict(look: Look) -> dict[str, Any]:
+    """Return all of it as plain values for JSON."""
+    return {
+        **status_dict(look.status),
+        "pushes": msgspec.to_builtins(look.pushes),
+        "rollouts": msgspec.to_builtins(look.rollouts),
+    }

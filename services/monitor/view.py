@@ -25,7 +25,7 @@ from umbra.services.reporting import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from umbra.services.monitor.feed import Look, RolloutEvent
+    from umbra.services.monitor.client import Look, RolloutEvent
 
 BARS = "▁▂▃▄▅▆▇█"
 COLUMNS = (

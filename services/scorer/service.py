@@ -1,10 +1,15 @@
-"""`umbra scorer`: leases trajectories of one stage, scores them, sends the scores."""
+"""`umbra scorer`: leases trajectories of one stage, scores them, sends the scores.
+
+Stage "reward" is the environment's last step, run here instead of in the generator, of single
+samples or of whole groups at once (`environment.reward_scope`). `logprobs.py` has the others.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,9 +17,11 @@ import click
 
 from umbra.proto.net.session import Session
 from umbra.proto.net.task_client import TaskClient
-from umbra.proto.records import Score, Task
+from umbra.proto.records import Score, Task, unpack_int32
 from umbra.services.config import RunConfig
-from umbra.services.environments.protocol import Row
+from umbra.services.config.trajectory_rules import reward_fault
+from umbra.services.environments.pool import EnvironmentPool, open_rewards, outcomes_of
+from umbra.services.environments.protocol import EpisodeOutcome, Row, Said, StepResult
 from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.modeling.run_file import load_service
 from umbra.services.process.command import ServiceContext, service_command
@@ -22,11 +29,12 @@ from umbra.services.weights.planes.receiving import open_planes
 from umbra.services.weights.receiver import Receiver, StagedVersion
 
 if TYPE_CHECKING:
-    from umbra.services.scorer.reward import RewardWorker
+    from umbra.services.modeling.chat import Chat
 
 WAIT_S = 1.0  # for work, so that a stop is noticed
 GATHER_S = 0.2  # scores that get ready within this time travel together
 DRAIN_S = 10.0  # to deliver the last scores
+OUTCOME_S = 0.05  # for an outcome of the environments, until leases are renewed
 
 
 class StageWorker(Protocol):
@@ -92,6 +100,65 @@ def _score(
     client.deliver()
 
 
+@dataclass(frozen=True)
+class RewardWorker:
+    """A worker that rewards responses of one turn, several at once, each with a deadline."""
+
+    chat: Chat
+    pool: EnvironmentPool
+    wait: Callable[[float], object]  # up to so many seconds for an outcome
+    stops: Callable[[Row], Sequence[str]] = lambda _: ()  # texts that end a turn
+    whole: bool = False  # the environments reward groups; the tasks of one come together
+
+    def score(self, tasks: Sequence[Task], alive: Callable[[], None]) -> Iterator[list[Score]]:
+        """Return a reward for each of `tasks`, as the environments answer."""
+        groups: dict[str, list[Task]] = {}  # by what the environment calls a sample
+        for task in tasks:
+            key = task.group_id if self.whole else task.sample_id
+            groups.setdefault(key, []).append(task)
+        plays: dict[str, tuple[Row, list[Said | str]]] = {}
+        for key, group in groups.items():
+            responses: list[Said | str] = []
+            for task in group:
+                prompt = unpack_int32(task.made.prompt_ids)
+                response = unpack_int32(task.made.response_ids)
+                responses.append(self.chat.said(response, prompt, stops=self.stops(task.row)))
+            plays[key] = group[0].row, responses
+
+        def wait() -> None:
+            alive()
+            self.wait(OUTCOME_S)
+
+        for outcome in outcomes_of(self.pool, plays, wait):
+            yield _scores(groups[outcome.key], outcome)
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def _scores(tasks: Sequence[Task], outcome: EpisodeOutcome) -> list[Score]:
+    """Return the scores of `tasks`, which were played at once, by `outcome`."""
+    value, error = outcome.value, outcome.error
+    values = value if isinstance(value, list) else [value]
+    results = [result for result in values if isinstance(result, StepResult)]
+    if len(results) != len(tasks):
+        answers = f"{len(results)} rewards for {len(tasks)} samples"
+        error = error or f"the environment returned {answers}: it must return one for each"
+    for result in results:
+        error = error or reward_fault(result.reward, result.reward_parts) or ""
+    if error:
+        return [Score(sample_id=t.sample_id, attempt=t.attempt, error=error) for t in tasks]
+    return [
+        Score(
+            sample_id=task.sample_id,
+            attempt=task.attempt,
+            reward=result.reward,
+            reward_parts=result.reward_parts,
+        )
+        for task, result in zip(tasks, results, strict=True)
+    ]
+
+
 def run(context: ServiceContext) -> int:
     """Score until the run ends or this process has to stop.
 
@@ -118,10 +185,8 @@ def run(context: ServiceContext) -> int:
 
 def reward_worker(config: RunConfig) -> RewardWorker:
     """Return the worker of stage "reward". Needs a tokenizer, but no model."""
-    from umbra.services.environments.pool import open_rewards
     from umbra.services.modeling.chat import Chat
     from umbra.services.modeling.pretrained import load_tokenizer, named_tokens
-    from umbra.services.scorer.reward import RewardWorker
 
     tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
     stops = named_tokens(tokenizer, config.sampling.stop_tokens) | {tokenizer.eos_token_id} - {None}

@@ -58,10 +58,10 @@ monitor     services.monitor.command:monitor            Watch a run live.
 status      services.monitor.command:status             Print the state of a run once.
 
 Steer
-pause       services.monitor.operate:pause              Hand out no more work.
-resume      services.monitor.operate:resume             Go on after a pause.
-checkpoint  services.monitor.operate:checkpoint         Have the trainer save its state now.
-drain       services.monitor.operate:drain              End a run in order, or have a member leave.
+pause       services.monitor.command:pause              Hand out no more work.
+resume      services.monitor.command:resume             Go on after a pause.
+checkpoint  services.monitor.command:checkpoint         Have the trainer save its state now.
+drain       services.monitor.command:drain              End a run in order, or have a member leave.
 
 Look back
 runs        deploy.commands.runs:command                List runs, or print rollouts of one.

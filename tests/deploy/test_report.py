@@ -17,7 +17,7 @@ from fakes.slowness import limit
 from umbra.deploy.commands import demo
 from umbra.deploy.prepare.stage import StageInterrupted
 from umbra.deploy.report.page import POINTS, command, recorded_look, write_report
-from umbra.deploy.report.recording import Figures
+from umbra.deploy.report.summary import Figures
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import UsageError
 from umbra.services.process.files import is_held

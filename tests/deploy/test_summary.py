@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from umbra.deploy.report.recording import gather
-from umbra.deploy.report.summary import RunOutcome, measure, summarise, summary_rows, write_summary
+from umbra.deploy.report.summary import (
+    RunOutcome,
+    gather,
+    measure,
+    summarise,
+    summary_rows,
+    write_summary,
+)
 from umbra.deploy.run_folder import RunFolder, StepFollower
 from umbra.proto.errors import UsageError
 from umbra.services.process.child import Usage

@@ -6,7 +6,7 @@ from typing import Any
 
 from umbra.proto.messages import Curves, Event, Header, Member, Rates, RunWarning, Status, Stuck
 from umbra.proto.records import Ledger
-from umbra.services.monitor.feed import Feed, Look
+from umbra.services.monitor.client import Feed, Look
 
 PUSH = {
     "version": 40, "receiver": "generator-0", "plane": "shm", "bytes": 1000, "epoch": 7,

@@ -25,8 +25,7 @@ from umbra.services.environments.pool import open_rewards
 from umbra.services.generator.checks import check_environment
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.pretrained import load_tokenizer
-from umbra.services.scorer.reward import RewardWorker
-from umbra.services.scorer.service import reward_worker
+from umbra.services.scorer.service import RewardWorker, reward_worker
 
 DOC = Path(__file__).parents[2] / "docs" / "environments.md"
 STOP = 3

@@ -16,20 +16,12 @@ from fakes.looks import PUSH, status
 from fakes.slowness import limit
 
 from umbra.proto.access import SOCKETS, KeyRole
-from umbra.proto.messages import (
-    Heartbeat,
-    HeartbeatAck,
-    Join,
-    Message,
-    Ok,
-    StatusRequest,
-    Welcome,
-)
+from umbra.proto.messages import Heartbeat, HeartbeatAck, Join, Message, Ok, StatusRequest, Welcome
 from umbra.proto.messages import Status as StatusMessage
 from umbra.proto.net.keys import OPEN, Security, make_keys, open_security
 from umbra.proto.net.server import Server
 from umbra.proto.net.session import Session
-from umbra.services.monitor.feed import Look, Watch
+from umbra.services.monitor.client import Look, Watch
 from umbra.services.process.metrics import MetricsFile
 
 WAIT_S = limit(20.0)

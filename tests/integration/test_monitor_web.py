@@ -13,7 +13,7 @@ from fakes.looks import ROLLOUT, header, look
 from fakes.slowness import limit
 
 from umbra.proto.messages import Event
-from umbra.services.monitor.feed import Feed, Look
+from umbra.services.monitor.client import Feed, Look
 from umbra.services.monitor.web import Board, PageServer, prometheus_text
 
 WAIT_S = limit(20.0)

@@ -8,7 +8,7 @@ import pytest
 from fakes.looks import PUSH, ROLLOUT, header, status
 
 from umbra.proto.messages import Event
-from umbra.services.monitor.feed import Feed
+from umbra.services.monitor.client import Feed
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from fakes.looks import PUSH, ROLLOUT, header, heard, look, status
 from rich.console import Console
 
 from umbra.proto.messages import Event
-from umbra.services.monitor.feed import PUSHES_KEPT, SPANS_KEPT, Look, PushEvent
+from umbra.services.monitor.client import PUSHES_KEPT, SPANS_KEPT, Look, PushEvent
 from umbra.services.monitor.view import screen
 
 

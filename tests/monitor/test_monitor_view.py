@@ -11,7 +11,7 @@ from umbra.deploy.run.live import PlainView, Progress
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.messages import Member, Rates, RunWarning, Status, Stuck
 from umbra.proto.records import Ledger
-from umbra.services.monitor.feed import Look
+from umbra.services.monitor.client import Look
 from umbra.services.monitor.view import (
     MemberRow,
     headline,

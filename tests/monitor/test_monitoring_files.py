@@ -15,7 +15,7 @@ from fakes.looks import look, status
 from umbra.proto.messages import Rates
 from umbra.proto.records import Role, State
 from umbra.services.buffer.health import NAMES, SHOWN
-from umbra.services.monitor.feed import Look
+from umbra.services.monitor.client import Look
 from umbra.services.monitor.web import prometheus_text
 from umbra.services.reporting import PHASES
 

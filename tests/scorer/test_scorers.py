@@ -35,7 +35,7 @@ from umbra.services.modeling.packing import pack
 from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.modeling.scorer import Scorer as ModelScorer
 from umbra.services.scorer.logprobs import LogprobWorker, ReferenceWorker, check_tokens
-from umbra.services.scorer.reward import RewardWorker
+from umbra.services.scorer.service import RewardWorker
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.metrics import mismatch_row, mismatch_sums
 from umbra.services.trainer.policy import load_policy
