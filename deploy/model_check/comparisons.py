@@ -282,7 +282,7 @@ def compare_torch_engine(
     versions: tuple[Version, Version],
     checked: Collection[str] = (),
 ) -> Iterator[Row]:
-    """Rows about sampled tokens: one version throughout, then a change while they are sampled.
+    """Yield rows on sampled tokens: of one version, then of two that change in between.
 
     `directory` has the model with the weights of the first version, `reference` any weights of it.
     """

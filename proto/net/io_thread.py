@@ -321,7 +321,7 @@ class IoThread:
         self._thread.start()
 
     def run(self, job: Callable[[], None]) -> bool:
-        """Have the thread do `job` soon; False if it has ended, and nothing will be done."""
+        """Queue `job` for the thread; False if the thread has ended and will not do it."""
         with self._lock:
             if self._ended:
                 return False

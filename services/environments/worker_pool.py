@@ -454,7 +454,7 @@ def _kill(process: ChildProcess) -> None:
 
 
 async def _end(process: ChildProcess, pipe: AsyncPipe[Hello | Played]) -> str:
-    """Return how it ended; killed if it runs on: it closed the pipe, or wrote nonsense."""
+    """Wait for a process that closed its pipe or wrote garbage, or kill it; say how it ended."""
     deadline = Deadline(_ENDING_S)
     while (code := process.poll()) is None:
         if deadline.passed:

@@ -220,9 +220,9 @@ class ChatTemplate:
     def tail(
         self, messages: Sequence[Message], calls: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, list[int]]:
-        """Return the text after a model's turn that called `calls`, which `messages` follow.
+        """Return text and tokens from a model's turn with `calls` to its next one.
 
-        And its tokens, with the end token before.
+        `messages` are between the two; the tokens begin with the turn's end token.
 
         Raises:
             TurnsError: the template writes no such turn, or does not end it.

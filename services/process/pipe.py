@@ -116,7 +116,7 @@ class AsyncPipe(_End[T]):
             self._end.shutdown(socket.SHUT_WR)
 
     async def receive(self) -> T | None:
-        """Return the next message; None if the other has ended, or sends no message."""
+        """Return the next message; None if the peer has ended or sent malformed data."""
         try:
             while (message := self._next()) is None:
                 data = await self._loop.sock_recv(self._end, _CHUNK_BYTES)

@@ -35,9 +35,9 @@ def tensor_layout(
     """Return name, safetensors dtype and full shape of every tensor of a version, layer by layer.
 
     Names are as in Hugging Face's `state_dict`. Tied weights appear once, under their first name.
-    Buffers that a checkpoint would hold are sent as they are, whatever `dtype` is; integer
-    ones are counters of the training and stay here, and all others are computed from the model's
-    configuration. With `adapter` it is the factors alone.
+    Buffers of a checkpoint keep their own dtype. Left out are integer ones, which count training
+    steps, and those that the model computes from its configuration. With `adapter` only the
+    factors are listed.
     """
     served = _NAMES[getattr(torch, dtype)]
     if adapter:
