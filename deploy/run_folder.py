@@ -146,7 +146,7 @@ class RunFolder:
             yield
 
     def remember(self) -> dict[Path, bytes | None]:
-        """Return what a refused start has to leave as it was; None for a file that is missing."""
+        """Return the files that a refused start must restore; None for a missing one."""
         paths = (self.config, self.origin, self.buffer, self.summary)
         return {path: path.read_bytes() if path.is_file() else None for path in paths}
 

@@ -34,7 +34,7 @@ def shown_name(name: str) -> str:
 
 @contextmanager
 def best_effort_output() -> Iterator[None]:
-    """Go on when nobody reads the standard output any more, or when its disk is full.
+    """Continue when standard output is closed or its disk is full.
 
     Whatever it does not take is lost from then on: a run is worth more than what it says.
     """

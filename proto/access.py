@@ -113,7 +113,7 @@ def body_bytes(kind: type[m.Message]) -> int:
 
 
 def allowed_bytes(kind: type[m.Message], role: KeyRole | None) -> int:
-    """The same for a server's peer whose key is of `role`: 0 for what that may not send.
+    """Return the same for a peer with a key of `role`: 0 for what it may not send.
 
     Without keys (`role` None) it is what some role may send.
     """

@@ -110,7 +110,7 @@ class LimitError(WireError):
 
 
 def foreseen(error: BaseException, what: str) -> UmbraError:
-    """Return `error` as one of ours, whose sentence says that `what` failed; log the rest."""
+    """Return `error` as an UmbraError that says that `what` failed; log the rest."""
     if isinstance(error, UmbraError):
         return error
     log.error("%s failed", what, exc_info=error)
@@ -121,7 +121,7 @@ def foreseen(error: BaseException, what: str) -> UmbraError:
 
 @contextmanager
 def named_errors(what: str) -> Generator[None]:
-    """Whatever the block raises is one of ours and says that `what` has failed; see `foreseen`.
+    """Turn errors of the block into UmbraErrors that say that `what` failed; see `foreseen`.
 
     An import that is missing passes: the command says which package to install.
     """
@@ -141,7 +141,7 @@ def end_process(error: UmbraError) -> NoReturn:
 
 
 def ends_process(call: Callable[P, T], what: str) -> Callable[P, T]:
-    """`call`, whose errors end the process; `what` names it in the sentence."""
+    """Wrap `call` so that its errors end the process; `what` names it in the message."""
 
     @wraps(call)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:

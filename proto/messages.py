@@ -353,7 +353,7 @@ class BatchLease(Message, frozen=True, kw_only=True):
     ] = {}  # by stage in their order: what it found, for each of `trajectories`
 
     def scored(self) -> list[Trajectory]:
-        """Return `trajectories` with what all stages found; WireError if scores are of others."""
+        """Return `trajectories` with the scores of all stages; WireError if they do not match."""
         results = self.trajectories
         for stage, scores in self.scores.items():
             if [score.sample_id for score in scores] != [result.sample_id for result in results]:

@@ -198,7 +198,7 @@ class Trajectory(Kept, frozen=True, kw_only=True):
 
     @property
     def sample_tokens(self) -> int:
-        """Response tokens of all lines; what two of them share counts twice."""
+        """Return the response tokens of all branches; shared ones count twice."""
         return self.response_tokens + sum(len(branch.response_ids) // 4 for branch in self.branches)
 
     @property

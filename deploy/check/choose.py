@@ -95,7 +95,7 @@ def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunCon
 
 
 def in_one_line(config: RunConfig) -> str:
-    """Return where and by what a run computes, of a configuration that `for_hardware` returned."""
+    """Return devices, engine and versions of a run, for a configuration of `for_hardware`."""
     trainer, generator = config.trainer, config.generator
     # On a machine with GPUs the choice, or the user, names the engine's device.
     gpu = bool(driver_version())

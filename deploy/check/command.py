@@ -171,7 +171,7 @@ def _summary(run: RunConfig, changes: list[str], needed: Estimate | None) -> lis
 
 
 def _memory(estimate: Estimate) -> Iterator[str]:
-    """Yield the tables of what takes memory, by process and purpose."""
+    """Yield the tables of memory, by process and purpose."""
     for need in estimate.needs:
         yield from _table(need)
         yield ""

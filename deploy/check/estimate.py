@@ -185,7 +185,7 @@ def _rank(
 
 
 def _gathered(trainer: TrainerConfig, sizes: ModelSizes, kind: str) -> Iterator[Item]:
-    """Yield what FSDP2 has that is no shard: all outside of the layers, and a layer at a time.
+    """Yield FSDP2's unsharded tensors: all outside of the layers, and a layer at a time.
 
     On GPUs there are the next layer and its buffer, too. Gradients are summed in float32.
     """
@@ -203,7 +203,7 @@ def _gathered(trainer: TrainerConfig, sizes: ModelSizes, kind: str) -> Iterator[
 def _pass(
     trainer: TrainerConfig, sizes: ModelSizes, kind: str, tokens: int, width: int
 ) -> tuple[list[Item], list[Item]]:
-    """Return what a forward and backward pass takes on the device, and what it moves to the host.
+    """Return the bytes of a forward and backward pass on the device, and moved to the host.
 
     Autocast, of one rank, keeps the residual stream in float32, and casts of the weights.
     """
@@ -409,7 +409,7 @@ class Estimate:
 
 
 def estimate(config: RunConfig, machine: Machine) -> Estimate:
-    """Return what the run needs by its model's config.json; UsageError if that cannot be told."""
+    """Return the run's memory by its model's config.json; UsageError if that is impossible."""
     return judge(config, read_sizes(config), machine)
 
 

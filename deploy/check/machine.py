@@ -232,7 +232,7 @@ def findings(
     shm: int | None = None,
     host: int | None = None,
 ) -> Iterator[Finding]:
-    """Yield what this machine has and lacks, for the run of `config` if there is one.
+    """Yield findings on this machine, for the run of `config` if there is one.
 
     `gpus`, and bytes of `shm` and `host` memory, are what the run needs; None is unknown.
     """

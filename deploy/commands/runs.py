@@ -126,7 +126,7 @@ def _print_rollouts(
 
 
 def list_runs(parent: Path) -> Iterator[RunEntry]:
-    """Yield the runs below `parent`; what cannot be read of one is left out."""
+    """Yield the runs below `parent`; unreadable files of a run are skipped."""
     for file in parent.glob("*/config.json"):
         if file.is_file() and not (file.parent / "tokenizer_config.json").is_file():  # a model's
             with suppress(FileNotFoundError):  # a run that is removed meanwhile

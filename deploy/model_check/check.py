@@ -47,7 +47,7 @@ WINDOW = 16  # tokens; the sequences that are compared are longer
 
 
 def check_model(path: Path, layers: int = 0, *, vllm: bool = True, workers: int = 1) -> Outcome:
-    """Compare what Umbra computes with the model in `path` with plain Transformers.
+    """Compare Umbra with plain Transformers on the model in `path`.
 
     Args:
         layers: of the copy that is compared; 0 = all layers, or few of a large model.

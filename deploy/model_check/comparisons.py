@@ -313,7 +313,7 @@ def compare_torch_engine(
 def compare_publishing(
     directory: Path, policy: PreTrainedModel, checked: Collection[str] = ()
 ) -> Iterator[Row]:
-    """Rows about what a model from `directory`, which has other weights, gets of `policy`."""
+    """Yield rows on publishing `policy` to a model from `directory`, with other weights."""
     for dtype in ("float32", "bfloat16"):
         model = load_model(directory, _CPU, getattr(torch, dtype), "PATH", checked)
         engine = TorchEngine(model, stop_ids=(), slots=1, max_context=_CONTEXT)

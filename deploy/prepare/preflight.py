@@ -71,7 +71,7 @@ def _model_dir(name: str, key: str, *, tokenizer: bool = True, download: bool) -
 def check_packages(
     config: RunConfig, find: Callable[[str], object | None] = importlib.util.find_spec
 ) -> None:
-    """Raise UsageError, with the setting and the extra, for a package or plane not usable here."""
+    """Raise UsageError, naming setting and extra, for a package or plane not usable here."""
     check_plane(config.weight_hub.plane)
     trainer, metrics = config.trainer, config.metrics
     kinds = {config.environment.kind, *(one.kind for one in config.environments)}

@@ -156,7 +156,7 @@ def see_through(run: Run, *, show: bool = True, look: Callable[[], object] = lam
 
 
 def _notebook_display() -> Callable[[Any], None] | None:
-    """Return what draws an object in a notebook, again and again; None elsewhere."""
+    """Return a function that redraws an object in a notebook; None elsewhere."""
     if "ipykernel" not in sys.modules:
         return None
     from IPython.display import display  # pyright: ignore

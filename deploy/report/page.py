@@ -70,7 +70,7 @@ def recorded_look(
     config: Mapping[str, Any],
     rollouts: Sequence[Row],
 ) -> dict[str, Any]:
-    """Return what the page draws, as a live run has it (`look_dict`).
+    """Return the page's data, in the form of a live run's (`look_dict`).
 
     `summary` is empty while the run is under way; `status`, the buffer's last, and `config` may be.
     """
@@ -106,7 +106,7 @@ def recorded_look(
 
 
 def _member(name: str, seconds: Mapping[str, float]) -> dict[str, Any]:
-    """Return a service with the shares of its whole time, and what it did apart from waiting."""
+    """Return a service with its activities and their shares of the whole time."""
     total = sum(seconds.values())
     work = sorted(((s, n) for n, s in seconds.items() if not is_idle(n)), reverse=True)
     return {

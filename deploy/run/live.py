@@ -86,7 +86,7 @@ class View:
         """Print a line."""
 
     def doing(self, what: str, detail: str = "") -> None:
-        """Show what goes on until something else does; called often, returns at once."""
+        """Show the present activity; called often, returns at once."""
 
     def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
         """Show where things are; called often, returns at once."""

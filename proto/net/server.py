@@ -52,7 +52,7 @@ class Refusals:
         self.counts: Counter[str] = Counter()
 
     def add(self, what: str) -> None:
-        """Count one; it is logged the 1st, 2nd, 4th, ... time, so that nobody can fill a disk."""
+        """Count a refusal; log it the 1st, 2nd, 4th, ... time, so that nobody can fill a disk."""
         what = one_line(what, NAME_CHARS)  # as a key of `Status.refused`
         key = what if what in self.counts or len(self.counts) < NAMED else OTHERS
         self.counts[key] += 1

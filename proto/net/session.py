@@ -206,7 +206,7 @@ class Session:
         self.drain(str(error))
 
     def leave(self, reason: str) -> None:
-        """Say goodbye and close; what could not be said within a few seconds stays unsaid."""
+        """Leave the run and close; messages not sent within a few seconds are dropped."""
         try:
             self._control.call(m.Leave(reason=reason), m.Ok, timeout_s=LEAVE_TIMEOUT_S)
         except UmbraError as error:

@@ -130,7 +130,7 @@ class TaskClient:
     def deliver_together(
         self, results: Sequence[Result], capacity: int = 0, version: int = 0
     ) -> None:
-        """Send `results` now and in one message, as a group that is scored at once has to be."""
+        """Send `results` now, in one message: a group scored as a whole needs that."""
         leases = [(result.sample_id, result.attempt) for result in results]
         self._undelivered.update(leases)
         body = m.SubmitResults(

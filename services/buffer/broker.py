@@ -76,7 +76,7 @@ class Broker:
         self._overview.measure_from(now)
 
     def save(self) -> None:
-        """Put what has changed into the store; the caller commits it."""
+        """Put changes into the store; the caller commits them."""
         if self._moved:
             self._moved = False
             self._recovery.save()

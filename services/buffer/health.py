@@ -94,7 +94,7 @@ class Meter:
         self._marks: deque[tuple[float, int]] = deque([(now, total)])
 
     def see(self, total: int, now: float) -> None:
-        """Set the count; one that has gone down restarts the measurement."""
+        """Set the count; a lower one restarts the measurement."""
         newest = self._marks[-1]
         if total == newest[1]:
             return

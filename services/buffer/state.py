@@ -298,7 +298,7 @@ class DiskQuota:
         self._hopeless_since: float | None = None  # from when on no batch can be made
 
     def full(self, reason: str) -> None:
-        """Set what the store says of a full disk; empty = there is room."""
+        """Set the store's complaint about a full disk; empty = there is room."""
         self._disk = reason
 
     def check(self, now: float) -> None:

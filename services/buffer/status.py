@@ -48,7 +48,7 @@ class StallReport:
 
     @property
     def _absence(self) -> str:
-        """Return that there is no generator, and why; empty if there is one."""
+        """Return why there is no generator; empty if there is one."""
         members = self._members
         if any(peer.role == "generator" for peer in members.peers.values()):
             return ""
@@ -147,7 +147,7 @@ class StallReport:
             yield Stuck(what=what, holder=holder, age_s=age_s, action=action)
 
     def _scoring(self, now: float) -> Iterator[Stuck]:
-        """Yield stages in which trajectories wait for long, or that nobody serves."""
+        """Yield stages without a scorer, or in which trajectories wait too long."""
         scoring = self._run.scoring
         for stage in self._config.stages:
             since = scoring.waiting_since(stage)

@@ -209,7 +209,7 @@ class LmdbStore:
         return sorted(names)
 
     def commit(self) -> None:
-        """Write what has changed and wait for the disk.
+        """Write the changes and wait for the disk.
 
         Raises:
             StoreFullError: the disk is full; all is kept for the next commit.
@@ -485,7 +485,7 @@ def _unseal(name: Value, sealed: Value) -> memoryview | None:
 
 @contextmanager
 def _system_errors() -> Generator[None]:
-    """Raise what LMDB raises as OSError; codes below 0 are its own."""
+    """Turn LMDB's errors into OSError; codes below 0 are LMDB's own."""
     try:
         yield
     except lmdb.Error as error:

@@ -19,7 +19,7 @@ def environment_prefix(name: str) -> str:
 
 
 def environment_of(prompt_id: str) -> str:
-    """Return what stands where `environment_prefix` puts a name, if there are several."""
+    """Return the environment's name in a prompt's id, if there are several environments."""
     return prompt_id.partition("/")[0]
 
 

@@ -139,7 +139,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> None:
 
 
 def read_run_file(path: Path, title: str = "run file") -> Any:
-    """Return what a run file, or another `title` so, says, unchecked; UsageError if unreadable."""
+    """Read a run file, or another `title`, unchecked; UsageError if it is unreadable."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         json_file = path.suffix == ".json"
@@ -175,7 +175,7 @@ def _at(path: Sequence[str], text: str) -> Any:
 
 
 def _merge(tree: dict[str, Any], settings: Any, source: str) -> None:
-    """Change `tree` by what a source says; each value is checked, and as the type of its key."""
+    """Merge a source into `tree`; each value is checked against the type of its key."""
     if not isinstance(settings, Mapping):
         raise UsageError(f"{source}: must be an object with a key per section")
     for section, values in cast(Mapping[str, Any], settings).items():
@@ -228,7 +228,7 @@ def _keys(
 
 
 def _merged(old: Any, new: Any, name: str, source: str) -> Any:
-    """Return `new`; if it is a table, with those keys of the `old` one that it lacks."""
+    """Return `new`; a table also gets the keys of `old` that it lacks."""
     if isinstance(new, _Text):
         return _scalar(new)
     if not isinstance(new, Mapping):

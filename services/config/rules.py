@@ -46,7 +46,7 @@ def implied_staleness(config: RunConfig) -> Staleness:
 
 
 def check_feasible(config: RunConfig) -> None:
-    """Refuse what can never fill a batch, must deadlock, or contradicts itself.
+    """Refuse settings that never fill a batch, deadlock, or contradict each other.
 
     Raises:
         UsageError: all that is wrong, each with the numbers to change.

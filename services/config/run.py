@@ -160,7 +160,7 @@ class WeightHubConfig(Section):
         return self.dtype
 
     def expected_on(self, kind: str) -> str:
-        """Return the dtype that such a process has to be served; "" if it takes any.
+        """Return the dtype that such a process must receive; "" for any.
 
         With "auto" trainer and receivers decide each for itself, and may differ.
         """

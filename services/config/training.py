@@ -141,7 +141,7 @@ class TrainerConfig(ObjectiveKeys):
             )
 
     def device_faults(self, kind: str) -> Iterator[str]:
-        """Yield what a device of that `kind` cannot do; the learner asks once it has one."""
+        """Yield settings that a device of that `kind` cannot serve."""
         precision, recomputes = self.precision_on(kind), self.recomputes_on(kind)
         if self.weights == "bf16" and precision != "bf16":
             yield (
@@ -160,7 +160,7 @@ class TrainerConfig(ObjectiveKeys):
             )
 
     def rank_faults(self) -> Iterator[str]:
-        """Yield what contradicts `ranks`; the trainer asks once it knows how many there are."""
+        """Yield settings that contradict the number of `ranks`."""
         ranks, nodes = self.ranks, self.nodes
         if ranks % nodes:
             yield (

@@ -339,7 +339,7 @@ def _shape_fault(routing: Routing) -> str | None:
 
 
 def _covered_fault(trajectory: Trajectory, routing: Routing) -> str | None:
-    """Require routing of all tokens before a learned one; nobody has read the last token."""
+    """Require routing of all tokens before a learned one; the last token needs none."""
     covered = len(routing.chosen) // routing.token_bytes
     prompt = len(trajectory.prompt_ids) // 4
     minimum = prompt + trajectory.loss_mask.rfind(1)

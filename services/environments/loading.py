@@ -63,7 +63,7 @@ def runs_inline(config: EnvironmentConfig) -> bool:
 
 
 def name_of(config: EnvironmentConfig) -> str:
-    """Return what the user calls the environment, for errors."""
+    """Return the user's name of the environment, for errors."""
     match config.kind:
         case "reward":
             return f"environment {', '.join(_functions(config))}"
@@ -161,7 +161,7 @@ def _functions(config: EnvironmentConfig) -> dict[str, float]:
 
 
 def _program(config: EnvironmentConfig) -> Program:
-    """Return what plays a sample of another library's environment."""
+    """Return the player for samples of another library's environment."""
     if not config.id:
         raise UsageError(f'environment.kind = "{config.kind}" needs environment.id')
     _find_modules_here()

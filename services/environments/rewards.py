@@ -58,7 +58,7 @@ class RewardFunction:
         return [self._function(**given, **columns, **extra)]
 
     def values(self, returned: Sequence[Any], count: int) -> list[float | None]:
-        """Return the numbers in what `call` returned for `count` samples, or raise SampleError."""
+        """Return the `count` rewards that `call` returned, or raise SampleError."""
         try:  # arrays and tensors have items too
             numbers = list(returned[0] if self.batched else returned)
         except TypeError:

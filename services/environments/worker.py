@@ -155,7 +155,7 @@ def _is_message(value: dict[str, Any]) -> bool:
 
 
 async def _answer(environment: Environment, method: Callable[..., Any], *args: Any) -> Any:
-    """Return what a method of the user's returns, plain or async."""
+    """Return the result of the user's method, plain or async."""
     alone = asyncio._get_running_loop() is None  # in the pool within this process
     if alone or waits(environment) or inspect.iscoroutinefunction(method):
         given = method(*args)
@@ -204,7 +204,7 @@ class Worker:
         self._closing: set[asyncio.Task[None]] = set()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message; raises if it has what MessagePack cannot say."""
+        """Send a message; raises if MessagePack cannot encode it."""
         body = msgpack.packb({"type": kind, **fields}, use_bin_type=True, default=_plain)
         self._writer.write(FRAME_HEAD.pack(len(body), False) + body)
 
@@ -293,7 +293,7 @@ def _plain(value: Any) -> Any:
 
 
 def _limit_memory(mib: int) -> None:
-    """Let this process have so much more address space than it has."""
+    """Limit this process to so much more address space than it uses now."""
     with open("/proc/self/statm", encoding="ascii") as file:
         address_space = int(file.read().split()[0]) * resource.getpagesize()
     limit = (mib << 20) + address_space

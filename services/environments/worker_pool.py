@@ -448,7 +448,7 @@ def offered_name(environment: EnvironmentConfig) -> str:
 
 
 def _kill(process: ChildProcess) -> None:
-    """Have the guard of a worker (`guard.py`) end it with all that it has started."""
+    """Have a worker's guard (`guard.py`) end it and all processes that it started."""
     process.terminate()
     asyncio.get_running_loop().call_later(_TREE_S, process.kill)
 

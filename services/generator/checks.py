@@ -88,7 +88,7 @@ def open_chat(config: RunConfig, model: Any = None, source: str = "model.path") 
 
 
 def check_template(environment: EnvironmentConfig, chat: Chat) -> None:
-    """Check that the template can do what the kind of environment needs; else raise UsageError.
+    """Raise UsageError if the template cannot write the environment's turns.
 
     Agents and classes of users may need several turns or not: for them it is a warning, and a
     sample that does need them fails.
@@ -142,7 +142,7 @@ def check_model(config: RunConfig, rows: RowsToTry) -> list[str]:
 
 
 def check_chat(config: RunConfig, rows: RowsToTry, model: Any = None) -> list[str]:
-    """Do the part of `check_model` that needs no torch if there is no `model`."""
+    """Do the part of `check_model` that needs no torch, without a `model`."""
     chat = open_chat(config, model)
     for environment in config.all_environments:
         check_template(environment, chat)

@@ -136,7 +136,7 @@ class Rollout:
 
     @property
     def movable(self) -> bool:
-        """True if another generator could go on with it right now without replaying any turn.
+        """True if another generator could continue it now without replaying a turn.
 
         Not once its environment has received a turn, or is at work on it.
         """
@@ -224,7 +224,7 @@ class Rollout:
         )
 
     def generated(self, output: EngineOutput) -> None:
-        """Take what the engine made until it stopped; what follows a stop string is dropped."""
+        """Take the engine's output; text after a stop string is dropped."""
         self._line.tokens.add_model(self._cut(output))
         self._continue_turn()
 
@@ -282,7 +282,7 @@ class Rollout:
         )
 
     def partial(self) -> Trajectory | None:
-        """Return what to hand back of an unfinished sample; None if nothing was generated.
+        """Return the partial of an unfinished sample; None if nothing was generated.
 
         One with branches begins again elsewhere, and so does one of a pinned version.
         """
@@ -320,7 +320,7 @@ class Rollout:
         line.turn_start = len(line.tokens.ids)
 
     def _asked_line(self, ask: Ask) -> Line:
-        """Return the line that an agent wants to go on with, or a new one."""
+        """Return the branch that an agent continues, or a new one."""
         if ask.after is None:
             self._check_branches()
             opening = Opening(ask.messages, ask.tools)

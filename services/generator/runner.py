@@ -83,7 +83,7 @@ class RolloutRunner:
         return [rollout.lease for rollout in self._rollouts.values()]
 
     def add(self, tasks: Iterable[Task]) -> None:
-        """Begin these samples; one that is under way starts over."""
+        """Begin these samples; one under way restarts."""
         for task in tasks:
             if (old := self._rollouts.get(task.sample_id)) is not None:
                 self.drop([(task.sample_id, old.task.attempt)])
@@ -96,7 +96,7 @@ class RolloutRunner:
             self._advance(rollout)
 
     def poll(self, timeout_s: float) -> None:
-        """Make one step of the engine, and what follows from it."""
+        """Make one step of the engine and handle its outputs."""
         self._collect()
         if self.engine.busy:
             self.take(self.engine.poll(timeout_s))
@@ -113,7 +113,7 @@ class RolloutRunner:
                 self._advance(rollout)
 
     def results(self) -> tuple[list[Trajectory], list[ReturnedSample]]:
-        """Return what has finished, and what has failed or was interrupted, since the last call."""
+        """Return finished samples, and failed or interrupted ones, since the last call."""
         finished, self._finished = self._finished, []
         returned, self._returned = self._returned, []
         return finished, returned
@@ -244,7 +244,7 @@ class RolloutRunner:
                 self._advance(rollout)
 
     def _take_in(self, rollout: Rollout, outcome: EpisodeOutcome) -> bool:
-        """Take what an environment or agent says; return whether the sample goes on."""
+        """Take the answer of an environment or agent; return whether the sample continues."""
         match rollout.phase, outcome.value:
             case _, None:
                 raise SampleError(outcome.error)

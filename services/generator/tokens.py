@@ -165,7 +165,7 @@ class Line:
 
     @property
     def spoken(self) -> bool:
-        """True if it has a model's token that no line before it has."""
+        """True if it has a token of the model that no earlier branch has."""
         return 1 in self.tokens.mask[self.shared :]
 
     def until(self, end: int) -> Line:

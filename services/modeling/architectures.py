@@ -153,7 +153,7 @@ def cache_argument(model: Any) -> str:
 
 
 def in_the_way(config: Mapping[str, Any]) -> str:
-    """Return what of the model Umbra would get wrong, as the rest of "which ...", or ""."""
+    """Return a feature that Umbra computes wrongly, as the rest of "which ...", or ""."""
     layers = config.get("layer_types") or []
     strange = sorted(set(layers) - _ATTENTION)
     others = [key for key in config if key.endswith(("vision_config", "audio_config"))]

@@ -112,7 +112,7 @@ def attend(
 
 
 def _slots(query: Tensor, key: Tensor, value: Tensor, mask: SlotMask, how: Scores) -> Tensor:
-    """Attend to what the cache holds: key [n, G, L, D] and value, for queries [1, H, T, D]."""
+    """Attend to the cache: key [n, G, L, D] and value, for queries [1, H, T, D]."""
     count = len(mask.newest)
     parts: list[Tensor] = []
     if count:

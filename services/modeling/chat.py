@@ -102,7 +102,7 @@ class Chat:
         calls: Sequence[dict[str, Any]] = (),
         opening: Opening = _PLAIN,
     ) -> list[int]:
-        """Return what the template writes between a model's turn and its next one.
+        """Return the template's text between a model's turn and its next one.
 
         A TurnsError names the obstacle if appended tokens would differ from the ones that the
         template writes for the whole conversation.

@@ -143,7 +143,7 @@ class ChatTemplate:
     def turn_text(
         self, said: Message, tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, str, str]:
-        """Return what it writes before turn `said`, the turn, and its end token."""
+        """Return the text before turn `said`, the turn, and its end token."""
         history = [_user()]
         prompt = self.render(history, tools)
         whole = self.render([*history, said], tools, cue=False)
@@ -365,7 +365,7 @@ def _special_tokens(tokenizer: Any) -> set[str]:
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """Put a system message first that says what may be called, and how."""
+    """Put a system message first that describes the tools and how to call them."""
     described = "\n".join(json.dumps(tool) for tool in tools)
     system: Message = {
         "role": "system",

@@ -36,7 +36,7 @@ def _sees_gpu(key: str) -> bool:
 
 
 def pick_device(device: str, key: str = "device") -> torch.device:
-    """Return the torch device for what `key` names, a GPU with its number; "auto" takes one.
+    """Return the torch device that `key` names, a GPU with its number; "auto" takes one.
 
     Raises:
         UsageError: an unknown name, or a GPU that is not there.

@@ -93,7 +93,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 def _units(
     tokens: Tokens, chosen: Sequence[int], capacity: int, share: bool, cost: Cost
 ) -> list[Unit]:
-    """Return what has to stay within one row: sequences, or a prompt and its responses."""
+    """Return the units that stay within a row: sequences, or a prompt with its responses."""
     lengths = tokens.lengths.tolist()
     learned = torch.bincount(tokens.owner, minlength=len(lengths)).tolist()
 

@@ -91,7 +91,7 @@ def memory_of(device: torch.device, per_host: int) -> int:
 
 
 def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> int:
-    """Return what a token keeps for the backward pass: tensors of all layers (`layer_numbers`).
+    """Return the numbers that a token keeps for the backward pass, over all layers.
 
     Of layers that are computed again: their input, and all of one. `selective` counts as none of
     them, which is more than it keeps. `model` is its Transformers config.

@@ -137,7 +137,7 @@ class Scorer(nn.Module):
             )
 
     def _run(self, request: _Request, rows: MicroBatch, share: SequenceShare | None = None) -> Any:
-        """Run `request`; attention sees `rows`, of which this rank may have a `share`."""
+        """Run `request`; attention sees `rows`, and this rank may hold a `share` of them."""
         self._request = request
         batch = request.batch
         if self.routers is not None:

@@ -127,7 +127,7 @@ class WeightTable:
 
 
 def _hashed_copy(target: torch.Tensor, source: torch.Tensor) -> Move:
-    """Return a copy from shared memory `source` to `target`; what it returns nobody else writes.
+    """Return a copier from shared `source` to `target`; its result is written by nobody else.
 
     What has another dtype, or does not lie in one piece, is copied now, through memory of our own.
     """

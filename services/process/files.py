@@ -99,7 +99,7 @@ class Disk:
         self.sync_directory(path)
 
     def replace(self, path: Path, data: bytes, *, mode: int = FILE_MODE) -> None:
-        """Let the file hold `data`: whatever happens, it has that or what it had before."""
+        """Write `data` to the file atomically."""
         part = path.with_name(f"{path.name}.part")
         with self.opened(part, mode=mode) as fd:
             self.truncate(fd, 0)

@@ -194,7 +194,7 @@ def _start(order: ForkOrder, fds: Sequence[int], ignored: set[signal.Signals]) -
 
 
 def _settle(order: ForkOrder, fds: Sequence[int], ignored: set[signal.Signals]) -> None:
-    """Be as new as a program that was executed; `ignored` is what the server's parent ignores."""
+    """Reset the fork's state to that of a new program; `ignored` are the parent's signals."""
     ForkServer.in_fork = True
     if order.session:
         os.setsid()

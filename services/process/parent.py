@@ -83,7 +83,7 @@ def signal_at_death_of(parent: int, number: signal.Signals) -> None:
 
 
 def inherit_orphans(enabled: bool) -> None:
-    """Become the parent of what descends from this process when its own parent dies, or no more."""
+    """Adopt orphaned descendants of this process, or stop adopting them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(enabled), 0, 0, 0)
 
 

@@ -144,7 +144,7 @@ class Supervisor:
         return None if child is None else child.ready()
 
     def poll(self) -> bool:
-        """Take note of what happened and act on it; False once nothing runs and nothing will."""
+        """Handle ended and overdue children; False once nothing runs or will be started."""
         for slot in self._slots.values():
             if slot.child is not None and (code := slot.child.poll()) is not None:
                 slot.usage += slot.child.usage

@@ -282,7 +282,7 @@ class Bench:
         DISK.replace(path / "adapter_config.json", msgspec.json.encode(facts))
 
     def _take(self, trainee: Trainee) -> None:
-        """Bring the state of `trainee` into the learner, and put away the one that is there."""
+        """Load the state of `trainee` into the learner, and put the present one away."""
         learner, held = self._learner, self._held
         if held is trainee:
             return

@@ -124,7 +124,7 @@ def run(config: RunConfig, address: str, name: str, folder: Path) -> int:
 
 
 def _secret(path: Path) -> bytes:
-    """Return what signs URLs; it stays the same in a folder."""
+    """Return the key that signs URLs; it stays the same in a folder."""
     if not path.exists():
         DISK.replace(path, secrets.token_bytes(32), mode=0o600)
     return path.read_bytes()

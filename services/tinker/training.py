@@ -173,7 +173,7 @@ class Training:
         return {"snapshot": seq, "state": str(file)}
 
     def _sweep(self) -> None:
-        """Drop old answers, expired checkpoints, and what ended sessions have left."""
+        """Drop old answers, expired checkpoints, and versions of ended sessions."""
         self._sweep_at = time.monotonic() + SWEEP_S
         self._journal.purge()
         now = _stamp(0)
@@ -217,7 +217,7 @@ class Training:
             shutil.rmtree(place, ignore_errors=True)
 
     def _perform(self, request: FutureRequest) -> tuple[FutureAnswer, Callable[[], None]]:
-        """Do `request`; return its answer, and what else has to be written with it."""
+        """Do `request`; return its answer and the journal entries to write with it."""
         match request.kind:
             case "create_model":
                 return self._create(request)
@@ -344,7 +344,7 @@ class Training:
         )
 
     def _trainee(self, model_id: str) -> Trainee:
-        """Return a model, brought back from its newest snapshot if it is not here.
+        """Return a model, loaded from its newest snapshot if need be.
 
         Raises:
             UsageError: there is none.
@@ -371,7 +371,7 @@ class Training:
         return trainee
 
     def _replay(self, bench: Bench, trainee: Trainee, request: FutureRequest) -> None:
-        """Do a request again whose answer is known: what it did to the model is not."""
+        """Repeat an answered request whose effect on the model was lost."""
         failed = request.state == "failed"
         if request.kind == "optim_step":
             if failed:

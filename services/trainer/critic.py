@@ -163,7 +163,7 @@ class Critic:
         return out
 
     def close(self) -> None:
-        """End its thread, after what it is learning."""
+        """End its thread after the present update."""
         if self._thread is not None:
             self._thread.shutdown()
 

@@ -121,7 +121,7 @@ def ceiling(device: torch.device) -> float:
 def row_sizes(
     config: TrainerConfig, model: Any, device: torch.device, ranks: Ranks, max_tokens: int = 0
 ) -> RowSizes:
-    """Return the configured numbers; for `auto` what suits model, memory and samples.
+    """Return the configured sizes; `auto` fits them to model, memory and samples.
 
     A pass has as many tokens as fit, by `activation_bytes`, into half of the memory that weights
     leave; `rows_within` gives the rows. The rank with the least memory decides for all ranks.

@@ -198,7 +198,7 @@ class Learner:
         }
 
     def balance(self, micros: list[MicroBatch]) -> float:
-        """Return what a token weighs in the balance loss of an update over `micros`, for `score`.
+        """Return a token's weight in the balance loss of an update over `micros`, for `score`.
 
         All ranks have to call it, each with its own share.
         """
@@ -218,7 +218,7 @@ class Learner:
         return expert_metrics(load[:, :-1], load[:, -1] if self.replayed else None)
 
     def state(self, base: str = "") -> ModelState:
-        """Return what a checkpoint has to hold; the learning rate follows from the step.
+        """Return the state for a checkpoint; the learning rate follows from the step.
 
         `base` is the checksum of the weights that an adapter is trained for.
         """

@@ -162,7 +162,7 @@ class RunMember:
         self.context.log.info("going on from the checkpoint of step %d", step)
 
     def tell_covered(self, error: str = "") -> None:
-        """Have the buffer let go of what checkpoints cover; `error` is why none is newer."""
+        """Have the buffer drop batches that checkpoints cover; `error` is why none is newer."""
         newest = max(*self.folder.steps(), self.resumed, -1)
         covered = CheckpointSaved(step=self.folder.covered, newest=newest, error=error)
         grace_s = self.context.config.run.broker_grace_s

@@ -209,7 +209,7 @@ def read(
     source: WeightFiles | HeldWeights,
     into: Callable[[nn.Parameter], Tensor] = lambda p: p,
 ) -> None:
-    """Read the rows that are held here of every weight and stored buffer; adapters have theirs.
+    """Read this rank's rows of every weight and stored buffer; adapters keep theirs.
 
     Besides these a rank needs the memory of its rows of one layer. `into` says which tensor,
     sharded like it, is filled for a parameter.

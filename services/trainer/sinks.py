@@ -95,7 +95,7 @@ def open_sinks(config: RunConfig, run_dir: Path, step: int) -> Iterator[Sinks]:
 
 
 def _tracker(name: str, config: RunConfig, run_dir: Path, step: int) -> GeneralTracker:
-    """Return the tracker `name` of the run; of a run that goes on, it is the same one again."""
+    """Return the run's tracker `name`; a resumed run gets the same one."""
     run, project = run_dir.name, os.environ.get(f"{name.upper()}_PROJECT", "umbra")
     if name == "tensorboard":
         # Steps after `step` were lost with a trainer; their rows are hidden.

@@ -176,7 +176,7 @@ class PolicyUpdate:
         return torch.where(found.isfinite(), found, batch.behaviour + LOG_RATIO_BOUND)
 
     def _fixed(self, batch: TrainBatch, useful: Tensor, found: Tensor | None) -> Constants | None:
-        """Return what depends on p and mu alone, [M], where p is known before the updates."""
+        """Return the terms of p and mu alone, [M], where p is known before the updates."""
         proximal = found
         if self._pieces.uses_proximal and self._pieces.proximal == "stage":
             proximal = recorded_logprobs(batch, "proximal_logprobs")

@@ -146,7 +146,7 @@ class Parts:
     def tell(
         self, held: Mapping[int, Publication], *, deltas: bool
     ) -> list[tuple[str, HoldArena | OfferSlot]]:
-        """Return what part hubs do not know yet, by name, where slots hold `held`."""
+        """Return the news for part hubs, by name, where slots hold `held`."""
         messages: list[tuple[str, HoldArena | OfferSlot]] = []
         if self._layout is None:
             return []  # a trainer may still come back to what they hold

@@ -428,7 +428,7 @@ class PushProtocol:
         return effects
 
     def _free_slot(self) -> int | None:
-        """Return an empty slot, else the one with the oldest version, of those nobody needs."""
+        """Return an unused slot: an empty one, else that of the oldest version."""
         free = [slot for slot in range(self.slots) if not self.readers(slot)]
         if self._loads_awaited:
             free = [slot for slot in free if not self.readers(slot, "committing")]

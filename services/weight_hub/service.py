@@ -179,7 +179,7 @@ class WeightHub:
         return len(requests)
 
     def ask(self, body: m.Message) -> Future[m.Message]:
-        """Have `step` handle what the receiver of a daemon with an upstream asks; any thread."""
+        """Have `step` handle a request of the daemon's own receiver; on any thread."""
         answer: Future[m.Message] = Future()
         if self._is_leaving:
             answer.set_result(LEAVING)
@@ -341,7 +341,7 @@ class WeightHub:
         return effects
 
     def _begin(self, manifest: Manifest, now: float) -> list[Effect]:
-        """Have the arena for a layout, which is here now, at the part hubs too.
+        """Have the part hubs make the arena for a layout, which exists here now.
 
         Until all of these have it, nobody is admitted: see `_not_whole`.
         """
@@ -472,7 +472,7 @@ class WeightHub:
     # -- effects ----------------------------------------------------------------------------------
 
     def _apply(self, effects: Iterable[Effect | Settled]) -> None:
-        """Carry out what the protocol and the planes want; what follows from it comes last."""
+        """Carry out effects of the protocol and the planes; new ones come last."""
         # First the part hubs: receivers are sent to fetch the slots that they hand out.
         todo: deque[Effect | Settled] = deque([*self._part_hubs(self._clock()), *effects])
         while todo:

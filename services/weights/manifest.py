@@ -169,7 +169,7 @@ def held_whole(manifest: Manifest) -> Manifest:
 
 
 def check_dtype(manifest: Manifest, dtype: str) -> None:
-    """Check that what `manifest` lays out is served in `dtype`, as `weight_hub.dtype` names it.
+    """Check that the trainer serves `manifest` in `dtype` (of `weight_hub.dtype`).
 
     Raises:
         UsageError: it is not, so that trainer and generators would round differently.

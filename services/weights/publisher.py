@@ -178,7 +178,7 @@ class Publisher:
                 before[0].arena.close()
 
     def publish_soon(self, version: int, snapshot_s: float, sums: list[int]) -> None:
-        """Publish as `publish` does, in a thread: the trainer goes on meanwhile.
+        """Publish as `publish` does, in a thread, while training continues.
 
         The next `slot`, which waits for it, raises its error.
         """
@@ -248,7 +248,7 @@ class Publisher:
             return True
 
     def _move(self, place: _ArenaVersion, message: m.Publish) -> tuple[_ArenaVersion, m.Publish]:
-        """Publish what lies in `place` from where the restarted hub wants it."""
+        """Publish the version in `place` again, from where the restarted hub wants it."""
         if self.manifest.owners and self._arena is not place.arena:
             self._failure = PeerLostError(
                 f"version {place.version} is lost with the shared memory of a trainer host: the "

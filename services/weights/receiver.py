@@ -266,7 +266,7 @@ class Receiver:
             self._receive()
 
     def _next_message(self) -> m.Message | None:
-        """Return what arrives next; waits for it if there is nothing else to do."""
+        """Return the next message; waits for it if there is nothing else to do."""
         try:
             if self._receiving is not None:
                 return self._channel.pushes.get_nowait()
@@ -455,7 +455,7 @@ class Receiver:
 
 
 def _is_same(before: m.Subscribed | None, now: m.Subscribed) -> bool:
-    """Return whether a receiving end made for `before` can go on with `now` as it is."""
+    """Return whether a receiving end made for `before` can serve `now`."""
     if before is None or before.plane != now.plane:
         return False
     same_layout = before.manifest.digest == now.manifest.digest

@@ -113,7 +113,7 @@ class Checksums:
         return [sums[place] for place in buckets]
 
     def wrong(self, wanted: Sequence[int]) -> str:
-        """Name the first bucket whose checksum is another one; empty if there is none."""
+        """Name the first bucket with a wrong checksum; empty if there is none."""
         for bucket, (actual, expected) in enumerate(zip(self.result(), wanted, strict=True)):
             if actual != expected:
                 return wrong_checksum(self._manifest, bucket)

@@ -222,7 +222,7 @@ class CheckpointRequests:
         self.saved(self._newest)
 
     def saved(self, newest: int, error: str = "") -> None:
-        """Answer by what the trainer has saved, or why it could not."""
+        """Answer with the checkpoint that the trainer saved, or its error."""
         self._newest = newest = max(self._newest, newest)
         for request, version, _ in self._waiting:
             if version <= newest:

@@ -326,7 +326,7 @@ class WorkerEndpoint:
         self._answer_parked(now)
 
     def take_back(self, name: str, *, lost: bool) -> int:
-        """Requeue whatever `name` holds, which has left; return how many samples that was."""
+        """Requeue the leases of `name`, which has left; return their number."""
         if question := self._generators.pop(name, None) or self._scorers.pop(name, None):
             self._outbox.refuse_departed(question.request)
         for table in (self._granted, self._strikes, self._most, self._scoring.serving):
@@ -393,7 +393,7 @@ class WorkerEndpoint:
             self._granted[grant.holder] = max(grant.request, self._granted.get(grant.holder, 0))
 
     def _grant_again(self, grant: Grant) -> bool:
-        """Grant what the sender got by this very request, if the answer was lost with the buffer.
+        """Grant the same samples again if the buffer died before the answer arrived.
 
         The server recognises resends, but forgets them when the buffer restarts. Request numbers
         count up, so one above all that got work is new.

@@ -67,7 +67,7 @@ def make_group(record: dict[str, Any], row: dict[str, Any] | None = None) -> Gro
 
 
 def check_whole(record: Mapping[str, Any], trajectories: Mapping[str, int]) -> None:
-    """Raise StoreError unless the store has what the record of a group names.
+    """Raise StoreError unless the store has all that a group's record names.
 
     Args:
         trajectories: how many stages are scored, by sample with a trajectory.

@@ -142,7 +142,7 @@ class SamplePool:
         return task, len(group.row) + len(packed)
 
     def cut_stragglers(self, now: float) -> None:
-        """Let groups go on without the samples that they have waited for long enough."""
+        """Drop stragglers from groups that have waited `straggler_s` for them."""
         if not self.rules.buffer.straggler_s:
             return  # no group goes on without its stragglers, and there may be thousands
         for group in [g for g in self._waiting.values() if self.rules.overdue(g, now)]:

@@ -93,7 +93,7 @@ class TrajectoryStore:
         return self._store.get(PREFIX + sample_id)
 
     def batch(self, sample_ids: Sequence[str]) -> PackedBatch:
-        """Return what a batch of these samples is sent as. Raises KeyError."""
+        """Return the packed batch of these samples. Raises KeyError."""
         checksum = xxhash.xxh3_64()
 
         def raw(keys: list[str]) -> list[Any]:

@@ -139,7 +139,7 @@ class Answer:
 
     @classmethod
     def of(cls, turn: Turn, call: Call, number: int) -> Answer:
-        """Return what `turn` says to `call`: text, and calls of tools if the call named some.
+        """Return the answer to `call`: text, and tool calls if the call named tools.
 
         Calls are objects only if all of them are well formed; else they stay text, for the agent
         to answer. The ids of tool calls are the same whenever the turn is played again.

@@ -57,7 +57,7 @@ class _Place:
         return len(self.history), self.number
 
     def gap(self, call: Call) -> str:
-        """Return why `call` does not go on from here; empty if it does."""
+        """Return why `call` does not continue this history; empty if it does."""
         if call.tools != self.tools:
             return "tools differ from the first request's"
         for index, (old, new) in enumerate(zip(self.history, call.messages, strict=False)):
@@ -71,7 +71,7 @@ class _Place:
         return ""
 
     def news(self, call: Call) -> tuple[Call, News]:
-        """Return `call`, which goes on from here, with our messages for its own, and its news."""
+        """Return `call` with this history's messages for its own, and its new messages."""
         known, new = self.history, call.messages[len(self.history) :]
         last = call.messages[len(known) - 1]
         if not continues(known[-1], last):  # the stop string is written behind it
@@ -186,7 +186,7 @@ class AgentSession:
         return asked.answer
 
     def answered(self, turn: Turn | UmbraError, now: float) -> None:
-        """Pass the model's turn on; after a refusal the conversation is what it was before."""
+        """Pass the model's turn on; a refusal leaves the conversation as it was."""
         if (asked := self._open) is None:
             return
         self._open = None
@@ -214,7 +214,7 @@ class AgentSession:
                 self._refuse(waiting, error)
 
     def rewarded(self, result: StepResult) -> None:
-        """Take what the conversation was worth.
+        """Take the reward.
 
         Raises ApiError if the model has said nothing, or there was another reward.
         """
@@ -273,7 +273,7 @@ class AgentSession:
         self._pass_on(self, asked.call, news)
 
     def _joined(self, call: Call) -> tuple[Call, News]:
-        """Return `call` with all that it follows, and what of it is new.
+        """Return `call` with the whole history, and its new messages.
 
         Raises:
             ApiError: it goes on from nothing that was said, and must.

@@ -121,7 +121,7 @@ class Engine(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> list[EngineOutput]:
-        """Make progress, and return what has finished; EngineError if the engine is broken."""
+        """Make progress and return finished outputs; EngineError if the engine is broken."""
         ...
 
     def load(
@@ -160,7 +160,7 @@ class Engine(Protocol):
         ...
 
     def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
-        """Return the outputs so far of these live requests, as aborted; they go on."""
+        """Return the outputs so far of these live requests, as aborted, and continue them."""
         ...
 
     def forget(self, session: str) -> None:

@@ -48,7 +48,7 @@ class SlotCache(Cache):
         self._view: tuple[int, int] = (0, 0)
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Have room for so many rows and columns; rows `[0, rows)` keep what they hold."""
+        """Resize to so many rows and columns; rows `[0, rows)` keep their contents."""
         if rows <= self.rows and columns <= self.columns:
             return
         held, columns_before = self.rows, self.columns

@@ -87,7 +87,7 @@ class Sampler:
         return tokens, logprobs.gather(1, tokens[:, None])[:, 0], self._supports(logprobs)
 
     def _supports(self, logprobs: torch.Tensor) -> list[Support | None]:
-        """Return what could have been drawn by `logprobs` [n, V], of the rows that tell it."""
+        """Return the tokens that `logprobs` [n, V] allow, for the rows that report them."""
         most = min(max(self._limits, default=0), logprobs.shape[1])
         if not most:
             return [None] * len(self._limits)
@@ -269,7 +269,7 @@ class TorchEngine:
 
     @torch.inference_mode()
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
-        """Make one pass over all live rows, free slots filled before; return what finished in it.
+        """Fill free slots, make one pass over all live rows, return the finished requests.
 
         Raises:
             EngineError: torch failed, or the logits are not finite.

@@ -139,7 +139,7 @@ def on_gpu() -> bool:
 
 
 def stale(disk: _Sums, same: _Sums, changed: _Sums, again: _Sums) -> tuple[str, ...]:
-    """Return parameters that did not become what a publish has, as "worker name".
+    """Return parameters that differ from the published ones, as "worker name".
 
     `disk`, `same` and `again` are of equal weights, of which `changed` has no tensor. Parameters
     that are no weights (scales of vLLM's cache) change in no worker.

@@ -74,7 +74,7 @@ T = TypeVar("T")
 
 
 def platform() -> str:
-    """Return what the installed vLLM was built for: "cpu", "cuda", ..."""
+    """Return the platform of the installed vLLM: "cpu", "cuda", ..."""
     return current_platform.device_type
 
 
@@ -200,7 +200,7 @@ class VllmEngine:
             self._loop.call_soon_threadsafe(self._start, key, request, params)
 
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
-        """Return what has finished, after at most `timeout_s` seconds of waiting for something.
+        """Return finished outputs, after at most `timeout_s` seconds of waiting.
 
         Raises:
             EngineError: vLLM died.

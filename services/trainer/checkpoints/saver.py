@@ -135,7 +135,7 @@ class Saver:
         return self.settled()
 
     def close(self) -> None:
-        """End the thread, after what it is writing; one rank alone still names that."""
+        """End the thread after its present write, which a rank alone still publishes."""
         if self._ranks.world == 1:
             self._settle(wait=True)
         self._thread.shutdown()

@@ -120,7 +120,7 @@ class Ranks:
         return tensor
 
     def collect(self, value: T, kind: Any) -> list[T]:
-        """Return what each rank gives, by rank, on every rank; it is small."""
+        """Return the small value of each rank, by rank, on every rank."""
         return [self.spread(value, kind, rank) for rank in range(self.world)]
 
     def agree(self, flag: bool) -> bool:
@@ -137,7 +137,7 @@ class Ranks:
         return self.sum_ranks(tensor)
 
     def sum_ranks(self, tensor: Tensor) -> Tensor:
-        """Sum over all ranks what each knows of its own tokens or files alone; on the CPU."""
+        """Sum values of all ranks on the CPU."""
         if self.world > 1:
             dist.all_reduce(tensor, group=self._control)
         return tensor

@@ -46,7 +46,7 @@ class RankPlace:
 
     @classmethod
     def of_environment(cls) -> RankPlace:
-        """Return what the launcher says; UsageError if hosts have different numbers of ranks."""
+        """Return the launcher's ranks; UsageError if hosts have different numbers of them."""
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world == 1:
             return cls()
@@ -130,7 +130,7 @@ def meet(
 
 
 def _store(place: RankPlace, deadline: Deadline, listener: socket.socket | None) -> Store | None:
-    """Connect to the store; None if nobody keeps one yet."""
+    """Connect to the store; None if it is not up yet."""
     # Within it nobody can ask this process to stop.
     timeout = timedelta(seconds=max(1.0, min(CONNECT_S, deadline.left_s)))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

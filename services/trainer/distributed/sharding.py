@@ -73,7 +73,7 @@ def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> 
 
 
 def _kept_on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward`, what it keeps for the backward pass being in host memory until then.
+    """Return `forward` that keeps tensors for the backward pass in host memory.
 
     Of a layer that is recomputed that is its input.
     """

@@ -176,7 +176,7 @@ class Objective:
                 return terms.unclipped(free, advantages)
 
     def _keep_now(self, tokens: TokenInputs) -> Tensor:
-        """Mask tokens by what depends on the current policy."""
+        """Mask tokens by the current policy."""
         now, mu, threshold = tokens.logprobs, tokens.behaviour, self.pieces.mask_threshold
         match self.pieces.mask:
             case "opsm":

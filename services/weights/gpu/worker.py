@@ -336,7 +336,7 @@ class GpuWorker:
             return {"error": repr(error), "broken": True}
 
     def facts(self) -> dict[str, Any]:
-        """Return what must agree between all workers; makes the CUDA context."""
+        """Return the facts that all workers must share; makes the CUDA context."""
         facts = cuda.facts(self._index)
         _ = self._device
         return {"facts": msgspec.to_builtins(facts)}

@@ -129,7 +129,7 @@ class BucketStore:
             self._notify()
 
     def not_encoded(self, buckets: Iterable[int]) -> None:
-        """Have nobody wait for deltas of `buckets` any more."""
+        """Stop waiting for deltas of `buckets`."""
         with self._lock:
             self._encoding.difference_update(buckets)
         self._notify()
@@ -137,7 +137,7 @@ class BucketStore:
     def parts(
         self, bucket: int, content: int, bases: Sequence[int], part_bytes: int
     ) -> Iterable[Part] | None:
-        """Return what to send to a receiver that wants `content` of `bucket` and holds `bases`.
+        """Return the pieces for a receiver that wants `content` of `bucket` and holds `bases`.
 
         Deltas if there are any from a base, else all bytes, in parts of `part_bytes`. None while
         there is nothing to send, or a delta is being made.
@@ -404,7 +404,7 @@ class BucketServer:
             peer.connection.close()  # what the kernel has is still sent
 
     def _answer(self, records: Records) -> None:
-        """Receive an order, and send what it asks for, as soon as that is there.
+        """Receive an order and send its buckets as soon as they are there.
 
         Raises:
             OSError: the receiver is gone, or takes too long; or there is another layout.

@@ -92,7 +92,7 @@ class HubEnd:
 
     @property
     def busy(self) -> bool:
-        """Return whether `poll` has to be called soon, though nothing has ended."""
+        """Return whether `poll` must be called soon, though no call has ended."""
         return False
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:

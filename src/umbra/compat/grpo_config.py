@@ -288,7 +288,7 @@ def adapter_keys(peft_config: Any, kind: Callable[[], str]) -> dict[str, Any]:
 
 
 def _translated(name: str, value: Any, table: Mapping[Any, Any]) -> Any:
-    """Return what field `name` with `value` is here; UsageError if `table` has no such value."""
+    """Return the counterpart of field `name` = `value`; UsageError if `table` has none."""
     if value not in table:
         raise UsageError(
             f"GRPOConfig.{name} = {value!r} has no counterpart here; use "
