@@ -85,7 +85,7 @@ def shown_command() -> str:
 
 
 def command_line(command: str, run: Path, *arguments: str) -> str:
-    """A command on the run in folder `run`, as it can be copied: by its id if that fits better."""
+    """Return a command on the run in folder `run` to copy: by its id if that is shorter."""
     line = f"{shown_command()} {shlex.join((command, shown_path(run), *arguments))}"
     if len(line) <= COLUMNS - 4 or run.parent != Path(RunSection().dir).resolve():
         return line

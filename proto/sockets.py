@@ -154,7 +154,7 @@ class Waker:
 
 
 def allow_list(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """A REP that libzmq asks about every peer that shows a key in `context` (ZAP, RFC 27)."""
+    """Return the REP that libzmq asks about the key of every peer in `context` (ZAP, RFC 27)."""
     socket = _socket(context, zmq.REP)
     socket.bind("inproc://zeromq.zap.01")
     return socket

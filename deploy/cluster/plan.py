@@ -232,7 +232,7 @@ def check_ratios(ratios: Sequence[float], groups: int) -> list[Fraction]:
 
 
 def divide(ratios: Sequence[Fraction], units: int, limits: Sequence[int | None]) -> list[int]:
-    """Units of each group; see the rule above.
+    """Return the units of each group by the rule above.
 
     Args:
         ratios: add up to 1.

@@ -143,7 +143,7 @@ _UNPACKED = (_LAYOUTS[0], ("rows of one sequence, logits in chunks", 1, False, _
 
 
 def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[Row]:
-    """Rows about `policy`, as `load_policy` gives it, with the weights of `reference`."""
+    """Yield rows on `policy`, as `load_policy` gives it, with the weights of `reference`."""
     embeddings: Any = policy.get_input_embeddings()
     tokens = _tokens(embeddings.num_embeddings)
     temperatures = torch.where(tokens.owner % 2 == 0, 1.0, _TEMPERATURE)
@@ -329,7 +329,7 @@ def compare_export(
     scratch: Path,
     checked: Collection[str] = (),
 ) -> Iterator[Row]:
-    """Rows about the export of `policy`, which began as the model in `original`, or a part of it.
+    """Yield rows on the export of `policy`, which began as the model in `original` or a part.
 
     A tensor that the export lacks is one that Transformers does not read (layers for multi-token
     prediction, say); one that only the export has would be found by nobody.

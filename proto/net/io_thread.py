@@ -153,7 +153,7 @@ class Channel:
         self._link.run(lambda: self._start_one_way(body))
 
     def beside(self, endpoint: str, peer: str, server: Role) -> Channel:
-        """Another channel of this process; `peer` names its server, of role `server`, in errors."""
+        """Open another channel; `peer` names its server, of role `server`, in errors."""
         return self._link.channel(endpoint, peer, server=server)
 
     def move(self, endpoint: str) -> None:

@@ -174,7 +174,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def bare(self) -> Request:
-        """As much of it as a reply needs, so that nothing large waits with the reply."""
+        """Return the part that a reply needs, so that nothing large waits with the reply."""
         return Request(self.channel, self.identity, self.header, ANSWERED)
 
 
@@ -281,7 +281,7 @@ class Server:
         return actual
 
     def poll(self, timeout_s: float) -> list[Request]:
-        """Requests that arrived within `timeout_s` seconds, already validated."""
+        """Return requests that arrived within `timeout_s` seconds, already validated."""
         requests: list[Request] = []
         ready = self._poller.poll(timeout=max(0, round(timeout_s * 1000)))
         now = self._clock()

@@ -149,7 +149,7 @@ class Session:
 
     @property
     def data(self) -> Channel:
-        """The channel to the buffer for samples and batches, opened when it is first asked for.
+        """Return the channel to the buffer for samples and batches, opened at the first call.
 
         Not everyone has business there, and the key of who has none does not open it.
         """
@@ -158,7 +158,7 @@ class Session:
         return self._data
 
     def weights(self, *, deadline_s: float) -> Channel:
-        """The channel to the weight hub, once one has joined; it follows a hub that is restarted.
+        """Return the channel to the weight hub, once one has joined; it follows restarts.
 
         Raises:
             DeadlineError: no hub joined within `deadline_s` seconds.

@@ -108,7 +108,7 @@ def _write(data: bytes) -> None:
 
 
 def _end_tree(code: int) -> None:
-    """Kill all descendants, then end with `code` (negative: by that signal)."""
+    """Kill all descendants, then exit with `code` (negative: by that signal)."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     deadline = time.monotonic() + _END_S

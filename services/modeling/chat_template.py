@@ -86,7 +86,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _writes_text(self) -> bool:
-        """False for some vision models', which write nothing of a message that is no list."""
+        """False for some vision models' templates, which drop contents that are no lists."""
         return _ASKED in self._apply([_user()], (), cue=True)
 
     @functools.cached_property

@@ -75,7 +75,7 @@ class SpanLog:
             return spans
 
     def shares(self) -> dict[str, float]:
-        """Share of each activity in the last `WINDOW_S` seconds, as far back as is known."""
+        """Return the share of each activity in the last `WINDOW_S` seconds, as far as known."""
         with self._lock:
             now = self._clock()
             self._forget(now)

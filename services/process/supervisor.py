@@ -179,7 +179,7 @@ class Supervisor:
                 slot.child.kill()
 
     def wait(self, timeout_s: float) -> bool:
-        """Poll for so long, or until nothing runs and nothing will; whether that is so."""
+        """Poll for so long, or until nothing runs or will; return whether that is so."""
         deadline = Deadline(timeout_s)
         while (running := self.poll()) and not deadline.passed:
             time.sleep(_LOOK_S)

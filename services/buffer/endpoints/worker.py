@@ -298,7 +298,7 @@ class WorkerEndpoint:
         self._outbox.reply(request, m.TaskLeases(lost=lost))
 
     def serve(self, now: float) -> None:
-        """Retry the parked requests; of generators, if anything has opened up since last time."""
+        """Retry parked requests; generators' only if samples became available since."""
         for question in list(self._scorers.values()):
             if self._scoring.waiting(question.body.kind):
                 self._serve(question, 0, now)

@@ -152,7 +152,7 @@ class AgentSession:
         self.wait(now)
 
     def wait(self, now: float) -> None:
-        """Expect something of the agent: a request, or the end of its program."""
+        """Wait for the agent: a request, or the end of its program."""
         self.deadline = now + self.silence_s
 
     def ask(self, call: Call, *, repeated: bool = False) -> Future[Answer]:
@@ -240,7 +240,7 @@ class AgentSession:
         self.deadline = math.inf
 
     def abandon(self, verdict: str) -> None:
-        """Expect nothing more of the agent; raises ApiError if the session is over."""
+        """Stop waiting for the agent; raises ApiError if the session is over."""
         self._check_open()
         self.verdict = verdict
         self.deadline = math.inf

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 def result(steps: Generator[object, None, T], interrupted: Callable[[], bool] = lambda: False) -> T:
-    """Go through all steps of something, which wait by themselves; its result.
+    """Run all steps of a generator, which wait by themselves; return its result.
 
     Raises:
         PeerLostError: `interrupted`, asked between two steps, said that nobody wants it any longer.
@@ -197,7 +197,7 @@ class GpuWorkerProcess:
         return result(self.answer(timeout_s))
 
     def facts(self) -> GpuFacts:
-        """Look at the GPU, and end: the worker's context takes half a GiB of it."""
+        """Read the GPU's facts and end the worker, whose context takes half a GiB."""
         try:
             return msgspec.convert(self.call("facts", START_S)["facts"], GpuFacts)
         finally:
