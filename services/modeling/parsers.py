@@ -176,10 +176,10 @@ _SCHEMA = trial_tool(place="string", days="integer")
 def choose_parser(wanted: str, tokenizer: Any, template: ChatTemplate | None) -> Parser:
     """Return the parser that `model.parser` names, or with "auto" the model family's.
 
-    Without a family whose parser reads back what `template` writes, turns are words.
+    If no family's parser reads back the calls of `template`, turns are plain text.
 
     Raises:
-        UsageError: there is none of that name here.
+        UsageError: there is no parser of that name.
     """
     if wanted == "none" or (wanted == "auto" and template is None):
         return PLAIN

@@ -223,8 +223,8 @@ def _faults(config: GeneratorConfig, hf_config: Any, platform: str) -> Iterator[
     if (method := arguments.get("quantization")) is not None and method not in known:
         where = "the build of vLLM for CPUs" if platform == "cpu" else "vLLM"
         yield (
-            f'generator.engine_args.quantization = "{method}": {where} was not seen to quantize '
-            f"new weights that way; it was with {', '.join(known)}, or leave it out"
+            f'generator.engine_args.quantization = "{method}": {where} was not tested to quantize '
+            f"new weights so: use {', '.join(known)}, or leave it out"
         )
     if "quantization_config" in arguments:
         yield (
