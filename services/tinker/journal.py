@@ -19,9 +19,10 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
-from umbra.proto.errors import UmbraError
+from umbra.proto.errors import UmbraError, UsageError
 
 RETAIN_S = 3600.0  # answers stay so long, however often they are fetched
+SCHEMA = 1  # of these tables
 _TABLES = """
 CREATE TABLE IF NOT EXISTS requests (
     id TEXT PRIMARY KEY, lane TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL,
@@ -79,6 +80,10 @@ class FuturesJournal:
         self._lock = threading.RLock()
         self._depth = 0
         self._file = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        (schema,) = self._file.execute("PRAGMA user_version").fetchone()
+        if schema not in (0, SCHEMA):
+            raise UsageError(f"{path} has schema {schema}, not {SCHEMA}: name another --dir")
+        self._file.execute(f"PRAGMA user_version = {SCHEMA}")
         self._file.execute("PRAGMA journal_mode=WAL")
         self._file.execute("PRAGMA synchronous=FULL")  # acknowledged requests are on the disk
         self._file.executescript(_TABLES)

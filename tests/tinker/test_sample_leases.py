@@ -1,11 +1,17 @@
-"""Which sampler gets which request, and what becomes of it when the sampler ends."""
+"""Which sampler gets which request, and the journal that keeps requests."""
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 
+from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling
 from umbra.services.tinker.bodies import TrainedShape
+from umbra.services.tinker.journal import FuturesJournal
 from umbra.services.tinker.samplers import TRIES, SampleJob, SampleLeases, devices
 
 SLOTS = 4
@@ -114,3 +120,12 @@ def test_a_silent_sampler_with_requests_is_overdue() -> None:
 )
 def test_samplers_leave_the_trainer_its_gpu(asked: str, gpus: int, wanted: list[str]) -> None:
     assert devices(asked, 3, gpus) == wanted
+
+
+def test_a_journal_of_another_schema_is_refused(tmp_path: Path) -> None:
+    for _ in range(2):  # the second finds the first one's schema
+        FuturesJournal(tmp_path / "journal").close()
+    with closing(sqlite3.connect(tmp_path / "journal")) as file:
+        file.execute("PRAGMA user_version = 2")
+    with pytest.raises(UsageError, match="has schema 2, not 1: name another --dir"):
+        FuturesJournal(tmp_path / "journal")
