@@ -12,7 +12,7 @@ import json
 import runpy
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,15 @@ def solved(completions: list[Any], answer: list[str], **_: Any) -> list[float | 
     return [float(text == right) for text, right in zip(said, answer, strict=True)]
 
 
-def graded(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
-    """Return the rewards that examples/smollm gives."""
-    score = runpy.run_path(str(run_file("smollm").with_name("reward.py")))["score"]
-    pairs = zip(completions, answer, strict=True)
-    return [score(None, said[0]["content"], {"answer": right}) for said, right in pairs]
+def graded(task: str) -> Callable[..., list[float | None]]:
+    """Return TRL's form of the reward beside the task's run file."""
+    score = runpy.run_path(str(run_file(task).with_name("reward.py")))["score"]
+
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
+        pairs = zip(completions, answer, strict=True)
+        return [score(None, text[0]["content"], {"answer": right}) for text, right in pairs]
+
+    return reward
 
 
 class Games:
@@ -190,7 +194,7 @@ def train(
         model,
         reward_funcs=winnings
         if games
-        else graded
+        else graded(config.run.name)
         if config.environment.kind == "reward"
         else solved,
         args=grpo_config(config, out, samples, seed, steps),

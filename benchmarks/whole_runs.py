@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,13 @@ from umbra.services.process.child import umbra_argv
 from umbra.services.process.command import SignalCounter
 
 RUN_LIMIT_S = 900.0
-SMOLLM = Path(__file__).parents[1] / "examples" / "smollm"
+FOLDERS = {  # of the run files that are not the demo's
+    "smollm": Path(__file__).parents[1] / "examples" / "smollm",
+    "long": Path(__file__).with_name("long"),
+}
+# 25 M parameters; a vocabulary of about 100.
+LONG_MODEL = ("--hidden", "512", "--layers", "8", "--heads", "8", "--kv-heads", "4", "--ff", "1536")
+LONG_PROMPTS = 512
 
 
 def umbra(*arguments: str) -> str:
@@ -37,8 +44,8 @@ def umbra(*arguments: str) -> str:
 
 
 def run_file(task: str) -> Path:
-    """Return the run file of a task of the demo, or that of examples/smollm."""
-    return SMOLLM / "run.toml" if task == "smollm" else DEMOS / f"{task}.toml"
+    """Return the run file of a task."""
+    return FOLDERS[task] / "run.toml" if task in FOLDERS else DEMOS / f"{task}.toml"
 
 
 def base_model(work: Path, task: str, seed: int) -> Path:
@@ -48,8 +55,14 @@ def base_model(work: Path, task: str, seed: int) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     if task == "smollm":
-        subprocess.run([sys.executable, str(SMOLLM / "prepare.py"), str(folder)], check=True)
+        prepare = FOLDERS[task] / "prepare.py"
+        subprocess.run([sys.executable, str(prepare), str(folder)], check=True)
         (folder / "model").rename(folder / "base")
+        return folder
+    if task == "long":
+        rows = ({"prompt": f"{number:03d}", "answer": ""} for number in range(LONG_PROMPTS))
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        umbra("make-model", str(folder / "base"), "--seed", str(seed), *LONG_MODEL)
         return folder
     recipe = RECIPES[task]
     counts = ("--prompts", str(recipe.prompts), "--heldout", str(HELDOUT))
