@@ -227,7 +227,7 @@ def main() -> int:
                 break
             say(f"round {len(done)}, {left:.0f} s to go")
             soak.round(f"round-{len(done)}", left)
-        report = Report("chaos", rows=done)
+        report = Report("chaos", rows=done, timed=False)
         report.restate(summarise)
         return 0 if report.show(options.json) else 1
 

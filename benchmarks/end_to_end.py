@@ -271,6 +271,9 @@ def main() -> int:
         if (mode, task, seed) in done:
             continue
         row = in_child((mode, task, str(seed)), args.work, args.steps)
+        if report.disturbed():
+            print(f"{mode}, {task}, {seed}: refused, others took too much CPU; run it again alone")
+            continue
         report.add(**row)
         if args.json:
             report.write(args.json)

@@ -93,6 +93,8 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def origin(content: Mapping[str, Any]) -> str:
     """Say how the figures were measured."""
     load = "{} to {}".format(*content["load"]) if "load" in content else "not recorded"
+    if content.get("others") is not None:
+        load += f", {content['others']:.0%} of the CPU taken by others at most"
     return (
         f"`{content['command']}`, commit {content['commit']}, {content['date']}, "
         f"{content['hardware']}, load {load}"

@@ -34,7 +34,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
 }
 OTHERS_MOST = 0.05  # of the machine's CPU time, that others may take while something is measured
-_ORIGIN = ("date", "commit", "command", "hardware", "load")
+_ORIGIN = ("date", "commit", "command", "hardware", "load", "others")
 Table = dict[str, list[Any]]  # "columns": names; "rows": lists of cells
 
 
@@ -56,13 +56,20 @@ class Report:
     figures: dict[str, Any] = field(default_factory=dict)
     tables: dict[str, Table] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    timed: bool = True  # refused where other processes took more than OTHERS_MOST of the CPU
     _load: list[float] = field(default_factory=lambda: [os.getloadavg()[0]])
+    _others: float | None = None  # largest share that others took between two rows
+    _share: CpuShare = field(default_factory=lambda: CpuShare())
     _origin: dict[str, Any] | None = None  # of a file that nothing was added to
 
     @staticmethod
-    def begin(benchmark: str, file: Path | None) -> Report:
+    def begin(benchmark: str, file: Path | None, *, timed: bool = True) -> Report:
         """Return the report in `file`, to be continued; an empty one if there is none."""
-        return Report.read(file) if file is not None and file.exists() else Report(benchmark)
+        if file is None or not file.exists():
+            return Report(benchmark, timed=timed)
+        report = Report.read(file)
+        report.timed = timed
+        return report
 
     @staticmethod
     def read(file: Path) -> Report:
@@ -70,13 +77,23 @@ class Report:
         content = json.loads(file.read_text(encoding="utf-8"))
         report = Report(content["benchmark"], rows=content["rows"], facts=content.get("facts", {}))
         report._load = content.get("load", []) + report._load
+        report._others = content.get("others")
         report._origin = {name: content[name] for name in _ORIGIN if name in content}
         return report
 
     def add(self, **row: Any) -> None:
+        """Add a row that was measured since the last one."""
         self.rows.append(row)
         self._load.append(os.getloadavg()[0])
-        self._origin = None
+        self._others = max(self._others or 0.0, self._share.others())
+        self._share, self._origin = CpuShare(), None
+
+    def disturbed(self) -> bool:
+        """Return whether others took too much CPU since the last row; if so count from now on."""
+        if self._share.others() <= OTHERS_MOST:
+            return False
+        self._share = CpuShare()
+        return True
 
     def goal(self, name: str, value: float, op: str, goal: float) -> None:
         """State the goal `value op goal`, with op one of > >= < <=."""
@@ -107,6 +124,9 @@ class Report:
             print(f"{name}: {text(value)}")
         for goal in self.goals:
             print(f"goal {goal_text(goal)}")
+        if self.timed and (self._others or 0.0) > OTHERS_MOST:
+            print(f"refused: other processes took {self._others:.0%} of the CPU; run it alone")
+            return False
         if file is not None:
             self.write(file)
         return all(goal["met"] for goal in self.goals)
@@ -119,6 +139,7 @@ class Report:
             "command": _command(sys.argv),
             "hardware": hardware(),
             "load": [round(min(self._load), 1), round(max(self._load), 1)],
+            "others": self._others,
         }
         content = {
             "benchmark": self.benchmark,

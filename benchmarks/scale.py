@@ -273,7 +273,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="at most 32 generators")
     args = parser.parse_args()
-    report = Report("scale (simulated)")
+    report = Report("scale (simulated)", timed=False)
     for count in GENERATORS[:2] if args.quick else GENERATORS:
         for mode in MODES:
             if mode.run_ahead == 0 and count > LARGEST_SYNCHRONOUS:

@@ -235,7 +235,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no run later")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, two cores each")
     args = parser.parse_args()
-    report = Report.begin("staleness", args.json)
+    report = Report.begin("staleness", args.json, timed=False)
     done = {row["cell"] for row in report.rows}
     grid = cells(args.tasks, args.objectives, args.staleness, args.minibatches, args.seeds)
     missing = [cell for cell in grid if cell.key not in done]
