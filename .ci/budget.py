@@ -36,7 +36,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/weights": (5_625, 96),
     "deploy": (7_520, 192),
     "src": (987, 9),
-    "benchmarks": (5_710, 172),
+    "benchmarks": (6_110, 185),
     "tests": (55_700, 2950),
 }
 

@@ -157,7 +157,8 @@ def summarise(report: Report) -> None:
                 modes.setdefault(row["mode"], []).append(row)
         report.table(task, columns, [_line(name, some) for name, some in modes.items()])
         _compare(report, task, modes)
-        if known := [row for row in report.rows if row["mix"] == task and row.get("right")]:
+        known = [row for row in modes.get("async", []) if row.get("right")]
+        if known:
             report.figure(f"{task}_minutes", median(row["curve"][-1][0] for row in known) / 60)
             for at, name in enumerate(("before", "after")):
                 right = [row["right"][at] for row in known]
