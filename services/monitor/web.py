@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -22,8 +22,8 @@ from umbra.services.monitor.view import page_file
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.reporting import PHASES, busy
 
-Series = Sequence[tuple[Mapping[str, str], float]]
-Figure = tuple[str, str, Series]  # name, meaning, and values by their labels
+# Name, meaning, names of labels, and values by these labels' values (a tuple if there are several).
+Figure = tuple[str, str, str, Mapping[Any, float | None]]
 
 
 def prometheus_text(look: Look, *, lost: bool = False) -> bytes:
@@ -33,77 +33,54 @@ def prometheus_text(look: Look, *, lost: bool = False) -> bytes:
     return generate_latest(registry)
 
 
-def _by_label(label: str, values: Mapping[str, float | None]) -> Series:
-    return [({label: name}, float(value)) for name, value in values.items() if value is not None]
-
-
-def _single(value: float) -> Series:
-    return [({}, float(value))]
-
-
 def _of_run(look: Look, lost: bool) -> Iterator[Figure]:
     status, ledger = look.status, look.status.ledger
-    newest = {push.receiver: push for push in look.pushes}.values()
-    yield "up", "Whether the run answers.", _single(not lost)
-    yield "paused", "Whether the run is paused.", _single(bool(status.paused))
-    yield "uptime_seconds", "Since the buffer started.", _single(status.uptime_s)
-    yield "version", "Optimizer steps committed.", _single(status.version)
-    yield "steps", "The run's goal.", _single(status.steps)
-    yield "samples_issued_total", "Samples ever made.", _single(ledger.issued)
-    yield "samples_trained_total", "Samples in committed batches.", _single(ledger.trained)
+    for name, meaning, value in (
+        ("up", "Whether the run answers.", not lost),
+        ("paused", "Whether the run is paused.", bool(status.paused)),
+        ("uptime_seconds", "Since the buffer started.", status.uptime_s),
+        ("version", "Optimizer steps committed.", status.version),
+        ("steps", "The run's goal.", status.steps),
+        ("samples_issued_total", "Samples ever made.", ledger.issued),
+        ("samples_trained_total", "Samples in committed batches.", ledger.trained),
+        ("ledger_balance", "Samples unaccounted for; not 0 is a bug.", ledger.balance),
+        ("stuck", "Things that are overdue.", len(status.stuck)),
+    ):
+        yield name, meaning, "", {(): value}
     meaning = "Samples that are over without being trained on."
-    yield "samples_ended_total", meaning, _by_label("reason", ledger.ended)
-    flight = _by_label("state", ledger.in_flight)
-    yield "samples_in_flight", "Samples under way, by state.", flight
-    yield "ledger_balance", "Samples unaccounted for; not 0 is a bug.", _single(ledger.balance)
-    stale = _by_label("figure", status.staleness)
-    yield "staleness_steps", "Of the samples trained so far.", stale
+    yield "samples_ended_total", meaning, "reason", ledger.ended
+    yield "samples_in_flight", "Samples under way, by state.", "state", ledger.in_flight
+    yield "staleness_steps", "Of the samples trained so far.", "figure", status.staleness
+    meaning = "Trained samples, by staleness in steps."
     counts = {str(steps): count for steps, count in enumerate(status.staleness_counts)}
-    by_steps = _by_label("staleness", counts)
-    yield "trained_by_staleness_total", "Trained samples, by staleness in steps.", by_steps
-    yield "events_total", "What the buffer has counted.", _by_label("kind", status.counters)
-    rates = msgspec.structs.asdict(status.rates)
-    yield "rate", "Recent rates per second.", _by_label("figure", rates)
-    teach = "Shares of groups, answers and samples that teach nothing."
-    yield "health", teach, _by_label("figure", status.health)
-    warnings = {one.name: one.until < 0 for one in status.warnings}
-    yield "warning", "1 while a warning holds, 0 once it is over.", _by_label("name", warnings)
-    yield "stuck", "Things that are overdue.", _single(len(status.stuck))
+    yield "trained_by_staleness_total", meaning, "staleness", counts
+    yield "events_total", "What the buffer has counted.", "kind", status.counters
+    yield "rate", "Recent rates per second.", "figure", msgspec.structs.asdict(status.rates)
+    meaning = "Shares of groups, answers and samples that teach nothing."
+    yield "health", meaning, "figure", status.health
+    warnings = {warning.name: warning.until < 0 for warning in status.warnings}
+    yield "warning", "1 while a warning holds, 0 once it is over.", "name", warnings
     curves = {name: values[-1] for name, values in status.curves.values.items() if values}
-    yield "curve", "The newest point of each curve.", _by_label("name", curves)
-    phases = [
-        ({"receiver": push.receiver, "phase": phase}, getattr(push, f"{phase}_s"))
-        for push in newest
-        for phase in PHASES
-    ]
-    yield "push_seconds", "Phases of the last push to each receiver.", phases
+    yield "curve", "The newest point of each curve.", "name", curves
+    phases = {(p.receiver, name): getattr(p, f"{name}_s") for p in look.pushes for name in PHASES}
+    yield "push_seconds", "Phases of the last push to each receiver.", "receiver phase", phases
 
 
 def _of_members(look: Look) -> Iterator[Figure]:
     members = look.status.members
-    states = [({"member": m.name, "role": m.role, "state": m.state}, 1.0) for m in members]
-    yield "member_up", "A member of the run, by state.", states
-    silent = _by_label("member", {m.name: m.silent_s for m in members})
-    yield "member_silent_seconds", "Since its last message.", silent
-    idle = _by_label("member", {m.name: m.idle_s for m in members})
-    yield "member_idle_seconds", "Without progress.", idle
-    worked = "Share of a member's last 10 s in which it did anything but wait."
-    shares = {m.name: busy(m.shares) for m in members if m.shares}
-    yield "member_busy", worked, _by_label("member", shares)
-    progress = _by_label("member", {m.name: m.progress_per_s for m in members})
-    yield "member_progress_per_second", "Recent units of work per second.", progress
-    by_activity = [
-        ({"member": m.name, "activity": name}, share)
-        for m in members
-        for name, share in m.shares.items()
-    ]
-    yield "member_share", "Share of a member's last 10 s, by activity.", by_activity
-    stats = [
-        ({"member": m.name, "name": name}, value)
-        for m in members
-        for name, value in m.stats.items()
-    ]
-    yield "member_stat", "What members tell of themselves.", stats
+    states = {(m.name, m.role, m.state): 1.0 for m in members}
+    yield "member_up", "A member of the run, by state.", "member role state", states
+    silent, idle = {m.name: m.silent_s for m in members}, {m.name: m.idle_s for m in members}
+    yield "member_silent_seconds", "Since its last message.", "member", silent
+    yield "member_idle_seconds", "Without progress.", "member", idle
+    meaning = "Share of a member's last 10 s in which it did anything but wait."
+    yield "member_busy", meaning, "member", {m.name: busy(m.shares) for m in members if m.shares}
+    progress = {m.name: m.progress_per_s for m in members}
+    yield "member_progress_per_second", "Recent units of work per second.", "member", progress
+    shares = {(m.name, name): share for m in members for name, share in m.shares.items()}
+    yield "member_share", "Share of a member's last 10 s, by activity.", "member activity", shares
+    stats = {(m.name, name): value for m in members for name, value in m.stats.items()}
+    yield "member_stat", "What members tell of themselves.", "member name", stats
 
 
 class _Figures(Collector):
@@ -114,11 +91,14 @@ class _Figures(Collector):
         self._figures = list(figures)
 
     def collect(self) -> Iterator[Metric]:
-        for name, meaning, series in self._figures:
+        for name, meaning, labels, values in self._figures:
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             family = kind(f"umbra_{name}", meaning)
-            for labels, value in series:
-                family.add_sample(f"umbra_{name}", {"run": self._run, **labels}, value)
+            for key, value in values.items():
+                if value is not None:
+                    parts = key if isinstance(key, tuple) else (key,)
+                    labelled = {"run": self._run, **dict(zip(labels.split(), parts, strict=True))}
+                    family.add_sample(f"umbra_{name}", labelled, float(value))
             yield family
 
 
