@@ -27,7 +27,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/environments": (3_490, 86),
     "services/generator": (8_135, 137),
     "services/modeling": (5_197, 121),
-    "services/monitor": (1_282, 39),
+    "services/monitor": (1_260, 39),
     "services/process": (1_965, 58),
     "services/scorer": (432, 8),
     "services/tinker": (2_915, 60),

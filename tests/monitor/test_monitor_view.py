@@ -1,17 +1,21 @@
-"""A run as the monitors show it."""
+"""A run as the monitors show it: what a terminal draws, and what it keeps of telemetry."""
+
+from __future__ import annotations
 
 import io
 import json
 from typing import Any
 
 import pytest
+from fakes import looks
+from fakes.looks import PUSH, ROLLOUT, header, heard, look
 from rich.console import Console
 
 from umbra.deploy.run.live import PlainView, Progress
 from umbra.deploy.run_folder import RunFolder
-from umbra.proto.messages import Member, Rates, RunWarning, Status, Stuck
+from umbra.proto.messages import Event, Member, Rates, RunWarning, Status, Stuck
 from umbra.proto.records import Ledger
-from umbra.services.monitor.client import Look
+from umbra.services.monitor.client import PUSHES_KEPT, SPANS_KEPT, Feed, Look, PushEvent
 from umbra.services.monitor.view import (
     MemberRow,
     headline,
@@ -153,3 +157,116 @@ def test_members_gone_and_processes_without_membership_are_shown() -> None:
 )
 def test_idleness_has_a_cause(shares: dict[str, float], text: str) -> None:
     assert idle_text(member(shares=shares)) == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("push", PUSH | {"receiver": "g\x1b[2J"}),
+        ("push", PUSH | {"wire_s": float("inf")}),
+        ("rollout", ROLLOUT | {"finish_reason": "stop\nERROR all is lost"}),
+        ("rollout", ROLLOUT | {"reward": float("nan")}),
+        ("spans", {"spans": [["update", float("-inf"), 2.0]]}),
+        ("spans", {"spans": {"a": 1}}),
+    ],
+)
+def test_what_cannot_be_drawn_is_counted_and_left_out(kind: str, fields: dict[str, Any]) -> None:
+    feed = Feed()
+    feed.receive(header("g"), Event(kind=kind, fields=fields))
+    assert feed.invalid == 1
+    assert not (
+        feed.look(looks.status()).pushes
+        or feed.look(looks.status()).rollouts
+        or feed.look(looks.status()).spans
+    )
+
+
+def test_a_models_words_and_reasons_lose_their_control_characters() -> None:
+    feed = Feed()
+    said = ROLLOUT | {"prompt": "a\nb\x1b[2J", "response": "c\x07\n"}
+    feed.receive(header("g"), Event(kind="rollout", fields=said))
+    feed.receive(header("g"), Event(kind="spans", fields={"spans": [["idle: a\nb", 1.0, 2.0]]}))
+    (sample,) = feed.look(looks.status()).rollouts
+    assert (sample.prompt, sample.response) == ("a\nb [2J", "c \n")
+    assert feed.look(looks.status()).spans["g"][0].name == "idle: a b"
+    assert not feed.invalid
+
+
+def drawn(what: Look, width: int = 140) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(screen(what, width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_screen_has_everything() -> None:
+    text = drawn(look())
+    for expected in (
+        "run-1", "step 40/300", "2:10 left", "reward/mean", "▁█ 0.1 to 0.875, now 0.875", "-0.5",
+        "staleness 1.12 (max 2, bound 2)", "1: 75%", "100 issued = 80 trained",
+        "130/s issued, 129/s answered, 128/s trained, 2/s ended", "generating",
+        "warning: equal_rewards: 88% are", "87.5% of groups with equal rewards",
+        "4,321", "30% (work)",
+        "generator-0", "shm", "12.3", "20.0", "☃ envnew", "s-9  reward 1.25", "staleness 2",
+        "stuck: sample s1 at generator-0 for 31 s, leased again", "run run-1: ready",
+    ):  # fmt: skip
+        assert expected in text, expected
+    assert "PAUSED" not in text
+    assert "expired_leases" not in text, "raw counters are in umbra status --json"
+    ended = drawn(look(state="draining", ending="steps reached", finished=True))
+    assert "run run-1: finished" in ended and "draining" not in ended
+
+
+def test_text_of_others_is_never_markup() -> None:
+    feed = heard(("rollout", {**ROLLOUT, "response": "[red]x[/nothing]"}))
+    assert "[red]x[/nothing]" in drawn(feed.look(looks.status()))
+
+
+def test_events_become_what_is_shown() -> None:
+    feed = heard(
+        ("push", PUSH),
+        ("rollout", ROLLOUT),
+        ("spans", {"spans": [["decode", 1.0, 2.0]]}),
+        ("spans", {"spans": [["idle: work", 2.0, 3.0]]}),
+        ("of no interest", {}),
+    )
+    (push,) = feed.look(looks.status()).pushes
+    assert push == PushEvent(**{k: v for k, v in PUSH.items() if k != "epoch"})
+    assert [one.sample for one in feed.look(looks.status()).rollouts] == ["s-9"]
+    assert [tuple(span) for span in feed.look(looks.status()).spans["m"]] == [
+        ("push", -0.02, 0.0),
+        ("decode", 1.0, 2.0),
+        ("idle: work", 2.0, 3.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("push", {}),
+        ("push", {**PUSH, "wire_s": "long"}),
+        ("rollout", {**ROLLOUT, "pieces": [1]}),
+        ("spans", {}),
+        ("spans", {"spans": [["decode", 1.0]]}),
+    ],
+)
+def test_bad_events_are_counted(kind: str, fields: dict[str, Any]) -> None:
+    feed = heard((kind, fields))
+    assert feed.invalid == 1
+    seen = feed.look(looks.status())
+    assert not (seen.pushes or seen.rollouts or seen.spans)
+
+
+def test_what_is_kept_is_bounded() -> None:
+    feed = heard(*[("push", {**PUSH, "version": i}) for i in range(3 * PUSHES_KEPT)])
+    assert len(feed.look(looks.status()).pushes) == PUSHES_KEPT
+    assert feed.look(looks.status()).pushes[-1].version == 3 * PUSHES_KEPT - 1
+    for number in range(300):
+        spans = [["decode", float(i), i + 1.0] for i in range(100)]
+        sender = "busy" if number % 2 else f"other-{number}"
+        feed.receive(header(sender), Event(kind="spans", fields={"spans": spans}))
+    assert len(feed.look(looks.status()).spans["busy"]) == SPANS_KEPT
+    assert len(feed.look(looks.status()).spans) <= 256
+
+
+# -- small windows --------------------------------------------------------------------------------
