@@ -12,7 +12,7 @@ trainer does with a leased batch: checks, advantages, packing, loss, metrics, st
 
 On a GPU the model is a Qwen3 with random weights (0.6 B by default) in bf16, TRL is left out, and
 `mfu` is the model's floating-point operations per second over a large matrix product's on
-the same GPU, both as `services/trainer/flops.py` counts them.
+the same GPU, both as `services/trainer/speed.py` counts them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.modeling.packing import pack
 from umbra.services.trainer.batch import make_batch
-from umbra.services.trainer.flops import TrainingFlops, ceiling
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model, make_tokenizer
 from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.speed import TrainingFlops, ceiling
 from umbra.services.trainer.update import PolicyUpdate
 
 GROUP = 8

@@ -20,9 +20,7 @@ from umbra.services.environments.built_in import (
     ReasoningGym,
     Unrewarded,
 )
-from umbra.services.environments.kinds.openenv import openenv_program
-from umbra.services.environments.kinds.trl import trl_program
-from umbra.services.environments.kinds.verifiers import verifiers_program
+from umbra.services.environments.openenv import openenv_program
 from umbra.services.environments.protocol import Environment, EnvironmentFactory
 from umbra.services.environments.rewards import (
     RewardedGroup,
@@ -33,6 +31,8 @@ from umbra.services.environments.rewards import (
 from umbra.services.environments.sandbox import TOOLS as SANDBOXED
 from umbra.services.environments.sandbox import SandboxTools, sandbox_factory
 from umbra.services.environments.tools import BUILT_IN, ToolUse
+from umbra.services.environments.trl import trl_program
+from umbra.services.environments.verifiers import verifiers_program
 
 if TYPE_CHECKING:
     from umbra.services.config import EnvironmentConfig

@@ -16,7 +16,7 @@ from typing import Any
 
 from umbra.proto.errors import PeerLostError, RejectedError, UsageError
 from umbra.services.config import EnvironmentConfig
-from umbra.services.environments.kinds.conversation import request
+from umbra.services.environments.agent_program import request
 from umbra.services.environments.protocol import EpisodeOutcome, Lost, StepResult
 from umbra.services.environments.worker_pool import NO_REWARD, WorkerPool, offered_name
 from umbra.services.process.loop_thread import ends_with_it

@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 GYM = "gym:"
 VERIFIERS = "verifiers:"
-_ROWS_MODULE = "umbra.services.environments.kinds.verifiers"
+_ROWS_MODULE = "umbra.services.environments.verifiers"
 _HELD_OUT_SHARE = 8  # at most one in so many of the tasks of a library that has too few
 _SHORTEST, _LONGEST, _MEAN_EXTRA = 2, 16, 5.0
 _HEEDFUL = 0.25  # guesses of the poor player that fit the hints so far

@@ -1,27 +1,50 @@
-"""Loading a Hugging Face directory."""
+"""Models of Hugging Face directories: loaded whole, or on the meta device and read by rows.
+
+A model's class may hold weights otherwise than its files do: experts as one stacked tensor, tied
+weights once. Transformers has rules for that, and reads of a DTensor its local rows alone; here it
+does so for one layer after the other, so nobody holds more than that besides the rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    convert_and_load_state_dict_in_model,
+)
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config.rules import device_fault
 from umbra.services.modeling.architectures import check_architecture
-from umbra.services.modeling.model_directory import check_model_dir
+from umbra.services.modeling.model_directory import WEIGHT_FILES, check_model_dir
 from umbra.services.modeling.pretrained import (
     AS_IT_IS,
     loading,
     read_generation,
     read_transformers_config,
 )
-from umbra.services.modeling.weight_files import WeightFiles
+from umbra.services.modeling.sharded import local
 from umbra.services.process.host import driver_version
+
+_LAYER = re.compile(r".*?\.\d+\.")
+SHOWN = 3  # names in an error
 
 
 def _sees_gpu(key: str) -> bool:
@@ -153,3 +176,138 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
             "neither be sharded nor compiled nor recomputed by layers"
         )
     return layers
+
+
+class WeightFiles:
+    """The files that tensors of `model`, which is on the meta device, are read from.
+
+    Its buffers are there afterwards, as its class computes them. Parameters stay on the meta device
+    until they are read.
+    """
+
+    def __init__(self, directory: Path, model: PreTrainedModel, source: str = "model.path") -> None:
+        self._directory = directory
+        self._source = source
+        self._model = model
+        self._plain = deepcopy(model)  # without what will be put around layers of the other
+        _make_buffers(model)
+
+    @torch.no_grad()
+    def read(self, places: Mapping[str, Tensor]) -> None:
+        """Load into `places`: by name the rows of each state-dict tensor, cast to their dtype.
+
+        Raises:
+            UsageError: a file cannot be read, or is of another model.
+        """
+        plain = self._plain
+        rules = get_model_conversion_mapping(plain)
+        first = {name: next(n for n in own if n in places) for own in _tied(plain) for name in own}
+        for name in first:
+            _put(plain, name, places[first[name]])
+        faults, missing = list[str](), {n for n, p in places.items() if local(p).numel()}
+        try:
+            for keys in self._layers().values():
+                found = self._load(keys, rules)
+                faults += [
+                    f"{name}: {why.rpartition(chr(10))[0].rpartition(chr(10))[2]}"
+                    for name, why in found.conversion_errors.items()
+                    if local(places[first[name]]).numel()  # else there is nothing to stack
+                ]
+                faults += [
+                    f"{name} is {list(there)}, config.json says {list(wanted)}"
+                    for name, there, wanted in found.mismatched_keys
+                ]
+                for name in first.keys() - found.missing_keys if not faults else ():
+                    place = places[first[name]]
+                    read = local(_get(plain, name))
+                    if first[name] in missing:
+                        local(place).copy_(read)
+                        missing.discard(first[name])
+                    elif not torch.equal(local(place), read.to(local(place))):
+                        faults.append(
+                            f"{name} is tied to {first[name]} by config.json, and another tensor "
+                            "in the files: set tie_word_embeddings to false there"
+                        )
+                    _put(plain, name, place)
+        except (OSError, SafetensorError) as error:
+            faults.append(str(error))
+        faults += [f"its files have no {name}" for name in sorted(missing) if not faults]
+        if any(isinstance(place, DTensor) for place in places.values()):
+            faults += [fault for rule in rules if (fault := _not_by_rows(rule))]
+        if faults:
+            more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+            raise UsageError(
+                f"{self._source}: {self._directory} cannot be loaded: "
+                f"{'; '.join(faults[:SHOWN])}{more}"
+            )
+        # So that exports get the names of before.
+        self._model._weight_conversions = plain._weight_conversions
+
+    def _layers(self) -> dict[str, dict[str, Path]]:
+        """Return the files of tensors, by layer and by name in the files."""
+        whole, index = (self._directory / name for name in WEIGHT_FILES)
+        if whole.is_file():
+            with safe_open(whole, framework="pt") as file:
+                files = dict.fromkeys(file.keys(), whole.name)
+        else:
+            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        layers: dict[str, dict[str, Path]] = {}
+        for key, name in files.items():
+            layer = _LAYER.match(key)
+            layers.setdefault(layer[0] if layer else key, {})[key] = self._directory / name
+        return layers
+
+    def _load(self, keys: Mapping[str, Path], rules: Any) -> Any:
+        """Load tensors of the files into the other model, and return Transformers' report."""
+        how = LoadStateDictConfig(device_map={"": "cpu"}, dtype=torch.float32, weight_mapping=rules)
+        with ExitStack() as stack:
+            opened: dict[Path, Any] = {
+                path: stack.enter_context(safe_open(path, framework="pt"))
+                for path in set(keys.values())
+            }
+            slices = {key: opened[path].get_slice(key) for key, path in keys.items()}
+            return convert_and_load_state_dict_in_model(self._plain, slices, how)[0]
+
+
+def _not_by_rows(rule: Any) -> str:
+    """Return the fault of a used rule whose results have not the rows of what they are made of."""
+    if not isinstance(rule, WeightConverter) or not rule.was_used():
+        return ""
+    first, *rest = rule.operations
+    stacked = isinstance(first, MergeModulelist) and first.dim == 0
+    if stacked and all(isinstance(one, Concatenate) and one.dim > 0 for one in rest):
+        return ""
+    return f"{', '.join(rule.source_patterns)} can't be read by rows: set trainer.ranks = 1"
+
+
+def _get(model: nn.Module, name: str) -> Tensor:
+    module, _, own = name.rpartition(".")
+    return getattr(model.get_submodule(module), own)
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    module, _, own = name.rpartition(".")
+    holder = model.get_submodule(module)
+    if own in holder._parameters:
+        tensor = nn.Parameter(tensor, requires_grad=False)
+    setattr(holder, own, tensor)
+
+
+def _tied(model: nn.Module) -> Iterable[list[str]]:
+    """Return the names of each tensor of a state dict; tied ones have several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return names.values()
+
+
+def _make_buffers(model: PreTrainedModel) -> None:
+    """Compute all buffers as the class does."""
+    for name, buffer in list(model.named_buffers()):
+        _put(model, name, torch.empty_like(buffer, device="cpu"))
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
+    for module in model.modules():
+        if "_is_hf_initialized" in vars(module):
+            del module._is_hf_initialized
+    model.initialize_weights()

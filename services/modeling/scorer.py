@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.attention import Attention
-from umbra.services.modeling.attention_probe import neighbours
+from umbra.services.modeling.attention import Attention, neighbours
 from umbra.services.modeling.experts import Routers
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.sequence_parallel import (

@@ -19,19 +19,17 @@ from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.experts import NO_BALANCE, NO_ROUTERS
 from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.micro_batch import MicroBatch, Tokens
-from umbra.services.modeling.models import pick_device
+from umbra.services.modeling.models import WeightFiles, pick_device
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import ScoreOptions, Scorer
-from umbra.services.modeling.weight_files import WeightFiles
 from umbra.services.trainer.checkpoints.state import ModelState
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import clip_gradients, prepare_layers, shard
-from umbra.services.trainer.flops import TrainingFlops, ceiling, row_sizes
 from umbra.services.trainer.metrics import Row, expert_metrics
 from umbra.services.trainer.optimizer import MasterWeights, make_optimizer, set_learning_rate
-from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.policy import HeldWeights, cast, place, read
 from umbra.services.trainer.snapshot import whole_weights
+from umbra.services.trainer.speed import Phases, TrainingFlops, ceiling, row_sizes
 
 # Why an update is left out, in the order of the columns `skipped/<reason>`.
 REASONS = {

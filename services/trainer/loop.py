@@ -15,11 +15,11 @@ from umbra.services.config.trajectory_rules import RunFacts
 from umbra.services.process.command import ServiceContext
 from umbra.services.trainer.batch import TrainBatch, make_batch
 from umbra.services.trainer.checkpoints.saver import Saver
-from umbra.services.trainer.distributed.shards import Snapshots
 from umbra.services.trainer.learner import REASONS, Learner
 from umbra.services.trainer.member import NextStep, RunMember
 from umbra.services.trainer.metrics import Row, environment_metrics, finite, sample_metrics
-from umbra.services.trainer.phases import Profile
+from umbra.services.trainer.snapshot import Snapshots
+from umbra.services.trainer.speed import Profile
 from umbra.services.trainer.update import PolicyUpdate
 
 

@@ -24,10 +24,9 @@ from transformers.utils import logging as transformers_logging
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.modeling.lora import is_adapter
 from umbra.services.modeling.model_directory import check_model_dir
-from umbra.services.modeling.models import open_weights, read_weights
+from umbra.services.modeling.models import WeightFiles, open_weights, read_weights
 from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.modeling.sharded import held_rows
-from umbra.services.modeling.weight_files import WeightFiles
 from umbra.services.process.files import DISK
 from umbra.services.trainer.snapshot import bare_name
 

@@ -15,13 +15,12 @@ from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.checkpoints.state import resume
 from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.distributed.ranks import join_ranks
-from umbra.services.trainer.distributed.shards import Snapshots, row_owners
 from umbra.services.trainer.learner import Learner, rank_device
 from umbra.services.trainer.loop import Loop
 from umbra.services.trainer.member import RunMember, join_run
 from umbra.services.trainer.mismatch import MismatchCheck
 from umbra.services.trainer.policy import export_policy, open_policy
-from umbra.services.trainer.snapshot import tensor_layout
+from umbra.services.trainer.snapshot import Snapshots, row_owners, tensor_layout
 from umbra.services.trainer.update import PolicyUpdate
 from umbra.services.weights.manifest import build_manifest
 

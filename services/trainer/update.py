@@ -19,9 +19,13 @@ from umbra.services.trainer.learner import REASONS, Learner
 from umbra.services.trainer.metrics import LossMetrics, Row
 from umbra.services.trainer.mismatch import MismatchCheck
 from umbra.services.trainer.objectives.advantages import batch_advantages
-from umbra.services.trainer.objectives.aggregation import token_weights
-from umbra.services.trainer.objectives.centering import Candidates
-from umbra.services.trainer.objectives.objective import Constants, Objective, TokenInputs
+from umbra.services.trainer.objectives.objective import (
+    Candidates,
+    Constants,
+    Objective,
+    TokenInputs,
+    token_weights,
+)
 from umbra.services.trainer.objectives.terms import LOG_RATIO_BOUND, Sequences, interpolated
 
 

@@ -67,7 +67,7 @@ Look back
 runs        deploy.commands.runs:command                List runs, or print rollouts of one.
 report      deploy.report.page:command                  Write a run as a page, and its timeline.
 eval        services.generator.command:evaluate         Measure a model on held-out prompts.
-export      services.trainer.checkpoints.export:command Write a checkpoint as a Hugging Face model.
+export      services.trainer.checkpoints.folder:command Write a checkpoint as a Hugging Face model.
 
 Services
 buffer      services.buffer.command:command             Serve the buffer (the broker).

@@ -17,8 +17,8 @@ from umbra.deploy.python.train import _named, _with_tools
 from umbra.proto.errors import UsageError
 from umbra.services.config.loader import config_of
 from umbra.services.config.rules import check_feasible
-from umbra.services.environments.kinds.trl import trl_program
 from umbra.services.environments.rewards import RewardFunction, Rewards
+from umbra.services.environments.trl import trl_program
 
 ROWS = [{"prompt": "2 + 2 ="}] * 20
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from umbra.services.environments.kinds.verifiers import TASK_DATA, verifiers_program
 from umbra.services.environments.protocol import StepResult
+from umbra.services.environments.verifiers import TASK_DATA, verifiers_program
 
 ROW = {"prompt": "p", TASK_DATA: {}}
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from umbra.services.modeling import attention_backends, attention_probe, gpu_copies
+from umbra.services.modeling import attention, attention_backends, gpu_copies
 from umbra.services.trainer import learner, snapshot
 
 ATEN = torch.ops.aten
@@ -133,7 +133,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
             "current_stream": lambda *_: _Stream(),
         }.items():
             patch.setattr(torch.cuda, name, double)
-        patch.setattr(attention_probe, "fault", lambda *_: None)
+        patch.setattr(attention, "flex_fault", lambda *_: None)
         patch.setattr(attention_backends, "_compiled", lambda _: _attention)
         patch.setattr(learner, "ceiling", lambda _: 1e15)
         patch.setattr(snapshot, "page_lock", lambda _: None)

@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 
 from umbra.services.buffer.store import LmdbStore
 from umbra.services.config import CheckpointConfig
-from umbra.services.trainer.checkpoints.export import export_checkpoint
-from umbra.services.trainer.checkpoints.folder import CheckpointFolder
+from umbra.services.trainer.checkpoints.folder import CheckpointFolder, export_checkpoint
 
 STEPS = 12
 SETTINGS = (

@@ -15,7 +15,7 @@ from fault.test_three_nodes import in_spaces, why_not
 from safetensors.torch import load_file
 
 from umbra.proto.messages import Status
-from umbra.services.trainer.checkpoints.export import export_checkpoint
+from umbra.services.trainer.checkpoints.folder import export_checkpoint
 
 LIMIT_S = limit(250.0)
 LONG_S = limit(600.0)  # for what happens to four hosts

@@ -13,8 +13,8 @@ from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import peak_memory_gib, speed_metrics
-from umbra.services.trainer.phases import Phases
 from umbra.services.trainer.policy import load_policy, open_policy
+from umbra.services.trainer.speed import Phases
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,7 @@ from fakes.rank_processes import see_through, start
 from safetensors.torch import load_file
 
 from umbra.proto.records import Trajectory
-from umbra.services.trainer.checkpoints.export import export_checkpoint
-from umbra.services.trainer.checkpoints.folder import FileInfo, Index, read_index
+from umbra.services.trainer.checkpoints.folder import FileInfo, Index, export_checkpoint, read_index
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.make_model import make_model
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from umbra.proto.records import Trajectory
-from umbra.services.trainer.checkpoints.export import export_checkpoint
+from umbra.services.trainer.checkpoints.folder import export_checkpoint
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.policy import load_policy
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.trainer.distributed.rendezvous import RankPlace
-from umbra.services.trainer.distributed.shards import checked, own_buckets, owners_of
+from umbra.services.trainer.snapshot import checked, own_buckets, owners_of
 from umbra.services.weights.manifest import build_manifest, checksum
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Trajectory
-from umbra.services.trainer.checkpoints.export import export_checkpoint
-from umbra.services.trainer.checkpoints.folder import read_index
+from umbra.services.trainer.checkpoints.folder import export_checkpoint, read_index
 from umbra.services.trainer.distributed.ranks import Ranks
 
 STEPS, SAVED = 3, 2

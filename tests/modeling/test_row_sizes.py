@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.row_sizes import RowSizes, activation_bytes, scoring_rows
-from umbra.services.trainer import flops as module
+from umbra.services.trainer import speed as module
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.rendezvous import RankPlace
-from umbra.services.trainer.flops import row_sizes
+from umbra.services.trainer.speed import row_sizes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB = 1 << 30

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
-from umbra.services.modeling.expert_parallel import ExpertGroup, divide_experts
+from umbra.services.modeling.experts import ExpertGroup, divide_experts
 from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy, open_policy

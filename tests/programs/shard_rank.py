@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from umbra.proto.net.io_thread import IoThread
 from umbra.services.trainer.distributed.ranks import Ranks
-from umbra.services.trainer.distributed.shards import Snapshots
-from umbra.services.trainer.snapshot import tensor_layout, write_shards
+from umbra.services.trainer.snapshot import Snapshots, tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
 from umbra.services.weights.publisher import Publisher
 

@@ -27,8 +27,11 @@ from umbra.services.config.loader import as_dict, load_config
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.process.files import Disk
 from umbra.services.trainer.batch import make_batch
-from umbra.services.trainer.checkpoints.export import export_checkpoint
-from umbra.services.trainer.checkpoints.folder import CheckpointFolder, read_index
+from umbra.services.trainer.checkpoints.folder import (
+    CheckpointFolder,
+    export_checkpoint,
+    read_index,
+)
 from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.checkpoints.state import resume
 from umbra.services.trainer.critic import open_critic

@@ -18,8 +18,7 @@ from torch import Tensor
 from umbra.services.config.presets import PRESETS, ObjectiveSpec, Preset
 from umbra.services.modeling.micro_batch import Supports
 from umbra.services.trainer.objectives.advantages import token_advantages
-from umbra.services.trainer.objectives.centering import Candidates
-from umbra.services.trainer.objectives.objective import Objective, TokenInputs
+from umbra.services.trainer.objectives.objective import Candidates, Objective, TokenInputs
 from umbra.services.trainer.objectives.terms import ESTIMATORS, Sequences
 
 WORDS, LENGTH = 3, 2

@@ -15,8 +15,12 @@ from umbra.services.config.presets import PRESETS
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.trainer.learner import learning_rate
 from umbra.services.trainer.objectives import terms
-from umbra.services.trainer.objectives.aggregation import token_weights
-from umbra.services.trainer.objectives.objective import Objective, TokenInputs, TokenLosses
+from umbra.services.trainer.objectives.objective import (
+    Objective,
+    TokenInputs,
+    TokenLosses,
+    token_weights,
+)
 from umbra.services.trainer.objectives.terms import Sequences, interpolated
 
 # Probabilities of four tokens under pi, p (proximal) and mu (behaviour), and their advantages.

@@ -24,9 +24,9 @@ from umbra.services.modeling.packing import (
     pack,
 )
 from umbra.services.modeling.scorer import Scorer
-from umbra.services.trainer.flops import TrainingFlops
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.speed import TrainingFlops
 
 # Qwen3-0.6B, in millions of operations, for sequences of which a token stands for 16.
 MODEL = TrainingFlops(body=440, head=155, attention=16 * 28 * 2048 / 1e6)

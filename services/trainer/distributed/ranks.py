@@ -32,7 +32,7 @@ from umbra.services.trainer.distributed.heartbeat import RankHeartbeat
 from umbra.services.trainer.distributed.rendezvous import RankPlace, meet
 
 if TYPE_CHECKING:
-    from umbra.services.modeling.expert_parallel import ExpertGroup
+    from umbra.services.modeling.experts import ExpertGroup
     from umbra.services.modeling.sequence_parallel import SequenceGroup
 
 MAX_BYTES = 1 << 31  # of one message of rank 0
@@ -78,7 +78,7 @@ class Ranks:
 
             self.sequence = SequenceGroup(self._near(sequence), rank % sequence, sequence)
         if experts > 1:
-            from umbra.services.modeling.expert_parallel import ExpertGroup
+            from umbra.services.modeling.experts import ExpertGroup
 
             alike = self._own([range(at, world, experts) for at in range(experts)])
             self.experts = ExpertGroup(self._near(experts), alike, rank % experts, experts)

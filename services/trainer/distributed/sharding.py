@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import PreTrainedModel
 
 from umbra.services.config import TrainerConfig
-from umbra.services.modeling.expert_parallel import SeenExperts, divide_experts
+from umbra.services.modeling.experts import SeenExperts, divide_experts
 from umbra.services.modeling.models import decoder_layers
 from umbra.services.modeling.sharded import local
 from umbra.services.trainer.distributed.ranks import Ranks

@@ -11,12 +11,24 @@ trainer's weights before this batch), current probability pi and advantage A:
     keep  0 or 1
     KL    of pi to the reference, or to mu
 
-The pieces are in `terms.py`; `aggregation.py` makes one number of the tokens' losses.
+The pieces are in `terms.py`; `token_weights` makes one number of the tokens' losses.
 `services/config/presets.py` has the combinations that have names.
 
 The trust region of an objective with anchor "behaviour" is around the policy that sampled. With
 "proximal" it is around p, and with one update per batch pi = p, so that nothing is ever clipped:
 give those `minibatches` > 1.
+
+Score centering (Marek and Ryabinin, arXiv 2609.20807): no drift where mu is not pi. The expected
+gradient of an objective at a prefix is sum_a mu(a) A(a) c(a) s(a), with the score s(a) =
+grad log pi(a) and a coefficient c that clip, weight and mask decide. Its part that does not depend
+on what A says of the tokens, A times b = sum_v mu(v) c(v) s(v), is zero where mu = pi and c = 1,
+and elsewhere moves the policy by no reason, always the same way. Centering takes A b off:
+
+    loss -= A sum_v sg(mu(v) c(v)) log pi(v)
+
+The generator reports the k likeliest v; all others are one more, with the rest of pi and mu. That
+is the paper's estimator, which takes rho pi(v) for mu(v) outside of the head. Where sampling
+cuts off tokens the sum is over all that it left in, and exact.
 """
 
 from __future__ import annotations
@@ -28,9 +40,39 @@ import torch
 from torch import Tensor
 
 from umbra.services.config.presets import ObjectiveSpec
+from umbra.services.modeling.micro_batch import Supports
 from umbra.services.trainer.objectives import terms
-from umbra.services.trainer.objectives.centering import Candidates
 from umbra.services.trainer.objectives.terms import Sequences
+
+LEAST = 1e-6  # probability of all others together: below it, the rest is rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Tokens that could have been drawn in place of each of N: k ids, and all others as one."""
+
+    logprobs: Tensor  # log pi [N, k + 1], with gradient
+    behaviour: Tensor  # log mu [N, k + 1]
+    chance: Tensor  # mu [N, k + 1]; 0 where there is none
+
+    @classmethod
+    def of(cls, supports: Supports, source: Tensor, logprobs: Tensor, out: Tensor) -> Candidates:
+        """Return the candidates of the tokens `source`, none for tokens that are `out`, bool [N].
+
+        `logprobs` are log pi [N, k] of the ids, as `Scorer` finds them.
+        """
+        at, there = supports.rows(source)
+        there, whole = there.to(out.device) & ~out.unsqueeze(1), supports.whole[source].to(out)
+        behaviour = torch.where(there, supports.logprobs[at].to(logprobs), 0.0)
+        logprobs = torch.where(there, logprobs, 0.0)
+        chance = behaviour.exp() * there
+        rest = (1 - chance.sum(1, keepdim=True)).clamp(min=0)
+        left = 1 - (logprobs.exp() * there).sum(1, keepdim=True)
+        return cls(
+            torch.cat([logprobs, left.clamp(min=LEAST).log()], 1),
+            torch.cat([behaviour, rest.clamp(min=LEAST).log()], 1),
+            torch.cat([chance, rest * ~(whole | out).unsqueeze(1)], 1),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,3 +234,54 @@ class Objective:
         if other is None:
             return None
         return terms.ESTIMATORS[self.pieces.kl_estimator](tokens.logprobs, other)
+
+
+def token_weights(
+    pieces: ObjectiveSpec,
+    owner: Tensor,
+    own: Tensor,
+    part: Tensor,
+    updates: int,
+    length: int,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """Return what each learned token's loss is multiplied with before all are summed, float32 [M].
+
+        token_mean     1 / tokens                          (DAPO, arXiv 2503.14476, eq. 8)
+        sequence_mean  1 / (sequences * own tokens)        (GRPO, arXiv 2402.03300, eq. 3)
+        sequence_sum   1 / sequences                       (REINFORCE over whole responses)
+        constant       1 / (samples * length)              (Dr. GRPO, arXiv 2503.20783)
+        token_sum      1
+
+    Means count the sequences that are trained, or with denominator "all" all of the batch, those
+    without advantage included, as the published objectives do: a share of them for each update.
+
+    Args:
+        owner: int64 [M], the sequence of each learned token.
+        own: int64 [S], learned tokens of each sequence of the batch.
+        part: int64, the sequences that are trained in this update; tokens of others get 0.
+        updates: of the batch.
+        length: of the longest response.
+        weight: float64 [S], what each sequence counts, tokens and all; None: all are samples.
+    """
+    if weight is None:
+        weight = torch.ones(len(own), dtype=torch.float64)
+    samples, counted = float(weight.sum()) / updates, own * weight
+    tokens, sequences = float(counted[part].sum()), float(weight[part].sum())
+    if pieces.denominator == "all":
+        tokens, sequences = float(counted.sum()) / updates, samples
+    divisor: Tensor | float
+    match pieces.aggregation:
+        case "token_mean":
+            divisor = max(tokens, 1.0)
+        case "sequence_mean":
+            divisor = (sequences * own[owner]).clamp(min=1)
+        case "sequence_sum":
+            divisor = max(sequences, 1.0)
+        case "constant":
+            divisor = samples * length
+        case "token_sum":
+            divisor = 1.0
+    trained = torch.zeros(len(own), dtype=torch.bool)
+    trained[part] = True
+    return (trained[owner] / divisor).float() * weight.float()[owner]

@@ -13,35 +13,34 @@ import torch
 from fakes.packed_rows import rows_of
 from torch import Tensor
 
-from umbra.services.modeling import attention_probe
-from umbra.services.modeling.attention import Attention
-from umbra.services.modeling.attention_probe import Shape, differences, fault
+from umbra.services.modeling import attention as module
+from umbra.services.modeling.attention import Attention, KernelShape, differences, flex_fault
 from umbra.services.modeling.micro_batch import RowMask
 from umbra.services.trainer.policy import load_policy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPES = [
-    Shape(4, 2, 16, 16),
-    Shape(2, 2, 24, 16),
-    Shape(4, 2, 16, 16, cap=2.0, sinks=True),
+    KernelShape(4, 2, 16, 16),
+    KernelShape(2, 2, 24, 16),
+    KernelShape(4, 2, 16, 16, cap=2.0, sinks=True),
 ]
 
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> None:
-    fault.cache_clear()
+    flex_fault.cache_clear()
 
 
 @pytest.mark.parametrize("window", [None, 7, 4096])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_right_is_within_rounding(
-    shape: Shape, window: int | None, monkeypatch: pytest.MonkeyPatch
+    shape: KernelShape, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RowMask, "blocks", dense)
     exact = differences(shape, window, CPU, torch.float64)
     assert len(exact) == (5 if shape.sinks else 4)
     assert max(exact.values()) < 1e-12
-    assert fault(shape, window, CPU, torch.bfloat16) is None
+    assert flex_fault(shape, window, CPU, torch.bfloat16) is None
 
 
 def dense(mask: RowMask) -> Any:
@@ -52,12 +51,12 @@ def dense(mask: RowMask) -> Any:
 
 
 def wider(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = attention_probe.attend
+    attend = module.attend
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Tensor:
         return attend(q, k, v, one_more(mask) if hasattr(mask, "other") else mask, **how)
 
-    monkeypatch.setattr(attention_probe, "attend", wrong)
+    monkeypatch.setattr(module, "attend", wrong)
 
 
 def one_more(mask: Tensor) -> Tensor:
@@ -65,13 +64,13 @@ def one_more(mask: Tensor) -> Tensor:
 
 
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = attention_probe.attend
+    attend = module.attend
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Tensor:
         keep = v.detach() + 0 * v if hasattr(mask, "other") else v
         return attend(q, k, keep, mask, **how)
 
-    monkeypatch.setattr(attention_probe, "attend", wrong)
+    monkeypatch.setattr(module, "attend", wrong)
 
 
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +79,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*_: Any, **__: Any) -> Tensor:
         raise NotImplementedError("no kernel\nfor this")
 
-    monkeypatch.setattr(attention_probe, "attend", wrong)
+    monkeypatch.setattr(module, "attend", wrong)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def test_what_is_wrong_is_named(
 ) -> None:
     monkeypatch.setattr(RowMask, "blocks", dense)
     harm(monkeypatch)
-    found = fault(SHAPES[0], 7, CPU, torch.float32)
+    found = flex_fault(SHAPES[0], 7, CPU, torch.float32)
     assert found is not None and found.startswith(told)
     assert "\n" not in found
 
@@ -111,7 +110,7 @@ def test_a_gpu_on_which_flex_is_wrong_does_without(
         asked.append(what)
         return "it is off"
 
-    monkeypatch.setattr(attention_probe, "fault", wrong)
+    monkeypatch.setattr(module, "flex_fault", wrong)
     attention = Attention.prepare(model, CUDA)
     assert asked[0][2:] == (CUDA, torch.bfloat16)
     config = model.config

@@ -18,10 +18,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.agent_program import Program
-from umbra.services.environments.kinds.conversation import (
+from umbra.services.environments.agent_program import (
     Conversation,
     NoTurnError,
+    Program,
     arguments_of,
     tool_answer,
     with_observation,

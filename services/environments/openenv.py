@@ -20,9 +20,9 @@ import urllib.request
 from typing import Any
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.agent_program import Program
-from umbra.services.environments.kinds.conversation import (
+from umbra.services.environments.agent_program import (
     Conversation,
+    Program,
     arguments_of,
     tool_answer,
     with_observation,

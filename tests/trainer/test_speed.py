@@ -1,7 +1,10 @@
-"""Cost of an update, counted and measured."""
+"""Where the seconds of a step go, traces of chosen steps, and operations, counted and measured."""
 
 from __future__ import annotations
 
+import gzip
+import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,48 @@ from umbra.services.config import TrainerConfig
 from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.packing import pack
 from umbra.services.trainer.batch import make_batch
-from umbra.services.trainer.flops import TrainingFlops
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.metrics import peak_memory_gib, speed_metrics
 from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.speed import Phases, Profile, TrainingFlops
+
+CPU = torch.device("cpu")
+
+
+def test_phases_add_up_to_the_step() -> None:
+    """Between two readings of the clock pass 1, 2, 3, ... seconds."""
+    clock = accumulate(range(100))
+    phases = Phases(CPU, lambda: float(next(clock)))  # at 0
+    with phases("wait"):  # from 1 to 3
+        pass
+    with phases("train"):  # from 6
+        for _ in range(2):
+            with phases("forward"):  # from 10 to 15, from 21 to 28
+                pass
+    # to 36; the step ends at 45
+    assert phases.take() == {
+        "wait": 2, "train": 30, "train/forward": 12, "train/other": 18, "other": 13, "step": 45,
+    }  # fmt: skip
+    assert phases.take() == {"other": 10, "step": 10}, "it restarts"
+
+
+def ranges(path: Path) -> set[str]:
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    return {event["name"] for event in events if event.get("cat") == "user_annotation"}
+
+
+def test_a_trace_has_the_phases_of_its_step_alone(tmp_path: Path) -> None:
+    phases, profile = Phases(CPU), Profile(tmp_path / "profile", [2], rank=3)
+    for step in (1, 2, 3):
+        profile.begin(step)
+        with phases(f"train {step}"), phases("forward"):
+            torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+        profile.end()
+    (file,) = (tmp_path / "profile").iterdir()
+    assert file.name == "step-2.rank-3.json.gz"
+    assert ranges(file) == {"train 2", "forward"}
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -1,1 +1,0 @@
-"""Environments that were made for other libraries, each run by a program that asks the model."""
