@@ -103,6 +103,14 @@ class ObjectiveSpec(Section):
         )
 
     @property
+    def weighs_exactly(self) -> bool:
+        """True if a token's gradient has the weight pi / mu, without a bound."""
+        if self.anchor == "behaviour":
+            return self.clip in ("ppo", "none") and self.correction == "none"
+        exact = self.correction != "none" and self.is_level == "token"
+        return exact and not (self.is_floor or self.is_cap)
+
+    @property
     def needs_critic(self) -> bool:
         return self.advantage == "gae"
 
@@ -283,6 +291,12 @@ class ObjectiveKeys(Section):
             yield (
                 "trainer.score_centering centers the scores of tokens, and objective "
                 f"{objective} has one ratio for a response: set it to 0, or choose another"
+            )
+        elif self.score_centering and pieces.weighs_exactly:
+            yield (
+                f"trainer.score_centering does nothing with objective {objective}, whose weight "
+                "pi / mu leaves no drift: set it to 0, or choose one that bounds or omits it, as "
+                "tis, icepop, cispo or naive"
             )
         if pieces.correction != "none" and 0 < pieces.is_cap <= pieces.is_floor:
             yield (

@@ -316,6 +316,7 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         ),
         (["scorer.model={ math = 'a' }"], "which are none: name these, or one model for all"),
         (["objective=gspo", "score_centering=8"], "centers the scores of tokens"),
+        (["objective=dapo", "score_centering=8"], "does nothing with objective dapo, whose weight"),
         (["sampling.top_p=0.9"], "set sampling.top_k to 64, say"),
         (
             ["sampling.top_k=500", "generator.max_context=30000"],

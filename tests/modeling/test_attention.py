@@ -19,11 +19,8 @@ from umbra.services.modeling.micro_batch import RowMask
 from umbra.services.trainer.policy import load_policy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SHAPES = [
-    KernelShape(4, 2, 16, 16),
-    KernelShape(2, 2, 24, 16),
-    KernelShape(4, 2, 16, 16, cap=2.0, sinks=True),
-]
+SIZES = ((4, 2, 16, 16), (2, 2, 24, 16))
+SHAPES = [*(KernelShape(*each) for each in SIZES), KernelShape(4, 2, 16, 16, cap=2.0, sinks=True)]
 
 
 @pytest.fixture(autouse=True)

@@ -20,15 +20,19 @@ give those `minibatches` > 1.
 
 Score centering (Marek and Ryabinin, arXiv 2609.20807): no drift where mu is not pi. The expected
 gradient of an objective at a prefix is sum_a mu(a) A(a) c(a) s(a), with the score s(a) =
-grad log pi(a) and a coefficient c that clip, weight and mask decide. Its part that does not depend
-on what A says of the tokens, A times b = sum_v mu(v) c(v) s(v), is zero where mu = pi and c = 1,
-and elsewhere moves the policy by no reason, always the same way. Centering takes A b off:
+grad log pi(a) and a weight c that does not depend on A. Its part that does not depend on what A
+says of the tokens, A times b = sum_v mu(v) c(v) s(v), is zero where mu = pi and c = 1, and
+elsewhere moves the policy by no reason, always the same way. Centering takes A b off:
 
-    loss -= A sum_v sg(mu(v) c(v)) log pi(v)
+    loss += A sum_v sg(mu(v) c(v)) log pi(v)
 
 The generator reports the k likeliest v; all others are one more, with the rest of pi and mu. That
 is the paper's estimator, which takes rho pi(v) for mu(v) outside of the head. Where sampling
 cuts off tokens the sum is over all that it left in, and exact.
+
+PPO's clip and masks by the sign of A are no part of c but a trust region: they hold a token that
+moved far from mu, whichever sign A has. Taken off as if they were a drift, they would let it go on.
+So c is without them, and a token that they leave out has no gradient at all.
 """
 
 from __future__ import annotations
@@ -156,7 +160,9 @@ class Objective:
             gain = torch.where(keep, gain, 0.0)
         losses = -gain
         if tokens.candidates is not None:
-            losses = losses - self._expected(tokens, tokens.candidates, constants, keep)
+            expected = self._expected(tokens, tokens.candidates, constants)
+            inside = ~clipped if pieces.clip == "ppo" else torch.ones_like(keep)
+            losses = losses - expected * (inside if pieces.mask == "token" else inside & keep)
         kl = self._kl(tokens)
         known = None if kl is None else kl.detach()
         if pieces.kl_coef and pieces.kl_in == "loss":
@@ -170,22 +176,22 @@ class Objective:
         return TokenLosses(losses, free.detach(), clipped.detach() & (advantages != 0), kept, known)
 
     def _expected(
-        self, tokens: TokenInputs, candidates: Candidates, constants: Constants, keep: Tensor
+        self, tokens: TokenInputs, candidates: Candidates, constants: Constants
     ) -> Tensor:
-        """Return sum over v of sg(mu(v) A c(v)) log pi(v) [N].
+        """Return sum over v of sg(mu(v) slope(v)) log pi(v) [N], with slope(v) = -A c(v).
 
-        A c(v) is the slope of the loss had v been drawn. A weight or a mask of the whole response
-        is the drawn response's. Log pi of another token stands for its log p: they are equal in
-        the first update of a batch.
+        That is the slope of the loss had v been drawn, within the trust region. A weight of the
+        whole response is the drawn response's. Log pi of another token stands for its log p: they
+        are equal in the first update of a batch.
         """
         pieces = self.pieces
         whole = pieces.is_level == "sequence" and pieces.correction != "none"
-        own = pieces.mask in ("token", "probability")
         single = Objective(
             msgspec.structs.replace(
                 pieces,
+                clip="none" if pieces.clip == "ppo" else pieces.clip,
                 correction="none" if whole else pieces.correction,
-                mask=pieces.mask if own else "none",
+                mask="token" if pieces.mask == "token" else "none",
                 kl_coef=0.0,
                 entropy_coef=0.0,
             )
@@ -198,8 +204,6 @@ class Objective:
             slope = torch.autograd.grad(single(drawn, fixed).losses.sum(), now)[0]
         if whole:
             slope = slope * constants.weight.unsqueeze(1)
-        if not own:
-            slope = slope * keep.unsqueeze(1)
         return (candidates.chance * slope * candidates.logprobs).sum(1)
 
     def _gain(self, free: Tensor, tokens: TokenInputs) -> tuple[Tensor, Tensor]:
