@@ -80,8 +80,8 @@ class AgentProgram:
             os.environ["OPENAI_BASE_URL"] = endpoint["base_url"]
             os.environ["ANTHROPIC_BASE_URL"] = endpoint["base_url"].removesuffix("/v1")
             os.environ["OPENAI_API_KEY"] = os.environ["ANTHROPIC_API_KEY"] = endpoint["api_key"]
-        given = (self._row,) if self._alone else (self._row, endpoint)
-        value = self._function(*given, **self._options)
+        arguments = (self._row,) if self._alone else (self._row, endpoint)
+        value = self._function(*arguments, **self._options)
         if not inspect.isawaitable(value):
             return self._result(value)
 
@@ -161,8 +161,8 @@ class Conversation:
 
 def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a tool call; raise ValueError if they are no JSON object."""
-    given = call["function"]["arguments"]
-    arguments = json.loads(given) if isinstance(given, str) else given
+    text = call["function"]["arguments"]
+    arguments = json.loads(text) if isinstance(text, str) else text
     if not isinstance(arguments, dict):
         raise ValueError("the arguments of a call must be a JSON object")  # noqa: TRY004 - the model's
     return arguments
@@ -186,19 +186,19 @@ async def request(
 
     Raises OSError if there is none within `limit_s` seconds.
     """
-    where = urlsplit(url)
+    parts = urlsplit(url)
     data = json.dumps(body).encode()
     # Of HTTP 1.0, whose answers come in one piece and end with the connection.
     head = (
-        f"{method} {where.path} HTTP/1.0\r\nHost: {where.netloc}\r\n"
+        f"{method} {parts.path} HTTP/1.0\r\nHost: {parts.netloc}\r\n"
         f"Authorization: Bearer {key}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
 
     async def exchange() -> bytes:
-        secure = where.scheme == "https"
-        port = where.port or (443 if secure else 80)
-        reader, writer = await asyncio.open_connection(where.hostname, port, ssl=secure or None)
+        secure = parts.scheme == "https"
+        port = parts.port or (443 if secure else 80)
+        reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=secure or None)
         try:
             writer.write(head.encode() + data)
             return await reader.read()

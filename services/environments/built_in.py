@@ -47,8 +47,8 @@ class ExactMatch(SingleTurn):
     """Reward 1 if the response, stripped, is the row's "answer"; its reasoning does not count."""
 
     def step(self, response: str) -> StepResult:
-        said = content_of(response).strip()
-        return StepResult(reward=float(said == expected_answer(self.row, "exact")))
+        answer = content_of(response).strip()
+        return StepResult(reward=float(answer == expected_answer(self.row, "exact")))
 
 
 class NumericMatch(SingleTurn):
@@ -63,13 +63,13 @@ class NumericMatch(SingleTurn):
         self._tolerance = tolerance
 
     def step(self, response: str) -> StepResult:
-        wanted = last_number(expected_answer(self.row, "numeric"))
-        if wanted is None:
+        expected = last_number(expected_answer(self.row, "numeric"))
+        if expected is None:
             raise SampleError(
                 f'environment "numeric" needs a number as "answer", not {self.row["answer"]!r}'
             )
-        given = last_number(content_of(response))
-        return StepResult(reward=float(same_number(given, wanted, self._tolerance)))
+        value = last_number(content_of(response))
+        return StepResult(reward=float(same_number(value, expected, self._tolerance)))
 
 
 class MathVerify(SingleTurn):
@@ -89,9 +89,9 @@ class MathVerify(SingleTurn):
 
     def step(self, response: str) -> StepResult:
         library = self._library
-        wanted = library.parse(expected_answer(self.row, "math"), parsing_timeout=0)
-        given = library.parse(content_of(response), parsing_timeout=0)
-        return StepResult(reward=float(library.verify(wanted, given, timeout_seconds=0)))
+        expected = library.parse(expected_answer(self.row, "math"), parsing_timeout=0)
+        answer = library.parse(content_of(response), parsing_timeout=0)
+        return StepResult(reward=float(library.verify(expected, answer, timeout_seconds=0)))
 
 
 class ReasoningGym(SingleTurn):
@@ -122,8 +122,8 @@ def gym_rows(
     """
     library = _library()
     if name not in library.factory.DATASETS:
-        close = difflib.get_close_matches(name, library.factory.DATASETS, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        matches = difflib.get_close_matches(name, library.factory.DATASETS, n=1, cutoff=0.5)
+        hint = f"; did you mean {matches[0]!r}?" if matches else ""
         raise UsageError(f"reasoning-gym has no dataset {name!r}{hint}")
     try:
         dataset = library.create_dataset(name, size=count, seed=seed, **(options or {}))
@@ -159,19 +159,19 @@ class Guess:
 
     def __init__(self, tries: int = 4) -> None:
         self._tries = tries
-        self._left = tries
+        self._remaining = tries
         self._secret = 0
 
     def reset(self, row: Row) -> list[Message]:
-        self._left, self._secret = self._tries, int(row["answer"])
+        self._remaining, self._secret = self._tries, int(row["answer"])
         return prompt_messages(row)
 
     def step(self, response: str) -> StepResult:
-        self._left -= 1
+        self._remaining -= 1
         text = response.strip()
         if text == str(self._secret):
             return StepResult(reward=1.0)
-        if self._left <= 0:
+        if self._remaining <= 0:
             return StepResult(reason="turns")
         hint = "?"
         if len(text) == 1 and text.isascii() and text.isdigit():
@@ -181,13 +181,13 @@ class Guess:
 
 def last_number(text: str) -> float | None:
     """Return the last number in `text`; commas between digits are skipped."""
-    found = _NUMBER.findall(text)
+    numbers = _NUMBER.findall(text)
     try:
-        return float(found[-1].replace(",", "")) if found else None
+        return float(numbers[-1].replace(",", "")) if numbers else None
     except ValueError:
         return None
 
 
-def same_number(given: float | None, wanted: float, tolerance: float) -> bool:
-    """Return whether `given` is `wanted`, but for `tolerance` relative to it."""
-    return given is not None and math.isclose(given, wanted, rel_tol=tolerance, abs_tol=1e-12)
+def same_number(value: float | None, expected: float, tolerance: float) -> bool:
+    """Return whether `value` is `expected`, but for `tolerance` relative to it."""
+    return value is not None and math.isclose(value, expected, rel_tol=tolerance, abs_tol=1e-12)

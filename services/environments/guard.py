@@ -62,8 +62,8 @@ def _guard(worker: int, reads: int) -> None:
     signal.set_wakeup_fd(tick, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, reap)
     reap()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # the channel is the worker's alone
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)  # the channel is the worker's alone
     output = Output()
     watched = [reads, ticks]
     while code is None:
@@ -84,17 +84,17 @@ class Output:
     """A writer to stderr, up to a limit."""
 
     def __init__(self) -> None:
-        self._left, self._at = float(BURST_BYTES), time.monotonic()
+        self._allowance, self._updated_at = float(BURST_BYTES), time.monotonic()
         self._drops = False
 
     def pass_on(self, data: bytes) -> bool:
         """Write or drop `data`; return false at the end of the input."""
         now = time.monotonic()
-        self._left = min(self._left + (now - self._at) * BYTES_PER_S, BURST_BYTES)
-        self._at = now
-        fits = len(data) <= self._left
+        self._allowance = min(self._allowance + (now - self._updated_at) * BYTES_PER_S, BURST_BYTES)
+        self._updated_at = now
+        fits = len(data) <= self._allowance
         if fits:
-            self._left -= len(data)
+            self._allowance -= len(data)
             _write(data)
         elif not self._drops:
             _write(b"\n(more output of an environment than its limit allows: it is dropped)\n")
@@ -128,16 +128,16 @@ def _end_tree(code: int) -> None:
 
 def _reaped() -> Iterator[tuple[int, int]]:
     with suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            yield found
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            yield child
 
 
 def _children() -> list[int]:
     """Return the processes whose parent is this one."""
-    ours = str(os.getpid()).encode()
-    found: list[int] = []
+    own_pid = str(os.getpid()).encode()
+    children: list[int] = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
-            if stat.read().rpartition(b")")[2].split()[1] == ours:
-                found.append(int(name))
-    return found
+            if stat.read().rpartition(b")")[2].split()[1] == own_pid:
+                children.append(int(name))
+    return children

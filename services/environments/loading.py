@@ -124,15 +124,15 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
             "the model's; remove it, or name a tool that does in environment.options.tools"
         )
 
-    def made() -> Environment:
-        own: dict[str, Any] = {} if sandbox is None else {"sandbox": sandbox()}
-        return make(**options, **own)
+    def factory() -> Environment:
+        arguments: dict[str, Any] = {} if sandbox is None else {"sandbox": sandbox()}
+        return make(**options, **arguments)
 
     try:
-        made()
+        factory()
     except TypeError as error:
         raise UsageError(f"environment.options do not fit {kind!r}: {error}") from error
-    return made
+    return factory
 
 
 def _rewarded(config: EnvironmentConfig) -> Callable[..., Environment]:
@@ -181,10 +181,10 @@ def _program(config: EnvironmentConfig) -> Program:
 
 def _find_modules_here() -> str:
     """Let modules in the working directory be imported; return its path."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # a file there shadows no library
-    return here
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)  # a file there shadows no library
+    return folder
 
 
 def _names(tools: Any) -> list[str]:
@@ -215,30 +215,30 @@ def _load(target: str, key: str) -> Callable[..., Any]:
     module_name, separator, name = target.partition(":")
     if not separator or not module_name or not name:
         raise UsageError(f'{key} {target!r}: write it as "module:name"')
-    here = _find_modules_here()
+    folder = _find_modules_here()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name != module_name.split(".")[0] and error.name != module_name:
             raise UsageError(f"{key} {target!r}: importing it failed: {error}") from error
-        files = [path.stem for path in Path(here).glob("*.py")]
+        files = [path.stem for path in Path(folder).glob("*.py")]
         raise UsageError(
-            f"{key} {target!r}: no module {module_name!r} is installed or lies in {here}"
+            f"{key} {target!r}: no module {module_name!r} is installed or lies in {folder}"
             f"{_nearest(module_name, files)}"
         ) from error
     except Exception as error:
         raise UsageError(
             f"{key} {target!r}: importing it failed: {type(error).__name__}: {error}"
         ) from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    value = getattr(module, name, None)
+    if not callable(value):
         raise UsageError(
             f"{key} {target!r}: {module_name} has no callable {name!r}"
-            f"{_nearest(name, [n for n, found in vars(module).items() if callable(found)])}"
+            f"{_nearest(name, [n for n, value in vars(module).items() if callable(value)])}"
         )
-    return found
+    return value
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -48,9 +48,9 @@ _INVALID = "(code: VALIDATION_ERROR)"  # what the client's error ends with
 
 
 def openenv_program(
-    where: str, name: str, *, text: str = "", observation: str = "", message_s: float = 60.0
+    address: str, name: str, *, text: str = "", observation: str = "", message_s: float = 60.0
 ) -> Program:
-    """Return the program of the server at URL `where`, or of "module:app", which is started.
+    """Return the program of the server at URL `address`, or of "module:app", which is started.
 
     `text` is the action's field for the model's words, "" if it calls tools; `observation` the
     field that it is shown, "" for all as JSON; `message_s` how long the server may take to answer.
@@ -62,7 +62,7 @@ def openenv_program(
             'environment.kind = "openenv" needs the package openenv: install it for the Python '
             f"that environment.python names ({error})"
         ) from error
-    url = where if "://" in where else _start(where, name)
+    url = address if "://" in address else _start(address, name)
     action = _action_schema(url, name)
     properties = action.get("properties", {})
     if text and text not in properties:
@@ -79,8 +79,8 @@ def openenv_program(
                 raise SampleError(f'{name}: "{RESET}" in a row of data.prompts must be an object')
             result = await server.reset(**arguments)
             messages = prompt_messages(row)
-            if shown := _shown(result.observation, observation):
-                messages = with_observation(messages, f"\n{shown}")
+            if observed := _observation_text(result.observation, observation):
+                messages = with_observation(messages, f"\n{observed}")
             tools: list[dict[str, Any]] = []
             if not text:
                 tools = [_tool(_ACT, action)]
@@ -90,18 +90,18 @@ def openenv_program(
             conversation = Conversation(endpoint, messages, tools)
             total = _reward(result, name)
 
-            async def answer(said: Message) -> bool:
+            async def answer(turn: Message) -> bool:
                 nonlocal total
-                actions = _actions(said, text, mcp)
-                for call, given in actions:
-                    heard, reached = await _step(server, given)
+                actions = _actions(turn, text, mcp)
+                for call, payload in actions:
+                    reply, reached = await _step(server, payload)
                     if reached is not None:
-                        heard = _shown(reached.observation, observation)
+                        reply = _observation_text(reached.observation, observation)
                         total += _reward(reached, name)
                     conversation.messages.append(
-                        {"role": "user", "content": heard}
+                        {"role": "user", "content": reply}
                         if call is None
-                        else tool_answer(call, heard)
+                        else tool_answer(call, reply)
                     )
                     if reached is not None and reached.done:
                         return False
@@ -114,13 +114,13 @@ def openenv_program(
 
 
 def _actions(
-    said: Message, text: str, mcp: bool
+    turn: Message, text: str, mcp: bool
 ) -> list[tuple[dict[str, Any] | None, dict[str, Any] | str]]:
     """Return the actions in the model's turn, with their calls; a malformed one as its error."""
     if text:
-        return [(None, {text: said.get("content") or ""})]
+        return [(None, {text: turn.get("content") or ""})]
     actions: list[tuple[dict[str, Any] | None, dict[str, Any] | str]] = []
-    for call in said.get("tool_calls") or []:
+    for call in turn.get("tool_calls") or []:
         function = call["function"]["name"]
         try:
             arguments = arguments_of(call)
@@ -155,13 +155,13 @@ def _tool(name: str, schema: dict[str, Any], description: str = "") -> dict[str,
     return tool_schema(name, description or schema.get("description", ""), parameters)
 
 
-def _shown(observation: Any, field: str) -> str:
+def _observation_text(observation: Any, field: str) -> str:
     if not isinstance(observation, dict):
         return "" if observation is None else str(observation)
     if field:
         return str(observation.get(field, ""))
-    seen = {key: value for key, value in observation.items() if key not in _HIDDEN}
-    return json.dumps(seen) if seen else ""
+    fields = {key: value for key, value in observation.items() if key not in _HIDDEN}
+    return json.dumps(fields) if fields else ""
 
 
 def _reward(result: Any, name: str) -> float:

@@ -54,15 +54,15 @@ class Outcomes:
     """Outcomes that other threads deliver, until they are collected; `wake` is called at each."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self._found: queue.SimpleQueue[EpisodeOutcome] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[EpisodeOutcome] = queue.SimpleQueue()
         self._wake = wake
 
     def deliver(self, outcome: EpisodeOutcome) -> None:
-        self._found.put(outcome)
+        self._queue.put(outcome)
         self._wake()
 
     def collect(self) -> list[EpisodeOutcome]:
-        return [self._found.get_nowait() for _ in range(self._found.qsize())]
+        return [self._queue.get_nowait() for _ in range(self._queue.qsize())]
 
 
 def open_pool(
@@ -95,8 +95,8 @@ class InlinePool:
         _at_once(self._plays.forget(key))
 
     def collect(self) -> list[EpisodeOutcome]:
-        found, self._outcomes = self._outcomes, []
-        return found
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def close(self) -> None:
         pass
@@ -146,11 +146,11 @@ class EnvironmentSet:
         open_one: Callable[[NamedEnvironment], EnvironmentPool],
     ) -> EnvironmentSet:
         """Open a pool of each; if one can't be opened, those before it are closed."""
-        with ExitStack() as opened:
+        with ExitStack() as stack:
             pools: dict[str, EnvironmentPool] = {}
-            for one in environments:
-                pools[one.name] = opened.enter_context(closing(open_one(one)))
-            opened.pop_all()
+            for environment in environments:
+                pools[environment.name] = stack.enter_context(closing(open_one(environment)))
+            stack.pop_all()
             return cls(pools)
 
     def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
@@ -175,8 +175,8 @@ def open_rewards(config: RunConfig, *, wake: Callable[[], None] = lambda: None) 
     """Return the pool that rewards whole samples; arguments and errors as of `open_pool`."""
     if not config.environments:
         return open_pool(config.environment, wake=wake)
-    groups = [one for one in config.environments if one.reward_scope == "group"]
-    return EnvironmentSet.opened(groups, lambda one: open_pool(one, wake=wake))
+    groups = [section for section in config.environments if section.reward_scope == "group"]
+    return EnvironmentSet.opened(groups, lambda section: open_pool(section, wake=wake))
 
 
 def outcomes_of(
@@ -190,14 +190,14 @@ def outcomes_of(
     """
     for key, (row, responses) in plays.items():
         pool.play(key, row, responses)
-    left = set(plays)
-    while left:
+    pending = set(plays)
+    while pending:
         for outcome in pool.collect():
-            if outcome.key in left:
-                left.discard(outcome.key)
+            if outcome.key in pending:
+                pending.discard(outcome.key)
                 pool.forget(outcome.key)
                 yield outcome
-        if left:
+        if pending:
             wait()
 
 

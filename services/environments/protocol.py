@@ -40,8 +40,8 @@ class Opening:
 
     def __post_init__(self) -> None:
         if isinstance(self.tools, list):  # a non-list fails the sample by name
-            made = [schema(tool) if callable(tool) else tool for tool in self.tools]
-            object.__setattr__(self, "tools", made)
+            schemas = [schema(tool) if callable(tool) else tool for tool in self.tools]
+            object.__setattr__(self, "tools", schemas)
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def tool_schema(
     name: str, description: str | None = None, parameters: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return a tool as chat templates take it; `parameters` is a JSON schema."""
-    given = {"name": name, "description": description, "parameters": parameters}
-    function = {key: value for key, value in given.items() if value not in (None, "")}
+    fields = {"name": name, "description": description, "parameters": parameters}
+    function = {key: value for key, value in fields.items() if value not in (None, "")}
     return {"type": "function", "function": function}
 
 

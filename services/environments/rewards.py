@@ -54,8 +54,8 @@ class RewardFunction:
         if not self.batched:
             return [self._function(prompt=prompt, completion=text, row=row) for text in texts]
         columns = {key: [value] * count for key, value in row.items() if key not in _RESERVED}
-        given = {"prompts": [prompt] * count, "completions": list(completions)}
-        return [self._function(**given, **columns, **extra)]
+        arguments = {"prompts": [prompt] * count, "completions": list(completions)}
+        return [self._function(**arguments, **columns, **extra)]
 
     def values(self, returned: Sequence[Any], count: int) -> list[float | None]:
         """Return the `count` rewards that `call` returned, or raise SampleError."""
@@ -101,15 +101,17 @@ class Rewards:
         """
         metrics: dict[str, float] = {}
         # TRL's `log_extra` fills a table of completions, which is not kept.
-        given = {
+        arguments = {
             **(extra or {}),
             "log_extra": lambda *_, **__: None,
             "log_metric": metrics.__setitem__,
         }
-        returned = [function.call(row, completions, texts, given) for function in self._functions]
+        returned = [
+            function.call(row, completions, texts, arguments) for function in self._functions
+        ]
 
-        def sums(found: Sequence[list[Any]]) -> list[StepResult]:
-            each = zip(self._functions, found, strict=True)
+        def sums(lists: Sequence[list[Any]]) -> list[StepResult]:
+            each = zip(self._functions, lists, strict=True)
             values = [function.values(own, len(texts)) for function, own in each]
             return [self._sum([own[n] for own in values], metrics) for n in range(len(texts))]
 
@@ -146,8 +148,8 @@ class RewardedTurn(SingleTurn):
         self.concurrent = rewards.waits
 
     def step(self, response: str) -> StepResult | Awaitable[StepResult]:
-        found = self._rewards.results(self.row, [completion_of(self.row, response)], [response])
-        return found[0] if isinstance(found, list) else _first(found)
+        results = self._rewards.results(self.row, [completion_of(self.row, response)], [response])
+        return results[0] if isinstance(results, list) else _first(results)
 
 
 class RewardedGroup(RewardedTurn):
@@ -172,8 +174,8 @@ class RewardedGroup(RewardedTurn):
         return self._rewards.results(self.row, completions, responses)
 
 
-async def _first(found: Awaitable[list[StepResult]]) -> StepResult:
-    return (await found)[0]
+async def _first(results: Awaitable[list[StepResult]]) -> StepResult:
+    return (await results)[0]
 
 
 def completion_of(row: Row, text: str) -> Any:

@@ -35,15 +35,15 @@ def command_line(python: str, module: str, *arguments: str) -> list[str]:
     import msgpack
 
     packages = sys.modules["umbra"], msgpack
-    script, *folders = map(os.path.abspath, (__file__, *(str(one.__file__) for one in packages)))
+    script, *folders = map(os.path.abspath, (__file__, *(str(p.__file__) for p in packages)))
     return [python, script, *map(os.path.dirname, folders), module, *arguments]
 
 
 def main() -> None:
     """Run the module that the command line names."""
     if sys.version_info < (3, 10):  # noqa: UP036 - it need not be the Python that Umbra is for
-        found = f"{sys.version_info.major}.{sys.version_info.minor}"
-        sys.exit(f"environment.python must be Python 3.10 or newer, and is {found}")
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        sys.exit(f"environment.python must be Python 3.10 or newer, and is {version}")
     _, umbra, msgpack, module, *arguments = sys.argv
     del sys.path[0]  # this folder, whose modules have common names
     sys.meta_path.insert(0, _InFolder("umbra", umbra))  # the one that started us, if there are two

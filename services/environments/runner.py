@@ -82,7 +82,7 @@ class AgentRunner:
         # silent agents.
         self.lease_s = min(LEASE_S, config.timeout_s / 2)
         self._generators = generators
-        self._workers = WorkerPool(config, self._left, agents=True)
+        self._workers = WorkerPool(config, self._note_end, agents=True)
         self._ends: dict[str, asyncio.Future[EpisodeOutcome]] = {}
 
     async def start(self) -> None:
@@ -91,13 +91,13 @@ class AgentRunner:
 
     async def serve(self, generator: str) -> None:
         """Lease and play sessions of a generator for ever; cancelled, give back those begun."""
-        wanted = {"wait_s": WAIT_S, "lease_s": self.lease_s, "environment": self.name}
+        query = {"wait_s": WAIT_S, "lease_s": self.lease_s, "environment": self.name}
         playing: set[asyncio.Task[None]] = set()
         try:
             while True:
                 await self._places.acquire()
                 try:
-                    work = await self._generators.ask(f"{generator}/sessions", wanted)
+                    work = await self._generators.ask(f"{generator}/sessions", query)
                 except (RejectedError, PeerLostError) as error:
                     self._places.release()
                     log.debug("%s: %s", generator, error)
@@ -141,22 +141,22 @@ class AgentRunner:
 
     async def _renew(self, generator: str, name: str, lease_s: float) -> bool:
         """Renew a lease, or give the session back with 0 s; return False if it is lost."""
-        asked = {"ids": [name], "lease_s": lease_s}
+        query = {"ids": [name], "lease_s": lease_s}
         try:
-            answer = await self._generators.ask(f"{generator}/sessions/renew", asked)
+            answer = await self._generators.ask(f"{generator}/sessions/renew", query)
         except (PeerLostError, RejectedError) as error:
             log.warning("the lease of a session is not renewed: %s", error)
             return self._generators.silent_s(generator) <= self.lease_s
         return name not in answer["lost"]
 
-    def _left(self, outcome: EpisodeOutcome) -> None:
+    def _note_end(self, outcome: EpisodeOutcome) -> None:
         """Note that the agent of a session has returned, or is lost with its process."""
         if (end := self._ends.get(outcome.key)) is not None and not end.done():
             end.set_result(outcome)
 
     async def _report(self, url: str, outcome: EpisodeOutcome) -> None:
-        """Post a session's reward, or the reason for its failure."""
-        ask, value, why = self._generators.ask, outcome.value, outcome.error or NO_REWARD
+        """Post the reward of a session, or why there is none."""
+        ask, value, reason = self._generators.ask, outcome.value, outcome.error or NO_REWARD
         try:
             if isinstance(value, StepResult) and value.done:
                 result = {"reward": value.reward, "parts": value.reward_parts}
@@ -164,8 +164,8 @@ class AgentRunner:
                     await ask(f"{url}/reward", {**result, "reason": value.reason}, repeat=True)
                     return
                 except RejectedError as refused:
-                    why = str(refused)
-            await ask(url, {"reason": why}, "DELETE", repeat=True)
+                    reason = str(refused)
+            await ask(url, {"reason": reason}, "DELETE", repeat=True)
         except RejectedError:
             pass  # it has its reward, or is over for another reason
         except PeerLostError as lost:
@@ -194,7 +194,8 @@ async def run_agents(
                 log.warning("this runner does not run %s: %s", runner.name, error)
         if fault is not None and not runners:
             raise fault
-        log.info("running %s for generators at %s", [one.name for one in runners], generators.urls)
+        names = [player.name for player in runners]
+        log.info("running %s for generators at %s", names, generators.urls)
         work = [runner.serve(url) for runner in runners for url in generators.urls]
         tasks = [*map(asyncio.ensure_future, [*work, _until_gone(generators), stop.wait()])]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

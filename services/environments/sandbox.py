@@ -54,7 +54,7 @@ class Sandbox(Protocol):
         ...
 
     async def close(self) -> None:
-        """End running processes and remove the sample's files."""
+        """End whatever still runs, and remove what the sample has written."""
         ...
 
 
@@ -115,17 +115,17 @@ class Container:
             await self._start()
         inside = ["exec", "--interactive", self._name, *command]
         try:
-            done = await self._call(inside, stdin.encode(), self._limits.command_s)
+            outcome = await self._call(inside, stdin.encode(), self._limits.command_s)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
             await self.close()
             raise SandboxError(
                 f"the command took longer than {self._limits.command_s:g} s; the sandbox restarts "
                 "without its files"
             ) from None
-        if done.code == 137:
+        if outcome.code == 137:
             killed = "\n(killed: it may have needed more memory than there is)"
-            return CommandOutcome(done.code, done.output + killed)
-        return done
+            return CommandOutcome(outcome.code, outcome.output + killed)
+        return outcome
 
     async def close(self) -> None:
         name, self._name = self._name, ""
@@ -185,16 +185,16 @@ async def run_process(
 async def _outcome(process: asyncio.subprocess.Process, stdin: bytes) -> CommandOutcome:
     assert process.stdin is not None and process.stdout is not None
     feeding = asyncio.ensure_future(_feed(process.stdin, stdin))
-    kept, dropped = bytearray(), 0
+    content, dropped = bytearray(), 0
     try:
         while piece := await process.stdout.read(_PIECE):
-            fits = piece[: OUTPUT_BYTES - len(kept)]
-            kept += fits
+            fits = piece[: OUTPUT_BYTES - len(content)]
+            content += fits
             dropped += len(piece) - len(fits)
         code = await process.wait()
     finally:
         feeding.cancel()
-    output = kept.decode(errors="replace")
+    output = content.decode(errors="replace")
     return CommandOutcome(code, output + (f"\n({dropped} more bytes)" if dropped else ""))
 
 
@@ -208,7 +208,7 @@ async def _feed(writer: asyncio.StreamWriter, data: bytes) -> None:
 def sandbox_factory(
     kind: str, options: Mapping[str, Any], load: Callable[[str, str], Callable[..., Any]]
 ) -> Callable[[], Sandbox]:
-    """Return the factory of sandboxes; `load` imports "module:Class" for a key."""
+    """Return what makes the sandbox of a sample; `load` finds "module:Class" for a key."""
     if ":" in kind:
         make = load(kind, "environment.sandbox")
         missing = [name for name in ("run", "close") if not callable(getattr(make, name, None))]
@@ -242,19 +242,19 @@ class SandboxTools:
         self._sandbox: Sandbox | None = None
 
     async def python(self, code: str) -> str:
-        """Run a Python program and return its output; files stay for the next call."""
-        return await self._told(["python3", "-"], code)
+        """Run a Python program, and return what it prints; files stay for the next call."""
+        return await self._output_of(["python3", "-"], code)
 
     async def shell(self, command: str) -> str:
-        """Run a command in a shell and return its output; files stay for the next call."""
-        return await self._told(["sh", "-c", command], "")
+        """Run a command in a shell, and return what it prints; files stay for the next call."""
+        return await self._output_of(["sh", "-c", command], "")
 
     async def close(self) -> None:
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await sandbox.close()
 
-    async def _told(self, command: Sequence[str], stdin: str) -> str:
+    async def _output_of(self, command: Sequence[str], stdin: str) -> str:
         if self._sandbox is None:
             self._sandbox = self._make()
         outcome = await self._sandbox.run(command, stdin)

@@ -91,16 +91,16 @@ class ToolUse:
         tolerance: float = 1e-6,
         sandbox: SandboxTools | None = None,
     ) -> None:
-        found = [getattr(sandbox, tool) if isinstance(tool, str) else tool for tool in tools]
-        self._tools = {tool.__name__: tool for tool in found}
+        functions = [getattr(sandbox, tool) if isinstance(tool, str) else tool for tool in tools]
+        self._tools = {tool.__name__: tool for tool in functions}
         self._sandbox = sandbox
         self._calls = calls
-        self._left = calls
+        self._remaining = calls
         self._tolerance = tolerance
         self._answer = ""
 
     def reset(self, row: Row) -> Opening:
-        self._left, self._answer = self._calls, expected_answer(row, "tools")
+        self._remaining, self._answer = self._calls, expected_answer(row, "tools")
         return Opening(prompt_messages(row), list(self._tools.values()))
 
     async def step(self, response: str) -> StepResult:
@@ -108,27 +108,27 @@ class ToolUse:
         calls = response.tool_calls
         if not calls and not response.problem:
             return StepResult(reward=float(self._right(response)))
-        self._left -= 1
+        self._remaining -= 1
         answers = [await self._call(call["function"]) for call in calls]
         if response.problem:  # the turn is text as a whole
             answers = [(f"error: {response.problem}", True)]
         malformed = float(sum(failed for _, failed in answers))
         parts = {"tool_calls": float(len(answers)), "malformed_calls": malformed}
-        if self._left <= 0:
+        if self._remaining <= 0:
             return StepResult(reward_parts=parts, reason="turns")
         messages: list[Message] = [{"role": "tool", "content": answer} for answer, _ in answers]
-        told = [{**call, "id": f"call_{index}"} for index, call in enumerate(calls)]
-        return StepResult(done=False, messages=messages, reward_parts=parts, tool_calls=told)
+        tool_calls = [{**call, "id": f"call_{index}"} for index, call in enumerate(calls)]
+        return StepResult(done=False, messages=messages, reward_parts=parts, tool_calls=tool_calls)
 
     async def close(self) -> None:
         if self._sandbox is not None:
             await self._sandbox.close()
 
     def _right(self, response: str) -> bool:
-        wanted, said = last_number(self._answer), content_of(response).strip()
-        if wanted is None:
-            return said == self._answer
-        return same_number(last_number(said), wanted, self._tolerance)
+        expected, answer = last_number(self._answer), content_of(response).strip()
+        if expected is None:
+            return answer == self._answer
+        return same_number(last_number(answer), expected, self._tolerance)
 
     async def _call(self, function: dict[str, Any]) -> tuple[str, bool]:
         """Return a tool's answer, and whether the call failed."""

@@ -83,17 +83,17 @@ def trl_program(
         rounds = 0
         counts = {"tool_calls": 0.0, "failed_calls": 0.0} if tools else {}
 
-        async def answer(said: Message) -> bool:
+        async def answer(turn: Message) -> bool:
             nonlocal rounds
-            calls = said.get("tool_calls") or []
+            calls = turn.get("tool_calls") or []
             rounds += bool(calls)
             if rounds > tool_rounds > 0:
                 raise NoTurnError("turns")
             for call in calls:
-                heard, failed = await _tool(environment, call, tools)
+                reply, failed = await _tool(environment, call, tools)
                 counts["tool_calls"] += 1
                 counts["failed_calls"] += failed
-                conversation.messages.append(tool_answer(call, heard))
+                conversation.messages.append(tool_answer(call, reply))
             return bool(calls)
 
         reason = await conversation.hold(answer)
@@ -105,15 +105,15 @@ def trl_program(
 
     async def _reward(environment: Any, row: Row, completion: list[Message]) -> StepResult:
         total, parts = 0.0, {}
-        said = [message for message in completion if message["role"] == "assistant"]
+        turns = [message for message in completion if message["role"] == "assistant"]
         if rewards.any:
-            text = said[-1].get("content") or ""
-            found = rewards.results(row, [completion], [text], {"environments": [environment]})
-            (scored,) = await found if inspect.isawaitable(found) else found
+            text = turns[-1].get("content") or ""
+            results = rewards.results(row, [completion], [text], {"environments": [environment]})
+            (scored,) = await results if inspect.isawaitable(results) else results
             total, parts = scored.reward, scored.reward_parts
         if "get_reward" in methods:
-            own = finite_number(await _call(environment.get_reward), f"{name}: get_reward")
-            total, parts = total + own, {**parts, type(environment).__name__: own}
+            score = finite_number(await _call(environment.get_reward), f"{name}: get_reward")
+            total, parts = total + score, {**parts, type(environment).__name__: score}
         return StepResult(reward=total, reward_parts=parts)
 
     return play
@@ -134,20 +134,20 @@ async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
     """Return the result of a coroutine, or of a function in its own thread, as it may wait."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
-    done: Future[Any] = Future()
-    done.set_running_or_notify_cancel()
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            done.set_result(function(**arguments))
+            future.set_result(function(**arguments))
         except StopIteration as error:
-            done.set_exception(RuntimeError(repr(error)))  # no future of asyncio takes it
+            future.set_exception(RuntimeError(repr(error)))  # no future of asyncio takes it
         except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            done.set_exception(error)
+            future.set_exception(error)
 
     # Not of a pool: a call that hangs must not take a place that others need.
     threading.Thread(target=run, name="a method of the environment", daemon=True).start()
-    return await asyncio.wrap_future(done)
+    return await asyncio.wrap_future(future)
 
 
 def _schema(method: Callable[..., Any], name: str) -> dict[str, Any]:

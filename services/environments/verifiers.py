@@ -72,9 +72,9 @@ def _environment(name: str, options: Mapping[str, Any]) -> Any:
         raise UsageError(f"verifiers:{name}: {type(error).__name__}: {error}") from error
 
 
-def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(under)
-    for key, value in over.items():
+def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in overrides.items():
         below = merged.get(key)
         both = isinstance(below, Mapping) and isinstance(value, Mapping)
         merged[key] = _merged(below, value) if both else value  # type: ignore[arg-type]
@@ -89,8 +89,8 @@ def _row(task: Any, number: int) -> Row:
     return {"prompt": prompt or data.get("name") or f"task {number}", TASK_DATA: data}
 
 
-def verifiers_program(name: str, options: Mapping[str, Any], said: str) -> Program:
-    """Return the program of the taskset or environment `name`, which users call `said`.
+def verifiers_program(name: str, options: Mapping[str, Any], label: str) -> Program:
+    """Return the program of the taskset or environment `name`, which users call `label`.
 
     `options` are tables of its configuration over our defaults ("taskset", "agent", ...). Raises
     UsageError if it can't be loaded.
@@ -111,12 +111,12 @@ def verifiers_program(name: str, options: Mapping[str, Any], said: str) -> Progr
             if not ready.done():
                 ready.set_exception(error)
             else:
-                print(f"{said}: the server that its episodes share has ended: {error!r}")
+                print(f"{label}: the server that its episodes share has ended: {error!r}")
 
     async def play(row: Row, endpoint: dict[str, str]) -> StepResult:
         nonlocal serving
         if TASK_DATA not in row:
-            raise SampleError(f"{said} needs rows made by `umbra make-task verifiers:...`")
+            raise SampleError(f"{label} needs rows made by `umbra make-task verifiers:...`")
         if serving is None:
             serving = asyncio.get_running_loop().create_future()
             keepers.append(asyncio.ensure_future(serve(serving)))
@@ -127,25 +127,25 @@ def verifiers_program(name: str, options: Mapping[str, Any], said: str) -> Progr
         )
         context = library.ModelContext(model="policy", client=client)
         task = task_class(data, environment.config.taskset.task)
-        return _result(await environment.run_episode(task, context), said)
+        return _result(await environment.run_episode(task, context), label)
 
     return play
 
 
-def _result(episode: Any, said: str) -> StepResult:
+def _result(episode: Any, label: str) -> StepResult:
     trained = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
     errors = [*episode.errors, *(error for trace in trained for error in trace.errors)]
     if errors or not episode.ok:
-        raise SampleError(f"{said}: {_worded(errors[0]) if errors else 'its episode failed'}")
+        raise SampleError(f"{label}: {_worded(errors[0]) if errors else 'its episode failed'}")
     if len(trained) != 1:
-        raise SampleError(f"{said} ran {len(trained)} agents that train the policy; use one")
+        raise SampleError(f"{label} ran {len(trained)} agents that train the policy; use one")
     (trace,) = trained
     unscored = [name for name, reward in trace.rewards.items() if reward is None]
     if unscored:
-        raise SampleError(f"{said}: its reward {unscored[0]} was not computed")
+        raise SampleError(f"{label}: its reward {unscored[0]} was not computed")
     parts = {name: reward.value for name, reward in trace.rewards.items()}
     return StepResult(
-        reward=finite_number(trace.reward, said),
+        reward=finite_number(trace.reward, label),
         reward_parts=_parts({**parts, **trace.metrics}),
         reason="length" if trace.is_truncated else "stop",
     )

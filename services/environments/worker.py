@@ -69,18 +69,18 @@ class EnvironmentHost:
             if environment is None or not responses:
                 await self.forget(key)
                 environment = self._environments[key] = self._make()
-                opened = await _answer(environment, environment.reset, row)
-                if not isinstance(opened, Opening):
-                    opened = Opening(opened)
-                self._check_messages(opened.messages, "reset")
-                self._check_tools(opened.tools)
+                opening = await _answer(environment, environment.reset, row)
+                if not isinstance(opening, Opening):
+                    opening = Opening(opening)
+                self._check_messages(opening.messages, "reset")
+                self._check_tools(opening.tools)
                 if not responses:
-                    return Opening(opened.messages, opened.tools)
+                    return Opening(opening.messages, opening.tools)
             if step_all := getattr(environment, "step_all", None):
-                said = [Response.of(each) for each in responses]
-                return [*map(self._checked, await _answer(environment, step_all, said))]
-            said = Response.of(responses[-1])
-            return self._checked(await _answer(environment, environment.step, said))
+                turns = [Response.of(response) for response in responses]
+                return [*map(self._checked, await _answer(environment, step_all, turns))]
+            turn = Response.of(responses[-1])
+            return self._checked(await _answer(environment, environment.step, turn))
         except (Exception, SystemExit) as error:
             if isinstance(error, SampleError):
                 raise
@@ -158,16 +158,16 @@ async def _answer(environment: Environment, method: Callable[..., Any], *args: A
     """Return the result of the user's method, plain or async."""
     alone = asyncio._get_running_loop() is None  # in the pool within this process
     if alone or waits(environment) or inspect.iscoroutinefunction(method):
-        given = method(*args)
+        result = method(*args)
     else:
         with _no_loop():
-            given = method(*args)
-            if asyncio.isfuture(given):  # of the loop that it found
-                return given.get_loop().run_until_complete(given)
-    return await given if inspect.isawaitable(given) else given
+            result = method(*args)
+            if asyncio.isfuture(result):  # of the loop that it found
+                return result.get_loop().run_until_complete(result)
+    return await result if inspect.isawaitable(result) else result
 
 
-_theirs: list[asyncio.AbstractEventLoop] = []
+_plain_loops: list[asyncio.AbstractEventLoop] = []
 """The loop that plain methods find by `asyncio.get_event_loop`, once one was called."""
 
 
@@ -181,11 +181,11 @@ def _no_loop() -> Iterator[None]:
     loop = asyncio._get_running_loop()
     task = asyncio.current_task(loop) if loop is not None else None
     assert loop is not None and task is not None
-    if not _theirs or _theirs[0].is_closed():
-        _theirs[:] = [asyncio.new_event_loop()]
+    if not _plain_loops or _plain_loops[0].is_closed():
+        _plain_loops[:] = [asyncio.new_event_loop()]
     asyncio.tasks._leave_task(loop, task)
     asyncio._set_running_loop(None)
-    asyncio.set_event_loop(_theirs[0])
+    asyncio.set_event_loop(_plain_loops[0])
     try:
         yield
     finally:
@@ -225,7 +225,7 @@ class Worker:
             if message["type"] == "play":
                 play = asyncio.ensure_future(self._play(host, limit_s, message))
                 self._under_way[key] = play
-                play.add_done_callback(lambda done, key=key: self._over(key, done))
+                play.add_done_callback(lambda done, key=key: self._discard(key, done))
                 continue
             if task is not None:
                 task.cancel()
@@ -239,8 +239,8 @@ class Worker:
 
     async def _play(self, host: EnvironmentHost, limit_s: float, play: dict[str, Any]) -> None:
         number = play["number"]
-        said = [r if isinstance(r, str) else Said(**r) for r in play["responses"]]
-        playing = asyncio.ensure_future(host.play(play["key"], play["row"], said))
+        responses = [r if isinstance(r, str) else Said(**r) for r in play["responses"]]
+        playing = asyncio.ensure_future(host.play(play["key"], play["row"], responses))
         try:
             await asyncio.wait({playing}, timeout=limit_s)
             if not playing.done():
@@ -281,7 +281,7 @@ class Worker:
         if number:
             self.send("played", number=number, error="closed")
 
-    def _over(self, key: str, task: asyncio.Task[None]) -> None:
+    def _discard(self, key: str, task: asyncio.Task[None]) -> None:
         if self._under_way.get(key) is task:
             del self._under_way[key]
 

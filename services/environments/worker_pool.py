@@ -102,15 +102,15 @@ class _Conversation:
     """A sample's conversation, as the pool knows it."""
 
     worker: _WorkerHandle | None = None  # that holds it
-    played: int = 0  # plays that were answered
-    over: bool = False  # it was answered to its end
+    plays: int = 0  # that were answered
+    finished: bool = False  # it was answered to its end
     lost: bool = False  # its process has ended, and it was not opened again
     crashed_at: int = -1  # the play during which its process ended
 
     @property
     def suspect(self) -> bool:
         """True if a process ended during the play that is next."""
-        return self.played == self.crashed_at
+        return self.plays == self.crashed_at
 
 
 @dataclass(eq=False, slots=True)
@@ -137,8 +137,8 @@ class _WorkerHandle:
 
     @property
     def is_free(self) -> bool:
-        held = self.ending or self.alone is not None
-        return self.alive and not held and len(self.calls) < self.room
+        reserved = self.ending or self.alone is not None
+        return self.alive and not reserved and len(self.calls) < self.room
 
     def takes(self, call: _Call) -> bool:
         """Return whether `call` can be played now; nothing else begins before a suspect's."""
@@ -195,13 +195,13 @@ class WorkerPool:
 
     def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
         """Ask for the answer to the last of `responses`, or for the opening; it is delivered."""
-        found = self._conversations.setdefault(key, _Conversation())
+        conversation = self._conversations.setdefault(key, _Conversation())
         if not responses:
-            found.played, found.over, found.lost = 0, False, False
-        elif found.lost:
+            conversation.plays, conversation.finished, conversation.lost = 0, False, False
+        elif conversation.lost:
             return  # which was delivered
-        call = _Call(Play(self._next(), key, dict(row), list(responses)), found)
-        (self._queue if found.worker is None else found.worker.waiting).append(call)
+        call = _Call(Play(self._next_number(), key, dict(row), list(responses)), conversation)
+        (self._queue if conversation.worker is None else conversation.worker.waiting).append(call)
         self._pump()
 
     def play_agent(self, key: str, row: Row, session_url: str, api_key: str) -> None:
@@ -211,13 +211,13 @@ class WorkerPool:
 
     def forget(self, key: str) -> None:
         """End the sample; an answer in flight goes nowhere."""
-        found = self._conversations.pop(key, None)
-        worker = found.worker if found is not None else None
+        conversation = self._conversations.pop(key, None)
+        worker = conversation.worker if conversation is not None else None
         if worker is None:
             return
         self._release(worker, key)
         if self._agents:
-            for call in [c for c in worker.calls.values() if c.conversation is found]:
+            for call in [c for c in worker.calls.values() if c.conversation is conversation]:
                 self._end_soon(worker, call)
 
     async def close(self) -> None:
@@ -237,7 +237,7 @@ class WorkerPool:
 
     # -- dispatch ---------------------------------------------------------------------------------
 
-    def _next(self) -> int:
+    def _next_number(self) -> int:
         self._number += 1
         return self._number
 
@@ -261,7 +261,7 @@ class WorkerPool:
             self._spawn(self._grow())
 
     def _send(self, worker: _WorkerHandle, call: _Call) -> None:
-        if not self._wanted(call):
+        if not self._is_current(call):
             worker.alone = None if worker.alone is call else worker.alone
             return
         call.conversation.worker = worker
@@ -270,7 +270,7 @@ class WorkerPool:
             worker.pipe.send(call.play)
         self._started(call.play.key)
 
-    def _played(self, worker: _WorkerHandle, reply: Played) -> None:
+    def _take_answer(self, worker: _WorkerHandle, reply: Played) -> None:
         worker.ending.discard(reply.number)
         call = worker.calls.pop(reply.number, None)
         if call is None:
@@ -282,9 +282,9 @@ class WorkerPool:
         conversation = call.conversation
         if conversation.suspect:
             conversation.crashed_at = -1
-        conversation.played += 1
+        conversation.plays += 1
         config = self._config
-        error = self._late(call) if reply.overdue else reply.error
+        error = self._overdue_error(call) if reply.overdue else reply.error
         if reply.exhausted:
             error += f": it took more than {config.where}.memory_mb = {config.memory_mb}; raise it"
         if error and conversation.worker is worker:
@@ -292,7 +292,7 @@ class WorkerPool:
             self._release(worker, call.play.key)
         whole = config.reward_scope == "group"
         value = reply.opening or (reply.steps if whole else next(iter(reply.steps), None))
-        conversation.over = isinstance(value, list) or getattr(value, "done", False)
+        conversation.finished = isinstance(value, list) or getattr(value, "done", False)
         self._answer(call, None if error else value, error)
         if reply.exhausted:
             worker.end()
@@ -301,7 +301,7 @@ class WorkerPool:
         """Have `worker` forget the sample; closing its environment is a play without an answer."""
         if not worker.alive:
             return
-        number = self._next() if worker.closes else 0
+        number = self._next_number() if worker.closes else 0
         if number:
             self._begin(worker, _Call(Play(number, key), _Conversation()))  # nobody wants it
         worker.pipe.send(Forget(key, number))
@@ -312,26 +312,26 @@ class WorkerPool:
         seconds = self._config.timeout_s + (_GRACE_S if worker.room > 1 else 0.0)
         call.timer = asyncio.get_running_loop().call_later(seconds, self._overdue, worker, call)
 
-    def _wanted(self, call: _Call) -> bool:
+    def _is_current(self, call: _Call) -> bool:
         return self._conversations.get(call.play.key) is call.conversation
 
     def _answer(self, call: _Call, value: Delivered | None, error: str) -> None:
-        if self._wanted(call):
+        if self._is_current(call):
             self._deliver(EpisodeOutcome(call.play.key, value, error))
 
-    def _late(self, call: _Call) -> str:
+    def _overdue_error(self, call: _Call) -> str:
         config = self._config
-        what = "its reward" if config.kind in JUDGED_AT_ONCE else "a step"
-        what = what if call.play.responses else "the opening (reset)"
+        activity = "its reward" if config.kind in JUDGED_AT_ONCE else "a step"
+        activity = activity if call.play.responses else "the opening (reset)"
         limit = f"{config.where}.timeout_s = {config.timeout_s:g} s"
-        return f"{name_of(config)}: {what} took longer than {limit}"
+        return f"{name_of(config)}: {activity} took longer than {limit}"
 
     # -- processes --------------------------------------------------------------------------------
 
     def _overdue(self, worker: _WorkerHandle, call: _Call) -> None:
         worker.calls.pop(call.play.number, None)
         call.conversation.worker = None
-        self._answer(call, None, self._late(call))
+        self._answer(call, None, self._overdue_error(call))
         worker.end()
 
     def _end_soon(self, worker: _WorkerHandle, call: _Call) -> None:
@@ -346,12 +346,12 @@ class WorkerPool:
 
     async def _read(self, worker: _WorkerHandle) -> None:
         while isinstance(message := await worker.pipe.receive(), Played):
-            self._played(worker, message)
+            self._take_answer(worker, message)
             self._pump()
-        self._lost(worker, await _end(worker.process, worker.pipe))
+        self._drop(worker, await _end(worker.process, worker.pipe))
         self._pump()
 
-    def _lost(self, worker: _WorkerHandle, how: str) -> None:
+    def _drop(self, worker: _WorkerHandle, end: str) -> None:
         worker.alive = False
         self._workers.remove(worker)
         for call in worker.calls.values():
@@ -361,19 +361,19 @@ class WorkerPool:
             # Alone in its process, or there at two ends: it is the one.
             if not worker.condemned and (worker.room == 1 or conversation.suspect):
                 conversation.worker = None
-                self._answer(call, None, f"the process of its environment ended ({how})")
+                self._answer(call, None, f"the process of its environment ended ({end})")
                 continue
             if not worker.condemned:
-                conversation.crashed_at = conversation.played
-            if not conversation.played and not self._agents:
+                conversation.crashed_at = conversation.plays
+            if not conversation.plays and not self._agents:
                 conversation.worker = None
                 self._queue.appendleft(call)
         counts = self._agents and not worker.condemned
-        reason = f"the process of its agent ended ({how})" if counts else ""
+        reason = f"the process of its agent ended ({end})" if counts else ""
         for key, conversation in list(self._conversations.items()):
             if conversation.worker is worker:
                 conversation.worker = None
-                if not conversation.over:
+                if not conversation.finished:
                     conversation.lost = True
                     self._deliver(EpisodeOutcome(key, Lost(reason)))
 
@@ -430,16 +430,16 @@ def apart(python: str, module: str, *arguments: str) -> tuple[list[str], dict[st
     if there is no such program.
     """
     environ = child_environ()
-    found = shutil.which(python or sys.executable)
-    if found is None:
+    program = shutil.which(python or sys.executable)
+    if program is None:
         raise UsageError(f"environment.python = {python} is no program that can be run")
     if python:
-        folder = Path(found).absolute().parent
+        folder = Path(program).absolute().parent
         environ.pop("PYTHONHOME", None)
         environ["PATH"] = f"{folder}{os.pathsep}{environ.get('PATH', os.defpath)}"
         if (folder.parent / "pyvenv.cfg").is_file():
             environ["VIRTUAL_ENV"] = str(folder.parent)
-    return command_line(found, module, *arguments), environ
+    return command_line(program, module, *arguments), environ
 
 
 def offered_name(environment: EnvironmentConfig) -> str:

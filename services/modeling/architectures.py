@@ -165,8 +165,8 @@ def in_the_way(config: Mapping[str, Any]) -> str:
         return "attends in chunks (attention_chunk_size), which packed rows don't keep"
     state = [key for key in _STATE if config.get(key) is not None]
     if (strange or state) and config.get("model_type") not in RECURRENT:
-        what = ", ".join(strange or state)
-        return f"carries a state from token to token in a way that was not tested ({what})"
+        reason = ", ".join(strange or state)
+        return f"carries a state from token to token in a way that was not tested ({reason})"
     limits = config.get("time_step_limit") or ()
     if any(isinstance(limit, int | float) and 0 < limit < math.inf for limit in limits):
         return "limits time steps (time_step_limit), as Transformers does in whole sequences only"
@@ -191,9 +191,9 @@ def in_the_way(config: Mapping[str, Any]) -> str:
 
 def _ropes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the settings of rotary positions, for all layers or for each kind of layer."""
-    found: list[Mapping[str, Any]] = []
+    settings: list[Mapping[str, Any]] = []
     for key in ("rope_scaling", "rope_parameters"):
         value = config.get(key)
         if isinstance(value, Mapping):
-            found += [value, *(v for v in value.values() if isinstance(v, Mapping))]
-    return found
+            settings += [value, *(v for v in value.values() if isinstance(v, Mapping))]
+    return settings

@@ -81,11 +81,11 @@ class Attention:
         attention = replace(attention, backend="auto", plain=not (capped or sinks))
         if device.type == "cuda" and not attention.recurrent:  # of these, rows need no mask
             scales = (getattr(module, "scaling", None) for module in model.modules())
-            scale = next((found for found in scales if isinstance(found, float)), None)
+            scale = next((scaling for scaling in scales if isinstance(scaling, float)), None)
             shape = KernelShape.of(model.config, sinks=sinks, scale=scale)
             windows = [window for _, window in attention.windows]
             faults = (flex_fault(shape, w, device, torch.bfloat16) for w in windows)
-            fault = next((one for one in faults if one is not None), None)
+            fault = next((message for message in faults if message is not None), None)
             if fault is not None:
                 log.error(SLOW, fault)
             attention = replace(attention, flexes=fault is None)
@@ -192,16 +192,16 @@ def differences(
     micro = _rows().to(device)
     mask = micro.mask.within(None if window is None else min(window, WINDOW))
     assert micro.fed is not None
-    seen = micro.fed.view(mask.positions.shape)
-    of = _inputs(shape, mask, device, dtype)
-    exact = _pass(shape, [t.double() for t in of], mask.allowed().unsqueeze(1), seen)
-    found = _pass(shape, of, mask.blocks(), seen)
+    shown = micro.fed.view(mask.positions.shape)
+    inputs = _inputs(shape, mask, device, dtype)
+    exact = _pass(shape, [t.double() for t in inputs], mask.allowed().unsqueeze(1), shown)
+    values = _pass(shape, inputs, mask.blocks(), shown)
     with torch.no_grad():
-        attend(of[0], of[1], of[2], mask.blocks(), **_how(shape, of))
+        attend(inputs[0], inputs[1], inputs[2], mask.blocks(), **_how(shape, inputs))
     names = ["outputs", *(f"gradients of {name}" for name in INPUTS)]
     return {
-        name: float((ours.double() - theirs).norm() / theirs.norm())
-        for name, ours, theirs in zip(names, found, exact, strict=False)
+        name: float((value.double() - reference).norm() / reference.norm())
+        for name, value, reference in zip(names, values, exact, strict=False)
     }
 
 
@@ -211,16 +211,16 @@ def neighbours(vocabulary: int, *, alone: bool) -> Iterator[MicroBatch]:
     They differ in padding and in the sequence that stands before the one that is learned. With
     `alone` each has a row.
     """
-    drawn = torch.Generator().manual_seed(0)
-    own, *others = (torch.randint(vocabulary, (n,), generator=drawn) for n in (12, 16, 16))
+    generator = torch.Generator().manual_seed(0)
+    sequence, *others = (torch.randint(vocabulary, (n,), generator=generator) for n in (12, 16, 16))
     owner = torch.ones(8, dtype=torch.int64)
-    for other in others:
-        ids, lengths = torch.cat([other, own]), torch.tensor([16, 12])
+    for neighbour in others:
+        ids, lengths = torch.cat([neighbour, sequence]), torch.tensor([16, 12])
         tokens = Tokens(ids, lengths, learned=torch.arange(20, 28), owner=owner)
         (micro,) = pack(tokens, pack_tokens=1 if alone else 64, micro_tokens=64)
         assert micro.fed is not None
         fed = micro.fed.view_as(micro.input_ids)
-        yield replace(micro, input_ids=micro.input_ids.where(fed, other[0]))
+        yield replace(micro, input_ids=micro.input_ids.where(fed, neighbour[0]))
 
 
 def _rows() -> MicroBatch:
@@ -242,25 +242,26 @@ def _inputs(
     shape: KernelShape, mask: RowMask, device: torch.device, dtype: torch.dtype
 ) -> list[Tensor]:
     rows, length = mask.positions.shape
-    drawn = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     sizes = [(shape.heads, shape.width), (shape.groups, shape.width), (shape.groups, shape.values)]
-    made = [torch.randn(rows, heads, length, wide, generator=drawn) for heads, wide in sizes]
+    tensors = [torch.randn(rows, heads, length, wide, generator=generator) for heads, wide in sizes]
     if shape.sinks:
-        made.append(torch.linspace(-1, 2, shape.heads))
-    return [t.to(device, dtype) for t in made]
+        tensors.append(torch.linspace(-1, 2, shape.heads))
+    return [t.to(device, dtype) for t in tensors]
 
 
-def _how(shape: KernelShape, of: list[Tensor]) -> dict[str, Any]:
-    return {"scale": shape.scale, "cap": shape.cap, "sinks": of[3] if shape.sinks else None}
+def _how(shape: KernelShape, inputs: list[Tensor]) -> dict[str, Any]:
+    return {"scale": shape.scale, "cap": shape.cap, "sinks": inputs[3] if shape.sinks else None}
 
 
-def _pass(shape: KernelShape, of: list[Tensor], mask: Any, seen: Tensor) -> list[Tensor]:
-    """Return outputs at positions `seen`, bool [R, L], and gradients of their weighted sum."""
-    own = [t.detach().requires_grad_() for t in of]
-    found = attend(own[0], own[1], own[2], mask, **_how(shape, own)).transpose(1, 2)[seen]
-    weights = torch.linspace(-1, 1, found.numel(), dtype=torch.float64, device=found.device)
-    (found * weights.view_as(found).to(found.dtype)).sum().backward()
-    grads = [t.grad for t in own if t.grad is not None]
-    if len(grads) < len(own):
+def _pass(shape: KernelShape, inputs: list[Tensor], mask: Any, shown: Tensor) -> list[Tensor]:
+    """Return outputs at positions `shown`, bool [R, L], and gradients of their weighted sum."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    query, key, value = leaves[:3]
+    outputs = attend(query, key, value, mask, **_how(shape, leaves)).transpose(1, 2)[shown]
+    weights = torch.linspace(-1, 1, outputs.numel(), dtype=torch.float64, device=outputs.device)
+    (outputs * weights.view_as(outputs).to(outputs.dtype)).sum().backward()
+    grads = [t.grad for t in leaves if t.grad is not None]
+    if len(grads) < len(leaves):
         raise RuntimeError("a gradient is missing")
-    return [found.detach(), *grads]
+    return [outputs.detach(), *grads]

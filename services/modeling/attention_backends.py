@@ -58,10 +58,10 @@ def slot_mask(
     dtype: torch.dtype,
 ) -> SlotMask:
     """Return the mask of newest tokens at `positions` [n] of `columns`, and of contexts."""
-    held = torch.arange(columns, device=positions.device)
-    hidden = held > positions[:, None]
+    column = torch.arange(columns, device=positions.device)
+    hidden = column > positions[:, None]
     if window is not None:
-        hidden |= held <= positions[:, None] - window
+        hidden |= column <= positions[:, None] - window
     newest = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
     return SlotMask(newest.masked_fill_(hidden, -torch.inf)[:, None, None], contexts, window)
 
@@ -120,20 +120,20 @@ def _slots(query: Tensor, key: Tensor, value: Tensor, mask: SlotMask, how: Score
         if how.plain:
             # Query heads that share a key head stand where its queries would: no key is copied.
             newest = newest.unflatten(1, (key.shape[1], -1))
-            found = torch.nn.functional.scaled_dot_product_attention(
+            output = torch.nn.functional.scaled_dot_product_attention(
                 newest, key, value, attn_mask=mask.newest, scale=how.scale
             ).flatten(1, 2)
         else:
-            found = _dense(newest[:, :, None], key, value, mask.newest, how).squeeze(2)
-        parts.append(found.transpose(0, 1)[None])
+            output = _dense(newest[:, :, None], key, value, mask.newest, how).squeeze(2)
+        parts.append(output.transpose(0, 1)[None])
     for context in mask.contexts:
-        length, own = context.length, slice(context.row, context.row + 1)
+        length, row = context.length, slice(context.row, context.row + 1)
         causal = None
         if mask.window is not None and length > mask.window:
             ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
             causal = (ones.tril() & ~ones.tril(-mask.window))[None, None]
         queries = query[:, :, count : count + length]
-        parts.append(_dense(queries, key[own, :, :length], value[own, :, :length], causal, how))
+        parts.append(_dense(queries, key[row, :, :length], value[row, :, :length], causal, how))
         count += length
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
@@ -167,8 +167,8 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: 
         scores = scores + mask
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if how.sinks is not None:
-        more = how.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, more], -1).softmax(-1)[..., :-1]
+        sink_scores = how.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sink_scores], -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
     return weights.to(value.dtype) @ value
@@ -179,11 +179,11 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: RowBlocks, how: Score
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    given, width = query.shape[2], mask.seq_lengths[0]
-    if given < width:  # `RowMask.blocks` has widened narrow rows; in memory as models lay it out
-        more = (0, 0, 0, 0, 0, width - given)
+    length, width = query.shape[2], mask.seq_lengths[0]
+    if length < width:  # `RowMask.blocks` has widened narrow rows; in memory as models lay it out
+        padding = (0, 0, 0, 0, 0, width - length)
         query, key, value = (
-            pad(each.transpose(1, 2), more).transpose(1, 2) for each in (query, key, value)
+            pad(tensor.transpose(1, 2), padding).transpose(1, 2) for tensor in (query, key, value)
         )
     kernel = _flex_on(query.device.type)
     output, sums = kernel(query, key, value, mask, how.scale, how.cap, how.sinks is not None)
@@ -191,7 +191,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: RowBlocks, how: Score
         # The sums of exponentials stay in float32: their rounding would scale the output.
         sinks = how.sinks.float().view(1, -1, 1)
         output = output * torch.sigmoid(sums - sinks).unsqueeze(-1).to(output.dtype)
-    return output[:, :, :given]
+    return output[:, :, :length]
 
 
 def _flex_on(kind: str) -> Callable[..., tuple[Tensor, Any]]:
@@ -248,13 +248,13 @@ def _flex_kernel(
     rows, across = query.shape[0], mask.kv_indices.shape[-1]
     kind = (
         torch.is_grad_enabled(),
-        *(each.requires_grad for each in (query, key, value)),
+        *(tensor.requires_grad for tensor in (query, key, value)),
         *(query.device, query.dtype, query.shape[1], query.shape[3]),
         *(key.shape[1], value.shape[3]),
         *(*how, mask.windowed, rows == across),
     )
-    for each in (query, key, value):
-        torch._dynamo.maybe_mark_dynamic(each, (0, 2))
+    for tensor in (query, key, value):
+        torch._dynamo.maybe_mark_dynamic(tensor, (0, 2))
     with torch.autocast(query.device.type, enabled=False):  # which has done its work
         return _compiled(kind)(query, key, value, mask, *how)
 
@@ -267,8 +267,8 @@ def _compiled(kind: tuple[Any, ...]) -> Any:
     Past the limit it would compute all scores without a word; with `fullgraph` it raises.
     """
     code = _flex_eagerly.__code__.replace(co_name=f"flex_{abs(hash(kind)):x}")
-    own = types.FunctionType(code, globals())
-    return torch.compile(own, fullgraph=True)
+    function = types.FunctionType(code, globals())
+    return torch.compile(function, fullgraph=True)
 
 
 @functools.cache
@@ -294,8 +294,8 @@ def _from_transformers(
     """Call `attend` with the arguments of Transformers' models."""
     del module
     assert not dropout, "policies have no dropout"
-    found = attend(query, key, value, attention_mask, scale=scaling, cap=softcap, sinks=s_aux)
-    return found.transpose(1, 2).contiguous(), None
+    output = attend(query, key, value, attention_mask, scale=scaling, cap=softcap, sinks=s_aux)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _mask_of(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:

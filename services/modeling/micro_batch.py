@@ -48,17 +48,17 @@ class RowMask:
         """Return bool [R, Q, L]: the positions that those from `start` to `stop` attend to."""
         width = self.positions.shape[1]
         index = torch.arange(width, device=self.positions.device)
-        some = slice(start, width if stop is None else stop)
-        seen = index[None, None, :] <= index[None, some, None]
+        rows = slice(start, width if stop is None else stop)
+        allowed = index[None, None, :] <= index[None, rows, None]
         if self.segment is not None and self.prefix is not None:
             keys = self.segment[:, None, :]
             # Padding attends within itself: a row of the mask without any True would give NaN.
-            same = self.segment[:, some, None] == keys
-            seen = seen & (same | (self.prefix[:, some, None] == keys))
+            same = self.segment[:, rows, None] == keys
+            allowed = allowed & (same | (self.prefix[:, rows, None] == keys))
         if self.window is not None:
-            behind = self.positions[:, some, None] - self.positions[:, None, :]
-            seen = seen & (behind < self.window)
-        return seen.expand(len(self.positions), -1, -1)
+            behind = self.positions[:, rows, None] - self.positions[:, None, :]
+            allowed = allowed & (behind < self.window)
+        return allowed.expand(len(self.positions), -1, -1)
 
     def blocks(self) -> RowBlocks:
         """Return the mask of flex_attention, without one of all pairs in memory.
@@ -68,39 +68,39 @@ class RowMask:
         mask = self._filled(max(self.positions.shape[1], 2 * BLOCK))
         rows, width = mask.positions.shape
         across = -(-width // BLOCK)
-        some: list[Tensor] = []
-        every: list[Tensor] = []
+        any_allowed: list[Tensor] = []
+        all_allowed: list[Tensor] = []
         for start in range(0, width, BLOCK):
-            seen = mask.allowed(start, min(width, start + BLOCK))
-            seen = pad(seen, (0, across * BLOCK - width))
-            cells = seen.view(rows, -1, across, BLOCK)
-            some.append(cells.any(3).any(1))
+            allowed = mask.allowed(start, min(width, start + BLOCK))
+            allowed = pad(allowed, (0, across * BLOCK - width))
+            cells = allowed.view(rows, -1, across, BLOCK)
+            any_allowed.append(cells.any(3).any(1))
             # A block at the edge is not full, though all of it that exists is seen.
             full = cells.all(3).all(1)
-            every.append(full if start + BLOCK <= width else torch.zeros_like(full))
-        seen_some, seen_all = torch.stack(some, 1), torch.stack(every, 1)  # [R, blocks, blocks]
-        partial, whole = _listed(seen_some & ~seen_all), _listed(seen_all)
+            all_allowed.append(full if start + BLOCK <= width else torch.zeros_like(full))
+        seen, full = torch.stack(any_allowed, 1), torch.stack(all_allowed, 1)  # [R, blocks, blocks]
+        partial, whole = _listed(seen & ~full), _listed(full)
         blocks = RowBlocks.from_kv_blocks(
             *partial, *whole, BLOCK_SIZE=BLOCK, mask_mod=mask._rule(), seq_lengths=(width, width)
         )
         assert isinstance(blocks, RowBlocks)
         blocks.windowed = mask.window is not None
-        for held in (*vars(blocks).values(), mask.positions, mask.segment, mask.prefix):
-            if isinstance(held, Tensor):  # [R, ...] of positions, or [R, 1, ...] of blocks
-                varied = [dim for dim in range(held.ndim) if dim != 1 or held.ndim == 2]
-                torch._dynamo.maybe_mark_dynamic(held, varied)
+        for value in (*vars(blocks).values(), mask.positions, mask.segment, mask.prefix):
+            if isinstance(value, Tensor):  # [R, ...] of positions, or [R, 1, ...] of blocks
+                varied = [dim for dim in range(value.ndim) if dim != 1 or value.ndim == 2]
+                torch._dynamo.maybe_mark_dynamic(value, varied)
         return blocks
 
     def _filled(self, width: int) -> RowMask:
         """Return this mask with segments, padded to rows of `width` positions."""
-        more = (0, width - self.positions.shape[1])
-        nothing = torch.zeros_like(self.positions, dtype=torch.int32)
-        segment = nothing if self.segment is None else self.segment
-        prefix = nothing if self.prefix is None else self.prefix
+        padding = (0, width - self.positions.shape[1])
+        zeros = torch.zeros_like(self.positions, dtype=torch.int32)
+        segment = zeros if self.segment is None else self.segment
+        prefix = zeros if self.prefix is None else self.prefix
         return RowMask(
-            pad(self.positions, more),
-            pad(segment, more, value=-1),
-            pad(prefix, more, value=-1),
+            pad(self.positions, padding),
+            pad(segment, padding, value=-1),
+            pad(prefix, padding, value=-1),
             self.window,
         )
 
@@ -117,20 +117,20 @@ class RowMask:
         reach = None if window is None else torch.full((), window, device=positions.device)
 
         def rule(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            own = segment[row, key]
-            seen = (segment[row, query] == own) | (prefix[row, query] == own)
-            seen = (key <= query) & seen
+            key_segment = segment[row, key]
+            allowed = (segment[row, query] == key_segment) | (prefix[row, query] == key_segment)
+            allowed = (key <= query) & allowed
             if reach is not None:
-                seen = seen & (positions[row, query] - positions[row, key] < reach)
-            return seen
+                allowed = allowed & (positions[row, query] - positions[row, key] < reach)
+            return allowed
 
         return rule
 
 
-def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many of the blocks [R, Q, K] each row has, [R, 1, Q], and which, [R, 1, Q, K]."""
-    order = seen.int().argsort(dim=-1, descending=True, stable=True)
-    return seen.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None].contiguous()
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None].contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,8 @@ class Supports:
             if (support := trajectory.support) is None:
                 sizes.append(np.zeros(count, "<u2"))
                 continue
-            own = np.frombuffer(support.sizes, "<u2")
-            sizes.append(own[own > 0])
+            sizes_of_response = np.frombuffer(support.sizes, "<u2")
+            sizes.append(sizes_of_response[sizes_of_response > 0])
             ids += support.ids
             logprobs += support.logprobs or b""
         whole = torch.tensor([t.support is not None and t.sampling.cuts_off for t in trajectories])
@@ -173,8 +173,8 @@ class Supports:
         sizes = self.sizes[source]
         column = torch.arange(max(1, int(sizes.max())) if len(sizes) else 1)
         starts = (self.sizes.cumsum(0) - self.sizes)[source]
-        there = column < sizes[:, None]
-        return torch.where(there, starts[:, None] + column, 0), there
+        exists = column < sizes[:, None]
+        return torch.where(exists, starts[:, None] + column, 0), exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +304,8 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
     table = torch.tensor(pieces, dtype=torch.int64).view(-1, 6)
     sizes = table[:, 2]
     within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    first_cell, sequence, _, first, own, prefix_of = table.repeat_interleave(sizes, dim=0).unbind(1)
+    columns = table.repeat_interleave(sizes, dim=0).unbind(1)
+    first_cell, sequence, _, first, segment, prefix_of = columns
     place, position = first_cell + within, first + within
     start = torch.tensor(offset, dtype=torch.int64)
     input_ids = torch.zeros(count * width, dtype=torch.int64)
@@ -314,22 +315,22 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
     position_ids[place] = position
 
     def cells(values: Tensor) -> Tensor:
-        made = torch.full((count * width,), -1, dtype=torch.int32)
-        made[place] = values.int()
-        return made.view(count, width)
+        values_by_cell = torch.full((count * width,), -1, dtype=torch.int32)
+        values_by_cell[place] = values.int()
+        return values_by_cell.view(count, width)
 
     several = len(pieces) > len(rows)
     home_of = torch.tensor(homes, dtype=torch.int64).view(-1, 3)
     source = (home_of[tokens.owner, 0] >= 0).nonzero().squeeze(1)
     learned, owner = tokens.learned[source], tokens.owner[source]
-    before = learned - 1 - start[owner]  # position that predicts, in its sequence
+    predictor = learned - 1 - start[owner]  # position that predicts, in its sequence
     prompt_cell, own_cell, prompt = home_of[owner].unbind(1)
-    index = torch.where(before < prompt, prompt_cell + before, own_cell + before - prompt)
+    index = torch.where(predictor < prompt, prompt_cell + predictor, own_cell + predictor - prompt)
     support = whole = None
     if tokens.support is not None:
-        at, there = tokens.support.rows(source)
+        places, exists = tokens.support.rows(source)
         support, whole = (
-            torch.where(there, tokens.support.ids[at], -1),
+            torch.where(exists, tokens.support.ids[places], -1),
             tokens.support.whole[source],
         )
     return MicroBatch(
@@ -338,7 +339,7 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
         index=index,
         targets=tokens.ids[learned],
         source=source,
-        segment=cells(own) if several else None,
+        segment=cells(segment) if several else None,
         prefix=cells(prefix_of) if several else None,
         tokens=len(place),
         fed=torch.zeros(count * width, dtype=torch.bool).index_fill_(0, place, True),
@@ -358,8 +359,8 @@ def _routing(
     """
     if tokens.routing is None or not len(tokens.routing):
         return None
-    found = np.full((cells, *tokens.routing[0].shape[1:]), UNKNOWN, np.int16)
+    routing = np.full((cells, *tokens.routing[0].shape[1:]), UNKNOWN, np.int16)
     for cell, sequence, size, first, _, _ in pieces:
-        own = tokens.routing[sequence][first : first + size]
-        found[cell : cell + len(own)] = own
-    return torch.from_numpy(found)
+        experts = tokens.routing[sequence][first : first + size]
+        routing[cell : cell + len(experts)] = experts
+    return torch.from_numpy(routing)

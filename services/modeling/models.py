@@ -201,29 +201,29 @@ class WeightFiles:
         """
         plain = self._plain
         rules = get_model_conversion_mapping(plain)
-        first = {name: next(n for n in own if n in places) for own in _tied(plain) for name in own}
+        first = {n: next(m for m in tied if m in places) for tied in _tied(plain) for n in tied}
         for name in first:
             _put(plain, name, places[first[name]])
         faults, missing = list[str](), {n for n, p in places.items() if local(p).numel()}
         try:
             for keys in self._layers().values():
-                found = self._load(keys, rules)
+                report = self._load(keys, rules)
                 faults += [
-                    f"{name}: {why.rpartition(chr(10))[0].rpartition(chr(10))[2]}"
-                    for name, why in found.conversion_errors.items()
+                    f"{name}: {reason.rpartition(chr(10))[0].rpartition(chr(10))[2]}"
+                    for name, reason in report.conversion_errors.items()
                     if local(places[first[name]]).numel()  # else there is nothing to stack
                 ]
                 faults += [
-                    f"{name} is {list(there)}, config.json says {list(wanted)}"
-                    for name, there, wanted in found.mismatched_keys
+                    f"{name} is {list(shape)}, config.json says {list(expected)}"
+                    for name, shape, expected in report.mismatched_keys
                 ]
-                for name in first.keys() - found.missing_keys if not faults else ():
+                for name in first.keys() - report.missing_keys if not faults else ():
                     place = places[first[name]]
-                    read = local(_get(plain, name))
+                    stored = local(_get(plain, name))
                     if first[name] in missing:
-                        local(place).copy_(read)
+                        local(place).copy_(stored)
                         missing.discard(first[name])
-                    elif not torch.equal(local(place), read.to(local(place))):
+                    elif not torch.equal(local(place), stored.to(local(place))):
                         faults.append(
                             f"{name} is tied to {first[name]} by config.json, and another tensor "
                             "in the files: set tie_word_embeddings to false there"
@@ -259,14 +259,15 @@ class WeightFiles:
 
     def _load(self, keys: Mapping[str, Path], rules: Any) -> Any:
         """Load tensors of the files into the other model, and return Transformers' report."""
-        how = LoadStateDictConfig(device_map={"": "cpu"}, dtype=torch.float32, weight_mapping=rules)
+        options: Any = {"device_map": {"": "cpu"}, "dtype": torch.float32}
+        config = LoadStateDictConfig(**options, weight_mapping=rules)
         with ExitStack() as stack:
-            opened: dict[Path, Any] = {
+            files_open: dict[Path, Any] = {
                 path: stack.enter_context(safe_open(path, framework="pt"))
                 for path in set(keys.values())
             }
-            slices = {key: opened[path].get_slice(key) for key, path in keys.items()}
-            return convert_and_load_state_dict_in_model(self._plain, slices, how)[0]
+            slices = {key: files_open[path].get_slice(key) for key, path in keys.items()}
+            return convert_and_load_state_dict_in_model(self._plain, slices, config)[0]
 
 
 def _not_by_rows(rule: Any) -> str:
@@ -275,22 +276,22 @@ def _not_by_rows(rule: Any) -> str:
         return ""
     first, *rest = rule.operations
     stacked = isinstance(first, MergeModulelist) and first.dim == 0
-    if stacked and all(isinstance(one, Concatenate) and one.dim > 0 for one in rest):
+    if stacked and all(isinstance(step, Concatenate) and step.dim > 0 for step in rest):
         return ""
     return f"{', '.join(rule.source_patterns)} can't be read by rows: set trainer.ranks = 1"
 
 
 def _get(model: nn.Module, name: str) -> Tensor:
-    module, _, own = name.rpartition(".")
-    return getattr(model.get_submodule(module), own)
+    module, _, attribute = name.rpartition(".")
+    return getattr(model.get_submodule(module), attribute)
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    module, _, own = name.rpartition(".")
+    module, _, attribute = name.rpartition(".")
     holder = model.get_submodule(module)
-    if own in holder._parameters:
+    if attribute in holder._parameters:
         tensor = nn.Parameter(tensor, requires_grad=False)
-    setattr(holder, own, tensor)
+    setattr(holder, attribute, tensor)
 
 
 def _tied(model: nn.Module) -> Iterable[list[str]]:

@@ -141,7 +141,7 @@ def _parse(
 
 def _is_closed(calls: Any, text: str) -> bool:
     """True if the last call in `text` ends: the library also gives calls that break off."""
-    opened = [found.end() for found in calls.open_re.finditer(text)]
+    opened = [match.end() for match in calls.open_re.finditer(text)]
     return calls.close_re is None or bool(calls.close_re.search(text, opened[-1] if opened else 0))
 
 
@@ -173,7 +173,7 @@ _CALL = tool_call(TOOL, {"place": "Lund 4", "days": 3}, "call00000")
 _SCHEMA = trial_tool(place="string", days="integer")
 
 
-def choose_parser(wanted: str, tokenizer: Any, template: ChatTemplate | None) -> Parser:
+def choose_parser(choice: str, tokenizer: Any, template: ChatTemplate | None) -> Parser:
     """Return the parser that `model.parser` names, or with "auto" the model family's.
 
     If no family's parser reads back the calls of `template`, turns are plain text.
@@ -181,15 +181,15 @@ def choose_parser(wanted: str, tokenizer: Any, template: ChatTemplate | None) ->
     Raises:
         UsageError: there is no parser of that name.
     """
-    if wanted == "none" or (wanted == "auto" and template is None):
+    if choice == "none" or (choice == "auto" and template is None):
         return PLAIN
-    if wanted == "auto":
+    if choice == "auto":
         assert template is not None
         return _of_family(tokenizer, template)
-    found = _named(wanted, tokenizer)
-    if template is not None and template.writes_calls and not _reads_back(found, template):
-        log.warning("model.parser = %s does not read the calls of %s", wanted, template.name)
-    return found
+    parser = _named(choice, tokenizer)
+    if template is not None and template.writes_calls and not _reads_back(parser, template):
+        log.warning("model.parser = %s does not read the calls of %s", choice, template.name)
+    return parser
 
 
 @functools.cache
@@ -201,9 +201,9 @@ def response_templates() -> dict[str, dict[str, Any]]:
 
 
 def _of_family(tokenizer: Any, template: ChatTemplate) -> Parser:
-    own = getattr(tokenizer, "response_template", None)
-    if isinstance(own, dict) and (template.writes_calls or not template.tells_tools):
-        return ResponseTemplateParser("model", own, told=not template.tells_tools)
+    own_template = getattr(tokenizer, "response_template", None)
+    if isinstance(own_template, dict) and (template.writes_calls or not template.tells_tools):
+        return ResponseTemplateParser("model", own_template, told=not template.tells_tools)
     text = str(tokenizer.chat_template)
     names = [name for mark, name in FAMILIES if mark in text]
     if not template.tells_tools:  # calls are in plain text, as a system message says
@@ -223,18 +223,18 @@ def _of_family(tokenizer: Any, template: ChatTemplate) -> Parser:
     return PLAIN
 
 
-def _named(wanted: str, tokenizer: Any) -> Parser:
-    key = f"model.parser = {wanted}"
-    if (known := response_templates().get(wanted)) is not None:
-        return ResponseTemplateParser(wanted, known)
-    if not wanted.startswith(VLLM):
+def _named(choice: str, tokenizer: Any) -> Parser:
+    key = f"model.parser = {choice}"
+    if (known := response_templates().get(choice)) is not None:
+        return ResponseTemplateParser(choice, known)
+    if not choice.startswith(VLLM):
         raise UsageError(
             f"{key} is unknown; use auto, none, {', '.join(response_templates())}, or {VLLM}TOOLS "
             f"or {VLLM}TOOLS+REASONING (parsers of vLLM)"
         )
     if find_spec("vllm") is None:
         raise UsageError(f'{key} needs vLLM: pip install "umbra-rl[vllm]"')
-    calls, _, reasoning = wanted.removeprefix(VLLM).partition("+")
+    calls, _, reasoning = choice.removeprefix(VLLM).partition("+")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what vLLM imports
@@ -249,16 +249,16 @@ def _reads_back(parser: Parser, template: ChatTemplate) -> bool:
     words = _read(parser, template, {"role": "assistant", "content": _WORDS})
     return (
         called is not None
-        and [each["function"] for each in called.tool_calls] == [_CALL["function"]]
+        and [call["function"] for call in called.tool_calls] == [_CALL["function"]]
         and words is not None
         and not words.tool_calls
         and words.content.strip() == _WORDS
     )
 
 
-def _read(parser: Parser, template: ChatTemplate, said: Message) -> Said | None:
+def _read(parser: Parser, template: ChatTemplate, turn: Message) -> Said | None:
     try:
-        prompt, text, stop = template.turn_text(said, [_SCHEMA])
+        prompt, text, stop = template.turn_text(turn, [_SCHEMA])
         return parser.read(prompt, text, [_SCHEMA], stop)
     except TurnsError:
         return None
@@ -300,21 +300,21 @@ class VllmParser(Parser):
         reasoning, content = "", text
         if self._reasoning is not None:
             reader: Any = self._reasoning(self._tokenizer)
-            before = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
-            reader.adjust_initial_state_from_prompt(list(before))
-            found, rest = reader.extract_reasoning(text, request)
-            reasoning, content = found or "", rest or ""
+            prompt_ids = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            reader.adjust_initial_state_from_prompt(list(prompt_ids))
+            result, rest = reader.extract_reasoning(text, request)
+            reasoning, content = result or "", rest or ""
         calls: list[dict[str, Any]] = []
         problem = ""
         if tools and content:
             maker: Any = self._calls
-            found = maker(self._tokenizer, request.tools).extract_tool_calls(content, request)
+            result = maker(self._tokenizer, request.tools).extract_tool_calls(content, request)
             try:
-                calls = list(_calls(found.tool_calls))
+                calls = list(_calls(result.tool_calls))
             except (TypeError, ValueError) as error:
                 problem = f"the tool call cannot be read: its arguments must be an object: {error}"
             else:
-                content = (found.content or "").strip() if calls else content
+                content = (result.content or "").strip() if calls else content
         return Said(
             text=text,
             content=content,
@@ -324,8 +324,8 @@ class VllmParser(Parser):
         )
 
 
-def _calls(found: Any) -> Iterator[dict[str, Any]]:
-    for call in found:
+def _calls(tool_calls: Any) -> Iterator[dict[str, Any]]:
+    for call in tool_calls:
         arguments = json.loads(call.function.arguments or "{}")
         if not isinstance(arguments, dict):
             raise TypeError(f"{call.function.arguments!r}")

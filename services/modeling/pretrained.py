@@ -32,14 +32,14 @@ def import_without_torch() -> None:
     if {"torch", "transformers"} & sys.modules.keys():
         return
     quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # that models can't be loaded
-    before = os.environ.get(quiet)
+    previous = os.environ.get(quiet)
     os.environ[quiet] = "1"
     sys.modules["torch"] = None  # pyright: ignore - for importlib: there is no such module
     try:
         importlib.import_module("transformers").utils.is_torch_available()
     finally:
         del sys.modules["torch"], os.environ[quiet]
-        os.environ |= {} if before is None else {quiet: before}
+        os.environ |= {} if previous is None else {quiet: previous}
 
 
 def torch_is_hidden() -> bool:
@@ -81,8 +81,8 @@ def loading(directory: Path, source: str, what: str = "") -> Iterator[None]:
     except UmbraError:
         raise
     except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UsageError(f"{source}: {what}{directory} cannot be loaded: {why}") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(f"{source}: {what}{directory} cannot be loaded: {reason}") from error
 
 
 def load_tokenizer(path: str | Path, source: str = "model.path", *, trust: bool = False) -> Any:
@@ -144,11 +144,11 @@ def named_tokens(tokenizer: Any, texts: Iterable[str]) -> frozenset[int]:
     """
     ids: set[int] = set()
     for text in texts:
-        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(found) != 1:
+        tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(tokens) != 1:
             raise UsageError(
-                f"sampling.stop_tokens: {text!r} is {len(found)} tokens of "
+                f"sampling.stop_tokens: {text!r} is {len(tokens)} tokens of "
                 f"{tokenizer.name_or_path}; name texts of exactly one"
             )
-        ids.update(found)
+        ids.update(tokens)
     return frozenset(ids)

@@ -59,16 +59,17 @@ class Reference:
         `tokens[:read]` are read with the weights `old`; all further ones with `new`, which see the
         keys and values that the others left. The model has the weights `new` afterwards.
         """
-        how: Any = {cache_argument(self.model): DynamicCache(config=self.model.config)}
+        arguments: Any = {cache_argument(self.model): DynamicCache(config=self.model.config)}
         parts: list[Tensor] = []
-        seen = 0
+        position = 0
         # Token by token: with more than one, not every class goes on from a state.
         for weights, pieces in ((old, [tokens[:read]]), (new, [[t] for t in tokens[read:-1]])):
             self.load(weights)
             for piece in pieces:
-                how["position_ids"] = torch.arange(seen, seen + len(piece))[None]
-                parts.append(self.model(torch.tensor([piece]), use_cache=True, **how).logits[0])
-                seen += len(piece)
+                arguments["position_ids"] = torch.arange(position, position + len(piece))[None]
+                output = self.model(torch.tensor([piece]), use_cache=True, **arguments)
+                parts.append(output.logits[0])
+                position += len(piece)
         return _expected(torch.cat(parts)[first - 1 :], tokens[first:])
 
     @torch.no_grad()
@@ -81,5 +82,5 @@ class Reference:
 
 def _expected(logits: Tensor, targets: Sequence[int]) -> Expected:
     logprobs = logits.float().log_softmax(-1)
-    found = logprobs.gather(-1, torch.tensor(targets).unsqueeze(-1)).squeeze(-1)
-    return Expected(found, logits.detach().abs().amax(-1))
+    logprobs_of_targets = logprobs.gather(-1, torch.tensor(targets).unsqueeze(-1)).squeeze(-1)
+    return Expected(logprobs_of_targets, logits.detach().abs().amax(-1))

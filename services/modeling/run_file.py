@@ -57,20 +57,20 @@ def located(
     """
 
     @cache
-    def found(path: str) -> Path:
-        beside, here = run_file.parent / path, Path(path)
-        if beside.exists() and here.exists() and not beside.samefile(here):
+    def located_path(path: str) -> Path:
+        beside, local = run_file.parent / path, Path(path)
+        if beside.exists() and local.exists() and not beside.samefile(local):
             say(
                 f"{path} is taken from the run file's folder: {beside.absolute()}, not the one here"
             )
-        return beside if beside.exists() else here
+        return beside if beside.exists() else local
 
     def file(path: str) -> str:
-        return str(found(path).resolve()) if path else ""
+        return str(located_path(path).resolve()) if path else ""
 
     def program(python: str) -> str:
         """Resolve a path like a file's, but follow no link of it."""
-        return str(found(python).absolute()) if "/" in python else python
+        return str(located_path(python).absolute()) if "/" in python else python
 
     @cache
     def source(name: str) -> str:

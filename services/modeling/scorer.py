@@ -114,8 +114,8 @@ class Scorer(nn.Module):
         if self._parallel is None:
             return self._run(_Request(batch, temperature, how), batch)
         share = self._parallel.share(batch)
-        own = _Request(share.own, temperature[share.learned], how)
-        logprobs, entropy = self._run(own, share.rows, share)
+        request = _Request(share.own, temperature[share.learned], how)
+        logprobs, entropy = self._run(request, share.rows, share)
         if how.get("with_entropy", True):
             return share.join(logprobs), share.join(entropy)
         return share.join(logprobs), entropy.new_zeros(len(batch.targets))
@@ -124,14 +124,14 @@ class Scorer(nn.Module):
     def _check_neighbours(self, device: torch.device) -> None:
         """Refuse a model that carries something from a sequence to the next one of its row."""
         words: int = self.model.config.get_text_config().vocab_size
-        one, other = (
+        first, second = (
             self.forward(micro.to(device), torch.ones(len(micro.targets), device=device))[0]
             for micro in neighbours(words, alone=self._attention.recurrent)
         )
-        if (off := float((one - other).abs().max())) > _APART:
+        if (gap := float((first - second).abs().max())) > _APART:
             raise UsageError(
                 f"model.path: in a {type(self.model).__name__} logprobs of a sequence depend on "
-                f"what precedes it in its row (by {off:.2g} nats): the model carries state that "
+                f"what precedes it in its row (by {gap:.2g} nats): the model carries state that "
                 "Umbra cannot separate, so it can't be trained; choose another model"
             )
 
@@ -185,20 +185,20 @@ class Scorer(nn.Module):
         # All alike: CPUs add up a product of three rows ten times less exactly than one of seven.
         rows = -(-len(hidden) // max(1, -(-len(hidden) // self._rows)))
         for start in range(0, max(1, len(hidden)), max(1, rows)):
-            some = slice(start, start + rows)
+            chunk = slice(start, start + rows)
             arguments = (
-                hidden[some],
-                batch.targets[some],
-                temperature[some],
-                None if batch.support is None else batch.support[some],
-                None if batch.whole is None else batch.whole[some],
+                hidden[chunk],
+                batch.targets[chunk],
+                temperature[chunk],
+                None if batch.support is None else batch.support[chunk],
+                None if batch.whole is None else batch.whole[chunk],
                 request,
             )
             if torch.is_grad_enabled() and len(hidden) > self._rows:
-                found: Any = checkpoint(self._score, *arguments, use_reentrant=False)
+                scores: Any = checkpoint(self._score, *arguments, use_reentrant=False)
             else:
-                found = self._score(*arguments)
-            parts.append(found)
+                scores = self._score(*arguments)
+            parts.append(scores)
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
@@ -214,10 +214,10 @@ class Scorer(nn.Module):
         head: Any = self.model.get_output_embeddings()
         logits = self._logits(head(hidden)).float() / temperature.unsqueeze(-1)  # [n, V]
         distribution = logits.log_softmax(-1)
-        asked = targets.unsqueeze(-1)
+        ids = targets.unsqueeze(-1)
         if support is not None:
-            asked = torch.cat([asked, support.clamp(min=0)], 1)
-        logprobs = distribution.gather(-1, asked)  # [n, 1 + k]
+            ids = torch.cat([ids, support.clamp(min=0)], 1)
+        logprobs = distribution.gather(-1, ids)  # [n, 1 + k]
         outside: Tensor | None = None
         if support is not None and whole is not None:
             # No row is without any: the gradient of its sum would be NaN.
@@ -230,16 +230,17 @@ class Scorer(nn.Module):
             with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
                 entropy = -(distribution.exp() * distribution).sum(-1)
                 if outside is not None and whole is not None:
-                    kept = logprobs[:, 1:].masked_fill(outside, _NOTHING)
-                    entropy = torch.where(whole, -(kept.exp() * kept).sum(-1), entropy)
+                    support_logprobs = logprobs[:, 1:].masked_fill(outside, _NOTHING)
+                    terms = support_logprobs.exp() * support_logprobs
+                    entropy = torch.where(whole, -terms.sum(-1), entropy)
         return logprobs if request.how.get("with_support") else logprobs[:, 0], entropy
 
     @torch.no_grad()
     def _compare(self, hidden: Tensor, logits: Tensor) -> None:
         """Refuse a model whose forward pass makes other logits of `hidden` than we do."""
         head: Any = self.model.get_output_embeddings()
-        ours = self._logits(head(hidden)).flatten()
-        if not torch.equal(ours.nan_to_num(), logits.flatten().to(ours.dtype).nan_to_num()):
+        expected = self._logits(head(hidden)).flatten()
+        if not torch.equal(expected.nan_to_num(), logits.flatten().to(expected.dtype).nan_to_num()):
             raise UsageError(
                 f"model.path: {type(self.model).__name__} changes its logits in a way that Umbra "
                 "does not compute, so it can't be trained; choose another model"

@@ -91,20 +91,20 @@ class SequenceParallel:
         rows = _padded(batch, group.size)
         if rows.segment is None and self._windows:
             # Without a mask the model's class would make one, for the tokens that it has.
-            one = torch.zeros_like(rows.input_ids, dtype=torch.int32)
-            rows = replace(rows, segment=one, prefix=one)
+            segment = torch.zeros_like(rows.input_ids, dtype=torch.int32)
+            rows = replace(rows, segment=segment, prefix=segment)
         width = rows.input_ids.shape[1]
         columns = width // group.size
         row, column = rows.index // width, rows.index % width
         learned = (column // columns == group.rank).nonzero().squeeze(1)
         first = group.rank * columns
-        here = slice(first, first + columns)
+        own_columns = slice(first, first + columns)
         own = replace(
             rows,
-            input_ids=rows.input_ids[:, here],
-            position_ids=rows.position_ids[:, here],
-            fed=_by_row(rows.fed, width, lambda x: x[:, here]),
-            routing=_by_row(rows.routing, width, lambda x: x[:, here]),
+            input_ids=rows.input_ids[:, own_columns],
+            position_ids=rows.position_ids[:, own_columns],
+            fed=_by_row(rows.fed, width, lambda x: x[:, own_columns]),
+            routing=_by_row(rows.routing, width, lambda x: x[:, own_columns]),
             index=(row * columns + column - first)[learned],
             targets=rows.targets[learned],
             support=None if rows.support is None else rows.support[learned],
@@ -114,34 +114,34 @@ class SequenceParallel:
         return SequenceShare(group, rows, own, learned)
 
     def run(self, share: SequenceShare, forward: Callable[..., Any]) -> Any:
-        """Call `forward` on a share; refuse a model whose layers did not all exchange."""
-        found = forward(**{_ARGUMENT: share})
+        """Call `forward` on a share; refuse a model of which not all layers exchanged."""
+        output = forward(**{_ARGUMENT: share})
         if share.layers != self._layers:
             raise UsageError(
                 f"trainer.sequence_parallel needs Transformers' attention interface, and only "
                 f"{share.layers} of the {self._layers} layers of {self._class} use it: set it to 1"
             )
-        return found
+        return output
 
 
 def _padded(batch: MicroBatch, multiple: int) -> MicroBatch:
     """Pad rows to a multiple of so many tokens."""
     width = batch.input_ids.shape[1]
-    more = -width % multiple
-    if not more:
+    padding = -width % multiple
+    if not padding:
         return batch
     pad = nn.functional.pad
-    further = torch.arange(1, more + 1, device=batch.position_ids.device)
+    further = torch.arange(1, padding + 1, device=batch.position_ids.device)
     return replace(
         batch,
-        input_ids=pad(batch.input_ids, (0, more)),
+        input_ids=pad(batch.input_ids, (0, padding)),
         position_ids=torch.cat([batch.position_ids, batch.position_ids[:, -1:] + further], 1),
-        index=batch.index + batch.index // width * more,
-        segment=None if batch.segment is None else pad(batch.segment, (0, more), value=-1),
-        prefix=None if batch.prefix is None else pad(batch.prefix, (0, more), value=-1),
-        fed=_by_row(batch.fed, width, lambda x: pad(x, (0, more))),
+        index=batch.index + batch.index // width * padding,
+        segment=None if batch.segment is None else pad(batch.segment, (0, padding), value=-1),
+        prefix=None if batch.prefix is None else pad(batch.prefix, (0, padding), value=-1),
+        fed=_by_row(batch.fed, width, lambda x: pad(x, (0, padding))),
         routing=_by_row(
-            batch.routing, width, lambda x: pad(x, (0, 0, 0, 0, 0, more), value=UNKNOWN)
+            batch.routing, width, lambda x: pad(x, (0, 0, 0, 0, 0, padding), value=UNKNOWN)
         ),
     )
 
@@ -171,9 +171,9 @@ def _attend(
         )
     share.layers += 1
     group, keys = share.group, key.shape[1]
-    each = math.lcm(keys, group.size)  # key heads, so that every rank has equally many
-    if each > keys:
-        key, value = (x.repeat_interleave(each // keys, 1) for x in (key, value))
+    key_heads = math.lcm(keys, group.size)  # key heads, so that every rank has equally many
+    if key_heads > keys:
+        key, value = (x.repeat_interleave(key_heads // keys, 1) for x in (key, value))
     if arguments.get("s_aux") is not None:
         arguments["s_aux"] = arguments["s_aux"].chunk(group.size)[group.rank]
     if arguments.get("position_ids") is not None:
@@ -193,8 +193,8 @@ def _exchange(group: SequenceGroup, tensor: Tensor) -> Tensor:
     And [R, L, heads / ranks, D], as attention returns it, for [R, L / ranks, heads, D].
     """
     parts = tensor.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()
-    found = all_to_all_single_autograd(parts, None, None, group.group)
-    return found.movedim(0, 2).flatten(2, 3)
+    received = all_to_all_single_autograd(parts, None, None, group.group)
+    return received.movedim(0, 2).flatten(2, 3)
 
 
 class _Join(torch.autograd.Function):

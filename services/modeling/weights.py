@@ -45,8 +45,8 @@ def _dtype(entry: TensorEntry) -> torch.dtype:
     try:
         return DTYPES[entry.dtype]
     except KeyError:
-        told = f"tensor {entry.name} has dtype {entry.dtype}; known: {', '.join(DTYPES)}"
-        raise UsageError(told) from None
+        message = f"tensor {entry.name} has dtype {entry.dtype}; known: {', '.join(DTYPES)}"
+        raise UsageError(message) from None
 
 
 class WeightTable:
@@ -74,9 +74,9 @@ class WeightTable:
         if len(data) != manifest.total_bytes:
             raise PeerLostError(f"got {len(data)} of the {manifest.total_bytes} bytes of a version")
         places = [self._places[entry.name].detach() for entry in manifest.tensors]
-        given = zip(manifest.tensors, places, tensors_in(manifest, data), strict=True)
+        entries = zip(manifest.tensors, places, tensors_in(manifest, data), strict=True)
         with gpu_copies(places, guard.sums.until if guard is not None else None) as begun:
-            for entry, place, (_, tensor) in given:
+            for entry, place, (_, tensor) in entries:
                 if place.is_cuda:
                     page_lock(data)
                 if guard is None or place.is_cuda or tensor.is_cuda:
@@ -89,14 +89,14 @@ class WeightTable:
         if guard is not None:
             guard.verify()
 
-    def left_out(self, given: Collection[str]) -> dict[str, list[str]]:
-        """Return names that are not in `given`, by the name in `given` whose place they share."""
-        found: dict[str, list[str]] = {}
+    def left_out(self, names_present: Collection[str]) -> dict[str, list[str]]:
+        """Return names not in `names_present`, by the name in it whose place they share."""
+        missing: dict[str, list[str]] = {}
         for names in self._aliases.values():
-            there = [name for name in names if name in given]
-            if 0 < len(there) < len(names):
-                found[there[0]] = [name for name in names if name not in given]
-        return found
+            present = [name for name in names if name in names_present]
+            if 0 < len(present) < len(names):
+                missing[present[0]] = [name for name in names if name not in names_present]
+        return missing
 
     def check(self, manifest: Manifest) -> None:
         """Raise UsageError unless versions of this layout fit."""
@@ -114,8 +114,8 @@ class WeightTable:
             if name in self._places and shape != list(self._places[name].shape)
         ]
         faults = [
-            f"{what}: {_some(names)}"
-            for what, names in (("missing", missing), ("unknown", unknown), ("shape", wrong))
+            f"{kind}: {_some(names)}"
+            for kind, names in (("missing", missing), ("unknown", unknown), ("shape", wrong))
             if names
         ]
         if faults:
@@ -132,17 +132,17 @@ def _hashed_copy(target: torch.Tensor, source: torch.Tensor) -> Move:
     What has another dtype, or does not lie in one piece, is copied now, through memory of our own.
     """
     is_plain = target.dtype == source.dtype and target.is_contiguous()
-    own = target if is_plain else torch.empty(source.shape, dtype=source.dtype)
+    buffer = target if is_plain else torch.empty(source.shape, dtype=source.dtype)
     if not is_plain:
-        fill(own, source)
-        fill(target, own)
-    made = bytes_of(own)
+        fill(buffer, source)
+        fill(target, buffer)
+    content = bytes_of(buffer)
 
     def move(start: int, end: int) -> memoryview:
         if is_plain:
             size = end - start
             ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, size)
-        return made[start:end]
+        return content[start:end]
 
     return move
 
@@ -170,29 +170,29 @@ def put_adapter(model: Any, config: RunConfig) -> AdapterFacts | None:
     return adapter_facts(config.trainer, weights_checksum(config.model.name))
 
 
-def _check_adapter(given: AdapterFacts | None, own: AdapterFacts | None) -> None:
+def _check_adapter(adapter: AdapterFacts | None, own: AdapterFacts | None) -> None:
     """Raise UsageError unless versions are of this process's adapter; shapes may not show it."""
-    if given == own:
+    if adapter == own:
         return
-    if given is None or own is None:
-        trainer, here = ("merged", "adapter") if given is None else ("adapter", "merged")
+    if adapter is None or own is None:
+        trainer, local = ("merged", "adapter") if adapter is None else ("adapter", "merged")
         raise UsageError(
-            f"the trainer has trainer.lora_publish = {trainer} and this process {here}: give both "
+            f"the trainer has trainer.lora_publish = {trainer} and this process {local}: give both "
             "the same run file"
         )
-    if given.base != own.base:
+    if adapter.base != own.base:
         raise UsageError(
             "the trainer's adapter is for another base model than that in model.path of this "
-            f"process (checksums {given.base} and {own.base}): give both the same directory"
+            f"process (checksums {adapter.base} and {own.base}): give both the same directory"
         )
     raise UsageError(
-        f"the trainer's adapter has trainer.lora_rank = {given.rank} and lora_alpha = "
-        f"{given.alpha:g}, that of this process {own.rank} and {own.alpha:g}: give both the same "
+        f"the trainer's adapter has trainer.lora_rank = {adapter.rank} and lora_alpha = "
+        f"{adapter.alpha:g}, that of this process {own.rank} and {own.alpha:g}: give both the same "
         "run file"
     )
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
+    text = ", ".join(names[:_NAMES_SHOWN])
     more = len(names) - _NAMES_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+    return f"{text} and {more} more" if more > 0 else text

@@ -61,24 +61,24 @@ class AdamW8bit(TorchAOAdamW8bit):
             for name in MOMENTS:
                 state[name] = self._zeros(parameter, name)
         state["step"] += 1
-        own = local(parameter)
+        rows = local(parameter)
         first, second = (state[name] for name in MOMENTS)
-        if not own.numel():
+        if not rows.numel():
             return
         with torch._dynamo.utils.disable_cache_limit():
             _compiled(
-                own, local(gradient), state["step"], first, second, None, group["lr"],
+                rows, local(gradient), state["step"], first, second, None, group["lr"],
                 *group["betas"], group["weight_decay"], group["eps"], True, False,
             )  # fmt: skip
         if isinstance(first, OptimState8bit):
             first.codes.masked_fill_(second.codes == 0, _ZERO)
 
     def _zeros(self, parameter: Tensor, name: str) -> Tensor:
-        own = local(parameter)
-        if not in_8_bits(parameter.shape) or not own.numel():
-            return torch.zeros_like(own)
+        rows = local(parameter)
+        if not in_8_bits(parameter.shape) or not rows.numel():
+            return torch.zeros_like(rows)
         signed = name == MOMENTS[0]
-        return OptimState8bit.zeros(own.shape, signed, BLOCK, own.device, dtype=own.dtype)
+        return OptimState8bit.zeros(rows.shape, signed, BLOCK, rows.device, dtype=rows.dtype)
 
     def unpack(self, parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of `parameter` as plain tensors, sharded like it, of the same memory.
@@ -88,30 +88,30 @@ class AdamW8bit(TorchAOAdamW8bit):
         """
         plain = dict(state)
         for name in MOMENTS if state else ():
-            held = state[name]
+            moment = state[name]
             if in_8_bits(parameter.shape):
-                if isinstance(held, OptimState8bit):
-                    codes, scale = held.codes, held.scale
+                if isinstance(moment, OptimState8bit):
+                    codes, scale = moment.codes, moment.scale
                 else:  # this rank has no rows of it
-                    codes, scale = held.to(torch.uint8), held.new_empty(0)
+                    codes, scale = moment.to(torch.uint8), moment.new_empty(0)
                 blocks = parameter.shape[1:].numel() // BLOCK
                 plain[f"{name}_scale"] = sharded_like(
                     parameter, scale.view(len(codes), blocks), (len(parameter), blocks)
                 )
-                held = codes
-            plain[name] = sharded_like(parameter, held, parameter.shape)
+                moment = codes
+            plain[name] = sharded_like(parameter, moment, parameter.shape)
         return plain
 
     def pack(self, parameter: Tensor, plain: dict[str, Any]) -> dict[str, Any]:
         """Return the state that `unpack` made `plain` of."""
         state = {"step": plain["step"].cpu()}
         for name in MOMENTS:
-            state[name] = held = self._zeros(parameter, name)
-            if isinstance(held, OptimState8bit):
-                held.codes.copy_(local(plain[name]))
-                held.scale.copy_(local(plain[f"{name}_scale"]).flatten())
+            state[name] = moment = self._zeros(parameter, name)
+            if isinstance(moment, OptimState8bit):
+                moment.codes.copy_(local(plain[name]))
+                moment.scale.copy_(local(plain[f"{name}_scale"]).flatten())
             else:
-                held.copy_(local(plain[name]))
+                moment.copy_(local(plain[name]))
         return state
 
 

@@ -48,8 +48,8 @@ class TrainBatch:
         own: dict[int, list[int]] = {}
         for line, sample in zip(lines.tolist(), self.sample[lines].tolist(), strict=True):
             own.setdefault(sample, []).append(line)
-        found = [line for sample in samples.tolist() for line in own[sample]]
-        return torch.tensor(found, dtype=torch.int64)
+        indices = [line for sample in samples.tolist() for line in own[sample]]
+        return torch.tensor(indices, dtype=torch.int64)
 
     def leading(self, version: int) -> Tensor:
         """Mark learned tokens that `version` sampled from the start of their response on, bool [M].

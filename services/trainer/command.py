@@ -41,24 +41,24 @@ def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
         return
     node = _node(config, context.options.get("node_rank"))
     assert context.run_dir is not None
-    here = config.ranks // config.nodes
-    first = node * here
+    local_ranks = config.ranks // config.nodes
+    first = node * local_ranks
     listener: socket.socket | None = None
-    where = config.rendezvous if config.nodes > 1 else "127.0.0.1:0"
-    host, _, port = where.rpartition(":")
+    address = config.rendezvous if config.nodes > 1 else "127.0.0.1:0"
+    host, _, port = address.rpartition(":")
     if node == 0:
         # It listens before anyone could connect, and no other process can take the port meanwhile.
-        listener = listen(where, "trainer.rendezvous")
+        listener = listen(address, "trainer.rendezvous")
         port = listener.getsockname()[1]
     place = {
         "MASTER_ADDR": host.removeprefix("[").removesuffix("]"),
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(config.ranks),
-        "LOCAL_WORLD_SIZE": str(here),
+        "LOCAL_WORLD_SIZE": str(local_ranks),
     }
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
-        place["OMP_NUM_THREADS"] = str(config.threads or max(1, cores // here))
+        place["OMP_NUM_THREADS"] = str(config.threads or max(1, cores // local_ranks))
     # The resolved file holds what the variables said, and what flags said after them.
     resolved = context.run_dir / f".{context.name}-ranks-{node}.json"
     resolved.write_bytes(to_json(context.config))
@@ -74,7 +74,7 @@ def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
     )
     os.environ.update(place, RANK=str(first), LOCAL_RANK="0")
     try:
-        for local in range(1, here):
+        for local in range(1, local_ranks):
             rank = first + local
             argv = umbra_argv("trainer", "--config", str(resolved), "--run-dir")
             argv = (*argv, str(context.run_dir), "--name", f"{context.name}-rank{rank}")
@@ -94,20 +94,20 @@ def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
         resolved.unlink(missing_ok=True)
 
 
-def _node(config: TrainerConfig, given: int | None) -> int:
-    """Return the number of this host; refuse settings with which hosts cannot meet."""
+def _node(config: TrainerConfig, node_rank: int | None) -> int:
+    """Return the number of this host, or refuse what ranks of several hosts could not meet with."""
     nodes = config.nodes
     if nodes == 1:
-        if given:
+        if node_rank:
             raise UsageError(
-                f"--node-rank {given} (UMBRA_NODE_RANK), but trainer.nodes = 1: set trainer.nodes "
-                "on all hosts"
+                f"--node-rank {node_rank} (UMBRA_NODE_RANK), but trainer.nodes = 1: set "
+                "trainer.nodes on all hosts"
             )
         return 0
-    if given is None or given >= nodes:
-        told = "is missing" if given is None else f"{given} is no host"
+    if node_rank is None or node_rank >= nodes:
+        fault = "is missing" if node_rank is None else f"{node_rank} is no host"
         raise UsageError(
-            f"--node-rank {told} (UMBRA_NODE_RANK): with trainer.nodes = {nodes} each host runs "
+            f"--node-rank {fault} (UMBRA_NODE_RANK): with trainer.nodes = {nodes} each host runs "
             f"`umbra trainer` with its number, 0 to {nodes - 1}"
         )
     _, colon, port = config.rendezvous.rpartition(":")
@@ -117,7 +117,7 @@ def _node(config: TrainerConfig, given: int | None) -> int:
             "be HOST:PORT, an address of node 0 that the other hosts reach and a port that is free "
             "there"
         )
-    return given
+    return node_rank
 
 
 def _culprit(supervisor: Supervisor, first: int) -> str:
@@ -129,8 +129,8 @@ def _culprit(supervisor: Supervisor, first: int) -> str:
     if failure is not None:
         # A rank that lost another one has lost the same as this one.
         return "" if failure.code == PeerLostError.exit_code else f"{failure.reason}; "
-    gone = [name for name, state in supervisor.states().items() if state == "done"]
-    return f"{gone[0]} ended before rank {first}; " if gone else ""
+    finished = [name for name, state in supervisor.states().items() if state == "done"]
+    return f"{finished[0]} ended before rank {first}; " if finished else ""
 
 
 def _run(context: ServiceContext) -> int:

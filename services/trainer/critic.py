@@ -129,11 +129,11 @@ class Critic:
         The loss and the gradient's norm come a batch later, as this does not wait for them.
         """
         spread = returns.var(correction=0)
-        left = (returns - values.to(returns)).var(correction=0)
+        residual = (returns - values.to(returns)).var(correction=0)
         row: Row = {
             "critic/value_mean": float(values.mean()),
             "critic/return_mean": float(returns.mean()),
-            "critic/explained_variance": float(1 - left / spread) if spread > 0 else None,
+            "critic/explained_variance": float(1 - residual / spread) if spread > 0 else None,
         }
         row |= self.settle()
         if self._thread is None:
@@ -175,9 +175,9 @@ class Critic:
     def _learn(self, values: Tensor, returns: Tensor) -> Row:
         total = torch.zeros(1, dtype=torch.float64)
         for micro in self._micros:
-            now = self._pass(micro)
-            target, old = returns[micro.source].to(now), values[micro.source].to(now)
-            loss = value_loss(now, target, old, self._config.value_clip).sum() / len(values)
+            values_now = self._pass(micro)
+            target, old = returns[micro.source].to(values_now), values[micro.source].to(values_now)
+            loss = value_loss(values_now, target, old, self._config.value_clip).sum() / len(values)
             # FSDP takes the mean over the ranks; ours is a sum.
             (loss * self._ranks.world).backward()
             total += float(loss.detach())

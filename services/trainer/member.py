@@ -75,7 +75,7 @@ class RunMember:
     folder: CheckpointFolder
     sinks: Sinks
     rollouts: RolloutLog
-    told: float = field(default_factory=time.monotonic)  # when a batch came, or was said to be late
+    reported_at: float = field(default_factory=time.monotonic)  # a batch, or that it is late
     resumed: int = -1  # the step of the checkpoint, which may be on other hosts alone
     compared: float = 0.0  # tokens of generators and trainer in all steps
 
@@ -106,11 +106,11 @@ class RunMember:
         self.sinks.write_evals(lease.evals)
         now = time.monotonic()
         if lease.trajectories or lease.paused:
-            self.told = now
-        elif now - self.told > TELL_S:
-            self.told = now
-            awaited = lease.waiting_for or "trajectories"
-            self.context.log.warning("no batch for step %d yet: waiting for %s", step, awaited)
+            self.reported_at = now
+        elif now - self.reported_at > TELL_S:
+            self.reported_at = now
+            waiting_for = lease.waiting_for or "trajectories"
+            self.context.log.warning("no batch for step %d yet: waiting for %s", step, waiting_for)
         return NextStep(lease.scored(), save=lease.checkpoint)
 
     def commit(self, step: int, row: Row) -> bool:
@@ -171,22 +171,22 @@ class RunMember:
     def saved(self, outcomes: list[SaveOutcome]) -> None:
         """Report checkpoints to the metrics, the monitor, the log and the buffer."""
         log = self.context.log
-        for one in outcomes:
-            self._publish("checkpoint", asdict(one))
-            if one.error:
+        for outcome in outcomes:
+            self._publish("checkpoint", asdict(outcome))
+            if outcome.error:
                 steps = self.folder.steps()
-                newest = f"the newest is that of step {steps[-1]}" if steps else "there is none yet"
+                text = f"the newest is that of step {steps[-1]}" if steps else "there is none yet"
                 log.warning(
                     "the checkpoint of step %d was not saved: %s; %s; training goes on",
-                    *(one.step, one.error, newest),
+                    *(outcome.step, outcome.error, text),
                 )
             else:
                 log.info(
                     "checkpoint of step %d: %s, training waited %.3f s, written after %.2f s",
-                    *(one.step, size(one.size), one.copy_s, one.write_s),
+                    *(outcome.step, size(outcome.size), outcome.copy_s, outcome.write_s),
                 )
             if not self.stopping:
-                self.tell_covered(one.error)
+                self.tell_covered(outcome.error)
 
     def report(self, step: int, row: Row, seconds: dict[str, float], batch: TrainBatch) -> None:
         """Report a step: to the metrics, the monitor, the curves and the log."""
@@ -199,8 +199,8 @@ class RunMember:
         self._publish("step", {"step": step, **row})
         self.compared += row.get("mismatch/compared") or 0.0
         self.sinks.write(step, row)
-        shown = {name: row.get(key) for name, key in SHOWN.items()}
-        self.session.stats(step=step, **{k: v for k, v in shown.items() if v is not None})
+        figures = {name: row.get(key) for name, key in SHOWN.items()}
+        self.session.stats(step=step, **{k: v for k, v in figures.items() if v is not None})
         ess = row.get("ess")
         self.context.log.info(
             "step %d: reward %.3f, staleness %.2f, ess %s, waited %.2f s, trained %.2f s",

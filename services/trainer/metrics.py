@@ -63,12 +63,12 @@ def environment_metrics(trajectories: Sequence[Trajectory], names: Sequence[str]
     """Return samples, mean reward and mean response length of each of several environments."""
     row: Row = {}
     for name in names:
-        own = [t for t in trajectories if t.prompt_id.startswith(environment_prefix(name))]
-        row[f"environment/{name}/samples"] = float(len(own))
-        if own:
-            row[f"environment/{name}/reward"] = sum(t.reward for t in own) / len(own)
-            lengths = sum(t.sample_tokens for t in own)
-            row[f"environment/{name}/response_length"] = lengths / len(own)
+        members = [t for t in trajectories if t.prompt_id.startswith(environment_prefix(name))]
+        row[f"environment/{name}/samples"] = float(len(members))
+        if members:
+            row[f"environment/{name}/reward"] = sum(t.reward for t in members) / len(members)
+            lengths = sum(t.sample_tokens for t in members)
+            row[f"environment/{name}/response_length"] = lengths / len(members)
     return row
 
 
@@ -77,21 +77,21 @@ MISMATCH = ("tokens", "d", "k3", "r", "r2", "on_policy", "on_policy/k3")
 
 
 def mismatch_sums(
-    logprobs: Tensor, behaviour: Tensor, on_policy: Tensor, seen: Tensor | None = None
+    logprobs: Tensor, behaviour: Tensor, on_policy: Tensor, included: Tensor | None = None
 ) -> Tensor:
     """Return the sums named in `MISMATCH` over N learned tokens, float64, where `logprobs` is.
 
     `logprobs` are under the weights that the batch found; `on_policy` tokens are of their version
-    (`TrainBatch.leading`); tokens that are not `seen` do not count.
+    (`TrainBatch.leading`); tokens that are not `included` do not count.
     """
-    if seen is None:
-        seen = torch.ones_like(on_policy)
-    on_policy = on_policy & seen
-    log_ratio = torch.where(seen, logprobs - behaviour, 0.0).double()
-    weight = ratio(log_ratio, torch.zeros_like(log_ratio)) * seen
+    if included is None:
+        included = torch.ones_like(on_policy)
+    on_policy = on_policy & included
+    log_ratio = torch.where(included, logprobs - behaviour, 0.0).double()
+    weight = ratio(log_ratio, torch.zeros_like(log_ratio)) * included
     # expm1 keeps the digits that r - 1 loses where r is close to 1.
     k3 = torch.expm1(log_ratio.clamp(max=20.0)) - log_ratio
-    columns = (seen, log_ratio, k3, weight, weight.square(), on_policy, k3 * on_policy)
+    columns = (included, log_ratio, k3, weight, weight.square(), on_policy, k3 * on_policy)
     return torch.stack([column.double().sum() for column in columns])
 
 
@@ -179,21 +179,21 @@ class LossMetrics:
     """The sums over a batch's passes, on the device; the ranks exchange a row of sums each.
 
     In each epoch a token is seen once on one of the ranks, so sums over the ranks are sums over the
-    batch. `found` are logprobs [M] under the weights of `version`, which the batch found, where a
+    batch. `logprobs` are those [M] under the weights of `version`, which the batch found, where a
     pass was spent on them; an epoch is cut into `parts` updates, and a version has `per_version`.
     """
 
     def __init__(
         self,
         batch: TrainBatch,
-        found: Tensor | None,
+        logprobs: Tensor | None,
         parts: int,
         updates: int,
         *,
         version: int,
         per_version: int,
     ) -> None:
-        self._found = found
+        self._logprobs = logprobs
         self._per_epoch = parts
         self._updates = updates
         self._age = (version - batch.oldest) * per_version  # [M]
@@ -214,14 +214,14 @@ class LossMetrics:
     ) -> None:
         """Add a micro-batch's results; `source` names its tokens, `outliers` [N] are left out."""
         now = tokens.logprobs.detach()
-        here = now.device
-        self._sums, self._maxima = self._sums.to(here), self._maxima.to(here)
+        device = now.device
+        self._sums, self._maxima = self._sums.to(device), self._maxima.to(device)
         self._sums[SUMS.index("loss")] += loss.detach().double()
         if not len(source):
             return
-        seen = ~outliers
-        age = self._age[source].to(here) + update
-        last = seen & (update == self._updates - 1)
+        included = ~outliers
+        age = self._age[source].to(device) + update
+        last = included & (update == self._updates - 1)
         weight = torch.where(last, ratio(now.double(), tokens.behaviour.double()), 0.0)
         columns = {
             "tokens": torch.ones_like(now),
@@ -232,7 +232,7 @@ class LossMetrics:
             "last": last,
             "last/r": weight,
             "last/r2": weight.square(),
-            "clipped": result.clipped & seen,
+            "clipped": result.clipped & included,
             "masked": ~result.kept | outliers,
             "loss": torch.zeros_like(now),
         }
@@ -241,13 +241,13 @@ class LossMetrics:
             columns[f"{name}/-"] = columns[name] * (tokens.advantages < 0)
         sums = torch.stack([columns[name].double().sum() for name in SUMS])
         self._knows_kl = result.kl is not None
-        found = torch.zeros(len(MISMATCH), dtype=torch.float64, device=here)
-        if update < (1 if self._found is None else self._per_epoch):
-            logprobs = now if self._found is None else self._found[source].to(now)
-            on_policy = self._on_policy[source].to(here)
-            found = mismatch_sums(logprobs, tokens.behaviour, on_policy, seen)
-        self._sums += torch.cat([sums, found])
-        ratios = torch.where(seen, result.ratio.double(), -torch.inf)
+        mismatch = torch.zeros(len(MISMATCH), dtype=torch.float64, device=device)
+        if update < (1 if self._logprobs is None else self._per_epoch):
+            logprobs = now if self._logprobs is None else self._logprobs[source].to(now)
+            on_policy = self._on_policy[source].to(device)
+            mismatch = mismatch_sums(logprobs, tokens.behaviour, on_policy, included)
+        self._sums += torch.cat([sums, mismatch])
+        ratios = torch.where(included, result.ratio.double(), -torch.inf)
         highest = torch.stack([ratios.max(), age.double().max()])
         self._maxima = torch.maximum(self._maxima, highest)
 

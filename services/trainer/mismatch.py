@@ -88,8 +88,8 @@ class Verdicts:
         """Return the largest figure of those that can be judged now, and who is above the bound."""
         largest: float | None = None
         above: dict[str, Compared] = {}
-        for name, found in compared.items():
-            known = self._open.pop(name, Compared()) + found
+        for name, result in compared.items():
+            known = self._open.pop(name, Compared()) + result
             if known.tokens < MIN_TOKENS:
                 self._open[name] = known
                 continue
@@ -104,10 +104,10 @@ class Verdicts:
     def unknown(self, generators: list[str], step: int) -> list[str]:
         """Return generators not judged for three times `every` steps; each of them only once."""
         limit = 3 * max(self._every, 1)
-        late = [name for name in generators if step - self._since.get(name, step) >= limit]
-        found = [name for name in late if name not in self._told]
-        self._told.update(found)
-        return found
+        overdue = [name for name in generators if step - self._since.get(name, step) >= limit]
+        names = [name for name in overdue if name not in self._told]
+        self._told.update(names)
+        return names
 
 
 def bound_of(config: RunConfig, kind: str) -> tuple[float, str]:
@@ -136,28 +136,30 @@ class MismatchCheck:
     def __call__(self, batch: TrainBatch, version: int) -> Row:
         """Compare the generators that are due, with weights of `version`; return the columns."""
         begin = time.perf_counter()
-        now = _Comparison(batch)
-        due = [name for name in now.generators if self._verdicts.due(name, version)]
+        comparison = _Comparison(batch)
+        due = [name for name in comparison.generators if self._verdicts.due(name, version)]
         leading = batch.leading(version)
-        self._look(now, leading, due)
+        self._look(comparison, leading, due)
         if self._aside is not None:
             held = batch.leading(self._aside.version)
-            oldest = min(t.spans[0].version for t in batch.trajectories)
-            if len(now.chosen(held, due)):
+            oldest_version = min(t.spans[0].version for t in batch.trajectories)
+            if len(comparison.chosen(held, due)):
                 with self._aside.in_place():
-                    self._look(now, held, due)
-            elif not due or oldest > self._aside.version:
+                    self._look(comparison, held, due)
+            elif not due or oldest_version > self._aside.version:
                 self._aside = None  # nothing of it is open, or nothing of it comes any more
-        blind = any(not len(now.chosen(leading, [name])) for name in due)
+        blind = any(not len(comparison.chosen(leading, [name])) for name in due)
         if blind and self._aside is None:
             self._aside = _Aside(self._learner, version)
         seconds = time.perf_counter() - begin
-        found = now.found(self._learner.ranks)
-        largest, above = self._verdicts.add(found, version)
+        results = comparison.found(self._learner.ranks)
+        largest, above = self._verdicts.add(results, version)
         if above:
-            told = "; ".join(self._sentence(name, one) for name, one in sorted(above.items()))
-            raise MismatchError(f"stopped before step {version + 1}: {told}")
-        for name in self._verdicts.unknown(now.generators, version):
+            message = "; ".join(
+                self._sentence(name, result) for name, result in sorted(above.items())
+            )
+            raise MismatchError(f"stopped before step {version + 1}: {message}")
+        for name in self._verdicts.unknown(comparison.generators, version):
             if self._learner.ranks.rank == 0:
                 log.warning(
                     "step %d: generator %s could not be compared with the trainer for a long time: "
@@ -166,28 +168,28 @@ class MismatchCheck:
                     name,
                 )
         return {
-            "mismatch/compared": float(sum(one.tokens for one in found.values())),
+            "mismatch/compared": float(sum(result.tokens for result in results.values())),
             "mismatch/judged": largest,
             "mismatch/seconds": seconds,
         }
 
     @torch.no_grad()
-    def _look(self, now: _Comparison, wanted: Tensor, due: list[str]) -> None:
-        """Score tokens `wanted` (bool [M]) of the generators that are `due`, by the weights."""
-        chosen, batch = now.chosen(wanted, due), now.batch
+    def _look(self, comparison: _Comparison, tokens: Tensor, due: list[str]) -> None:
+        """Score `tokens` (bool [M]) of the generators that are `due`, by the weights."""
+        chosen, batch = comparison.chosen(tokens, due), comparison.batch
         for micro in self._learner.pack(batch.tokens, chosen) if len(chosen) else ():
-            here = micro.source
-            logprobs, _ = self._learner.score(micro, batch.temperature[here], with_entropy=False)
-            at = wanted[here].nonzero().squeeze(1)
-            now.seen.append((here[at], logprobs[at.to(logprobs.device)]))
+            source = micro.source
+            logprobs, _ = self._learner.score(micro, batch.temperature[source], with_entropy=False)
+            at = tokens[source].nonzero().squeeze(1)
+            comparison.seen.append((source[at], logprobs[at.to(logprobs.device)]))
 
-    def _sentence(self, name: str, one: Compared) -> str:
+    def _sentence(self, name: str, result: Compared) -> str:
         return (
             f"generator {name} and the trainer do not agree on equal weights: k3 is "
-            f"{one.mismatch:.2g} over {one.tokens} tokens, above {self._bound:g} "
-            f"(trainer.max_mismatch, {self._format}); worst at {one.where}. Do both have the same "
-            "model code, attention window, tokenizer and temperature, and is its cache of these "
-            "weights?"
+            f"{result.mismatch:.2g} over {result.tokens} tokens, above {self._bound:g} "
+            f"(trainer.max_mismatch, {self._format}); worst at {result.where}. Do both have the "
+            "same model code, attention window, tokenizer and temperature, and is its cache of "
+            "these weights?"
         )
 
 
@@ -207,36 +209,36 @@ class _Comparison:
         They are those with most of them, where a wrong window or a lost cache shows.
         """
         counts = torch.bincount(self.batch.tokens.owner[tokens], minlength=len(self._of_line))
-        taken: list[int] = []
+        chosen: list[int] = []
         for name in generators:
-            mine = ((self._of_line == self.generators.index(name)) & (counts > 0)).nonzero()
-            mine = mine.squeeze(1)
-            mine = mine[counts[mine].argsort(descending=True, stable=True)]
-            before = counts[mine].cumsum(0) - counts[mine]
-            taken += mine[before < LOOKED_AT].tolist()
-        return torch.tensor(sorted(taken), dtype=torch.int64)
+            lines = ((self._of_line == self.generators.index(name)) & (counts > 0)).nonzero()
+            lines = lines.squeeze(1)
+            lines = lines[counts[lines].argsort(descending=True, stable=True)]
+            offsets = counts[lines].cumsum(0) - counts[lines]
+            chosen += lines[offsets < LOOKED_AT].tolist()
+        return torch.tensor(sorted(chosen), dtype=torch.int64)
 
     def found(self, ranks: Ranks) -> dict[str, Compared]:
-        """Compare the tokens of all ranks; return the outcome by generator, on every rank."""
-        found: dict[str, Compared] = {}
-        both = torch.zeros(2, len(self.batch.behaviour))  # whether seen, log pi
+        """Compare what all ranks have seen; return the same on all, by generator."""
+        results: dict[str, Compared] = {}
+        table = torch.zeros(2, len(self.batch.behaviour))  # whether seen, log pi
         for source, logprobs in self.seen:
-            both[0, source] = 1.0
-            both[1, source] = logprobs.float().cpu()
-        taken, logprobs = ranks.sum(both)
+            table[0, source] = 1.0
+            table[1, source] = logprobs.float().cpu()
+        scored, logprobs = ranks.sum(table)
         log_ratio = (logprobs - self.batch.behaviour).double()
         k3 = torch.expm1(log_ratio.clamp(max=20.0)) - log_ratio
         k3 = torch.where(k3.isfinite(), k3, math.inf)
         of_token = self._of_line[self.batch.tokens.owner]
         for number, name in enumerate(self.generators):
-            mine = ((taken > 0) & (of_token == number)).nonzero().squeeze(1)
-            if len(mine):
-                own = k3[mine]
-                token = int(mine[own.argmax()])
+            tokens = ((scored > 0) & (of_token == number)).nonzero().squeeze(1)
+            if len(tokens):
+                values = k3[tokens]
+                token = int(tokens[values.argmax()])
                 where = self._describe(token, float(logprobs[token]))
-                total = float(own.clamp(max=CAP).sum())
-                found[name] = Compared(len(mine), total, float(own.max()), where)
-        return found
+                total = float(values.clamp(max=CAP).sum())
+                results[name] = Compared(len(tokens), total, float(values.max()), where)
+        return results
 
     def _describe(self, token: int, logprob: float) -> str:
         batch = self.batch
@@ -257,7 +259,7 @@ class _Aside:
     def __init__(self, learner: Learner, version: int) -> None:
         self.version = version
         self._model = learner.model
-        self._held = [own.cpu().clone() for own in self._local()]
+        self._held = [tensor.cpu().clone() for tensor in self._local()]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -271,9 +273,9 @@ class _Aside:
     @torch.no_grad()
     def _exchange(self) -> None:
         reshard(self._model)
-        for own, held in zip(self._local(), self._held, strict=True):
-            current = own.cpu().clone()
-            own.copy_(held)
+        for tensor, held in zip(self._local(), self._held, strict=True):
+            current = tensor.cpu().clone()
+            tensor.copy_(held)
             held.copy_(current)
 
     def _local(self) -> Iterator[Tensor]:

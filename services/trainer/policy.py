@@ -94,12 +94,12 @@ def write_policy(
         OSError, SafetensorError: they cannot be written.
     """
     transformers_logging.disable_progress_bar()
-    kept = model.generation_config
+    config = model.generation_config
     model.generation_config = GenerationConfig()  # a strict check would refuse configs in use
     try:
         model.save_pretrained(directory, state_dict=weights)
     finally:
-        model.generation_config = kept
+        model.generation_config = config
     _write_rest(model, tokenizer, directory)
     for file in directory.glob("*.safetensors"):
         shutil.copymode(directory / "config.json", file)
@@ -167,9 +167,9 @@ class HeldWeights:
 
     def read(self, places: Mapping[str, Tensor]) -> None:
         """Fill `places` as `WeightFiles.read` does, parameters alone."""
-        for name, held in self._weights.items():
+        for name, weights in self._weights.items():
             rows, first = held_rows(name, places[name])
-            rows.copy_(held[first : first + len(rows)] if held.dim() else held)
+            rows.copy_(weights[first : first + len(rows)] if weights.dim() else weights)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
@@ -184,8 +184,8 @@ def place(model: nn.Module, device: torch.device, *, parameters_at: torch.device
     """
 
     def moved(tensor: Tensor) -> Tensor:
-        where = parameters_at if isinstance(tensor, nn.Parameter) else device
-        return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor.to(where)
+        target = parameters_at if isinstance(tensor, nn.Parameter) else device
+        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
 
     _change(model, moved)
 
@@ -196,10 +196,10 @@ def _change(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(name)
     model._apply(change)
-    for first, *others in tied.values():
-        for other in others:
-            module, _, own = other.rpartition(".")
-            setattr(model.get_submodule(module), own, model.get_parameter(first))
+    for first, *aliases in tied.values():
+        for alias in aliases:
+            module, _, attribute = alias.rpartition(".")
+            setattr(model.get_submodule(module), attribute, model.get_parameter(first))
 
 
 @torch.no_grad()

@@ -46,8 +46,8 @@ class RolloutLog:
 
         Their staleness counts from the one before it.
         """
-        chosen = spread(sorted(trajectories, key=lambda one: one.reward), self._count)
-        rows = [rollout_row(self._tokenizer, one, step) for one in chosen]
+        chosen = spread(sorted(trajectories, key=lambda trajectory: trajectory.reward), self._count)
+        rows = [rollout_row(self._tokenizer, trajectory, step) for trajectory in chosen]
         for row in rows:
             self._file.write("rollout", **row)
         if rows and self._clock() >= self._due:
@@ -99,10 +99,10 @@ def rollout_row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, 
         ],
         "further": [
             {
-                "prompt": _decode(tokenizer, unpack_int32(one.prompt_ids)),
-                "response": _decode(tokenizer, unpack_int32(one.response_ids)),
+                "prompt": _decode(tokenizer, unpack_int32(branch.prompt_ids)),
+                "response": _decode(tokenizer, unpack_int32(branch.response_ids)),
             }
-            for one in trajectory.branches[:FURTHER]
+            for branch in trajectory.branches[:FURTHER]
         ],
     }
 
@@ -118,15 +118,15 @@ def told(row: dict[str, Any]) -> dict[str, Any]:
 
 def _ranges(trajectory: Trajectory, step: int) -> list[tuple[int, int | None]]:
     """Return the ends of the pieces, in tokens, with their staleness."""
-    mask, found = trajectory.loss_mask, list[tuple[int, int | None]]()
+    mask, ranges = trajectory.loss_mask, list[tuple[int, int | None]]()
     for span in trajectory.spans:
         for at in range(span.start, span.end):
             staleness = step - 1 - span.version if mask[at] else None
-            if found and found[-1][1] == staleness:
-                found[-1] = (at + 1, staleness)
+            if ranges and ranges[-1][1] == staleness:
+                ranges[-1] = (at + 1, staleness)
             else:
-                found.append((at + 1, staleness))
-    return found
+                ranges.append((at + 1, staleness))
+    return ranges
 
 
 def _texts(tokenizer: Any, ids: Sequence[int], edges: Sequence[int]) -> list[str]:

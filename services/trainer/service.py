@@ -102,7 +102,7 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
         if done:
             member.finish()
             return EXIT_DONE
-        why = member.session.stop_reason or "by a signal"
-        context.log.info("stopped at version %d: %s", loop.version, why)
+        reason = member.session.stop_reason or "by a signal"
+        context.log.info("stopped at version %d: %s", loop.version, reason)
         failure = member.session.failure
         return failure.exit_code if failure else EXIT_DONE

@@ -102,24 +102,24 @@ def _tracker(name: str, config: RunConfig, run_dir: Path, step: int) -> GeneralT
         return TensorBoardTracker(name, run_dir, purge_step=step + 1 if step else None)
     if name == "mlflow":
         return MLflowTracker(project, run_id=_mlflow_run(run), run_name=run)
-    shown: dict[str, Any] = {"name": run, "config": as_dict(config)}
+    settings: dict[str, Any] = {"name": run, "config": as_dict(config)}
     if name == "trackio":
-        return TrackioTracker(project, resume="allow", **shown)
-    shown["mode"] = os.environ.get(f"{name.upper()}_MODE", "online")
-    again = {"id": run, "resume": "allow"} if shown["mode"] == "online" else {}
+        return TrackioTracker(project, resume="allow", **settings)
+    settings["mode"] = os.environ.get(f"{name.upper()}_MODE", "online")
+    options = {"id": run, "resume": "allow"} if settings["mode"] == "online" else {}
     if name == "swanlab":
-        return SwanLabTracker(project, log_dir=str(run_dir / name), **again, **shown)
-    return WandBTracker(project, dir=str(run_dir), **{"id": run, **again}, **shown)
+        return SwanLabTracker(project, log_dir=str(run_dir / name), **options, **settings)
+    return WandBTracker(project, dir=str(run_dir), **{"id": run, **options}, **settings)
 
 
 def _mlflow_run(run: str) -> str | None:
     """Return MLflow's id of the run of this name, if there is one."""
     import mlflow  # pyright: ignore[reportMissingImports]
 
-    found = mlflow.search_runs(
+    runs = mlflow.search_runs(
         search_all_experiments=True,
         filter_string=f"attributes.run_name = '{run}'",
         max_results=1,
         output_format="list",
     )
-    return found[0].info.run_id if found else None
+    return runs[0].info.run_id if runs else None

@@ -88,26 +88,26 @@ def write_shards(
     tensors = _tensors(model) if manifest.adapter is None else factors(model)
     piece = max(end - start for start, end in manifest.buckets)
     written = 0
-    held = (*model.parameters(), *model.buffers())
-    with gpu_copies(held, sums.until if sums is not None else None) as begun:
+    tensors_held = (*model.parameters(), *model.buffers())
+    with gpu_copies(tensors_held, sums.until if sums is not None else None) as begun:
         for entry in manifest.tensors:
             source = tensors[entry.name]
             tensor = source.merged() if isinstance(source, LowRank) else source
-            own, first = own_rows(entry.name, tensor, rank, world)
-            if own.numel() == 0:
+            rows, first = own_rows(entry.name, tensor, rank, world)
+            if rows.numel() == 0:
                 continue
             dtype = DTYPES[entry.dtype]
             row = entry.nbytes // entry.shape[0] if entry.shape else entry.nbytes
             begin = entry.offset + first * row
-            area = slot[begin : begin + own.numel() * dtype.itemsize]
-            target = torch.frombuffer(area, dtype=dtype).view(own.shape)
-            if own.is_cuda:
+            area = slot[begin : begin + rows.numel() * dtype.itemsize]
+            target = torch.frombuffer(area, dtype=dtype).view(rows.shape)
+            if rows.is_cuda:
                 page_lock(slot)
-            if sums is not None and not own.is_cuda:
-                sums.copy(begin, begin + len(area), _by_block(target, own), PAST_CACHE_BYTES)
+            if sums is not None and not rows.is_cuda:
+                sums.copy(begin, begin + len(area), _by_block(target, rows), PAST_CACHE_BYTES)
             else:
-                _cast(target, own, piece)
-            if own.is_cuda:
+                _cast(target, rows, piece)
+            if rows.is_cuda:
                 begun(len(area), begin + len(area))
             written += len(area)
     if sums is not None:
@@ -125,13 +125,13 @@ def whole_weights(
     Where parameters are sharded every rank has to call it, and holds one tensor whole after the
     other. `of` gives what to take for a parameter.
     """
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, source in _tensors(model, of).items():
         tensor = whole(source.merged() if isinstance(source, LowRank) else source.detach())
         if ranks is None or ranks.rank == 0:
             bf16 = isinstance(source, LowRank | nn.Parameter) and tensor.dtype == torch.bfloat16
-            found[name] = tensor.cpu().float() if bf16 else tensor.cpu()
-    return found
+            weights[name] = tensor.cpu().float() if bf16 else tensor.cpu()
+    return weights
 
 
 def as_bytes(rows: Tensor) -> Tensor:
@@ -261,8 +261,8 @@ def row_owners(
     place = ranks.place
     if place.nodes == 1:
         return {}
-    mine = written_rows(model, ranks.rank, ranks.world, adapter=adapter)
-    return owners_of(ranks.collect(mine, dict[str, tuple[int, int]]), place)
+    rows = written_rows(model, ranks.rank, ranks.world, adapter=adapter)
+    return owners_of(ranks.collect(rows, dict[str, tuple[int, int]]), place)
 
 
 def owners_of(
@@ -274,9 +274,9 @@ def owners_of(
         for name, (first, end) in rows.items():
             parts.setdefault(name, []).append((first, end, place.node(rank)))
     owners: dict[str, list[tuple[int, int]]] = {}
-    for name, some in parts.items():
+    for name, ranges in parts.items():
         ends = owners[name] = list[tuple[int, int]]()
-        for _, end, node in sorted(some):
+        for _, end, node in sorted(ranges):
             if ends and ends[-1][1] == node:
                 ends.pop()
             ends.append((end, node))
@@ -289,8 +289,10 @@ def checked(slot: memoryview, start: int, end: int, pieces: Sequence[Piece]) -> 
     `pieces` are of all its writers, in order; receivers refuse an invalid checksum.
     """
     data = memoryview(bytes(slot[start:end]))
-    own = pieces[bisect_left(pieces, (start,)) : bisect_left(pieces, (end,))]
-    changed = [at for at, stop, meant in own if checksum(data[at - start : stop - start]) != meant]
+    parts = pieces[bisect_left(pieces, (start,)) : bisect_left(pieces, (end,))]
+    changed = [
+        at for at, stop, total in parts if checksum(data[at - start : stop - start]) != total
+    ]
     if changed:
         log.error("another process changed a version in shared memory, at byte %d", changed[0])
     return checksum(data) ^ bool(changed)
@@ -316,13 +318,13 @@ class Snapshots:
         threads = max(1, THREADS // ranks.place.per_host)
         if torch.get_num_threads() > 1 and all(p.is_cpu for p in self._model.parameters()):
             threads = 1  # torch divides each copy among its own
-        meant = Checksums(manifest, slot, threads, is_whole=ranks.world == 1)
-        write_shards(self._model, manifest, slot, ranks.rank, ranks.world, meant)
+        expected = Checksums(manifest, slot, threads, is_whole=ranks.world == 1)
+        write_shards(self._model, manifest, slot, ranks.rank, ranks.world, expected)
         if ranks.world == 1:
-            return meant.result()
+            return expected.result()
         # When all have told theirs, all have written.
-        told = ranks.collect(meant.pieces(), list[Piece])
-        pieces = sorted(piece for some in told for piece in some)
+        pieces_by_rank = ranks.collect(expected.pieces(), list[Piece])
+        pieces = sorted(piece for pieces_of_rank in pieces_by_rank for piece in pieces_of_rank)
         sums = np.zeros(len(manifest.buckets), np.uint64)
         for bucket in own_buckets(manifest, ranks.place):
             start, end = manifest.buckets[bucket]

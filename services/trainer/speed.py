@@ -167,8 +167,8 @@ class TrainingFlops:
         """
         config: Any = model.config.get_text_config()
         head = config.vocab_size * config.hidden_size
-        named = {n: p for n, p in model.named_parameters() if "embed" not in n}
-        body = sum(_met(named, config))
+        parameters = {n: p for n, p in model.named_parameters() if "embed" not in n}
+        body = sum(_met(parameters, config))
         if not config.tie_word_embeddings:
             body -= head
         windows = dict(Attention.of(config).windows)
@@ -198,19 +198,19 @@ def _pairs(count: int, window: int | None = None) -> int:
     return near * (near + 1) // 2 + (count - near) * near
 
 
-def _met(named: dict[str, nn.Parameter], config: Any) -> Iterator[int]:
+def _met(parameters: dict[str, nn.Parameter], config: Any) -> Iterator[int]:
     """Return how many elements of each parameter a token is multiplied with, in the mean."""
-    stacked = [len(p) for name, p in named.items() if ".experts." in name and p.dim() == 3]
-    single = {found[1] for name in named if (found := re.search(r"\.experts\.(\d+)\.", name))}
+    stacked = [len(p) for name, p in parameters.items() if ".experts." in name and p.dim() == 3]
+    single = {match[1] for name in parameters if (match := re.search(r"\.experts\.(\d+)\.", name))}
     experts = stacked[0] if stacked else len(single)
-    counts = [one for key in _ROUTED if isinstance(one := getattr(config, key, None), int)]
+    counts = [value for key in _ROUTED if isinstance(value := getattr(config, key, None), int)]
     if experts and not counts:
         raise UsageError(
             f"model.path: the config of a {config.model_type} does not say how many experts a "
             f"token meets (none of {', '.join(_ROUTED)})"
         )
     routed = counts[0] if experts else 0
-    for name, parameter in named.items():
+    for name, parameter in parameters.items():
         count = parameter.numel()
         yield count * routed // experts if ".experts." in name else count  # adapters included
 

@@ -72,13 +72,13 @@ class PolicyUpdate:
         advantages, returns = batch_advantages(batch, pieces, reference, values)
         # Learned tokens of each line; none of those that are filtered.
         owner = batch.tokens.owner
-        own = torch.bincount(owner, minlength=len(batch.trajectories))
+        counts = torch.bincount(owner, minlength=len(batch.trajectories))
         if pieces.overlong_filter:
-            own[torch.tensor([t.finish_reason == "length" for t in batch.trajectories])] = 0
-        some = own > 0
+            counts[torch.tensor([t.finish_reason == "length" for t in batch.trajectories])] = 0
+        useful_lines = counts > 0
         if not pieces.regularised:
-            some &= torch.bincount(owner[advantages != 0], minlength=len(own)) > 0
-        useful = some.nonzero().squeeze(1)  # the lines that a forward pass is spent on
+            useful_lines &= torch.bincount(owner[advantages != 0], minlength=len(counts)) > 0
+        useful = useful_lines.nonzero().squeeze(1)  # the lines that a forward pass is spent on
         if self._critic is not None and version < self._config.critic.warmup_steps:
             useful = useful[:0]
         samples = batch.sample[useful].unique()
@@ -91,11 +91,13 @@ class PolicyUpdate:
         pack = self._learner.pack
         first = [pack(batch.tokens, part) for part in parts[:cuts]]  # every sample once
         agreed = self._check(batch, version) if self._check is not None else {}
-        found = self._found(batch, first, len(parts))
-        fixed = self._fixed(batch, useful, found)
+        recomputed = self._recomputed(batch, first, len(parts))
+        fixed = self._fixed(batch, useful, recomputed)
         versions = token_versions(batch) if pieces.proximal == "interpolate" else None
         per_version = trainer.updates_per_batch
-        seen = LossMetrics(batch, found, cuts, len(parts), version=version, per_version=per_version)
+        metrics = LossMetrics(
+            batch, recomputed, cuts, len(parts), version=version, per_version=per_version
+        )
         supports, centered = batch.tokens.support, trainer.score_centering > 0
         rows: list[Row] = []
         work = 0.0
@@ -103,57 +105,57 @@ class PolicyUpdate:
             micros = first[number] if number < cuts else pack(batch.tokens, part)
             guard = Guard(trainer.max_ratio, pieces, self._ranks)
             weights = token_weights(
-                pieces, owner, own, part, cuts, self._config.longest_turn, batch.weight
+                pieces, owner, counts, part, cuts, self._config.longest_turn, batch.weight
             )
             balance = self._learner.balance(micros)
             for micro in micros:
                 if not self._ranks.agree(keep_going()):
                     return None
-                here = micro.source
+                source = micro.source
                 scores, entropy = self._learner.score(
                     micro,
-                    batch.temperature[here],
+                    batch.temperature[source],
                     entropy_gradient=pieces.entropy_coef > 0,
                     with_support=centered,
                     balance=balance,
                 )
                 logprobs = scores[:, 0] if centered else scores
-                behaviour = batch.behaviour[here].to(logprobs)
-                sequences = Sequences(owner[here].to(logprobs.device), len(own))
-                out = guard.outliers(logprobs, behaviour, sequences)
+                behaviour = batch.behaviour[source].to(logprobs)
+                sequences = Sequences(owner[source].to(logprobs.device), len(counts))
+                outliers = guard.outliers(logprobs, behaviour, sequences)
                 tokens = TokenInputs(
                     # Left out before anything is computed from them: zero times NaN is NaN.
-                    logprobs=torch.where(out, behaviour, logprobs),
+                    logprobs=torch.where(outliers, behaviour, logprobs),
                     behaviour=behaviour,
-                    advantages=advantages[here].to(logprobs),
+                    advantages=advantages[source].to(logprobs),
                     sequences=sequences,
-                    entropy=torch.where(out, 0.0, entropy),
-                    reference=None if reference is None else reference[here].to(logprobs),
-                    candidates=Candidates.of(supports, here, scores[:, 1:], out)
+                    entropy=torch.where(outliers, 0.0, entropy),
+                    reference=None if reference is None else reference[source].to(logprobs),
+                    candidates=Candidates.of(supports, source, scores[:, 1:], outliers)
                     if centered and supports is not None
                     else None,
                 )
                 if fixed is not None:
-                    constants = fixed.at(here, logprobs.device)
+                    constants = fixed.at(source, logprobs.device)
                 else:  # p is its own pass, or interpolated from it
                     proximal = tokens.logprobs.detach()
                     if versions is not None:
-                        made = versions[here].to(proximal.device)
-                        proximal = interpolated(proximal, behaviour, made, version)
+                        versions_of = versions[source].to(proximal.device)
+                        proximal = interpolated(proximal, behaviour, versions_of, version)
                     constants = self._objective.constants(proximal, behaviour, sequences)
                 result = self._objective(tokens, constants)
-                losses = torch.where(out, 0.0, result.losses)
-                loss = (losses * weights[here].to(logprobs)).sum()
-                guard.see(loss, out)
+                losses = torch.where(outliers, 0.0, result.losses)
+                loss = (losses * weights[source].to(logprobs)).sum()
+                guard.see(loss, outliers)
                 self._learner.backward(loss)
                 work += micro.cost
-                seen.add(number, here, tokens, result, loss, out)
+                metrics.add(number, source, tokens, result, loss, outliers)
             rows.append(self._learner.update(version, guard.verdict()))
         row: Row = {
             "trained_samples": float(len(samples)),
             "updates": float(len(parts)),
             "operations": float(self._ranks.sum(torch.tensor([work], dtype=torch.float64))),
-            **seen.summary(self._ranks),
+            **metrics.summary(self._ranks),
             **_means(rows),
             **agreed,
             **self._learner.expert_load(),
@@ -162,7 +164,7 @@ class PolicyUpdate:
             row |= self._critic.learn(values, returns)
         return row
 
-    def _found(
+    def _recomputed(
         self, batch: TrainBatch, packed: list[list[MicroBatch]], updates: int
     ) -> Tensor | None:
         """Find logprobs under the weights that the batch found, [M], if that needs a pass.
@@ -174,10 +176,10 @@ class PolicyUpdate:
             return None
         if updates < 2 and pieces.mask != "m2po":
             return None
-        found = self._learner.logprobs([m for p in packed for m in p], batch.temperature)
+        logprobs = self._learner.logprobs([m for p in packed for m in p], batch.temperature)
         # The pass of the update finds such a token too and leaves it out; to masks that look at all
         # tokens it is as far away as can be.
-        return torch.where(found.isfinite(), found, batch.behaviour + LOG_RATIO_BOUND)
+        return torch.where(logprobs.isfinite(), logprobs, batch.behaviour + LOG_RATIO_BOUND)
 
     def _fixed(self, batch: TrainBatch, useful: Tensor, found: Tensor | None) -> Constants | None:
         """Return the terms of p and mu alone, [M], where p is known before the updates."""
@@ -189,12 +191,12 @@ class PolicyUpdate:
         owner, samples = batch.tokens.owner, len(batch.trajectories)
         chosen = torch.zeros(samples, dtype=torch.bool)
         chosen[useful] = True
-        trained = chosen[owner]
+        mask = chosen[owner]
         part = self._objective.constants(
-            proximal[trained], batch.behaviour[trained], Sequences(owner[trained], samples)
+            proximal[mask], batch.behaviour[mask], Sequences(owner[mask], samples)
         )
-        weight, keep = torch.zeros_like(proximal), torch.zeros_like(trained)
-        weight[trained], keep[trained] = part.weight, part.keep
+        weight, keep = torch.zeros_like(proximal), torch.zeros_like(mask)
+        weight[mask], keep[mask] = part.weight, part.keep
         return Constants(proximal, weight, keep)
 
 
@@ -216,10 +218,10 @@ class Guard:
         Those whose log pi is not finite, or whose pi / mu is above the bound.
         """
         log_ratio = logprobs.detach() - behaviour
-        out = ~log_ratio.isfinite() | (log_ratio > self._bound)
+        outliers = ~log_ratio.isfinite() | (log_ratio > self._bound)
         if self._whole:
-            out = sequences.sum(out.to(behaviour)) > 0
-        return out
+            outliers = sequences.sum(outliers.to(behaviour)) > 0
+        return outliers
 
     def see(self, loss: Tensor, outliers: Tensor) -> None:
         """Take the loss of a pass, and which of its tokens were left out."""
@@ -228,11 +230,11 @@ class Guard:
 
     def verdict(self) -> str:
         """Return why the update must not be made, a key of `REASONS`; empty if it may be."""
-        found = torch.zeros(3, dtype=torch.int64)
+        counts = torch.zeros(3, dtype=torch.int64)
         if self._seen:
-            found = torch.stack(self._seen).sum(0).cpu()
-        loss, out, tokens = self._ranks.sum(found).tolist()
-        return "loss" if loss else "outliers" if tokens and out == tokens else ""
+            counts = torch.stack(self._seen).sum(0).cpu()
+        loss, outliers, tokens = self._ranks.sum(counts).tolist()
+        return "loss" if loss else "outliers" if tokens and outliers == tokens else ""
 
 
 def _means(rows: list[Row]) -> Row:

@@ -63,20 +63,20 @@ class Demonstrations:
             ]
             self._learned.append(torch.tensor(learned, dtype=torch.int64))
 
-    def take(self, which: Sequence[int]) -> Tokens:
+    def take(self, indices: Sequence[int]) -> Tokens:
         import torch
 
         from umbra.services.modeling.micro_batch import Tokens
 
-        lengths = torch.tensor([len(self._ids[i]) for i in which])
+        lengths = torch.tensor([len(self._ids[i]) for i in indices])
         starts = (lengths.cumsum(0) - lengths).tolist()
-        learned = [self._learned[i] + start for i, start in zip(which, starts, strict=True)]
+        learned = [self._learned[i] + start for i, start in zip(indices, starts, strict=True)]
         counts = torch.tensor([len(positions) for positions in learned])
         return Tokens(
-            ids=torch.cat([self._ids[i] for i in which]),
+            ids=torch.cat([self._ids[i] for i in indices]),
             lengths=lengths,
             learned=torch.cat(learned),
-            owner=torch.arange(len(which)).repeat_interleave(counts),
+            owner=torch.arange(len(indices)).repeat_interleave(counts),
         )
 
 
@@ -122,11 +122,11 @@ def _render(
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = text_of(index, True)
-        after = text if index + 1 == len(messages) else text_of(index + 1, False)
-        if not (text.startswith(after) and after.startswith(before)):
+        prefix = text_of(index, True)
+        end = text if index + 1 == len(messages) else text_of(index + 1, False)
+        if not (text.startswith(end) and end.startswith(prefix)):
             raise UsageError("the chat template rewrites earlier turns: it can't be learned from")
-        learned.append((len(before), len(after)))
+        learned.append((len(prefix), len(end)))
     return text, learned
 
 
@@ -162,9 +162,9 @@ def warm_start(
     while len(draws) < steps * batch:  # one shuffled pass after the other
         draws += torch.randperm(len(conversations), generator=generator).tolist()
     # Only conversations drawn at least once are tokenised.
-    used = sorted(set(draws[: steps * batch]))
-    place = {which: index for index, which in enumerate(used)}
-    examples = Demonstrations([conversations[which] for which in used], tokenizer)
+    drawn = sorted(set(draws[: steps * batch]))
+    place = {number: index for index, number in enumerate(drawn)}
+    examples = Demonstrations([conversations[number] for number in drawn], tokenizer)
     learner = Learner(model, config, steps)
     begin = time.perf_counter()
     losses: list[float] = []
@@ -233,8 +233,8 @@ def command(
             click.echo(text, err=True)
 
     config = TrainerConfig(learning_rate=lr, pack_tokens=64, micro_tokens=8192, **settings)
-    how: Any = {"steps": steps, "batch": batch, "seed": seed, "checked": checked}
-    outcome = warm_start(model, data, out, config=config, report=show, **how)
+    options: Any = {"steps": steps, "batch": batch, "seed": seed, "checked": checked}
+    outcome = warm_start(model, data, out, config=config, report=show, **options)
     if as_json:
         click.echo(json.dumps({"out": str(out), "steps": steps, **outcome._asdict()}))
         return

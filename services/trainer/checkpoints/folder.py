@@ -88,14 +88,14 @@ def read_index(directory: Path) -> Index:
     path = directory / NAME
     try:
         content = path.read_bytes()
-        found = msgspec.json.decode(content, type=_Format).format
-        if found == FORMAT:
+        version = msgspec.json.decode(content, type=_Format).format
+        if version == FORMAT:
             return msgspec.json.decode(content, type=Index)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
     except UNREADABLE as error:
         raise DamagedError(f"{path} is damaged: {error}") from error
-    raise DamagedError(f"{path} has format {found}, this Umbra reads {FORMAT}")
+    raise DamagedError(f"{path} has format {version}, this Umbra reads {FORMAT}")
 
 
 class CheckpointFolder:
@@ -132,24 +132,24 @@ class CheckpointFolder:
 
     def newest_index(self, step: int) -> Index:
         """Return the index of `step`'s newest checkpoint; DamagedError if none can be read."""
-        found: list[Index] = []
+        indices: list[Index] = []
         fault = DamagedError(f"{self.of(step)} is not there")
         for place in self._places():
             if (place / f"step-{step}").is_dir():
                 try:
-                    found.append(read_index(place / f"step-{step}"))
+                    indices.append(read_index(place / f"step-{step}"))
                 except DamagedError as error:
                     fault = error
-        if not found:
+        if not indices:
             raise fault
-        return max(found, key=lambda index: index.saved_at)
+        return max(indices, key=lambda index: index.saved_at)
 
     def find_files(self, index: Index) -> dict[int, Path]:
         """Return the files of a checkpoint that are on this host, by rank.
 
         They may be in the folders of several nodes, if hosts share a disk, or these were copied.
         """
-        found: dict[int, Path] = {}
+        files: dict[int, Path] = {}
         for place in self._places():
             directory = place / f"step-{index.step}"
             with suppress(DamagedError):
@@ -158,8 +158,8 @@ class CheckpointFolder:
                 for number, file in enumerate(index.files):
                     path = directory / file_name(number)
                     if path.is_file() and path.stat().st_size == file.size:
-                        found.setdefault(number, path)
-        return found
+                        files.setdefault(number, path)
+        return files
 
     def _places(self) -> list[Path]:
         """Return the folders of all nodes that are on this host, its own one first."""
@@ -215,11 +215,11 @@ class CheckpointFolder:
     def prune(self) -> None:
         steps = self.steps()
         for step in sorted({*steps[: -self.config.keep]} - {self.best()}):
-            gone = self.scratch(step)  # whole or not there, also while it is being removed
-            self._remove(gone)
-            self.disk.rename(self.of(step), gone)
+            scratch = self.scratch(step)  # whole or not there, also while it is being removed
+            self._remove(scratch)
+            self.disk.rename(self.of(step), scratch)
             self.disk.sync_directory(self.path)
-            self._remove(gone)
+            self._remove(scratch)
 
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint, so that it does not count any more."""
@@ -237,8 +237,8 @@ class CheckpointFolder:
 def _steps(path: Path) -> list[int]:
     if not path.is_dir():
         return []
-    found = (re.fullmatch(r"step-(\d+)", entry.name) for entry in path.iterdir())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (re.fullmatch(r"step-(\d+)", entry.name) for entry in path.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
@@ -299,7 +299,7 @@ def command(checkpoint: Path, out: Path, model: str) -> None:
     runs/) for the newest one. A LoRA adapter is merged into its base. `hf upload ORG/NAME OUT`
     uploads the result.
     """
-    there = out.exists() and (not out.is_dir() or any(out.iterdir()))
-    if there and not all((out / n).is_file() for n in ("config.json", "tokenizer_config.json")):
+    taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if taken and not all((out / n).is_file() for n in ("config.json", "tokenizer_config.json")):
         raise UsageError(f"--out {out} exists and holds no model: name another folder")
     click.echo(f"{export_checkpoint(named_run(checkpoint), out, model)}")

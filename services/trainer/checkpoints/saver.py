@@ -123,8 +123,8 @@ class Saver:
     def settled(self) -> list[SaveOutcome]:
         """Return the outcomes of checkpoints, each once and when it is known."""
         self._settle()
-        found, self._outcomes = self._outcomes, []
-        return found
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def last(self, step: int, row: Row | None) -> list[SaveOutcome]:
         """Finish the one under way, and make one of `step`, at which training ends."""
@@ -187,24 +187,24 @@ class Saver:
         self, step: int, copies: dict[str, tuple[int, Tensor]], facts: dict[str, Any]
     ) -> tuple[FileInfo, str]:
         """Write the file of this rank, in the thread, and return when the disk has it."""
-        disk, written, at = self.folder.disk, list[SavedRows](), 0
+        disk, written, offset = self.folder.disk, list[SavedRows](), 0
         path = self.folder.scratch(step) / file_name(self._ranks.rank)
         try:
             with disk.opened(path, new=True) as fd:
                 for name, (first, rows) in copies.items():
                     content, checksum = as_bytes(rows).numpy().data, xxhash.xxh3_64()
                     for start in range(0, len(content), PIECE_BYTES):
-                        some = content[start : start + PIECE_BYTES]
-                        disk.write_all(fd, some, at + start)
-                        checksum.update(some)
+                        piece = content[start : start + PIECE_BYTES]
+                        disk.write_all(fd, piece, offset + start)
+                        checksum.update(piece)
                     count = len(rows) if rows.dim() else 1
-                    written.append(SavedRows(name, first, count, at, checksum.intdigest()))
-                    at += len(content)
+                    written.append(SavedRows(name, first, count, offset, checksum.intdigest()))
+                    offset += len(content)
                 disk.sync(fd)
         except Exception as error:  # noqa: BLE001 - rank 0 reports it, whatever it is
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             return FileInfo(0, [], {}), reason
-        return FileInfo(at, written, facts), ""
+        return FileInfo(offset, written, facts), ""
 
     def _settle(self, *, wait: bool = False) -> None:
         """Name the checkpoint under way if all ranks have written theirs."""
@@ -218,7 +218,7 @@ class Saver:
         self._writing = None
         file, error = writing.report.result()
         files = ranks.collect(file, FileInfo)
-        error, size = self._any_error(error), sum(one.size for one in files)
+        error, size = self._any_error(error), sum(file_info.size for file_info in files)
         error = error or self._name(writing, files)
         spent = time.perf_counter() - writing.began - writing.copy_s
         if not error:
@@ -257,7 +257,7 @@ class Saver:
     def _any_error(self, error: str) -> str:
         """Return the errors of all ranks, in one sentence."""
         ranks = self._ranks
-        found = ranks.collect(error, str)
+        errors = ranks.collect(error, str)
         if ranks.world == 1:
             return error
-        return "; ".join(f"{ranks.place.describe(r)}: {one}" for r, one in enumerate(found) if one)
+        return "; ".join(f"{ranks.place.describe(r)}: {e}" for r, e in enumerate(errors) if e)

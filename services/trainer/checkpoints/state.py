@@ -44,8 +44,8 @@ def resume(folder: CheckpointFolder, models: Sequence[ModelState], ranks: Ranks)
         UsageError: there are checkpoints, but none is whole; or it is of another model.
     """
     faults: dict[int, str] = {}
-    seen = ranks.collect(folder.seen() if ranks.leads_host else [], list[int])
-    steps = {step for some in seen for step in some}
+    steps_by_rank = ranks.collect(folder.seen() if ranks.leads_host else [], list[int])
+    steps = {step for steps_of_rank in steps_by_rank for step in steps_of_rank}
     for step in sorted(steps, reverse=True):
         try:
             saved = Saved.open(folder, step, ranks)
@@ -58,8 +58,8 @@ def resume(folder: CheckpointFolder, models: Sequence[ModelState], ranks: Ranks)
             continue
         for damaged in faults if ranks.leads_host else ():
             if damaged in folder.steps():
-                aside = folder.set_aside(damaged)
-                log.warning("the checkpoint of step %d was renamed to %s", damaged, aside)
+                folder_aside = folder.set_aside(damaged)
+                log.warning("the checkpoint of step %d was renamed to %s", damaged, folder_aside)
         return step
     if faults:
         newest = max(faults)
@@ -98,17 +98,17 @@ class Saved:
         Raises:
             DamagedError: no host has an index that can be read.
         """
-        found: Index | str
+        answer: Index | str
         try:
-            found = folder.newest_index(step)
+            answer = folder.newest_index(step)
         except DamagedError as fault:
-            found = str(fault)
-        saved_at = found.saved_at if isinstance(found, Index) else 0.0
+            answer = str(fault)
+        saved_at = answer.saved_at if isinstance(answer, Index) else 0.0
         times = ranks.collect(saved_at, float)
-        found = ranks.spread(found, Index | str, times.index(max(times)))
-        if isinstance(found, str):
-            raise DamagedError(found)
-        return cls(folder, found, ranks)
+        answer = ranks.spread(answer, Index | str, times.index(max(times)))
+        if isinstance(answer, str):
+            raise DamagedError(answer)
+        return cls(folder, answer, ranks)
 
     def names(self, prefix: str) -> set[str]:
         return {name for name in self.index.tensors if name.startswith(prefix)}
@@ -132,16 +132,16 @@ class Saved:
                 start, end = max(first, rows.first), min(first + len(own), rows.first + rows.count)
                 if start < end:
                     missing -= end - start
-                    to = own[start - first : end - first]
-                    wanted.setdefault(number, {})[rows.at] = to, start - rows.first
+                    target_rows = own[start - first : end - first]
+                    wanted.setdefault(number, {})[rows.at] = target_rows, start - rows.first
             if missing:
                 error = f"{self.directory}: {missing} rows of {name} are missing"
         sources = self._sources(set(wanted))
         for number in sorted({*wanted, *sources}):
             for rows in self.index.files[number].rows:
-                mine = wanted.get(number, {}).get(rows.at)
+                target = wanted.get(number, {}).get(rows.at)
                 source = sources.get(number) if rows.name in places else None
-                if source is None and mine is None:
+                if source is None and target is None:
                     continue
                 info = self.index.tensors[rows.name]
                 stored = torch.empty([rows.count, *info.shape[1:]], dtype=_dtype(info.dtype))
@@ -149,11 +149,11 @@ class Saved:
                     error = error or self._read(number, rows, stored)
                 if source is not None:  # rare: a host is new, or there are more or fewer
                     self._ranks.broadcast(as_bytes(stored), source)
-                if mine is not None:
-                    to, skipped = mine
-                    to.copy_(stored[skipped : skipped + len(to)])
-        if found := next(filter(None, self._ranks.collect(error, str)), ""):
-            raise DamagedError(found)
+                if target is not None:
+                    target_rows, skipped = target
+                    target_rows.copy_(stored[skipped : skipped + len(target_rows)])
+        if message := next(filter(None, self._ranks.collect(error, str)), ""):
+            raise DamagedError(message)
 
     def _read(self, number: int, rows: SavedRows, stored: Tensor) -> str:
         """Read `rows` of a file into `stored`; return the fault found, or ""."""
@@ -170,13 +170,13 @@ class Saved:
             return f"{path}: the checksum of {rows.name} is wrong"
         return ""
 
-    def _sources(self, wanted: set[int]) -> dict[int, int]:
+    def _sources(self, needed: set[int]) -> dict[int, int]:
         """Return the files that hosts lack, each with a rank that has it, or raise DamagedError."""
         # Those that are missing on a rank's host, and are there.
-        mine = wanted - set(self._paths), set(self._paths)
-        told = self._ranks.collect(mine, tuple[set[int], set[int]])
-        missing = sorted({number for lacks, _ in told for number in lacks})
-        sources = {n: [r for r, (_, there) in enumerate(told) if n in there] for n in missing}
+        files = needed - set(self._paths), set(self._paths)
+        answers = self._ranks.collect(files, tuple[set[int], set[int]])
+        missing = sorted({number for lacks, _ in answers for number in lacks})
+        sources = {n: [r for r, (_, there) in enumerate(answers) if n in there] for n in missing}
         if lost := [number for number in missing if not sources[number]]:
             names = [f"there is no {self.index.describe(n)} in {self.directory}" for n in lost]
             more = f", and {len(lost) - SHOWN_FILES} more files" if len(lost) > SHOWN_FILES else ""
@@ -185,10 +185,10 @@ class Saved:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise DamagedError(f"unknown type of tensors: {name!r}")
-    return found
+    return dtype
 
 
 class ModelState:
@@ -226,11 +226,11 @@ class ModelState:
         self._settle()
         # Only AdamW8bit has tensors that cannot be stored as they are.
         unpack = getattr(self._optimizer, "unpack", lambda _, state: state)
-        held = {} if self._optimizer is None else self._optimizer.state
+        states_held = {} if self._optimizer is None else self._optimizer.state
         moments = {
             f"{self._moments}{name}.{key}": value
             for name, parameter in self._trained().items()
-            for key, value in unpack(parameter, held.get(parameter, {})).items()
+            for key, value in unpack(parameter, states_held.get(parameter, {})).items()
             if isinstance(value, Tensor)
         }
         return {**self._weights(), **moments}
@@ -244,7 +244,7 @@ class ModelState:
         self._check_facts(saved.source, saved.facts.get(self.name, {}))
         places = self._weights()
         self._check_names(saved, places)
-        found: dict[nn.Parameter, dict[str, Tensor]] = {}
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
         trained = self._trained()
         for full in sorted(saved.names(self._moments)) if self._optimizer is not None else ():
             name, _, key = full.removeprefix(self._moments).rpartition(".")
@@ -254,13 +254,13 @@ class ModelState:
                 place = rows_like(parameter, shape, dtype)
             else:
                 place = torch.zeros(shape, dtype=dtype, device=parameter.device)
-            places[full] = found.setdefault(parameter, {})[key] = place
+            places[full] = states.setdefault(parameter, {})[key] = place
         saved.fill(places)
         self._master_weights.push()
         if self._optimizer is not None:
             pack = getattr(self._optimizer, "pack", lambda _, state: state)
             self._optimizer.state.clear()
-            for parameter, state in found.items():
+            for parameter, state in states.items():
                 self._optimizer.state[parameter] = pack(parameter, state)
 
     @property
@@ -268,8 +268,8 @@ class ModelState:
         return f"{self.name}-optimizer/"
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        named = self._model.named_parameters()
-        return {name: self._master_weights.of(p) for name, p in named if p.requires_grad}
+        parameters = self._model.named_parameters()
+        return {name: self._master_weights.of(p) for name, p in parameters if p.requires_grad}
 
     def _weights(self) -> dict[str, Tensor]:
         reshard(self._model)
@@ -287,10 +287,10 @@ class ModelState:
             fault = "is of an adapter for another base model than model.path"
         if fault:
             raise UsageError(f"{source} {fault}: set these as before, or choose another --run-dir")
-        own = type(self._optimizer).__name__
-        if self._optimizer is not None and facts.get("optimizer", own) != own:
+        kind = type(self._optimizer).__name__
+        if self._optimizer is not None and facts.get("optimizer", kind) != kind:
             raise UsageError(
-                f"{source} has the state of {facts['optimizer']}, but trainer.optimizer is {own}: "
+                f"{source} has the state of {facts['optimizer']}, but trainer.optimizer is {kind}: "
                 "set the optimizer as before"
             )
 

@@ -111,9 +111,9 @@ class RankHeartbeat:
         while not self._stop.is_set():
             try:
                 store.add(_key(self._rank), 1)
-                for rank, before in self._counts.items():
+                for rank, previous in self._counts.items():
                     count = store.add(_key(rank), 0)
-                    if count != before or count >= _LEFT:
+                    if count != previous or count >= _LEFT:
                         self._counts[rank], self._heard[rank] = count, time.monotonic()
                 if self._rank and store.check([_ENDED]):
                     reason = store.get(_ENDED).decode()

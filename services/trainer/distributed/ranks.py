@@ -80,16 +80,16 @@ class Ranks:
         if experts > 1:
             from umbra.services.modeling.experts import ExpertGroup
 
-            alike = self._own([range(at, world, experts) for at in range(experts)])
-            self.experts = ExpertGroup(self._near(experts), alike, rank % experts, experts)
+            peers = self._own([range(at, world, experts) for at in range(experts)])
+            self.experts = ExpertGroup(self._near(experts), peers, rank % experts, experts)
 
     def _near(self, size: int) -> dist.ProcessGroup:
         return self._own([range(first, first + size) for first in range(0, self.world, size)])
 
     def _own(self, groups: list[range]) -> dist.ProcessGroup:
         """Return the member of `groups` that has this rank; all ranks make all of them."""
-        made = [new_group(self.timeout_s, list(members)) for members in groups]
-        return next(one for one, members in zip(made, groups, strict=True) if self.rank in members)
+        handles = [new_group(self.timeout_s, list(members)) for members in groups]
+        return next(h for h, members in zip(handles, groups, strict=True) if self.rank in members)
 
     @property
     def node(self) -> int:
@@ -181,8 +181,8 @@ def join_ranks(
         )
         heartbeat.leave()
     except RuntimeError as error:
-        lost = isinstance(error, dist.DistError)
-        if not lost and not any(sign in str(error).lower() for sign in _SIGNS):
+        is_lost = isinstance(error, dist.DistError)
+        if not is_lost and not any(sign in str(error).lower() for sign in _SIGNS):
             raise
         first = str(error).strip().splitlines()[0]
         raise PeerLostError(

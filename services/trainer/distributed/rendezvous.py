@@ -95,11 +95,11 @@ def meet(
     sets it; asked to stop, the process exits. `listener` is where rank 0 is to wait, if `launch`
     has made it.
     """
-    deadline, told = Deadline(timeout_s), time.monotonic()
+    deadline, reported_at = Deadline(timeout_s), time.monotonic()
     card = _Card(socket.gethostname(), secrets.token_hex(8))
     store: Store | None = None
     while True:
-        late = (
+        status = (
             f"no rank 0 at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where "
             "trainer.rendezvous says that node 0 is"
         )
@@ -107,25 +107,25 @@ def meet(
             if store is None:
                 store = _store(place, deadline, listener)
             if store is not None:
-                found = _met(PrefixStore("meet", store), place, card)
-                if isinstance(found, RankPlace):
-                    return store, found
-                late = found
+                met = _met(PrefixStore("meet", store), place, card)
+                if isinstance(met, RankPlace):
+                    return store, met
+                status = met
         except dist.DistError as error:  # rank 0 has ended meanwhile, and will be back
-            store, late = None, str(error).strip().splitlines()[0]
+            store, status = None, str(error).strip().splitlines()[0]
             if place.rank == 0:
                 break
         if stopping():
             raise SystemExit(0)
         if deadline.passed:
             break
-        if time.monotonic() - told > TELL_S:
-            told = time.monotonic()
-            log.info("not all ranks are there yet: %s", late)
+        if time.monotonic() - reported_at > TELL_S:
+            reported_at = time.monotonic()
+            log.info("not all ranks are there yet: %s", status)
         time.sleep(POLL_S if store is not None else RETRY_S)
     raise DeadlineError(
         f"trainer rank {place.rank} on node {place.node(place.rank)} waited {timeout_s:g} s "
-        f"({key}) for all ranks: {late}"
+        f"({key}) for all ranks: {status}"
     )
 
 
@@ -165,8 +165,8 @@ def _met(store: Store, place: RankPlace, card: _Card) -> RankPlace | str:
     if rank == 0:
         if missing := [r for r in range(place.world) if not store.check([f"card/{r}"])]:
             return _absent(place, missing)
-        found = [store.get(f"card/{r}") for r in range(place.world)]
-        cards = [msgspec.json.decode(one, type=_Card) for one in found]
+        entries = [store.get(f"card/{r}") for r in range(place.world)]
+        cards = [msgspec.json.decode(entry, type=_Card) for entry in entries]
         store.set(_IN, encode(cards).decode())
     elif store.check([_IN]):
         cards = msgspec.json.decode(store.get(_IN), type=list[_Card])
@@ -185,8 +185,8 @@ def _absent(place: RankPlace, missing: list[int]) -> str:
     ranks = ", ".join(map(str, missing))
     if place.nodes == 1:
         return f"ranks {ranks} have not joined"
-    named = ", ".join(f"node {node}" for node in sorted({place.node(rank) for rank in missing}))
+    nodes = ", ".join(f"node {node}" for node in sorted({place.node(rank) for rank in missing}))
     return (
-        f"{named} (ranks {ranks}) has not joined: `umbra trainer --node-rank` has to run there, "
+        f"{nodes} (ranks {ranks}) has not joined: `umbra trainer --node-rank` has to run there, "
         "and reach trainer.rendezvous"
     )

@@ -56,17 +56,17 @@ def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> 
     for module in model.modules():
         if hasattr(module, "_is_expert_parallel"):  # what Transformers marks experts by
             module.forward = partial(type(module).forward, SeenExperts(module))
-    how = config.recomputes_on(kind)
-    if not (config.compile or how):
+    mode = config.recomputes_on(kind)
+    if not (config.compile or mode):
         return
     keep = {"context_fn": partial(create_selective_checkpoint_contexts, _KEPT)}
-    options = keep if how == "selective" else {}
-    every = int(how.removeprefix("every ")) if isinstance(how, str) and not options else 1
+    options = keep if mode == "selective" else {}
+    every = int(mode.removeprefix("every ")) if isinstance(mode, str) and not options else 1
     for number, layer in enumerate(decoder_layers(model)):
         if config.compile:
             # By layers: they are all alike, so one is compiled and the others reuse it.
             layer.forward = torch.compile(layer.forward, dynamic=True)
-        if how and number % every == 0:
+        if mode and number % every == 0:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
             if config.offload in ("activations", "all"):
                 layer.forward = _kept_on_host(layer.forward)
@@ -111,11 +111,11 @@ def shard(
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     if ranks.experts is not None:
         meshes = ranks.experts.mesh(device.type)
-        alike = meshes["alike"]
+        replicas = meshes["alike"]
         for experts in divide_experts(model, ranks.experts, meshes["experts"]):
             module: Any = fully_shard(
                 experts,
-                mesh=alike,
+                mesh=replicas,
                 # What it is given stays as it is where FSDP gathers whole layers.
                 mp_policy=replace(policy, cast_forward_inputs=False),
                 offload_policy=offload,
@@ -123,12 +123,12 @@ def shard(
             )
             # Each has the tokens of all ranks of its group, so the mean over `alike` is over all.
             module.set_gradient_divide_factor(float(ranks.world))
-            if alike.size() > 1:  # gloo sums only
+            if replicas.size() > 1:  # gloo sums only
                 module.set_force_sum_reduction_for_comms(True)
-    how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     for layer in decoder_layers(model):
-        fully_shard(layer, **how, reshard_after_forward=True)
-    fully_shard(root or model, **how)
+        fully_shard(layer, **options, reshard_after_forward=True)
+    fully_shard(root or model, **options)
 
 
 def reshard(model: nn.Module) -> None:
@@ -151,10 +151,10 @@ def clip_gradients(parameters: list[nn.Parameter], limit: float, ranks: Ranks) -
         norm = clip_grad_norm_(parameters, limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     assert None not in meshes, "all are sharded, or none"
-    here = [local(gradient) for gradient in gradients]
-    squares = get_total_norm(here).double().square()
+    local_gradients = [local(gradient) for gradient in gradients]
+    squares = get_total_norm(local_gradients).double().square()
     norm = ranks.sum_ranks(squares.cpu()).sqrt().float()
     factor = float((limit / (norm + 1e-6)).clamp(max=1.0))  # as torch's
-    for gradient in here:
+    for gradient in local_gradients:
         gradient.mul_(factor)
     return norm

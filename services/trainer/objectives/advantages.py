@@ -23,9 +23,9 @@ def batch_advantages(
     """
     rewards, owner = batch.rewards, batch.sample[batch.tokens.owner]
     if pieces.overlong_buffer:
-        own = torch.bincount(owner, minlength=len(rewards))
+        lengths = torch.bincount(owner, minlength=len(rewards))
         limits = torch.tensor([sample.sampling.max_tokens for sample in batch.samples])
-        rewards = rewards + overlong(own, limits, pieces.overlong_buffer)
+        rewards = rewards + overlong(lengths, limits, pieces.overlong_buffer)
     penalties = None
     if pieces.kl_coef and pieces.kl_in == "reward":
         assert reference is not None
@@ -181,6 +181,6 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float)
     """
     error = (values - returns).square()
     if clip:
-        near = old_values + (values - old_values).clamp(-clip, clip)
-        error = torch.maximum(error, (near - returns).square())
+        bounded = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (bounded - returns).square())
     return error / 2

@@ -65,15 +65,15 @@ class Candidates:
 
         `logprobs` are log pi [N, k] of the ids, as `Scorer` finds them.
         """
-        at, there = supports.rows(source)
-        there, whole = there.to(out.device) & ~out.unsqueeze(1), supports.whole[source].to(out)
-        behaviour = torch.where(there, supports.logprobs[at].to(logprobs), 0.0)
-        logprobs = torch.where(there, logprobs, 0.0)
-        chance = behaviour.exp() * there
+        places, exists = supports.rows(source)
+        exists, whole = exists.to(out.device) & ~out.unsqueeze(1), supports.whole[source].to(out)
+        behaviour = torch.where(exists, supports.logprobs[places].to(logprobs), 0.0)
+        logprobs = torch.where(exists, logprobs, 0.0)
+        chance = behaviour.exp() * exists
         rest = (1 - chance.sum(1, keepdim=True)).clamp(min=0)
-        left = 1 - (logprobs.exp() * there).sum(1, keepdim=True)
+        pi_rest = 1 - (logprobs.exp() * exists).sum(1, keepdim=True)
         return cls(
-            torch.cat([logprobs, left.clamp(min=LEAST).log()], 1),
+            torch.cat([logprobs, pi_rest.clamp(min=LEAST).log()], 1),
             torch.cat([behaviour, rest.clamp(min=LEAST).log()], 1),
             torch.cat([chance, rest * ~(whole | out).unsqueeze(1)], 1),
         )
@@ -196,12 +196,12 @@ class Objective:
                 entropy_coef=0.0,
             )
         )
-        now, behaviour = candidates.logprobs.detach().requires_grad_(), candidates.behaviour
-        advantages = tokens.advantages.unsqueeze(1).expand_as(now)
+        logprobs, behaviour = candidates.logprobs.detach().requires_grad_(), candidates.behaviour
+        advantages = tokens.advantages.unsqueeze(1).expand_as(logprobs)
         with torch.enable_grad():
-            drawn = TokenInputs(now, behaviour, advantages, tokens.sequences, now)
-            fixed = single.constants(now.detach(), behaviour, tokens.sequences)
-            slope = torch.autograd.grad(single(drawn, fixed).losses.sum(), now)[0]
+            inputs = TokenInputs(logprobs, behaviour, advantages, tokens.sequences, logprobs)
+            fixed = single.constants(logprobs.detach(), behaviour, tokens.sequences)
+            slope = torch.autograd.grad(single(inputs, fixed).losses.sum(), logprobs)[0]
         if whole:
             slope = slope * constants.weight.unsqueeze(1)
         return (candidates.chance * slope * candidates.logprobs).sum(1)
@@ -222,22 +222,22 @@ class Objective:
                 return terms.unclipped(free, advantages)
 
     def _keep_now(self, tokens: TokenInputs) -> Tensor:
-        """Mask tokens by the current policy."""
-        now, mu, threshold = tokens.logprobs, tokens.behaviour, self.pieces.mask_threshold
+        """Mask tokens by what depends on the current policy."""
+        logprobs, mu, threshold = tokens.logprobs, tokens.behaviour, self.pieces.mask_threshold
         match self.pieces.mask:
             case "opsm":
-                return terms.opsm(now, mu, tokens.advantages, tokens.sequences, threshold)
+                return terms.opsm(logprobs, mu, tokens.advantages, tokens.sequences, threshold)
             case "probability":
-                return terms.probability(now, mu, tokens.advantages, threshold)
+                return terms.probability(logprobs, mu, tokens.advantages, threshold)
             case _:
-                return torch.ones_like(now, dtype=torch.bool)
+                return torch.ones_like(logprobs, dtype=torch.bool)
 
     def _kl(self, tokens: TokenInputs) -> Tensor | None:
         to_reference = self.pieces.kl_to == "reference"
-        other = tokens.reference if to_reference else tokens.behaviour
-        if other is None:
+        reference = tokens.reference if to_reference else tokens.behaviour
+        if reference is None:
             return None
-        return terms.ESTIMATORS[self.pieces.kl_estimator](tokens.logprobs, other)
+        return terms.ESTIMATORS[self.pieces.kl_estimator](tokens.logprobs, reference)
 
 
 def token_weights(
