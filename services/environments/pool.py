@@ -16,8 +16,8 @@ from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.protocol import (
     EnvironmentFactory,
     EpisodeOutcome,
+    ParsedTurn,
     Row,
-    Said,
     SampleError,
 )
 from umbra.services.environments.worker import EnvironmentHost
@@ -32,7 +32,7 @@ T = TypeVar("T")
 class EnvironmentPool(Protocol):
     """A player of many conversations at once."""
 
-    def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
+    def play(self, key: str, row: Row, responses: Sequence[ParsedTurn | str]) -> None:
         """Ask sample `key`'s environment to answer the last of `responses`, or to open.
 
         At most one play of a sample at a time. The outcome is `Lost` if the conversation has to be
@@ -84,7 +84,7 @@ class InlinePool:
         self._plays = EnvironmentHost(make, name)
         self._outcomes: list[EpisodeOutcome] = []
 
-    def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
+    def play(self, key: str, row: Row, responses: Sequence[ParsedTurn | str]) -> None:
         try:
             answer = _at_once(self._plays.play(key, row, responses))
             self._outcomes.append(EpisodeOutcome(key, answer))
@@ -117,7 +117,7 @@ class ProcessPool:
             self.close()
             raise
 
-    def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
+    def play(self, key: str, row: Row, responses: Sequence[ParsedTurn | str]) -> None:
         self._thread.call(self._workers.play, key, row, list(responses))
 
     def forget(self, key: str) -> None:
@@ -153,7 +153,7 @@ class EnvironmentSet:
             stack.pop_all()
             return cls(pools)
 
-    def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
+    def play(self, key: str, row: Row, responses: Sequence[ParsedTurn | str]) -> None:
         home = self._homes[key] = self._pools[row[ENVIRONMENT]]
         home.play(key, row, responses)
 
@@ -181,7 +181,7 @@ def open_rewards(config: RunConfig, *, wake: Callable[[], None] = lambda: None) 
 
 def outcomes_of(
     pool: EnvironmentPool,
-    plays: Mapping[str, tuple[Row, Sequence[Said | str]]],
+    plays: Mapping[str, tuple[Row, Sequence[ParsedTurn | str]]],
     wait: Callable[[], object],
 ) -> Iterator[EpisodeOutcome]:
     """Play each of `plays` once, by sample or group; yield the outcomes as they come.

@@ -78,7 +78,7 @@ EnvironmentFactory = Callable[[], Environment]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class ParsedTurn:
     """A turn of the model as it travels to an environment.
 
     `text` is the whole turn without the token that ended it, `content` without reasoning and calls
@@ -106,13 +106,13 @@ class Response(str):
     stop: str
 
     @classmethod
-    def of(cls, said: Said | str) -> Response:
+    def of(cls, turn: ParsedTurn | str) -> Response:
         """Return the response that an environment gets; a `str` is nothing but words."""
-        if isinstance(said, str):
-            said = Said(text=said, content=said)
-        response = cls(said.text)
+        if isinstance(turn, str):
+            turn = ParsedTurn(text=turn, content=turn)
+        response = cls(turn.text)
         for part in cls.__slots__:
-            setattr(response, part, getattr(said, part))
+            setattr(response, part, getattr(turn, part))
         return response
 
 
@@ -202,7 +202,7 @@ class Turn:
     `complete` is whether the model ended it itself; `version` is the newest token's.
     """
 
-    said: Said
+    parsed: ParsedTurn
     token_ids: list[int]
     logprobs: list[float]
     pieces: list[str]  # the tokens as text, if they were asked for

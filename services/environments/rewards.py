@@ -106,9 +106,7 @@ class Rewards:
             "log_extra": lambda *_, **__: None,
             "log_metric": metrics.__setitem__,
         }
-        returned = [
-            function.call(row, completions, texts, arguments) for function in self._functions
-        ]
+        returned = [f.call(row, completions, texts, arguments) for f in self._functions]
 
         def sums(lists: Sequence[list[Any]]) -> list[StepResult]:
             each = zip(self._functions, lists, strict=True)

@@ -194,8 +194,7 @@ async def run_agents(
                 log.warning("this runner does not run %s: %s", runner.name, error)
         if fault is not None and not runners:
             raise fault
-        names = [player.name for player in runners]
-        log.info("running %s for generators at %s", names, generators.urls)
+        log.info("running %s for generators at %s", [r.name for r in runners], generators.urls)
         work = [runner.serve(url) for runner in runners for url in generators.urls]
         tasks = [*map(asyncio.ensure_future, [*work, _until_gone(generators), stop.wait()])]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

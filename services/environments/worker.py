@@ -28,9 +28,9 @@ from umbra.services.environments.protocol import (
     Environment,
     EnvironmentFactory,
     Opening,
+    ParsedTurn,
     Response,
     Row,
-    Said,
     SampleError,
     StepResult,
     finite_number,
@@ -57,7 +57,7 @@ class EnvironmentHost:
         self._name = name
         self._environments: dict[str, Environment] = {}
 
-    async def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> Delivered:
+    async def play(self, key: str, row: Row, responses: Sequence[ParsedTurn | str]) -> Delivered:
         """Return the answer of sample `key`'s environment to the last of `responses`.
 
         Without responses the conversation is opened, again if there is one; a response to one that
@@ -239,7 +239,7 @@ class Worker:
 
     async def _play(self, host: EnvironmentHost, limit_s: float, play: dict[str, Any]) -> None:
         number = play["number"]
-        responses = [r if isinstance(r, str) else Said(**r) for r in play["responses"]]
+        responses = [r if isinstance(r, str) else ParsedTurn(**r) for r in play["responses"]]
         playing = asyncio.ensure_future(host.play(play["key"], play["row"], responses))
         try:
             await asyncio.wait({playing}, timeout=limit_s)

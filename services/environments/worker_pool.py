@@ -31,8 +31,8 @@ from umbra.services.environments.protocol import (
     EpisodeOutcome,
     Lost,
     Opening,
+    ParsedTurn,
     Row,
-    Said,
     StepResult,
 )
 from umbra.services.environments.run_module import command_line
@@ -76,7 +76,7 @@ class Play(msgspec.Struct, tag="play"):
     number: int
     key: str
     row: dict[str, Any] = {}
-    responses: list[Said | str] = []
+    responses: list[ParsedTurn | str] = []
 
 
 class Forget(msgspec.Struct, tag="forget"):
@@ -193,7 +193,7 @@ class WorkerPool:
         """Start the first process; UsageError or DeadlineError if the environment does not load."""
         self._workers.append(await self._hire())
 
-    def play(self, key: str, row: Row, responses: Sequence[Said | str]) -> None:
+    def play(self, key: str, row: Row, responses: Sequence[ParsedTurn | str]) -> None:
         """Ask for the answer to the last of `responses`, or for the opening; it is delivered."""
         conversation = self._conversations.setdefault(key, _Conversation())
         if not responses:

@@ -203,7 +203,7 @@ class Rollout:
         ids, chat = tokens.ids[start:end], self._settings.chat
         before = [*self._line.prompt, *tokens.ids[:start]]
         return Turn(
-            said=chat.said(ids, before, self._line.opening.tools, self.stops),
+            parsed=chat.parse(ids, before, self._line.opening.tools, self.stops),
             token_ids=ids,
             logprobs=tokens.logprobs[start:end],
             pieces=[chat.piece(token) for token in ids] if ask.pieces else [],

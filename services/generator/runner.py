@@ -284,7 +284,7 @@ class RolloutRunner:
 
         def reply(turn: Turn | UmbraError) -> None:
             assert isinstance(turn, Turn)
-            self._pool.play(rollout.session, rollout.task.row, [turn.said])
+            self._pool.play(rollout.session, rollout.task.row, [turn.parsed])
 
         try:
             rollout.asked(Ask(reply, messages, **fields))

@@ -12,7 +12,7 @@ from typing import Any
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import ModelConfig
-from umbra.services.environments.protocol import Message, Opening, Said
+from umbra.services.environments.protocol import Message, Opening, ParsedTurn
 from umbra.services.modeling.chat_template import (
     ChatTemplate,
     Kind,
@@ -159,13 +159,13 @@ class Chat:
         whole: list[int] = self._tokenizer("a")["input_ids"]
         return whole[: whole.index(bare[0])]
 
-    def said(
+    def parse(
         self,
         token_ids: Sequence[int],
         before: Sequence[int] = (),
         tools: Tools = (),
         stops: Sequence[str] = (),
-    ) -> Said:
+    ) -> ParsedTurn:
         """Read one turn of the model, with the token that ended it if there is one.
 
         Of the tokens `before` it the last few matter; `tools` are the ones in the model's prompt;
@@ -176,12 +176,14 @@ class Chat:
         text, stop_string = _cut(self.pieces(ids), stops)
         parser = self.parser
         if parser.plain and not tools:
-            return Said(text=text, content=text, stop=stop_string)
+            return ParsedTurn(text=text, content=text, stop=stop_string)
         try:
             turn = parser.read(self._ending(tuple(before[-_CUE_TOKENS:])), text, tools, stop)
         except Exception as error:  # noqa: BLE001 - a library's, on whatever a model may say
             log.warning("parser %s failed on a turn: %r", parser.name, error)
-            turn = Said(text=text, content=text, problem=f"the turn cannot be read: {error!r}")
+            turn = ParsedTurn(
+                text=text, content=text, problem=f"the turn cannot be read: {error!r}"
+            )
         return replace(turn, stop=stop_string) if stop_string else turn
 
     def pieces(self, token_ids: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """The experts of a mixture: which ones a token meets, and ranks that divide them.
 
-The routers' choices are noted, counted, balanced by a loss, or replaced by those of the generator
+The routers' choices are noted, counted, balanced by a loss, or replaced by the generator's
 (`Routers`).
 
 Ranks divide experts as in GShard (arXiv 2006.16668): each of N ranks has 1/N of the experts of

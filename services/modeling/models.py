@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,7 @@ class WeightFiles:
                 ]
                 for name in first.keys() - report.missing_keys if not faults else ():
                     place = places[first[name]]
-                    stored = local(_get(plain, name))
+                    stored = local(attrgetter(name)(plain))
                     if first[name] in missing:
                         local(place).copy_(stored)
                         missing.discard(first[name])
@@ -279,11 +280,6 @@ def _not_by_rows(rule: Any) -> str:
     if stacked and all(isinstance(step, Concatenate) and step.dim > 0 for step in rest):
         return ""
     return f"{', '.join(rule.source_patterns)} can't be read by rows: set trainer.ranks = 1"
-
-
-def _get(model: nn.Module, name: str) -> Tensor:
-    module, _, attribute = name.rpartition(".")
-    return getattr(model.get_submodule(module), attribute)
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:

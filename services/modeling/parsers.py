@@ -21,7 +21,7 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.protocol import Message, Said, tool_call
+from umbra.services.environments.protocol import Message, ParsedTurn, tool_call
 from umbra.services.modeling.chat_template import TOOL, ChatTemplate, TurnsError, trial_tool
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Parser:
     calls = marked = False
     plain = True
 
-    def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
+    def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> ParsedTurn:
         """Read the turn `text`.
 
         Args:
@@ -67,7 +67,7 @@ class Parser:
             stop: the end token that follows the turn, or "".
         """
         del prompt, tools, stop
-        return Said(text=text, content=text)
+        return ParsedTurn(text=text, content=text)
 
 
 PLAIN = Parser()
@@ -95,7 +95,7 @@ class ResponseTemplateParser(Parser):
         self.plain = fields == {"content": TOLD["fields"]["content"]}
         self._silent = load_response_template({**template, "fields": fields}) if fields else None
 
-    def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
+    def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> ParsedTurn:
         template = self._calling if tools or self._silent is None else self._silent
         prefix = prompt if template.start_anchor_re.search(prompt) is not None else ""
         content, reasoning, calls, problem = _parse(template, prefix, tools, text, stop)
@@ -108,7 +108,7 @@ class ResponseTemplateParser(Parser):
             content = content.strip()
         if text.strip() and not (content or reasoning or calls):
             content = text  # it fits no field of the response template
-        return Said(
+        return ParsedTurn(
             text=text,
             content=content,
             reasoning=reasoning.strip(),
@@ -256,7 +256,7 @@ def _reads_back(parser: Parser, template: ChatTemplate) -> bool:
     )
 
 
-def _read(parser: Parser, template: ChatTemplate, turn: Message) -> Said | None:
+def _read(parser: Parser, template: ChatTemplate, turn: Message) -> ParsedTurn | None:
     try:
         prompt, text, stop = template.turn_text(turn, [_SCHEMA])
         return parser.read(prompt, text, [_SCHEMA], stop)
@@ -290,7 +290,7 @@ class VllmParser(Parser):
         )
         self.read("", "", [])  # some refuse tokenizers
 
-    def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> Said:
+    def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> ParsedTurn:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         del stop
@@ -315,7 +315,7 @@ class VllmParser(Parser):
                 problem = f"the tool call cannot be read: its arguments must be an object: {error}"
             else:
                 content = (result.content or "").strip() if calls else content
-        return Said(
+        return ParsedTurn(
             text=text,
             content=content,
             reasoning=reasoning.strip(),

@@ -25,20 +25,13 @@ _NAMES_SHOWN = 3
 
 def tensors_in(manifest: Manifest, data: Part) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a version as views of `data`: writable memory, or memory on a GPU."""
-    for entry in manifest.tensors:
-        dtype = _dtype(entry)
-        flat = _elements(data, dtype, entry.offset, entry.nbytes // dtype.itemsize)
-        yield entry.name, flat.view(entry.shape)
-
-
-def _elements(data: Part, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
-    """Return `count` elements from byte `offset` of `data` on, without a copy."""
     if isinstance(data, DeviceMemory):
-        whole = torch.as_tensor(data, device=f"cuda:{data.device.index}")
-        return whole[offset : offset + count * dtype.itemsize].view(dtype)
-    if count == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
+        content = torch.as_tensor(data, device=f"cuda:{data.device.index}")
+    else:
+        content = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0)
+    for entry in manifest.tensors:
+        flat = content[entry.offset : entry.offset + entry.nbytes].view(_dtype(entry))
+        yield entry.name, flat.view(entry.shape)
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype:

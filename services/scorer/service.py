@@ -21,7 +21,7 @@ from umbra.proto.records import Score, Task, unpack_int32
 from umbra.services.config import RunConfig
 from umbra.services.config.trajectory_rules import reward_fault
 from umbra.services.environments.pool import EnvironmentPool, open_rewards, outcomes_of
-from umbra.services.environments.protocol import EpisodeOutcome, Row, Said, StepResult
+from umbra.services.environments.protocol import EpisodeOutcome, ParsedTurn, Row, StepResult
 from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.modeling.run_file import load_service
 from umbra.services.process.command import ServiceContext, service_command
@@ -116,13 +116,13 @@ class RewardWorker:
         for task in tasks:
             key = task.group_id if self.whole else task.sample_id
             groups.setdefault(key, []).append(task)
-        plays: dict[str, tuple[Row, list[Said | str]]] = {}
+        plays: dict[str, tuple[Row, list[ParsedTurn | str]]] = {}
         for key, group in groups.items():
-            responses: list[Said | str] = []
+            responses: list[ParsedTurn | str] = []
             for task in group:
                 prompt = unpack_int32(task.made.prompt_ids)
                 response = unpack_int32(task.made.response_ids)
-                responses.append(self.chat.said(response, prompt, stops=self.stops(task.row)))
+                responses.append(self.chat.parse(response, prompt, stops=self.stops(task.row)))
             plays[key] = group[0].row, responses
 
         def wait() -> None:

@@ -189,7 +189,6 @@ class LossMetrics:
         logprobs: Tensor | None,
         parts: int,
         updates: int,
-        *,
         version: int,
         per_version: int,
     ) -> None:

@@ -155,9 +155,7 @@ class MismatchCheck:
         results = comparison.found(self._learner.ranks)
         largest, above = self._verdicts.add(results, version)
         if above:
-            message = "; ".join(
-                self._sentence(name, result) for name, result in sorted(above.items())
-            )
+            message = "; ".join(self._sentence(*each) for each in sorted(above.items()))
             raise MismatchError(f"stopped before step {version + 1}: {message}")
         for name in self._verdicts.unknown(comparison.generators, version):
             if self._learner.ranks.rank == 0:

@@ -95,9 +95,7 @@ class PolicyUpdate:
         fixed = self._fixed(batch, useful, recomputed)
         versions = token_versions(batch) if pieces.proximal == "interpolate" else None
         per_version = trainer.updates_per_batch
-        metrics = LossMetrics(
-            batch, recomputed, cuts, len(parts), version=version, per_version=per_version
-        )
+        metrics = LossMetrics(batch, recomputed, cuts, len(parts), version, per_version)
         supports, centered = batch.tokens.support, trainer.score_centering > 0
         rows: list[Row] = []
         work = 0.0

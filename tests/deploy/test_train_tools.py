@@ -10,7 +10,7 @@ from umbra.deploy.python.source import CopiedSource
 from umbra.deploy.python.train import _with_tools
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.loading import load_environment
-from umbra.services.environments.protocol import Opening, Response, Said, StepResult
+from umbra.services.environments.protocol import Opening, ParsedTurn, Response, StepResult
 
 
 def double(number: int) -> int:
@@ -32,7 +32,7 @@ def test_they_are_offered_and_called() -> None:
     assert offered["double"]["description"] == "Twice a number."
     assert offered["double"]["parameters"]["properties"] == {"number": {"type": "integer"}}
     call = {"type": "function", "function": {"name": "double", "arguments": {"number": 21}}}
-    said = Said(text="a call", content="", tool_calls=[call])
+    said = ParsedTurn(text="a call", content="", tool_calls=[call])
     answer: StepResult = asyncio.run(environment.step(Response.of(said)))
     assert (answer.done, answer.messages[0]["content"]) == (False, "42")
     assert asyncio.run(environment.step(Response.of("42"))).reward == 1.0

@@ -14,7 +14,7 @@ from fakes.slowness import limit, seconds
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.loading import load_environment
-from umbra.services.environments.protocol import Opening, Said, StepResult
+from umbra.services.environments.protocol import Opening, ParsedTurn, StepResult
 from umbra.services.environments.sandbox import (
     OUTPUT_BYTES,
     CommandOutcome,
@@ -58,12 +58,12 @@ def tools(docker: Path, *names: str, **limits: Any) -> EnvironmentConfig:
     )
 
 
-def called(name: str, **arguments: str) -> Said:
+def called(name: str, **arguments: str) -> ParsedTurn:
     function = {"name": name, "arguments": arguments}
-    return Said(text="called", tool_calls=[{"type": "function", "function": function}])
+    return ParsedTurn(text="called", tool_calls=[{"type": "function", "function": function}])
 
 
-async def converse(config: EnvironmentConfig, *responses: Said | str) -> list[Any]:
+async def converse(config: EnvironmentConfig, *responses: ParsedTurn | str) -> list[Any]:
     host = EnvironmentHost(load_environment(config), "tools")
     answers: list[Any] = [await host.play("s", {"prompt": "go", "answer": "3"}, [])]
     answers += [await host.play("s", {}, [response]) for response in responses]

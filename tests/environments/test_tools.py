@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from umbra.services.environments.protocol import Opening, Response, Said, StepResult, schema
+from umbra.services.environments.protocol import Opening, ParsedTurn, Response, StepResult, schema
 from umbra.services.environments.tools import ToolUse, calculator
 
 
-def call(expression: Any, name: str = "calculator", argument: str = "expression") -> Said:
+def call(expression: Any, name: str = "calculator", argument: str = "expression") -> ParsedTurn:
     function = {"name": name, "arguments": {argument: expression}}
-    return Said(text="called", tool_calls=[{"type": "function", "function": function}])
+    return ParsedTurn(text="called", tool_calls=[{"type": "function", "function": function}])
 
 
-def step(environment: ToolUse, said: Said | str) -> StepResult:
+def step(environment: ToolUse, said: ParsedTurn | str) -> StepResult:
     return asyncio.run(environment.step(Response.of(said)))
 
 
@@ -62,10 +62,10 @@ def test_a_tool_is_called_and_its_answer_goes_back() -> None:
         (call("3", argument="text"), "missing a required argument: 'expression'"),
         (call("1/0"), "calculator: division by zero"),
         (call(3), "calculator: "),
-        (Said(text="x", content="x", problem="it is not closed"), "it is not closed"),
+        (ParsedTurn(text="x", content="x", problem="it is not closed"), "it is not closed"),
     ],
 )
-def test_a_wrong_call_costs_a_turn_and_nothing_else(response: Said, says: str) -> None:
+def test_a_wrong_call_costs_a_turn_and_nothing_else(response: ParsedTurn, says: str) -> None:
     environment = ToolUse(calls=2)
     environment.reset({"prompt": "2+3?", "answer": "5"})
     result = step(environment, response)

@@ -62,7 +62,7 @@ class Agent:
 
     def hear(self, text: str, now: float = 1.0, *, stop: str = "") -> Any:
         heard = turn(text)
-        self.session.answered(replace(heard, said=replace(heard.said, stop=stop)), now)
+        self.session.answered(replace(heard, parsed=replace(heard.parsed, stop=stop)), now)
         return self.told[-1]
 
     def talk(self, *messages: Message, **fields: Any) -> News:

@@ -12,7 +12,7 @@ from umbra.proto import messages as m
 from umbra.proto.errors import RejectedError, UsageError
 from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.protocol import Said
+from umbra.services.environments.protocol import ParsedTurn
 from umbra.services.generator.engines.engine import CacheFigures, EngineError
 
 
@@ -35,7 +35,7 @@ def test_nothing_is_leased_before_there_are_weights(bench: Bench) -> None:
 
 
 class NeverAnswers(InlinePool):
-    def play(self, key: str, row: dict[str, Any], responses: Sequence[Said | str]) -> None:
+    def play(self, key: str, row: dict[str, Any], responses: Sequence[ParsedTurn | str]) -> None:
         if not responses:
             super().play(key, row, responses)
 

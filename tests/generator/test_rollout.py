@@ -26,10 +26,10 @@ from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import (
     Ask,
     Message,
+    ParsedTurn,
     RefusedError,
     Response,
     Row,
-    Said,
     StepResult,
     prompt_messages,
 )
@@ -371,11 +371,11 @@ def test_a_turn_that_its_parser_fails_on_is_words(
 ) -> None:
     chat = Chat(tokenizer, {STOP})
 
-    def fail(*_: object) -> Said:
+    def fail(*_: object) -> ParsedTurn:
         raise KeyError("name")
 
     monkeypatch.setattr(chat, "parser", SimpleNamespace(name="odd", marked=0, plain=0, read=fail))
-    said = chat.said([*tokenizer("ab", add_special_tokens=False)["input_ids"], STOP])
+    said = chat.parse([*tokenizer("ab", add_special_tokens=False)["input_ids"], STOP])
     assert (said.text, said.content) == ("ab", "ab")
     assert said.problem == "the turn cannot be read: KeyError('name')"
 
@@ -443,7 +443,7 @@ def test_what_an_engine_samples_beyond_it_is_dropped(tokenizer: Any) -> None:
     assert partial.spans[-1].end == 4
     rollout.generated(spoken(chat, ". and so on"))
     assert rollout.phase.value == "step"
-    assert rollout.turn().said.text == "aa"
+    assert rollout.turn().parsed.text == "aa"
 
 
 def test_an_output_is_shortened_with_all_that_is_known_of_it(tokenizer: Any) -> None:

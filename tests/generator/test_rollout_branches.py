@@ -49,7 +49,7 @@ class Talk:
         self.ask(text, after)
         self.hear(said, version)
         assert self.rollout.phase is Phase.STEP
-        assert self.rollout.turn().said.text == said
+        assert self.rollout.turn().parsed.text == said
 
     def end(self, **result: Any) -> Trajectory:
         self.rollout.finish(StepResult(reward=1.0, done=True, **result))

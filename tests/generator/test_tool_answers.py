@@ -16,7 +16,7 @@ from umbra.proto.records import Sampling, unpack_int32
 from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.protocol import Opening, Row, Said, SampleError, StepResult
+from umbra.services.environments.protocol import Opening, ParsedTurn, Row, SampleError, StepResult
 from umbra.services.environments.tools import ToolUse
 from umbra.services.environments.worker import EnvironmentHost
 from umbra.services.generator.checks import check_environment, check_template
@@ -132,12 +132,12 @@ def test_tools_tell_which_calls_they_answer() -> None:
     function = {"name": "calculator", "arguments": {"expression": "1+1"}}
     answers = EnvironmentHost(ToolUse, "tools")
     row = {"prompt": "1+1?", "answer": "2"}
-    called = Said(text="x", tool_calls=[{"type": "function", "function": function}])
+    called = ParsedTurn(text="x", tool_calls=[{"type": "function", "function": function}])
     result = asyncio.run(answers.play("s", row, [called]))
     assert isinstance(result, StepResult)
     assert result.tool_calls == [{"id": "call_0", "type": "function", "function": function}]
     # A turn with a call that can't be read is text as a whole.
-    result = asyncio.run(answers.play("t", row, [Said(text="x", problem="broken")]))
+    result = asyncio.run(answers.play("t", row, [ParsedTurn(text="x", problem="broken")]))
     assert isinstance(result, StepResult)
     assert (result.tool_calls, len(result.messages)) == ([], 1)
 

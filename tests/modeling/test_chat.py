@@ -71,9 +71,9 @@ def test_without_a_template_prompts_are_text(tokenizer: Any) -> None:
 def test_what_was_said_ends_before_its_stop_token(tokenizer: Any) -> None:
     chat = Chat(tokenizer, {tokenizer.eos_token_id})
     ids = chat.text_ids("how", begins=False)
-    assert chat.said(ids).text == "how"
-    assert chat.said([*ids, tokenizer.eos_token_id]).text == "how"
-    assert chat.said([]).text == ""
+    assert chat.parse(ids).text == "how"
+    assert chat.parse([*ids, tokenizer.eos_token_id]).text == "how"
+    assert chat.parse([]).text == ""
     plain = Chat(tokenizer, {ids[-1]})  # a stop token that is ordinary text
-    assert plain.said(ids).text == "ho"
+    assert plain.parse(ids).text == "ho"
     assert "".join(map(chat.piece, ids)) == "how"

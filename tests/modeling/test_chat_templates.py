@@ -14,7 +14,7 @@ import pytest
 from fakes.chat_templates import chat_tokenizer, template_names, training_names, weather
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.protocol import Message, Opening, Said
+from umbra.services.environments.protocol import Message, Opening, ParsedTurn
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.chat_template import as_text, with_tools
 
@@ -179,7 +179,7 @@ def not_reasoning(name: str) -> bool:
     return chat.text(chat.prompt_ids([ASKED])).rstrip().endswith("</think>")
 
 
-def read_back(name: str, message: Message) -> Said | None:
+def read_back(name: str, message: Message) -> ParsedTurn | None:
     """Return the turn read back from the template; None if it does not write all of it."""
     whole, (tokenizer, chat) = Whole(name), tokenizer_of(name)
     tools = whole.tells_tools
@@ -196,7 +196,7 @@ def read_back(name: str, message: Message) -> Said | None:
     wanted = [c["function"]["arguments"]["city"] for c in message.get("tool_calls", ())]
     if not all(word in text for word in wanted) or (tools and not whole.writes_calls and wanted):
         return None
-    return chat.said(turn, prompt, [WEATHER])
+    return chat.parse(turn, prompt, [WEATHER])
 
 
 def calls_read(name: str) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import ModelConfig
-from umbra.services.environments.protocol import Said
+from umbra.services.environments.protocol import ParsedTurn
 from umbra.services.modeling.chat import Chat, StopSearch
 from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
 
@@ -21,14 +21,14 @@ WEATHER = weather(
 USER = [{"role": "user", "content": "How warm is it?"}]
 
 
-def read(name: str, text: str, tools: Any = (WEATHER,), **options: Any) -> Said:
+def read(name: str, text: str, tools: Any = (WEATHER,), **options: Any) -> ParsedTurn:
     chat = Chat(*chat_tokenizer(name), **options)
-    return chat.said(
+    return chat.parse(
         chat.text_ids(text, begins=False), chat.prompt_ids(USER, list(tools)), list(tools)
     )
 
 
-def arguments(said: Said) -> list[Any]:
+def arguments(said: ParsedTurn) -> list[Any]:
     return [call["function"]["arguments"] for call in said.tool_calls]
 
 
@@ -51,7 +51,8 @@ def test_special_tokens_that_mark_calls_are_not_lost() -> None:
 @given(st.text(max_size=40) | st.sampled_from([" <tool_call>{}</tool_call>", "a<|im_end|>"]))
 def test_turns_that_need_no_parser_are_what_it_would_read(text: str) -> None:
     parser = ResponseTemplateParser("told", TOLD, told=True)
-    assert parser.plain and parser.read("", text, [], "<|im_end|>") == Said(text=text, content=text)
+    assert parser.plain
+    assert parser.read("", text, [], "<|im_end|>") == ParsedTurn(text=text, content=text)
 
 
 def test_reasoning_that_the_prompt_has_begun() -> None:
@@ -128,7 +129,7 @@ def test_a_stop_string_is_found_at_its_first_token(words: str, stops: list[str],
     )
     assert end == first
     if end is not None:
-        said = chat.said(ids[:end], (), (), stops)
+        said = chat.parse(ids[:end], (), (), stops)
         assert said.stop in stops
         assert not any(stop in said.content for stop in stops)
         assert words.startswith(said.content + said.stop)
@@ -166,7 +167,7 @@ def test_a_model_may_bring_its_own_response_template() -> None:
     }
     chat = Chat(tokenizer, stops)
     ids = chat.text_ids('@weather{"days": 1};<|im_end|>', begins=False)
-    said = chat.said(ids, chat.prompt_ids(USER, [WEATHER]), [WEATHER])
+    said = chat.parse(ids, chat.prompt_ids(USER, [WEATHER]), [WEATHER])
     assert arguments(said) == [{"days": 1}]
 
 

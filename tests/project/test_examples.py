@@ -20,8 +20,8 @@ from umbra.services.config.rules import implied_staleness
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import (
     Opening,
+    ParsedTurn,
     Response,
-    Said,
     StepResult,
     tool_call,
 )
@@ -101,7 +101,7 @@ def test_the_basket_of_the_shop_counts(calls: list[str], told: list[str], reward
     assert [tool["function"]["name"] for tool in opening.tools] == ["price", "add"]
     results: list[StepResult] = []
     for name, _, item in (call.partition(" ") for call in calls):
-        said = Said(text="call", tool_calls=[tool_call(name, {"item": item})])
+        said = ParsedTurn(text="call", tool_calls=[tool_call(name, {"item": item})])
         results.append(shop.step(Response.of(said)))
     if len(told) == len(calls):  # the turns are not over
         results.append(shop.step(Response.of("done")))

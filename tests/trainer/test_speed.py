@@ -10,15 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from fakes.noisy_batch import noisy_trajectories
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma3TextConfig,
-    PreTrainedConfig,
-    Qwen3MoeConfig,
-)
 
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.lora import add_adapter
@@ -101,16 +95,16 @@ def test_a_sequence_alone_by_hand(tmp_path: Path) -> None:
     assert micro.cost == 6 * 1000 * fed + 6 * 100 * learned + 12 * 10 * keys
 
 
-def of(config: PreTrainedConfig) -> tuple[TrainingFlops, int]:
+def of(config: transformers.PreTrainedConfig) -> tuple[TrainingFlops, int]:
     """Return the cost of `config`, and its number of weights, without any in memory."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     return TrainingFlops.of(model), sum(p.numel() for p in model.parameters())
 
 
 def test_a_token_meets_some_experts_only() -> None:
     """Qwen3-30B-A3B, by hand: 8 of 128 experts of 3 x 2048 x 768 weights in each of 48 layers."""
-    config = Qwen3MoeConfig(
+    config = transformers.Qwen3MoeConfig(
         vocab_size=151_936,
         hidden_size=2048,
         num_hidden_layers=48,
@@ -133,11 +127,11 @@ def test_a_token_meets_some_experts_only() -> None:
 
 
 def test_a_token_meets_the_adapters_of_its_experts() -> None:
-    config = Qwen3MoeConfig(
+    config = transformers.Qwen3MoeConfig(
         hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
     )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     before = TrainingFlops.of(model)
     add_adapter(model, TrainerConfig(lora_rank=4, lora_targets=["experts.down_proj"]), 0)
     each = 4 * (32 + 64)
@@ -146,7 +140,7 @@ def test_a_token_meets_the_adapters_of_its_experts() -> None:
 
 def test_shared_experts_and_dense_layers_are_met_by_every_token() -> None:
     """DeepSeek-V3 has 671B weights, of which a token meets 37B (arXiv 2412.19437)."""
-    cost, total = of(DeepseekV3Config())
+    cost, total = of(transformers.DeepseekV3Config())
     assert total == pytest.approx(671e9, rel=0.001)
     assert cost.body + cost.head == pytest.approx(37e9, rel=0.02)
     latent = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
@@ -160,7 +154,7 @@ def test_shared_experts_and_dense_layers_are_met_by_every_token() -> None:
 def test_a_window_bounds_the_keys() -> None:
     """Gemma 3 has both kinds of layers."""
     cost, _ = of(
-        Gemma3TextConfig(
+        transformers.Gemma3TextConfig(
             num_hidden_layers=3,
             num_attention_heads=4,
             head_dim=16,

@@ -144,7 +144,7 @@ class Answer:
         Calls are objects only if all of them are well formed; else they stay text, for the agent
         to answer. The ids of tool calls are the same whenever the turn is played again.
         """
-        answer, finish_reason = turn.said, "stop"
+        answer, finish_reason = turn.parsed, "stop"
         message: Message = {"role": "assistant", "content": answer.content}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning

@@ -405,7 +405,7 @@ def _read_blocks(message: dict[str, Any], where: str) -> list[Message]:
 
 
 def _end(answer: Answer) -> dict[str, Any]:
-    stop = answer.turn.said.stop
+    stop = answer.turn.parsed.stop
     if stop and answer.finish_reason == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": stop}
     return {"stop_reason": _STOPS[answer.finish_reason], "stop_sequence": None}

@@ -194,7 +194,7 @@ class AgentSession:
         if isinstance(turn, Turn):
             call, answer = asked.call, Answer.of(turn, asked.call, self.turns)
             history = [*call.messages, answer.message]
-            place = _Place(self.turns, call.tools, history, turn.said.stop)
+            place = _Place(self.turns, call.tools, history, turn.parsed.stop)
             self._places = [*self._places, place] if self._branches else [place]
             self.turns += 1
             asked.answer.set_result(answer)
