@@ -34,19 +34,17 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def verifiers_rows(name: str, options: Mapping[str, Any], count: int, seed: int) -> list[Row]:
-    """Return the first `count` tasks as prompt rows, shuffled by `seed` if they are finite."""
-    taskset = _environment(name, options).taskset
-    tasks: Iterable[Any] = taskset if taskset.INFINITE else taskset.shuffle(seed)
-    return [_row(task, n) for n, task in enumerate(itertools.islice(tasks, count))]
-
-
 def main(name: str, options: str, count: str, seed: str, out: str) -> None:
-    """Write up to `count` rows of `name` to the file `out`, in the Python that has verifiers."""
+    """Write the first `count` tasks of `name` as prompt rows to the file `out`.
+
+    In the Python that has verifiers. Tasks are shuffled by `seed` if they are finite.
+    """
     sys.path.append(os.getcwd())
     try:
-        rows = verifiers_rows(name, json.loads(options), int(count), int(seed))
-        lines = [json.dumps(row) for row in rows]
+        taskset = _environment(name, json.loads(options)).taskset
+        tasks: Iterable[Any] = taskset if taskset.INFINITE else taskset.shuffle(int(seed))
+        tasks = itertools.islice(tasks, int(count))
+        lines = [json.dumps(_row(task, number)) for number, task in enumerate(tasks)]
     except UmbraError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)

@@ -183,19 +183,6 @@ def own_rows(name: str, tensor: Tensor, rank: int, world: int) -> tuple[Tensor, 
     return tensor[start : start + rows], start
 
 
-def written_rows(
-    model: nn.Module, rank: int, world: int, *, adapter: bool = False
-) -> dict[str, tuple[int, int]]:
-    """Return the rows `[first, end)` of each tensor of a version that `rank` writes, if any."""
-    rows: dict[str, tuple[int, int]] = {}
-    for name, source in (factors(model) if adapter else _tensors(model)).items():
-        tensor = source.base if isinstance(source, LowRank) else source
-        own, first = own_rows(name, tensor, rank, world)
-        if own.numel():
-            rows[name] = first, first + (len(own) if own.dim() else 1)
-    return rows
-
-
 def _by_block(target: Tensor, source: Tensor) -> Move:
     """Return a copy from `source` to `target`, in its dtype, by way of a private block.
 
@@ -258,11 +245,15 @@ def row_owners(
 
     By name `(end, node)`, with ends that ascend up to the number of rows. All ranks call it.
     """
-    place = ranks.place
-    if place.nodes == 1:
+    written: dict[str, tuple[int, int]] = {}  # rows [first, end) of each tensor, if any
+    if ranks.place.nodes == 1:
         return {}
-    rows = written_rows(model, ranks.rank, ranks.world, adapter=adapter)
-    return owners_of(ranks.collect(rows, dict[str, tuple[int, int]]), place)
+    for name, source in (factors(model) if adapter else _tensors(model)).items():
+        tensor = source.base if isinstance(source, LowRank) else source
+        rows, first = own_rows(name, tensor, ranks.rank, ranks.world)
+        if rows.numel():
+            written[name] = first, first + (len(rows) if rows.dim() else 1)
+    return owners_of(ranks.collect(written, dict[str, tuple[int, int]]), ranks.place)
 
 
 def owners_of(
