@@ -155,7 +155,7 @@ class AgentRunner:
             end.set_result(outcome)
 
     async def _report(self, url: str, outcome: EpisodeOutcome) -> None:
-        """Post the reward of a session, or why there is none."""
+        """Post a session's reward, or the reason for its failure."""
         ask, value, reason = self._generators.ask, outcome.value, outcome.error or NO_REWARD
         try:
             if isinstance(value, StepResult) and value.done:

@@ -54,7 +54,7 @@ class Sandbox(Protocol):
         ...
 
     async def close(self) -> None:
-        """End whatever still runs, and remove what the sample has written."""
+        """End running processes and remove the sample's files."""
         ...
 
 
@@ -208,7 +208,7 @@ async def _feed(writer: asyncio.StreamWriter, data: bytes) -> None:
 def sandbox_factory(
     kind: str, options: Mapping[str, Any], load: Callable[[str, str], Callable[..., Any]]
 ) -> Callable[[], Sandbox]:
-    """Return what makes the sandbox of a sample; `load` finds "module:Class" for a key."""
+    """Return the factory of sandboxes; `load` imports "module:Class" for a key."""
     if ":" in kind:
         make = load(kind, "environment.sandbox")
         missing = [name for name in ("run", "close") if not callable(getattr(make, name, None))]
@@ -242,11 +242,11 @@ class SandboxTools:
         self._sandbox: Sandbox | None = None
 
     async def python(self, code: str) -> str:
-        """Run a Python program, and return what it prints; files stay for the next call."""
+        """Run a Python program and return its output; files stay for the next call."""
         return await self._output_of(["python3", "-"], code)
 
     async def shell(self, command: str) -> str:
-        """Run a command in a shell, and return what it prints; files stay for the next call."""
+        """Run a command in a shell and return its output; files stay for the next call."""
         return await self._output_of(["sh", "-c", command], "")
 
     async def close(self) -> None:

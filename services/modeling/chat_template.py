@@ -86,7 +86,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _writes_text(self) -> bool:
-        """False for some vision models', which write nothing of a message that is no list."""
+        """False for some vision models' templates, which drop contents that are no lists."""
         return _ASKED in self._apply([_user()], (), cue=True)
 
     @functools.cached_property
@@ -143,7 +143,7 @@ class ChatTemplate:
     def turn_text(
         self, turn: Message, tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, str, str]:
-        """Return what it writes before `turn`, the turn, and its end token."""
+        """Return the text before `turn`, the turn, and its end token."""
         history = [_user()]
         prompt = self.render(history, tools)
         whole = self.render([*history, turn], tools, cue=False)
@@ -220,9 +220,9 @@ class ChatTemplate:
     def tail(
         self, messages: Sequence[Message], calls: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, list[int]]:
-        """Return the text after a model's turn that called `calls`, which `messages` follow.
+        """Return text and tokens from a model's turn with `calls` to its next one.
 
-        And its tokens, with the end token before.
+        `messages` are between the two; the tokens begin with the turn's end token.
 
         Raises:
             TurnsError: the template writes no such turn, or does not end it.
@@ -365,7 +365,7 @@ def _special_tokens(tokenizer: Any) -> set[str]:
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """Put a system message first that says what may be called, and how."""
+    """Put a system message first that describes the tools and how to call them."""
     described = "\n".join(json.dumps(tool) for tool in tools)
     system: Message = {
         "role": "system",

@@ -90,7 +90,7 @@ def _bring(source: Path, place: Path) -> None:
 
 @contextmanager
 def _reading(fault: str, remedy: str) -> Iterator[None]:
-    """Raise a UsageError of one sentence for whatever parsers raise; mute what they warn of."""
+    """Turn the parsers' errors into a UsageError of one sentence; mute their warnings."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -272,7 +272,7 @@ class WeightFiles:
 
 
 def _not_by_rows(rule: Any) -> str:
-    """Return the fault of a used rule whose results have not the rows of what they are made of."""
+    """Return the fault of a used conversion rule that does not keep rows."""
     if not isinstance(rule, WeightConverter) or not rule.was_used():
         return ""
     first, *rest = rule.operations

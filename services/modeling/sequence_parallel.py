@@ -114,7 +114,7 @@ class SequenceParallel:
         return SequenceShare(group, rows, own, learned)
 
     def run(self, share: SequenceShare, forward: Callable[..., Any]) -> Any:
-        """Call `forward` on a share; refuse a model of which not all layers exchanged."""
+        """Call `forward` on a share; refuse a model whose layers did not all exchange."""
         output = forward(**{_ARGUMENT: share})
         if share.layers != self._layers:
             raise UsageError(

@@ -95,7 +95,7 @@ def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
 
 
 def _node(config: TrainerConfig, node_rank: int | None) -> int:
-    """Return the number of this host, or refuse what ranks of several hosts could not meet with."""
+    """Return the number of this host; refuse settings with which hosts cannot meet."""
     nodes = config.nodes
     if nodes == 1:
         if node_rank:

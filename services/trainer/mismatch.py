@@ -217,7 +217,7 @@ class _Comparison:
         return torch.tensor(sorted(chosen), dtype=torch.int64)
 
     def found(self, ranks: Ranks) -> dict[str, Compared]:
-        """Compare what all ranks have seen; return the same on all, by generator."""
+        """Compare the tokens of all ranks; return the outcome by generator, on every rank."""
         results: dict[str, Compared] = {}
         table = torch.zeros(2, len(self.batch.behaviour))  # whether seen, log pi
         for source, logprobs in self.seen:

@@ -103,7 +103,7 @@ class AgentPool:
     # -- as an environment pool, from the generator's thread --------------------------------------
 
     def play(self, key: str, row: Row, responses: Sequence[ParsedTurn | str]) -> None:
-        """Open a session for sample `key`; what the model says goes to whoever asked for it."""
+        """Open a session for sample `key`; the model's turns answer its requests."""
         assert not responses, "agents are answered through their Ask"
         self._thread.call(self._open, key, row)
 
@@ -111,7 +111,7 @@ class AgentPool:
         self._thread.call(self._close, key)
 
     def collect(self) -> list[EpisodeOutcome]:
-        """Return what agents have asked for, and rewards, since the last call."""
+        """Return the requests and rewards of agents since the last call."""
         return self._outcomes.collect()
 
     def close(self) -> None:

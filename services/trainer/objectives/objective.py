@@ -222,7 +222,7 @@ class Objective:
                 return terms.unclipped(free, advantages)
 
     def _keep_now(self, tokens: TokenInputs) -> Tensor:
-        """Mask tokens by what depends on the current policy."""
+        """Mask tokens by the current policy."""
         logprobs, mu, threshold = tokens.logprobs, tokens.behaviour, self.pieces.mask_threshold
         match self.pieces.mask:
             case "opsm":
@@ -249,7 +249,7 @@ def token_weights(
     length: int,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Return what each learned token's loss is multiplied with before all are summed, float32 [M].
+    """Return the weight of each learned token's loss in the sum, float32 [M].
 
         token_mean     1 / tokens                          (DAPO, arXiv 2503.14476, eq. 8)
         sequence_mean  1 / (sequences * own tokens)        (GRPO, arXiv 2402.03300, eq. 3)
