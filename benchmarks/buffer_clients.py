@@ -114,8 +114,9 @@ class Wire:
             self.control.send_multipart(self.encoder.encode(beat)[1])
         while self.control.poll(0):
             ack = decode(self.control.recv_multipart()).body
-            if isinstance(ack, HeartbeatAck):
+            if isinstance(ack, HeartbeatAck) and ack.heartbeat_s != self.pace_s:
                 self.pace_s = ack.heartbeat_s
+                self.beat_at = now + random.random() * self.pace_s  # as if each had its own start
         for number, (frames, sent_at) in self.open.items():
             if now - sent_at > RESEND_S:
                 self.open[number] = (frames, now)
@@ -190,7 +191,7 @@ class Producer:
     def run(self, seconds: float) -> None:
         """Produce for so long."""
         began = time.monotonic()
-        upkeep_at = began
+        upkeep_at, self._sent = began, 0
         for generator in self._generators.values():
             self._lease(generator)
         while (now := time.monotonic()) - began < seconds:
