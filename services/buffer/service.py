@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,8 +15,8 @@ import zmq
 
 from umbra.proto.access import SOCKETS
 from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError
-from umbra.proto.messages import DATA, Welcome
-from umbra.proto.net.server import Server
+from umbra.proto.messages import DATA, CommitBatch, LeaseBatch, Welcome
+from umbra.proto.net.server import Request, Server
 from umbra.proto.sockets import reachable
 from umbra.services.buffer.broker import Broker
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
@@ -35,8 +36,15 @@ from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.prompts import Prompt, read_source
 from umbra.services.weights.memory import HeapTrimmer
 
+TRAINERS = (LeaseBatch, CommitBatch)  # requests whose answers a step waits for
 POLL_S = 0.1  # how late a deadline may be noticed
 TICK_S = 0.05
+# Small turns begin this far apart: 32 generators that send 1,000 messages/s cost 258 us of CPU each
+# instead of 413. The trainer waits for its answers, so turns just after its requests do not pause.
+PACE_S = 0.004
+TRAINER_S = 0.02
+# A commit of more leaves the loop to a second thread; for less its wake-ups cost 60 us too many.
+SMALL_BYTES = 256 << 10
 WAITING_BYTES = 16 << 20  # for the next commit; beyond that nothing more is taken in
 # New objects between collections of these alone, as thousands are made per poll; each takes
 # about a microsecond, while everyone waits. Older ones are looked at again after a thousand of
@@ -158,6 +166,7 @@ class Service:
         self._thread = ThreadPoolExecutor(1, "commit")
         self._commit: Future[None] | None = None  # the one under way
         self._wake = server.waker()
+        self._trainer_at = 0.0  # when it last asked
 
     def run(self) -> None:
         drained, ticked_at, freed = False, 0.0, HeapTrimmer()
@@ -166,7 +175,7 @@ class Service:
                 if self._commit and self._store.waiting_bytes > WAITING_BYTES:
                     self._turn_over()  # the disk is slower than they are: let them wait too
                 requests = self._server.poll(POLL_S)
-                now = self._server.listened_s
+                began, now = time.monotonic(), self._server.listened_s
                 if requests:
                     self._held += self._broker.handle_all(requests, now)
                 if now - ticked_at >= TICK_S:  # it looks at all members, so not at every message
@@ -181,12 +190,22 @@ class Service:
                     return
                 if self._commit is None or self._commit.done():
                     self._turn_over()
+                if requests:
+                    self._gather(requests, began)
+
+    def _gather(self, requests: Sequence[Request], began: float) -> None:
+        """Let requests come together for the next turn, after a small one that began at `began`."""
+        if any(isinstance(request.body, TRAINERS) for request in requests):
+            self._trainer_at = began
+        if self._commit is None and began - self._trainer_at > TRAINER_S:
+            time.sleep(max(began + PACE_S - time.monotonic(), 0.0))
 
     def _turn_over(self) -> None:
-        """End the commit under way, send what waited for it, and begin the next.
+        """End the commit under way, send what waited for it, begin the next; wait for a small one.
 
         While the disk is full, heartbeats and status are answered nevertheless.
         """
+        write = None
         try:
             if self._commit is not None:
                 error, self._commit = self._commit.exception(), None  # waits for its end
@@ -196,7 +215,11 @@ class Service:
                 self._broker.room.full("")
                 self._let_go()
             self._broker.save()
-            write = self._store.freeze()
+            if self._store.waiting_bytes > SMALL_BYTES:
+                write = self._store.freeze()
+            else:
+                self._store.commit()
+                self._broker.room.full("")
         except StoreFullError as error:
             self._broker.room.full(str(error))
             held = self._leaving + self._held

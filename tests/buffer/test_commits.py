@@ -1,4 +1,4 @@
-"""The service sends only stored answers, and no turn of its loop waits for a commit."""
+"""The service sends only stored answers; its turns wait for small commits only, then they pause."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any, cast
 import pytest
 from fakes.slowness import limit
 
-from umbra.proto.messages import Header, HeartbeatAck, Message, Ok
+from umbra.proto.messages import Header, HeartbeatAck, LeaseBatch, Message, Ok
 from umbra.proto.net.server import Request
+from umbra.services.buffer import service
 from umbra.services.buffer.effects import Effect, Reply
-from umbra.services.buffer.service import Service
+from umbra.services.buffer.service import PACE_S, SMALL_BYTES, Service
 from umbra.services.buffer.store import StoreFullError
 
 BEAT = HeartbeatAck(version=0, heartbeat_s=1.0)
@@ -21,19 +22,26 @@ BEAT = HeartbeatAck(version=0, heartbeat_s=1.0)
 class Script:
     """Server, broker, store and context in one: messages 1 to `count`, one in each turn.
 
-    A commit ends once the next message is handled, or there is none. `errors` are what the
+    A large commit ends once the next message is handled, or there is none. `errors` are what the
     commits raise, in order; `seen` has commits, by their newest message, and replies.
     """
 
-    def __init__(self, count: int, *errors: BaseException, body: Message | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        *errors: BaseException,
+        body: Message | None = None,
+        asks: Message | None = None,
+        small: bool = False,
+    ) -> None:
         self.seen: list[tuple[str, int]] = []
-        self.waiting_bytes = 0
+        self.waiting_bytes = 0 if small else SMALL_BYTES + 1
         self.listened_s = 0.0
         self.finished = False
         self.stopping = threading.Event()
         self.metrics = SimpleNamespace(on_row=None)
         self.room = SimpleNamespace(full=lambda why: self.seen.append((why, 0)) if why else None)
-        self._body = body or Ok()
+        self._body, self._asks = body or Ok(), asks or Ok()
         self._count, self._came, self._stored = count, 0, 0
         self._errors = list(errors)
         self._writing = False
@@ -51,7 +59,7 @@ class Script:
                 major=1, minor=0, type="Ok", id=self._came, sender="a", incarnation="a-1"
             )
             channel = "data" if isinstance(self._body, Ok) else "control"
-            return [Request(channel, b"a", header, Ok())]
+            return [Request(channel, b"a", header, self._asks)]
         if self._writing:
             self._may_end.release()
             assert self._woken.acquire(timeout=limit(30)), "nobody told of the end of the commit"
@@ -95,6 +103,17 @@ class Script:
 
         return write
 
+    def commit(self) -> None:
+        self._may_end.release()
+        write, failure = self.freeze(), None
+        try:
+            if write is not None:
+                write()
+        except OSError as error:
+            failure = error
+        self._writing = False
+        self.settle(failure)
+
     def settle(self, error: OSError | None) -> None:
         if error is not None:
             self._stored = 0
@@ -113,16 +132,39 @@ def test_the_next_turns_do_not_wait_for_a_commit_but_what_they_answer_does() -> 
     assert rest == [("reply", 1), ("commit", 3), ("reply", 2), ("reply", 3)]
 
 
+def test_a_turn_waits_for_a_small_commit() -> None:
+    turns = [(kind, n) for n in (1, 2, 3) for kind in ("commit", "reply")]
+    assert served(Script(3, small=True)) == turns
+
+
+@pytest.mark.parametrize(
+    ("small", "asks", "pauses"),
+    [(True, Ok(), [PACE_S] * 3), (True, LeaseBatch(step=1, wait_s=0.0), []), (False, Ok(), [])],
+)
+def test_small_turns_pause_unless_the_trainer_has_just_asked(
+    small: bool, asks: Message, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: 100.0, sleep=rests.append)
+    monkeypatch.setattr(service, "time", clock)
+    served(Script(3, small=small, asks=asks))
+    assert rests == pytest.approx(pauses)
+
+
+@pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("is_promise", [True, False])
-def test_a_full_disk_leaves_answers_unsent_that_are_not_stored(is_promise: bool) -> None:
-    script = Script(1, OSError(28, "full"), body=Ok() if is_promise else BEAT)
+def test_a_full_disk_leaves_answers_unsent_that_are_not_stored(
+    is_promise: bool, small: bool
+) -> None:
+    script = Script(1, OSError(28, "full"), body=Ok() if is_promise else BEAT, small=small)
     told = [("reply", 1)]
     before, after = ([], told) if is_promise else (told, [])
     assert served(script) == [("commit", 1), ("full", 0), *before, ("commit", 1), *after]
 
 
-def test_a_commit_that_breaks_ends_the_service() -> None:
-    script = Script(1, ZeroDivisionError())
+@pytest.mark.parametrize("small", [True, False])
+def test_a_commit_that_breaks_ends_the_service(small: bool) -> None:
+    script = Script(1, ZeroDivisionError(), small=small)
     with pytest.raises(ZeroDivisionError):
         served(script)
     assert script.seen == [("commit", 1)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from itertools import islice
+from itertools import chain, islice
 
 from umbra.services.buffer.prompts import PromptFeed
 from umbra.services.buffer.samples.groups import Grant, Group, Sample, State
@@ -135,8 +135,9 @@ class Batches:
             awaited = self._awaited = next((group for group in late if not group.completed), None)
         if awaited is not None:
             return None
-        first = {group.group_id: group for group in late}
-        return list((first | complete).values())[:count]
+        first = {group.group_id for group in late}
+        rest = (group for name, group in complete.items() if name not in first)
+        return list(islice(chain(late, rest), count))
 
     def _last_chance(self) -> list[Group]:
         """Return groups that the next version would make stale, a batch at most, if it waits."""
