@@ -30,7 +30,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/monitor": (1_260, 39),
     "services/process": (1_965, 58),
     "services/scorer": (432, 8),
-    "services/tinker": (2_915, 60),
+    "services/tinker": (2_500, 50),
     "services/trainer": (6_192, 141),
     "services/weight_hub": (1_990, 17),
     "services/weights": (5_625, 96),

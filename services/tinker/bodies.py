@@ -1,8 +1,10 @@
-"""The JSON bodies of the Tinker API that do something. A field that is not here is refused."""
+"""The JSON bodies of the Tinker API that do something, and the records that the journal keeps.
+
+A field of a body that is not here is refused.
+"""
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,9 +16,64 @@ from umbra.proto.errors import UsageError
 T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Size = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
 
 
-class ApiBody(msgspec.Struct, forbid_unknown_fields=True):
+class TrainedShape(msgspec.Struct, frozen=True):
+    """The trained part of the model: an adapter of `rank`, or with rank 0 all weights."""
+
+    rank: int = 0
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+
+
+class Session(msgspec.Struct, frozen=True):
+    at: float  # of the last heartbeat that was written
+    finished: bool = False
+
+
+class Model(msgspec.Struct, frozen=True):
+    """A model as its client asked for it, and where it is."""
+
+    id: str
+    session: str
+    shape: TrainedShape
+    seed: int
+    created: float
+    user_metadata: dict[str, Any] | None = None
+    next: int = 1  # number of the request that follows
+    snapshot: int = 0  # number of the last request that is in `state`
+    state: str = ""  # folder of its newest snapshot
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """A folder with weights; without one the base model."""
+
+    shape: TrainedShape = TrainedShape()
+    folder: str = ""
+    checksum: str = ""
+
+
+class Sampler(msgspec.Struct, frozen=True):
+    """A sampling session, and the path that it was made from."""
+
+    weights: Weights = Weights()
+    path: str | None = None
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    weights: Weights
+    kind: str
+    size: int
+    at: str
+    expires: str | None
+    user_metadata: dict[str, str] | None
+
+
+class ApiBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Base of bodies; `type` only says which one it is."""
 
     type: str = ""
@@ -29,21 +86,17 @@ class Lora(msgspec.Struct, forbid_unknown_fields=True):
     train_mlp: bool = True
     train_attn: bool = True
 
-
-class TrainedShape(msgspec.Struct, frozen=True):
-    """The trained part of the model: an adapter of `rank`, or with rank 0 all weights."""
-
-    rank: int = 0
-    train_mlp: bool = True
-    train_attn: bool = True
-    train_unembed: bool = True
+    @property
+    def shape(self) -> TrainedShape:
+        parts = self.train_mlp, self.train_attn, self.train_unembed
+        return TrainedShape(self.rank, *parts) if self.rank else TrainedShape()
 
 
 class Optimizer(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     type: Literal["adamw"] = "adamw"
 
 
-class CreateModel(ApiBody, kw_only=True):
+class CreateModel(ApiBody):
     session_id: str
     model_seq_id: Count
     base_model: str
@@ -52,7 +105,7 @@ class CreateModel(ApiBody, kw_only=True):
     optimizer_config: Optimizer = Optimizer()
 
 
-class LoadWeights(ApiBody, kw_only=True):
+class LoadWeights(ApiBody):
     path: str
     optimizer: bool
     model_id: str | None = None
@@ -65,42 +118,33 @@ class LoadWeights(ApiBody, kw_only=True):
 
 
 class Adam(msgspec.Struct, forbid_unknown_fields=True):
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: Size = 1e-4
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    eps: Size = 1e-12
+    weight_decay: Size = 0.0
+    grad_clip_norm: Size = 0.0
 
     def settings(self) -> dict[str, Any]:
-        """Return them by torch's names; UsageError if one is out of range."""
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            below_one = name.startswith("beta")
-            if not (0 <= value < (1 if below_one else math.inf)):
-                limits = "at least 0 and below 1" if below_one else "a number >= 0"
-                raise UsageError(f"adam_params.{name} = {value:g} has to be {limits}")
-        return {
-            "lr": self.learning_rate,
-            "betas": (self.beta1, self.beta2),
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-        }
+        """Return them by torch's names."""
+        betas = self.beta1, self.beta2
+        rates = {"lr": self.learning_rate, "betas": betas, "eps": self.eps}
+        return {**rates, "weight_decay": self.weight_decay}
 
 
-class OptimStep(ApiBody, kw_only=True):
+class OptimStep(ApiBody):
     model_id: str
     seq_id: int
     adam_params: Adam
 
 
-class SaveWeights(ApiBody, kw_only=True):
+class SaveWeights(ApiBody):
     """A request to save weights, of any of the three kinds."""
 
     model_id: str
     seq_id: int
     path: str | None = None
-    ttl_seconds: Annotated[int, Meta(ge=1)] | None = None
+    ttl_seconds: Positive | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     sampling_session_seq_id: Count | None = None
@@ -118,7 +162,7 @@ class SaveWeights(ApiBody, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Positive | None = None
     seed: int | None = None
     stop: str | list[int | str] | None = None
     temperature: float = 1.0
@@ -135,14 +179,14 @@ class PromptChunks(msgspec.Struct, forbid_unknown_fields=True):
     chunks: list[Chunk]
 
 
-class SampleBody(ApiBody, kw_only=True):
+class SampleBody(ApiBody):
     prompt: PromptChunks
     sampling_params: SamplingParams
     sampling_session_id: str
     seq_id: Count
     num_samples: Annotated[int, Meta(ge=1, le=4096)] = 1
     prompt_logprobs: bool | None = None
-    prompt_logprobs_last_n: Annotated[int, Meta(ge=1)] | None = None
+    prompt_logprobs_last_n: Positive | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     prompt_alt_tokens_k: int = 0
@@ -156,40 +200,39 @@ class SampleBody(ApiBody, kw_only=True):
         if self.record_stability_info:
             raise UsageError("record_stability_info is not supported: choose another loss_fn")
         if self.sampling_params.seed is not None:
-            raise UsageError(
-                "sampling_params.seed is not supported: samples share a batch and its random "
-                "numbers"
-            )
+            raise UsageError("sampling_params.seed is not supported: samples share random numbers")
 
 
-class SamplingSession(ApiBody, kw_only=True):
+class CreateSampler(ApiBody):
     session_id: str
     sampling_session_seq_id: Count
     base_model: str | None = None
     model_path: str | None = None
 
 
-class Numbered(msgspec.Struct):
-    """The model that a body is for, and its number: read before anything else of it."""
+class Named(msgspec.Struct):
+    """The subject of a body, read before its other fields."""
 
     model_id: str | None = None
     seq_id: int | None = None
     session_id: str | None = None
     model_seq_id: int | None = None
+    request_id: str = ""
+    tinker_path: str = ""
+    sdk_version: str = ""
 
     @property
     def place(self) -> tuple[str, int]:
         """Return the model, and the number of the request; 0 makes the model."""
         if self.session_id is not None and self.model_seq_id is not None:
-            return model_name(self.session_id, self.model_seq_id), 0
+            return f"{self.session_id}:train:{self.model_seq_id}", 0  # as the SDK makes it up too
         if self.model_id is None or self.seq_id is None or self.seq_id < 1:
             raise UsageError("the body names no model, or its request has no number (seq_id)")
         return self.model_id, self.seq_id
 
 
-def model_name(session: str, number: int) -> str:
-    """Return the id of a session's model, as the SDK makes it up too."""
-    return f"{session}:train:{number}"
+def session_of(model_id: str) -> str:
+    return model_id.rpartition(":train:")[0]
 
 
 def sampler_name(session: str, number: int) -> str:

@@ -1,4 +1,4 @@
-"""The journal of requests, answers and objects in one SQLite file, for a start after a kill.
+"""The journal of requests, answers and records in one SQLite file, for a start after a kill.
 
 A request is written before its future is sent, and its answer together with its changes. A
 request that comes again finds itself here, so it is applied once. Bodies of passes and steps stay
@@ -10,49 +10,52 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import xxhash
 
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.errors import UsageError
+from umbra.services.tinker.bodies import Checkpoint, Model, Sampler, Session
 
 RETAIN_S = 3600.0  # answers stay so long, however often they are fetched
-SCHEMA = 1  # of these tables
+SCHEMA = 2  # of these tables
 _TABLES = """
-CREATE TABLE IF NOT EXISTS requests (
-    id TEXT PRIMARY KEY, lane TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL,
+CREATE TABLE requests (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL,
     body BLOB, digest TEXT NOT NULL, state TEXT NOT NULL, media TEXT, answer BLOB, at REAL
 );
-CREATE INDEX IF NOT EXISTS by_lane ON requests (lane, seq);
-CREATE TABLE IF NOT EXISTS objects (
-    kind TEXT NOT NULL, id TEXT NOT NULL, parent TEXT NOT NULL, data BLOB NOT NULL,
+CREATE INDEX by_owner ON requests (owner, seq);
+CREATE INDEX by_turn ON requests (kind) WHERE state = 'queued';
+CREATE TABLE records (
+    kind TEXT NOT NULL, id TEXT NOT NULL, parent TEXT NOT NULL, data TEXT NOT NULL,
     PRIMARY KEY (kind, id)
 );
 """
+# Models take turns: the record of one whose request was done is the last row.
+_NEXT = """
+LEFT JOIN records ON records.kind = 'Model' AND records.id = owner
+WHERE state = 'queued' AND r.kind != 'asample' AND seq = coalesce(json_extract(data, '$.next'), 0)
+ORDER BY records.rowid LIMIT 1
+"""
 
-State = Literal["queued", "done", "failed"]
-Kind = Literal["session", "model", "sampler", "checkpoint"]
-
-
-class ConflictError(UmbraError):
-    """A request has the number of another one that differs."""
+T = TypeVar("T", Session, Model, Sampler, Checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
 class FutureRequest:
-    """A request as it was accepted: number `seq` of its model or sampling session."""
+    """A request as it was accepted: number `seq` of its owner, a model or a sampling session."""
 
     id: str
-    lane: str
+    owner: str
     seq: int
     kind: str
     body: bytes
-    state: State = "queued"
+    state: Literal["queued", "done", "failed"] = "queued"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +71,35 @@ class FutureAnswer:
         return cls(msgspec.json.encode(value))
 
     @classmethod
-    def failure(cls, why: str, category: Literal["user", "server"]) -> FutureAnswer:
-        body = msgspec.json.encode({"error": why, "category": category})
+    def failure(cls, error: Exception | str) -> FutureAnswer:
+        """Return the answer that says `error`, and whether the client or the server has to act."""
+        category = "user" if isinstance(error, (UsageError, ValueError)) else "server"
+        body = msgspec.json.encode({"error": str(error), "category": category})
         return cls(body, failed=True)
 
 
 class FuturesJournal:
-    """The file, used by all threads of the server."""
+    """The file, used by all threads of the server.
+
+    Attributes:
+        announce: called with each request that has an answer, on the thread that wrote it.
+    """
 
     def __init__(self, path: Path) -> None:
+        self.announce: Callable[[str], object] = lambda _: None
         self._lock = threading.RLock()
         self._depth = 0
+        self._answered: list[str] = []  # in the transaction under way
         self._file = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        (schema,) = self._file.execute("PRAGMA user_version").fetchone()
-        if schema not in (0, SCHEMA):
-            raise UsageError(f"{path} has schema {schema}, not {SCHEMA}: name another --dir")
-        self._file.execute(f"PRAGMA user_version = {SCHEMA}")
         self._file.execute("PRAGMA journal_mode=WAL")
         self._file.execute("PRAGMA synchronous=FULL")  # acknowledged requests are on the disk
-        self._file.executescript(_TABLES)
+        if self._one("SELECT 1 FROM sqlite_master") is None:
+            with self.transaction():
+                for statement in (*_TABLES.split(";"), f"PRAGMA user_version = {SCHEMA}"):
+                    self._file.execute(statement)
+        if (schema := self._one("PRAGMA user_version")[0]) != SCHEMA:
+            self.close()
+            raise UsageError(f"{path} has schema {schema}, not {SCHEMA}: name another --dir")
 
     def close(self) -> None:
         with self._lock:
@@ -98,54 +111,50 @@ class FuturesJournal:
         with self._lock:
             if not self._depth:
                 self._file.execute("BEGIN IMMEDIATE")
+                self._answered.clear()
             self._depth += 1
+            end = "ROLLBACK"
             try:
                 yield
-            except BaseException:
+                end = "COMMIT"
+            finally:
                 self._depth -= 1
                 if not self._depth:
-                    self._file.execute("ROLLBACK")
-                raise
-            self._depth -= 1
-            if not self._depth:
-                self._file.execute("COMMIT")
+                    self._file.execute(end)
+            for request_id in () if self._depth else self._answered:
+                self.announce(request_id)
 
     def accept(self, request: FutureRequest) -> bool:
         """Write `request`; return false if it is here already.
 
         Raises:
-            ConflictError: another one has its id.
+            UsageError: another one has its id.
         """
         digest = xxhash.xxh3_128_hexdigest(request.kind.encode() + b"\0" + request.body)
         with self.transaction():
-            found = self._one("SELECT digest FROM requests WHERE id = ?", request.id)
-            if found is not None:
-                if found[0] != digest:
-                    raise ConflictError(
-                        f"request {request.id} came before with another content: a client has to "
-                        "number its requests"
-                    )
-                return False
-            self._file.execute(
-                "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, 'queued', NULL, NULL, ?)",
-                (request.id, request.lane, request.seq, request.kind, request.body, digest, _now()),
+            known = self._one("SELECT digest FROM requests WHERE id = ?", request.id)
+            if known is None:
+                columns = request.id, request.owner, request.seq, request.kind, request.body
+                self._change(
+                    "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, 'queued', NULL, NULL, ?)",
+                    (*columns, digest, time.time()),
+                )
+        if known not in (None, (digest,)):
+            raise UsageError(
+                f"request {request.id} came before with another content: a client has to number "
+                "its requests"
             )
-        return True
+        return known is None
 
-    def finish(self, request: FutureRequest, answer: FutureAnswer, *, keep: bool = False) -> None:
+    def finish(self, request_id: str, answer: FutureAnswer, *, keep: bool = False) -> None:
         """Write an answer; the body stays only if `keep`."""
+        state = "failed" if answer.failed else "done"
         with self.transaction():
-            self._file.execute(
+            self._answered.append(request_id)
+            self._change(
                 "UPDATE requests SET state = ?, media = ?, answer = ?, at = ?, "
                 "body = CASE WHEN ? THEN body END WHERE id = ?",
-                (
-                    "failed" if answer.failed else "done",
-                    answer.media,
-                    answer.body,
-                    _now(),
-                    keep,
-                    request.id,
-                ),
+                (state, answer.media, answer.body, time.time(), keep, request_id),
             )
 
     def answer(self, request_id: str) -> FutureAnswer | Literal["unknown"] | None:
@@ -156,77 +165,73 @@ class FuturesJournal:
             return "unknown"
         return None if row[0] == "queued" else FutureAnswer(row[2], row[1], row[0] == "failed")
 
-    def requests(self, state: str, lane: str = "", after: int = -1) -> list[FutureRequest]:
-        """Return those that are "queued", or not ("past") and still have a body, in order."""
-        if state == "queued":
-            where, values = "state = 'queued' ORDER BY rowid", ()
-        else:
-            where = "state != 'queued' AND body IS NOT NULL AND lane = ? AND seq > ? ORDER BY seq"
-            values = (lane, after)
-        with self._lock:
-            rows = self._file.execute(
-                f"SELECT id, lane, seq, kind, body, state FROM requests WHERE {where}", values
-            ).fetchall()
-        return [FutureRequest(*row) for row in rows]
+    def next(self) -> FutureRequest | None:
+        """Return a request of a model whose turn it is, if there is one."""
+        return next(iter(self._requests(_NEXT)), None)
 
-    def trim(self, lane: str, seq: int) -> None:
+    def samples(self) -> list[FutureRequest]:
+        """Return the requests for samples without an answer, in order."""
+        return self._requests("WHERE state = 'queued' AND kind = 'asample' ORDER BY rowid")
+
+    def past(self, model_id: str, after: int) -> list[FutureRequest]:
+        """Return the answered requests of a model after number `after` that have a body."""
+        where = "WHERE state != 'queued' AND body IS NOT NULL AND owner = ? AND seq > ?"
+        return self._requests(f"{where} ORDER BY seq", model_id, after)
+
+    def trim(self, model_id: str, seq: int) -> None:
         """Drop the bodies that a snapshot after request `seq` covers."""
-        with self.transaction():
-            self._file.execute(
-                "UPDATE requests SET body = NULL WHERE lane = ? AND seq <= ? AND state != 'queued'",
-                (lane, seq),
-            )
+        self._change(
+            "UPDATE requests SET body = NULL WHERE owner = ? AND seq <= ? AND state != 'queued'",
+            (model_id, seq),
+        )
 
     def purge(self) -> None:
         """Drop answers that are older than `RETAIN_S`."""
-        with self.transaction():
-            self._file.execute(
-                "DELETE FROM requests WHERE state != 'queued' AND body IS NULL AND at < ?",
-                (_now() - RETAIN_S,),
-            )
+        self._change(
+            "DELETE FROM requests WHERE state != 'queued' AND body IS NULL AND at < ?",
+            (time.time() - RETAIN_S,),
+        )
 
-    def put(self, kind: Kind, name: str, data: dict[str, Any], parent: str = "") -> None:
-        with self.transaction():
-            self._file.execute(
-                "INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?)",
-                (kind, name, parent, msgspec.json.encode(data)),
-            )
+    def put(self, record: Session | Model | Sampler | Checkpoint, name: str, parent: str) -> None:
+        values = type(record).__name__, name, parent, msgspec.json.encode(record).decode()
+        self._change("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", values)
 
-    def get(self, kind: Kind, name: str) -> dict[str, Any] | None:
+    def get(self, kind: type[T], name: str) -> T | None:
         with self._lock:
-            row = self._one("SELECT data FROM objects WHERE kind = ? AND id = ?", kind, name)
-        return None if row is None else msgspec.json.decode(row[0])
+            values = kind.__name__, name
+            row = self._one("SELECT data FROM records WHERE kind = ? AND id = ?", *values)
+        return None if row is None else msgspec.json.decode(row[0], type=kind)
 
-    def all(self, kind: Kind, parent: str | None = None) -> dict[str, dict[str, Any]]:
-        """Return the objects of a kind by their names, in the order in which they were written."""
+    def all(self, kind: type[T], parent: str | None = None) -> dict[str, T]:
+        """Return the records of a kind by their names, in the order in which they were written."""
+        query = "SELECT id, data FROM records WHERE kind = ? AND ifnull(?, parent) = parent"
         with self._lock:
-            rows = self._file.execute(
-                "SELECT id, data FROM objects WHERE kind = ? AND (? IS NULL OR parent = ?) "
-                "ORDER BY rowid",
-                (kind, parent, parent),
-            ).fetchall()
-        return {name: msgspec.json.decode(data) for name, data in rows}
+            rows = self._file.execute(f"{query} ORDER BY rowid", (kind.__name__, parent)).fetchall()
+        return {name: msgspec.json.decode(data, type=kind) for name, data in rows}
 
     def end(self, session: str) -> None:
         """Drop a session and its sampling sessions, unless a request of it is pending."""
-        lanes = f"{session}:*"
+        owners = f"{session}:*"
         with self.transaction():
-            pending = "SELECT 1 FROM requests WHERE state = 'queued' AND lane GLOB ? LIMIT 1"
-            if self._one(pending, lanes) is None:
-                self._file.execute("UPDATE requests SET body = NULL WHERE lane GLOB ?", (lanes,))
-                self._file.execute(
-                    "DELETE FROM objects WHERE kind = 'sampler' AND parent = ? "
-                    "OR kind = 'session' AND id = ?",
-                    (session, session),
+            pending = "SELECT 1 FROM requests WHERE state = 'queued' AND owner GLOB ? LIMIT 1"
+            if self._one(pending, owners) is None:
+                self._change("UPDATE requests SET body = NULL WHERE owner GLOB ?", (owners,))
+                self._change(
+                    "DELETE FROM records WHERE kind = 'Sampler' AND parent = ?", (session,)
                 )
+                self.drop(Session, session)
 
-    def drop(self, kind: Kind, name: str) -> None:
+    def drop(self, kind: type[Session | Model | Checkpoint], name: str) -> None:
+        self._change("DELETE FROM records WHERE kind = ? AND id = ?", (kind.__name__, name))
+
+    def _requests(self, where: str, *values: object) -> list[FutureRequest]:
+        query = f"SELECT r.id, owner, seq, r.kind, body, state FROM requests r {where}"
+        with self._lock:
+            return [FutureRequest(*row) for row in self._file.execute(query, values)]
+
+    def _change(self, statement: str, values: tuple[object, ...]) -> None:
         with self.transaction():
-            self._file.execute("DELETE FROM objects WHERE kind = ? AND id = ?", (kind, name))
+            self._file.execute(statement, values)
 
     def _one(self, query: str, *values: object) -> Any:
         return self._file.execute(query, values).fetchone()
-
-
-def _now() -> float:
-    return time.time()

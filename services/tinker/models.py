@@ -1,14 +1,14 @@
 """Models that clients train: a learner for each kind of adapter, which they take turns in.
 
 A learner holds a frozen base, or all weights; the tensors that are trained, their gradients and
-moments are swapped with another model's without a copy.
+moments are swapped with another model's without a copy. Losses are sums over the tokens of each
+datum, by what the client sends; their formulas and defaults are from the API's documentation.
 """
 
 from __future__ import annotations
 
-import os
+import math
 import warnings
-import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,73 +26,66 @@ from transformers import PreTrainedModel
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import AdapterFacts, Manifest
-from umbra.services.config import RunConfig, TrainerConfig
+from umbra.services.config import RunConfig
 from umbra.services.modeling.lora import adapter_targets, add_adapter, factors, first_factors
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.model_directory import weights_checksum
-from umbra.services.process.files import DISK
-from umbra.services.tinker.bodies import TrainedShape
-from umbra.services.tinker.losses import check_datum, column, settings_of, token_losses
-from umbra.services.tinker.wire import Array, PassRequest
+from umbra.services.modeling.models import pick_device
+from umbra.services.tinker.bodies import Model, TrainedShape
+from umbra.services.tinker.wire import Array, Datum, PassRequest
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.policy import export_policy, load_policy
+from umbra.services.trainer.policy import export_policy, load_policy, written_whole
 from umbra.services.trainer.snapshot import tensor_layout, whole_weights, write_shards
 from umbra.services.weights.manifest import build_manifest
 
 ALPHA = 32.0  # of all adapters, as the service that the API comes from has it
-
-
-def adapter_config(
-    shape: TrainedShape, base: TrainerConfig, model: PreTrainedModel
-) -> TrainerConfig:
-    """Return the settings of an adapter of `shape`; UsageError if no layer would have one."""
-    head = model.get_output_embeddings()
-    heads = [name for name, module in model.named_modules() if module is head]
-    linear, experts = adapter_targets(model, [])
-    chosen = [
-        name
-        for name in (*linear, *experts)
-        if (shape.train_attn if "attn" in name or "attention" in name else shape.train_mlp)
-    ]
-    chosen += heads if shape.train_unembed else []
-    if not chosen:
-        raise UsageError("lora_config: no layer of the model is trained by it")
-    return msgspec.structs.replace(
-        base, lora_rank=shape.rank, lora_alpha=ALPHA, lora_targets=chosen, lora_publish="adapter"
-    )
+CPU_PASS = 1024  # tokens of a pass on a CPU: samplers and other kinds of models share the memory
+STATE, VERSION = "state.safetensors", "version"  # files to train on, and to sample with
+_RL = ("importance_sampling", "ppo", "cispo", "dro")
+_INPUTS = {"cross_entropy": ("weights",), **dict.fromkeys(_RL, ("logprobs", "advantages"))}
+# Settings and their defaults; None: it has to be given.
+_SETTINGS: dict[str, dict[str, float | None]] = {
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "dro": {"beta": None},
+}
 
 
 def put_adapter(
     model: PreTrainedModel, shape: TrainedShape, config: RunConfig
 ) -> AdapterFacts | None:
-    """Put the adapter of `shape` into `model`; None if all weights are trained."""
+    """Put the adapter of `shape` into `model`; None if all weights are trained.
+
+    Raises:
+        UsageError: no layer would have one.
+    """
     if not shape.rank:
         return None
+    head = model.get_output_embeddings()
+    heads = [name for name, module in model.named_modules() if module is head]
+    linear, experts = adapter_targets(model, [])
+    targets = [
+        name
+        for name in (*linear, *experts)
+        if (shape.train_attn if "attn" in name or "attention" in name else shape.train_mlp)
+    ]
+    targets += heads if shape.train_unembed else []
+    if not targets:
+        raise UsageError("lora_config: no layer of the model is trained by it")
+    adapter = msgspec.structs.replace(
+        config.trainer, lora_rank=shape.rank, lora_alpha=ALPHA, lora_targets=targets
+    )
     with warnings.catch_warnings():
         # Of a tied output layer: the adapter is never merged here, so nothing is lost.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-        add_adapter(model, adapter_config(shape, config.trainer, model), 0, merged=False)
+        add_adapter(model, adapter, 0, merged=False)
     return AdapterFacts(base=weights_checksum(config.model.name), rank=shape.rank, alpha=ALPHA)
-
-
-class ModelFacts(msgspec.Struct, frozen=True):
-    """A model as its client asked for it."""
-
-    id: str
-    session: str
-    shape: TrainedShape
-    seed: int
-    created: float
-    source: str = ""  # file of the state that it began with
-    with_optimizer: bool = False
-    user_metadata: dict[str, Any] | None = None
 
 
 @dataclass(eq=False)
 class Trainee:
-    """The state of one model while it is not in its learner, and what has become of it."""
+    """The state of one model while it is not in its learner."""
 
-    facts: ModelFacts
     data: list[Tensor]
     gradients: list[Tensor | None]
     moments: defaultdict[Tensor, Any] = field(default_factory=lambda: defaultdict(dict))
@@ -108,9 +101,11 @@ class Bench:
         self.shape = shape
         self.model, self._tokenizer = load_policy(config.model.name, checked=config.model.checked)
         self.adapter = put_adapter(self.model, shape, config)
-        self._learner = Learner(
-            self.model, config.trainer, 1, max_tokens=config.generator.max_context
-        )
+        trainer = config.trainer
+        on_cpu = pick_device(trainer.device, "--device").type == "cpu"
+        if on_cpu and trainer.micro_tokens == "auto":
+            trainer = msgspec.structs.replace(trainer, micro_tokens=CPU_PASS)
+        self._learner = Learner(self.model, trainer, 1)
         self._longest = config.generator.max_context
         embedding: Any = self.model.get_input_embeddings()
         self._vocabulary: int = embedding.num_embeddings
@@ -120,25 +115,24 @@ class Bench:
         self.manifest: Manifest = build_manifest(layout, bucket, adapter=self.adapter)
         self._names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self._first = [p.detach() for p in self._learner.parameters]
-        self._held: Trainee | None = None
+        self._active: Trainee | None = None
         self._base = weights_checksum(config.model.name)
 
-    def begin(self, facts: ModelFacts) -> Trainee:
-        """Return a model as it begins."""
+    def begin(self, model: Model, source: str = "", *, optimizer: bool = True) -> Trainee:
+        """Return a model as it begins, or as the folder `source` or its newest snapshot has it."""
         if self.shape.rank:
-            drawn = first_factors(self.model, facts.seed)
-            data = [
-                drawn[name].to(first) for name, first in zip(self._names, self._first, strict=True)
-            ]
+            initial = first_factors(self.model, model.seed)
+            pairs = zip(self._names, self._first, strict=True)
+            data = [initial[name].to(first) for name, first in pairs]
         else:
             data = [first.clone() for first in self._first]
-        trainee = Trainee(facts, data, [None] * len(data))
-        if facts.source:
-            self.load(trainee, Path(facts.source), optimizer=facts.with_optimizer)
+        trainee = Trainee(data, [None] * len(data))
+        if source := source or model.state:
+            self.load(trainee, source, optimizer=optimizer)
         return trainee
 
     def run_pass(
-        self, trainee: Trainee, asked: PassRequest
+        self, trainee: Trainee, request: PassRequest
     ) -> tuple[list[Array], dict[str, float]]:
         """Run a forward pass, and add the gradients of its loss unless it is `forward_only`.
 
@@ -147,49 +141,43 @@ class Bench:
         Raises:
             UsageError: the request cannot be done; part of it may be in the gradients.
         """
-        settings = settings_of(asked.loss_fn, asked.config)
-        for datum in asked.data:
-            check_datum(datum, asked.loss_fn, self._longest, self._vocabulary)
-        targets = [datum.inputs["target_tokens"] for datum in asked.data]
-        if len({t.shape[1:] for t in targets}) != 1:
+        data, loss_fn = request.data, request.loss_fn
+        settings = _settings_of(loss_fn, request.config)
+        for datum in data:
+            _check_datum(datum, loss_fn, self._longest, self._vocabulary)
+        counts = np.array([len(datum.tokens) for datum in data])
+        if len({datum.inputs["target_tokens"].shape[1:] for datum in data}) != 1:
             raise UsageError("target_tokens of one request need the same number of columns")
         self._take(trainee)
-        lengths = torch.tensor([len(datum.tokens) + 1 for datum in asked.data])
-        tokens = _laid_out([datum.tokens for datum in asked.data], lengths)
-        wanted = column(asked.data, "target_tokens")
-        several = wanted.dim() == 2
-        inputs = {
-            name: column(asked.data, name)
-            for name in asked.data[0].inputs
-            if name != "target_tokens"
-        }
-        found = torch.zeros(wanted.shape)
+        names = ("target_tokens", *_INPUTS[loss_fn])
+        columns = {n: torch.from_numpy(np.concatenate([d.inputs[n] for d in data])) for n in names}
+        targets = columns.pop("target_tokens").long()
+        several = targets.dim() == 2
+        scores = torch.zeros(targets.shape)
         total = 0.0
-        with torch.set_grad_enabled(not asked.forward_only):
-            for micro in self._learner.pack(tokens):
-                here = micro.source
-                micro = replace(micro, targets=wanted[here][:, 0] if several else wanted[here])
+        with torch.set_grad_enabled(not request.forward_only):
+            for micro in self._learner.pack(_laid_out([datum.tokens for datum in data])):
+                source = micro.source
+                own = targets[source]
+                micro = replace(micro, targets=own[:, 0] if several else own)
                 if several:
-                    every = torch.zeros(len(here), dtype=torch.bool)
-                    micro = replace(micro, support=wanted[here], whole=every)
+                    every = torch.zeros(len(source), dtype=torch.bool)
+                    micro = replace(micro, support=own, whole=every)
                 logprobs, _ = self._learner.score(
-                    micro, torch.ones(len(here)), with_entropy=False, with_support=several
+                    micro, torch.ones(len(source)), with_entropy=False, with_support=several
                 )
                 if several:
                     logprobs = logprobs[:, 1:]
-                own = {name: values[here].to(logprobs) for name, values in inputs.items()}
-                losses = token_losses(asked.loss_fn, settings, logprobs, own)
-                loss = losses.sum()
+                inputs = {name: values[source].to(logprobs) for name, values in columns.items()}
+                loss = _token_losses(loss_fn, settings, logprobs, inputs).sum()
                 if not bool(torch.isfinite(loss)):
-                    raise UsageError(f"the {asked.loss_fn} loss is not finite")
-                if not asked.forward_only:
+                    raise UsageError(f"the {loss_fn} loss is not finite")
+                if not request.forward_only:
                     self._learner.backward(loss)
-                found[here] = logprobs.detach().float().cpu()
+                scores[source] = logprobs.detach().float().cpu()
                 total += float(loss.detach())
-        trainee.passes += not asked.forward_only
-        parts = found.numpy()
-        ends = np.cumsum([len(t) for t in targets])[:-1]
-        return np.split(parts, ends), {"loss:sum": total}
+        trainee.passes += not request.forward_only
+        return np.split(scores.numpy(), counts.cumsum()[:-1]), {"loss:sum": total}
 
     def step(self, trainee: Trainee, settings: Mapping[str, Any], max_norm: float) -> float:
         """Update the weights by the gradients since the last step; return the gradient's norm.
@@ -198,14 +186,13 @@ class Bench:
             UsageError: there are none, a pass failed, or they are not finite; they are dropped.
         """
         self._take(trainee)
-        passes, faulty = trainee.passes, trainee.faulty
-        if faulty or not passes:
+        if trainee.faulty or not trainee.passes:
+            why = "a pass since the last step failed"
+            why = why if trainee.faulty else "no pass since the last step"
             self.drop(trainee)
-            why = "a pass since the last step failed" if faulty else "no pass since the last step"
             raise UsageError(f"optim_step: {why}, so there is no gradient: nothing is updated")
-        row = self._learner.apply(settings, max_norm or float("inf"))
+        norm = self._learner.apply(settings, max_norm or float("inf"))["grad_norm"]
         trainee.passes = 0
-        norm = row["grad_norm"]
         if norm is None:
             raise UsageError("optim_step: the gradient is not finite: nothing is updated")
         return norm
@@ -217,17 +204,19 @@ class Bench:
             parameter.grad = None
         trainee.passes, trainee.faulty = 0, False
 
-    def save(self, trainee: Trainee, path: Path) -> None:
+    def save(self, trainee: Trainee, folder: Path) -> None:
         """Write weights and moments, whole or not at all."""
         self._take(trainee)
         tensors = {
             name: tensor.detach().cpu().contiguous()
             for name, tensor in self._learner.state(self._base).tensors().items()
         }
-        _write(path, lambda file: save_file(tensors, file, {"base": self._base}))
+        with written_whole(folder) as scratch:
+            scratch.mkdir()
+            save_file(tensors, scratch / STATE, {"base": self._base})
 
     @torch.no_grad()
-    def load(self, trainee: Trainee, path: Path, *, optimizer: bool) -> None:
+    def load(self, trainee: Trainee, folder: str, *, optimizer: bool) -> None:
         """Read what `save` wrote; without `optimizer` moments begin at zero. Gradients are dropped.
 
         Raises:
@@ -236,108 +225,142 @@ class Bench:
         self.drop(trainee)
         places = self._learner.state(self._base).tensors()
         named = dict(zip(self._names, self._learner.parameters, strict=True))
-        with safe_open(path, "pt") as saved:
-            there = set(saved.keys())
-            own = {name for name in there if name.startswith("policy/")}
+        with safe_open(Path(folder) / STATE, "pt") as saved:
+            names = set(saved.keys())
+            own = {name for name in names if name.startswith("policy/")}
             base = (saved.metadata() or {}).get("base")
             if own != places.keys() or (self.shape.rank and base != self._base):
-                raise UsageError(f"{path.name} is of another model or another lora_config")
+                raise UsageError("the checkpoint is of another model or another lora_config")
             for name in own:
                 places[name].copy_(saved.get_tensor(name))
             self._learner.optimizer.state = defaultdict(dict)
-            for name in there - own if optimizer else ():
+            for name in names - own if optimizer else ():
                 of, _, key = name.removeprefix("policy-optimizer/").rpartition(".")
                 value = saved.get_tensor(name)
                 self._learner.optimizer.state[named[of]][key] = value.to(named[of].device)
 
-    def publish(self, trainee: Trainee, path: Path) -> str:
+    def publish(self, trainee: Trainee, folder: Path) -> str:
         """Write the weights as the engine loads them; return their checksum."""
         self._take(trainee)
         data = bytearray(self.manifest.total_bytes)
         write_shards(self.model, self.manifest, memoryview(data))
-        _write(path, lambda file: Path(file).write_bytes(data))
+        with written_whole(folder) as scratch:
+            scratch.mkdir()
+            (scratch / VERSION).write_bytes(data)
         return xxhash.xxh3_128_hexdigest(data)
 
-    def export(self, trainee: Trainee, path: Path, name: str) -> None:
+    def export(self, trainee: Trainee, folder: Path, name: str) -> None:
         """Write a folder that others load: of peft for an adapter, else of Transformers."""
         self._take(trainee)
         if self.adapter is None:
-            weights = whole_weights(self.model)
-            export_policy(self.model, self._tokenizer, path, weights)
+            export_policy(self.model, self._tokenizer, folder, whole_weights(self.model))
             return
-        path.mkdir(parents=True, exist_ok=True)
-        found = factors(self.model)
-        layers = sorted({key.rpartition(".lora_")[0] for key in found})
-        facts = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": name,
-            "r": self.shape.rank,
-            "lora_alpha": ALPHA,
-            "target_modules": layers,
-            "bias": "none",
+        from peft import LoraConfig
+
+        adapter = factors(self.model)
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=name,
+            r=self.shape.rank,
+            lora_alpha=int(ALPHA),
+            target_modules=sorted({key.rpartition(".lora_")[0] for key in adapter}),
+        )
+        tensors = {
+            f"base_model.model.{key}": t.detach().cpu().clone() for key, t in adapter.items()
         }
-        tensors = {f"base_model.model.{key}": t.detach().cpu().clone() for key, t in found.items()}
-        _write(path / "adapter_model.safetensors", lambda file: save_file(tensors, file))
-        DISK.replace(path / "adapter_config.json", msgspec.json.encode(facts))
+        with written_whole(folder) as scratch:
+            config.save_pretrained(str(scratch))
+            save_file(tensors, scratch / "adapter_model.safetensors")
 
     def _take(self, trainee: Trainee) -> None:
         """Load the state of `trainee` into the learner, and put the present one away."""
-        learner, held = self._learner, self._held
-        if held is trainee:
+        learner, active = self._learner, self._active
+        if active is trainee:
             return
-        if held is not None:
-            held.data = [p.data for p in learner.parameters]
-            held.gradients = [p.grad for p in learner.parameters]
-            held.moments = learner.optimizer.state
+        if active is not None:
+            active.data = [p.data for p in learner.parameters]
+            active.gradients = [p.grad for p in learner.parameters]
+            active.moments = learner.optimizer.state
         for parameter, data, gradient in zip(
             learner.parameters, trainee.data, trainee.gradients, strict=True
         ):
             parameter.data, parameter.grad = data, gradient
         learner.optimizer.state = trainee.moments
-        self._held = trainee
+        self._active = trainee
 
 
-class Benches:
-    """The learners that there are, opened as they are asked for."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._open: dict[TrainedShape, Bench] = {}
-
-    def of(self, shape: TrainedShape) -> Bench:
-        if shape not in self._open:
-            self._open[shape] = Bench(self._config, shape)
-        return self._open[shape]
-
-
-def seed_of(model_id: str, given: int | None) -> int:
-    """Return the seed of an adapter's first weights: a model that is made again begins alike."""
-    return zlib.crc32(model_id.encode()) if given is None else given
-
-
-def _laid_out(sequences: list[Array], lengths: Tensor) -> Tokens:
+def _laid_out(sequences: list[Array]) -> Tokens:
     """Lay out sequences whose every position predicts something: each has one more token.
 
     What that is does not matter, as the targets are the client's and not the next tokens.
     """
+    lengths = torch.tensor([len(ids) + 1 for ids in sequences])
     ids = torch.from_numpy(np.concatenate([part for s in sequences for part in (s, [0])]))
-    first = lengths.cumsum(0) - lengths
     learned = torch.ones(len(ids), dtype=torch.bool)
-    learned[first] = False
+    learned[lengths.cumsum(0) - lengths] = False
     owner = torch.arange(len(lengths)).repeat_interleave(lengths - 1)
     return Tokens(ids.long(), lengths, learned.nonzero().squeeze(1), owner)
 
 
-def _write(path: Path, write: Any) -> None:
-    """Have a file written beside `path`, sync it and give it its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.tmp")
-    write(scratch)
-    fd = os.open(scratch, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    scratch.rename(path)
-    DISK.sync_directory(path.parent)
+def _settings_of(loss_fn: str, config: Mapping[str, float]) -> dict[str, float]:
+    """Return the settings of a loss; UsageError if the loss or a setting is not supported."""
+    if loss_fn not in _INPUTS:
+        raise UsageError(f"loss_fn {loss_fn!r} is not supported: use one of {', '.join(_INPUTS)}")
+    known = _SETTINGS.get(loss_fn, {})
+    settings: dict[str, float] = {}
+    for key, value in {**known, **config}.items():
+        if key not in known:
+            raise UsageError(f"loss_fn_config[{key!r}] is no setting of {loss_fn}")
+        if value is None or not math.isfinite(value) or value < 0:
+            raise UsageError(f"loss_fn_config[{key!r}] of {loss_fn} has to be a number >= 0")
+        settings[key] = value
+    return settings
+
+
+def _check_datum(datum: Datum, loss_fn: str, longest: int, vocabulary: int) -> None:
+    """Raise UsageError unless `datum` has what `loss_fn` needs, and nothing else."""
+    count, needed = len(datum.tokens), ("target_tokens", *_INPUTS[loss_fn])
+    if not 0 < count <= longest:
+        raise UsageError(f"model_input has {count} tokens; the server takes 1 to {longest}")
+    for name in needed:
+        if name not in datum.inputs:
+            raise UsageError(f"{loss_fn} needs loss_fn_inputs[{name!r}]")
+    if more := datum.inputs.keys() - set(needed):
+        raise UsageError(f"{loss_fn} does not use loss_fn_inputs {sorted(more)}: leave them out")
+    targets = datum.inputs["target_tokens"]
+    ranks = (1, 2) if loss_fn == "cross_entropy" else (1,)
+    if targets.ndim not in ranks or targets.dtype.kind != "i" or not targets.size:
+        raise UsageError(f"target_tokens of {loss_fn} have the shape {list(targets.shape)}")
+    for name, values in datum.inputs.items():
+        if len(values) != count or values.shape != targets.shape:
+            raise UsageError(
+                f"loss_fn_inputs[{name!r}] has the shape {list(values.shape)}, target_tokens "
+                f"{list(targets.shape)}, and model_input {count} tokens"
+            )
+        if values.dtype.kind == "f" and not bool((abs(values) < math.inf).all()):
+            raise UsageError(f"loss_fn_inputs[{name!r}] has a number that is not finite")
+    for name, ids in (("model_input", datum.tokens), ("target_tokens", targets)):
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            raise UsageError(f"{name} has a token outside of the vocabulary of {vocabulary}")
+
+
+def _token_losses(
+    loss_fn: str, settings: Mapping[str, float], p: Tensor, inputs: Mapping[str, Tensor]
+) -> Tensor:
+    """Return the loss of each token, of the shape of `p`; `inputs` are by `_INPUTS`.
+
+    p is the policy's logprob of a target token; the ratio is to the one it was sampled with.
+    """
+    if loss_fn == "cross_entropy":
+        return -p * inputs["weights"]
+    advantages = inputs["advantages"]
+    log_ratio = p - inputs["logprobs"]
+    ratio = log_ratio.exp()
+    if loss_fn == "importance_sampling":
+        return -ratio * advantages
+    if loss_fn == "dro":
+        return 0.5 * settings["beta"] * log_ratio.square() - p * advantages
+    clipped = ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
+    if loss_fn == "cispo":
+        return -clipped.detach() * p * advantages
+    return -torch.minimum(ratio * advantages, clipped * advantages)

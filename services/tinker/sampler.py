@@ -1,25 +1,31 @@
-"""Samples of pinned versions: an engine serves one at a time, and drains before the next.
+"""A process that samples for `umbra tinker`: requests come and answers go over its pipe.
 
-A version is a file with the factors of an adapter, or all weights. Requests for the one that is
-served join its batch; once another is asked for, the engine finishes what it has, loads that one
-and serves all who wait for it, so no sample ever mixes two.
+A version is a file with the factors of an adapter, or all weights. An engine serves one at a time:
+requests for that one join its batch; once another is asked for, it finishes what it has, loads that
+one and serves all who wait for it, so no sample ever mixes two.
+
+python -P -m umbra.services.tinker.sampler
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from umbra.proto.errors import UmbraError, UsageError
-from umbra.proto.records import AdapterFacts
+from umbra.proto.errors import EXIT_DONE, PeerLostError, UmbraError, UsageError, ends_process
 from umbra.services.config import RunConfig
+from umbra.services.config.loader import config_of, decode_json
 from umbra.services.generator.engines.engine import (
     Engine,
     EngineError,
@@ -37,71 +43,92 @@ from umbra.services.modeling.packing import pack
 from umbra.services.modeling.pretrained import load_tokenizer, stop_ids
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.modeling.weights import WeightTable
+from umbra.services.process.command import setup_logging
+from umbra.services.process.parent import die_with_parent, parents_end
+from umbra.services.process.pipe import Pipe
 from umbra.services.tinker.bodies import TrainedShape
 from umbra.services.tinker.journal import FutureAnswer
-from umbra.services.tinker.models import put_adapter
-from umbra.services.tinker.samplers import SampleJob
+from umbra.services.tinker.models import VERSION, put_adapter
+from umbra.services.tinker.samplers import SampleJob, SampleReport, SamplerStart
 from umbra.services.tinker.wire import PROTOBUF, Array, write_samples
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
 
+ALIVE_S = 1.0  # between signs of life
 POLL_S = 0.02  # that vLLM may take until the next look at its tokens
 
 
 @dataclass(slots=True, eq=False)
 class _LiveJob:
-    """A job, and the samples found so far."""
+    """A job, and its finished samples."""
 
     job: SampleJob
     prompt_logprobs: Array | None = None
-    found: dict[int, tuple[list[int], list[float], bool]] = field(default_factory=dict)
+    samples: dict[int, tuple[list[int], list[float], bool]] = field(default_factory=dict)
 
     def answer(self) -> FutureAnswer:
-        made = [self.found[index] for index in range(self.job.count)]
-        if not all(math.isfinite(sum(logprobs)) for _, logprobs, _ in made):
-            return FutureAnswer.failure("logprobs of these weights are not finite", "user")
-        return FutureAnswer(write_samples(made, self.prompt_logprobs), PROTOBUF)
+        samples = [self.samples[index] for index in range(self.job.count)]
+        if not all(math.isfinite(sum(logprobs)) for _, logprobs, _ in samples):
+            return FutureAnswer.failure(UsageError("logprobs of these weights are not finite"))
+        return FutureAnswer(write_samples(samples, self.prompt_logprobs), PROTOBUF)
 
 
-class Lane:
-    """An engine for the versions of one shape."""
+class ShapeEngine:
+    """An engine for the versions of one shape.
+
+    Attributes:
+        waiting: jobs for which it has to load another version, or to drain.
+    """
 
     def __init__(self, config: RunConfig, shape: TrainedShape, seed: int) -> None:
-        engine = config.generator.engine
-        self._device = pick_device(config.generator.device, "--device")
-        served = config.weight_hub.dtype_on(self._device.type)
-        model = outline = outline_model(config.model.name, checked=config.model.checked)
-        if engine == "torch" or not shape.rank:
-            device = self._device if engine == "torch" else torch.device("cpu")
-            dtype = getattr(torch, served)
-            model = load_model(config.model.name, device, dtype, checked=config.model.checked)
+        generator, path, checked = config.generator, config.model.name, config.model.checked
+        self._device = pick_device(generator.device, "--device")
+        dtype = config.weight_hub.dtype_on(self._device.type)
+        model = outline = outline_model(path, checked=checked)
+        is_torch = generator.engine == "torch"
+        if is_torch or not shape.rank:
+            device = self._device if is_torch else torch.device("cpu")
+            model = load_model(path, device, getattr(torch, dtype), checked=checked)
         adapter = put_adapter(model, shape, config)
-        layout = tensor_layout(model, served, adapter=adapter is not None)
+        layout = tensor_layout(model, dtype, adapter=adapter is not None)
         self._manifest = build_manifest(layout, config.weight_hub.bucket_bytes, adapter=adapter)
         self._base = bytearray(self._manifest.total_bytes)  # of an adapter: B = 0
         if adapter is None:
             write_shards(model, self._manifest, memoryview(self._base))
-        self._tokenizer = load_tokenizer(config.model.name)
+        self._tokenizer = load_tokenizer(path)
         self._stop_ids = stop_ids(model, self._tokenizer)
         self._vocabulary: int = outline.get_input_embeddings().num_embeddings
         self._scorer: Scorer | None = None
-        if engine == "vllm":
-            outline = model if shape.rank else outline
-            self._engine: Engine = _vllm(config, outline, served, seed, adapter)
-        else:
-            for factor in factors(model).values() if adapter is not None else ():
+        if is_torch:
+            for factor in factors(model).values():
                 factor.data = factor.data.to(self._device, model.dtype)
-            self._engine = TorchEngine(
+            self._engine: Engine = TorchEngine(
                 model,
                 stop_ids=(),  # each request has its own
-                slots=config.generator.slots,
-                max_context=config.generator.max_context,
+                slots=generator.slots,
+                max_context=generator.max_context,
                 seed=seed,
                 weights=WeightTable(model, adapter),
             )
             chunk = int(config.trainer.logits_mib * 2**20)
             attention = Attention.prepare(model, torch.device("cpu"))
             self._scorer = Scorer(model, chunk, attention).eval()
+        else:
+            from umbra.services.generator.vllm.options import set_environment
+
+            set_environment(generator)
+            from umbra.services.generator.vllm.engine import VllmEngine  # brings vLLM
+
+            self._engine = VllmEngine(
+                check_model_dir(path),
+                model if shape.rank else outline,
+                generator,
+                dtype=dtype,
+                stop_ids=(),  # each request has its own
+                pace=config.weight_hub.pace.after(config.buffer.engine_stall_s),
+                seed=seed,
+                adapter=adapter,
+            )
         self.waiting: list[SampleJob] = []
         self._live: dict[str, tuple[_LiveJob, int]] = {}
         self._seen: dict[str, int] = {}  # tokens of each that were looked at
@@ -113,8 +140,8 @@ class Lane:
         return bool(self.waiting or self._live)
 
     @property
-    def live(self) -> list[SampleJob]:
-        return list({one.job.id: one.job for one, _ in self._live.values()}.values())
+    def live(self) -> dict[str, SampleJob]:
+        return {live.job.id: live.job for live, _ in self._live.values()}
 
     def add(self, job: SampleJob) -> None:
         """Queue a job.
@@ -127,7 +154,7 @@ class Lane:
         check_request(self._request(job, 0), self._engine.max_context, self._vocabulary)
         self.waiting.append(job)
 
-    def turn(self) -> Iterable[tuple[SampleJob, FutureAnswer]]:
+    def turn(self) -> Iterator[tuple[SampleJob, FutureAnswer]]:
         """Run a pass of the engine; yield finished jobs with their answers.
 
         Raises:
@@ -138,56 +165,59 @@ class Lane:
             try:
                 self._serve(first)
             except UmbraError as error:
-                gone = [job for job in self.waiting if job.version == first.version]
-                self.waiting = [job for job in self.waiting if job.version != first.version]
-                category = "user" if isinstance(error, UsageError) else "server"
-                yield from ((job, FutureAnswer.failure(str(error), category)) for job in gone)
+                for job in self._waiting_for(first.weights.folder):
+                    yield job, FutureAnswer.failure(error)
                 if isinstance(error, EngineError):
                     raise
                 return
-        here = [job for job in self.waiting if job.version == self._served]
-        if len(here) == len(self.waiting) or not self._live:
-            self.waiting = [job for job in self.waiting if job.version != self._served]
-            for job in here:
+        if not self._live or all(job.weights.folder == self._served for job in self.waiting):
+            for job in self._waiting_for(self._served):
                 self._begin(job)
         outputs = self._engine.poll(POLL_S)
-        stopped = [n for n, made in self._engine.new_tokens().items() if self._has_stopped(n, made)]
+        new = self._engine.new_tokens().items()
+        stopped = [name for name, tokens in new if self._has_stopped(name, tokens)]
         outputs += self._engine.abort(stopped) if stopped else []
         for output in outputs:
-            if (one := self._ended(output)) is not None:
-                yield one.job, one.answer()
+            if (live := self._ended(output)) is not None:
+                yield live.job, live.answer()
 
     def close(self) -> None:
         """End the engine's processes, if it has any."""
         self._engine.close()
 
+    def _waiting_for(self, version: str | None) -> list[SampleJob]:
+        """Take the jobs of a version from those that wait."""
+        jobs = [job for job in self.waiting if job.weights.folder == version]
+        self.waiting = [job for job in self.waiting if job.weights.folder != version]
+        return jobs
+
     def _serve(self, job: SampleJob) -> None:
         """Load the version of a job, unless it is the one that is served."""
-        if job.version == self._served:
+        if job.weights.folder == self._served:
             return
         self._served = None
         data = self._base
-        if job.version:
+        if folder := job.weights.folder:
             try:
-                data = bytearray(Path(job.version).read_bytes())
+                data = bytearray((Path(folder) / VERSION).read_bytes())
             except OSError as error:
                 raise UsageError(
                     "these weights are no longer here: unnamed ones go once there are newer ones; "
                     "save_weights_for_sampler(name) keeps them"
                 ) from error
-            if xxhash.xxh3_128_hexdigest(data) != job.checksum:
-                raise UmbraError(f"{job.version} is damaged: its checksum differs; save it again")
+            if xxhash.xxh3_128_hexdigest(data) != job.weights.checksum:
+                raise UmbraError(f"{folder} is damaged: its checksum differs; save it again")
         self._loads += 1
         self._engine.load(self._manifest, memoryview(data), self._loads, "recompute")
-        self._served = job.version
+        self._served = job.weights.folder
 
     def _begin(self, job: SampleJob) -> None:
-        one = _LiveJob(job)
+        live = _LiveJob(job)
         if job.scored and self._scorer is not None:
-            one.prompt_logprobs = self._score(self._scorer, job.prompt, job.scored)
+            live.prompt_logprobs = self._score(self._scorer, job.prompt, job.scored)
         for index in range(job.count):
             request = self._request(job, index)
-            self._live[request.request_id] = one, index
+            self._live[request.request_id] = live, index
             self._engine.submit([request])
 
     def _request(self, job: SampleJob, index: int) -> EngineRequest:
@@ -196,9 +226,8 @@ class Lane:
 
     def _has_stopped(self, name: str, tokens: Sequence[int]) -> bool:
         """Return true if one of the tokens since the last look ends a sample."""
-        one, count = self._live[name][0], len(tokens)
-        seen, self._seen[name] = self._seen.get(name, 0), count
-        return self._end(one.job, tokens, seen, count) > 0
+        seen, self._seen[name] = self._seen.get(name, 0), len(tokens)
+        return self._end(self._live[name][0].job, tokens, seen, len(tokens)) > 0
 
     def _end(self, job: SampleJob, tokens: Sequence[int], since: int, count: int) -> int:
         """Return the length of a sample that a token after `since` ends; 0 if none does."""
@@ -215,17 +244,17 @@ class Lane:
 
     def _ended(self, output: EngineOutput) -> _LiveJob | None:
         """Take the output of a sample; return its job if that was the last one."""
-        one, index = self._live.pop(output.request_id)
+        live, index = self._live.pop(output.request_id)
         self._seen.pop(output.request_id, None)
         tokens = output.token_ids
-        end = self._end(one.job, tokens, 0, len(tokens))  # vLLM goes on until it is told
-        one.found[index] = tokens[: end or None], output.logprobs[: end or None], end > 0
-        return one if len(one.found) == one.job.count else None
+        end = self._end(live.job, tokens, 0, len(tokens))  # vLLM goes on until it is told
+        live.samples[index] = tokens[: end or None], output.logprobs[: end or None], end > 0
+        return live if len(live.samples) == live.job.count else None
 
     @torch.inference_mode()
     def _score(self, scorer: Scorer, prompt: list[int], last: int) -> Array:
         """Return logprobs of the last tokens of a prompt, float32 [N]; NaN for the others."""
-        found = np.full(len(prompt), np.nan, np.float32)
+        scores = np.full(len(prompt), np.nan, np.float32)
         learned = torch.arange(max(1, len(prompt) - last), len(prompt))
         tokens = Tokens(
             torch.tensor(prompt), torch.tensor([len(prompt)]), learned, torch.zeros_like(learned)
@@ -233,25 +262,80 @@ class Lane:
         for micro in pack(tokens, pack_tokens=len(prompt), micro_tokens=len(prompt)):
             ones = torch.ones(len(micro.targets), device=self._device)
             logprobs, _ = scorer(micro.to(self._device), ones, with_entropy=False)
-            found[learned[micro.source].numpy()] = logprobs.float().cpu().numpy()
-        return found
+            scores[learned[micro.source].numpy()] = logprobs.float().cpu().numpy()
+        return scores
 
 
-def _vllm(
-    config: RunConfig, outline: Any, dtype: str, seed: int, adapter: AdapterFacts | None
-) -> Engine:
-    from umbra.services.generator.vllm.options import set_environment
+class SamplerLoop:
+    """The engines of this process, one for each shape, in turns."""
 
-    set_environment(config.generator)
-    from umbra.services.generator.vllm.engine import VllmEngine  # brings vLLM
+    def __init__(self, start: SamplerStart, pipe: Pipe[SamplerStart | SampleJob]) -> None:
+        self._config: RunConfig = config_of(decode_json(start.config), "the server")
+        self._seed, self._pipe = start.seed, pipe
+        self._engines: dict[TrainedShape, ShapeEngine] = {}
+        setup_logging(self._config.log, "sampler")
 
-    return VllmEngine(
-        check_model_dir(config.model.name),
-        outline,
-        config.generator,
-        dtype=dtype,
-        stop_ids=(),  # each request has its own
-        pace=config.weight_hub.pace.after(config.buffer.engine_stall_s),
-        seed=seed,
-        adapter=adapter,
-    )
+    def run(self, ended: threading.Event) -> None:
+        """Sample until `ended` is set; EOFError or OSError if the server is gone."""
+        alive_at = 0.0
+        while not ended.is_set():
+            busy = [shape for shape, engine in self._engines.items() if engine.busy]
+            wait_s = 0.0 if busy else ALIVE_S
+            while isinstance(job := self._pipe.receive(wait_s), SampleJob):
+                self._add(job)
+                wait_s = 0.0
+            if (now := time.monotonic()) >= alive_at:
+                alive_at = now + ALIVE_S
+                self._pipe.send(SampleReport())
+            for shape in [shape for shape, engine in self._engines.items() if engine.busy]:
+                self._turn(shape)
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+    def _add(self, job: SampleJob) -> None:
+        try:
+            if job.weights.shape not in self._engines:
+                self._engines[job.weights.shape] = ShapeEngine(
+                    self._config, job.weights.shape, self._seed
+                )
+            self._engines[job.weights.shape].add(job)
+        except (UmbraError, ValueError) as error:
+            self._answer(job, FutureAnswer.failure(error))
+
+    def _turn(self, shape: TrainedShape) -> None:
+        engine = self._engines[shape]
+        try:
+            for job, answer in engine.turn():
+                self._answer(job, answer)
+        except EngineError as error:
+            # Of weights with NaN, say: who waits for others gets a new engine.
+            self._engines.pop(shape).close()
+            for job in engine.live.values():
+                self._answer(job, FutureAnswer.failure(error))
+            for job in engine.waiting:
+                self._add(job)
+
+    def _answer(self, job: SampleJob, answer: FutureAnswer) -> None:
+        self._pipe.send(SampleReport(job.id, answer))
+
+
+def main() -> int:
+    die_with_parent()
+    pipe: Pipe[SamplerStart | SampleJob] = Pipe(parents_end(), SamplerStart | SampleJob)
+    ended = threading.Event()
+    with suppress(EOFError, OSError):
+        start = pipe.receive()
+        assert isinstance(start, SamplerStart)
+        signal.signal(signal.SIGTERM, lambda *_: ended.set())
+        loop = SamplerLoop(start, pipe)
+        try:
+            loop.run(ended)
+        finally:
+            loop.close()
+    return EXIT_DONE if ended.is_set() else PeerLostError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(ends_process(main, "sampling")())

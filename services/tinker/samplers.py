@@ -13,10 +13,11 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from umbra.proto.errors import UmbraError
 from umbra.proto.records import Sampling
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import to_json
@@ -24,7 +25,7 @@ from umbra.services.process.child import ChildProcess, python_argv
 from umbra.services.process.loop_thread import LoopThread, ends_with_it
 from umbra.services.process.pipe import AsyncPipe
 from umbra.services.process.supervisor import Program, Supervisor
-from umbra.services.tinker.bodies import TrainedShape
+from umbra.services.tinker.bodies import Weights
 from umbra.services.tinker.journal import FutureAnswer
 
 TRIES = 3  # samplers that a request may lose; the last one has it alone, as it may be the cause
@@ -45,9 +46,7 @@ class SampleJob(msgspec.Struct, frozen=True, tag=True):
     """A request for `count` samples of one prompt."""
 
     id: str
-    shape: TrainedShape
-    version: str  # its file; "" = the base model
-    checksum: str
+    weights: Weights
     prompt: list[int]
     count: int
     sampling: Sampling
@@ -66,14 +65,14 @@ class SampleReport(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Sampler:
-    heard_at: float
-    held: dict[str, SampleJob] = field(default_factory=dict[str, SampleJob])
-    version: tuple[TrainedShape, str] | None = None  # of the newest request
+    active_at: float  # when it last showed a sign of life
+    jobs: dict[str, SampleJob] = field(default_factory=dict[str, SampleJob])
+    weights: Weights | None = None  # of the newest request
     is_alone: bool = False  # with one request, which others were lost with
 
     @property
     def load(self) -> int:
-        return sum(job.count for job in self.held.values())
+        return sum(job.count for job in self.jobs.values())
 
 
 class SampleLeases:
@@ -90,60 +89,60 @@ class SampleLeases:
         self._slots, self._silent_s, self._clock = slots, silent_s, clock
         self._waiting: deque[SampleJob] = deque()
         self._samplers: dict[int, _Sampler] = {}
-        self._lost: Counter[str] = Counter()
+        self._losses: Counter[str] = Counter()
 
     def add(self, job: SampleJob) -> None:
         self._waiting.append(job)
 
-    def joined(self, sampler: int) -> None:
-        self._samplers[sampler] = _Sampler(self._clock())
+    def join(self, name: int) -> None:
+        self._samplers[name] = _Sampler(self._clock())
 
-    def heard(self, sampler: int, job_id: str) -> bool:
+    def note(self, name: int, job_id: str) -> bool:
         """Note a sign of life; return true if it answers a request that the sampler has."""
-        found = self._samplers[sampler]
-        found.heard_at = self._clock()
-        if found.held.pop(job_id, None) is None:
+        sampler = self._samplers[name]
+        sampler.active_at = self._clock()
+        if sampler.jobs.pop(job_id, None) is None:
             return False
-        self._lost.pop(job_id, None)
+        self._losses.pop(job_id, None)
         return True
 
-    def left(self, sampler: int) -> list[SampleJob]:
+    def leave(self, name: int) -> list[SampleJob]:
         """Queue its requests again, before all others; return those that were lost too often."""
-        held = list(self._samplers.pop(sampler).held.values())
-        self._lost.update(job.id for job in held)
-        again = [job for job in held if self._lost[job.id] < TRIES]
+        jobs = list(self._samplers.pop(name).jobs.values())
+        self._losses.update(job.id for job in jobs)
+        again = [job for job in jobs if self._losses[job.id] < TRIES]
         self._waiting.extendleft(reversed(again))
-        return [job for job in held if self._lost[job.id] >= TRIES]
+        return [job for job in jobs if self._losses[job.id] >= TRIES]
 
     def assign(self) -> list[tuple[int, SampleJob]]:
         """Lease the first requests to samplers with free slots."""
-        given: list[tuple[int, SampleJob]] = []
+        leases: list[tuple[int, SampleJob]] = []
         while self._waiting and (name := self._place(self._waiting[0])) is not None:
             job, sampler = self._waiting.popleft(), self._samplers[name]
-            if not sampler.held:
-                sampler.heard_at = self._clock()
-            sampler.held[job.id] = job
-            sampler.version = job.shape, job.version
+            if not sampler.jobs:
+                sampler.active_at = self._clock()
+            sampler.jobs[job.id] = job
+            sampler.weights = job.weights
             sampler.is_alone = self._is_suspect(job)
-            given.append((name, job))
-        return given
+            leases.append((name, job))
+        return leases
 
     def overdue(self) -> list[int]:
         """Return samplers that are silent with requests; on any thread."""
         limit = self._clock() - self._silent_s
-        found = list(self._samplers.items())
-        return [name for name, one in found if one.held and one.heard_at < limit]
+        samplers = list(self._samplers.items())
+        return [name for name, sampler in samplers if sampler.jobs and sampler.active_at < limit]
 
     def _is_suspect(self, job: SampleJob) -> bool:
-        return self._lost[job.id] == TRIES - 1
+        return self._losses[job.id] == TRIES - 1
 
     def _place(self, job: SampleJob) -> int | None:
         """Return the sampler for a request: a busy one drains before it serves another version."""
         costs: list[tuple[int, bool, int]] = []
         for name, sampler in self._samplers.items():
-            load, other = sampler.load, sampler.version != (job.shape, job.version)
-            taken = sampler.held and (sampler.is_alone or self._is_suspect(job))
-            if load < self._slots and not taken:
+            load, other = sampler.load, sampler.weights != job.weights
+            is_taken = sampler.jobs and (sampler.is_alone or self._is_suspect(job))
+            if load < self._slots and not is_taken:
                 costs.append((load + (self._slots if load and other else 0), other, name))
         return min(costs)[2] if costs else None
 
@@ -174,12 +173,10 @@ class Samplers:
 
     def start(self) -> None:
         """Start all of them; on the main thread, which has to outlive them."""
-        argv = python_argv("umbra.services.tinker.sampler_process")
+        argv = python_argv("umbra.services.tinker.sampler")
+        program = Program("", argv, wave=0, elastic=True, recovers=True, restarts=RESTARTS)
         for number in range(len(self._devices)):
-            name = f"sampler-{number}"
-            self.supervisor.start(
-                Program(name, argv, wave=0, elastic=True, recovers=True, restarts=RESTARTS)
-            )
+            self.supervisor.start(replace(program, name=f"sampler-{number}"))
 
     def poll(self) -> bool:
         """Restart those that ended, end those that hang; return false once there are none."""
@@ -201,20 +198,19 @@ class Samplers:
         ours, theirs = socket.socketpair()
         with theirs:
             child = ChildProcess(program.argv, channel=theirs)
-        generator = msgspec.structs.replace(
-            self._config.generator, device=self._devices[int(program.name.rpartition("-")[2])]
-        )
-        config = to_json(msgspec.structs.replace(self._config, generator=generator))
         self._children[child.pid] = child
-        self._loop.call(self._joined, child.pid, ours, SamplerStart(config, secrets.randbits(31)))
+        device = self._devices[int(program.name.rpartition("-")[2])]
+        generator = msgspec.structs.replace(self._config.generator, device=device)
+        config = to_json(msgspec.structs.replace(self._config, generator=generator))
+        self._loop.call(self._join, child.pid, ours, SamplerStart(config, secrets.randbits(31)))
         return child
 
     # -- on the loop ------------------------------------------------------------------------------
 
-    def _joined(self, pid: int, end: socket.socket, start: SamplerStart) -> None:
+    def _join(self, pid: int, end: socket.socket, start: SamplerStart) -> None:
         pipe = self._pipes[pid] = AsyncPipe(end, SampleReport)
         pipe.send(start)
-        self._leases.joined(pid)
+        self._leases.join(pid)
         self._assign()
         task = asyncio.get_running_loop().create_task(self._follow(pid, pipe), name="samplers")
         self._tasks.add(task)
@@ -223,14 +219,14 @@ class Samplers:
 
     async def _follow(self, pid: int, pipe: AsyncPipe[SampleReport]) -> None:
         while (report := await pipe.receive()) is not None:
-            if self._leases.heard(pid, report.id) and report.answer is not None:
+            if self._leases.note(pid, report.id) and report.answer is not None:
                 self._finish(report.id, report.answer)
                 self._assign()
         self._pipes.pop(pid).close()
         self._children.pop(pid, None)
-        for job in self._leases.left(pid):
+        for job in self._leases.leave(pid):
             why = f"{TRIES} samplers ended while they had this request: see the server's log"
-            self._finish(job.id, FutureAnswer.failure(why, "server"))
+            self._finish(job.id, FutureAnswer.failure(UmbraError(why)))
         self._assign()
 
     def _add(self, job: SampleJob) -> None:
@@ -242,8 +238,8 @@ class Samplers:
             self._pipes[pid].send(job)
 
 
-def devices(asked: str, count: int, gpus: int) -> list[str]:
+def devices(device: str, count: int, gpus: int) -> list[str]:
     """Return the device of each sampler: the GPUs in turn, the first one only if it is alone."""
-    if asked not in ("auto", "cuda") or gpus < 2:
-        return [asked] * count
+    if device not in ("auto", "cuda") or gpus < 2:
+        return [device] * count
     return [f"cuda:{1 + number % (gpus - 1)}" for number in range(count)]

@@ -10,45 +10,53 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import inspect
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import msgspec
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UmbraError
 from umbra.proto.records import Sampling
 from umbra.services.http import ApiError
 from umbra.services.tinker.bodies import (
-    Numbered,
+    Checkpoint,
+    CreateSampler,
+    Model,
+    Named,
     SampleBody,
-    SamplingSession,
+    Sampler,
+    Session,
     TrainedShape,
     read,
     sampler_name,
+    session_of,
 )
-from umbra.services.tinker.journal import ConflictError, FutureAnswer, FutureRequest, FuturesJournal
+from umbra.services.tinker.journal import FutureAnswer, FutureRequest, FuturesJournal, T
 from umbra.services.tinker.samplers import SampleJob
-from umbra.services.tinker.training import Training, files_in
+from umbra.services.tinker.training import SEGMENTS, Training, files_in
 from umbra.services.tinker.wire import PROTOBUF, read_head
 
 OLDEST_SDK = (0, 38)
 POLL_S = 20.0  # a request for a future waits so long; the SDK gives up after 45 s
-HEARD_S = 600.0  # between notes that a session is alive
+HEARTBEAT_S = 600.0  # between notes that a session is alive
 SIGNED_S = 3600.0  # URLs of files are good for
-FILES = "/files/"
+API, FILES = "/api/v1/", "/files/"
+_CHECKPOINTS = "training_runs/{run}/checkpoints"
+_CHECKPOINT = _CHECKPOINTS + "/{name:path}"
 log = logging.getLogger("umbra.tinker")
-Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class Api:
@@ -59,85 +67,61 @@ class Api:
         journal: FuturesJournal,
         training: Training,
         submit: Callable[[SampleJob], None],
-        base_model: str,
         max_context: int,
         tokenizer: str,
         secret: bytes,
     ) -> None:
         self._journal, self._training, self._to_samplers = journal, training, submit
-        self._base_model, self._max_context = base_model, max_context
+        self._base_model, self._max_context = training.base_model, max_context
         self._tokenizer, self._secret = tokenizer, secret
         self._waiting: dict[str, asyncio.Event] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def app(self) -> Starlette:
-        posts: dict[str, Handler] = {
-            "client/config": self._client_config,
-            "client/dynamic_config": _empty,
-            "create_session": self._create_session,
-            "session_heartbeat": self._heartbeat,
-            "sessions/{session}/finish": self._finish_session,
-            "telemetry": _accepted,
-            "create_sampling_session": self._create_sampling_session,
-            "get_info": self._get_info,
-            "weights_info": self._weights_info,
-            "asample": self._sample,
-            "retrieve_future": self._retrieve,
-            "forward_backward": self._pass,
-        }
-        trained = ("create_model", "load_weights", "optim_step", "save_weights")
-        trained += ("save_weights_for_sampler", "save_weights_external")
-        posts |= {kind: self._numbered(kind) for kind in trained}
-        gets: dict[str, Handler] = {
-            "healthz": _healthy,
-            "get_server_capabilities": self._capabilities,
-            "samplers/{sampler}": self._get_sampler,
-            "training_runs": self._runs,
-            "training_runs/{run}": self._run,
-            "training_runs/{run}/checkpoints": self._checkpoints,
-            "checkpoints": self._checkpoints,
-            "training_runs/{run}/checkpoints/{name:path}/external_weights_urls": self._urls,
-        }
-        prefix = "/api/v1/"
-        routes = [Route(prefix + path, call, methods=["POST"]) for path, call in posts.items()]
-        routes += [Route(prefix + path, call, methods=["GET"]) for path, call in gets.items()]
-        checkpoint = prefix + "training_runs/{run}/checkpoints/{name:path}"
-        routes.append(Route(checkpoint, self._delete_checkpoint, methods=["DELETE"]))
+        """Return the application; a handler gets a request and its body, and returns JSON."""
+        calls: list[tuple[str, str, Callable[[HttpRequest, bytes], Any]]] = [
+            ("POST", "client/config", self._client_config),
+            ("POST", "client/dynamic_config", _answers({})),
+            ("POST", "telemetry", _answers({"status": "accepted"})),
+            ("POST", "create_session", self._create_session),
+            ("POST", "session_heartbeat", self._heartbeat),
+            ("POST", "sessions/{session}/finish", self._finish_session),
+            ("POST", "create_sampling_session", self._create_sampler),
+            ("POST", "get_info", self._get_info),
+            ("POST", "weights_info", self._weights_info),
+            ("POST", "asample", self._sample),
+            ("POST", "retrieve_future", self._retrieve),
+            ("POST", "forward_backward", self._pass),
+            ("GET", "healthz", _answers({"status": "ok"})),
+            ("GET", "get_server_capabilities", self._capabilities),
+            ("GET", "samplers/{sampler}", self._get_sampler),
+            ("GET", "training_runs", self._runs),
+            ("GET", "training_runs/{run}", lambda http, _: self._run(http.path_params["run"])),
+            ("GET", "checkpoints", self._checkpoints),
+            ("GET", _CHECKPOINTS, self._checkpoints),
+            ("GET", _CHECKPOINT + "/external_weights_urls", self._urls),
+            ("DELETE", _CHECKPOINT, self._delete_checkpoint),
+        ]
+        trained = ("create_model", "load_weights", "optim_step", *SEGMENTS)
+        calls += [("POST", kind, self._numbered) for kind in trained]
+        handlers: Any = {UmbraError: _refused, Exception: _broken, 404: _no_route, 405: _no_route}
+        routes = [Route(API + path, _route(call), methods=[verb]) for verb, path, call in calls]
         routes.append(Route(FILES + "{model}/{name:path}", self._file, methods=["GET"]))
-        handlers: Any = {
-            UsageError: _refused,
-            ApiError: _refused,
-            ConflictError: _refused,
-            404: _no_route,
-            405: _no_route,
-            Exception: _broken,
-        }
         return Starlette(routes=routes, exception_handlers=handlers)
 
-    def resume(self) -> int:
-        """Queue samples that a server before this one left undone; return how many."""
-        left = [one for one in self._journal.requests("queued") if one.kind == "asample"]
-        for request in left:
+    def resume(self) -> None:
+        """Queue requests for samples that an earlier server left unfinished."""
+        for request in self._journal.samples():
             self._submit(request, read(request.body, SampleBody))
-        return len(left)
 
-    def told(self, request_id: str) -> None:
-        """Wake who waits for the answer; called on any thread."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._wake, request_id)
-
-    def sampled(self, request_id: str, answer: FutureAnswer) -> None:
-        """Write the answer to a request for samples."""
-        self._journal.finish(FutureRequest(request_id, "", 0, "asample", b""), answer)
-        self.told(request_id)
-
-    def _wake(self, request_id: str) -> None:
+    def wake(self, request_id: str) -> None:
+        """Answer who waits for a request that has an answer."""
         if (event := self._waiting.pop(request_id, None)) is not None:
             event.set()
 
-    async def _client_config(self, http: HttpRequest) -> Response:
-        told = _object(await http.body())
-        version = str(told.get("sdk_version", ""))
+    # -- sessions and futures ---------------------------------------------------------------------
+
+    def _client_config(self, _http: HttpRequest, data: bytes) -> Any:
+        version = read(data, Named).sdk_version
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if not numbers or (int(numbers[1]), int(numbers[2])) < OLDEST_SDK:
             oldest = ".".join(map(str, OLDEST_SDK))
@@ -145,212 +129,193 @@ class Api:
                 f"this server speaks the wire of the tinker SDK {oldest}, the client has "
                 f"{version or 'none'}: pip install -U tinker"
             )
-        flags = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False}
-        return JSONResponse(flags | {"custom_loss_server_side": False})
+        flags = ("pjwt_auth_enabled", "proto_compress_fwdbwd", "custom_loss_server_side")
+        return dict.fromkeys(flags, False)
 
-    async def _create_session(self, http: HttpRequest) -> Response:
-        told = _object(await http.body())
+    def _create_session(self, _http: HttpRequest, _data: bytes) -> Any:
         session = uuid.uuid4().hex
-        kept = {key: told.get(key) for key in ("tags", "user_metadata", "display_name")}
-        self._journal.put("session", session, {**kept, "at": time.time(), "finished": False})
-        return JSONResponse({"type": "create_session", "session_id": session})
+        self._journal.put(Session(at=time.time()), session, "")
+        return {"type": "create_session", "session_id": session}
 
-    async def _heartbeat(self, http: HttpRequest) -> Response:
-        session = str(_object(await http.body()).get("session_id"))
+    def _heartbeat(self, _http: HttpRequest, data: bytes) -> Any:
+        name = str(read(data, Named).session_id)
         with self._journal.transaction():
-            if (held := self._session(session))["at"] < time.time() - HEARD_S:
-                self._journal.put("session", session, {**held, "at": time.time()})
-        return JSONResponse({"type": "session_heartbeat"})
+            session, now = self._session(name), time.time()
+            if session.at < now - HEARTBEAT_S:
+                self._journal.put(replace(session, at=now), name, "")
+        return {"type": "session_heartbeat"}
 
-    async def _finish_session(self, http: HttpRequest) -> Response:
-        session = http.path_params["session"]
+    def _finish_session(self, http: HttpRequest, _data: bytes) -> Any:
+        name = http.path_params["session"]
         with self._journal.transaction():
-            if (held := self._journal.get("session", session)) is not None:
-                self._journal.put("session", session, {**held, "finished": True})
-        self._training.lanes.nudge()
-        return JSONResponse({})
+            if (session := self._journal.get(Session, name)) is not None:
+                self._journal.put(replace(session, finished=True), name, "")
+        self._training.wake(sweep=True)
+        return {}
 
-    def _numbered(self, kind: str) -> Handler:
-        async def handle(http: HttpRequest) -> Response:
-            body = await http.body()
-            numbered = read(body, Numbered)
-            return self._accept(kind, *numbered.place, body)
+    def _numbered(self, http: HttpRequest, data: bytes) -> Any:
+        return self._accept(http.url.path.removeprefix(API), *read(data, Named).place, data)
 
-        return handle
-
-    async def _pass(self, http: HttpRequest) -> Response:
+    def _pass(self, http: HttpRequest, data: bytes) -> Any:
         if http.headers.get("content-type") != PROTOBUF:
             raise ApiError(f"forward_backward takes {PROTOBUF}: the SDK is too old")
-        body = await http.body()
-        model_id, seq, forward_only = read_head(body)
-        return self._accept("forward" if forward_only else "forward_backward", model_id, seq, body)
+        model_id, seq, forward_only = read_head(data)
+        return self._accept("forward" if forward_only else "forward_backward", model_id, seq, data)
 
-    def _accept(self, kind: str, model_id: str, seq: int, body: bytes) -> Response:
-        """Write a request of a model and answer with its future; once, however often it comes."""
-        request = FutureRequest(f"{model_id}:{seq}", model_id, seq, kind, body)
-        told = {"request_id": request.id, "model_id": model_id}
-        held = self._journal.get("model", model_id)
-        if held is None and seq:
+    def _accept(self, kind: str, model_id: str, seq: int, data: bytes) -> Any:
+        """Write a request of a model and return its future; once, however often it comes."""
+        request = FutureRequest(f"{model_id}:{seq}", model_id, seq, kind, data)
+        model = self._journal.get(Model, model_id)
+        if model is None and seq:
             raise ApiError(f"there is no model {model_id}", status=404)
-        self._session(model_id.rpartition(":train:")[0])
-        is_past = held is not None and seq < held["next"]
-        if is_past and self._journal.answer(request.id) == "unknown":
-            return JSONResponse(told)  # done so long ago that its answer is gone
-        if self._journal.accept(request):
-            self._training.lanes.add(request)
-        return JSONResponse(told)
+        self._session(session_of(model_id))
+        is_past = model is not None and seq < model.next
+        # One that is done, and whose answer is too old, is unknown.
+        is_old = is_past and self._journal.answer(request.id) == "unknown"
+        if not is_old and self._journal.accept(request):
+            self._training.wake()
+        return {"request_id": request.id, "model_id": model_id}
 
-    async def _create_sampling_session(self, http: HttpRequest) -> Response:
-        asked = read(await http.body(), SamplingSession)
-        self._session(asked.session_id)
-        held: dict[str, Any] = {"shape": {}, "file": "", "checksum": "", "path": None}
-        if asked.model_path is not None:
-            saved = self._checkpoint(asked.model_path)
-            if saved["kind"] != "save_weights_for_sampler":
-                raise ApiError(
-                    f"{asked.model_path} is not for sampling: save_weights_for_sampler makes those"
-                )
-            held |= {key: saved[key] for key in ("shape", "file", "checksum")}
-            held["path"] = asked.model_path
-        elif asked.base_model != self._base_model:
-            raise ApiError(
-                f"base_model {asked.base_model!r} is not served here: {self._base_model!r} is"
-            )
-        sampler = sampler_name(asked.session_id, asked.sampling_session_seq_id)
-        self._journal.put("sampler", sampler, held, asked.session_id)
-        told = {"type": "create_sampling_session", "sampling_session_id": sampler}
-        return JSONResponse(told)
-
-    async def _sample(self, http: HttpRequest) -> Response:
-        body = await http.body()
-        asked = read(body, SampleBody)
-        sampler = asked.sampling_session_id
-        if self._journal.get("sampler", sampler) is None:
-            raise ApiError(f"there is no sampling session {sampler}", status=404)
-        request = FutureRequest(f"{sampler}:{asked.seq_id}", sampler, asked.seq_id, "asample", body)
-        asked.check()
-        if self._journal.accept(request):
-            self._submit(request, asked)
-        names = [f"{request.id}:{index}" for index in range(asked.num_samples)]
-        return JSONResponse({"request_id": request.id, "sample_sequence_ids": names})
-
-    def _submit(self, request: FutureRequest, asked: SampleBody) -> None:
-        held = self._journal.get("sampler", request.lane)
-        assert held is not None
-        params = asked.sampling_params
-        prompt = [token for chunk in asked.prompt.chunks for token in chunk.tokens]
-        stop = [params.stop] if isinstance(params.stop, str) else params.stop
-        scored = 0
-        if asked.prompt_logprobs:
-            scored = asked.prompt_logprobs_last_n or len(prompt)
-        self._to_samplers(
-            SampleJob(
-                id=request.id,
-                shape=msgspec.convert(held["shape"], TrainedShape),
-                version=held["file"],
-                checksum=held["checksum"],
-                prompt=prompt,
-                count=asked.num_samples,
-                sampling=Sampling(
-                    temperature=params.temperature, top_p=params.top_p, top_k=max(0, params.top_k)
-                ),
-                max_tokens=params.max_tokens or self._max_context,
-                stop_tokens=None if stop is None else [one for one in stop if isinstance(one, int)],
-                stop_texts=[one for one in stop or () if isinstance(one, str)],
-                scored=scored,
-            )
-        )
-
-    async def _retrieve(self, http: HttpRequest) -> Response:
-        name = str(_object(await http.body()).get("request_id"))
-        self._loop = asyncio.get_running_loop()
+    async def _retrieve(self, _http: HttpRequest, data: bytes) -> Any:
+        name = read(data, Named).request_id
         event = self._waiting.setdefault(name, asyncio.Event())
         answer = self._journal.answer(name)
         if answer is None:
-            try:
-                async with asyncio.timeout(POLL_S):
-                    await event.wait()
-            except TimeoutError:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), POLL_S)
+            if (answer := self._journal.answer(name)) is None:
                 pending = {"type": "try_again", "request_id": name, "queue_state": "active"}
                 return JSONResponse(pending, 408)
-            answer = self._journal.answer(name)
-        else:
-            self._waiting.pop(name, None)
+        self.wake(name)
         if not isinstance(answer, FutureAnswer):
             raise ApiError(f"there is no request {name}, or its answer is too old", status=410)
         return Response(answer.body, media_type=answer.media)
 
-    async def _get_info(self, http: HttpRequest) -> Response:
-        model_id = str(_object(await http.body()).get("model_id"))
-        shape = self._model(model_id)["facts"]["shape"]
-        return JSONResponse(
-            {
-                "type": "get_info",
-                "model_id": model_id,
-                "model_name": self._base_model,
-                "model_data": {"model_name": self._base_model, "tokenizer_id": self._tokenizer},
-                "is_lora": shape["rank"] > 0,
-                "lora_rank": shape["rank"] or None,
-                "optimizer_config": {"type": "adamw"},
-            }
+    # -- samples ----------------------------------------------------------------------------------
+
+    def _create_sampler(self, _http: HttpRequest, data: bytes) -> Any:
+        body = read(data, CreateSampler)
+        self._session(body.session_id)
+        sampler = Sampler()
+        if (path := body.model_path) is None:
+            self._training.check_base(body.base_model)
+        else:
+            saved = self._find(Checkpoint, path)
+            if saved.kind != "save_weights_for_sampler":
+                raise ApiError(f"{path} is not for sampling: save_weights_for_sampler makes those")
+            sampler = Sampler(saved.weights, path)
+        name = sampler_name(body.session_id, body.sampling_session_seq_id)
+        self._journal.put(sampler, name, body.session_id)
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    def _get_sampler(self, http: HttpRequest, _data: bytes) -> Any:
+        name = http.path_params["sampler"]
+        path = self._find(Sampler, name).path
+        return {"sampler_id": name, "base_model": self._base_model, "model_path": path}
+
+    def _sample(self, _http: HttpRequest, data: bytes) -> Any:
+        body = read(data, SampleBody)
+        sampler, seq = body.sampling_session_id, body.seq_id
+        self._find(Sampler, sampler)
+        body.check()
+        request = FutureRequest(f"{sampler}:{seq}", sampler, seq, "asample", data)
+        if self._journal.accept(request):
+            self._submit(request, body)
+        names = [f"{request.id}:{index}" for index in range(body.num_samples)]
+        return {"request_id": request.id, "sample_sequence_ids": names}
+
+    def _submit(self, request: FutureRequest, body: SampleBody) -> None:
+        sampler, params = self._find(Sampler, request.owner), body.sampling_params
+        prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
+        stop = [params.stop] if isinstance(params.stop, str) else params.stop
+        last = body.prompt_logprobs_last_n or len(prompt)
+        self._to_samplers(
+            SampleJob(
+                id=request.id,
+                weights=sampler.weights,
+                prompt=prompt,
+                count=body.num_samples,
+                sampling=Sampling(
+                    temperature=params.temperature, top_p=params.top_p, top_k=max(0, params.top_k)
+                ),
+                max_tokens=params.max_tokens or self._max_context,
+                stop_tokens=None if stop is None else [end for end in stop if isinstance(end, int)],
+                stop_texts=[end for end in stop or () if isinstance(end, str)],
+                scored=last if body.prompt_logprobs else 0,
+            )
         )
 
-    async def _weights_info(self, http: HttpRequest) -> Response:
-        shape = self._checkpoint(str(_object(await http.body()).get("tinker_path")))["shape"]
-        told = {"base_model": self._base_model, "is_lora": shape["rank"] > 0}
-        parts = {key: shape[key] for key in ("train_unembed", "train_mlp", "train_attn")}
-        return JSONResponse(told | parts | {"lora_rank": shape["rank"] or None})
+    # -- models and checkpoints -------------------------------------------------------------------
 
-    async def _capabilities(self, _http: HttpRequest) -> Response:
+    def _get_info(self, _http: HttpRequest, data: bytes) -> Any:
+        model = self._find(Model, str(read(data, Named).model_id))
+        return {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_name": self._base_model,
+            "model_data": {"model_name": self._base_model, "tokenizer_id": self._tokenizer},
+            "optimizer_config": {"type": "adamw"},
+            **_lora(model.shape),
+        }
+
+    def _weights_info(self, _http: HttpRequest, data: bytes) -> Any:
+        shape = self._find(Checkpoint, read(data, Named).tinker_path).weights.shape
+        parts = {key: getattr(shape, key) for key in ("train_unembed", "train_mlp", "train_attn")}
+        return {"base_model": self._base_model, **_lora(shape), **parts}
+
+    def _capabilities(self, _http: HttpRequest, _data: bytes) -> Any:
         model = {"model_name": self._base_model, "max_context_length": self._max_context}
-        return JSONResponse({"supported_models": [model | {"trainable": True, "sampleable": True}]})
+        return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
-    async def _get_sampler(self, http: HttpRequest) -> Response:
-        name = http.path_params["sampler"]
-        held = self._journal.get("sampler", name)
-        if held is None:
-            raise ApiError(f"there is no sampling session {name}", status=404)
-        told = {"sampler_id": name, "base_model": self._base_model, "model_path": held["path"]}
-        return JSONResponse(told)
+    def _runs(self, http: HttpRequest, _data: bytes) -> Any:
+        page, cursor = _page(http, self._journal.all(Model))
+        return {"training_runs": [self._run(name) for name in page], "cursor": cursor}
 
-    async def _runs(self, http: HttpRequest) -> Response:
-        names = list(self._journal.all("model"))
-        page, cursor = _page(http, names)
-        return JSONResponse({"training_runs": [self._told(n) for n in page], "cursor": cursor})
+    def _run(self, name: str) -> dict[str, Any]:
+        model = self._find(Model, name)
+        saved = self._journal.all(Checkpoint, name)
+        newest = {entry.kind: _checkpoint(path, entry) for path, entry in saved.items()}
+        metadata = model.user_metadata
+        return {
+            "training_run_id": name,
+            "base_model": self._base_model,
+            "model_owner": "umbra",
+            "last_request_time": datetime.fromtimestamp(model.created, UTC).isoformat(),
+            "last_checkpoint": newest.get("save_weights"),
+            "last_sampler_checkpoint": newest.get("save_weights_for_sampler"),
+            "user_metadata": metadata and {key: str(value) for key, value in metadata.items()},
+            **_lora(model.shape),
+        }
 
-    async def _run(self, http: HttpRequest) -> Response:
-        return JSONResponse(self._told(http.path_params["run"]))
+    def _checkpoints(self, http: HttpRequest, _data: bytes) -> Any:
+        saved = self._journal.all(Checkpoint, http.path_params.get("run"))
+        page, cursor = _page(http, saved)
+        return {"checkpoints": [_checkpoint(path, saved[path]) for path in page], "cursor": cursor}
 
-    async def _checkpoints(self, http: HttpRequest) -> Response:
-        saved = self._journal.all("checkpoint", http.path_params.get("run"))
-        page, cursor = _page(http, list(saved))
-        told = [_checkpoint(path, saved[path]) for path in page]
-        return JSONResponse({"checkpoints": told, "cursor": cursor})
-
-    async def _delete_checkpoint(self, http: HttpRequest) -> Response:
+    def _delete_checkpoint(self, http: HttpRequest, _data: bytes) -> Any:
         path = _path_of(http)
-        self._checkpoint(path)
-        self._journal.drop("checkpoint", path)
-        self._training.lanes.nudge()  # which deletes its files
-        return JSONResponse({})
+        self._find(Checkpoint, path)
+        self._journal.drop(Checkpoint, path)
+        self._training.wake(sweep=True)  # which deletes its files
+        return {}
 
-    async def _urls(self, http: HttpRequest) -> Response:
+    def _urls(self, http: HttpRequest, _data: bytes) -> Any:
         """Tell where the files of an exported checkpoint are, each with a signature."""
-        folder = Path(self._checkpoint(_path_of(http))["file"])
+        folder = Path(self._find(Checkpoint, _path_of(http)).weights.folder)
         expires = int(time.time() + SIGNED_S)
-        urls = {}
+        urls: dict[str, str] = {}
         for name in files_in(folder):
             path = f"{FILES}{folder.parent.name}/{folder.name}/{name}"
             query = f"?expires={expires}&signature={self._sign(path, expires)}"
             urls[name] = f"http://{http.headers['host']}{quote(path)}{query}"
         until = datetime.now(UTC) + timedelta(seconds=SIGNED_S)
-        return JSONResponse({"urls": urls, "expires": until.isoformat()})
+        return {"urls": urls, "expires": until.isoformat()}
 
     async def _file(self, http: HttpRequest) -> Response:
         path, query = http.url.path, http.query_params
         expires = query.get("expires", "")
-        wanted = self._sign(path, int(expires)) if expires.isdecimal() else ""
-        if not wanted or not hmac.compare_digest(wanted, query.get("signature", "")):
+        signature = self._sign(path, int(expires)) if expires.isdecimal() else ""
+        if not signature or not hmac.compare_digest(signature, query.get("signature", "")):
             raise ApiError("the signature is wrong", status=403)
         if int(expires) < time.time():
             raise ApiError("the URL has expired", status=403)
@@ -360,55 +325,46 @@ class Api:
     def _sign(self, path: str, expires: int) -> str:
         return hmac.new(self._secret, f"{expires} {path}".encode(), hashlib.sha256).hexdigest()
 
-    def _session(self, name: str) -> dict[str, Any]:
+    def _find(self, kind: type[T], name: str) -> T:
+        """Return a record; ApiError if there is none."""
+        if (record := self._journal.get(kind, name)) is None:
+            raise ApiError(f"there is no {kind.__name__.lower()} {name}", status=404)
+        return record
+
+    def _session(self, name: str) -> Session:
         """Return a session; ApiError if there is none, or it has finished."""
-        held = self._journal.get("session", name)
-        if held is None:
-            raise ApiError(f"there is no session {name}", status=404)
-        if held["finished"]:
+        if (session := self._find(Session, name)).finished:
             raise ApiError(f"session {name} has finished", status=410)
-        return held
-
-    def _model(self, name: str) -> dict[str, Any]:
-        held = self._journal.get("model", name)
-        if held is None:
-            raise ApiError(f"there is no model {name}", status=404)
-        return held
-
-    def _checkpoint(self, path: str) -> dict[str, Any]:
-        held = self._journal.get("checkpoint", path)
-        if held is None:
-            raise ApiError(f"there is no checkpoint {path}", status=404)
-        return held
-
-    def _told(self, name: str) -> dict[str, Any]:
-        facts = self._model(name)["facts"]
-        saved = self._journal.all("checkpoint", name)
-        newest = {held["kind"]: _checkpoint(path, held) for path, held in saved.items()}
-        metadata = facts["user_metadata"]
-        return {
-            "training_run_id": name,
-            "base_model": self._base_model,
-            "model_owner": "umbra",
-            "is_lora": facts["shape"]["rank"] > 0,
-            "lora_rank": facts["shape"]["rank"] or None,
-            "last_request_time": datetime.fromtimestamp(facts["created"], UTC).isoformat(),
-            "last_checkpoint": newest.get("save_weights"),
-            "last_sampler_checkpoint": newest.get("save_weights_for_sampler"),
-            "user_metadata": metadata and {key: str(value) for key, value in metadata.items()},
-        }
+        return session
 
 
-def _checkpoint(path: str, held: dict[str, Any]) -> dict[str, Any]:
+def _route(call: Callable[[HttpRequest, bytes], Any]) -> Callable[[HttpRequest], Any]:
+    async def handle(http: HttpRequest) -> Response:
+        answer = call(http, await http.body())
+        answer = await answer if inspect.isawaitable(answer) else answer
+        return answer if isinstance(answer, Response) else JSONResponse(answer)
+
+    return handle
+
+
+def _answers(value: dict[str, str]) -> Callable[[HttpRequest, bytes], Any]:
+    return lambda _http, _data: value
+
+
+def _lora(shape: TrainedShape) -> dict[str, Any]:
+    return {"is_lora": shape.rank > 0, "lora_rank": shape.rank or None}
+
+
+def _checkpoint(path: str, saved: Checkpoint) -> dict[str, Any]:
     kinds = {"save_weights": "training", "save_weights_for_sampler": "sampler"}
     return {
         "checkpoint_id": path.split("/", 3)[3],
-        "checkpoint_type": kinds.get(held["kind"], "external"),
-        "time": held["at"],
+        "checkpoint_type": kinds.get(saved.kind, "external"),
+        "time": saved.at,
         "tinker_path": path,
-        "size_bytes": held["size"],
-        "user_metadata": held["user_metadata"],
-        "expires_at": held["expires"],
+        "size_bytes": saved.size,
+        "user_metadata": saved.user_metadata,
+        "expires_at": saved.expires,
     }
 
 
@@ -416,31 +372,16 @@ def _path_of(http: HttpRequest) -> str:
     return f"tinker://{http.path_params['run']}/{http.path_params['name']}"
 
 
-def _page(http: HttpRequest, names: list[str]) -> tuple[list[str], dict[str, int]]:
-    """Return the part of `names`, newest first, that is asked for, and a cursor."""
+def _page(http: HttpRequest, records: Iterable[str]) -> tuple[list[str], dict[str, int]]:
+    """Return the part of the names, newest first, that is asked for, and a cursor."""
     try:
         offset = int(http.query_params.get("offset", 0))
         limit = int(http.query_params.get("limit", 1000))
     except ValueError as error:
         raise ApiError("offset and limit have to be numbers") from error
+    names = list(records)
     cursor = {"offset": offset, "limit": limit, "total_count": len(names)}
     return names[::-1][offset : offset + limit], cursor
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    return read(body, dict[str, Any])
-
-
-async def _empty(_http: HttpRequest) -> Response:
-    return JSONResponse({})
-
-
-async def _accepted(_http: HttpRequest) -> Response:
-    return JSONResponse({"status": "accepted"})
-
-
-async def _healthy(_http: HttpRequest) -> Response:
-    return JSONResponse({"status": "ok"})
 
 
 async def _refused(_http: HttpRequest, error: Exception) -> Response:
@@ -454,5 +395,5 @@ async def _broken(_http: HttpRequest, error: Exception) -> Response:
 
 
 async def _no_route(http: HttpRequest, _error: Exception) -> Response:
-    told = f"{http.method} {http.url.path} is no route of umbra tinker"
-    return JSONResponse({"detail": told}, 404)
+    detail = f"{http.method} {http.url.path} is no route of umbra tinker"
+    return JSONResponse({"detail": detail}, 404)

@@ -6,6 +6,8 @@ import logging
 import os
 import secrets
 import threading
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +24,7 @@ from umbra.services.process.files import DISK, HeldError, folder_lock
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.process.parent import tell_ready
 from umbra.services.tinker.command import KEY_VARIABLE
-from umbra.services.tinker.journal import FutureAnswer, FuturesJournal
+from umbra.services.tinker.journal import FuturesJournal
 from umbra.services.tinker.samplers import Samplers
 from umbra.services.tinker.server import FILES, Api
 from umbra.services.tinker.training import Training
@@ -49,77 +51,57 @@ def run(config: RunConfig, address: str, name: str, folder: Path) -> int:
     named = config.model.name
     directory = check_model_dir(named)
     key = os.environ.get(KEY_VARIABLE, "")
-    bound = listen(address, "--bind")
-    if not is_local(bound) and not key:
-        bound.close()
-        raise UsageError(
-            f"--bind {address} is reached from other machines: set {KEY_VARIABLE} to a key that "
-            "begins with tml-, which clients have as TINKER_API_KEY, or use 127.0.0.1"
-        )
-    if key and not key.startswith("tml-"):
-        bound.close()
-        raise UsageError(f"{KEY_VARIABLE} has to begin with tml-: the SDK sends no other keys")
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with folder_lock(folder):
-            journal = FuturesJournal(folder / "journal.sqlite")
-            api: Api | None = None
-
-            def told(request_id: str) -> None:
-                if api is not None:
-                    api.told(request_id)
-
-            def sampled(request_id: str, answer: FutureAnswer) -> None:
-                if api is not None:
-                    api.sampled(request_id, answer)
-
-            training = Training(config, folder.resolve(), name, journal, told)
-            loop = LoopThread("http")
-            samplers = Samplers(config, torch.cuda.device_count(), loop, sampled)
-            api = Api(
-                journal,
-                training,
-                samplers.submit,
-                base_model=name,
-                max_context=config.generator.max_context,
-                tokenizer=str(named if is_hub_name(named) else directory.resolve()),
-                secret=_secret(folder / "secret"),
+    with closing(listen(address, "--bind")) as bound:
+        if not is_local(bound) and not key:
+            raise UsageError(
+                f"--bind {address} is reached from other machines: set {KEY_VARIABLE} to a key "
+                "that begins with tml-, which clients have as TINKER_API_KEY, or use 127.0.0.1"
             )
-            left = training.resume() + api.resume()
-            trainer = service_thread(training.run, "training")
-            trainer.start()
-            server = HttpServer(
-                api.app(),
-                bound,
-                key=key,
-                max_body=MAX_BODY,
-                requests=REQUESTS,
-                types=("application/json", PROTOBUF),
-                signed=FILES,
-            )
-            samplers.start()
-            loop.wait(server.start(), _WAIT_S)
-            url = url_at(*bound.getsockname()[:2])
-            log.info("serving %s at %s, %d requests pending", name, url, left)
-            tell_ready({"url": url})
-            stopping = threading.Event()
-            with stop_on_signals(stopping):
-                while samplers.poll() and not stopping.wait(_LOOK_S):
-                    pass
-            samplers.stop()
-            loop.wait(server.stop(), _WAIT_S)
-            loop.close()
-            training.lanes.close()
-            trainer.join()
-            journal.close()
-            if (failure := samplers.supervisor.failure) is not None:
-                raise child_error(failure.reason, failure.exit_code)
-    except HeldError as error:
-        bound.close()
-        raise UsageError(
-            f"--dir {folder} is in use by process {error.pid}: stop that server, or name another "
-            "folder"
-        ) from error
+        if key and not key.startswith("tml-"):
+            raise UsageError(f"{KEY_VARIABLE} has to begin with tml-: the SDK sends no other keys")
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with folder_lock(folder), closing(FuturesJournal(folder / "journal.sqlite")) as journal:
+                loop = LoopThread("http")
+                training = Training(config, folder.resolve(), name, journal)
+                samplers = Samplers(config, torch.cuda.device_count(), loop, journal.finish)
+                tokenizer = str(named if is_hub_name(named) else directory.resolve())
+                context, secret = config.generator.max_context, _secret(folder / "secret")
+                api = Api(journal, training, samplers.submit, context, tokenizer, secret)
+                journal.announce = partial(loop.call, api.wake)
+                api.resume()
+                trainer = service_thread(training.run, "training")
+                trainer.start()
+                server = HttpServer(
+                    api.app(),
+                    bound,
+                    key=key,
+                    max_body=MAX_BODY,
+                    requests=REQUESTS,
+                    types=("application/json", PROTOBUF),
+                    signed=FILES,
+                )
+                samplers.start()
+                loop.wait(server.start(), _WAIT_S)
+                url = url_at(*bound.getsockname()[:2])
+                log.info("serving %s at %s", name, url)
+                tell_ready({"url": url})
+                stopping = threading.Event()
+                with stop_on_signals(stopping):
+                    while samplers.poll() and not stopping.wait(_LOOK_S):
+                        pass
+                samplers.stop()
+                loop.wait(server.stop(), _WAIT_S)
+                loop.close()
+                training.wake(close=True)
+                trainer.join()
+                if (failure := samplers.supervisor.failure) is not None:
+                    raise child_error(failure.reason, failure.exit_code)
+        except HeldError as error:
+            raise UsageError(
+                f"--dir {folder} is in use by process {error.pid}: stop that server, or name "
+                "another folder"
+            ) from error
     return EXIT_DONE
 
 

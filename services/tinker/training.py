@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
-from collections import deque
+import zlib
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.tinker.bodies import (
+    Checkpoint,
     CreateModel,
     LoadWeights,
+    Lora,
+    Model,
     OptimStep,
+    Sampler,
     SaveWeights,
+    Session,
     TrainedShape,
+    Weights,
     read,
     sampler_name,
+    session_of,
 )
 from umbra.services.tinker.journal import FutureAnswer, FutureRequest, FuturesJournal
-from umbra.services.tinker.models import Bench, Benches, ModelFacts, Trainee, seed_of
+from umbra.services.tinker.models import Bench, Trainee
 from umbra.services.tinker.wire import PROTOBUF, read_pass, write_outputs
 
 SWEEP_S = 60.0
@@ -39,57 +45,6 @@ SEGMENTS = {
     "save_weights_for_sampler": "sampler_weights",
     "save_weights_external": "external_weights",
 }
-_REPLAYED = ("forward_backward", "optim_step")
-
-
-class Lanes:
-    """Requests of models that wait: each model's in the order of their numbers."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: dict[str, dict[int, FutureRequest]] = {}
-        self._next: dict[str, int] = {}
-        self._ready: deque[FutureRequest | None] = deque()
-        self.closed = False
-
-    def begin(self, lane: str, number: int) -> None:
-        """Say which number of a model comes next."""
-        with self._changed:
-            self._next[lane] = number
-
-    def add(self, request: FutureRequest) -> None:
-        with self._changed:
-            lane, number = request.lane, self._next.setdefault(request.lane, 0)
-            if request.seq == number:
-                self._ready.append(request)
-                self._changed.notify()
-            else:
-                self._waiting.setdefault(lane, {})[request.seq] = request
-
-    def take(self, timeout_s: float) -> FutureRequest | None:
-        """Wait for the next request; None after a time, a nudge, or once closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self.closed, timeout_s)
-            return self._ready.popleft() if self._ready and not self.closed else None
-
-    def nudge(self) -> None:
-        """Let `take` return."""
-        with self._changed:
-            self._ready.append(None)
-            self._changed.notify()
-
-    def done(self, request: FutureRequest) -> None:
-        """Let the model's next request follow."""
-        with self._changed:
-            number = self._next[request.lane] = request.seq + 1
-            following = self._waiting.get(request.lane, {}).pop(number, None)
-            if following is not None:
-                self._ready.append(following)
-
-    def close(self) -> None:
-        with self._changed:
-            self.closed = True
-            self._changed.notify()
 
 
 class Training:
@@ -98,337 +53,258 @@ class Training:
     Args:
         folder: gets states, versions and exports.
         base_model: the name that clients know the model by.
-        told: is called with each request that has an answer.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        folder: Path,
-        base_model: str,
-        journal: FuturesJournal,
-        told: Callable[[str], None],
+        self, config: RunConfig, folder: Path, base_model: str, journal: FuturesJournal
     ) -> None:
-        self.folder, self._base_model = folder, base_model
-        self._journal, self._told = journal, told
-        self._benches = Benches(config)
-        self._trainees: dict[str, Trainee] = {}
+        self.folder, self.base_model = folder, base_model
+        self._config, self._journal = config, journal
+        self._benches: dict[TrainedShape, Bench] = {}
+        self._trainees: dict[str, tuple[Bench, Trainee]] = {}
+        # What a request makes, with its name and its parent: written with the answer.
+        self._records: list[tuple[Model | Sampler | Checkpoint, str, str]] = []
         self._sweep_at, self._began = 0.0, time.time()
-        self.lanes = Lanes()
+        self._wake = threading.Event()
+        self._closed = False
 
-    def resume(self) -> int:
-        """Queue requests that an earlier server left unfinished; return their number."""
-        for model_id, facts in self._journal.all("model").items():
-            self.lanes.begin(model_id, facts["next"])
-        left = [one for one in self._journal.requests("queued") if one.kind != "asample"]
-        for request in left:
-            self.lanes.add(request)
-        return len(left)
+    def wake(self, *, sweep: bool = False, close: bool = False) -> None:
+        """Have the thread look for requests, `sweep`, or end."""
+        self._closed |= close
+        if sweep:
+            self._sweep_at = 0.0
+        self._wake.set()
 
     def run(self) -> None:
-        """Do requests until the lanes are closed."""
-        while not self.lanes.closed:
-            if (request := self.lanes.take(SWEEP_S)) is not None:
+        """Do requests until the end."""
+        while not self._closed:
+            if (request := self._journal.next()) is not None:
                 self._do(request)
-                self.lanes.done(request)
-                self._told(request.id)
-            if request is None or time.monotonic() >= self._sweep_at:
+            elif (wait_s := self._sweep_at - time.monotonic()) > 0:
+                self._wake.wait(wait_s)
+                self._wake.clear()
+            if time.monotonic() >= self._sweep_at:
                 self._sweep()
 
     def _do(self, request: FutureRequest) -> None:
         """Do a request; its answer and all that it changed are written together."""
-        begun = time.monotonic()
-        change = _nothing
+        begun, kind = time.monotonic(), request.kind
+        self._records.clear()
         try:
-            answer, change = self._perform(request)
-        except UsageError as error:
-            answer = FutureAnswer.failure(str(error), "user")
+            answer = _HANDLERS[kind](self, request)
         except (UmbraError, RuntimeError, OSError) as error:
-            answer = FutureAnswer.failure(str(error), "server")
+            answer = FutureAnswer.failure(error)
         update: dict[str, Any] = {"next": request.seq + 1}
-        if (trainee := self._trainees.get(request.lane)) is not None:
-            if answer.failed and request.kind == "forward_backward":
-                trainee.faulty = True
+        if (pair := self._trainees.get(request.owner)) is not None:
+            bench, trainee = pair
+            trainee.faulty |= answer.failed and kind == "forward_backward"
             trainee.cost_s += time.monotonic() - begun
-            if request.kind == "load_weights" or (
-                request.kind == "optim_step" and trainee.cost_s >= SNAPSHOT_S
-            ):
-                update |= self._write_state(trainee, request.seq)
+            is_long = kind == "optim_step" and trainee.cost_s >= SNAPSHOT_S
+            if is_long or kind == "load_weights":
+                # None of the requests until now is done again.
+                state = self._place(request.owner) / f"state-{request.seq}"
+                bench.save(trainee, state)
+                trainee.cost_s = 0.0
+                update |= {"snapshot": request.seq, "state": str(state)}
         with self._journal.transaction():
-            change()
-            self._journal.finish(request, answer, keep=request.kind in _REPLAYED)
-            known = self._journal.get("model", request.lane)
-            if known is not None:
-                self._journal.put("model", request.lane, {**known, **update}, known["session"])
+            for record in self._records:
+                self._journal.put(*record)
+            self._journal.finish(
+                request.id, answer, keep=kind in ("forward_backward", "optim_step")
+            )
+            if (model := self._journal.get(Model, request.owner)) is not None:
+                self._journal.put(replace(model, **update), model.id, model.session)
             if "snapshot" in update:
-                self._journal.trim(request.lane, request.seq)
-        if "snapshot" in update or request.kind in SEGMENTS:
-            self._collect(request.lane)
-
-    def _write_state(self, trainee: Trainee, seq: int) -> dict[str, Any]:
-        """Write a model as it is after request `seq`, so that none before is done again."""
-        file = self._place(trainee.facts.id) / f"state-{seq}"
-        self._bench(trainee).save(trainee, file)
-        trainee.cost_s = 0.0
-        return {"snapshot": seq, "state": str(file)}
+                self._journal.trim(request.owner, request.seq)
+        if "snapshot" in update or kind in SEGMENTS:
+            self._collect(request.owner)
 
     def _sweep(self) -> None:
         """Drop old answers, expired checkpoints, and versions of ended sessions."""
         self._sweep_at = time.monotonic() + SWEEP_S
         self._journal.purge()
         now = _stamp(0)
-        for path, checkpoint in self._journal.all("checkpoint").items():
-            if checkpoint["expires"] and checkpoint["expires"] < now:
-                self._journal.drop("checkpoint", path)
+        for path, checkpoint in self._journal.all(Checkpoint).items():
+            if checkpoint.expires and checkpoint.expires < now:
+                self._journal.drop(Checkpoint, path)
         silent = time.time() - ABANDONED_S
-        for session, held in self._journal.all("session").items():
-            if held["finished"] or max(held["at"], self._began) < silent:
-                self._journal.end(session)
-        models = list(self._journal.all("model"))
+        for name, session in self._journal.all(Session).items():
+            if session.finished or max(session.at, self._began) < silent:
+                self._journal.end(name)
+        models = list(self._journal.all(Model))
         for model_id in models:
             self._collect(model_id)
-        known = {self._place(model_id).name for model_id in models}
-        for place in (self.folder / "models").glob("*"):
-            if place.name not in known:  # its model was never made
-                shutil.rmtree(place, ignore_errors=True)
+        known = {self._place(model_id) for model_id in models}
+        for place in set((self.folder / "models").glob("*")) - known:
+            shutil.rmtree(place, ignore_errors=True)  # its model was never made
 
     def _collect(self, model_id: str) -> None:
         """Delete a model's files that nothing needs; all of it, once its session has ended.
 
         Checkpoints stay, with the model that they are listed under.
         """
-        if (held := self._journal.get("model", model_id)) is None:
+        if (model := self._journal.get(Model, model_id)) is None:
             return
         place = self._place(model_id)
-        kept = {one["file"] for one in self._journal.all("checkpoint", model_id).values()}
-        if self._journal.get("session", held["session"]) is None:
+        checkpoints = self._journal.all(Checkpoint, model_id).values()
+        needed = {checkpoint.weights.folder for checkpoint in checkpoints}
+        if self._journal.get(Session, model.session) is None:
             self._trainees.pop(model_id, None)
-            if not kept:
-                self._journal.drop("model", model_id)
+            if not needed:
+                self._journal.drop(Model, model_id)
         else:
-            kept.add(held["state"] or held["facts"]["source"])
-            unnamed = [str(file) for file in place.glob("sampler_weights-*")]
-            unnamed = sorted(set(unnamed) - kept, key=lambda file: int(file.rpartition("-")[2]))
-            kept |= {*unnamed[-(UNNAMED if held["facts"]["shape"]["rank"] else UNNAMED_WHOLE) :]}
-        for file in place.glob("*"):
-            if str(file) not in kept:
-                _delete(file)
-        if not kept:
+            needed.add(model.state)
+            unnamed = {str(folder) for folder in place.glob("sampler_weights-*")} - needed
+            newest = sorted(unnamed, key=lambda folder: int(folder.rpartition("-")[2]))
+            needed |= {*newest[-(UNNAMED if model.shape.rank else UNNAMED_WHOLE) :]}
+        for folder in place.glob("*"):
+            if str(folder) not in needed:
+                shutil.rmtree(folder, ignore_errors=True)
+        if not needed:
             shutil.rmtree(place, ignore_errors=True)
 
-    def _perform(self, request: FutureRequest) -> tuple[FutureAnswer, Callable[[], None]]:
-        """Do `request`; return its answer and the journal entries to write with it."""
-        match request.kind:
-            case "create_model":
-                return self._create(request)
-            case "load_weights":
-                return self._load(request)
-            case "forward_backward" | "forward":
-                trainee = self._trainee(request.lane)
-                asked = read_pass(request.body)
-                found, metrics = self._bench(trainee).run_pass(trainee, asked)
-                return FutureAnswer(write_outputs(found, metrics), PROTOBUF), _nothing
-            case "optim_step":
-                trainee = self._trainee(request.lane)
-                norm = self._step(trainee, request)
-                return FutureAnswer.json({"metrics": {"grad_norm:mean": norm}}), _nothing
-            case _:
-                return self._save(request)
+    # -- what a request does; its answer is returned ----------------------------------------------
 
-    def _step(self, trainee: Trainee, request: FutureRequest) -> float:
-        bench = self._bench(trainee)
+    def _create(self, request: FutureRequest) -> FutureAnswer:
+        body = read(request.body, CreateModel)
+        self.check_base(body.base_model)
+        lora = body.lora_config or Lora(0)
+        seed = zlib.crc32(request.owner.encode()) if lora.seed is None else lora.seed
+        self._begin(request.owner, lora.shape, body.user_metadata, seed)
+        return FutureAnswer.json({"model_id": request.owner, "type": "create_model"})
+
+    def _begin(
+        self,
+        model_id: str,
+        shape: TrainedShape,
+        metadata: dict[str, Any] | None,
+        seed: int,
+        source: str = "",
+        optimizer: bool = True,
+    ) -> None:
+        session, bench = session_of(model_id), self._bench(shape)
+        model = Model(model_id, session, shape, seed, time.time(), metadata)
+        self._trainees[model_id] = bench, bench.begin(model, source, optimizer=optimizer)
+        self._records.append((model, model_id, session))
+
+    def _load(self, request: FutureRequest) -> FutureAnswer:
+        body = read(request.body, LoadWeights)
+        saved = self._journal.get(Checkpoint, body.path)
+        if saved is None or saved.kind != "save_weights":
+            raise UsageError(
+                f"{body.path} is no training checkpoint of this server: save_state makes them"
+            )
+        self.check_base(body.base_model or self.base_model)
+        folder, optimizer = saved.weights.folder, body.optimizer
+        if request.seq:
+            bench, trainee = self._trainee(request.owner)
+            bench.load(trainee, folder, optimizer=optimizer)
+        else:
+            shape, metadata = saved.weights.shape, body.user_metadata
+            self._begin(request.owner, shape, metadata, 0, folder, optimizer)
+        return FutureAnswer.json(
+            {"path": body.path, "model_id": request.owner, "type": "load_weights"}
+        )
+
+    def _pass(self, request: FutureRequest) -> FutureAnswer:
+        bench, trainee = self._trainee(request.owner)
+        outputs = bench.run_pass(trainee, read_pass(request.body))
+        return FutureAnswer(write_outputs(*outputs), PROTOBUF)
+
+    def _step(self, request: FutureRequest) -> FutureAnswer:
+        bench, trainee = self._trainee(request.owner)
         try:
             adam = read(request.body, OptimStep).adam_params
-            settings = adam.settings()
         except UsageError:
             bench.drop(trainee)
             raise
-        return bench.step(trainee, settings, adam.grad_clip_norm)
+        norm = bench.step(trainee, adam.settings(), adam.grad_clip_norm)
+        return FutureAnswer.json({"metrics": {"grad_norm:mean": norm}})
 
-    def _create(self, request: FutureRequest) -> tuple[FutureAnswer, Callable[[], None]]:
-        asked = read(request.body, CreateModel)
-        self._check_base(asked.base_model)
-        lora, shape = asked.lora_config, TrainedShape()
-        if lora is not None and lora.rank:
-            shape = TrainedShape(lora.rank, lora.train_mlp, lora.train_attn, lora.train_unembed)
-        facts = ModelFacts(
-            id=request.lane,
-            session=asked.session_id,
-            shape=shape,
-            seed=seed_of(request.lane, lora.seed if lora is not None else None),
-            created=time.time(),
-            user_metadata=asked.user_metadata,
-        )
-        change = self._begin(facts)
-        return FutureAnswer.json({"model_id": facts.id, "type": "create_model"}), change
-
-    def _begin(self, facts: ModelFacts) -> Callable[[], None]:
-        self._trainees[facts.id] = self._benches.of(facts.shape).begin(facts)
-        held: dict[str, Any] = {"facts": msgspec.to_builtins(facts), "session": facts.session}
-        held |= {"next": 1, "snapshot": 0, "state": ""}
-        return lambda: self._journal.put("model", facts.id, held, facts.session)
-
-    def _load(self, request: FutureRequest) -> tuple[FutureAnswer, Callable[[], None]]:
-        asked = read(request.body, LoadWeights)
-        saved = self._journal.get("checkpoint", asked.path)
-        if saved is None or saved["kind"] != "save_weights":
-            raise UsageError(
-                f"{asked.path} is no training checkpoint of this server: save_state makes them"
-            )
-        if asked.base_model is not None:
-            self._check_base(asked.base_model)
-        change = _nothing
-        if request.seq == 0:
-            assert asked.session_id is not None
-            # The checkpoint may be deleted before there is a snapshot of the new model.
-            source = self._place(request.lane) / "source"
-            _link(Path(saved["file"]), source)
-            facts = ModelFacts(
-                id=request.lane,
-                session=asked.session_id,
-                shape=msgspec.convert(saved["shape"], TrainedShape),
-                seed=0,
-                created=time.time(),
-                source=str(source),
-                with_optimizer=asked.optimizer,
-                user_metadata=asked.user_metadata,
-            )
-            change = self._begin(facts)
-        else:
-            trainee = self._trainee(request.lane)
-            self._bench(trainee).load(trainee, Path(saved["file"]), optimizer=asked.optimizer)
-        told = {"path": asked.path, "model_id": request.lane, "type": "load_weights"}
-        return FutureAnswer.json(told), change
-
-    def _save(self, request: FutureRequest) -> tuple[FutureAnswer, Callable[[], None]]:
-        asked = read(request.body, SaveWeights)
-        trainee = self._trainee(request.lane)
-        bench, facts = self._bench(trainee), trainee.facts
-        kind, segment, checksum = request.kind, SEGMENTS[request.kind], ""
-        if asked.kind != "snapshot":
-            raise UsageError(f"sampling clients of kind {asked.kind!r} are not supported")
-        unnamed = kind == "save_weights_for_sampler" and asked.sampling_session_seq_id is not None
-        path = f"tinker://{facts.id}/{segment}/{asked.name}"
-        if not unnamed and not asked.overwrite and self._journal.get("checkpoint", path):
+    def _save(self, request: FutureRequest) -> FutureAnswer:
+        body = read(request.body, SaveWeights)
+        model_id, kind, segment = request.owner, request.kind, SEGMENTS[request.kind]
+        bench, trainee = self._trainee(model_id)
+        if body.kind != "snapshot":
+            raise UsageError(f"sampling clients of kind {body.kind!r} are not supported")
+        number = body.sampling_session_seq_id if kind == "save_weights_for_sampler" else None
+        path = f"tinker://{model_id}/{segment}/{body.name}"
+        if number is None and not body.overwrite and self._journal.get(Checkpoint, path):
             raise UsageError(f"{path} exists: choose another name, or overwrite=True")
-        # Numbers of requests are used once, so no file is ever written over another.
-        file = self._place(facts.id) / f"{segment}-{request.seq}"
+        # Numbers of requests are used once, so none is ever written over another.
+        folder = self._place(model_id) / f"{segment}-{request.seq}"
+        checksum = ""
         if kind == "save_weights":
-            bench.save(trainee, file)
+            bench.save(trainee, folder)
         elif kind == "save_weights_external":
-            bench.export(trainee, file, self._base_model)
+            bench.export(trainee, folder, self.base_model)
         else:
-            checksum = bench.publish(trainee, file)
-        data: dict[str, Any] = {
-            "kind": kind,
-            "model": facts.id,
-            "file": str(file),
-            "checksum": checksum,
-            "shape": msgspec.to_builtins(facts.shape),
-            "size": _size(file),
-            "at": _stamp(0),
-            "expires": _stamp(asked.ttl_seconds) if asked.ttl_seconds else None,
-            "user_metadata": asked.user_metadata,
-        }
-        if not unnamed:
-            told = {"path": path, "type": kind}
-            return FutureAnswer.json(told), lambda: self._journal.put(
-                "checkpoint", path, data, facts.id
-            )
-        assert asked.sampling_session_seq_id is not None
-        sampler = sampler_name(facts.session, asked.sampling_session_seq_id)
-        told = {"sampling_session_id": sampler, "type": kind}
-        held = {key: data[key] for key in ("shape", "file", "checksum")} | {"path": None}
-        return FutureAnswer.json(told), lambda: self._journal.put(
-            "sampler", sampler, held, facts.session
-        )
+            checksum = bench.publish(trainee, folder)
+        weights = Weights(bench.shape, str(folder), checksum)
+        if number is not None:
+            session = session_of(model_id)
+            sampler = sampler_name(session, number)
+            self._records.append((Sampler(weights), sampler, session))
+            return FutureAnswer.json({"sampling_session_id": sampler, "type": kind})
+        size = sum((folder / name).stat().st_size for name in files_in(folder))
+        expires = _stamp(body.ttl_seconds) if body.ttl_seconds else None
+        checkpoint = Checkpoint(weights, kind, size, _stamp(0), expires, body.user_metadata)
+        self._records.append((checkpoint, path, model_id))
+        return FutureAnswer.json({"path": path, "type": kind})
 
-    def _trainee(self, model_id: str) -> Trainee:
+    def _trainee(self, model_id: str) -> tuple[Bench, Trainee]:
         """Return a model, loaded from its newest snapshot if need be.
+
+        Requests after that are done again: their answers are known, but not their effects on it.
 
         Raises:
             UsageError: there is none.
         """
-        if (found := self._trainees.get(model_id)) is not None:
-            return found
-        held = self._journal.get("model", model_id)
-        if held is None:
+        if (pair := self._trainees.get(model_id)) is not None:
+            return pair
+        if (model := self._journal.get(Model, model_id)) is None:
             raise UsageError(f"there is no model {model_id}")
-        facts = msgspec.convert(held["facts"], ModelFacts)
-        bench = self._benches.of(facts.shape)
-        snapshot = held["snapshot"]
-        if held["state"]:
-            facts_now = msgspec.structs.replace(facts, source=held["state"], with_optimizer=True)
-            trainee = bench.begin(facts_now)
-            trainee.facts = facts
-        else:
-            trainee = bench.begin(facts)
-        self._trainees[model_id] = trainee
-        begun = time.monotonic()
-        for request in self._journal.requests("past", model_id, snapshot):
-            self._replay(bench, trainee, request)
-        trainee.cost_s = time.monotonic() - begun
-        return trainee
-
-    def _replay(self, bench: Bench, trainee: Trainee, request: FutureRequest) -> None:
-        """Repeat an answered request whose effect on the model was lost."""
-        failed = request.state == "failed"
-        if request.kind == "optim_step":
-            if failed:
+        begun, bench = time.monotonic(), self._bench(model.shape)
+        _, trainee = self._trainees[model_id] = bench, bench.begin(model)
+        for request in self._journal.past(model_id, model.snapshot):
+            if request.state == "done":
+                _HANDLERS[request.kind](self, request)
+            elif request.kind == "optim_step":
                 bench.drop(trainee)
             else:
-                adam = read(request.body, OptimStep).adam_params
-                bench.step(trainee, adam.settings(), adam.grad_clip_norm)
-        elif failed:
-            trainee.faulty = True
-        else:
-            bench.run_pass(trainee, read_pass(request.body))
+                trainee.faulty = True
+        trainee.cost_s = time.monotonic() - begun
+        return bench, trainee
 
-    def _bench(self, trainee: Trainee) -> Bench:
-        return self._benches.of(trainee.facts.shape)
+    def _bench(self, shape: TrainedShape) -> Bench:
+        if shape not in self._benches:
+            self._benches[shape] = Bench(self._config, shape)
+        return self._benches[shape]
 
     def _place(self, model_id: str) -> Path:
         return self.folder / "models" / model_id.replace(":", "-")
 
-    def _check_base(self, name: str) -> None:
-        if name != self._base_model:
+    def check_base(self, name: str | None) -> None:
+        if name != self.base_model:
             raise UsageError(
-                f"base_model {name!r} is not served here, {self._base_model!r} is: start the "
+                f"base_model {name!r} is not served here, {self.base_model!r} is: start the "
                 "server with that model, or with --name"
             )
 
 
-def _delete(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _link(file: Path, name: Path) -> None:
-    """Have the content of `file` under another name too, where that can be without a copy."""
-    name.parent.mkdir(parents=True, exist_ok=True)
-    name.unlink(missing_ok=True)
-    try:
-        os.link(file, name)
-    except FileNotFoundError as error:
-        raise UsageError(f"{file.name} was deleted") from error
-    except OSError:
-        shutil.copyfile(file, name)
-
-
-def _nothing() -> None:
-    pass
+_HANDLERS: dict[str, Callable[[Training, FutureRequest], FutureAnswer]] = {
+    "create_model": Training._create,
+    "load_weights": Training._load,
+    "forward": Training._pass,
+    "forward_backward": Training._pass,
+    "optim_step": Training._step,
+    **dict.fromkeys(SEGMENTS, Training._save),
+}
 
 
 def files_in(folder: Path) -> list[str]:
-    """Return the files of an exported checkpoint, relative to its folder."""
+    """Return the files of a checkpoint, relative to its folder."""
     return sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
-
-
-def _size(path: Path) -> int:
-    files = [path / name for name in files_in(path)] if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files)
 
 
 def _stamp(later_s: float) -> str:

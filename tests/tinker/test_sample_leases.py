@@ -10,7 +10,7 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling
-from umbra.services.tinker.bodies import TrainedShape
+from umbra.services.tinker.bodies import TrainedShape, Weights
 from umbra.services.tinker.journal import FuturesJournal
 from umbra.services.tinker.samplers import TRIES, SampleJob, SampleLeases, devices
 
@@ -20,9 +20,7 @@ SLOTS = 4
 def job(name: str, version: str = "v1", count: int = 1) -> SampleJob:
     return SampleJob(
         id=name,
-        shape=TrainedShape(rank=4),
-        version=version,
-        checksum="",
+        weights=Weights(TrainedShape(rank=4), version),
         prompt=[1],
         count=count,
         sampling=Sampling(),
@@ -41,7 +39,7 @@ class Clock:
 def leases(samplers: int, clock: Clock | None = None) -> SampleLeases:
     made = SampleLeases(SLOTS, 10.0, clock or Clock())
     for name in range(samplers):
-        made.joined(name)
+        made.join(name)
     return made
 
 
@@ -74,25 +72,25 @@ def test_a_request_of_a_sampler_that_ends_goes_to_another_and_is_answered_once()
     made = leases(2)
     assert given(made, job("a"), job("b"), job("c")) == [(0, "a"), (1, "b"), (0, "c")]
     given(made, job("d", count=9), job("e"))
-    assert made.left(0) == []
+    assert made.leave(0) == []
     assert made.assign() == []  # d fills the other one
-    assert made.heard(1, "d") and not made.heard(1, "d")
+    assert made.note(1, "d") and not made.note(1, "d")
     assert given(made) == [(1, "a"), (1, "c"), (1, "e")]  # the oldest first
-    assert made.heard(1, "a") and made.heard(1, "b")
+    assert made.note(1, "a") and made.note(1, "b")
 
 
 def test_a_request_that_samplers_end_with_is_alone_in_the_end_and_then_fails() -> None:
     made = leases(1)
     given(made, job("bad"), job("good"))
     for sampler in range(TRIES - 1):
-        assert made.left(sampler) == []
-        made.joined(sampler + 1)
+        assert made.leave(sampler) == []
+        made.join(sampler + 1)
         found = given(made)
     assert found == [(TRIES - 1, "bad")]  # pyright: ignore[reportPossiblyUnboundVariable]
-    assert [one.id for one in made.left(TRIES - 1)] == ["bad"]
-    made.joined(TRIES)
+    assert [one.id for one in made.leave(TRIES - 1)] == ["bad"]
+    made.join(TRIES)
     assert given(made) == [(TRIES, "good")]
-    assert made.heard(TRIES, "good")
+    assert made.note(TRIES, "good")
 
 
 def test_a_silent_sampler_with_requests_is_overdue() -> None:
@@ -102,10 +100,10 @@ def test_a_silent_sampler_with_requests_is_overdue() -> None:
     given(made, job("a"))
     assert made.overdue() == []  # it begins now, and the other one has nothing to do
     clock.now = 109.0
-    assert not made.heard(0, "")
+    assert not made.note(0, "")
     clock.now = 119.5
     assert made.overdue() == [0]
-    made.heard(0, "a")
+    made.note(0, "a")
     assert made.overdue() == []
 
 
@@ -126,6 +124,6 @@ def test_a_journal_of_another_schema_is_refused(tmp_path: Path) -> None:
     for _ in range(2):  # the second finds the first one's schema
         FuturesJournal(tmp_path / "journal").close()
     with closing(sqlite3.connect(tmp_path / "journal")) as file:
-        file.execute("PRAGMA user_version = 2")
-    with pytest.raises(UsageError, match="has schema 2, not 1: name another --dir"):
+        file.execute("PRAGMA user_version = 1")
+    with pytest.raises(UsageError, match="has schema 1, not 2: name another --dir"):
         FuturesJournal(tmp_path / "journal")

@@ -301,13 +301,16 @@ def test_samples_are_of_the_version_that_was_pinned(server: Server) -> None:
     assert {one.stop_reason for one in ended.sequences} <= {"stop", "length"}
 
 
-def test_vllm_samples_of_the_version_that_was_pinned(vllm_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [4, 0], ids=["adapter", "all weights"])
+def test_vllm_samples_of_the_version_that_was_pinned(
+    vllm_model_dir: Path, tmp_path: Path, rank: int
+) -> None:
     pytest.importorskip("vllm", reason='vLLM is not installed (pip install "umbra-rl[vllm]")')
     own = Server(vllm_model_dir, tmp_path / "vllm", engine="vllm")
     try:
         service = own.client()
         first, trained = (
-            service.create_lora_training_client(NAME, rank=4, seed=1).result() for _ in "ab"
+            service.create_lora_training_client(NAME, rank=rank, seed=1).result() for _ in "ab"
         )
         samplers = [trained.save_weights_and_get_sampling_client().result()]
         for _ in range(2):
@@ -494,8 +497,8 @@ def test_a_repeated_request_is_applied_once(server: Server) -> None:
     body = {"model_id": client.model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
     told = [server.post("optim_step", body) for _ in range(3)]
     assert told[0][0] == 200 and told[0] == told[1] == told[2]
-    answers = [server.post("retrieve_future", {"request_id": told[0][1]["request_id"]})]
-    answers.append(server.post("retrieve_future", {"request_id": told[0][1]["request_id"]}))
+    name = {"request_id": told[0][1]["request_id"]}
+    answers = [server.post("retrieve_future", name) for _ in "ab"]
     assert answers[0] == answers[1] and "grad_norm:mean" in answers[0][1]["metrics"]
     status, error = server.post("optim_step", {**body, "adam_params": {}})
     assert status == 400 and "another content" in error["detail"]
