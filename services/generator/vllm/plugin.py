@@ -26,12 +26,11 @@ OURS_VARIABLE = "UMBRA_VLLM"  # set where a generator of ours started vLLM
 
 def register() -> None:
     """Register our `WeightTransferEngine`s, and leave no orphans where a generator started vLLM."""
-    if OURS_VARIABLE in os.environ:
-        if (parent := multiprocessing.parent_process()) is not None:  # not the generator itself
-            assert parent.pid is not None
-            signal_at_death_of(parent.pid, signal.SIGKILL)
-    else:
-        _tell_versions()
+    parent = multiprocessing.parent_process()
+    if OURS_VARIABLE in os.environ and parent is not None:  # not the generator itself
+        assert parent.pid is not None
+        signal_at_death_of(parent.pid, signal.SIGKILL)
+    _tell_versions()  # also there: a server may be started by a process that has an engine
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, (module, engine) in _ENGINES.items():
