@@ -143,8 +143,8 @@ def evaluate(
         incarnation = uuid.uuid4().hex[:12]
         with closing(IoThread(f"eval-{incarnation}", incarnation, security=security)) as link:
             buffer = link.channel(broker, "buffer")
-            begun = buffer.call(Operate(kind="evaluate"), Ok, timeout_s=ANSWER_S)
-        click.echo(f"evaluation of version {begun.version} begins: {begun.samples} samples")
+            answer = buffer.call(Operate(kind="evaluate"), Ok, timeout_s=ANSWER_S)
+        click.echo(f"evaluation of version {answer.version} begins: {answer.samples} samples")
         return
     model = named_run(model)
     if (model / "metrics.jsonl").is_file():  # a run's folder

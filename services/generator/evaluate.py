@@ -98,11 +98,11 @@ def evaluate_model(
     seconds = time.perf_counter() - start
     if not finished:
         raise UmbraError(f"all {samples} samples failed; the first: {failures[0]}")
-    asked = Counter(map(str, prompts))
-    rewards: dict[str, list[float]] = {prompt: [] for prompt in asked}
+    counts = Counter(map(str, prompts))
+    rewards: dict[str, list[float]] = {prompt: [] for prompt in counts}
     for trajectory in finished:
         rewards[trajectory.prompt_id].append(trajectory.reward)
-    for prompt, count in asked.items():  # a missing sample is worth 0
+    for prompt, count in counts.items():  # a missing sample is worth 0
         rewards[prompt] += [0.0] * (count - len(rewards[prompt]))
     return EvalResult(
         accuracy=sum(t.reward for t in finished) / samples,
@@ -112,7 +112,7 @@ def evaluate_model(
         mean_turns=sum(t.turns for t in finished) / len(finished),
         tokens_per_s=engine.decoded_tokens / seconds,
         seconds=seconds,
-        scores=eval_scores(rewards, min(asked.values())),
+        scores=eval_scores(rewards, min(counts.values())),
     )
 
 

@@ -180,10 +180,10 @@ class GeneratorLoop:
         None while new weights wait for those under way.
         """
         version = self._engine.version
-        ours = (-1, version) if self._staged is None else ()
-        self._runner.add(task for task in tasks if task.pinned_version in ours)
+        versions = (-1, version) if self._staged is None else ()
+        self._runner.add(task for task in tasks if task.pinned_version in versions)
         why = f"the generator is about to replace version {version}"
-        others = [task for task in tasks if task.pinned_version not in ours]
+        others = [task for task in tasks if task.pinned_version not in versions]
         self._buffer.give_back([returned(task, why) for task in others])
 
     def _asked(self) -> int:

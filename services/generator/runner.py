@@ -137,7 +137,7 @@ class RolloutRunner:
         if not self._flush_tokens:
             return partials
         live, rollouts = self.engine.new_tokens(), self._rollouts
-        due = [n for n, made in live.items() if n in rollouts and len(made) >= rollouts[n].due]
+        due = [n for n, tokens in live.items() if n in rollouts and len(tokens) >= rollouts[n].due]
         for output in self.engine.peek(due) if due else ():
             rollout = self._rollouts[output.request_id]
             rollout.saved = rollout.tokens + len(output.token_ids)
@@ -211,7 +211,7 @@ class RolloutRunner:
     def _end_stopped(self) -> None:
         live = self.engine.new_tokens() if self._has_stops else {}
         rollouts = self._rollouts
-        ended = [n for n, made in live.items() if n in rollouts and rollouts[n].is_stopped(made)]
+        ended = [n for n, ids in live.items() if n in rollouts and rollouts[n].is_stopped(ids)]
         if ended:
             self.take(self.engine.abort(ended))
 

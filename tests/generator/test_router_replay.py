@@ -27,7 +27,7 @@ from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Rollout, RolloutSettings
 from umbra.services.generator.tokens import ResponseTokens, tokens_of
-from umbra.services.generator.vllm.options import told_routers
+from umbra.services.generator.vllm.options import reported_routers
 from umbra.services.modeling.experts import Routers, chosen_experts
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
@@ -370,7 +370,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="lower generator"):
         engine(ARCHITECTURES[MIXTURE].model(), max_context=1 << 23)
     with pytest.raises(UsageError, match="vLLM on CPUs"):
-        told_routers(ARCHITECTURES[MIXTURE].model(), "cpu", 64)
+        reported_routers(ARCHITECTURES[MIXTURE].model(), "cpu", 64)
 
 
 def test_a_router_without_topk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +392,7 @@ def test_a_router_without_topk_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_vllm_tells_all_layers_and_we_those_with_a_router() -> None:
     """Layers without one have zeros there; here the first has none."""
-    routers = told_routers(ARCHITECTURES["deepseek-v3"].model(), "cuda", 64)
+    routers = reported_routers(ARCHITECTURES["deepseek-v3"].model(), "cuda", 64)
     rows = np.array([[[0, 0], [3, 1]], [[0, 0], [7, 2]], [[0, 0], [5, 6]]], dtype=np.uint8)
     routing = routers.routing(rows[:2], rows[2:])
     assert (routing.layers, routing.choices, routing.experts) == (1, 2, 8)

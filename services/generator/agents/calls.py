@@ -151,8 +151,8 @@ class Answer:
         if call.tools and answer.tool_calls:
             finish_reason = "tool_calls"
             message["tool_calls"] = [
-                tool_call(made["name"], made["arguments"], f"call_{number}_{index}")
-                for index, made in enumerate(called["function"] for called in answer.tool_calls)
+                tool_call(function["name"], function["arguments"], f"call_{number}_{index}")
+                for index, function in enumerate(called["function"] for called in answer.tool_calls)
             ]
         return cls(turn, number, message, finish_reason if turn.complete else "length")
 
@@ -174,25 +174,26 @@ class AgentProtocol(ABC):
 
     @classmethod
     @abstractmethod
-    def read(cls, asked: Body, rules: CallRules) -> Call:
+    def read(cls, request: Body, rules: CallRules) -> Call:
         """Return messages and tools of a request; raises ApiError, which names the field."""
 
     @classmethod
     def call(cls, body: bytes, rules: CallRules) -> Call:
         """Return the call in the body of a request; ApiError names a field that is not served."""
-        asked = _decoded(body, cls.reads, rules)
-        call = cls.read(asked, rules)
+        request = _decoded(body, cls.reads, rules)
+        call = cls.read(request, rules)
         if not call.messages:
             raise ApiError(f"{cls.reads[0]} is empty", param=cls.reads[0])
         if call.tools and not rules.reads_calls:
             raise ApiError(f"{UNREAD}: {REMEDY}", code="tools_unread", param="tools")
-        stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or asked.stop_sequences
+        stop = request.stop
+        stops = [stop] if isinstance(stop, str) else stop or request.stop_sequences
         if not all(stops or ()):
             raise ApiError("a stop string is empty", param="stop")
         if len(stops or ()) > _STOPS or any(len(text) > _STOP_CHARS for text in stops or ()):
             sentence = f"{_STOPS} stop strings of {_STOP_CHARS} characters are the most"
             raise ApiError(sentence, param="stop")
-        limits = (asked.max_tokens, asked.max_completion_tokens, asked.max_output_tokens)
+        limits = (request.max_tokens, request.max_completion_tokens, request.max_output_tokens)
         most = min((limit for limit in limits if limit is not None), default=None)
         if most is not None and most < 1:
             raise ApiError(f"max_tokens = {most}: use 1 or more", param="max_tokens")
@@ -201,8 +202,8 @@ class AgentProtocol(ABC):
             max_tokens=most or 0,
             # Without the tokens that end the model's turns anyway.
             stops=tuple(text for text in stops or () if text not in rules.stop_tokens),
-            stream=bool(asked.stream),
-            stream_usage=bool((asked.stream_options or {}).get("include_usage")),
+            stream=bool(request.stream),
+            stream_usage=bool((request.stream_options or {}).get("include_usage")),
         )
 
     @abstractmethod
@@ -241,7 +242,7 @@ def continues(old: Message, new: Message) -> bool:
 def _decoded(body: bytes, reads: Sequence[str], rules: CallRules) -> Body:
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
-        asked = msgspec.convert(fields, Body)
+        request = msgspec.convert(fields, Body)
     except UNREADABLE as error:
         _, has_path, path = str(error).rpartition("`$.")
         param = path.rstrip("`") if has_path else None
@@ -257,28 +258,28 @@ def _decoded(body: bytes, reads: Sequence[str], rules: CallRules) -> Body:
         if value in neutral:
             continue
         if name not in _DRAWING and not (name == "tool_choice" and value in _UNFORCED):
-            wanted = msgspec.json.encode(neutral[0]).decode()
-            raise ApiError(f"{name} = {shown} is not supported: use {wanted}", param=name)
+            expected = msgspec.json.encode(neutral[0]).decode()
+            raise ApiError(f"{name} = {shown} is not supported: use {expected}", param=name)
         rules.overrule(name, shown)
     # Tokens that are trained on must have been drawn as the run says.
     for name in ("temperature", "top_p", "top_k", "min_p"):
-        value = getattr(asked, name)
+        value = getattr(request, name)
         if value is not None and value != getattr(rules.sampling, name):
             rules.overrule(name, value)
-    for name, value in (asked.chat_template_kwargs or {}).items():
+    for name, value in (request.chat_template_kwargs or {}).items():
         if name not in rules.template_options or value != rules.template_options[name]:
             rules.overrule("chat_template_kwargs", f"{name}={value}")
     for name in ("thinking", "output_config", "context_management"):
-        if (value := getattr(asked, name)) and value != {"type": "disabled"}:
+        if (value := getattr(request, name)) and value != {"type": "disabled"}:
             rules.overrule(name, value)
     for section in ("reasoning", "text"):
-        for name, value in (getattr(asked, section) or {}).items():
+        for name, value in (getattr(request, section) or {}).items():
             if value is not None and (section, name) == ("text", "format"):
                 if not isinstance(value, dict) or value.get("type", "text") != "text":
                     raise ApiError("text.format must be text", param="text.format")
             elif value is not None:
                 rules.overrule(f"{section}.{name}", value)
-    return asked
+    return request
 
 
 _KNOWN = {"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning"}
@@ -325,13 +326,13 @@ def read_content(content: Any, where: str) -> str:
     raise ApiError(f"{where} must be text", param=where)
 
 
-def read_call(made: dict[str, Any], id_name: str, function: Any, where: str) -> dict[str, Any]:
+def read_call(call: dict[str, Any], id_name: str, function: Any, where: str) -> dict[str, Any]:
     """Return a tool call as chat templates take it; clients send its arguments as JSON."""
     try:
         arguments = function["arguments"]
         text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments)
         read = msgspec.json.decode(text, type=dict[str, Any])
-        return tool_call(str(function["name"]), read, str(made[id_name]))
+        return tool_call(str(function["name"]), read, str(call[id_name]))
     except (TypeError, KeyError, *UNREADABLE) as error:
         raise ApiError(f"{where} is malformed: {error!r}", param=where) from error
 

@@ -32,10 +32,10 @@ class Completions(AgentProtocol):
     reads: ClassVar = ("messages", "tools", "logprobs")
 
     @classmethod
-    def read(cls, asked: Body, rules: CallRules) -> Call:
-        tools = [checked_tool(tool) for tool in asked.tools or ()]
-        messages = [read_message(message, i) for i, message in enumerate(asked.messages or ())]
-        return Call(messages, tools, logprobs=bool(asked.logprobs))
+    def read(cls, request: Body, rules: CallRules) -> Call:
+        tools = [checked_tool(tool) for tool in request.tools or ()]
+        messages = [read_message(message, i) for i, message in enumerate(request.messages or ())]
+        return Call(messages, tools, logprobs=bool(request.logprobs))
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
         choice = {"index": 0, "finish_reason": answer.finish_reason, **_choice(call, answer)}
@@ -89,8 +89,8 @@ def _choice(call: Call, answer: Answer) -> dict[str, Any]:
     if calls := message.get("tool_calls"):
         message["content"] = message["content"] or None
         message["tool_calls"] = [
-            {**made, "function": dict(zip(("name", "arguments"), _written(made), strict=True))}
-            for made in calls
+            {**tool, "function": dict(zip(("name", "arguments"), _written(tool), strict=True))}
+            for tool in calls
         ]
     if call.logprobs:
         content = [
@@ -101,9 +101,9 @@ def _choice(call: Call, answer: Answer) -> dict[str, Any]:
     return {"message": message, "logprobs": logprobs}
 
 
-def _written(made: dict[str, Any]) -> tuple[str, str]:
+def _written(call: dict[str, Any]) -> tuple[str, str]:
     """Return name and arguments of a tool call, these as JSON."""
-    return made["function"]["name"], json.dumps(made["function"]["arguments"])
+    return call["function"]["name"], json.dumps(call["function"]["arguments"])
 
 
 # -- /v1/responses --------------------------------------------------------------------------------
@@ -115,22 +115,22 @@ class Responses(AgentProtocol):
     reads: ClassVar = ("input", "instructions", "tools", "previous_response_id")
 
     @classmethod
-    def read(cls, asked: Body, rules: CallRules) -> Call:
+    def read(cls, request: Body, rules: CallRules) -> Call:
         messages: list[Message] = []
-        if asked.instructions:
-            messages.append({"role": "system", "content": asked.instructions})
-        if isinstance(asked.input, str):
-            messages.append({"role": "user", "content": asked.input})
+        if request.instructions:
+            messages.append({"role": "system", "content": request.instructions})
+        if isinstance(request.input, str):
+            messages.append({"role": "user", "content": request.input})
         else:
-            messages += _read_items(asked.input or [])
+            messages += _read_items(request.input or [])
         # The system's messages that begin a conversation become one: many templates take no more.
         roles = [message["role"] == "system" for message in messages]
         others = roles.index(False) if False in roles else len(roles)
         if others > 1:
             content = "\n\n".join(message["content"] for message in messages[:others])
             messages = [{"role": "system", "content": content}, *messages[others:]]
-        call = Call(messages, follows=asked.previous_response_id or "")
-        for tool in asked.tools or ():
+        call = Call(messages, follows=request.previous_response_id or "")
+        for tool in request.tools or ():
             space = str(tool.get("name")) if tool.get("type") == "namespace" else ""
             inner = (tool.get("tools") or []) if space else [tool]
             if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
@@ -152,14 +152,14 @@ class Responses(AgentProtocol):
 
     def events(self, call: Call, answer: Answer) -> bytes:
         name = response_id(self.session, answer.number)
-        begun, items = self._response(call, name), _items(name, call, answer)
+        response, items = self._response(call, name), _items(name, call, answer)
         events: list[tuple[str, dict[str, Any]]] = [
-            ("response.created", {"response": begun}),
-            ("response.in_progress", {"response": begun}),
+            ("response.created", {"response": response}),
+            ("response.in_progress", {"response": response}),
         ]
         for at, item in enumerate(items):
             events += _item_events(at, item)
-        ended = _ended(begun, answer, items)
+        ended = _ended(response, answer, items)
         events.append((f"response.{ended['status']}", {"response": ended}))
         return b"".join(event(kind, sequence_number=n, **f) for n, (kind, f) in enumerate(events))
 
@@ -273,16 +273,16 @@ def _items(name: str, call: Call, answer: Answer) -> list[dict[str, Any]]:
 def _item_events(at: int, item: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return the events that tell of an item: its begin, its text or arguments, its end."""
     where = {"output_index": at, "item_id": item["id"]}
-    begun = {**item, "status": "in_progress"}
+    started = {**item, "status": "in_progress"}
     if item["type"] == "function_call":
-        begun["arguments"] = ""
+        started["arguments"] = ""
         kind, arguments = "response.function_call_arguments", item["arguments"]
         between = [
             (f"{kind}.delta", {"delta": arguments, **where}),
             (f"{kind}.done", {"arguments": arguments, "name": item["name"], **where}),
         ]
     else:
-        begun["content"] = []
+        started["content"] = []
         (part,) = item["content"]
         kind, text, where = f"response.{part['type']}", part["text"], {**where, "content_index": 0}
         more = {"logprobs": []} if part["type"] == "output_text" else {}
@@ -293,7 +293,7 @@ def _item_events(at: int, item: dict[str, Any]) -> list[tuple[str, dict[str, Any
             ("response.content_part.done", {"part": part, **where}),
         ]
     return [
-        ("response.output_item.added", {"output_index": at, "item": begun}),
+        ("response.output_item.added", {"output_index": at, "item": started}),
         *between,
         ("response.output_item.done", {"output_index": at, "item": item}),
     ]
@@ -310,15 +310,15 @@ class Messages(AgentProtocol):
     reads: ClassVar = ("messages", "system", "tools")
 
     @classmethod
-    def read(cls, asked: Body, rules: CallRules) -> Call:
+    def read(cls, request: Body, rules: CallRules) -> Call:
         messages: list[Message] = []
-        for index, message in enumerate(asked.messages or ()):
+        for index, message in enumerate(request.messages or ()):
             messages += _read_blocks(message, f"messages[{index}]")
-        if asked.system and messages:
-            content = read_content(asked.system, "system")
+        if request.system and messages:
+            content = read_content(request.system, "system")
             messages.insert(0, {"role": "system", "content": content})
         tools: list[dict[str, Any]] = []
-        for tool in asked.tools or ():
+        for tool in request.tools or ():
             name, kind = tool.get("name"), tool.get("type")
             if kind in (None, "custom") and isinstance(name, str):
                 schema = tool.get("input_schema") or {}
@@ -336,12 +336,12 @@ class Messages(AgentProtocol):
         for index, block in enumerate(_blocks(answer)):
             kind = block["type"]
             if kind == "tool_use":
-                begun = {**block, "input": {}}
+                started = {**block, "input": {}}
                 delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
             else:
-                begun = {**block, kind: ""}
+                started = {**block, kind: ""}
                 delta = {"type": f"{kind}_delta", kind: block[kind]}
-            events.append(event("content_block_start", index=index, content_block=begun))
+            events.append(event("content_block_start", index=index, content_block=started))
             events.append(event("content_block_delta", index=index, delta=delta))
             events.append(event("content_block_stop", index=index))
         usage = _usage(*answer.tokens)

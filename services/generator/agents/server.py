@@ -107,10 +107,10 @@ class Edge:
         )
 
     async def _lease(self, request: Request) -> Response:
-        asked = _read(await request.body() or b"{}", _Lease)
-        wait_s = min(max(asked.wait_s, 0.0), _MAX_WAIT_S)
-        lease_s = math.inf if asked.lease_s is None else asked.lease_s
-        session = await self._pool.lease(wait_s, lease_s, asked.environment)
+        lease = _read(await request.body() or b"{}", _Lease)
+        wait_s = min(max(lease.wait_s, 0.0), _MAX_WAIT_S)
+        lease_s = math.inf if lease.lease_s is None else lease.lease_s
+        session = await self._pool.lease(wait_s, lease_s, lease.environment)
         if session is None:
             none = f"there is no sample to work on within {wait_s:g} s"
             raise ApiError(none, status=503, code="no_work")
@@ -120,8 +120,8 @@ class Edge:
         return JSONResponse({**facts, "timeout_s": session.silence_s}, 201)
 
     async def _renew(self, request: Request) -> Response:
-        asked = _read(await request.body(), _Renewal)
-        lost = self._pool.sessions.renew(asked.ids, time.monotonic(), asked.lease_s)
+        renewal = _read(await request.body(), _Renewal)
+        lost = self._pool.sessions.renew(renewal.ids, time.monotonic(), renewal.lease_s)
         return JSONResponse({"lost": lost})
 
     async def _complete(self, kind: type[AgentProtocol], request: Request) -> Response:
@@ -130,13 +130,13 @@ class Edge:
             session = self._session(request)
             call = protocol.call(await request.body(), self._rules)
             repeated = request.headers.get(_REPEATED, "0") != "0"
-            asked = asyncio.wrap_future(session.ask(call, repeated=repeated))
-            asked.add_done_callback(lambda done: done.cancelled() or done.exception())
+            future = asyncio.wrap_future(session.ask(call, repeated=repeated))
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
             # A refusal has its status, unless it comes so late that the stream has begun.
-            await asyncio.wait({asked}, timeout=SILENT_S if call.stream else None)
-            if not asked.done():
-                return StreamingResponse(_events(protocol, call, asked), media_type=_EVENTS)
-            answer = asked.result()
+            await asyncio.wait({future}, timeout=SILENT_S if call.stream else None)
+            if not future.done():
+                return StreamingResponse(_events(protocol, call, future), media_type=_EVENTS)
+            answer = future.result()
         except ApiError as error:
             return JSONResponse(protocol.error(error), error.status)
         if call.stream:
@@ -181,14 +181,14 @@ class Edge:
 
 
 async def _events(
-    protocol: AgentProtocol, call: Call, asked: asyncio.Future[Answer]
+    protocol: AgentProtocol, call: Call, answer: asyncio.Future[Answer]
 ) -> AsyncIterator[bytes]:
     """Yield comments until the reply is there, so that no client takes the server for dead."""
-    while not asked.done():
+    while not answer.done():
         yield b": the model is at it\n\n"
-        await asyncio.wait({asked}, timeout=SILENT_S)
+        await asyncio.wait({answer}, timeout=SILENT_S)
     try:
-        yield protocol.events(call, asked.result())
+        yield protocol.events(call, answer.result())
     except ApiError as error:
         yield protocol.broken(error)
 

@@ -166,14 +166,14 @@ class AgentSession:
         """
         self._check_open()
         mark = hashlib.blake2b(msgspec.json.encode(call), digest_size=16).digest()
-        if repeated and (known := self._answers.get(mark)) is not None:
-            return known
-        asked = _Open(call, mark, Future())
-        asked.answer.set_running_or_notify_cancel()  # whoever waits for it can't cancel it
+        if repeated and (answer := self._answers.get(mark)) is not None:
+            return answer
+        pending = _Open(call, mark, Future())
+        pending.answer.set_running_or_notify_cancel()  # whoever waits for it can't cancel it
         if not self.asking:
-            self._ask(asked)
+            self._ask(pending)
         elif self._branches:
-            self._waiting.append(asked)
+            self._waiting.append(pending)
         else:
             raise ApiError(
                 "the model still answers an earlier request of this session: ask one by one, work "
@@ -182,29 +182,29 @@ class AgentSession:
                 code="request_under_way",
             )
         self._answers.pop(mark, None)
-        self._answers[mark] = asked.answer
-        return asked.answer
+        self._answers[mark] = pending.answer
+        return pending.answer
 
     def answered(self, turn: Turn | UmbraError, now: float) -> None:
         """Pass the model's turn on; a refusal leaves the conversation as it was."""
-        if (asked := self._open) is None:
+        if (pending := self._open) is None:
             return
         self._open = None
         self.wait(now)
         if isinstance(turn, Turn):
-            call, answer = asked.call, Answer.of(turn, asked.call, self.turns)
+            call, answer = pending.call, Answer.of(turn, pending.call, self.turns)
             history = [*call.messages, answer.message]
             place = _Place(self.turns, call.tools, history, turn.parsed.stop)
             self._places = [*self._places, place] if self._branches else [place]
             self.turns += 1
-            asked.answer.set_result(answer)
+            pending.answer.set_result(answer)
             finished = [mark for mark, answer in self._answers.items() if answer.done()]
             for mark in finished[: -_ANSWERS if self._branches else -1]:
                 del self._answers[mark]
         else:
             self.refusal = str(turn)
             code = turn.code if isinstance(turn, RefusedError) else "invalid_prompt"
-            self._refuse(asked, ApiError(str(turn), code=code))
+            self._refuse(pending, ApiError(str(turn), code=code))
         while self._waiting and not self.asking:
             waiting = self._waiting.popleft()
             try:
@@ -249,8 +249,8 @@ class AgentSession:
         """End the session: pending requests, and any later ones, get the error `why`."""
         self.over = why
         self.deadline = math.inf
-        for asked in ([self._open] if self._open else []) + [*self._waiting]:
-            self._refuse(asked, why)
+        for pending in ([self._open] if self._open else []) + [*self._waiting]:
+            self._refuse(pending, why)
         self._open, self.row = None, {}
         for table in (self._waiting, self._places, self._answers):
             table.clear()
@@ -259,18 +259,18 @@ class AgentSession:
         if self.over is not None:
             raise self.over
 
-    def _refuse(self, asked: _Open, error: ApiError) -> None:
-        if self._answers.get(asked.mark) is asked.answer:
-            del self._answers[asked.mark]
-        asked.answer.set_exception(error)
+    def _refuse(self, pending: _Open, error: ApiError) -> None:
+        if self._answers.get(pending.mark) is pending.answer:
+            del self._answers[pending.mark]
+        pending.answer.set_exception(error)
 
-    def _ask(self, asked: _Open) -> None:
+    def _ask(self, pending: _Open) -> None:
         if self.reward is not None:
             raise ApiError("this session has its reward: it is over", code="rewarded")
-        asked.call, news = self._joined(asked.call)
-        self._open, self.refusal = asked, ""
+        pending.call, news = self._joined(pending.call)
+        self._open, self.refusal = pending, ""
         self.deadline = math.inf
-        self._pass_on(self, asked.call, news)
+        self._pass_on(self, pending.call, news)
 
     def _joined(self, call: Call) -> tuple[Call, News]:
         """Return `call` with the whole history, and its new messages.

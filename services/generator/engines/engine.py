@@ -213,7 +213,7 @@ def spans_of(starts: Sequence[tuple[int, int]], length: int) -> list[VersionSpan
     ]
 
 
-def told_of(sampling: Sampling, head: int) -> int:
+def support_limit(sampling: Sampling, head: int) -> int:
     """Return of how many tokens at most the support of one is that is drawn by `sampling`.
 
     `head` is how many are told where nothing is cut off; 0 = none.

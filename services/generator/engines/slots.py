@@ -51,18 +51,19 @@ class SlotCache(Cache):
         """Resize to so many rows and columns; rows `[0, rows)` keep their contents."""
         if rows <= self.rows and columns <= self.columns:
             return
-        held, columns_before = self.rows, self.columns
-        if rows > held:
-            self.rows = max(rows, min(2 * held, self.slots))
+        before, columns_before = self.rows, self.columns
+        if rows > before:
+            self.rows = max(rows, min(2 * before, self.slots))
         if columns > columns_before:
             self.columns = max(columns, min(2 * columns_before, self.max_context))
         for stored in (self._keys, self._values):
             for layer, old in stored.items():
                 new = old.new_zeros(self.rows, self.columns, *old.shape[2:])
-                new[:held, :columns_before] = old
+                new[:before, :columns_before] = old
                 stored[layer] = new
         for place, old in self._states.items():
-            self._states[place] = torch.cat((old, old.new_zeros(self.rows - held, *old.shape[1:])))
+            more = old.new_zeros(self.rows - before, *old.shape[1:])
+            self._states[place] = torch.cat((old, more))
 
     def begin(
         self,
@@ -103,12 +104,12 @@ class SlotCache(Cache):
         self._takers = takers[0] if takers else () if self._states else range(count)
         if self._takers:
             return
-        for (layer, kind, number), held in self._states.items():
+        for (layer, kind, number), states in self._states.items():
             cached: Any = self.layers[layer]
-            getattr(cached, kind)[number] = held[:count]  # written in place
+            getattr(cached, kind)[number] = states[:count]  # written in place
             getattr(cached, f"is_{kind}_initialized")[number] = True
             cached.has_previous_state[number] = True
-            cached.conv_kernel_size[number] = cached.conv_kernel_size[number] or held.shape[-1]
+            cached.conv_kernel_size[number] = cached.conv_kernel_size[number] or states.shape[-1]
 
     def end(self) -> None:
         """Keep the states that a pass began."""
@@ -126,8 +127,8 @@ class SlotCache(Cache):
 
     def clear(self, rows: Sequence[int]) -> None:
         """Let `rows` begin without a state."""
-        for held in self._states.values():
-            held[list(rows)] = 0
+        for states in self._states.values():
+            states[list(rows)] = 0
 
     def update(
         self,
@@ -147,19 +148,19 @@ class SlotCache(Cache):
         rows, columns = self._view
         views: list[torch.Tensor] = []
         for stored, states in ((self._keys, key_states), (self._values, value_states)):
-            held, tokens = stored[layer_idx], states.transpose(1, 2).flatten(0, 1)
+            cells, tokens = stored[layer_idx], states.transpose(1, 2).flatten(0, 1)
             if self._source is not None:
                 tokens = tokens[self._source]
-            held.flatten(0, 1).index_copy_(0, self._target, tokens)
-            views.append(held[:rows, :columns].transpose(1, 2))
+            cells.flatten(0, 1).index_copy_(0, self._target, tokens)
+            views.append(cells[:rows, :columns].transpose(1, 2))
         return views[0], views[1]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` columns of rows `sources` over rows `targets`."""
         for stored in (*self._keys.values(), *self._values.values()):
             stored[list(targets), :length] = stored[list(sources), :length]
-        for held in self._states.values():
-            held[list(targets)] = held[list(sources)]
+        for states in self._states.values():
+            states[list(targets)] = states[list(sources)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns of the current view; models do not ask."""

@@ -30,7 +30,7 @@ from umbra.services.generator.engines.engine import (
     check_request,
     joined,
     spans_of,
-    told_of,
+    support_limit,
 )
 from umbra.services.generator.engines.slots import SlotCache
 from umbra.services.modeling.architectures import cache_argument
@@ -66,10 +66,10 @@ class Sampler:
         """Return tokens [n], their logprobs [n] and supports, from `logits` [n, V]."""
         if samplings != self._samplings:
             self._samplings = samplings
-            drawn = [s for s in samplings if s.temperature > 0]
-            self._some_greedy = len(drawn) < len(samplings)
-            self._some_restricted = any(s.cuts_off for s in drawn)
-            self._limits = [told_of(s, self._head) for s in samplings]
+            sampled = [s for s in samplings if s.temperature > 0]
+            self._some_greedy = len(sampled) < len(samplings)
+            self._some_restricted = any(s.cuts_off for s in sampled)
+            self._limits = [support_limit(s, self._head) for s in samplings]
             values = [[s.temperature, float(s.top_k), s.top_p, s.min_p] for s in samplings]
             self._settings = torch.tensor(values, device=self._settings.device)
         logits = logits.float()
@@ -111,9 +111,9 @@ class Sampler:
         In double precision, so that unlikely tokens are not lost in the rounding of the sums.
         """
         sums = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-        drawn = torch.empty_like(sums[:, :1]).uniform_(generator=self._generator)
+        uniform = torch.empty_like(sums[:, :1]).uniform_(generator=self._generator)
         # A hair below the whole, for a product that rounds up to it would be past the last token.
-        tokens = torch.searchsorted(sums, drawn * (1 - 1e-15) * sums[:, -1:], right=True)[:, 0]
+        tokens = torch.searchsorted(sums, uniform * (1 - 1e-15) * sums[:, -1:], right=True)[:, 0]
         return tokens.clamp_(max=logprobs.shape[1] - 1)  # past it where the logits are NaN
 
 
@@ -311,10 +311,10 @@ class TorchEngine:
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
         """End these requests (None: all) now; return their outputs so far."""
-        wanted = None if request_ids is None else set(request_ids)
+        names = None if request_ids is None else set(request_ids)
 
         def hit(row: _Row) -> bool:
-            return wanted is None or row.request.request_id in wanted
+            return names is None or row.request.request_id in names
 
         holes = [slot for slot, row in enumerate(self._rows) if hit(row)]
         aborted = [self._rows[slot].output("abort") for slot in holes]
@@ -327,8 +327,8 @@ class TorchEngine:
         return {row.request.request_id: row.tokens for row in self._rows}
 
     def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
-        wanted = set(request_ids)
-        return [row.output("abort") for row in self._rows if row.request.request_id in wanted]
+        names = set(request_ids)
+        return [row.output("abort") for row in self._rows if row.request.request_id in names]
 
     def forget(self, session: str) -> None:
         pass  # nothing is kept of a session between its turns
@@ -456,7 +456,7 @@ class TorchEngine:
     def _append(
         self, tokens: torch.Tensor, logprobs: torch.Tensor, supports: list[Support | None]
     ) -> None:
-        done: list[int] = []
+        finished: list[int] = []
         # One transfer, the only time in a step that a GPU is waited for; double holds both exactly.
         both = torch.stack((tokens.double(), logprobs.double())).tolist()
         if not math.isfinite(sum(both[1])):
@@ -476,9 +476,9 @@ class TorchEngine:
             stopped = token in self._stop_ids
             if stopped or len(row.tokens) >= row.limit:
                 self._outputs.append(row.output("stop" if stopped else "length"))
-                done.append(slot)
+                finished.append(slot)
         self.decoded_tokens += len(self._rows)
-        self._close_holes(done)
+        self._close_holes(finished)
 
     def _close_holes(self, holes: Sequence[int]) -> None:
         """Remove rows `holes` (ascending); queued and then the last live rows take their places."""

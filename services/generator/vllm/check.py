@@ -166,8 +166,8 @@ def _difference(
     engine: Engine, reference: Reference, prompts: list[list[int]], computed: torch.dtype
 ) -> float:
     outputs = _sample(engine, prompts)
-    theirs = torch.tensor([logprob for output in outputs for logprob in output.logprobs])
-    off = (theirs - _logprobs(reference, prompts, outputs)).abs()
+    sampled = torch.tensor([logprob for output in outputs for logprob in output.logprobs])
+    off = (sampled - _logprobs(reference, prompts, outputs)).abs()
     return float(off.max() if computed == torch.float32 else off.mean())
 
 

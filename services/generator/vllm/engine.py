@@ -44,8 +44,8 @@ from umbra.services.generator.engines.engine import (
     EngineRequest,
     KvPolicy,
     check_request,
+    support_limit,
     take,
-    told_of,
 )
 from umbra.services.generator.vllm import private
 from umbra.services.generator.vllm.options import (
@@ -53,8 +53,8 @@ from umbra.services.generator.vllm.options import (
     adapter_arguments,
     check_device,
     engine_arguments,
+    reported_routers,
     sampling_arguments,
-    told_routers,
 )
 from umbra.services.generator.vllm.plugin import ADAPTER
 from umbra.services.generator.vllm.updates import Salts, Updates
@@ -91,7 +91,7 @@ class VllmEngine:
         seed: of the sampling.
         version: of the weights in `path`; -1 = not to be served.
         tell_routing: outputs say which experts their tokens met.
-        tell_head: as `head` of `told_of`.
+        tell_head: as `head` of `support_limit`.
         adapter: what versions are of; None: whole weights.
 
     Raises:
@@ -127,7 +127,7 @@ class VllmEngine:
         self._names = itertools.count()
         self._open: dict[str, EngineRequest] = {}  # under way, by a key that is never used twice
         self._lengths = RecentLengths(config.max_context)
-        self._done: queue.SimpleQueue[tuple[str, EngineOutput] | Exception] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[str, EngineOutput] | Exception] = queue.SimpleQueue()
         self._ready: list[EngineOutput] = []
         # Of the loop's thread: requests, those that begin again, and salts of their prefixes.
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -137,7 +137,7 @@ class VllmEngine:
         arguments = engine_arguments(config, path, outline.config, dtype, seed % 2**31, platform())
         self._routers = None
         if tell_routing:
-            self._routers = told_routers(outline, platform(), self.max_context)
+            self._routers = reported_routers(outline, platform(), self.max_context)
             arguments["enable_return_routed_experts"] = True
         self._adapter: dict[str, Any] = {}
         self._lora: LoRARequest | None = None
@@ -170,8 +170,8 @@ class VllmEngine:
         capacity = self._cache_tokens
         if not capacity or capacity >= self.slots * self.max_context:
             return self.slots
-        made = self._made()
-        live = (len(r.prompt_ids) + len(made.get(key, ())) for key, r in self._open.items())
+        tokens = self._tokens()
+        live = (len(r.prompt_ids) + len(tokens.get(key, ())) for key, r in self._open.items())
         return min(self.slots, self._lengths.fitting(capacity, live))
 
     @property
@@ -208,7 +208,7 @@ class VllmEngine:
         if not self._ready and self._open:
             self._collect(timeout_s)
         # Never less than before: an output is neither under way nor finished for a moment.
-        now = self._finished_tokens + sum(map(len, self._made().values()))
+        now = self._finished_tokens + sum(map(len, self._tokens().values()))
         self.decoded_tokens = max(self.decoded_tokens, now)
         if not self._ready and (died := self._died) is not None:
             raise died
@@ -252,8 +252,8 @@ class VllmEngine:
         return aborted
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
-        wanted = None if request_ids is None else set(request_ids)
-        keys = self._keys(wanted)
+        names = None if request_ids is None else set(request_ids)
+        keys = self._keys(names)
         if keys and not self._llm.errored:
             with suppress(EngineDeadError):
                 self._wait(self._abort(keys), _REPLY_S)
@@ -263,11 +263,11 @@ class VllmEngine:
                 self._ready.append(self._close(key, output))
         for key in keys:
             self._open.pop(key, None)
-        return self._take(wanted)
+        return self._take(names)
 
     def new_tokens(self) -> Mapping[str, Sequence[int]]:
-        made = self._made()
-        return {request.request_id: made[key] for key, request in self._open.items() if key in made}
+        tokens = self._tokens()
+        return {r.request_id: tokens[key] for key, r in self._open.items() if key in tokens}
 
     def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         return list(self._peek(self._keys(set(request_ids))).values())
@@ -297,10 +297,10 @@ class VllmEngine:
 
     # -- in the driver's thread -------------------------------------------------------------------
 
-    def _keys(self, wanted: set[str] | None) -> list[str]:
-        return [k for k, r in self._open.items() if wanted is None or r.request_id in wanted]
+    def _keys(self, names: set[str] | None) -> list[str]:
+        return [k for k, r in self._open.items() if names is None or r.request_id in names]
 
-    def _made(self) -> dict[str, list[int]]:
+    def _tokens(self) -> dict[str, list[int]]:
         """Return the tokens of each request that is not done, by key."""
         records = private.requests(self._llm)
         return {key: private.tokens_of(record) for key, record in records.items()}
@@ -309,7 +309,7 @@ class VllmEngine:
         return self._wait(self._look(keys), _REPLY_S) if keys else {}
 
     def _params(self, sampling: Sampling, limit: int) -> SamplingParams:
-        support = told_of(sampling, self._head)
+        support = support_limit(sampling, self._head)
         return SamplingParams(
             **sampling_arguments(sampling, limit, self._stop_ids, support, self._vocabulary),
             flat_logprobs=True,
@@ -367,14 +367,14 @@ class VllmEngine:
     def _collect(self, timeout_s: float) -> None:
         """Take the outputs that are done, or wait `timeout_s` seconds for one."""
         with suppress(queue.Empty):
-            done = self._done.get(block=timeout_s > 0, timeout=timeout_s or None)
+            outcome = self._ended.get(block=timeout_s > 0, timeout=timeout_s or None)
             while True:
-                if isinstance(done, Exception):
-                    raise UmbraError(f"vLLM refused a request: {done}") from done
-                key, output = done
+                if isinstance(outcome, Exception):
+                    raise UmbraError(f"vLLM refused a request: {outcome}") from outcome
+                key, output = outcome
                 if key in self._open:
                     self._ready.append(self._close(key, output))
-                done = self._done.get_nowait()
+                outcome = self._ended.get_nowait()
 
     def _close(self, key: str, output: EngineOutput) -> EngineOutput:
         request = self._open.pop(key)
@@ -382,8 +382,8 @@ class VllmEngine:
         self._lengths.ended(len(request.prompt_ids) + len(output.token_ids))
         return output
 
-    def _take(self, wanted: set[str] | None = None) -> list[EngineOutput]:
-        return take(self._ready, lambda o: wanted is None or o.request_id in wanted)
+    def _take(self, names: set[str] | None = None) -> list[EngineOutput]:
+        return take(self._ready, lambda o: names is None or o.request_id in names)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Return its result. vLLM waits forever for a core that dies while it loads weights.
@@ -433,11 +433,11 @@ class VllmEngine:
                     break
                 self._restarting.discard(key)
             self._salts.used(request.session, salt)
-            self._done.put((key, private.finished(output, request, self._routers, self._head)))
+            self._ended.put((key, private.finished(output, request, self._routers, self._head)))
         except EngineDeadError:
             pass  # `_died` says so, and its tokens can be looked at
         except Exception as error:  # noqa: BLE001 - whatever it is ends the generator, with its name
-            self._done.put(error)
+            self._ended.put(error)
         finally:
             del self._tasks[key]
 

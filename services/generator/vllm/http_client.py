@@ -20,7 +20,7 @@ import msgspec
 
 from umbra.proto.errors import UNREADABLE, PeerLostError, RejectedError, UsageError
 from umbra.proto.records import Sampling, Support, VersionSpan, pack_float32, pack_int32
-from umbra.services.generator.engines.engine import EngineError, told_of
+from umbra.services.generator.engines.engine import EngineError, support_limit
 from umbra.services.generator.vllm.plugin import BACKEND
 
 UNIX = "unix:"
@@ -57,9 +57,9 @@ class HttpClient:
 
     async def lines(self, target: str, body: Any) -> AsyncGenerator[bytes]:
         """Yield the lines of the answer to a POST of `body` as JSON; raises as `call`."""
-        begun = b""
+        rest = b""
         async for part in self._exchange(target, body):
-            *whole, begun = (begun + part).split(b"\n")
+            *whole, rest = (rest + part).split(b"\n")
             for line in whole:
                 yield line
 
@@ -182,22 +182,22 @@ class NewTokens(msgspec.Struct):
     def logprobs_of(
         self, sampling: Sampling, head: int
     ) -> tuple[list[float], list[Support | None]]:
-        """Return the logprob and the support of each token; `head` is as of `told_of`.
+        """Return the logprob and the support of each token; `head` is as of `support_limit`.
 
         Raises:
             EngineError: one is not finite.
             PeerLostError: some are missing.
         """
-        drawn = (self.logprobs.content if self.logprobs is not None else None) or []
-        if len(drawn) != len(self.token_ids or ()):
+        sampled = (self.logprobs.content if self.logprobs is not None else None) or []
+        if len(sampled) != len(self.token_ids or ()):
             raise PeerLostError(
-                f"{len(drawn)} logprobs came for {len(self.token_ids or ())} tokens"
+                f"{len(sampled)} logprobs came for {len(self.token_ids or ())} tokens"
             )
-        if any(token.logprob <= _NO_LOGPROB for token in drawn):
+        if any(token.logprob <= _NO_LOGPROB for token in sampled):
             raise EngineError("a vLLM server's logits are not finite")
-        limit = told_of(sampling, head)
-        supports = [_support(token, sampling, head, limit) if limit else None for token in drawn]
-        return [token.logprob for token in drawn], supports
+        limit = support_limit(sampling, head)
+        supports = [_support(token, sampling, head, limit) if limit else None for token in sampled]
+        return [token.logprob for token in sampled], supports
 
     def spans_of(self, length: int, versions: Mapping[str, int]) -> list[VersionSpan] | None:
         """Return the spans of all `length` tokens so far; None if one is of none of `versions`."""

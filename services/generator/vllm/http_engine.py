@@ -27,8 +27,8 @@ from umbra.services.generator.engines.engine import (
     EngineRequest,
     KvPolicy,
     check_request,
+    support_limit,
     take,
-    told_of,
 )
 from umbra.services.generator.vllm.http_client import HttpClient
 from umbra.services.generator.vllm.options import sampling_arguments
@@ -57,7 +57,7 @@ class HttpEngine:
         stop_ids: tokens that end a turn.
         pace: how long a server may take for each step of a load.
         away_s: how long all may be away.
-        tell_head: as `head` of `told_of`.
+        tell_head: as `head` of `support_limit`.
         key: that the servers were started with, if any.
         start_s: for a first server to answer.
 
@@ -222,17 +222,17 @@ class HttpEngine:
         return take(self._ready, lambda o: o.finish_reason == "abort")
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
-        wanted = None if request_ids is None else set(request_ids)
-        if streams := self._named(wanted):
+        names = None if request_ids is None else set(request_ids)
+        if streams := self._streams_of(names):
             self._wait(self._abort(streams), _REPLY_S)
         self._collect(0.0)
-        return self._take(wanted)
+        return self._take(names)
 
     def new_tokens(self) -> Mapping[str, Sequence[int]]:
         return {stream.request.request_id: stream.tokens for stream in self._open.values()}
 
     def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
-        streams = self._named(set(request_ids))
+        streams = self._streams_of(set(request_ids))
         return self._wait(self._look(streams), _REPLY_S) if streams else []
 
     def forget(self, session: str) -> None:
@@ -247,12 +247,12 @@ class HttpEngine:
 
     # -- in the driver's thread -------------------------------------------------------------------
 
-    def _named(self, wanted: set[str] | None) -> list[Stream]:
-        return [s for s in self._open.values() if wanted is None or s.request.request_id in wanted]
+    def _streams_of(self, names: set[str] | None) -> list[Stream]:
+        return [s for s in self._open.values() if names is None or s.request.request_id in names]
 
     def _body(self, key: str, request: EngineRequest, limit: int) -> dict[str, Any]:
         sampling = request.sampling
-        support = told_of(sampling, self._head)
+        support = support_limit(sampling, self._head)
         support += bool(support)  # the sampled token is one of them
         return {
             "request_id": key,
@@ -275,8 +275,8 @@ class HttpEngine:
                     self._ready.append(output)
                 stream, output = self.ended.get_nowait()
 
-    def _take(self, wanted: set[str] | None = None) -> list[EngineOutput]:
-        return take(self._ready, lambda o: wanted is None or o.request_id in wanted)
+    def _take(self, names: set[str] | None = None) -> list[EngineOutput]:
+        return take(self._ready, lambda o: names is None or o.request_id in names)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         try:
@@ -349,9 +349,9 @@ class HttpEngine:
             if stream in self._waiting:
                 self._waiting.remove(stream)
                 self.ended.put((stream, stream.output()))
-        wanted = {stream.key for stream in streams}
+        keys = {stream.key for stream in streams}
         of_servers = [
-            server.abort([s for key, s in server.streams.items() if key in wanted])
+            server.abort([s for key, s in server.streams.items() if key in keys])
             for server in self.servers
         ]
         await asyncio.gather(*of_servers)

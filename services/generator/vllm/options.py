@@ -156,15 +156,15 @@ def check_device(device: str, platform: str) -> None:
         UsageError: it does not.
         StartupError: there is a driver, and torch sees no GPU.
     """
-    wanted = device.partition(":")[0]
-    here = ""
-    if wanted == "auto":
-        wanted = pick_device(device, "generator.device").type
-        here = f", which is {wanted} here"
-    if wanted != platform:
+    kind = device.partition(":")[0]
+    note = ""
+    if kind == "auto":
+        kind = pick_device(device, "generator.device").type
+        note = f", which is {kind} here"
+    if kind != platform:
         built_for = platform or "cuda"
         raise UsageError(
-            f'generator.device = "{device}"{here}, but the vLLM that is installed was built for '
+            f'generator.device = "{device}"{note}, but the vLLM that is installed was built for '
             f'{built_for}: set generator.device = "{built_for}", or install the other build '
             "(docs/generation.md)"
         )
@@ -218,7 +218,7 @@ def check_served(config: GeneratorConfig, hf_config: Any, platform: str) -> None
 
 
 def _faults(config: GeneratorConfig, hf_config: Any, platform: str) -> Iterator[str]:
-    arguments, ours = config.engine_args, 'set generator.engine = "torch"'
+    arguments, remedy = config.engine_args, 'set generator.engine = "torch"'
     known = _ONLINE_ON_CPUS if platform == "cpu" else _ONLINE
     if (method := arguments.get("quantization")) is not None and method not in known:
         where = "the build of vLLM for CPUs" if platform == "cpu" else "vLLM"
@@ -256,35 +256,35 @@ def _faults(config: GeneratorConfig, hf_config: Any, platform: str) -> Iterator[
     if kind == "gpt_oss":
         yield (
             "model.path: vLLM loads experts and sinks of a gpt_oss at its start only, so new "
-            f"weights would not reach them: {ours}"
+            f"weights would not reach them: {remedy}"
         )
     rope = getattr(text, "rope_parameters", None) or {}
     if platform == "cpu" and _latent_size(text) and rope.get("rope_type") == "default":
         yield (
             "model.path: on CPUs vLLM rotates queries wrongly in latent attention with plain "
-            f"rotary positions (rope_type): {ours}"
+            f"rotary positions (rope_type): {remedy}"
         )
     if platform == "cpu" and keeps_state(hf_config):
         yield (
             f"model.path: layers of a {kind} carry a state from token to token, and vLLM on CPUs "
-            f"was not compared on them: {ours}"
+            f"was not compared on them: {remedy}"
         )
     layers = set(getattr(text, "layer_types", None) or ())
     if getattr(text, "use_sliding_window", False) and layers != {"sliding_attention"}:
         yield (
             f"model.path: vLLM gives all layers of a {kind} a window or none, and this model has "
-            f"one in some (use_sliding_window, max_window_layers): {ours}"
+            f"one in some (use_sliding_window, max_window_layers): {remedy}"
         )
     window = getattr(text, "sliding_window", None) or config.max_context
     if kind == "cohere2" and window < config.max_context:
         yield (
             "model.path: in the windows of a cohere2 vLLM has one token more than Transformers: "
-            f"set generator.max_context to {window} at most, or {ours.removeprefix('set ')}"
+            f"set generator.max_context to {window} at most, or {remedy.removeprefix('set ')}"
         )
     if kind in _ALWAYS_TIED and not text.tie_word_embeddings:
         yield (
             f"model.path: vLLM takes the embedding for the output layer of a {kind}, and this "
-            f"model has another (tie_word_embeddings): {ours}"
+            f"model has another (tie_word_embeddings): {remedy}"
         )
 
 
@@ -381,7 +381,7 @@ def check_run(config: RunConfig, outline: Any) -> None:
     dtype = config.weight_hub.dtype_on(platform)
     engine_arguments(generator, Path(), outline.config, dtype, 0, platform)
     if trainer.router_replay:
-        told_routers(outline, platform, generator.max_context)
+        reported_routers(outline, platform, generator.max_context)
     if trainer.lora_publish == "adapter":
         adapter_arguments(generator, outline.config, trainer.lora_rank, factors(outline))
 
@@ -451,15 +451,15 @@ class RecentLengths:
         Each live one, of the length in `live`, is expected to get as long as the mean, unless it
         is longer already.
         """
-        mean, count, taken = self.mean, 0, 0.0
+        mean, count, used = self.mean, 0, 0.0
         for length in live:
             count += 1
-            taken += max(length, mean)
-        return max(1, count + int((capacity - taken) // mean))
+            used += max(length, mean)
+        return max(1, count + int((capacity - used) // mean))
 
 
 @dataclass(frozen=True, slots=True)
-class ToldRouters:
+class ReportedRouters:
     """The routers of a model: `places` are the layers with one, of all that vLLM reports."""
 
     places: Sequence[int]
@@ -476,7 +476,7 @@ class ToldRouters:
         )
 
 
-def told_routers(outline: Any, platform: str, max_context: int) -> ToldRouters:
+def reported_routers(outline: Any, platform: str, max_context: int) -> ReportedRouters:
     """Return the routers of the model `outline` whose choices vLLM for `platform` reports.
 
     Raises:
@@ -491,4 +491,4 @@ def told_routers(outline: Any, platform: str, max_context: int) -> ToldRouters:
     if routers is None:
         raise UsageError(NO_ROUTERS)
     check_routing_fits(routers.kind, max_context)
-    return ToldRouters(routers.places, routers.choices, routers.experts)
+    return ReportedRouters(routers.places, routers.choices, routers.experts)

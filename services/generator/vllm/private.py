@@ -24,9 +24,9 @@ from umbra.services.generator.engines.engine import (
     FinishReason,
     joined,
     spans_of,
-    told_of,
+    support_limit,
 )
-from umbra.services.generator.vllm.options import ToldRouters
+from umbra.services.generator.vllm.options import ReportedRouters
 from umbra.services.generator.vllm.plugin import ADAPTER
 from umbra.services.process.child import describe_exit
 
@@ -87,9 +87,9 @@ def tokens_of(record: Any) -> list[int]:
 
 
 def under_way(
-    record: Any, request: EngineRequest, routers: ToldRouters | None, head: int
+    record: Any, request: EngineRequest, routers: ReportedRouters | None, head: int
 ) -> EngineOutput:
-    """Return the output of a request so far, as aborted; `head` is as of `told_of`."""
+    """Return the output of a request so far, as aborted; `head` is as of `support_limit`."""
     tokens = list(tokens_of(record))
     starts = [(int(version), start) for version, start in record.weight_version_starts]
     return EngineOutput(
@@ -104,9 +104,9 @@ def under_way(
 
 
 def finished(
-    output: RequestOutput, request: EngineRequest, routers: ToldRouters | None, head: int
+    output: RequestOutput, request: EngineRequest, routers: ReportedRouters | None, head: int
 ) -> EngineOutput:
-    """Return a whole output of vLLM as one of ours; `head` is as of `told_of`."""
+    """Return a whole output of vLLM as one of ours; `head` is as of `support_limit`."""
     completion = output.outputs[0]
     return EngineOutput(
         request_id=request.request_id,
@@ -130,7 +130,7 @@ def _logprobs(logprobs: Any) -> list[float]:
 
 def _support(logprobs: Any, sampling: Sampling, head: int) -> Support | None:
     """Return the tokens that could have been drawn: the likeliest with a finite logprob."""
-    if logprobs is None or not told_of(sampling, head):
+    if logprobs is None or not support_limit(sampling, head):
         return None
     supports: list[Support] = []
     for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
@@ -209,8 +209,8 @@ def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:
             continue
         if tied and isinstance(layer, ParallelLMHead):
             continue
-        came = {name for name, _ in info.loaded_weights} | SKIP_TENSORS
-        own = (name for name, _ in layer.named_parameters(recurse=False) if name not in came)
+        loaded = {name for name, _ in info.loaded_weights} | SKIP_TENSORS
+        own = (name for name, _ in layer.named_parameters(recurse=False) if name not in loaded)
         missing += [f"{prefix}.{name}" for name in own]
     return missing
 

@@ -73,7 +73,7 @@ class Stream:
     key: str  # never used twice; begins with the name of the engine and a dot
     request: EngineRequest
     body: dict[str, Any]  # of POST /inference/v1/generate, without a salt
-    head: int  # as of `told_of`
+    head: int  # as of `support_limit`
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     supports: list[Support | None] = field(default_factory=list)
@@ -330,9 +330,9 @@ class VllmServer:
     async def abort(self, streams: Iterable[Stream]) -> None:
         """End these; each output has the tokens so far."""
         tasks = {s.task: s for s in streams if s.task is not None and not s.task.done()}
-        known = [stream for stream in tasks.values() if stream.tokens]
-        if known:
-            names = [f"generate-tokens-{stream.key}" for stream in known]
+        started = [stream for stream in tasks.values() if stream.tokens]
+        if started:
+            names = [f"generate-tokens-{stream.key}" for stream in started]
             try:
                 await self._call("/inference/v1/abort_requests", {"request_ids": names})
                 await asyncio.wait([task for task in tasks if tasks[task].tokens], timeout=_ABORT_S)

@@ -74,14 +74,14 @@ def _parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[_T
     except (ValueError, RuntimeError, KeyError, IndexError) as error:
         raise _another_layout(model, name) from error
     parts: list[_TensorPart] = []
-    seen = 0
+    count = 0
     for target, part in sorted(converted.items(), key=lambda pair: int(pair[1].flatten()[0])):
-        ascending = torch.arange(seen, seen + part.numel()).view(part.shape)
+        ascending = torch.arange(count, count + part.numel()).view(part.shape)
         if not torch.equal(part, ascending) or tuple(part.shape[-1:]) != numbers.shape[-1:]:
             raise _another_layout(model, name)
-        parts.append((target, seen // columns * width, (*part.shape[:-1], *shape[-1:])))
-        seen += part.numel()
-    if seen != numbers.numel():
+        parts.append((target, count // columns * width, (*part.shape[:-1], *shape[-1:])))
+        count += part.numel()
+    if count != numbers.numel():
         raise _another_layout(model, name)
     return parts
 

@@ -74,7 +74,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._on_gpu = DeviceMemory(device, init_info.size, init_info.handle)
             return
         self._blocks = MappedBlocks()  # each is mapped once
-        self._came: list[UpdateInfo] = []
+        self._updates: list[UpdateInfo] = []
         self._loaded: set[str] | None = set()  # parameters; None if the model does not tell
         self._tied = bool(self.model_config.hf_text_config.tie_word_embeddings)
         private.pack_experts_again(self.model)
@@ -82,7 +82,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         private.forget_broken_off(self.model)
         initialize_layerwise_reload(self.model)
-        self._loaded, self._came = set(), []
+        self._loaded, self._updates = set(), []
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -101,7 +101,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.device.type == "cuda":
             page_lock(memory)
         self._load(tensors_in(manifest, memory))
-        self._came.append(update_info)
+        self._updates.append(update_info)
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         # Some models have no output layer besides a tied embedding, and refuse one by its name.
@@ -136,9 +136,9 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
-        for update in self._came:
-            for start, end, wanted in update.buckets:
-                if checksum(self._blocks.view(update.path)[start:end]) != wanted:
+        for update in self._updates:
+            for start, end, expected in update.buckets:
+                if checksum(self._blocks.view(update.path)[start:end]) != expected:
                     raise ChangedError(f"bytes {start} to {end} changed while they were loaded")
 
     def shutdown(self) -> None:
