@@ -186,8 +186,7 @@ class AgentProtocol(ABC):
             raise ApiError(f"{cls.reads[0]} is empty", param=cls.reads[0])
         if call.tools and not rules.reads_calls:
             raise ApiError(f"{UNREAD}: {REMEDY}", code="tools_unread", param="tools")
-        stop = request.stop
-        stops = [stop] if isinstance(stop, str) else stop or request.stop_sequences
+        stops = [s] if isinstance(s := request.stop, str) else s or request.stop_sequences
         if not all(stops or ()):
             raise ApiError("a stop string is empty", param="stop")
         if len(stops or ()) > _STOPS or any(len(text) > _STOP_CHARS for text in stops or ()):
