@@ -393,7 +393,7 @@ class Estimate:
         item, text = self.largest, ", ".join(sums)
         if not item.remedy:
             return text
-        return f"{text}; for more, {item.remedy} ({item.name}: {size(item.bytes)})"
+        return f"{text}; for more room, {item.remedy} ({item.name}: {size(item.bytes)})"
 
     def as_dict(self) -> dict[str, Any]:
         """Return values for JSON; sizes in bytes."""
