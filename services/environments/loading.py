@@ -54,7 +54,7 @@ _INSTANT = {"exact", "numeric", "guess", UNREWARDED}
 
 
 def runs_inline(config: EnvironmentConfig) -> bool:
-    """Return whether only our code runs, for microseconds: it needs no process of its own."""
+    """Return whether the environment is built in and too quick to need a process."""
     if config.python:
         return False
     if config.kind == "tools":

@@ -256,5 +256,5 @@ def test_room_for_a_quarter_of_the_slots_is_told() -> None:
         assert not found.faults
         assert found.room is not None
         assert (found.room < int(slots) / 4) == bool(found.notes)
-        assert f"vLLM's KV cache has {found.room:.0f} full contexts; for more room, " in found.in_short()
+        assert f"KV cache has {found.room:.0f} full contexts; for more room, " in found.in_short()
     assert f"of generator.slots = {slots}: lower generator.max_context" in found.notes[0]
