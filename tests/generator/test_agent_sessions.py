@@ -119,8 +119,8 @@ def test_a_tools_answer_comes_with_the_calls_that_it_answers(agent: Agent) -> No
     [
         ([user("x"), said("b"), user("c")], r"messages\[0\] was changed"),
         ([user("a"), said("x"), user("c")], r"messages\[1\] was changed"),
-        ([user("a"), said("b")], "has 2 entries and needs more than the 2"),
-        ([user("a")], "has 1 entries and needs more than the 2"),
+        ([user("a"), said("b")], "has 2 entries; with the model's last answer the session has 2"),
+        ([user("a")], "has 1 entries; with the model's last answer the session has 2"),
     ],
 )
 def test_an_edited_history_is_refused_and_changes_nothing(

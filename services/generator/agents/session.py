@@ -65,8 +65,8 @@ class _Place:
                 return f"messages[{index}] was changed"
         if len(call.messages) <= len(self.history):
             return (
-                f"messages has {len(call.messages)} entries and needs more than the "
-                f"{len(self.history)} that there were, the model's answer included"
+                f"messages has {len(call.messages)} entries; with the model's last answer the "
+                f"session has {len(self.history)}: repeat these, and append to them"
             )
         return ""
 
