@@ -36,7 +36,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/weights": (5_625, 96),
     "deploy": (7_520, 192),
     "src": (987, 9),
-    "benchmarks": (6_160, 185),
+    "benchmarks": (6_170, 185),
     "tests": (55_720, 2950),
 }
 

@@ -228,6 +228,7 @@ def show_transports(report: Report, args: argparse.Namespace, folder: Path) -> N
         found.setdefault(OURS, []).append(ours)
         for name, measured in peers.measure_all(args.seconds, with_ray=args.ray):
             found.setdefault(name, []).append(measured)
+            report.count(measured.get("lost_s", 0.0))
     for name, rounds in found.items():
         rates = [one["per_s"] for one in rounds]
         costs = [one["cpu_s_per_1k"] for one in rounds]

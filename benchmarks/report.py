@@ -88,6 +88,10 @@ class Report:
         self._others = max(self._others or 0.0, self._share.others())
         self._share, self._origin = CpuShare(), None
 
+    def count(self, seconds: float) -> None:
+        """Count CPU seconds of processes that this one has started, but not seen end."""
+        self._share.count(seconds)
+
     def disturbed(self) -> bool:
         """Return whether others took too much CPU since the last row; if so count from now on."""
         if self._share.others() <= OTHERS_MOST:
@@ -168,6 +172,10 @@ class CpuShare:
 
     def __init__(self) -> None:
         self._began, self._own, self._all = time.monotonic(), cpu_seconds(), _busy_seconds()
+
+    def count(self, seconds: float) -> None:
+        """Count CPU seconds that `cpu_seconds` has lost."""
+        self._own -= seconds
 
     def others(self) -> float:
         """Return the share that processes took which this one did not start."""
