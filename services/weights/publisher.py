@@ -238,10 +238,10 @@ class Publisher:
                 if self._arena is not place.arena:
                     self._last = self._move(place, message)
                     place.arena.close()
-            except PeerLostError as error:
-                self._failure = error
-                return True
             except UmbraError as error:
+                if isinstance(error, PeerLostError) and not isinstance(error, DeadlineError):
+                    self._failure = error
+                    return True
                 log.warning("cannot announce version %d to the hub: %s", place.version, error)
                 return False
             log.info("the weight hub has version %d again", place.version)

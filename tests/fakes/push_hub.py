@@ -41,12 +41,18 @@ class Hub:
     def subscribe(self, peer: HubPeer) -> list[Effect]:
         return self.protocol.subscribe(peer, self.now)
 
-    def ready(self, peer: HubPeer, epoch: int, version: int, error: str = "") -> list[Effect]:
-        message = m.Ready(epoch=epoch, version=version, wire_s=1.0, stage_s=2.0, error=error)
+    def ready(
+        self, peer: HubPeer, epoch: int, version: int, error: str = "", *, in_place: bool = False
+    ) -> list[Effect]:
+        message = m.Ready(
+            epoch=epoch, version=version, wire_s=1.0, stage_s=2.0, error=error, in_place=in_place
+        )
         return self.protocol.ready(peer, message, self.now)
 
-    def committed(self, peer: HubPeer, epoch: int, version: int, error: str = "") -> list[Effect]:
-        message = m.Committed(epoch=epoch, version=version, commit_s=3.0, error=error)
+    def committed(
+        self, peer: HubPeer, epoch: int, version: int, error: str = "", commit_s: float = 3.0
+    ) -> list[Effect]:
+        message = m.Committed(epoch=epoch, version=version, commit_s=commit_s, error=error)
         return self.protocol.committed(peer, message, self.now)
 
     @property

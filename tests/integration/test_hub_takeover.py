@@ -55,6 +55,7 @@ def test_what_is_being_written_is_published_to_the_new_hub(bench: Bench, arena_s
     slot[:] = content(1)
     publish_slot(publisher, 1)
     load(receiver, 1)  # version 0 may come first: pushed before the trainer was done
+    assert publisher._arena is not None and (publisher._arena.path == path) == arena_stays
     publish(publisher, 2)
     load(receiver, 2)
 

@@ -90,6 +90,27 @@ def test_planes_are_chosen_and_refused_with_reasons() -> None:
             check_plane(name)
 
 
+def test_a_version_without_a_checksum_for_each_bucket_is_refused(bench: Bench) -> None:
+    bench.start()
+    publisher = bench.publisher()
+    publisher.slot(0, WAIT_S)
+    with pytest.raises(RejectedError, match=f"1 checksums for {len(LAYOUT.buckets)} buckets"):
+        publisher.publish(0, 0.0, [1])
+    publish(publisher, 0)
+    load(bench.receiver("gen-0"), 0)
+
+
+def test_whoever_asks_a_daemon_that_ends_is_refused(bench: Bench) -> None:
+    bench.start()
+    bench.stop()
+    waiting = bench.hub.ask(m.AcquireSlot(version=0))
+    assert not waiting.done()
+    bench.hub.leave()
+    for answer in (waiting, bench.hub.ask(m.AcquireSlot(version=0))):
+        nack = answer.result(0)
+        assert isinstance(nack, m.Nack) and nack.code == "leaving"
+
+
 def test_a_closed_hub_is_named(bench: Bench) -> None:
     bench.start()
     publisher = bench.publisher()

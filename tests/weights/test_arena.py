@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -77,6 +78,26 @@ def test_too_little_room_names_what_is_needed_and_what_is_free(run_id: str) -> N
     assert not list(SHM.glob(f"umbra-{run_id}*"))
 
 
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(errno.ENOSPC, "bytes free"), (errno.ENOMEM, "bytes free"), (errno.EIO, "Input/output error")],
+)
+def test_what_cannot_be_allocated_leaves_nothing(
+    run_id: str, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", fails)
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StartupError, match=reason):
+        Arena.create(run_id, "full", slot_bytes=PAGE_BYTES, slots=2)
+    with pytest.raises(StartupError, match="cannot allocate"):
+        Arena.anonymous(slot_bytes=PAGE_BYTES, slots=2)
+    assert not list(SHM.glob(f"umbra-{run_id}-*"))
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
 def test_a_taken_name_is_refused(arena: Arena, run_id: str) -> None:
     with pytest.raises(StartupError, match="File exists"):
         Arena.create(run_id, "weights1", slot_bytes=64, slots=1)
@@ -126,7 +147,7 @@ def test_paths_from_the_wire_are_checked(arena: Arena) -> None:
         Arena.attach("/dev/shm/umbra-x/../other", slot_bytes=64)
     with pytest.raises(StartupError, match="share /dev/shm"):
         Arena.attach("/dev/shm/umbra-none-weights1", slot_bytes=64)
-    with pytest.raises(StartupError, match="no slots of"):
+    with pytest.raises(StartupError, match="do not fit slots of"):
         Arena.attach(arena.path, slot_bytes=4 * PAGE_BYTES)
 
 

@@ -99,9 +99,8 @@ def test_one_who_has_a_base_waits_for_the_delta_and_others_do_not() -> None:
 
 def test_deltas_are_of_two_versions_while_both_are_in_their_slots() -> None:
     """A bucket that changed too much, or has lost its base, is sent whole; later it is tried."""
-    arena = Arena.anonymous(slot_bytes=LAYOUT.total_bytes, slots=2)
     hub = tcp.TcpHub("tcp://127.0.0.1:*", WeightHubConfig(delta="always"))
-    hub.layout(arena, LAYOUT)
+    hub.layout(Arena.anonymous(slot_bytes=LAYOUT.total_bytes, slots=2), LAYOUT)
     random, sums = Random(0), [0] * COUNT
 
     def is_delta(slot: int, changed: int, *granted: int) -> bool:
@@ -109,8 +108,9 @@ def test_deltas_are_of_two_versions_while_both_are_in_their_slots() -> None:
         nonlocal sums
         for one in granted:
             hub.granted(one)
-        data, base = arena.slot(slot), sums[0]
-        data[:] = arena.slot(1 - slot)
+        assert hub._arena is not None
+        data, base = hub._arena.slot(slot), sums[0]
+        data[:] = hub._arena.slot(1 - slot)
         data[:changed] = random.randbytes(changed)
         sums = checksums(LAYOUT, data)
         hub.complete("gen-0", prepare(slot, sums))
@@ -124,6 +124,10 @@ def test_deltas_are_of_two_versions_while_both_are_in_their_slots() -> None:
     assert not is_delta(1, 4, 1), "nor is it tried again at once"
     assert is_delta(0, 4, 0)
     assert not is_delta(1, 4, 1, 0)
+    assert hub._encoder is not None
+    hub.layout(Arena.anonymous(slot_bytes=LAYOUT.total_bytes, slots=2), LAYOUT)
+    assert hub._encoder is None, "it would read the arena before"
+    assert not is_delta(0, 4)
     hub.close()
 
 
@@ -178,6 +182,24 @@ def test_what_is_there_already_is_not_ordered() -> None:
     other = Assembly(have, 1, sums, deltas=False)  # copied from the first buffer
     assert not other.missing
     assert have.buffers[1] == data
+
+
+def test_a_bucket_in_pieces_comes_from_its_beginning_again_and_once() -> None:
+    have, data = holdings(), memoryview(bytearray(Random(0).randbytes(LAYOUT.total_bytes)))
+    sums = checksums(LAYOUT, data)
+    assembly = Assembly(have, 0, sums, deltas=True)
+    assembly.order(1024)
+    assert not assembly.take(Piece(0, sums[0], 0, 0), data[:1000])
+    assembly.order(1024)  # the connection broke
+    end = LAYOUT.buckets[0][1]
+    pieces = [(at, min(end, at + 1000)) for at in range(0, end, 1000)]
+    assert len(pieces) > 2
+    complete = [assembly.take(Piece(0, sums[0], 0, at), data[at:to]) for at, to in pieces]
+    assert complete == [False] * (len(pieces) - 1) + [True]
+    assert (assembly.missing, have.buffers[0][:end]) == (set(range(1, COUNT)), data[:end])
+    for base in (0, 5):
+        assert not assembly.take(Piece(0, sums[0], base, 0), data[:8]), "it is complete"
+    assert (assembly.corrupted, have.buffers[0][:end]) == (0, data[:end])
 
 
 def test_memory_that_somebody_changed_is_noticed() -> None:

@@ -61,6 +61,11 @@ def test_what_does_not_pay_is_not_encoded() -> None:
     random = np.random.default_rng(0)
     old, new = (random.integers(0, 256, 1 << 16, dtype=np.uint8).tobytes() for _ in range(2))
     assert encode(old, new, 2, 1 << 15) is None
+    new = old[:-2] + b"\x01\x02"
+    made = encode(old, new, 2)
+    assert made is not None
+    assert encode(old, new, 2, len(made)) is None, "it is no smaller"
+    assert encode(old, new, 2, len(made) + 1) == made
 
 
 @settings(max_examples=100, deadline=None)

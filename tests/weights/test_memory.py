@@ -7,10 +7,20 @@ import random
 import sys
 import threading
 from mmap import PAGESIZE
+from types import SimpleNamespace
 
 import pytest
 
-from umbra.services.weights.memory import copy
+from umbra.services.weights import memory
+from umbra.services.weights.memory import (
+    TRIM_S,
+    HeapTrimmer,
+    MappedBlocks,
+    copy,
+    locate,
+    private_memory,
+    shared_memory,
+)
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGESIZE + 7])
@@ -28,6 +38,37 @@ def test_only_what_fits_is_copied() -> None:
             copy(bytes(size), memoryview(bytearray(4)))
     with pytest.raises(TypeError):
         copy(bytes(4), memoryview(bytes(4)))
+
+
+def test_shared_memory_is_found_by_its_place_and_mapped_once() -> None:
+    block, blocks = shared_memory(3 * PAGESIZE), MappedBlocks()
+    assert locate(private_memory(PAGESIZE)) is None and locate(block[:0]) is None
+    place = locate(block[PAGESIZE:])
+    assert place is not None and place[1] == PAGESIZE and locate(block) == (place[0], 0)
+    block[-1] = 7
+    view = blocks.view(place[0])
+    assert view[-1] == 7 and len(view) == len(block) and blocks.view(place[0]) is view
+    fd = int(place[0].rpartition("/")[2])
+    other = os.memfd_create("other")
+    os.ftruncate(other, 8)
+    own = os.dup(fd)
+    os.dup2(other, fd)  # the number of a closed file is given to the next one
+    assert len(blocks.view(place[0])) == 8
+    os.dup2(own, fd)
+    os.close(own)
+    os.close(other)
+
+
+def test_heaps_are_trimmed_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmer, trims, clock = HeapTrimmer(), list[int](), iter([0.0, 0.5, 0.5, 0.5])
+    trimmer._trim = trims.append
+    monkeypatch.setattr(memory, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    due = 5.0 + 500.0  # it took half a second
+    for now in (5.0, due - 1, due, due + TRIM_S - 1, due + TRIM_S):
+        if now == due + TRIM_S:
+            trimmer._trim = None  # no glibc
+        trimmer.give_back(now)
+    assert trims == [0, 0]
 
 
 def test_other_threads_run_during_a_copy() -> None:

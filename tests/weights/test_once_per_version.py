@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from contextlib import closing
 
 from fakes.hub_bench import LAYOUT, PACE, PROGRAMS, WAIT_S
 from fakes.waiting import until
 
 from umbra.proto.errors import PeerLostError
-from umbra.proto.messages import Prepare, Subscribe
+from umbra.proto.messages import Prepare, Subscribe, Subscribed
 from umbra.services.config import WeightHubConfig
 from umbra.services.weight_hub.hub_planes import HubPlanes
 from umbra.services.weight_hub.push import HubPeer
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.gpu.worker import GpuWorkerProcess
+from umbra.services.weights.gpu.worker import GpuWorkerProcess, result
 from umbra.services.weights.manifest import checksums
 from umbra.services.weights.planes.cuda_ipc import IpcHub
-from umbra.services.weights.planes.plane import Background, OncePerVersion, Settled, ShmHub
+from umbra.services.weights.planes.plane import (
+    Background,
+    OncePerVersion,
+    Settled,
+    ShmHub,
+    ShmReceiver,
+)
+from umbra.services.weights.verify import SlotGuard
 
 
 def prepare(version: int) -> Prepare:
@@ -90,9 +99,39 @@ def test_a_damaged_version_is_named_and_one_given_up_is_not_read() -> None:
     try:
         hub.handle(message)
     except PeerLostError as error:
-        assert "given up" in str(error)
+        assert "was cancelled" in str(error)
     else:
         raise AssertionError("it was read")
+
+
+def test_a_receiver_of_shared_memory_says_what_is_wrong_with_it(run_id: str) -> None:
+    arena = Arena.create(run_id, "shm", slot_bytes=LAYOUT.total_bytes, slots=2)
+    reply = Subscribed(manifest=LAYOUT, plane="shm", path=str(arena.path))
+    sums = checksums(LAYOUT, arena.slot(1))
+    with closing(arena), closing(ShmReceiver(reply)) as end:
+        for slot, error in ((1, ""), (2, "slot 2 of an arena"), (1, "its slot was written again")):
+            steps = end.receive(Prepare(epoch=1, version=0, slot=slot, checksums=sums))
+            came = [] if slot == 2 else [next(steps)]
+            if came and error:
+                arena.begin(slot)
+            while True:
+                try:
+                    came.append(next(steps))
+                except StopIteration as done:
+                    receipt = done.value
+                    break
+            assert came == ([] if slot == 2 else list(range(len(LAYOUT.buckets))))
+            assert receipt.error.startswith(error) and bool(receipt.error) == bool(error)
+            assert (receipt.guard is None, receipt.data is None) == (bool(error), bool(error))
+            assert receipt.stage_s > 0
+        arena.end(1)
+        guard = SlotGuard(arena.sequence(1), arena.check, LAYOUT, arena.slot(1), sums)
+        assert guard.is_readable
+        os.truncate(arena.path, 4096)
+        assert not guard.is_readable, "to read it would be a SIGBUS"
+        steps = end.receive(Prepare(epoch=1, version=0, slot=1, checksums=sums))
+        assert "has become shorter" in result(steps).error
+    arena.unlink()
 
 
 def test_who_closes_waits_for_no_upload() -> None:

@@ -19,6 +19,8 @@ from fakes.push_hub import (
 
 from umbra.proto.messages import Abort, Commit, Nack, Ok, Publish, SlotGranted
 from umbra.services.weight_hub.push import (
+    LOAD_S,
+    PATIENCE_S,
     RECOVERS_S,
     Effect,
     Failed,
@@ -161,6 +163,36 @@ def test_where_stagings_take_long_the_trainer_waits_for_longer() -> None:
     hub.ready(A, hub.epoch, 3)
     hub.committed(A, hub.epoch, 3)
     assert held_up(hub, B, 3) == DEADLINE_S
+
+
+@pytest.mark.parametrize(
+    ("loads", "waited"), [([], PATIENCE_S), ([0.25], LOAD_S), ([4.0], 8.0), ([4.0, 0.25], 8.0)]
+)
+def test_a_load_in_place_is_waited_for_no_longer_than_a_few_loads(
+    loads: list[float], waited: float
+) -> None:
+    """A receiver that still loads then is not dropped; one with a copy keeps nobody waiting."""
+    hub = pushing(0)
+    for version, commit_s in enumerate(loads):
+        hub.ready(A, hub.epoch, version, in_place=True)
+        hub.committed(A, hub.epoch, version, commit_s=commit_s)
+        hub.new_version(version + 1)
+    version = len(loads)
+    epoch = hub.epoch
+    hub.ready(A, epoch, version, in_place=True)
+    hub.new_version(version + 1)
+    assert granted(hub.acquire(version + 2)) is None
+    assert hub.protocol.next_deadline() == hub.now + waited
+    assert granted(hub.tick(waited - 0.25)) is None
+    (effect,) = hub.tick(0.25)
+    assert granted([effect]) == version % 2
+    hub.publish(version + 2, version % 2)
+    hub.committed(A, epoch, version)
+    hub.ready(A, hub.epoch, version + 2)
+    hub.acquire(version + 3)
+    assert hub.protocol.counters["dropped"] == 0 and hub.protocol._grant is not None
+    hub.publish(version + 3, hub.protocol._grant[0])
+    assert granted(hub.acquire(version + 4)) == version % 2, "the engine loads its own copy"
 
 
 def test_where_nobody_has_the_newest_version_the_deadline_alone_counts() -> None:

@@ -289,6 +289,7 @@ class ShmReceiver:
         manifest, began = self._manifest, time.perf_counter()
         error, guard, data = "", None, None
         try:
+            self._arena.check()
             data = self._arena.slot(message.slot)
             sequence = self._arena.sequence(message.slot)
             guard = SlotGuard(sequence, self._arena.check, manifest, data, message.checksums)

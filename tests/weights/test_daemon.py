@@ -1,0 +1,293 @@
+"""Daemons by the orders and answers of their upstream, in one process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from fakes.hub_bench import WAIT_S, Bench, SmallFrames
+from fakes.trainer_hosts import layout
+from fakes.waiting import until
+
+from umbra.proto import messages as m
+from umbra.proto.errors import DeadlineError, RejectedError, UmbraError, UsageError
+from umbra.proto.records import BucketsAt
+from umbra.services.weight_hub import daemon
+from umbra.services.weight_hub.command import _identify
+from umbra.services.weight_hub.daemon import PartHub, UpstreamEnd
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.manifest import checksums, owned_buckets, owned_ranges
+from umbra.services.weights.planes.bucket_wire import grant
+from umbra.services.weights.planes.plane import Receipt, Receiving
+from umbra.services.weights.planes.tcp import TcpReceiver
+
+MANIFEST = layout(2)
+SIZE = MANIFEST.total_bytes
+
+
+@dataclass
+class Upstream:
+    """A hub above that keeps the states it gets, and whose orders a test makes up."""
+
+    peer: str = "weight hub"
+    pushes: queue.SimpleQueue[m.Message] = field(default_factory=queue.SimpleQueue[m.Message])
+    states: list[m.PartState] = field(default_factory=list[m.PartState])
+    away: bool = False
+
+    def call(self, state: m.PartState, *_: object, **__: object) -> m.Ok:
+        if self.away:
+            raise DeadlineError("silent")
+        self.states.append(state)
+        return m.Ok()
+
+
+class World:
+    """A part hub of trainer host 1 that runs in a thread."""
+
+    def __init__(self, run_id: str) -> None:
+        self.path = f"/dev/shm/umbra-{run_id}-part"
+        self.hub, self.stopping = Upstream(), threading.Event()
+        self.progress: list[tuple[str, int]] = []
+        self.ordered = 0
+        self.part = PartHub(
+            "part-1", 1, "tcp://127.0.0.1:1", Bench.config(delta="off"), "elsewhere"
+        )
+        self.part._hub = cast(Any, self.hub)
+        self.error: UmbraError | None = None
+        self.thread = threading.Thread(target=self.run)
+
+    def run(self) -> None:
+        session = SimpleNamespace(progress=lambda *said: self.progress.append(said))
+        try:
+            self.part.run(self.stopping, WAIT_S, cast(Any, session))
+        except UmbraError as error:
+            self.error = error
+
+    def close(self) -> None:
+        self.stopping.set()
+        self.thread.join(WAIT_S)
+        self.part.close()
+
+    def hold(self, *, fresh: bool = True, slots: int = 2, path: str | None = None) -> m.PartState:
+        """Order an arena, an empty path for none; return the state that answers."""
+        path, states = self.path if path is None else path, self.hub.states
+        self.order(m.HoldArena(manifest=MANIFEST, path=path, slots=slots, fresh=fresh))
+        before = len(states)
+        until(lambda: any(state.path == path for state in states[before:]), "no answer")
+        return next(state for state in states[before:] if state.path == path)
+
+    def offer(self, slot: int, sums: list[int], path: str | None = None) -> None:
+        self.order(m.OfferSlot(path=path or self.path, slot=slot, checksums=sums, deltas=False))
+
+    def order(self, message: m.Message) -> None:
+        """Send an order; returns when it was handled."""
+        self.ordered += 1
+        self.hub.pushes.put(message)
+        until(lambda: sum(count for _, count in self.progress) >= self.ordered, "not handled")
+
+    def fetch(self, sums: list[int]) -> bytes:
+        """Fetch the buckets of this host from the part hub, as a receiver does."""
+        data = memoryview(bytearray(SIZE))
+        pull = TcpReceiver(MANIFEST, [data], SmallFrames())
+        at = replace_key(self.part.buckets)
+        prepare = m.Prepare(epoch=1, version=1, slot=0, checksums=sums, sources=[at, at])
+        with closing(pull), closing(pull.receive(prepare)) as steps:
+            mine, came = set(owned_buckets(MANIFEST)[1]), set[int]()
+            while not mine <= came:
+                bucket = next(steps)
+                came |= set() if bucket is None else {bucket}
+            assert came == mine, "the rest is another host's"
+        return bytes(data)
+
+
+def replace_key(at: BucketsAt) -> BucketsAt:
+    return BucketsAt(endpoint=at.endpoint, key=grant(at.key))
+
+
+@pytest.fixture
+def world(run_id: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(daemon, "STATE_S", 0.02)
+    made = World(run_id)
+    made.thread.start()
+    yield made
+    made.close()
+    assert not Path(made.path).exists()
+
+
+def test_a_part_hub_holds_its_own_rows_and_hands_out_what_it_is_told(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = world.hold()
+    assert (state.owner, state.host, state.error) == (1, "elsewhere", "")
+    assert state.buckets == world.part.buckets
+    own = sum(end - start for start, end in owned_ranges(MANIFEST, 1))
+    assert own <= Path(world.path).stat().st_blocks * 512 // 2 < SIZE
+    with closing(Arena.attach(world.path, slot_bytes=SIZE)) as arena:
+        slot = arena.slot(1)
+        for start, end in owned_ranges(MANIFEST, 1):
+            slot[start:end] = bytes([7]) * (end - start)
+        sums = checksums(MANIFEST, memoryview(bytearray([7]) * SIZE))
+        for index, given, path in (
+            (2, sums, ""),
+            (-1, sums, ""),
+            (1, sums[1:], ""),
+            (1, sums, "x"),
+        ):
+            world.offer(index, given, path)
+            assert world.part._tcp._last is None
+        assert "offers slot 2, which does not exist" in caplog.text
+        assert f"{len(sums) - 1} checksums for {len(sums)} buckets" in caplog.text
+        world.offer(1, sums)
+        data = world.fetch(sums)
+        assert all(data[start:end] == slot[start:end] for start, end in owned_ranges(MANIFEST, 1))
+        world.offer(1, [])
+        assert world.part._tcp._last is None, "it is about to be written"
+        slot.release()
+    world.order(m.Ok())  # nothing that it knows
+    assert world.hold(path="") and not Path(world.path).exists()
+    assert world.error is None
+
+
+def test_a_part_hub_adopts_what_its_host_holds_and_says_why_it_cannot(world: World) -> None:
+    assert "cannot open" in world.hold(fresh=False).error
+    assert not world.hold().error
+    inode = Path(world.path).stat().st_ino
+    world.hold()
+    assert Path(world.path).stat().st_ino == inode, "it holds that one already"
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_file_with_other_slots_is_not_adopted(world: World, run_id: str, slots: int) -> None:
+    left = Arena.create(run_id, "part", slot_bytes=SIZE, slots=2)
+    left.close()  # as if its part hub had been killed
+    error = world.hold(fresh=False, slots=slots).error
+    assert error == ("" if slots == 2 else f"{world.path} has 2 slots, not 3")
+    left.unlink()
+
+
+def test_a_hub_that_is_away_for_longer_than_its_patience_ends_the_part_hub(run_id: str) -> None:
+    world = World(run_id)
+    with closing(world.part):
+        world.hub.away = True
+        with pytest.raises(DeadlineError, match="no answer from the weight hub"):
+            world.part.run(world.stopping, 0.0)
+
+
+# -- a daemon with an upstream --------------------------------------------------------------------
+
+
+class Own:
+    """The daemon's own hub, which answers as a test says, and the end that fills its arena."""
+
+    def __init__(self) -> None:
+        self.answers: list[m.Message] = []
+        self.asked: list[m.Message] = []
+        self.offered: list[tuple[int, list[int], set[int]]] = []
+        self.there: list[tuple[int, int]] = []
+        self.closed = 0
+
+    def ask(self, body: m.Message) -> Future[m.Message]:
+        self.asked.append(body)
+        answer: Future[m.Message] = Future()
+        if self.answers:
+            answer.set_result(self.answers.pop())
+        return answer
+
+    def offer(self, slot: int, _data: memoryview, sums: list[int], absent: range) -> None:
+        self.offered.append((slot, sums, set(absent)))
+
+    def arrived(self, slot: int, bucket: int) -> None:
+        self.there.append((slot, bucket))
+
+    def slot(self, index: int) -> memoryview:
+        return memoryview(bytes([index]))
+
+    def receive(self, _message: m.Prepare, slot: int) -> Receiving:
+        yield None
+        yield 4
+        return Receipt(wire_s=3.0, stage_s=2.0, wire_bytes=9, data=self.slot(slot))
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def end(self, deadline_s: float = WAIT_S) -> UpstreamEnd:
+        own = cast(Any, self)
+        return UpstreamEnd(own, own, own, own, deadline_s)
+
+
+PREPARE = m.Prepare(epoch=1, version=8, slot=0, checksums=[5, 6])
+
+
+def received(end: UpstreamEnd) -> tuple[list[int | None], Receipt]:
+    steps, seen = end.receive(PREPARE), list[int | None]()
+    while True:
+        try:
+            seen.append(next(steps))
+        except StopIteration as done:
+            return seen, done.value
+
+
+def test_a_version_is_handed_on_bucket_by_bucket_and_published_when_it_is_whole() -> None:
+    own = Own()
+    own.answers = [m.SlotGranted(slot=1)]
+    end = own.end()
+    with pytest.raises(RejectedError, match="version 8 is not the one"):
+        end.publish(8)
+    seen, receipt = received(end)
+    assert own.asked == [m.AcquireSlot(version=8)]
+    assert own.offered == [(1, [5, 6], {0, 1})], "nothing is there yet"
+    assert seen == [None, 4] and own.there == [(1, 4)]
+    assert replace(receipt, stage_s=2.0) == Receipt(3.0, 2.0, 9, data=own.slot(1))
+    assert 2.0 <= receipt.stage_s < 2.0 + WAIT_S, "the wait for a slot counts"
+    with pytest.raises(RejectedError, match="version 7 is not the one"):
+        end.publish(7)
+    own.answers = [m.Nack(code="leaving", reason="it ends")]
+    with pytest.raises(RejectedError, match="it ends") as caught:
+        end.publish(8)
+    assert caught.value.code == "leaving"
+    own.answers = [m.Ok()]
+    end.publish(8)
+    assert own.asked[-1] == m.Publish(version=8, slot=1, checksums=[5, 6], snapshot_s=0.0)
+    end.close()
+    assert own.closed == 2, "the end and the arena"
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [([], "no slot was free within 0 s"), ([m.Nack(code="x", reason="superseded")], "superseded")],
+)
+def test_without_a_slot_a_version_is_not_received(answers: list[m.Message], error: str) -> None:
+    own = Own()
+    own.answers = answers
+    _, receipt = received(own.end(0.0))
+    assert receipt == Receipt(error=error) and not own.offered
+
+
+@pytest.mark.parametrize(
+    ("upstream", "owner", "expected"),
+    [
+        ("", None, ("weight_hub", "weight-hub")),
+        ("tcp://hub:1", 2, ("part", "part-2")),
+        ("tcp://hub:1", None, ("relay", "relay-")),
+    ],
+)
+def test_role_and_name_follow_from_the_options(
+    upstream: str, owner: int | None, expected: tuple[str, str]
+) -> None:
+    role, name = _identify({"upstream": upstream, "owner": owner})
+    assert role == expected[0] and name.startswith(expected[1])
+
+
+@pytest.mark.parametrize(("upstream", "owner"), [("", 1), ("hub", None)])
+def test_options_that_make_no_sense_are_refused(upstream: str, owner: int | None) -> None:
+    identify: Callable[[dict[str, Any]], object] = _identify
+    with pytest.raises(UsageError, match="--upstream"):
+        identify({"upstream": upstream, "owner": owner})

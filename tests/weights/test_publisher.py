@@ -1,0 +1,226 @@
+"""A publisher by its hub's answers, which a test gives one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, cast
+
+import pytest
+from fakes.waiting import until
+
+from umbra.proto import messages as m
+from umbra.proto.deadline import LEAST_RATE, Pace
+from umbra.proto.errors import DeadlineError, PeerLostError, RejectedError, UmbraError
+from umbra.proto.net.io_thread import Channel
+from umbra.proto.records import Manifest
+from umbra.services.weights import publisher as publisher_module
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.manifest import build_manifest, checksums
+from umbra.services.weights.publisher import Publisher
+
+LAYOUT = build_manifest([("w", "F32", [100, 32])], 4096)
+DIVIDED = build_manifest([("w", "F32", [100, 32])], 4096, {"w": [(50, 0), (100, 1)]})
+PACE = Pace(30.0, LEAST_RATE)
+AWAY = RejectedError("trainer host 1 has no part hub", code="part_missing")
+FORGOTTEN = RejectedError("it has not registered", code="not_registered")
+Answer = m.Message | UmbraError
+
+
+class Hub:
+    """A hub that answers each kind of message with the next one for it, the last one for ever."""
+
+    peer = "weight hub"
+    on_moved: Callable[[], None] | None = None
+
+    def __init__(self, run_id: str) -> None:
+        self.arenas = [
+            Arena.create(run_id, f"p{n}", slot_bytes=LAYOUT.total_bytes, slots=2) for n in range(2)
+        ]
+        self.answers: dict[type[m.Message], list[Answer]] = {
+            m.RegisterManifest: [self.ready(0)],
+            m.AcquireSlot: [m.SlotGranted(slot=1)],
+            m.Publish: [m.Ok()],
+            m.HubStatusRequest: [m.HubStatus(subscribed=True)],
+        }
+        self.asked: list[m.Message] = []
+
+    def ready(self, arena: int) -> m.ArenaReady:
+        return m.ArenaReady(path=str(self.arenas[arena].path), slots=2)
+
+    def call(self, body: m.Message, _reply: type[m.Message], **_: Any) -> m.Message:
+        self.asked.append(body)
+        answers = self.answers[type(body)]
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, UmbraError):
+            raise answer
+        return answer
+
+    def publisher(self, manifest: Manifest = LAYOUT, **options: Any) -> Publisher:
+        made = Publisher(cast(Channel, self), manifest, pace=PACE, **options)
+        made.register(1.0)
+        return made
+
+    def count(self, kind: type[m.Message]) -> int:
+        return sum(isinstance(body, kind) for body in self.asked)
+
+
+@pytest.fixture
+def hub(run_id: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    for name in ("RETRY_S", "PARTS_S", "CHECK_S"):
+        monkeypatch.setattr(publisher_module, name, 0.01)
+    made = Hub(run_id)
+    yield made
+    for arena in made.arenas:
+        arena.unlink()
+        arena.close()
+
+
+def published(publisher: Publisher, version: int) -> list[int]:
+    slot = publisher.slot(version, 1.0)
+    slot[:] = bytes([version]) * len(slot)
+    sums = checksums(LAYOUT, slot)
+    publisher.publish(version, 0.5, sums)
+    return sums
+
+
+def test_only_a_version_with_a_slot_is_published_and_once(hub: Hub) -> None:
+    with closing(hub.publisher()) as publisher:
+        with pytest.raises(ValueError, match="no slot is acquired"):
+            _ = publisher.place
+        publisher.slot(3, 1.0)
+        assert publisher.place == (str(hub.arenas[0].path), 1)
+        with pytest.raises(ValueError, match="for version 4"):
+            publisher.publish(4, 0.0, [1])
+        sums = published(publisher, 3)
+        assert hub.asked[-1] == m.Publish(version=3, slot=1, checksums=sums, snapshot_s=0.5)
+        with pytest.raises(ValueError, match="for version 3"):
+            publisher.publish(3, 0.0, sums)
+
+
+def test_a_missing_part_hub_is_waited_for_and_named_once(
+    hub: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.answers[m.Publish] = [AWAY, AWAY, RejectedError("another", code="part_missing"), m.Ok()]
+    with closing(hub.publisher()) as publisher:
+        published(publisher, 1)
+        assert hub.count(m.Publish) == 4
+        assert [caplog.text.count(text) for text in (str(AWAY), "another")] == [1, 1]
+
+
+@pytest.mark.parametrize("why", ["too long", "stopping"])
+def test_a_part_hub_is_not_waited_for_without_end(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    stopping = threading.Event()
+    publisher = hub.publisher(stopping=stopping)
+    hub.answers[m.Publish] = [AWAY]
+    if why == "stopping":
+        stopping.set()
+    else:
+        monkeypatch.setattr(publisher_module, "PARTS_BACK_S", -1e6)
+    with closing(publisher), pytest.raises(RejectedError, match="no part hub"):
+        published(publisher, 1)
+    assert hub.count(m.Publish) == 1
+
+
+def test_a_refusal_is_passed_on_at_once(hub: Hub) -> None:
+    with closing(hub.publisher()) as publisher:
+        for kind, call in (
+            (m.AcquireSlot, lambda: publisher.slot(2, 1.0)),
+            (m.Publish, lambda: published(publisher, 2)),
+        ):
+            before = hub.answers[kind]
+            hub.answers[kind] = [RejectedError("no", code="superseded")]
+            with pytest.raises(RejectedError, match="no"):
+                call()
+            assert hub.count(kind) == 1
+            hub.answers[kind], hub.asked[:] = before, []
+
+
+def test_without_a_free_slot_the_trainer_is_told_why(hub: Hub) -> None:
+    stopping = threading.Event()
+    with closing(hub.publisher(stopping=stopping)) as publisher:
+        hub.answers[m.AcquireSlot] = [DeadlineError("silent")]
+        with pytest.raises(DeadlineError, match="no free slot for version 2 within 1 s"):
+            publisher.slot(2, 1.0)
+        stopping.set()
+        with pytest.raises(DeadlineError, match="silent"):
+            publisher.slot(2, 1.0)
+
+
+def test_a_restarted_hub_gets_the_version_into_its_own_arena(hub: Hub) -> None:
+    """It forgot the trainer before a slot was asked for, and then while it was written."""
+    with closing(hub.publisher()) as publisher:
+        hub.answers[m.AcquireSlot][:0] = [FORGOTTEN]
+        sums = published(publisher, 1)
+        assert hub.count(m.RegisterManifest) == 2
+        again = hub.asked[-3]
+        assert isinstance(again, m.RegisterManifest) and again.path == str(hub.arenas[0].path)
+        hub.answers[m.Publish][:0] = [RejectedError("not granted", code="not_granted")]
+        hub.answers[m.RegisterManifest] = [hub.ready(1)]
+        hub.answers[m.AcquireSlot] = [m.SlotGranted(slot=1), m.SlotGranted(slot=0)]
+        sums = published(publisher, 2)
+        assert hub.asked[-1] == m.Publish(version=2, slot=0, checksums=sums, snapshot_s=0.0)
+        assert set(hub.arenas[1].slot(0)) == {2}
+        register = hub.asked[-3]
+        assert isinstance(register, m.RegisterManifest) and register.published is not None
+        assert register.published.version == 1, "what it had published before"
+
+
+def moved(hub: Hub) -> None:
+    assert hub.on_moved is not None
+    hub.asked.clear()
+    hub.on_moved()
+
+
+@pytest.mark.parametrize("arena", [0, 1])
+def test_a_hub_that_moved_gets_the_last_version_again_until_it_answers(
+    hub: Hub, arena: int
+) -> None:
+    with closing(hub.publisher()) as publisher:
+        published(publisher, 1)
+        hub.answers[m.RegisterManifest] = [DeadlineError("silent"), hub.ready(arena)]
+        hub.answers[m.AcquireSlot] = [m.SlotGranted(slot=0)]
+        moved(hub)
+        until(lambda: hub.count(m.RegisterManifest) == 2, "it was not asked again")
+        until(lambda: hub.count(m.Publish) == arena, "published where it is not")
+        with publisher._lock:
+            assert set(hub.arenas[arena].slot(1 - arena)) == {1}
+        publisher.slot(2, 1.0)
+        moved(hub)
+        until(lambda: not publisher._moved.is_set(), "it was not noticed")
+    assert not hub.asked, "the slot that is written is left to its publication"
+    assert hub.on_moved is None
+
+
+def test_a_version_that_is_lost_with_a_host_ends_the_trainer(hub: Hub) -> None:
+    with closing(hub.publisher(DIVIDED)) as publisher:
+        published(publisher, 1)
+        publisher.check()
+        hub.answers[m.HubStatusRequest] = [DeadlineError("silent"), m.HubStatus(subscribed=True)]
+        until(lambda: hub.count(m.HubStatusRequest) > 2, "it does not ask")
+        assert hub.count(m.RegisterManifest) == 1
+        hub.answers[m.RegisterManifest] = [hub.ready(1)]
+        hub.answers[m.HubStatusRequest] = [m.HubStatus(subscribed=False)]
+        until(lambda: publisher._failure, "it was not noticed")
+        for call in (publisher.check, lambda: publisher.slot(2, 1.0)):
+            with pytest.raises(PeerLostError, match="version 1 is lost with the shared memory"):
+                call()
+
+
+def test_the_error_of_a_publication_is_the_next_slots_or_logged_at_the_end(
+    hub: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = hub.publisher()
+    hub.answers[m.Publish] = [RejectedError("no", code="superseded")]
+    for last in (False, True):
+        publisher.slot(1, 1.0)
+        publisher.publish_soon(1, 0.0, [1])
+        if not last:
+            with pytest.raises(RejectedError):
+                publisher.slot(2, 1.0)
+    publisher.close()
+    assert "the last version was not published: no" in caplog.text
+    publisher.close()
