@@ -92,7 +92,7 @@ def test_a_run_file_that_is_wrong_about_them_is_refused(
     ("extra", "says"),
     [
         ("[environment]\nkind = 'numeric'", "are both set"),
-        ("[buffer]\nstages = ['reward']", "none has that: remove the stage"),
+        ("[buffer]\nstages = ['reward']", "has reward_scope = group: remove the stage"),
         ("[[environments]]\nname = 'x'\nkind = 'trl'", "environments.x.kind = trl needs"),
         ("[[environments]]\nname = 'x'\nid = 'm:C'", "environments.x.id = m:C has no effect"),
         (
