@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+from msgspec.structs import replace
 
 from umbra.deploy.prepare.load import set_option
 from umbra.deploy.prepare.preflight import check_run
-from umbra.deploy.prepare.stage import StageInterrupted, last_said, run_stage
+from umbra.deploy.prepare.stage import (
+    StageInterrupted,
+    begin_stage,
+    has_ended,
+    last_said,
+    run_stage,
+)
 from umbra.deploy.run.command import finish
 from umbra.deploy.run.live import View, choose_view
 from umbra.deploy.run.up import Up
@@ -56,44 +65,21 @@ def run_demo(
     overrides: tuple[str, ...],
     server: ForkServer | None = None,
 ) -> dict[str, Any]:
-    """Make model and data in `folder`, then run like any other run; return its summary."""
-    began, recipe, data = time.monotonic(), RECIPES[task], folder.path / "task"
-    random, base = folder.path / "random", folder.path / "base"
+    """Make model and data in `folder`, then run like any other run; return its summary.
 
-    @contextmanager
-    def stage(what: str) -> Iterator[None]:
-        started = time.monotonic()
-        view.doing(what)
-        yield
+    Buffer and weight hub start, and environment and model are tried, during the warm start.
+    """
+    began, recipe, data = time.monotonic(), RECIPES[task], folder.path / "task"
+    random, base, environ = str(folder.path / "random"), str(folder.path / "base"), child_environ()
+    both: dict[str, Any] = {"interrupts": interrupts, "server": server}
+    seeded = ("--seed", str(seed))
+
+    def said(what: str, started: float) -> None:
         view.say(f"{what} ({time.monotonic() - started:.1f} s)")
 
-    def umbra(what: str, *arguments: str) -> None:
-        def waiting() -> None:
-            said = last_said(folder, arguments[0])
-            view.doing(what, said if said.startswith("step ") else "")
-
-        with stage(what):
-            run_stage(
-                arguments[0],
-                (*arguments, "--seed", str(seed)),
-                folder=folder,
-                environ=child_environ(),
-                interrupts=interrupts,
-                server=server,
-                waiting=waiting,
-            )
-
-    with stage(f"task {task}: prompts, held-out prompts, worked examples"):
-        write_task(
-            task, data, seed=seed, prompts=recipe.prompts, heldout=HELDOUT, demos=recipe.demos
-        )
-    umbra("model: random weights, character tokenizer", "make-model", str(random))
-    umbra(
-        f"warm start: {recipe.sft_steps} supervised steps on a poor teacher",
-        *("sft", str(random), "--data", str(data / "demos.jsonl"), "--out", str(base)),
-        *("--steps", str(recipe.sft_steps), "--schedule", recipe.sft_schedule),
-        *("--threads", "1", "--device", "cpu"),
-    )
+    view.doing(what := f"task {task}: prompts, held-out prompts, worked examples")
+    write_task(task, data, seed=seed, prompts=recipe.prompts, heldout=HELDOUT, demos=recipe.demos)
+    said(what, began)
     run_file = folder.path / "run.toml"
     chosen = (
         f"run.seed={seed}",
@@ -105,9 +91,34 @@ def run_demo(
     config = load_config(DEMOS / f"{task}.toml", overrides=(*chosen, *overrides))
     run_file.write_text(to_toml(as_dict(config)), encoding="utf-8")
     config = located(config, run_file)
-    check_run(config)
-    up = Up(config, folder, view=view, interrupts=interrupts, server=server, started=began)
-    return up.run()
+    started, what = time.monotonic(), "model: random weights, character tokenizer"
+    words, waiting = ("make-model", random, *seeded), partial(view.doing, what)
+    run_stage("make-model", words, folder=folder, environ=environ, waiting=waiting, **both)
+    said(what, started)
+    started = time.monotonic()
+    what = f"warm start: {recipe.sft_steps} supervised steps on a poor teacher"
+    words = (
+        *("sft", random, "--data", str(data / "demos.jsonl"), "--out", base, *seeded),
+        *("--steps", str(recipe.sft_steps), "--schedule", recipe.sft_schedule),
+        *("--threads", "1", "--device", "cpu"),
+    )
+    warm_start = begin_stage("sft", words, folder, environ, server)
+
+    def made() -> bool:
+        if done := has_ended(warm_start, "sft", folder):
+            said(what, started)
+        else:
+            detail = last_said(folder, "sft")
+            view.doing(what, detail if detail.startswith("step ") else "")
+        return done
+
+    try:
+        check_run(replace(config, model=replace(config.model, path=random)))
+        up = Up(config, folder, view=view, started=began, model_made=made, stand_in=random, **both)
+        return up.run()
+    finally:
+        warm_start.kill()
+        warm_start.wait(math.inf)
 
 
 @click.command()

@@ -72,31 +72,38 @@ def run_stage(
 
     while server is not None and not server.ready():
         turn()
-    output = folder.logs / f"{name}.out"
-    stage = ChildProcess(
-        python_argv(module, *arguments),
-        environ=environ,
-        stdout=output,
-        stderr=folder.log(name),
-        server=server,
-    )
+    stage = begin_stage(name, arguments, folder, environ, server, module)
     try:
-        while (code := stage.poll()) is None:
+        while not has_ended(stage, name, folder):
             turn()
     finally:
         stage.kill()
         stage.wait(math.inf)
-    if code:
-        raise _failed(folder, name, code)
-    return output.read_text(encoding="utf-8", errors="replace")
+    return (folder.logs / f"{name}.out").read_text(encoding="utf-8", errors="replace")
 
 
-def _failed(folder: RunFolder, name: str, code: int) -> UmbraError:
+def begin_stage(
+    name: str,
+    arguments: Sequence[str],
+    folder: RunFolder,
+    environ: Mapping[str, str],
+    server: ForkServer | None = None,
+    module: str = UMBRA,
+) -> ChildProcess:
+    """Start a stage as `run_stage` does; a `server` has to be ready."""
+    argv, out = python_argv(module, *arguments), folder.logs / f"{name}.out"
+    return ChildProcess(argv, environ=environ, stdout=out, stderr=folder.log(name), server=server)
+
+
+def has_ended(stage: ChildProcess, name: str, folder: RunFolder) -> bool:
+    """Return whether a stage has ended well; ChildError has the last line that it said."""
+    if not (code := stage.poll()):
+        return code == 0
     said = last_said(folder, name)
     if said and code in FORESEEN_CODES:
-        return child_error(said, code)
+        raise child_error(said, code)
     how = f"{name} failed ({describe_exit(code)})"
-    return child_error(f"{how}: {said}" if said else how, own_exit_code(code))
+    raise child_error(f"{how}: {said}" if said else how, own_exit_code(code))
 
 
 def last_object(text: str) -> dict[str, Any]:
@@ -120,19 +127,21 @@ def try_environment(
     waiting: Waiting | None = None,
     *,
     model: bool = True,
+    stand_in: str = "",
     server: ForkServer | None = None,
 ) -> list[str]:
     """Write `config` to `folder`, and try its environment on the first prompt, then its model.
 
-    Returns warnings of `check_model`, which brings torch and is left out without `model`. Raises
-    the errors of `run_stage`.
+    Returns warnings of `check_model`, which brings torch and is left out without `model`. The
+    directory `stand_in` is tried for a model that is not there yet. Raises the errors of
+    `run_stage`.
     """
     DISK.replace(folder.config, to_json(config), mode=READABLE_MODE)
     rows = folder.logs / f"{CHECK}.rows"
     rows.write_bytes(msgspec.json.encode(find_rows(config)))
     said = run_stage(
         CHECK,
-        (str(folder.config), str(rows), *(["model"] if model else [])),
+        (str(folder.config), str(rows), *(["model", stand_in] if model else [])),
         folder=folder,
         environ=environ,
         interrupts=interrupts,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,9 @@ class Up:
         search: where the user's modules are looked for.
         server: forks the processes that need PyTorch, if it is given.
         started: when what the user waits for began (`time.monotonic`); now, if not given.
+        model_made: whether the model is there, where it is being made. It shows how that goes, and
+            until then no process starts that loads the model.
+        stand_in: a directory that differs from the model's in its weights alone, to be tried.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class Up:
         search: Sequence[Path] = (),
         server: ForkServer | None = None,
         started: float | None = None,
+        model_made: Callable[[], bool] | None = None,
+        stand_in: str = "",
     ) -> None:
         self.config = config
         self.folder = folder
@@ -76,6 +81,8 @@ class Up:
         self._interrupts = interrupts
         self._server = server
         self._started = time.monotonic() if started is None else started
+        self._model_made = model_made
+        self._stand_in = stand_in
         self._outcome: dict[str, Any] = {}
         self._addressed = False  # somebody was told where the buffer is
         self._trained = False  # a step in this life of the run
@@ -91,13 +98,14 @@ class Up:
         before = self.folder.remember() if self.folder.config.is_file() else None
         try:
             self.folder.write_origin(self._search)
-            waiting = partial(self._view.doing, "trying environment and model on the first prompt")
+            waiting = partial(self._doing, "trying environment and model on the first prompt")
             for warning in try_environment(
                 self.config,
                 self.folder,
                 self.environ,
                 self._interrupts,
                 waiting,
+                stand_in=self._stand_in,
                 server=self._server,
             ):
                 self._view.say(f"warning: {warning}")
@@ -111,14 +119,16 @@ class Up:
                 raise ChildError("interrupted before anything was started", code) from error
             raise
         try:
-            reason, code = self._phases()
-        except StageInterrupted:
-            reason, code = "interrupted", self._interrupts.exit_code
+            remove_leftovers(self.folder.id)  # of a life of this run that was killed
+            self.folder.forget_end()
+            reason, code = self._supervise()
         except UmbraError as error:
             reason, code = str(error), error.exit_code
         if before is not None and code in FORESEEN_CODES and not self._trained:
             self.folder.put_back(before)
             raise ChildError(reason, code)
+        if self._model_made is not None:
+            self.folder.discard()  # nobody can go on without a model
         if not self.folder.config.is_file():
             raise ChildError(reason, code)
         total_s = time.monotonic() - self._started
@@ -133,11 +143,6 @@ class Up:
         except OSError as error:
             self._view.say(f"no summary or no report was written: {error.strerror}")
         return summary
-
-    def _phases(self) -> tuple[str, int]:
-        remove_leftovers(self.folder.id)  # of a life of this run that was killed
-        self.folder.forget_end()
-        return self._supervise()
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -203,12 +208,21 @@ class Up:
         RunAddress(broker, self.config.security.keys).write(self.folder.path)
         self._view.say(f"run {self.folder.id}, its buffer at {broker}")
         self._view.say(f"to watch it:\n  {command_line('monitor', self.folder.path)}")
-        while self._server is not None and not self._server.ready():
+        hub, *others = other_programs(self.config, self.folder, broker)
+        supervisor.start(hub)
+        while self._model_made or (self._server is not None and not self._server.ready()):
             if not supervisor.poll() or supervisor.draining:
                 return
             self._turn(supervisor, progress)
-        for program in other_programs(self.config, self.folder, broker):
+        for program in others:
             supervisor.start(program)
+
+    def _doing(self, what: str, detail: str = "") -> None:
+        """Show what goes on, once the model is made."""
+        if self._model_made is not None and self._model_made():
+            self._model_made = None
+        if self._model_made is None:
+            self._view.doing(what, detail)
 
     def _turn(self, supervisor: Supervisor, progress: Progress) -> None:
         """Run one turn of the loop: heed signals, show progress, sleep a little."""
@@ -218,11 +232,13 @@ class Up:
             self._view.say("stopping; once more to end at once")
             supervisor.drain()
         progress.poll()
-        if progress.status is None:
+        if progress.status is None or self._model_made:
             up = [name for name, state in supervisor.states().items() if state == "running"]
-            self._view.doing("starting", ", ".join(up))
-        self._view.update(progress, supervisor.states())
-        self._interrupts.wait(IDLE_POLL_S if progress.idle else POLL_S)
+            self._doing("starting", ", ".join(up))
+        if self._model_made is None:
+            self._view.update(progress, supervisor.states())
+        idle = progress.idle and self._model_made is None
+        self._interrupts.wait(IDLE_POLL_S if idle else POLL_S)
 
     def _verdict(self, supervisor: Supervisor) -> tuple[str, int]:
         failure = supervisor.failure

@@ -1,9 +1,10 @@
 """Try a run before it starts: its model, chat template and environment.
 
-    python -m umbra.services.generator.checks CONFIG ROWS [model]
+    python -m umbra.services.generator.checks CONFIG ROWS [model [DIRECTORY]]
 
 tries each environment on its first prompt, in a process of its own, because it runs the user's
-code: that may hang, or pull in all of torch. With "model", which takes torch, also the rest.
+code: that may hang, or pull in all of torch. With "model", which takes torch, also the rest, in
+DIRECTORY if the run's model is not there yet.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import EnvironmentConfig, RunConfig
@@ -236,21 +238,22 @@ def check_environment(config: RunConfig, row: dict[str, Any], *, light: bool = F
                 chat.turn_ids(answer.messages, last, answer.tool_calls, opening)
 
 
-def main(path: str, rows: str, *model: str) -> int:
+def main(path: str, rows: str, model: str = "", directory: str = "") -> int:
     """Check the environments of the configuration at `path`, then its `model`; print warnings.
 
     `rows` is a JSON file of RowsToTry.
     """
     die_with_parent()
     config = load_config(Path(path), environ={})
+    if directory:
+        config = replace(config, model=replace(config.model, path=directory))
     where, named = "", {environment.name: environment for environment in config.environments}
     try:
         tried = msgspec.json.decode(Path(rows).read_bytes(), type=RowsToTry)
         for of, name, row in tried.first:
             where = f"environment {name}: " if named else ""
             where += "eval.prompts: " if of == "eval.prompts" else ""
-            environment = named.get(name, config.environment)
-            own = msgspec.structs.replace(config, environment=environment)
+            own = replace(config, environment=named.get(name, config.environment))
             check_environment(own, row, light=not model)
         where = ""
         for warning in check_model(config, tried) if model else ():

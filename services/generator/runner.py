@@ -177,6 +177,7 @@ class RolloutRunner:
 
     def _forget(self, rollout: Rollout) -> None:
         del self._rollouts[rollout.task.sample_id]
+        rollout.ask = None  # whose reply has the rollout: it is freed at once
         self._pool.forget(rollout.session)
         for session in rollout.engine_sessions:
             self.engine.forget(session)

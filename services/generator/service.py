@@ -66,6 +66,7 @@ def run(
             load = config.weight_hub.pace.after(config.buffer.engine_stall_s)
             gc.collect()
             gc.freeze()  # to look through all that was imported takes up to a fifth of the CPU
+            gc.set_threshold(20_000, 1_000)  # and through all samples under way a twentieth
             watch = StallWatch(engine_here(config), load)
             with closing(receiver), watching(watch, session):
                 GeneratorLoop(

@@ -1,16 +1,26 @@
 """Whole runs by `umbra up`: all processes and sockets for real, a tiny model, a reward of ours."""
 
 import json
+import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import forks
 from fakes.commands import call
 from fakes.slowness import limit
 from fakes.whole_runs import QUIET_S, UMBRA, Up
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from umbra import __version__
+from umbra.deploy.run.live import View
+from umbra.deploy.run.up import Up as Run
+from umbra.deploy.run_folder import RunFolder
+from umbra.proto.errors import UmbraError
+from umbra.services.config.loader import load_config
+from umbra.services.modeling.run_file import located
+from umbra.services.process.command import SignalCounter
 
 
 def test_a_run_with_own_model_prompts_and_reward(up: Up) -> None:
@@ -47,6 +57,43 @@ def generates(model_dir: str) -> bool:
     ids = tokenizer("say a", return_tensors="pt").input_ids
     out = model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
     return out.shape[1] - ids.shape[1] == 3
+
+
+@pytest.mark.parametrize("outcome", ["made", "interrupted", "it failed"])
+def test_buffer_and_hub_do_not_wait_for_the_model(
+    outcome: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a demo, whose warm start makes it meanwhile; a directory like it is tried."""
+    monkeypatch.chdir(project)
+    stand_in = (project / "model").rename(project / "stand-in")
+    run_file = project / "run.toml"
+    config = located(load_config(run_file, overrides=["run.steps=1"], environ={}), run_file)
+    folder = RunFolder.create(project / "runs", "run")
+    log = folder.log("weight-hub")
+
+    def made() -> bool:
+        if not log.is_file() or "ready: " not in log.read_text():
+            return False
+        assert not folder.log("trainer").exists()
+        if outcome == "interrupted":
+            os.kill(os.getpid(), signal.SIGINT)
+            return False
+        if outcome != "made":
+            raise UmbraError(outcome)
+        stand_in.rename(project / "model")
+        return True
+
+    with SignalCounter() as interrupts:
+        how: Any = {"view": View(), "interrupts": interrupts, "server": forks.server()}
+        how |= {"search": [project], "model_made": made, "stand_in": str(stand_in)}
+        run = Run(config, folder, **how)
+        if outcome == "made":
+            summary = run.run()
+            assert (summary["exit_code"], summary["steps"]) == (0, 1)
+        else:
+            with pytest.raises(UmbraError, match=outcome):
+                run.run()
+    assert folder.config.is_file() == (outcome == "made")  # nobody can go on without a model
 
 
 def test_a_second_signal_ends_at_once(up: Up) -> None:
