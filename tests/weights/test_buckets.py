@@ -157,6 +157,8 @@ def test_the_chain_is_linked_anew() -> None:
     assert hub.chain == ["c"], "it has lost the hub"
     joins("a", "at-a2")
     assert sources("ca") == ["hub", "at-c"]
+    joins("c", "at-c2")
+    assert hub.chain == ["a", "c"], "one that starts again has nothing to hand on"
     hub.close()
 
 

@@ -170,6 +170,7 @@ def test_a_file_with_other_slots_is_not_adopted(world: World, run_id: str, slots
     left.close()  # as if its part hub had been killed
     error = world.hold(fresh=False, slots=slots).error
     assert error == ("" if slots == 2 else f"{world.path} has 2 slots, not 3")
+    assert not world.hold(fresh=False).error, "it is locked no longer"
     left.unlink()
 
 

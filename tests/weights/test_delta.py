@@ -41,6 +41,18 @@ def test_every_bit_comes_back(
     assert target == new
 
 
+@pytest.mark.parametrize("difference", [1, 127, 128, 32_767, 32_768, 65_535, 65_536, 1 << 31])
+def test_differences_of_every_width(difference: int) -> None:
+    old = np.full(100, 7, np.uint32)
+    new = old.copy()
+    new[[3, 50]] += np.uint32(difference), np.uint32(1)
+    made = encode(old.tobytes(), new.tobytes(), 4)
+    assert made is not None
+    target = bytearray(old.tobytes())
+    delta.apply(made, memoryview(target))
+    assert target == new.tobytes()
+
+
 PLACES = [[0], [65_534], [65_535], [65_536], [99_999], [0, 99_999], [70_000, 70_001], []]
 
 

@@ -154,4 +154,8 @@ def test_a_receiver_that_left_has_no_plane() -> None:
     assert planes.plane_of("a") == "shm"
     planes.left("a")
     assert (planes.of("a"), planes.plane_of("a"), planes._chosen) == (None, "", {})
+    planes.subscribe(HubPeer("a", "1"), Subscribe(host="elsewhere", planes=["tcp"]))
+    assert planes.open_tcp()._subscribed == {"a"}
+    planes.subscribe(HubPeer("a", "2"), Subscribe(host="here", planes=["shm"]))
+    assert not planes.open_tcp()._subscribed, "it has another plane now"
     planes.close()

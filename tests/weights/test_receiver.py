@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -309,6 +310,34 @@ def test_one_that_is_still_subscribed_goes_on() -> None:
     assert not world.receiver._take_dropped()
     request = world.receiver._request()
     assert (request.host, request.planes, request.avoid) == ("host", ["shm"], "")
+
+
+@pytest.mark.parametrize(
+    ("check_s", "retry_s", "dropped", "asked"),
+    [
+        (60.0, 60.0, "", []),
+        (0.0, 60.0, "", [m.HubStatusRequest]),  # once, until there is an answer
+        (0.0, 0.0, "silent", [m.Subscribe]),
+        (0.0, 60.0, "silent", []),
+    ],
+)
+def test_a_silent_hub_is_asked_once_and_one_that_dropped_it_after_a_pause(
+    check_s: float, retry_s: float, dropped: str, asked: list[type[m.Message]]
+) -> None:
+    world = World(check_s=check_s, retry_s=retry_s)
+    left = 4
+
+    def silent(timeout: float) -> m.Message:
+        nonlocal left
+        left -= 1
+        if not left:
+            world.receiver._closing.set()
+        raise queue.Empty
+
+    world.wire.pushes = cast(Any, SimpleNamespace(get=silent))
+    world.receiver._dropped = dropped
+    world.receiver._serve()
+    assert [type(body) for body, _, _ in world.wire.asked] == asked
 
 
 def test_waiting_for_a_version_ends_with_the_run_or_its_deadline() -> None:
