@@ -32,6 +32,6 @@ def note(text: str) -> None:
 def search_path(run_file: Path) -> list[Path]:
     """Return where modules of the user's environment or reward are looked for."""
     folder = RunFolder(run_file.parent)
-    if run_file == folder.config and (known := folder.read_origin().get("search")):
-        return [*map(Path, known), Path.cwd()]
+    if run_file == folder.config and (folders := folder.read_origin().get("search")):
+        return [*map(Path, folders), Path.cwd()]
     return list(dict.fromkeys((run_file.resolve().parent, Path.cwd())))

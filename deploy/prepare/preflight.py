@@ -74,7 +74,7 @@ def check_packages(
     """Raise UsageError, naming setting and extra, for a package or plane not usable here."""
     check_plane(config.weight_hub.plane)
     trainer, metrics = config.trainer, config.metrics
-    kinds = {config.environment.kind, *(one.kind for one in config.environments)}
+    kinds = {config.environment.kind, *(e.kind for e in config.environments)}
     needs = (
         ("trainer.lora_rank", trainer.lora_rank > 0, "peft", "lora"),
         ('generator.engine = "vllm"', config.generator.engine == "vllm", "vllm", "vllm"),
@@ -142,7 +142,7 @@ def _check_eval(config: RunConfig) -> None:
         prompts = read_source(heldout.prompts, columns=heldout.columns, section="eval")
     except UsageError as error:
         raise UsageError(f"eval.prompts: {error}") from error
-    names = [one.name for one in config.environments]
+    names = [environment.name for environment in config.environments]
     for prompt in prompts if names else ():
         if prompt.row.get(ENVIRONMENT) not in names:
             raise UsageError(

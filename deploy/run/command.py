@@ -70,11 +70,11 @@ def up(
             stack.enter_context(before.held())
             run_file = before.config
         config, tree = load_given(run_file, overrides)
-        told = check_extension(before, config) if before is not None and before.has_ended() else ""
+        extension = check_extension(before, config) if before and before.has_ended() else ""
         name = config.model.name
         if is_hub_name(name) and (missing := missing_bytes(name, "model.path")):
             note(f"model: {size(missing)} of weights to download")
-        config, chosen = ready(config, tree)  # before a folder is made
+        config, changes = ready(config, tree)  # before a folder is made
         search = search_path(run_file)
         check_ports_free(config)
         view = choose_view(quiet=quiet, as_json=as_json)
@@ -83,12 +83,12 @@ def up(
         if before is None:
             stack.enter_context(folder.held())
         view.say(in_one_line(config))
-        if chosen:
-            view.say(f"note: chosen for this machine: {', '.join(chosen)}")
+        if changes:
+            view.say(f"note: chosen for this machine: {', '.join(changes)}")
         for name, text in cautions(config):
             view.say(f"warning: {name}: {text}")
-        if told:
-            view.say(f"note: extended: {told}")
+        if extension:
+            view.say(f"note: extended: {extension}")
         server = stack.enter_context(ForkServer.where_useful(child_environ(search)))
         try:
             run = Up(config, folder, view=view, interrupts=interrupts, search=search, server=server)
@@ -111,9 +111,9 @@ def check_extension(folder: RunFolder, config: RunConfig) -> str:
             f"{config.run.steps} must be more than that to train on"
         )
     if config.buffer.store == "memory" or not any(folder.checkpoints.glob("step-*")):
-        missing = "store (buffer.store)" if config.buffer.store == "memory" else "checkpoint"
+        lacks = "store (buffer.store)" if config.buffer.store == "memory" else "checkpoint"
         raise UsageError(
-            f"the run in {folder.path} cannot be trained on, because it left no {missing}: begin "
+            f"the run in {folder.path} cannot be trained on, because it left no {lacks}: begin "
             f"another one with model.path = {folder.model}"
         )
     return f"{done} steps are done; {after_extension(config.trainer, done, done, config.run.steps)}"
@@ -125,13 +125,13 @@ def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
         click.echo(json.dumps(summary))
     else:
         rows = [row for row in summary_rows(summary) if row[0] != "model"]
-        left = {"model": folder.model if summary["model"] else None, "report": folder.report}
-        rows += [(what, shown_path(path)) for what, path in left.items() if path and path.exists()]
+        paths = {"model": folder.model if summary["model"] else None, "report": folder.report}
+        rows += [(name, shown_path(path)) for name, path in paths.items() if path and path.exists()]
         if code > SIGNALLED and folder.config.is_file():
-            how = f"{shown_command()} up {shlex.quote(shown_path(folder.path))}"
+            remedy = f"{shown_command()} up {shlex.quote(shown_path(folder.path))}"
             if load_config(folder.config, environ={}).buffer.store == "memory":
-                how = "it can't: buffer.store = memory; begin another run"
-            rows.append(("to go on", how))
+                remedy = "it can't: buffer.store = memory; begin another run"
+            rows.append(("to go on", remedy))
         print_facts(rows)
     if code != EXIT_DONE:
         prefix = "umbra: " if code > SIGNALLED else ERROR_PREFIX  # that was asked for

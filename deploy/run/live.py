@@ -85,7 +85,7 @@ class View:
     def say(self, text: str) -> None:
         """Print a line."""
 
-    def doing(self, what: str, detail: str = "") -> None:
+    def doing(self, activity: str, detail: str = "") -> None:
         """Show the present activity; called often, returns at once."""
 
     def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
@@ -116,13 +116,13 @@ class PlainView(View):
     def say(self, text: str) -> None:
         click.echo(text, err=self._err)
 
-    def doing(self, what: str, detail: str = "") -> None:
+    def doing(self, activity: str, detail: str = "") -> None:
         """Print it when it begins, and now and then a detail that is new."""
-        begins = what != self._doing[0]
+        begins = activity != self._doing[0]
         if begins or (detail != self._doing[1] and self._clock() >= self._next):
-            self._doing = (what, "" if begins else detail)
+            self._doing = (activity, "" if begins else detail)
             self._next = self._clock() + self._every_s
-            self.say(f"{what} ..." if begins else f"  {detail}")
+            self.say(f"{activity} ..." if begins else f"  {detail}")
 
     def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
         """Print new warnings, and the headline if it is due."""
@@ -131,8 +131,8 @@ class PlainView(View):
             return
         for line in self._warnings.lines(status):
             self.say(line)
-        ended = status.version >= status.steps
-        if self._shown < status.steps if ended else self._clock() >= self._next:
+        over = status.version >= status.steps
+        if self._shown < status.steps if over else self._clock() >= self._next:
             self._next = self._clock() + self._every_s
             self._shown = status.version
             self.say(headline(status, progress.recent_reward))
@@ -152,12 +152,12 @@ class TerminalView(View):
             self.close()
         self._console.print(Text(text), soft_wrap=True)  # a command can be copied as one line
 
-    def doing(self, what: str, detail: str = "") -> None:
+    def doing(self, activity: str, detail: str = "") -> None:
         """Draw a line with the time that it has taken so far; gone once something is said."""
         now = time.monotonic()
-        if what != self._doing[0]:
+        if activity != self._doing[0]:
             self.close()
-            self._doing = (what, now)
+            self._doing = (activity, now)
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
         elif now < self._next:
@@ -165,7 +165,8 @@ class TerminalView(View):
         self._next = now + FRAME_S
         assert self._live is not None
         took = f"{now - self._doing[1]:.0f} s"
-        line = Text(f"{what}  {detail}  {took}" if detail else f"{what}  {took}", style="dim")
+        parts = (activity, detail, took) if detail else (activity, took)
+        line = Text("  ".join(parts), style="dim")
         line.truncate(self._console.width - 1, overflow="ellipsis")
         self._live.update(line, refresh=True)
 
@@ -179,8 +180,8 @@ class TerminalView(View):
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        shown = screen(Look(progress.status), self._console.width, processes)
-        self._live.update(shown, refresh=True)
+        table = screen(Look(progress.status), self._console.width, processes)
+        self._live.update(table, refresh=True)
 
     def close(self) -> None:
         self._doing = ("", 0.0)
