@@ -24,8 +24,13 @@ from umbra.deploy.check.machine import (
     this_machine,
 )
 from umbra.deploy.check.model_sizes import read_sizes
-from umbra.deploy.prepare.load import load_given, search_path, set_option
-from umbra.deploy.prepare.preflight import check_packages, check_run
+from umbra.deploy.prepare.preflight import (
+    check_packages,
+    check_run,
+    load_given,
+    search_path,
+    set_option,
+)
 from umbra.deploy.prepare.stage import find_rows, try_aside
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import EXIT_DONE, UsageError

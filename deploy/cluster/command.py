@@ -14,7 +14,7 @@ from umbra.deploy.cluster.containers import KEYS_FOLDER, compose_files, keys_com
 from umbra.deploy.cluster.launch import container_paths, launches, modules_of, ports
 from umbra.deploy.cluster.plan import Plan, Process, make_plan
 from umbra.deploy.cluster.slurm import slurm_files
-from umbra.deploy.prepare.load import load_given, run_file_argument, set_option
+from umbra.deploy.prepare.preflight import load_given, run_file_argument, set_option
 from umbra.deploy.run_folder import new_run_id
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import EXIT_DONE, UsageError

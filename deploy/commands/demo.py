@@ -14,8 +14,7 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from umbra.deploy.prepare.load import set_option
-from umbra.deploy.prepare.preflight import check_run
+from umbra.deploy.prepare.preflight import check_run, set_option
 from umbra.deploy.prepare.stage import (
     StageInterrupted,
     begin_stage,

@@ -1,4 +1,4 @@
-"""Checks before a single process is started."""
+"""A run file as commands take it: loaded, and checked before a single process is started."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import click
+import msgspec
+
+from umbra.deploy.run_folder import RunFolder
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
@@ -16,6 +20,7 @@ from umbra.proto.sockets import check_address, check_port_free
 from umbra.services.buffer.prompts import open_prompts
 from umbra.services.config import RunConfig
 from umbra.services.config.generation import ENVIRONMENT
+from umbra.services.config.loader import load_tree
 from umbra.services.config.rules import check_feasible
 from umbra.services.generator.vllm.http_client import check_private
 from umbra.services.modeling.architectures import (
@@ -26,9 +31,34 @@ from umbra.services.modeling.architectures import (
 )
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.modeling.model_directory import check_model_dir
+from umbra.services.modeling.run_file import located
 from umbra.services.prompts import read_source
 from umbra.services.reporting import size
 from umbra.services.weights.planes.plane import check_plane
+
+run_file_argument = click.argument("run_file", type=click.Path(path_type=Path))
+set_option = click.option(
+    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key."
+)
+
+
+def load_given(run_file: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, dict[str, Any]]:
+    """Return the configuration of `run_file` as `located`, and the settings that are given."""
+    tree = load_tree(run_file, overrides=overrides)
+    return located(msgspec.convert(tree, RunConfig), run_file, note), tree
+
+
+def note(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def search_path(run_file: Path) -> list[Path]:
+    """Return where modules of the user's environment or reward are looked for."""
+    folder = RunFolder(run_file.parent)
+    if run_file == folder.config and (folders := folder.read_origin().get("search")):
+        return [*map(Path, folders), Path.cwd()]
+    return list(dict.fromkeys((run_file.resolve().parent, Path.cwd())))
+
 
 LEAST_ROOM = 16 << 20  # bytes on the disk of run.dir with which a run is begun
 

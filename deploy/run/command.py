@@ -11,14 +11,14 @@ from typing import Any
 import click
 
 from umbra.deploy.check.choose import in_one_line, ready
-from umbra.deploy.prepare.load import (
+from umbra.deploy.prepare.preflight import (
+    check_ports_free,
     load_given,
     note,
     run_file_argument,
     search_path,
     set_option,
 )
-from umbra.deploy.prepare.preflight import check_ports_free
 from umbra.deploy.report.summary import summary_rows
 from umbra.deploy.run.live import choose_view
 from umbra.deploy.run.up import Up

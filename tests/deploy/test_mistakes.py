@@ -22,8 +22,7 @@ from fakes.slowness import limit
 from fakes.waiting import until
 
 from umbra import cli
-from umbra.deploy.prepare.load import load_given
-from umbra.deploy.prepare.preflight import check_packages, check_room
+from umbra.deploy.prepare.preflight import check_packages, check_room, load_given
 from umbra.deploy.prepare.stage import find_rows, try_aside
 from umbra.deploy.run.command import check_extension
 from umbra.deploy.run_folder import RunFolder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from umbra.deploy.prepare.load import search_path
+from umbra.deploy.prepare.preflight import search_path
 from umbra.deploy.run_folder import RunFolder, read_object, read_rows
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from umbra import cli
-from umbra.deploy.prepare.load import load_given
+from umbra.deploy.prepare.preflight import load_given
 from umbra.deploy.run_folder import RunFolder
 from umbra.services.config.loader import to_json
 from umbra.services.process.fork_server import ForkServer

@@ -12,8 +12,7 @@ import pytest
 from fakes.hub import Hub, ask_there, serving
 
 from umbra import cli
-from umbra.deploy.prepare.load import load_given
-from umbra.deploy.prepare.preflight import check_run
+from umbra.deploy.prepare.preflight import check_run, load_given
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import config_of, load_config, to_json

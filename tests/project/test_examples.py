@@ -12,7 +12,7 @@ import pytest
 
 from umbra.cli import main
 from umbra.deploy.commands.demo import DEMOS, RECIPES
-from umbra.deploy.prepare.load import search_path
+from umbra.deploy.prepare.preflight import search_path
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.config.loader import load_config

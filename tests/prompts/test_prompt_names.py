@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from fakes.hub import Hub, ask_there, serving
 
-from umbra.deploy.prepare.load import load_given
-from umbra.deploy.prepare.preflight import check_run
+from umbra.deploy.prepare.preflight import check_run, load_given
 from umbra.proto.errors import UsageError
 from umbra.services.buffer.prompts import open_prompts, rows_to_try
 from umbra.services.config import DataConfig, EvalConfig, ModelConfig, RunConfig
