@@ -80,11 +80,11 @@ def test_deltas_lead_from_what_is_held_to_what_is_wanted() -> None:
 
 def test_chains_that_grow_too_long_are_cut() -> None:
     held = store()
-    size = LAYOUT.buckets[0][1]
+    start, end = LAYOUT.buckets[1]
     for base in range(1, 5):
-        held.encoded(0, Delta(base, base + 1, bytes(size // 5)))
-    assert held.parts(0, 5, [1], 1024) is None
-    assert held.parts(0, 5, [3], 1024) is not None
+        held.encoded(1, Delta(base, base + 1, bytes((end - start) // 5)))
+    assert held.parts(1, 5, [1], 1024) is None
+    assert held.parts(1, 5, [3], 1024) is not None
 
 
 def test_one_who_has_a_base_waits_for_the_delta_and_others_do_not() -> None:

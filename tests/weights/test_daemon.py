@@ -164,6 +164,24 @@ def test_a_part_hub_adopts_what_its_host_holds_and_says_why_it_cannot(world: Wor
     assert Path(world.path).stat().st_ino == inode, "it holds that one already"
 
 
+def test_an_arena_that_is_still_made_is_not_said_to_be_held(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, create = threading.Event(), Arena.create
+
+    def slow(*args: Any, **options: Any) -> Arena:
+        assert make.wait(WAIT_S)
+        return create(*args, **options)
+
+    monkeypatch.setattr(Arena, "create", slow)
+    world.order(m.HoldArena(manifest=MANIFEST, path=world.path, slots=2, fresh=True))
+    before = len(world.hub.states)
+    until(lambda: len(world.hub.states) > before + 2, "it says nothing")
+    assert not any(state.path for state in world.hub.states)
+    make.set()
+    until(lambda: world.hub.states[-1].path == world.path, "it was not made")
+
+
 @pytest.mark.parametrize("slots", [2, 3])
 def test_a_file_with_other_slots_is_not_adopted(world: World, run_id: str, slots: int) -> None:
     left = Arena.create(run_id, "part", slot_bytes=SIZE, slots=2)
