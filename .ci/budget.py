@@ -37,7 +37,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "deploy": (7_553, 194),
     "src": (987, 9),
     "benchmarks": (6_170, 185),
-    "tests": (56_870, 3_010),
+    "tests": (56_880, 3_011),
 }
 
 

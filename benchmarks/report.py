@@ -129,7 +129,7 @@ class Report:
         for goal in self.goals:
             print(f"goal {goal_text(goal)}")
         if self.timed and (self._others or 0.0) > OTHERS_MOST:
-            print(f"refused: other processes took {self._others:.0%} of the CPU; run it alone")
+            print(f"refused: others took {100 * self._others:.0f} % of the CPU; run it alone")
             return False
         if file is not None:
             self.write(file)

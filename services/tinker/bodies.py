@@ -30,7 +30,7 @@ class TrainedShape(msgspec.Struct, frozen=True):
     train_unembed: bool = True
 
 
-class Session(msgspec.Struct, frozen=True):
+class SessionRecord(msgspec.Struct, frozen=True):
     at: float  # of the last heartbeat that was written
     finished: bool = False
 
@@ -57,7 +57,7 @@ class Weights(msgspec.Struct, frozen=True):
     checksum: str = ""
 
 
-class Sampler(msgspec.Struct, frozen=True):
+class SamplerRecord(msgspec.Struct, frozen=True):
     """A sampling session, and the path that it was made from."""
 
     weights: Weights = Weights()

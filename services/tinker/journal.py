@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from umbra.proto.errors import UsageError
-from umbra.services.tinker.bodies import Checkpoint, Model, Sampler, Session
+from umbra.services.tinker.bodies import Checkpoint, Model, SamplerRecord, SessionRecord
 
 RETAIN_S = 3600.0  # answers stay so long, however often they are fetched
 SCHEMA = 2  # of these tables
@@ -43,7 +43,7 @@ WHERE state = 'queued' AND r.kind != 'asample' AND seq = coalesce(json_extract(d
 ORDER BY records.rowid LIMIT 1
 """
 
-T = TypeVar("T", Session, Model, Sampler, Checkpoint)
+T = TypeVar("T", SessionRecord, Model, SamplerRecord, Checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class FuturesJournal:
             (time.time() - RETAIN_S,),
         )
 
-    def put(self, record: Session | Model | Sampler | Checkpoint, name: str, parent: str) -> None:
+    def put(self, record: msgspec.Struct, name: str, parent: str) -> None:
         values = type(record).__name__, name, parent, msgspec.json.encode(record).decode()
         self._change("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", values)
 
@@ -216,12 +216,11 @@ class FuturesJournal:
             pending = "SELECT 1 FROM requests WHERE state = 'queued' AND owner GLOB ? LIMIT 1"
             if self._one(pending, owners) is None:
                 self._change("UPDATE requests SET body = NULL WHERE owner GLOB ?", (owners,))
-                self._change(
-                    "DELETE FROM records WHERE kind = 'Sampler' AND parent = ?", (session,)
-                )
-                self.drop(Session, session)
+                samplers = "DELETE FROM records WHERE kind = 'SamplerRecord' AND parent = ?"
+                self._change(samplers, (session,))
+                self.drop(SessionRecord, session)
 
-    def drop(self, kind: type[Session | Model | Checkpoint], name: str) -> None:
+    def drop(self, kind: type[SessionRecord | Model | Checkpoint], name: str) -> None:
         self._change("DELETE FROM records WHERE kind = ? AND id = ?", (kind.__name__, name))
 
     def _requests(self, where: str, *values: object) -> list[FutureRequest]:

@@ -37,8 +37,8 @@ from umbra.services.tinker.bodies import (
     Model,
     Named,
     SampleBody,
-    Sampler,
-    Session,
+    SamplerRecord,
+    SessionRecord,
     TrainedShape,
     read,
     sampler_name,
@@ -134,7 +134,7 @@ class Api:
 
     def _create_session(self, _http: HttpRequest, _data: bytes) -> Any:
         session = uuid.uuid4().hex
-        self._journal.put(Session(at=time.time()), session, "")
+        self._journal.put(SessionRecord(at=time.time()), session, "")
         return {"type": "create_session", "session_id": session}
 
     def _heartbeat(self, _http: HttpRequest, data: bytes) -> Any:
@@ -148,7 +148,7 @@ class Api:
     def _finish_session(self, http: HttpRequest, _data: bytes) -> Any:
         name = http.path_params["session"]
         with self._journal.transaction():
-            if (session := self._journal.get(Session, name)) is not None:
+            if (session := self._journal.get(SessionRecord, name)) is not None:
                 self._journal.put(replace(session, finished=True), name, "")
         self._training.wake(sweep=True)
         return {}
@@ -196,27 +196,27 @@ class Api:
     def _create_sampler(self, _http: HttpRequest, data: bytes) -> Any:
         body = read(data, CreateSampler)
         self._session(body.session_id)
-        sampler = Sampler()
+        sampler = SamplerRecord()
         if (path := body.model_path) is None:
             self._training.check_base(body.base_model)
         else:
             saved = self._find(Checkpoint, path)
             if saved.kind != "save_weights_for_sampler":
                 raise ApiError(f"{path} is not for sampling: save_weights_for_sampler makes those")
-            sampler = Sampler(saved.weights, path)
+            sampler = SamplerRecord(saved.weights, path)
         name = sampler_name(body.session_id, body.sampling_session_seq_id)
         self._journal.put(sampler, name, body.session_id)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     def _get_sampler(self, http: HttpRequest, _data: bytes) -> Any:
         name = http.path_params["sampler"]
-        path = self._find(Sampler, name).path
+        path = self._find(SamplerRecord, name).path
         return {"sampler_id": name, "base_model": self._base_model, "model_path": path}
 
     def _sample(self, _http: HttpRequest, data: bytes) -> Any:
         body = read(data, SampleBody)
         sampler, seq = body.sampling_session_id, body.seq_id
-        self._find(Sampler, sampler)
+        self._find(SamplerRecord, sampler)
         body.check()
         request = FutureRequest(f"{sampler}:{seq}", sampler, seq, "asample", data)
         if self._journal.accept(request):
@@ -225,7 +225,7 @@ class Api:
         return {"request_id": request.id, "sample_sequence_ids": names}
 
     def _submit(self, request: FutureRequest, body: SampleBody) -> None:
-        sampler, params = self._find(Sampler, request.owner), body.sampling_params
+        sampler, params = self._find(SamplerRecord, request.owner), body.sampling_params
         prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
         stop = [params.stop] if isinstance(params.stop, str) else params.stop
         last = body.prompt_logprobs_last_n or len(prompt)
@@ -328,12 +328,13 @@ class Api:
     def _find(self, kind: type[T], name: str) -> T:
         """Return a record; ApiError if there is none."""
         if (record := self._journal.get(kind, name)) is None:
-            raise ApiError(f"there is no {kind.__name__.lower()} {name}", status=404)
+            noun = kind.__name__.lower().replace("record", "")
+            raise ApiError(f"there is no {noun} {name}", status=404)
         return record
 
-    def _session(self, name: str) -> Session:
+    def _session(self, name: str) -> SessionRecord:
         """Return a session; ApiError if there is none, or it has finished."""
-        if (session := self._find(Session, name)).finished:
+        if (session := self._find(SessionRecord, name)).finished:
             raise ApiError(f"session {name} has finished", status=410)
         return session
 

@@ -22,9 +22,9 @@ from umbra.services.tinker.bodies import (
     Lora,
     Model,
     OptimStep,
-    Sampler,
+    SamplerRecord,
     SaveWeights,
-    Session,
+    SessionRecord,
     TrainedShape,
     Weights,
     read,
@@ -63,7 +63,7 @@ class Training:
         self._benches: dict[TrainedShape, Bench] = {}
         self._trainees: dict[str, tuple[Bench, Trainee]] = {}
         # What a request makes, with its name and its parent: written with the answer.
-        self._records: list[tuple[Model | Sampler | Checkpoint, str, str]] = []
+        self._records: list[tuple[Model | SamplerRecord | Checkpoint, str, str]] = []
         self._sweep_at, self._began = 0.0, time.time()
         self._wake = threading.Event()
         self._closed = False
@@ -128,7 +128,7 @@ class Training:
             if checkpoint.expires and checkpoint.expires < now:
                 self._journal.drop(Checkpoint, path)
         silent = time.time() - ABANDONED_S
-        for name, session in self._journal.all(Session).items():
+        for name, session in self._journal.all(SessionRecord).items():
             if session.finished or max(session.at, self._began) < silent:
                 self._journal.end(name)
         models = list(self._journal.all(Model))
@@ -148,7 +148,7 @@ class Training:
         place = self._place(model_id)
         checkpoints = self._journal.all(Checkpoint, model_id).values()
         needed = {checkpoint.weights.folder for checkpoint in checkpoints}
-        if self._journal.get(Session, model.session) is None:
+        if self._journal.get(SessionRecord, model.session) is None:
             self._trainees.pop(model_id, None)
             if not needed:
                 self._journal.drop(Model, model_id)
@@ -244,7 +244,7 @@ class Training:
         if number is not None:
             session = session_of(model_id)
             sampler = sampler_name(session, number)
-            self._records.append((Sampler(weights), sampler, session))
+            self._records.append((SamplerRecord(weights), sampler, session))
             return FutureAnswer.json({"sampling_session_id": sampler, "type": kind})
         size = sum((folder / name).stat().st_size for name in files_in(folder))
         expires = _stamp(body.ttl_seconds) if body.ttl_seconds else None

@@ -54,7 +54,8 @@ ENVIRONMENTS = "".join(
 )
 # Leases of a killed runner end soon enough for a test.
 RUNNER = (
-    "from umbra.services.environments import runner; runner.LEASE_S = {lease_s}; runner.command()"
+    "from umbra.deploy.commands import run_agents; from umbra.services.environments import runner; "
+    "runner.LEASE_S = {lease_s}; run_agents.command()"
 )
 
 

@@ -14,6 +14,7 @@ import pytest
 def test_toy_pushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes are forks of this one: those that it starts itself import torch for seconds."""
     weight_push, roles = map(importlib.import_module, ("weight_push", "weight_roles"))
+    monkeypatch.setattr("report.OTHERS_MOST", 1.0)  # other tests compute beside it
     monkeypatch.setattr(roles, "_context", multiprocessing.get_context("fork"))
     file = tmp_path / "found.json"
     words = ["--quick", "--json", str(file), "--only", "`shm`", "`tcp`, all"]

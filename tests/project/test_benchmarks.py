@@ -77,6 +77,19 @@ def test_figures_follow_from_the_rows(file: Path) -> None:
     ]
 
 
+def test_a_disturbed_measurement_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = importlib.import_module("report")
+    for others, timed, written in ((0.04, True, True), (0.2, True, False), (0.2, False, True)):
+        monkeypatch.setattr(report.CpuShare, "others", lambda _, share=others: share)
+        measured = report.Report("toy", timed=timed)
+        measured.add(seconds=1.0)
+        assert measured.show(tmp_path / "toy.json") is written
+        assert (tmp_path / "toy.json").exists() is written
+        (tmp_path / "toy.json").unlink(missing_ok=True)
+
+
 def test_an_accuracy_is_reached_by_the_mean_of_ten_batches() -> None:
     from end_to_end import reached
 
