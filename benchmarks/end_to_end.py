@@ -31,7 +31,7 @@ from umbra.services.config.loader import load_config
 RUN_LIMIT_S = 900.0
 CORES = 2  # of the machine that this is for
 DEMO = ("sort", "guess")
-GOALS = {"sort": 0.9, "guess": 0.9, "smollm": 0.5, "long": 0.3}  # mean rewards
+GOALS = {"sort": 0.9, "guess": 0.9, "smollm": 0.5, "long": 0.5}  # mean rewards
 WINDOW = 10
 WARM = 5  # steps before the rates are taken
 LAST = 20  # batches whose mean reward is the final one
@@ -194,6 +194,7 @@ def _compare(report: Report, task: str, modes: dict[str, list[dict[str, Any]]]) 
     Each side has what suits it best: the split of the synchronous mode, TRL's number of threads,
     our number of generators. A run of TRL that misses the accuracy counts with all of its time.
     """
+    _over_programs(report, task, modes)
     times = {
         name: mean(_column(some, "to_accuracy_s"))
         for name, some in modes.items()
@@ -217,17 +218,6 @@ def _compare(report: Report, task: str, modes: dict[str, list[dict[str, Any]]]) 
         over = min(peers) / times[ahead]
         report.figure(f"{task}_over_the_better_trl", over)
         report.goal(f"{task}: time to the reward, over the better of TRL", over, ">=", 3.0)
-    programs = [
-        mean(_column(some, "samples_per_s"))
-        for name, some in modes.items()
-        if name in PROGRAM_THREADS
-    ]
-    if programs:
-        over = max(mean(_column(modes[name], "samples_per_s")) for name in asynchronous)
-        over /= max(programs)
-        report.figure(f"{task}_over_one_process", over)
-        least = 1.0 if task in DEMO else 1.6
-        report.goal(f"{task}: samples/s, over the better program of one process", over, ">=", least)
     # A step can be no shorter than its generation, nor than its CPU seconds on all cores.
     slow, fast = modes[best], modes[ahead]
     step_s, now_s = mean(_column(slow, "step_s")), mean(_column(fast, "step_s"))
@@ -235,6 +225,20 @@ def _compare(report: Report, task: str, modes: dict[str, list[dict[str, Any]]]) 
     bound_s = max(mean(_column(slow, "generation_s")), cpu_s / CORES)
     report.figure(f"{task}_step_speed_up", step_s / now_s)
     report.figure(f"{task}_bound", step_s / bound_s)
+
+
+def _over_programs(report: Report, task: str, modes: dict[str, list[dict[str, Any]]]) -> None:
+    """State the rate of the asynchronous mode over that of the better program of one process."""
+    rates = {name: mean(_column(some, "samples_per_s")) for name, some in modes.items()}
+    ours, theirs = (
+        [rates[name] for name in names if name in rates]
+        for names in (ASYNCHRONOUS, PROGRAM_THREADS)
+    )
+    if ours and theirs:
+        over = max(ours) / max(theirs)
+        report.figure(f"{task}_over_one_process", over)
+        least = 1.0 if task in DEMO else 1.6
+        report.goal(f"{task}: samples/s, over the better program of one process", over, ">=", least)
 
 
 def _cpu_to_it(rows: Sequence[dict[str, Any]]) -> list[float]:

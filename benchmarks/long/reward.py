@@ -1,4 +1,4 @@
-"""The reward of the long answers: the share of vowels, which a random model can raise at once."""
+"""The reward of the long answers: the share of vowels, which differs between answers."""
 
 from typing import Any
 
