@@ -128,8 +128,9 @@ class Report:
             print(f"{name}: {text(value)}")
         for goal in self.goals:
             print(f"goal {goal_text(goal)}")
-        if self.timed and (self._others or 0.0) > OTHERS_MOST:
-            print(f"refused: others took {100 * self._others:.0f} % of the CPU; run it alone")
+        others = self._others or 0.0
+        if self.timed and others > OTHERS_MOST:
+            print(f"refused: others took {100 * others:.0f} % of the CPU; run it alone")
             return False
         if file is not None:
             self.write(file)
