@@ -216,8 +216,8 @@ class FuturesJournal:
             pending = "SELECT 1 FROM requests WHERE state = 'queued' AND owner GLOB ? LIMIT 1"
             if self._one(pending, owners) is None:
                 self._change("UPDATE requests SET body = NULL WHERE owner GLOB ?", (owners,))
-                samplers = "DELETE FROM records WHERE kind = 'SamplerRecord' AND parent = ?"
-                self._change(samplers, (session,))
+                values = SamplerRecord.__name__, session
+                self._change("DELETE FROM records WHERE kind = ? AND parent = ?", values)
                 self.drop(SessionRecord, session)
 
     def drop(self, kind: type[SessionRecord | Model | Checkpoint], name: str) -> None:

@@ -116,7 +116,7 @@ class Bench:
         self._names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self._first = [p.detach() for p in self._learner.parameters]
         self._active: Trainee | None = None
-        self._base = weights_checksum(config.model.name)
+        self._base = self.adapter.base if self.adapter else weights_checksum(config.model.name)
 
     def begin(self, model: Model, source: str = "", *, optimizer: bool = True) -> Trainee:
         """Return a model as it begins, or as the folder `source` or its newest snapshot has it."""
