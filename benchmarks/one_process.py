@@ -9,9 +9,7 @@ copy of their prompt. It has no staleness, and nothing of it survives a crash.
 from __future__ import annotations
 
 import copy
-import json
 import random
-import runpy
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,18 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from end_to_end import GOALS, learning, reached
+from end_to_end import GOALS, WARM, learning, reached
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Cache
-from whole_runs import base_model, run_file
+from whole_runs import base_model, read_prompts, reward_of, run_file
 
 from umbra.services.config.loader import load_config
 from umbra.services.trainer.learner import learning_rate
 
 CLIP = 0.2
 LIMIT_S = 800.0
-WARM = 5  # steps before the rates are taken
 
 
 def attend(
@@ -238,14 +235,6 @@ def update(model: Any, batch: Batch, samples: int, config: Any, cast: Any) -> No
         loss.backward()
 
 
-def rewards_of(config: Any, folder: Path) -> Callable[[str, dict[str, Any]], float]:
-    """Return the task's reward of a text."""
-    if config.environment.kind == "exact":
-        return lambda text, row: float(text.strip() == row["answer"])
-    score = runpy.run_path(str(folder / "reward.py"))["score"]
-    return lambda text, row: score(None, text, row)
-
-
 def train_task(task: str, seed: int, work: Path, steps: int, threads: int) -> dict[str, Any]:
     """Train until the reward, or for `steps` steps (0 = the task's own); return the row."""
     torch.set_num_threads(threads)
@@ -267,9 +256,9 @@ def train_task(task: str, seed: int, work: Path, steps: int, threads: int) -> di
         weight_decay=config.trainer.weight_decay,
         fused=True,
     )
-    rows = [json.loads(line) for line in (base / "prompts.jsonl").read_text().splitlines()]
+    rows = read_prompts(base)
     random.Random(seed).shuffle(rows)
-    score = rewards_of(config, run_file(task).parent)
+    reward = reward_of(task, config)
     rewards: list[float] = []
     lengths: list[float] = []
     clocks: list[tuple[float, float]] = [(time.monotonic(), time.process_time())]
@@ -282,7 +271,9 @@ def train_task(task: str, seed: int, work: Path, steps: int, threads: int) -> di
             [answer[:-1] if answer[-1] in ends else answer for answer in tokens],
             clean_up_tokenization_spaces=False,
         )
-        earned = torch.tensor([score(t, chosen[i // samples]) for i, t in enumerate(texts)])
+        earned = torch.tensor(
+            [reward(t, chosen[i // samples]["answer"]) for i, t in enumerate(texts)]
+        )
         table = earned.view(groups, samples)
         batch = Batch(prompts, tokens, logprobs, (table - table.mean(1, keepdim=True)).flatten())
         for group in optimizer.param_groups:
@@ -302,9 +293,7 @@ def train_task(task: str, seed: int, work: Path, steps: int, threads: int) -> di
     return row_of(task, rewards, lengths, clocks, groups * samples)
 
 
-def prompt_ids(tokenizer: Any, prompts: Sequence[Any]) -> list[list[int]]:
-    """Return the token ids of chats, or of texts as a user's only message."""
-    chats = [p if isinstance(p, list) else [{"role": "user", "content": p}] for p in prompts]
+def prompt_ids(tokenizer: Any, chats: Sequence[Any]) -> list[list[int]]:
     texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 

@@ -34,6 +34,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
 }
 OTHERS_MOST = 0.05  # of the machine's CPU time, that others may take while something is measured
+SHARE_S = 1.0  # least time that a share is of: counters of CPU time move by 10 ms
 _ORIGIN = ("date", "commit", "command", "hardware", "load", "others")
 Table = dict[str, list[Any]]  # "columns": names; "rows": lists of cells
 
@@ -82,11 +83,13 @@ class Report:
         return report
 
     def add(self, **row: Any) -> None:
-        """Add a row that was measured since the last one."""
+        """Add a row; others' share of the CPU is taken of the time since the last one."""
         self.rows.append(row)
         self._load.append(os.getloadavg()[0])
-        self._others = max(self._others or 0.0, self._share.others())
-        self._share, self._origin = CpuShare(), None
+        self._origin = None
+        if self._others is None or self._share.seconds >= SHARE_S:
+            self._others = max(self._others or 0.0, self._share.others())
+            self._share = CpuShare()
 
     def count(self, seconds: float) -> None:
         """Count CPU seconds of processes that this one has started, but not seen end."""
@@ -174,6 +177,10 @@ class CpuShare:
     def __init__(self) -> None:
         self._began, self._own, self._all = time.monotonic(), cpu_seconds(), _busy_seconds()
 
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
     def count(self, seconds: float) -> None:
         """Count CPU seconds that `cpu_seconds` has lost."""
         self._own -= seconds
@@ -182,7 +189,7 @@ class CpuShare:
         """Return the share that processes took which this one did not start."""
         taken = _busy_seconds() - self._all - (cpu_seconds() - self._own)
         cores = psutil.cpu_count() or 1
-        return max(0.0, taken) / (cores * (time.monotonic() - self._began))
+        return max(0.0, taken) / (cores * self.seconds)
 
 
 def _busy_seconds() -> float:

@@ -8,11 +8,9 @@ advantage: it has no setting for that. TRL's AsyncGRPOTrainer (1.16) needs CUDA.
 
 from __future__ import annotations
 
-import json
-import runpy
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from end_to_end import GOALS, learning, reached
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
-from whole_runs import base_model, run_file
+from whole_runs import base_model, read_prompts, reward_of, run_file
 
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
@@ -69,21 +67,14 @@ class Watch(TrainerCallback):
             control.should_training_stop = True
 
 
-def solved(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
-    """Return 1 for an exact match, as environment "exact" has it."""
-    said = [completion[0]["content"].strip() for completion in completions]
-    return [float(text == right) for text, right in zip(said, answer, strict=True)]
+def judged(reward: Callable[[str, str], float]) -> Callable[..., list[float | None]]:
+    """Return TRL's form of a task's reward."""
 
-
-def graded(task: str) -> Callable[..., list[float | None]]:
-    """Return TRL's form of the reward beside the task's run file."""
-    score = runpy.run_path(str(run_file(task).with_name("reward.py")))["score"]
-
-    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
+    def judge(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
         pairs = zip(completions, answer, strict=True)
-        return [score(None, text[0]["content"], {"answer": right}) for text, right in pairs]
+        return [reward(said[0]["content"], right) for said, right in pairs]
 
-    return reward
+    return judge
 
 
 class Games:
@@ -142,9 +133,8 @@ def train_task(task: str, seed: int, work: Path, steps: int, threads: int) -> di
     """Train until the accuracy, or for `steps` steps (0 = the task's own); return the row."""
     base = base_model(work, task, seed)
     config = load_config(run_file(task))
-    rows = [json.loads(line) for line in (base / "prompts.jsonl").read_text().splitlines()]
     watch = Watch(task)
-    train(base / "base", rows, config, watch, work / "trl", threads, seed, steps)
+    train(task, base, config, watch, work / "trl", threads, seed, steps)
     samples = config.buffer.batch_groups * config.buffer.group_size
     done, seconds = len(watch.times), watch.times[-1]
     return {
@@ -159,8 +149,8 @@ def train_task(task: str, seed: int, work: Path, steps: int, threads: int) -> di
 
 
 def train(
+    task: str,
     base: Path,
-    rows: Sequence[dict[str, Any]],
     config: RunConfig,
     watch: Watch,
     out: Path,
@@ -168,35 +158,23 @@ def train(
     seed: int,
     steps: int,
 ) -> None:
-    """Train the model in `base` on rows with "prompt" and "answer", as `config` says."""
+    """Train the model of `base` on its prompts, as `config` says."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     warnings.simplefilter("ignore")
-    model, tokenizer = load_policy(str(base))
+    model, tokenizer = load_policy(str(base / "base"))
     games = None
     if config.environment.kind == "guess":
         chat = Chat(tokenizer, stop_ids(model, tokenizer))
         games = Games(chat, config.environment.options["tries"])
-    data = [
-        {
-            "prompt": row["prompt"]  # of messages
-            if isinstance(row["prompt"], list)
-            else [{"role": "user", "content": row["prompt"]}],
-            "answer": row["answer"],
-        }
-        for row in rows
-    ]
+    data = [{"prompt": row["prompt"], "answer": row["answer"]} for row in read_prompts(base)]
     if games:
         for row in data:
             row["prompt"][0]["answer"] = row["answer"]
     samples = config.buffer.batch_groups * config.buffer.group_size
     trainer: Any = GRPOTrainer(
         model,
-        reward_funcs=winnings
-        if games
-        else graded(config.run.name)
-        if config.environment.kind == "reward"
-        else solved,
+        reward_funcs=winnings if games else judged(reward_of(task, config)),
         args=grpo_config(config, out, samples, seed, steps),
         train_dataset=Dataset.from_list(data),
         processing_class=tokenizer,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -16,6 +17,7 @@ from umbra.deploy.run.live import View
 from umbra.deploy.run.up import Up
 from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.services.config import RunConfig
+from umbra.services.environments.protocol import prompt_messages
 from umbra.services.process.child import umbra_argv
 from umbra.services.process.command import SignalCounter
 
@@ -78,6 +80,20 @@ def base_model(work: Path, task: str, seed: int) -> Path:
         *("--threads", "1", "--device", "cpu"),
     )
     return folder
+
+
+def read_prompts(base: Path) -> list[dict[str, Any]]:
+    """Return the rows of a folder that `base_model` made, with prompts as lists of messages."""
+    rows = [json.loads(line) for line in (base / "prompts.jsonl").read_text().splitlines()]
+    return [{**row, "prompt": prompt_messages(row)} for row in rows]
+
+
+def reward_of(task: str, config: RunConfig) -> Callable[[str, str], float]:
+    """Return the task's reward of a text, given the row's answer."""
+    if config.environment.kind != "reward":
+        return lambda text, answer: float(text.strip() == answer)  # as environment "exact" has it
+    score = runpy.run_path(str(run_file(task).with_name("reward.py")))["score"]
+    return lambda text, answer: score(None, text, {"answer": answer})
 
 
 def run(config: RunConfig, search: Sequence[Path] = ()) -> tuple[Any, RunFolder]:
