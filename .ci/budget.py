@@ -26,7 +26,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/config": (2_479, 54),
     "services/environments": (3_481, 85),
     "services/generator": (8_140, 137),
-    "services/modeling": (5_153, 120),
+    "services/modeling": (5_008, 119),
     "services/monitor": (1_260, 39),
     "services/process": (1_965, 58),
     "services/scorer": (432, 8),

@@ -71,8 +71,8 @@ def check_model_dir(
         ) from error
     if files is None and directory.suffix == ".gguf":
         raise UsageError(
-            f"{source}: {directory} is a GGUF file: convert it with `umbra make-model FOLDER "
-            f"--from {directory}`, and name that folder"
+            f"{source}: {directory} is a GGUF file, which is not read: name the directory of the "
+            "same model with safetensors weights, or its name on the hub (ORG/NAME)"
         )
     if files is None:
         raise UsageError(

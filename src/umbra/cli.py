@@ -111,7 +111,7 @@ OTHER_FLAGS: dict[str, str] = {
 EXTRAS: dict[str, str] = {
     **dict.fromkeys(("torch", "transformers", "accelerate", "safetensors", "numpy"), "trainer"),
     **dict.fromkeys(("reasoning_gym", "math_verify", "datasets", "pyarrow"), "tasks"),
-    **{name: name for name in ("gguf", "vllm", "tensorboard", "wandb", "trackio", "mlflow")},
+    **{name: name for name in ("vllm", "tensorboard", "wandb", "trackio", "mlflow")},
     **{"peft": "lora", "cupy": "nccl", "swanlab": "swanlab", "google": "tinker"},
 }
 

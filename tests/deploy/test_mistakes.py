@@ -162,7 +162,7 @@ MISTAKES = {
         ("model.path", "config.json"), ("model.path=partial",), _without("config.json")
     ),
     "a GGUF file": Mistake(
-        ("is a GGUF file", "umbra make-model FOLDER --from"),
+        ("is a GGUF file", "directory of the same model"),
         ("model.path=m.gguf",),
         lambda project: (project / "m.gguf").write_text("GGUF"),
     ),
