@@ -20,7 +20,7 @@ cd "$(dirname "$0")/.." || exit 1
 
 WHEELS=${WHEELS:-.whl}
 # Beside torch, Transformers and accelerate.
-LACKING=(cffi cryptography lmdb msgspec pyzmq starlette tomli-w torchao uvicorn zstandard)
+LACKING=(cffi cryptography lmdb msgspec pyzmq starlette tomli-w uvicorn zstandard)
 CUPY=${CUPY:-cupy-cuda13x fastrlock cuda-pathfinder} # of the CUDA of torch there
 PART_MB=58
 TOTAL=${SECONDS_IN_ALL:-560}

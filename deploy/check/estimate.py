@@ -150,13 +150,9 @@ def fullest(pack_tokens: int, micro_tokens: int, max_context: int) -> tuple[int,
 
 def moments(trainer: TrainerConfig, sizes: ModelSizes) -> int:
     trained = sizes.trained // trainer.ranks
-    match trainer.optimizer:
-        case "sgd":
-            return 4 * trained if trainer.betas[0] else 0
-        case "adamw8bit":  # a byte per moment, and a scale for a block of 128
-            return 2 * (trained + 4 * trained // 128)
-        case _:
-            return 8 * trained
+    if trainer.optimizer == "sgd":
+        return 4 * trained if trainer.betas[0] else 0
+    return 8 * trained
 
 
 def _rank(

@@ -19,10 +19,8 @@ class TrainerConfig(ObjectiveKeys):
     learning_rate: float = key(1e-5, "peak learning rate", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = key("constant", "decay after the warm-up")
     warmup_steps: int = key(5, "steps of linear warm-up", ge=0)
-    optimizer: Literal["adamw", "adamw8bit", "sgd"] = key(
-        "adamw",
-        "AdamW; AdamW with moments in 8 bits (needs torchao); or SGD whose momentum is the first "
-        "beta",
+    optimizer: Literal["adamw", "sgd"] = key(
+        "adamw", "AdamW, or SGD whose momentum is the first beta"
     )
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW betas")
     weight_decay: float = key(0.0, "weight decay", ge=0)

@@ -26,7 +26,7 @@ from umbra.services.trainer.checkpoints.state import ModelState
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import clip_gradients, prepare_layers, shard
 from umbra.services.trainer.metrics import Row, expert_metrics
-from umbra.services.trainer.optimizer import MasterWeights, make_optimizer, set_learning_rate
+from umbra.services.trainer.optimizer import MasterWeights, make_optimizer
 from umbra.services.trainer.policy import HeldWeights, cast, place, read
 from umbra.services.trainer.snapshot import whole_weights
 from umbra.services.trainer.speed import Phases, TrainingFlops, ceiling, row_sizes
@@ -179,8 +179,7 @@ class Learner:
         with self.phases("optimizer"):
             self.updates += 1
             for group in self.optimizer.param_groups:
-                group.update((key, value) for key, value in settings.items() if key != "lr")
-            set_learning_rate(self.optimizer, settings["lr"])
+                group.update(settings)
             norm = clip_gradients(self.parameters, max_norm, self.ranks)
             finite = bool(torch.isfinite(norm))
             fault = fault or ("" if finite else "gradient")

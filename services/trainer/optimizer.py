@@ -9,39 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.sharded import local
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: TrainerConfig) -> torch.optim.Optimizer:
-    """Return the configured optimizer; UsageError if it needs torchao, which is missing."""
-    rate, decay = config.learning_rate, config.weight_decay
-    match config.optimizer:
-        case "sgd":
-            momentum = config.betas[0]
-            return torch.optim.SGD(parameters, rate, momentum=momentum, weight_decay=decay)
-        case "adamw8bit":
-            try:
-                from umbra.services.trainer.adamw8bit import AdamW8bit  # an extra
-            except ImportError as error:
-                raise UsageError(
-                    "trainer.optimizer = adamw8bit needs torchao: pip install torchao"
-                ) from error
-            return AdamW8bit(parameters, rate, config.betas, weight_decay=decay)
-        case "adamw":
-            return torch.optim.AdamW(parameters, rate, config.betas, weight_decay=decay, fused=True)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of all parameters; torchao's optimizers keep it in a tensor."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
+    rate, betas, decay = config.learning_rate, config.betas, config.weight_decay
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, rate, momentum=betas[0], weight_decay=decay)
+    return torch.optim.AdamW(parameters, rate, betas, weight_decay=decay, fused=True)
 
 
 class MasterWeights:

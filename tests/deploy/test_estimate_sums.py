@@ -144,7 +144,7 @@ def test_what_is_offloaded_is_in_host_memory(
 
 
 def test_a_critic_has_float32_weights_beside_its_moments() -> None:
-    keys = ("trainer.objective=ppo_critic", "trainer.weights=bf16", "trainer.optimizer=adamw8bit")
+    keys = ("trainer.objective=ppo_critic", "trainer.weights=bf16", "trainer.optimizer=sgd")
     device, host = places(*keys, "trainer.offload=optimizer")
     assert device["critic: weights, float32"] == 40 * GB
     assert device["critic: moments, adamw"] == 80 * GB

@@ -26,7 +26,7 @@ from umbra.services.trainer.make_model import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted((ROOT / "examples" / "recipes").glob("*.toml"))}
-HOST, SHM = 1024 * GIB, 512 * GIB  # of a machine with eight such GPUs
+HOST, SHM = 1800 * GIB, 512 * GIB  # the least of a machine with eight such GPUs
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 151_936,
@@ -168,8 +168,7 @@ def test_its_settings_train_a_tiny_model_of_that_shape(name: str) -> None:
     for step in (0, 1):  # the first update of an adapter moves only its B, which begins at 0
         logprobs, _ = learner.score(micro, torch.ones(len(micro.targets)))
         learner.backward(-logprobs.mean())
-        with torch.compiler.set_stance("force_eager"):  # AdamW in 8 bits compiles its update
-            row = learner.update(step)
+        row = learner.update(step)
         assert (row["grad_norm"] or 0) > 0
         assert not row["skipped"]
     moved = [name for name, before in trained.items() if (named[name] != before).any()]

@@ -30,7 +30,6 @@ from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints.folder import (
     CheckpointFolder,
     export_checkpoint,
-    read_index,
 )
 from umbra.services.trainer.checkpoints.saver import Saver
 from umbra.services.trainer.checkpoints.state import resume
@@ -133,20 +132,6 @@ def test_going_on_is_exact(start: Any, keys: dict[str, Any]) -> None:
     exported = export_checkpoint(saved, saved.parent / "hf") / "model.safetensors"
     assert same(load_file(exported), first.learner.weights())
     torch.use_deterministic_algorithms(False)
-
-
-def test_moments_in_8_bits_go_on(start: Any, tmp_path: Path) -> None:
-    pytest.importorskip("torchao")
-    make_model(tmp_path / "wide", hidden=128, ff=128, layers=1)
-    keys = {"model": tmp_path / "wide", "optimizer": "adamw8bit"}
-    with torch.compiler.set_stance("force_eager"):
-        whole = start(**keys, **{"checkpoint.every": 0}).train(3)
-        first = start(**keys).train(2)
-        saved = first.save()
-        again = start(**keys).train(3)
-    assert same(again.learner.weights(), whole.learner.weights()), "bit for bit"
-    tensors = read_index(saved).tensors
-    assert tensors["policy-optimizer/model.embed_tokens.weight.exp_avg"].dtype == "uint8"
 
 
 def test_what_is_kept(start: Any) -> None:
@@ -281,8 +266,6 @@ def test_another_model(start: Any, directory: Path, tmp_path: Path) -> None:
         start(lora_rank=2)
     with pytest.raises(UsageError, match=r"has the state of AdamW, but trainer\.optimizer is"):
         start(optimizer="sgd")
-    with pytest.raises(UsageError, match=r"has the state of AdamW, but .* is AdamW8bit"):
-        start(optimizer="adamw8bit")
     with pytest.raises(UsageError, match=r"cannot be loaded|another model|no directory"):
         export_checkpoint(tmp_path / "checkpoints/step-1", tmp_path / "hf", str(tmp_path / "deep"))
 

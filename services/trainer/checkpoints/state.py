@@ -224,13 +224,11 @@ class ModelState:
     def tensors(self) -> dict[str, Tensor]:
         """Return weights and buffers as `NAME/...`, moments as `NAME-optimizer/PARAMETER.KEY`."""
         self._settle()
-        # Only AdamW8bit has tensors that cannot be stored as they are.
-        unpack = getattr(self._optimizer, "unpack", lambda _, state: state)
         states_held = {} if self._optimizer is None else self._optimizer.state
         moments = {
             f"{self._moments}{name}.{key}": value
             for name, parameter in self._trained().items()
-            for key, value in unpack(parameter, states_held.get(parameter, {})).items()
+            for key, value in states_held.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }
         return {**self._weights(), **moments}
@@ -244,7 +242,7 @@ class ModelState:
         self._check_facts(saved.source, saved.facts.get(self.name, {}))
         places = self._weights()
         self._check_names(saved, places)
-        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        states: dict[Tensor, dict[str, Tensor]] = {}
         trained = self._trained()
         for full in sorted(saved.names(self._moments)) if self._optimizer is not None else ():
             name, _, key = full.removeprefix(self._moments).rpartition(".")
@@ -258,10 +256,8 @@ class ModelState:
         saved.fill(places)
         self._master_weights.push()
         if self._optimizer is not None:
-            pack = getattr(self._optimizer, "pack", lambda _, state: state)
             self._optimizer.state.clear()
-            for parameter, state in states.items():
-                self._optimizer.state[parameter] = pack(parameter, state)
+            self._optimizer.state.update(states)
 
     @property
     def _moments(self) -> str:
