@@ -53,50 +53,29 @@ class EnvironmentConfig(Section):
         'for kind "verifiers": name of the environment or taskset; "openenv": URL of a server, '
         'or its app as "module:app"; "trl": class as "module:Class"',
     )
-    agent: str = key(
-        "", 'agent as "module:function", for kind "agent"; empty = agents come to generator.serve'
-    )
-    timeout_s: float = key(
-        30.0,
-        "seconds that one step of the environment may take, or that a program that asks for "
-        "turns may be silent for between two of them",
-        gt=0,
-    )
-    setup_s: float = key(
-        120.0, "seconds that a process for user code may take to start, its imports included", gt=0
-    )
+    agent: str = key("", 'agent, "module:function"; empty = agents come to generator.serve')
+    timeout_s: float = key(30.0, "seconds that a step, or an agent between turns, may take", gt=0)
+    setup_s: float = key(120.0, "seconds in which a process for user code must have started", gt=0)
     max_turns: int = key(0, "turns of the model; 0 = any number", ge=0)
-    max_tokens: int = key(
-        0, "response tokens of all turns, the environment's included; 0 = any", ge=0
-    )
+    max_tokens: int = key(0, "response tokens, the environment's included; 0 = any", ge=0)
     workers: int = key(
         4,
         "processes that run user code, per generator or scorer; 0 = none, since `umbra run-agents` "
         "runs the environment elsewhere",
         ge=0,
     )
-    memory_mb: int = key(
-        4096, "MiB of address space that such a process may take for its plays; 0 = any", ge=0
-    )
+    memory_mb: int = key(4096, "MiB of address space for the plays of a process; 0 = any", ge=0)
     sandbox: str = key(
-        "",
-        'where a model\'s code runs: "docker", "podman" or a class as "module:Class"; empty = '
-        "there are no tools that run code",
+        "", 'runs code of models: "docker", "podman" or "module:Class"; empty = none'
     )
-    sandbox_options: dict[str, Any] = key(
-        {}, "image and limits of its containers, or the class's arguments"
-    )
+    sandbox_options: dict[str, Any] = key({}, "image and limits of containers, or class arguments")
     branches: Literal["refuse", "train"] = key(
         "refuse",
         "an agent that changes its history, or asks several times at once, is refused, or its "
         "sample becomes several branches that are trained on with weights that sum to one",
     )
     max_branches: ClassVar[int] = 16  # of a sample; changes of the history are refused after
-    python: str = key(
-        "",
-        "Python (3.10 or newer) of those processes, of an environment of its own in which Umbra"
-        " need not be installed; empty = this one",
-    )
+    python: str = key("", "Python (>= 3.10) of these processes, needs no Umbra; empty = this one")
     options: dict[str, Any] = key({}, "arguments of the environment's constructor, agent or loader")
 
     @property
@@ -194,9 +173,7 @@ class NamedEnvironment(EnvironmentConfig):
 
     name: str = key("", "its name in rows and metrics", pattern="^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     weight: float = key(1.0, "share of the groups, relative to the others'", gt=0)
-    prompts: str = key(
-        "", "source of its prompts, as data.prompts; empty = the rows of data.prompts with its name"
-    )
+    prompts: str = key("", "as data.prompts; empty = the rows of data.prompts with its name")
     sampling: dict[str, Any] = key(
         {},
         "keys of [sampling] that are others for its samples, such as { temperature = 0.7, "
@@ -220,9 +197,7 @@ class SamplingConfig(Section):
     top_k: int = key(0, "most likely tokens kept; 0 = all", ge=0)
     min_p: float = key(0.0, "floor relative to the top token", ge=0, le=1)
     max_tokens: int = key(256, "tokens generated per turn at most", ge=1)
-    stop_tokens: list[str] = key(
-        [], "tokens, as text, that end a turn besides those the model names"
-    )
+    stop_tokens: list[str] = key([], "tokens, as text, that end a turn besides the model's own")
     stop: list[str] = key([], "texts that end a turn, of any number of tokens", min_length=1)
 
     @property
@@ -242,28 +217,18 @@ class GeneratorConfig(Section):
     engine: Literal["auto", "torch", "vllm", "vllm-http"] = key(
         "auto", "inference engine; auto = vllm on a GPU if it is installed, else torch"
     )
-    urls: list[str] = key(
-        [],
-        "vLLM servers of its host for engine vllm-http, as http://127.0.0.1:PORT or unix:PATH",
-    )
+    urls: list[str] = key([], "servers of vllm-http, as http://127.0.0.1:PORT or unix:PATH")
     device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")
     slots: int = key(128, "sequences decoded at once", ge=1)
     max_context: int = key(1024, "prompt + response tokens per slot", ge=8)
-    sessions: int = key(
-        0,
-        "samples under way at once, those that wait for tools included, which take no slot; 0 ="
-        " 4 x slots, and a quarter of them",
-        ge=0,
-    )
+    sessions: int = key(0, "samples under way, waiting for tools too; 0 = 4.25 x slots", ge=0)
     partial_flush_tokens: int = key(
         512,
         "tokens between saves of a partial rollout in the buffer, the most that a crash loses of "
         "it; 0 = no saves",
         ge=0,
     )
-    threads: int = key(
-        0, "CPU threads of the engine; 0 = a share of the cores in `umbra up`, else all", ge=0
-    )
+    threads: int = key(0, "CPU threads; 0 = a share of the cores in `umbra up`, else all", ge=0)
     kv_policy: Literal["keep", "recompute", "abort", "drain"] = key(
         "keep",
         "sequences in flight at new weights: keep the KV cache, recompute it, abort and resume "
@@ -353,10 +318,9 @@ class ScorerConfig(Section):
     @property
     def models(self) -> dict[str, str]:
         """Return the reference models by environment; "" stands for any of them."""
-        return (
-            self.model if isinstance(self.model, dict) else {"": self.model} if self.model else {}
-        )
+        if isinstance(self.model, dict):
+            return self.model
+        return {"": self.model} if self.model else {}
 
     def processes(self, stage: str) -> int:
-        counts: dict[str, int] = {**self.count}
-        return counts.get(stage, 1)
+        return {**self.count}.get(stage, 1)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -22,6 +23,8 @@ Advantage = Literal[
 ]  # fmt: skip
 Level = Literal["token", "sequence"]
 Clip = Literal["ppo", "cispo", "sapo", "none"]
+BY_RATIO = ("token", "sequence", "geometric")  # masks with bounds
+BY_RULE = ("m2po", "opsm", "probability")  # masks with a threshold
 
 
 class ObjectiveSpec(Section):
@@ -36,14 +39,12 @@ class ObjectiveSpec(Section):
     gamma: float = key(1.0, "discount per token (reinforce_pp, gae)", ge=0, le=1)
     gae_lambda: float = key(1.0, "lambda of generalised advantage estimation", ge=0, le=1)
     overlong_buffer: int = key(
-        0, "last tokens before a sample's max_tokens that cost reward (DAPO); 0 = none", ge=0
+        0, "tokens before max_tokens that cost reward (DAPO); 0 = none", ge=0
     )
     overlong_filter: bool = key(False, "leave out what was cut off at the token limit (DAPO)")
     ratio_level: Level = "token"
     anchor: Literal["behaviour", "proximal"] = key(
-        "behaviour",
-        "denominator of the ratio: the policy that sampled, or the trainer's before this batch "
-        "(proximal)",
+        "behaviour", "policy below the ratio: that sampled, or the trainer's before this batch"
     )
     proximal: Literal["recompute", "stage", "interpolate"] = key(
         "recompute",
@@ -53,9 +54,7 @@ class ObjectiveSpec(Section):
     clip: Clip = "ppo"
     clip_low: float = key(0.2, "ratio clip below: 1 - clip_low", gt=0)
     clip_high: float = key(0.2, "ratio clip above: 1 + clip_high", gt=0)
-    dual_clip: float = key(
-        0.0, "bound of the ratio where the advantage is negative, > 1; 0 = off", ge=0
-    )
+    dual_clip: float = key(0.0, "bound of the ratio at negative advantages, > 1; 0 = off", ge=0)
     correction: Literal["none", "truncate", "mask"] = key(
         "none", "weight proximal / behaviour: none, truncated to is_floor..is_cap, or 0 outside"
     )
@@ -99,7 +98,7 @@ class ObjectiveSpec(Section):
         return (
             self.anchor == "proximal"
             or self.correction != "none"
-            or self.mask in ("token", "sequence", "geometric", "m2po")
+            or self.mask in (*BY_RATIO, "m2po")
         )
 
     @property
@@ -129,107 +128,65 @@ class ObjectiveSpec(Section):
         )
 
 
+_decoupled = partial(ObjectiveSpec, anchor="proximal")
 # Published objectives count every sample of the batch, those without advantage included.
+_published = partial(ObjectiveSpec, denominator="all")
+_grpo = partial(_published, advantage="grpo")
+_kl_reward = partial(_published, kl_in="reward", kl_estimator="k1")
+_small_steps: dict[str, Any] = {"mask": "probability", "mask_threshold": 0.2}
+
 PRESETS: dict[Preset, ObjectiveSpec] = {
     "ppo": ObjectiveSpec(),
-    "naive": ObjectiveSpec(anchor="proximal"),
-    "tis": ObjectiveSpec(anchor="proximal", correction="truncate"),
-    "tis_opsm": ObjectiveSpec(anchor="proximal", correction="truncate", mask="opsm"),
-    "decoupled": ObjectiveSpec(anchor="proximal", correction="mask"),
-    "icepop": ObjectiveSpec(anchor="proximal", correction="mask", is_floor=0.5, is_cap=5.0),
-    "sequence_mask": ObjectiveSpec(
-        anchor="proximal",
-        correction="truncate",
-        is_cap=0.0,
-        mask="geometric",
-        mask_low=0.99,
-        mask_high=1.01,
+    "naive": _decoupled(),
+    "tis": _decoupled(correction="truncate"),
+    "tis_opsm": _decoupled(correction="truncate", mask="opsm"),
+    "decoupled": _decoupled(correction="mask"),
+    "icepop": _decoupled(correction="mask", is_floor=0.5, is_cap=5.0),
+    "sequence_mask": _decoupled(
+        correction="truncate", is_cap=0.0, mask="geometric", mask_low=0.99, mask_high=1.01
     ),
-    "m2po": ObjectiveSpec(
-        anchor="proximal", correction="mask", is_cap=5.0, mask="m2po", mask_threshold=0.04
+    "m2po": _decoupled(correction="mask", is_cap=5.0, mask="m2po", mask_threshold=0.04),
+    "prime_rl": _published(
+        clip="none", kl_to="behaviour", kl_estimator="k2", kl_coef=2e-3, **_small_steps
     ),
-    "prime_rl": ObjectiveSpec(
-        clip="none",
-        mask="probability",
-        mask_threshold=0.2,
-        kl_to="behaviour",
-        kl_estimator="k2",
-        kl_coef=2e-3,
-        denominator="all",
+    "grpo": _grpo(aggregation="sequence_mean"),
+    "dr_grpo": _published(aggregation="constant"),
+    "dapo": _grpo(clip_high=0.28),
+    "rloo": _published(advantage="rloo", aggregation="sequence_sum"),
+    "reinforce_pp": _kl_reward(advantage="reinforce_pp"),
+    "reinforce_pp_baseline": _published(advantage="reinforce_pp_baseline", kl_estimator="k2"),
+    "gspo": _grpo(
+        ratio_level="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean"
     ),
-    "grpo": ObjectiveSpec(advantage="grpo", aggregation="sequence_mean", denominator="all"),
-    "dr_grpo": ObjectiveSpec(aggregation="constant", denominator="all"),
-    "dapo": ObjectiveSpec(advantage="grpo", clip_high=0.28, denominator="all"),
-    "rloo": ObjectiveSpec(advantage="rloo", aggregation="sequence_sum", denominator="all"),
-    "reinforce_pp": ObjectiveSpec(
-        advantage="reinforce_pp", denominator="all", kl_in="reward", kl_estimator="k1"
-    ),
-    "reinforce_pp_baseline": ObjectiveSpec(
-        advantage="reinforce_pp_baseline", denominator="all", kl_estimator="k2"
-    ),
-    "gspo": ObjectiveSpec(
-        advantage="grpo",
-        ratio_level="sequence",
-        clip_low=3e-4,
-        clip_high=4e-4,
-        aggregation="sequence_mean",
-        denominator="all",
-    ),
-    "cispo": ObjectiveSpec(
-        advantage="grpo", clip="cispo", clip_low=1.0, clip_high=4.0, denominator="all"
-    ),
-    "sapo": ObjectiveSpec(
-        advantage="grpo", clip="sapo", aggregation="sequence_mean", denominator="all"
-    ),
-    "dppo": ObjectiveSpec(
-        advantage="grpo",
-        clip="cispo",
-        clip_low=1.0,
-        clip_high=19.0,
-        mask="probability",
-        denominator="all",
-    ),
-    "ppo_critic": ObjectiveSpec(
-        advantage="gae", gae_lambda=0.95, kl_in="reward", kl_estimator="k1", denominator="all"
-    ),
-    "opd": ObjectiveSpec(
-        advantage="teacher",
-        clip="none",
-        mask="probability",
-        kl_coef=1.0,
-        kl_in="reward",
-        kl_estimator="k1",
-        denominator="all",
-    ),
+    "cispo": _grpo(clip="cispo", clip_low=1.0, clip_high=4.0),
+    "sapo": _grpo(clip="sapo", aggregation="sequence_mean"),
+    "dppo": _grpo(clip="cispo", clip_low=1.0, clip_high=19.0, **_small_steps),
+    "ppo_critic": _kl_reward(advantage="gae", gae_lambda=0.95),
+    "opd": _kl_reward(advantage="teacher", clip="none", kl_coef=1.0, **_small_steps),
 }
 
 
-BY_RATIO = ("token", "sequence", "geometric")  # masks with bounds
-BY_RULE = ("m2po", "opsm", "probability")  # masks with a threshold
-
 # Which pieces are read under which circumstances; the others always are.
-CONDITIONS: dict[str, tuple[str, Callable[[ObjectiveSpec], bool]]] = {
+Condition = tuple[str, Callable[[ObjectiveSpec], bool]]
+_CLIPS: Condition = ("clip ppo or cispo", lambda p: p.clip in ("ppo", "cispo"))
+_CORRECTION: Condition = ("a correction", lambda p: p.correction != "none")
+_BOUNDS: Condition = ("mask token, sequence or geometric", lambda p: p.mask in BY_RATIO)
+_KL: Condition = ("kl_coef", lambda p: p.kl_coef > 0)
+CONDITIONS: dict[str, Condition] = {
     "gamma": ("advantage reinforce_pp or gae", lambda p: p.advantage in ("reinforce_pp", "gae")),
     "gae_lambda": ("advantage gae", lambda p: p.advantage == "gae"),
     "proximal": ("anchor proximal, a correction or a mask by ratio", lambda p: p.uses_proximal),
-    "clip_low": ("clip ppo or cispo", lambda p: p.clip in ("ppo", "cispo")),
-    "clip_high": ("clip ppo or cispo", lambda p: p.clip in ("ppo", "cispo")),
     "dual_clip": ("clip ppo", lambda p: p.clip == "ppo"),
-    "is_level": ("a correction", lambda p: p.correction != "none"),
-    "is_floor": ("a correction", lambda p: p.correction != "none"),
-    "is_cap": ("a correction", lambda p: p.correction != "none"),
-    "mask_low": ("mask token, sequence or geometric", lambda p: p.mask in BY_RATIO),
-    "mask_high": ("mask token, sequence or geometric", lambda p: p.mask in BY_RATIO),
     "mask_threshold": ("mask m2po, opsm or probability", lambda p: p.mask in BY_RULE),
     "denominator": (
         "aggregation token_mean, sequence_mean or sequence_sum",
         lambda p: p.aggregation not in ("constant", "token_sum"),
     ),
-    "kl_to": ("kl_coef", lambda p: p.kl_coef > 0),
-    "kl_estimator": ("kl_coef", lambda p: p.kl_coef > 0),
-    "kl_unbiased": ("kl_coef", lambda p: p.kl_coef > 0),
+    **dict.fromkeys(("clip_low", "clip_high"), _CLIPS),
+    **dict.fromkeys(("is_level", "is_floor", "is_cap"), _CORRECTION),
+    **dict.fromkeys(("mask_low", "mask_high"), _BOUNDS),
+    **dict.fromkeys(("kl_to", "kl_estimator", "kl_unbiased"), _KL),
 }
-
 
 # Each piece with a text as a key, which is None where the preset chooses.
 _KEYS = {
@@ -267,19 +224,17 @@ class ObjectiveKeys(Section):
     @property
     def implied(self) -> dict[str, object]:
         """Return the pieces in use that the preset chooses (no key does)."""
-        pieces = self.pieces
-        values = {name: getattr(pieces, name) for name in ObjectiveSpec.__struct_fields__}
+        pieces, chosen = self.pieces, self.chosen
         return {
-            name: value
-            for name, value in values.items()
-            if name not in self.chosen and (name not in CONDITIONS or CONDITIONS[name][1](pieces))
+            name: getattr(pieces, name)
+            for name in ObjectiveSpec.__struct_fields__
+            if name not in chosen and (name not in CONDITIONS or CONDITIONS[name][1](pieces))
         }
 
     def objective_faults(self) -> Iterator[str]:
         pieces, objective = self.pieces, self.objective
-        for key_ in self.chosen:
-            needs, applies = CONDITIONS.get(key_, ("", lambda _: True))
-            if not applies(pieces):
+        for key_, (needs, applies) in CONDITIONS.items():
+            if key_ in self.chosen and not applies(pieces):
                 yield f"trainer.{key_} does nothing with objective {objective}: it needs {needs}"
         if pieces.anchor == "behaviour" and pieces.correction != "none":
             yield (
@@ -298,16 +253,13 @@ class ObjectiveKeys(Section):
                 "pi / mu leaves no drift: set it to 0, or choose one that bounds or omits it, as "
                 "tis, icepop, cispo or naive"
             )
-        if pieces.correction != "none" and 0 < pieces.is_cap <= pieces.is_floor:
-            yield (
-                f"trainer.is_floor = {pieces.is_floor:g} must be less than trainer.is_cap = "
-                f"{pieces.is_cap:g}"
-            )
-        if pieces.mask in BY_RATIO and pieces.mask_low >= pieces.mask_high:
-            yield (
-                f"trainer.mask_low = {pieces.mask_low:g} must be less than trainer.mask_high = "
-                f"{pieces.mask_high:g}"
-            )
+        for applies, low, high in (
+            (pieces.correction != "none" and pieces.is_cap, "is_floor", "is_cap"),
+            (pieces.mask in BY_RATIO, "mask_low", "mask_high"),
+        ):
+            least, most = getattr(pieces, low), getattr(pieces, high)
+            if applies and least >= most:
+                yield f"trainer.{low} = {least:g} must be less than trainer.{high} = {most:g}"
         if pieces.mask == "m2po" and pieces.proximal == "interpolate":
             yield (
                 "trainer.mask = m2po looks at the whole batch before it is trained on, where "

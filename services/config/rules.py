@@ -34,9 +34,9 @@ class Staleness:
 
     def describe(self) -> str:
         text = f"at most {self.bound} versions, typically up to {self.typical}"
-        if self.updates != self.bound:
-            text += f"; at most {self.updates} optimizer updates, as each batch is several"
-        return text
+        if self.updates == self.bound:
+            return text
+        return f"{text}; at most {self.updates} optimizer updates, as each batch is several"
 
 
 def implied_staleness(config: RunConfig) -> Staleness:
@@ -82,39 +82,32 @@ def device_faults(config: RunConfig, gpus: int) -> Iterator[str]:
 
 
 def _run_faults(config: RunConfig) -> Iterator[str]:
+    trainer, engine = config.trainer, config.generator.engine
     for stage in dict.fromkeys(config.buffer.stages):
         if not config.scorer.processes(stage):
-            yield (
-                f"buffer.stages has {stage}, but scorer.count.{stage} = 0: nothing would ever "
-                "leave that stage"
-            )
-    temperatures = {
-        e.sampling_key("temperature"): config.sampling_for(e).temperature
+            yield f"buffer.stages has {stage}, but scorer.count.{stage} = 0: nothing leaves it"
+    cool = {
+        f"{e.sampling_key('temperature')} = {temperature:g}"
         for e in config.all_environments
+        if (temperature := config.sampling_for(e).temperature) < VLLM_COOLEST
     }
-    for key, temperature in temperatures.items():
-        if config.generator.engine in ("vllm", "vllm-http") and temperature < VLLM_COOLEST:
-            yield (
-                f"{key} = {temperature:g} is out of range: vLLM, which would raise it, takes "
-                f"{VLLM_COOLEST} or more"
-            )
-    for key, is_set in (
-        ("trainer.router_replay = true", config.trainer.router_replay),
-        ("trainer.lora_publish = adapter", config.trainer.lora_publish == "adapter"),
+    for setting in cool if engine in ("vllm", "vllm-http") else ():
+        yield f"{setting} is out of range: vLLM, which raises it, takes {VLLM_COOLEST} or more"
+    for setting, is_set in (
+        ("router_replay = true", trainer.router_replay),
+        ("lora_publish = adapter", trainer.lora_publish == "adapter"),
     ):
-        if is_set and config.generator.engine == "vllm-http":
-            yield f"{key} does not work with generator.engine = vllm-http: set engine to vllm"
+        if is_set and engine == "vllm-http":
+            yield f"trainer.{setting} does not work with generator.engine = {engine}: use vllm"
     batch = config.buffer.group_size * config.buffer.batch_groups
-    if config.trainer.minibatches > batch:
+    if trainer.minibatches > batch:
         yield (
-            f"trainer.minibatches = {config.trainer.minibatches} is more than the {batch} samples "
-            "of a batch (buffer.batch_groups * buffer.group_size): lower it"
+            f"trainer.minibatches = {trainer.minibatches} is more than the {batch} samples of a "
+            "batch (buffer.batch_groups * buffer.group_size): lower it"
         )
-    if beyond := [step for step in config.trainer.profile_steps if step > config.run.steps]:
-        yield (
-            f"trainer.profile_steps has step {beyond[0]}, but run.steps = {config.run.steps}: "
-            "name steps from 1 to the last"
-        )
+    steps = config.run.steps
+    for step in [step for step in trainer.profile_steps if step > steps][:1]:
+        yield f"trainer.profile_steps has step {step}, but run.steps = {steps}: name earlier ones"
 
 
 # -- objectives ------------------------------------------------------------------------------------
@@ -128,10 +121,7 @@ def objective_faults(config: RunConfig) -> Iterator[str]:
             "trainer.objective = ppo_critic, or leave [critic] out"
         )
     if pieces.advantage == "rloo" and config.buffer.group_size < 2:
-        yield (
-            "trainer.advantage = rloo compares with the others of a group: set buffer.group_size "
-            "to 2 or more"
-        )
+        yield "trainer.advantage = rloo compares samples: set buffer.group_size to 2 or more"
     if pieces.advantage == "teacher" and config.buffer.dynamic_sampling:
         yield (
             "buffer.dynamic_sampling chooses groups by their rewards, which trainer.objective = "
@@ -203,15 +193,15 @@ def lone_groups(config: RunConfig) -> str:
 
 
 def _environment_faults(config: RunConfig) -> Iterator[str]:
-    several, serve = config.environments, config.generator.serve
-    if several and config.environment != EnvironmentConfig():
+    serve = config.generator.serve
+    if config.environments and config.environment != EnvironmentConfig():
         yield "environment and [[environments]] are both set: remove one of them"
     asking = sum(one.asks for one in config.all_environments)
     if serve and not asking:
-        kinds = " or ".join(("agent", *LIBRARIES))
+        kinds = ", ".join(("agent", *LIBRARIES))
         yield (
-            f"generator.serve = {serve} has no effect: set environment.kind to {kinds}, or "
-            "remove it"
+            f"generator.serve = {serve} has no effect: remove it, or set environment.kind to "
+            f"one of {kinds}"
         )
     advertised = config.generator.serve_advertise
     if asking > 1 and advertised.rpartition(":")[2].isdigit():
@@ -221,10 +211,6 @@ def _environment_faults(config: RunConfig) -> Iterator[str]:
         )
     for one in config.all_environments:
         yield from one.environment_faults(serve, config.generator.max_context)
-    yield from _stage_faults(config)
-
-
-def _stage_faults(config: RunConfig) -> Iterator[str]:
     if groups := config.rewarded_by_groups:
         yield from _group_faults(config, groups[0])
     elif "reward" not in config.buffer.stages:
@@ -273,7 +259,7 @@ def branch_faults(config: RunConfig) -> Iterator[str]:
     sequences or tokens with these weights. Settings that don't read the weights, or take a response
     for the sample, are named here.
     """
-    training = [one.where for one in config.all_environments if one.branches == "train"]
+    training = [one.where for one in config.all_environments if one.branches == "train"][:1]
     pieces, objective = config.trainer.pieces, config.trainer.objective
     whitened = pieces.advantage in ("reinforce_pp", "reinforce_pp_baseline", "gae")
     for is_set, setting in (
@@ -287,14 +273,11 @@ def branch_faults(config: RunConfig) -> Iterator[str]:
         ),
         (config.trainer.router_replay, "router_replay, which has the experts of one response"),
     ):
-        if training and is_set:
-            yield (
-                f"{training[0]}.branches = train does not work with trainer.{setting}: change one "
-                "of them"
-            )
+        for where in training if is_set else ():
+            yield f"{where}.branches = train does not work with trainer.{setting}: change one"
 
 
-# -- said before a run starts, which it may nevertheless -------------------------------------------
+# -- cautions: the run may start nevertheless ------------------------------------------------------
 
 # Rates of AdamW at which models of any size have been seen to learn; adapters take more.
 LEAST_RATE, MOST_RATE, MOST_ADAPTER_RATE = 1e-8, 5e-3, 5e-2

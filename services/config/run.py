@@ -22,33 +22,18 @@ class RunSection(Section):
         "host name or address by which others reach this process, where it is not the one that "
         "is bound (containers); empty = the bound one, or this host's name",
     )
-    broker_grace_s: float = key(
-        60.0, "seconds without the buffer, also at the start, until a process gives up", gt=0
-    )
+    broker_grace_s: float = key(60.0, "seconds without buffer until a process gives up", gt=0)
 
 
 class ModelConfig(Section):
     """The policy."""
 
     path: str = key("", "Hugging Face model directory, tokenizer included, or ORG/NAME on the hub")
-    revision: str = key(
-        "",
-        "branch, tag or commit of a model on the hub; empty = main. Where a run begins, it "
-        "becomes the commit",
-    )
-    trust_remote_code: bool = key(
-        False,
-        "run the Python code that the model brings for its tokenizer; code for the model itself"
-        " is never run",
-    )
-    checked: list[str] = key(
-        [],
-        "architectures (model_type) outside of docs/models.md that umbra check-model found right",
-    )
+    revision: str = key("", "branch, tag or commit on the hub; empty = main. A run pins the commit")
+    trust_remote_code: bool = key(False, "run code of the model's tokenizer; never of the model")
+    checked: list[str] = key([], "other architectures that umbra check-model found right")
     chat_template: str = key("", "file of a chat template instead of the model's own")
-    chat_template_kwargs: dict[str, Any] = key(
-        {}, "variables of the chat template, such as enable_thinking = false"
-    )
+    chat_template_kwargs: dict[str, Any] = key({}, "template variables: enable_thinking = false")
     parser: str = key(
         "auto",
         "how reasoning and tool calls are read: auto (by the chat template's family), none, a "
@@ -71,9 +56,7 @@ class DataConfig(Section):
         '"module:function", which returns an iterable of rows; every row has a "prompt". Or '
         "several of these, each with its weight",
     )
-    columns: dict[str, str] = key(
-        {}, 'columns that have another name in the prompts, ours to theirs: { prompt = "question" }'
-    )
+    columns: dict[str, str] = key({}, 'columns of other names, by ours: { prompt = "question" }')
     shuffle: bool = key(True, "shuffle again in every epoch")
 
     @property
@@ -86,11 +69,7 @@ class DataConfig(Section):
 class SecurityConfig(Section):
     """Keys of the run's processes."""
 
-    keys: str = key(
-        "",
-        "folder of the run's keys, from `umbra keys`; empty = the folder keys in the run's "
-        "folder (umbra up: in run.dir) if there is one",
-    )
+    keys: str = key("", "folder from `umbra keys`; empty = keys in run.dir or in the run's folder")
     insecure: bool = key(False, "let sockets that other machines can reach be bound without keys")
 
 
@@ -113,17 +92,12 @@ START_S = 600.0  # for all processes of a run to start, besides what their weigh
 class WeightHubConfig(Section):
     """Versions, arena and pushes."""
 
-    listen: str = key(
-        "tcp://127.0.0.1:*",
-        "address the hub binds, with the next port for plane tcp; port * picks free ones",
-    )
+    listen: str = key("tcp://127.0.0.1:*", "address of the hub; plane tcp has the next port")
     plane: Literal["auto", "shm", "tcp", "nccl", "cuda_ipc"] = key(
         "auto", "how weights travel; auto = best that both sides have"
     )
     bucket_bytes: int = key(4 << 20, "bytes per bucket (one checksum each)", ge=1024)
-    receive_bucket_bytes: int = key(
-        4 << 20, "bytes per message over plane tcp, chosen by the receiver", ge=1024
-    )
+    receive_bucket_bytes: int = key(4 << 20, "bytes per message over plane tcp", ge=1024)
     connections: ClassVar[int] = 2  # of a receiver to one source over plane tcp
     delta: Literal["auto", "always", "off"] = key(
         "auto", "plane tcp sends lossless differences: over slow links, over all, never"
@@ -134,12 +108,7 @@ class WeightHubConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "dtype of served weights; auto = bfloat16 from and to GPUs, float32 on CPUs"
     )
-    deadline_s: float = key(
-        30.0,
-        "seconds a receiver may take per phase until it is dropped, besides those for its bytes"
-        " (least_rate)",
-        gt=0,
-    )
+    deadline_s: float = key(30.0, "seconds of a receiver per phase, besides bytes / 20 MB/s", gt=0)
     least_rate: ClassVar[float] = LEAST_RATE  # bytes per second; deadlines grow with bytes by it
 
     @property
@@ -155,9 +124,9 @@ class WeightHubConfig(Section):
         return self.pace.after(START_S).limit_s((3 + self.slots) * nbytes)
 
     def dtype_on(self, kind: str) -> Literal["float32", "bfloat16", "float16"]:
-        if self.dtype == "auto":
-            return "bfloat16" if kind == "cuda" else "float32"
-        return self.dtype
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if kind == "cuda" else "float32"
 
     def expected_on(self, kind: str) -> str:
         """Return the dtype that such a process must receive; "" for any.
@@ -170,18 +139,11 @@ class WeightHubConfig(Section):
 class BufferConfig(Section):
     """The broker: groups, batches, staleness and leases."""
 
-    ports: tuple[int, int] = key(
-        (0, 0),
-        "of data and events, beside run.broker; 0 = any free one",
-        ge=0,
-        le=65535,
-    )
+    ports: tuple[int, int] = key((0, 0), "of data and events; 0 = any free one", ge=0, le=65535)
     group_size: int = key(8, "samples per prompt", ge=1)
     batch_groups: int = key(32, "groups per optimizer step", ge=1)
     run_ahead: int = key(1, "batches generation may be ahead; 0 = synchronous", ge=0)
-    max_staleness: int = key(
-        2, "bound on trainer version - version of a sample's oldest token", ge=0, le=65535
-    )
+    max_staleness: int = key(2, "versions that a token may be behind the trainer", ge=0, le=65535)
     stale_policy: Literal["drop", "wait"] = key(
         "wait",
         "training waits so that no group gets past max_staleness, or one that does is dropped and "
@@ -189,24 +151,16 @@ class BufferConfig(Section):
     )
     oversample: int = key(0, "groups issued beyond those that batches need", ge=0)
     on_batch: Literal["continue", "interrupt"] = key(
-        "continue",
-        "samples under way when a batch is full: go on, or come back as partials to go on later",
+        "continue", "samples under way at a full batch: go on, or come back as partials"
     )
     straggler_s: float = key(
-        0.0,
-        "seconds that a group's first sample waits for slow ones, until the group is trained"
-        " without them; 0 = it waits for all",
-        ge=0,
+        0.0, "seconds that a group waits for slow samples, until it goes on; 0 = for all", ge=0
     )
     min_survivors: ClassVar[int] = 2  # without which a group waits nevertheless
     dynamic_sampling: bool = key(False, "replace groups whose rewards are all equal (DAPO)")
     max_filtered: int = key(256, "groups replaced in a row until one is trained on anyway", ge=1)
     max_failed_share: float = key(
-        0.5,
-        "the run ends when more than this share of the samples of the last batches failed for "
-        "reasons of their own (a reward that raises, say); 1 = never",
-        ge=0,
-        le=1,
+        0.5, "share of the latest samples that may fail until the run ends; 1 = never", ge=0, le=1
     )
     stages: list[Literal["reward", "ref_logp", "logp"]] = key(
         [], "scoring stages between generation and training, in order"
@@ -222,9 +176,7 @@ class BufferConfig(Section):
         gt=0,
     )
     store: str = key("", 'folder of the durable store; empty = <run dir>/store, or "memory"')
-    store_max_bytes: int = key(
-        8 << 30, "bytes in use of the store; no new groups beyond it", ge=64 << 20
-    )
+    store_max_bytes: int = key(8 << 30, "bytes in use until no group is issued", ge=64 << 20)
 
     @property
     def engine_stall_s(self) -> float:

@@ -20,7 +20,7 @@ class TrainerConfig(ObjectiveKeys):
     schedule: Literal["constant", "linear", "cosine"] = key("constant", "decay after the warm-up")
     warmup_steps: int = key(5, "steps of linear warm-up", ge=0)
     optimizer: Literal["adamw", "sgd"] = key(
-        "adamw", "AdamW, or SGD whose momentum is the first beta"
+        "adamw", "AdamW, or SGD with the first beta as momentum"
     )
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW betas")
     weight_decay: float = key(0.0, "weight decay", ge=0)
@@ -28,19 +28,13 @@ class TrainerConfig(ObjectiveKeys):
     minibatches: int = key(1, "optimizer updates per pass over a batch", ge=1)
     epochs: int = key(1, "passes over each batch; those after the first in shuffled order", ge=1)
     pack_tokens: int | Literal["auto"] = key(
-        "auto", "tokens per packed row; auto = room for several samples", ge=8
+        "auto", "tokens of a row; auto = several samples", ge=8
     )
-    micro_tokens: int | Literal["auto"] = key(
-        "auto", "tokens per forward pass; auto = what fits into memory", ge=8
-    )
+    micro_tokens: int | Literal["auto"] = key("auto", "tokens of a pass; auto = what fits", ge=8)
     logits_mib: ClassVar[float] = 256.0  # of float32 logits at a time; more are computed twice
     share_prompts: bool = key(True, "compute a prompt once for all samples of it in a row")
-    router_aux_loss_coef: float = key(
-        0.0, "weight of the loss that balances experts; 0 = none", ge=0
-    )
-    router_replay: bool = key(
-        False, "route tokens to the experts that the generator's engine chose"
-    )
+    router_aux_loss_coef: float = key(0.0, "weight of the experts' balance loss; 0 = none", ge=0)
+    router_replay: bool = key(False, "route tokens to the experts that the engine chose")
     device: str = key("auto", "cpu, cuda or auto")
     precision: Literal["auto", "no", "bf16"] = key(
         "auto", "Accelerate mixed precision; auto = bf16 on a GPU, no on a CPU"
@@ -56,15 +50,9 @@ class TrainerConfig(ObjectiveKeys):
     nodes: int = key(1, "hosts that the ranks are on, equally many on each", ge=1)
     rendezvous: str = key("", "HOST:PORT of node 0 where the ranks of several hosts meet")
     rendezvous_timeout_s: ClassVar[float] = 600.0  # that the hosts wait for each other at the start
-    sequence_parallel: int = key(
-        1, "ranks that share the tokens of each row (Ulysses); divides ranks", ge=1
-    )
-    expert_parallel: int = key(
-        1, "ranks that divide the experts of each layer; divides ranks", ge=1
-    )
-    rank_timeout_s: float = key(
-        120.0, "seconds a rank may be silent until the others give up", gt=0
-    )
+    sequence_parallel: int = key(1, "ranks that share a row (Ulysses); divides ranks", ge=1)
+    expert_parallel: int = key(1, "ranks that divide a layer's experts; divides ranks", ge=1)
+    rank_timeout_s: float = key(120.0, "seconds of a rank's silence until others give up", gt=0)
     activation_checkpointing: bool | str = key(
         "auto",
         "recompute layers in the backward pass, to save memory: all (true), one of N ('every "
@@ -73,14 +61,10 @@ class TrainerConfig(ObjectiveKeys):
     )
     deterministic: bool = key(False, "only algorithms whose results are the same in every run")
     compile: bool = key(False, "torch.compile each layer")
-    profile_steps: list[int] = key(
-        [], "steps of which each rank writes a trace, to <run dir>/profile", ge=1
-    )
+    profile_steps: list[int] = key([], "steps with a trace of each rank in <run dir>/profile", ge=1)
     lora_rank: int = key(0, "train a LoRA adapter of this rank; 0 = all weights", ge=0)
     lora_alpha: float = key(32.0, "the adapter's output is scaled by lora_alpha / lora_rank", gt=0)
-    lora_targets: list[str] = key(
-        [], "names of the layers with an adapter; empty = all linear ones"
-    )
+    lora_targets: list[str] = key([], "layers with an adapter, by name; empty = all linear ones")
     lora_publish: Literal["merged", "adapter"] = key(
         "merged", "what generators get: weights with the adapter merged, or it alone"
     )
@@ -96,9 +80,9 @@ class TrainerConfig(ObjectiveKeys):
     max_skipped: ClassVar[int] = 10  # batches in a row without an update until the run ends
 
     def precision_on(self, kind: str) -> Literal["no", "bf16"]:
-        if self.precision == "auto":
-            return "bf16" if kind == "cuda" else "no"
-        return self.precision
+        if self.precision != "auto":
+            return self.precision
+        return "bf16" if kind == "cuda" else "no"
 
     def computes_in(self, kind: str) -> Literal["float32", "bfloat16"]:
         """Return the dtype of matrix products on a device of that kind."""
@@ -121,12 +105,9 @@ class TrainerConfig(ObjectiveKeys):
                 "trainer.router_aux_loss_coef balances the experts over whole rows, of which ranks "
                 "have only parts with trainer.sequence_parallel: use one of them"
             )
-        for name in ("sequence_parallel", "expert_parallel") if self.compile else ():
-            if getattr(self, name) > 1:
-                yield (
-                    f"trainer.compile cannot compile the exchanges of trainer.{name}: use one of "
-                    "them"
-                )
+        for name in ("sequence_parallel", "expert_parallel"):
+            if self.compile and getattr(self, name) > 1:
+                yield f"trainer.compile cannot compile trainer.{name}'s exchanges: use one of them"
         if self.expert_parallel > 1 and self.lora_rank and not self.lora_targets:
             yield (
                 "trainer.expert_parallel does not divide adapters of experts, which an empty "
@@ -190,9 +171,7 @@ class CriticConfig(Section):
 
     path: str = key("", "directory it starts from, as an earlier run wrote it; empty = the policy")
     learning_rate: float = key(1e-5, "its learning rate", gt=0)
-    value_clip: float = key(
-        0.2, "how far a value may move for its loss, as in PPO; 0 = any distance", ge=0
-    )
+    value_clip: float = key(0.2, "how far a value may move for its loss (PPO); 0 = any", ge=0)
     warmup_steps: int = key(0, "first steps in which it alone learns, not the policy", ge=0)
 
 
@@ -201,9 +180,7 @@ class CheckpointConfig(Section):
 
     every: int = key(20, "steps between checkpoints; the last step has one too; 0 = none", ge=0)
     keep: int = key(2, "newest checkpoints that are kept; a run can resume from each", ge=1)
-    best_metric: str = key(
-        "", "also keep the checkpoint whose step has the best value of this metric"
-    )
+    best_metric: str = key("", "metric whose best step's checkpoint is kept too")
 
 
 class MetricsConfig(Section):
@@ -224,9 +201,7 @@ class EvalConfig(Section):
     samples: int = key(256, "samples drawn in each evaluation", ge=1)
     every: int = key(0, "steps between evaluations; 0 = no more than at_ends says", ge=0)
     at_ends: bool = key(True, "evaluate the weights that the run begins with, and its last ones")
-    mode: Literal["pause", "concurrent"] = key(
-        "pause", "training waits for an evaluation, or goes on beside it"
-    )
+    mode: Literal["pause", "concurrent"] = key("pause", "training waits for evaluations, or not")
     samples_per_prompt: int = key(1, "samples of one prompt among them: k of pass@k", ge=1)
     timeout_s: ClassVar[float] = 1800.0  # until an evaluation ends unfinished
 
@@ -251,8 +226,7 @@ def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
         return peak * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return peak
-    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
-    progress = min(1.0, progress)
+    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
     if config.schedule == "linear":
         return peak * (1 - progress)
     return peak * (1 + math.cos(math.pi * progress)) / 2

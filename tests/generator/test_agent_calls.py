@@ -94,7 +94,7 @@ def test_what_agrees_with_the_run_is_served() -> None:
         ({"tools": [{"function": {"name": "f", "parameters": "x"}}]}, "tools", "an object"),
         ({"stop": ["a"] * 65}, "stop", "64 stop strings of 1024 characters"),
         ({"stop": "a" * 1025}, "stop", "64 stop strings of 1024 characters"),
-        ({"text": {"format": "json"}}, "text.format", "must be text"),
+        ({"text": {"format": "json"}}, "text.format", 'use {"type":"text"}'),
     ],
 )
 def test_what_a_chat_refuses(fields: dict[str, Any], param: str, says: str) -> None:

@@ -29,14 +29,17 @@ _IGNORED = {
     *("cache_control", "container", "inference_geo"),
 }
 """Fields that say how to answer, not what: they have no meaning here, and change no token."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_FIXED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "tool_choice": ("auto", {"type": "auto"}),
     "response_format": ({"type": "text"},),
+    "text.format": ({"type": "text"},),
     "top_logprobs": (0,),
     "background": (False,),
 }
 """Fields that are served with these values only."""
+_FREE_TOOLS = ("required", {"type": "any"})
+"""Values of `tool_choice` that are overruled all the same: the model is free to call no tool."""
 _DRAWING: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -46,10 +49,12 @@ _DRAWING: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "reasoning_effort": (),
     "verbosity": (),
+    "thinking": ({"type": "disabled"}, {}),
+    "output_config": ({},),
+    "context_management": ({},),
 }
 """Fields that ask for other tokens than the run draws; with these values they do not."""
-_UNFORCED = ("required", {"type": "any"})
-"""Values of `tool_choice` that are overruled as well: the model is free to call no tool."""
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _STOPS, _STOP_CHARS = 64, 1024  # each new token is compared with the texts that end a turn
 
 
@@ -69,14 +74,9 @@ class CallRules:
     def overrule(self, name: str, value: Any) -> None:
         """Count a field that asks for other tokens; it is logged the 1st, 2nd, 4th, ... time."""
         self.overruled[name] += 1
-        count = self.overruled[name]
-        if not count & (count - 1):
-            log.info(
-                "a request's %s = %s is ignored: the run sets it (%d so far)",
-                name,
-                str(value)[:80],
-                count,
-            )
+        if (count := self.overruled[name]).bit_count() == 1:
+            ignored = "a request's %s = %s is ignored: the run sets it (%d so far)"
+            log.info(ignored, name, str(value)[:80], count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,6 @@ class Body(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Served as `CallRules.overrule` says, whatever they ask for.
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
-    context_management: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     # The fields of a request: `AgentProtocol.reads` names the ones that each protocol has.
@@ -144,17 +140,17 @@ class Answer:
         Calls are objects only if all of them are well formed; else they stay text, for the agent
         to answer. The ids of tool calls are the same whenever the turn is played again.
         """
-        answer, finish_reason = turn.parsed, "stop"
+        answer = turn.parsed
         message: Message = {"role": "assistant", "content": answer.content}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
-        if call.tools and answer.tool_calls:
-            finish_reason = "tool_calls"
+        if made := [call["function"] for call in answer.tool_calls] if call.tools else []:
             message["tool_calls"] = [
                 tool_call(function["name"], function["arguments"], f"call_{number}_{index}")
-                for index, function in enumerate(called["function"] for called in answer.tool_calls)
+                for index, function in enumerate(made)
             ]
-        return cls(turn, number, message, finish_reason if turn.complete else "length")
+        reason = "tool_calls" if made else "stop"
+        return cls(turn, number, message, reason if turn.complete else "length")
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -186,10 +182,11 @@ class AgentProtocol(ABC):
             raise ApiError(f"{cls.reads[0]} is empty", param=cls.reads[0])
         if call.tools and not rules.reads_calls:
             raise ApiError(f"{UNREAD}: {REMEDY}", code="tools_unread", param="tools")
-        stops = [s] if isinstance(s := request.stop, str) else s or request.stop_sequences
-        if not all(stops or ()):
+        stop = request.stop or request.stop_sequences or []
+        stops = [stop] if isinstance(stop, str) else stop
+        if not all(stops) or request.stop == "":
             raise ApiError("a stop string is empty", param="stop")
-        if len(stops or ()) > _STOPS or any(len(text) > _STOP_CHARS for text in stops or ()):
+        if len(stops) > _STOPS or any(len(text) > _STOP_CHARS for text in stops):
             sentence = f"{_STOPS} stop strings of {_STOP_CHARS} characters are the most"
             raise ApiError(sentence, param="stop")
         limits = (request.max_tokens, request.max_completion_tokens, request.max_output_tokens)
@@ -200,7 +197,7 @@ class AgentProtocol(ABC):
             call,
             max_tokens=most or 0,
             # Without the tokens that end the model's turns anyway.
-            stops=tuple(text for text in stops or () if text not in rules.stop_tokens),
+            stops=tuple(text for text in stops if text not in rules.stop_tokens),
             stream=bool(request.stream),
             stream_usage=bool((request.stream_options or {}).get("include_usage")),
         )
@@ -246,38 +243,28 @@ def _decoded(body: bytes, reads: Sequence[str], rules: CallRules) -> Body:
         _, has_path, path = str(error).rpartition("`$.")
         param = path.rstrip("`") if has_path else None
         raise ApiError(f"the body is not a valid request: {error}", param=param) from error
-    served = {*Body.__struct_fields__, *_IGNORED} - {*_ASKED} | {*reads}
-    for name, value in fields.items():
-        if name in served or value is None:
-            continue
-        neutral = _NEUTRAL.get(name, _DRAWING.get(name))
-        if neutral is None:
-            raise ApiError(f"{name} is not supported here: leave it out", param=name)
-        shown = msgspec.json.encode(value).decode()[:80]
-        if value in neutral:
-            continue
-        if name not in _DRAWING and not (name == "tool_choice" and value in _UNFORCED):
-            expected = msgspec.json.encode(neutral[0]).decode()
-            raise ApiError(f"{name} = {shown} is not supported: use {expected}", param=name)
-        rules.overrule(name, shown)
-    # Tokens that are trained on must have been drawn as the run says.
-    for name in ("temperature", "top_p", "top_k", "min_p"):
-        value = getattr(request, name)
-        if value is not None and value != getattr(rules.sampling, name):
-            rules.overrule(name, value)
-    for name, value in (request.chat_template_kwargs or {}).items():
-        if name not in rules.template_options or value != rules.template_options[name]:
-            rules.overrule("chat_template_kwargs", f"{name}={value}")
-    for name in ("thinking", "output_config", "context_management"):
-        if (value := getattr(request, name)) and value != {"type": "disabled"}:
-            rules.overrule(name, value)
+    typed = {*Body.__struct_fields__, *_IGNORED} - {*_ASKED, *_SAMPLING} | {*reads}
+    asked = {name: value for name, value in fields.items() if name not in typed}
     for section in ("reasoning", "text"):
-        for name, value in (getattr(request, section) or {}).items():
-            if value is not None and (section, name) == ("text", "format"):
-                if not isinstance(value, dict) or value.get("type", "text") != "text":
-                    raise ApiError("text.format must be text", param="text.format")
-            elif value is not None:
-                rules.overrule(f"{section}.{name}", value)
+        parts = getattr(request, section) or {}
+        asked |= {f"{section}.{name}": value for name, value in parts.items()}
+    if not (kwargs := request.chat_template_kwargs or {}).items() <= rules.template_options.items():
+        rules.overrule("chat_template_kwargs", kwargs)
+    # Tokens that are trained on must have been drawn as the run says.
+    drawing = _DRAWING | {name: (getattr(rules.sampling, name),) for name in _SAMPLING}
+    for name, value in asked.items():
+        if value is None or value in _FIXED.get(name, ()) or value in drawing.get(name, ()):
+            continue
+        shown = msgspec.json.encode(value).decode()[:80]
+        if name in drawing or (name == "tool_choice" and value in _FREE_TOOLS):
+            rules.overrule(name, shown)
+        elif name in _FIXED:
+            expected = msgspec.json.encode(_FIXED[name][0]).decode()
+            raise ApiError(f"{name} = {shown} is not supported: use {expected}", param=name)
+        elif "." in name:
+            rules.overrule(name, shown)
+        else:
+            raise ApiError(f"{name} is not supported here: leave it out", param=name)
     return request
 
 
