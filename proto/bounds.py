@@ -80,6 +80,7 @@ Experts = Annotated[bytes, Meta(max_length=ROUTING_BYTES)]
 Sizes = Annotated[bytes, Meta(max_length=2 * TOKENS)]
 Supported = Annotated[bytes, Meta(max_length=SUPPORT_BYTES)]
 Blob = Annotated[bytes, Meta(max_length=1024)]
+Checksums = Annotated[list[int], Meta(max_length=BUCKETS)]
 Size = Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]  # bytes or elements
 Row = Annotated[dict[str, Any], Meta(max_length=ROW_KEYS)]  # free-form: decoded by clients only
 

@@ -1,7 +1,7 @@
 """Messages to frames and back: `[header][body]`, MessagePack, all of it bounded.
 
 Decoding never raises anything but `WireError`, whatever the bytes. A frame's size is looked at
-first (`sizes.py`), and then each value is checked while it is read (`bounds.py`), before the next
+first (`access.py`), and then each value is checked while it is read (`bounds.py`), before the next
 one is made: a refused value costs no more than the ones before it.
 """
 
@@ -66,11 +66,7 @@ class Encoder:
             reply_to=reply_to,
             sent_at=time.time(),
         )
-        frames = [
-            _pack(header, HEADER_BYTES),
-            _pack(body, body_bytes(type(body))),
-        ]
-        return self._next_id, frames
+        return self._next_id, [_pack(header, HEADER_BYTES), _pack(body, body_bytes(type(body)))]
 
 
 def decode(frames: Sequence[Frame]) -> Envelope:
@@ -102,19 +98,14 @@ def decode_header(frames: Sequence[Frame]) -> Header:
 
 def kind_of(header: Header) -> type[Message]:
     """Return the class of the message that `header` announces; WireError if it is unknown."""
-    kind = TYPES.get(header.type)
-    if kind is None:
+    if (kind := TYPES.get(header.type)) is None:
         raise WireError(f"unknown message type {header.type!r}", path="type", code="unknown_type")
     return kind
 
 
 def decode_body(
-    header: Header,
-    kind: type[Message],
-    frames: Sequence[Frame],
-    most_bytes: int,
+    header: Header, kind: type[Message], frames: Sequence[Frame], most_bytes: int
 ) -> Envelope:
-    """Decode a body after its header; `most_bytes` limits the body."""
     check_frames(header, frames, most_bytes)
     return Envelope(header, _decode(frames[1], kind))
 
@@ -185,9 +176,8 @@ def _refusal(cls: type[msgspec.Struct], text: str) -> WireError:
     if len(reason) > REASON_CHARS:
         reason = reason[:REASON_CHARS] + "..."
     place = f"{cls.__name__}.{path}" if path else cls.__name__
-    if " of length <= " in reason:
-        return LimitError(f"{place}: {reason}", path=path or "$")
-    return WireError(f"{place}: {reason}", path=path or "$")
+    kind = LimitError if " of length <= " in reason else WireError
+    return kind(f"{place}: {reason}", path=path or "$")
 
 
 def portions(

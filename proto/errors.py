@@ -8,7 +8,7 @@
     |   `-- DeadlineError      5  a wait ended without its answer: names what it waited for
     |-- DivergedError          7  training has gone wrong, and would again
     |   `-- MismatchError      7  generator and trainer do not agree on equal weights
-    |-- FailedSamplesError     8  too many samples fail for reasons of their own
+    |-- FailedSamplesError     8  too many samples fail for reasons of their own: the rest is biased
     `-- WireError              6  bytes that are not a valid message
         `-- LimitError         6  a message above its size limits
 
@@ -44,14 +44,10 @@ log = logging.getLogger(__name__)
 
 
 class UmbraError(Exception):
-    """Base of all errors raised on purpose; `exit_code` is what the process ends with."""
-
     exit_code = 6
 
 
 class UsageError(UmbraError):
-    """The user's mistake, in one sentence that names what to change."""
-
     exit_code = 2
 
 
@@ -70,29 +66,23 @@ class RejectedError(UmbraError):
 
 
 class PeerLostError(UmbraError):
-    """A peer that this process cannot work without went away."""
-
     exit_code = 5
 
 
 class DeadlineError(PeerLostError):
-    """A wait ended without its answer."""
+    pass
 
 
 class DivergedError(UmbraError):
-    """Training has gone wrong, and would again from the same checkpoint."""
-
     exit_code = 7
 
 
 class FailedSamplesError(UmbraError):
-    """Too many samples fail for reasons that depend on their content: the rest is biased."""
-
     exit_code = 8
 
 
 class MismatchError(DivergedError):
-    """A generator gives other log-probabilities than the trainer with the same weights."""
+    pass
 
 
 class WireError(UmbraError):
@@ -100,8 +90,7 @@ class WireError(UmbraError):
 
     def __init__(self, reason: str, *, path: str = "$", code: str = "malformed") -> None:
         super().__init__(reason)
-        self.path = path
-        self.code = code
+        self.path, self.code = path, code
 
 
 class LimitError(WireError):

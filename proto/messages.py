@@ -1,8 +1,6 @@
-"""Every message on the wire, by the socket it travels on. `README.md` here is the written spec.
+"""Every message on the wire, by its socket; `README.md` and `weights.md` here are the spec.
 
-A request names what it wants; its reply carries the request's id in `Header.reply_to`. Messages
-that a server sends unasked (`Command`, `Interrupt`, `HoldArena`, `OfferSlot`, `Prepare`, `Commit`,
-`Abort`) have `reply_to = None`. `weights.md` is the spec of the weights socket.
+A reply carries the request's id in `Header.reply_to`; what a server sends unasked has None there.
 """
 
 from __future__ import annotations
@@ -12,12 +10,12 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from umbra.proto.bounds import (
-    BUCKETS,
     FIGURES,
     MEMBERS,
     OWNERS,
     STAGES,
     Blob,
+    Checksums,
     Counts,
     Figures,
     Held,
@@ -235,9 +233,9 @@ Operation = Literal["drain", "pause", "resume", "evaluate", "checkpoint"]
 class Operate(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An operator's command; a misspelt field is refused, as its default acts on all.
 
-    drain: have `member` hand back what it holds and leave; if it is empty, end the run in order.
-    pause: hand out no samples and no batches until resume. evaluate: the policy as it is now, on
-    the run's held-out prompts. checkpoint: have the trainer save its state now or after its step.
+    drain: have `member`, or if empty everyone, hand back what it holds and leave.
+    pause: hand out no samples and no batches until resume. evaluate: the policy as it is now.
+    checkpoint: have the trainer save its state now or after its step.
     """
 
     kind: Operation
@@ -249,10 +247,7 @@ class Operate(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LeaseTasks(Message, frozen=True, kw_only=True):
-    """A generator asks for samples, a scorer for trajectories of its stage; it may wait `wait_s`.
-
-    Reply: `TaskLeases`, whose `tasks` is empty if there was no work.
-    """
+    """A generator asks for samples, or a scorer for trajectories; it may wait `wait_s`."""
 
     kind: Name = SAMPLE  # or a scoring stage
     capacity: int  # tasks at most
@@ -263,8 +258,7 @@ class LeaseTasks(Message, frozen=True, kw_only=True):
 class SubmitResults(Message, frozen=True, kw_only=True):
     """Complete trajectories of a generator, or scores of a scorer. Acknowledged means stored.
 
-    It may ask for more samples too, of those there are now: half of the messages are saved by that.
-    Reply: `TaskLeases`.
+    It may ask for samples too, of those there are now, which saves half of the messages.
     """
 
     trajectories: Portion[Trajectory] = []
@@ -274,10 +268,7 @@ class SubmitResults(Message, frozen=True, kw_only=True):
 
 
 class RenewLeases(Message, frozen=True, kw_only=True):
-    """Still working on these `(sample_id, attempt)`, of which `partials` are to be kept.
-
-    Reply: `TaskLeases` with those that are `lost`.
-    """
+    """Still working on these `(sample_id, attempt)`, of which `partials` are to be kept."""
 
     leases: Held[tuple[Id, int]] = []
     partials: Portion[Trajectory] = []
@@ -310,9 +301,8 @@ class ReturnTasks(Message, frozen=True, kw_only=True):
 
 
 class Interrupt(Message, frozen=True, kw_only=True):
-    """To a generator, unasked: stop these `(sample_id, attempt)` and hand back their progress.
-
-    A sample that has sent its environment a turn goes on until the environment has answered.
+    """To a generator, unasked: stop these `(sample_id, attempt)`, at the latest when the
+    environment has answered a turn that it was sent, and hand back their progress.
     """
 
     leases: Held[tuple[Id, int]]
@@ -337,14 +327,11 @@ class LeaseBatch(Message, frozen=True, kw_only=True):
 
 
 class BatchLease(Message, frozen=True, kw_only=True):
-    """The batch, whole groups in order; empty when it could not be filled within `wait_s`.
-
-    `waiting_for` names the missing part in words.
-    """
+    """The batch, whole groups in order; empty when it could not be filled within `wait_s`."""
 
     step: int
     trajectories: Whole[Trajectory]
-    waiting_for: Text = ""
+    waiting_for: Text = ""  # the missing part, in words
     paused: bool = False  # it is not late: the run was paused
     checkpoint: bool = False  # save the state of now before anything else
     evals: Many[EvalReport] = []  # the last ones that are over, for the trainer's curves
@@ -402,14 +389,12 @@ class RunFinished(Message, frozen=True, kw_only=True):
 
 
 class RegisterManifest(Message, frozen=True, kw_only=True):
-    """The trainer states the layout of its weights.
-
-    To a restarted hub it also says where it wrote so far, and what it published last, so that the
-    hub can take over the arena that the one before has left.
+    """The trainer states the layout of its weights; a restarted hub takes over the arena at `path`
+    that the one before has left, with what the trainer published last.
     """
 
     manifest: Manifest
-    path: Text = ""  # of the arena that it has attached to
+    path: Text = ""
     published: Publish | None = None
 
 
@@ -437,68 +422,51 @@ class Publish(Message, frozen=True, kw_only=True):
 
     version: int
     slot: int
-    checksums: Annotated[list[int], Meta(max_length=BUCKETS)]
+    checksums: Checksums
     snapshot_s: Number
 
 
 class PartState(Message, frozen=True, kw_only=True):
-    """A part hub states, again and again, that it is there and which arena it holds.
+    """A part hub states, again and again, that it is there and which arena it holds."""
 
-    It hands out the buckets that the ranks of trainer host `owner` write. `path` is the arena that
-    it was told to hold last, and `error` why it does not.
-    """
-
-    owner: Size
+    owner: Size  # the trainer host whose ranks write the buckets that it hands out
     host: Name  # names the /dev/shm that it sees
     buckets: BucketsAt
-    path: Text = ""
-    error: Text = ""
+    path: Text = ""  # the arena that it was told to hold last
+    error: Text = ""  # why it does not
 
 
 class HoldArena(Message, frozen=True, kw_only=True):
-    """To a part hub, unasked: hold the arena at `path`, with memory for its own buckets alone.
-
-    With `fresh` it is to be made, else it is one that this host has had since it was made. An empty
-    `path` means none: there is nothing to be held any more.
-    """
+    """To a part hub, unasked: hold the arena at `path`, with memory for its own buckets alone."""
 
     manifest: Manifest
-    path: Text
+    path: Text  # empty: nothing is to be held any more
     slots: int
-    fresh: bool
+    fresh: bool  # it is to be made; else this host has had it since it was made
 
 
 class OfferSlot(Message, frozen=True, kw_only=True):
-    """To a part hub, unasked: hand out its buckets in `slot` of the arena at `path`.
-
-    Without `checksums` the slot will be overwritten: nothing of it is handed out.
-    """
+    """To a part hub, unasked: hand out its buckets in `slot` of the arena at `path`."""
 
     path: Text
     slot: int
-    checksums: Annotated[list[int], Meta(max_length=BUCKETS)]
+    checksums: Checksums  # none: the slot will be overwritten, and nothing of it is handed out
     deltas: bool = False  # to the version before as well
 
 
 class Subscribe(Message, frozen=True, kw_only=True):
-    """A receiver wants every new version, by one of `planes` (in its order of preference).
-
-    A relay also says where it serves the receivers of its host, and where it hands buckets on.
-    """
+    """A receiver wants every new version, by one of `planes` (in its order of preference)."""
 
     host: Name
     planes: Annotated[list[Name], Meta(max_length=16)]
-    serves: Name = ""  # endpoint of its weights socket
-    buckets: BucketsAt | None = None
+    serves: Name = ""  # a relay's weights socket, for the receivers of its host
+    buckets: BucketsAt | None = None  # where a relay hands buckets on
     avoid: Name = ""  # endpoint of a relay that did not answer
     gpu: GpuFacts | None = None  # for planes "nccl" and "cuda_ipc"
 
 
 class Subscribed(Message, frozen=True, kw_only=True):
-    """The plane of a subscription. The newest version follows as a push.
-
-    With plane "relay", nothing follows: a relay on the receiver's host serves it, at `path`.
-    """
+    """The plane of a subscription. The newest version follows as a push, unless it is "relay"."""
 
     manifest: Manifest
     plane: Name
@@ -506,28 +474,19 @@ class Subscribed(Message, frozen=True, kw_only=True):
 
 
 class Prepare(Message, frozen=True, kw_only=True):
-    """To a receiver, unasked: stage `version`, verify it, answer with Ready.
-
-    It lies in `slot` of the arena, in `slot` of the hub's device memory that `memory` is a handle
-    of, is broadcast in `round`, or is fetched bucket by bucket from `sources`: from the only one,
-    or the buckets of each owner from its own.
-    """
+    """To a receiver, unasked: stage `version`, verify it, answer with Ready."""
 
     epoch: int
     version: int
-    slot: int
-    checksums: Annotated[list[int], Meta(max_length=BUCKETS)]
+    slot: int  # of the arena, or of the hub's device memory
+    checksums: Checksums
     round: NcclRound | None = None  # for plane "nccl", unless it is to be fetched
     memory: Blob | None = None  # a CUDA IPC handle, for plane "cuda_ipc"
-    sources: Annotated[list[BucketsAt], Meta(max_length=OWNERS)] = []  # by owner
+    sources: Annotated[list[BucketsAt], Meta(max_length=OWNERS)] = []  # by owner, or the only one
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """`version` is staged and verified (or `error` says why not).
-
-    `source_lost`: because whoever it fetches from is gone. `in_place`: its engine loads from the
-    hub's slot.
-    """
+    """`version` is staged and verified (or `error` says why not)."""
 
     epoch: int
     version: int
@@ -535,8 +494,8 @@ class Ready(Message, frozen=True, kw_only=True):
     stage_s: Number
     error: Text = ""
     wire_bytes: int = 0  # that travelled, after encoding
-    source_lost: bool = False
-    in_place: bool = False
+    source_lost: bool = False  # the reason: whoever it fetches from is gone
+    in_place: bool = False  # its engine loads from the hub's slot
 
 
 class Commit(Message, frozen=True, kw_only=True):
@@ -556,15 +515,12 @@ class Committed(Message, frozen=True, kw_only=True):
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """To a receiver, unasked: discard the version staged for this epoch.
-
-    With `dropped`, the hub pushes nothing more to it until it subscribes again.
-    """
+    """To a receiver, unasked: discard the version staged for this epoch."""
 
     epoch: int
     version: int
     reason: Text
-    dropped: bool = False
+    dropped: bool = False  # the hub pushes nothing more to it until it subscribes again
 
 
 class HubStatusRequest(Message, frozen=True, kw_only=True):
@@ -593,7 +549,4 @@ WEIGHTS: tuple[type[Message], ...] = (
 )  # fmt: skip
 TELEMETRY: tuple[type[Message], ...] = (Event,)
 ANY: tuple[type[Message], ...] = (Ok, Nack)
-
-TYPES: dict[str, type[Message]] = {
-    cls.__name__: cls for cls in (*ANY, *CONTROL, *DATA, *WEIGHTS, *TELEMETRY)
-}
+TYPES = {cls.__name__: cls for cls in (*ANY, *CONTROL, *DATA, *WEIGHTS, *TELEMETRY)}

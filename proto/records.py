@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -53,9 +53,7 @@ DType = Literal["F32", "BF16", "F16"]
 
 
 class Kept(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of records whose bytes the buffer keeps and passes on as they came: nothing may be in
-    them that it has not looked at.
-    """
+    """Base of records that the buffer passes on as they came: it has looked at all in them."""
 
 
 class Told(Record, frozen=True, kw_only=True):
@@ -95,8 +93,7 @@ class VersionSpan(Kept, frozen=True, kw_only=True):
 class Routing(Kept, frozen=True, kw_only=True):
     """Which experts an engine chose for the first R tokens of prompt and response, layer by layer.
 
-    The pass that read a token and predicted the next one decides; a later one that read it again (a
-    sequence that was resumed, a cache that was recomputed) does not.
+    The first pass that read a token decides; one that read it again, after a resume say, does not.
     """
 
     layers: int  # those with a router, in order
@@ -156,9 +153,8 @@ class Branch(Kept, frozen=True, kw_only=True):
 class Trajectory(Kept, frozen=True, kw_only=True):
     """A rollout of one sample, complete or partial. P prompt and T response tokens.
 
-    `response_ids`, `loss_mask` and `logprobs` have one entry per response token, environment tokens
-    of later turns included; those have mask 0 and logprob 0. `spans` cover `[0, T)` exactly, in
-    order.
+    Environment tokens of later turns are response tokens too, with mask 0 and logprob 0. `spans`
+    cover `[0, T)` exactly, in order.
 
     A sample whose agent has edited its history, or talked several times, is several lines of
     tokens: this one and its `branches`. Reward and all else belong to the sample.
@@ -182,9 +178,7 @@ class Trajectory(Kept, frozen=True, kw_only=True):
     proximal_version: int = -1  # of the policy that gave proximal_logprobs
     routing: Routing | None = None  # of all tokens, at most P + T - 1, that a learned one follows
     support: Support | None = None  # of the first line
-    scored: Annotated[
-        list[Id], Meta(max_length=STAGES)
-    ] = []  # scoring stages that are done, in order
+    scored: Annotated[list[Id], Meta(max_length=STAGES)] = []  # stages that are done, in order
     sampling: Sampling = Sampling()
     generator: Name = ""
     started_at: Number = 0.0  # seconds since the epoch
@@ -213,12 +207,7 @@ class Trajectory(Kept, frozen=True, kw_only=True):
             lines.append(
                 replace(
                     self,
-                    prompt_ids=line.prompt_ids,
-                    response_ids=line.response_ids,
-                    loss_mask=line.loss_mask,
-                    logprobs=line.logprobs,
-                    spans=line.spans,
-                    support=line.support,
+                    **{name: getattr(line, name) for name in Branch.__struct_fields__},
                     ref_logprobs=self.ref_logprobs and self.ref_logprobs[start:end],
                     proximal_logprobs=self.proximal_logprobs and self.proximal_logprobs[start:end],
                     branches=[],
@@ -230,19 +219,15 @@ class Trajectory(Kept, frozen=True, kw_only=True):
     @property
     def oldest_version(self) -> int:
         """Policy version of the oldest token of any line; staleness is measured from it."""
-        spans = self._spans  # mostly one
-        return spans[0].version if len(spans) == 1 else min([span.version for span in spans])
+        return min(self._versions)
 
     @property
     def newest_version(self) -> int:
-        spans = self._spans
-        return spans[0].version if len(spans) == 1 else max([span.version for span in spans])
+        return max(self._versions)
 
     @property
-    def _spans(self) -> list[VersionSpan]:
-        if not self.branches:
-            return self.spans
-        return [*self.spans, *(span for branch in self.branches for span in branch.spans)]
+    def _versions(self) -> list[int]:
+        return [span.version for line in (self, *self.branches) for span in line.spans]
 
 
 def array_bytes(trajectory: Trajectory | None) -> int:
@@ -261,15 +246,11 @@ SAMPLE = "sample"  # kind of a task to generate; the others are scoring stages
 
 
 class Task(Record, frozen=True, kw_only=True):
-    """A sample to generate or to score, and the lease on it, named by `(kind, sample_id, attempt)`.
-
-    `attempt` counts the leases of the sample to generators, or those to scorers. A result under an
-    older attempt is refused.
-    """
+    """A sample to generate or score, and the lease on it: `(kind, sample_id, attempt)`."""
 
     kind: Name = SAMPLE  # or a scoring stage
     sample_id: Id
-    attempt: int
+    attempt: int  # counts leases, to generators or to scorers; results under older ones are refused
     group_id: Id
     prompt_id: Id
     row: Row  # the JSONL row: "prompt" and whatever else the environment needs
@@ -284,10 +265,7 @@ class Task(Record, frozen=True, kw_only=True):
 
 
 class Score(Told, Kept, frozen=True, kw_only=True):
-    """A scorer's result for one trajectory of T response tokens, or the `error` it ran into.
-
-    A `reward` score has `reward` and `reward_parts`, the others have `logprobs`.
-    """
+    """A scorer's result for one trajectory of T response tokens, or the `error` it ran into."""
 
     sample_id: Id
     attempt: int
@@ -300,26 +278,18 @@ class Score(Told, Kept, frozen=True, kw_only=True):
 
 def with_score(trajectory: Trajectory, stage: str, score: Score) -> Trajectory:
     """Return `trajectory` with the result of `stage`: the reward is added, logprobs are set."""
-    scored = [*trajectory.scored, stage]
     if stage == "reward":
-        return replace(
-            trajectory,
-            reward=trajectory.reward + score.reward,
-            reward_parts=trajectory.reward_parts | score.reward_parts,
-            scored=scored,
-        )
-    if stage == "ref_logp":
-        return replace(trajectory, ref_logprobs=score.logprobs, scored=scored)
-    return replace(
-        trajectory,
-        proximal_logprobs=score.logprobs,
-        proximal_version=score.version,
-        scored=scored,
-    )
+        parts = trajectory.reward_parts | score.reward_parts
+        found: dict[str, Any] = {"reward": trajectory.reward + score.reward, "reward_parts": parts}
+    elif stage == "ref_logp":
+        found = {"ref_logprobs": score.logprobs}
+    else:
+        found = {"proximal_logprobs": score.logprobs, "proximal_version": score.version}
+    return replace(trajectory, scored=[*trajectory.scored, stage], **found)
 
 
 class TensorEntry(Record, frozen=True, kw_only=True, gc=False):
-    """Location of a tensor in a version slot: `nbytes` bytes at `offset`, row-major."""
+    """Location of a tensor in a version slot, row-major."""
 
     name: Name
     dtype: DType  # safetensors' names: "F32", "BF16", ...
@@ -329,13 +299,9 @@ class TensorEntry(Record, frozen=True, kw_only=True, gc=False):
 
 
 class AdapterFacts(Record, frozen=True, kw_only=True):
-    """Base and scale of a version's factors: each weight W of the base becomes
-    W + alpha / rank * B A.
+    """Factors of a version: each weight W of the base becomes W + alpha / rank * B A."""
 
-    `base` is the checksum of the base's files (`weights_checksum`), in hex.
-    """
-
-    base: Name
+    base: Name  # checksum of the base's files (`weights_checksum`), in hex
     rank: Size
     alpha: Number
 
@@ -344,52 +310,40 @@ class Manifest(Record, frozen=True, kw_only=True):
     """Layout of one version of the weights; agreed once between trainer, hub and receivers.
 
     `buckets` are byte ranges `[start, end)` that cover `[0, total_bytes)` in order; each has a
-    checksum of its own in a push. `digest` (xxh3-128, hex) names the layout.
-
-    `owners` says which trainer host holds each bucket; empty where host 0 holds all. Where there
-    are facts of an `adapter`, the tensors are its factors, else whole weights.
+    checksum of its own in a push. `owners` says which trainer host holds each, if not all host 0.
     """
 
     tensors: Annotated[list[TensorEntry], Meta(max_length=TENSORS)]
     buckets: Annotated[list[tuple[Size, Size]], Meta(max_length=BUCKETS)]
     total_bytes: Size
-    digest: Name
-    owners: Annotated[list[Size], Meta(max_length=BUCKETS)] = []  # one per bucket
-    adapter: AdapterFacts | None = None
+    digest: Name  # of the layout: xxh3-128, hex
+    owners: Annotated[list[Size], Meta(max_length=BUCKETS)] = []
+    adapter: AdapterFacts | None = None  # whose factors the tensors are; None: whole weights
 
 
 class GpuFacts(Record, frozen=True, kw_only=True):
-    """Facts that must agree before two processes enter NCCL together, and this process's GPU.
-
-    `environment` is a digest of `variables`: the NCCL_* that decide how ranks communicate.
-    """
+    """Facts that must agree before two processes enter NCCL together, and this process's GPU."""
 
     nccl: int  # version code of the library that is loaded, 0 where there is none
     cuda_major: int
-    environment: Name
+    environment: Name  # digest of `variables`
+    # The NCCL_* that decide how ranks communicate.
     variables: Annotated[dict[Name, Text], Meta(max_length=128)] = {}
     device: Name = ""  # which of its host
 
 
 class BucketsAt(Record, frozen=True, kw_only=True):
-    """Endpoint that serves buckets. `key`: to the hub the source's secret, to a receiver a grant.
-
-    The grant follows from the secret, and lets in nobody but the receiver.
-    """
+    """Endpoint that serves buckets."""
 
     endpoint: Name
-    key: Blob
+    key: Blob  # to the hub the source's secret; to a receiver a grant made of it, for it alone
 
 
 class NcclRound(Record, frozen=True, kw_only=True):
-    """One broadcast over plane `nccl`, as one rank takes part in it; the hub is rank 0 and sends.
+    """One broadcast over plane `nccl`, as one rank takes part; the hub is rank 0 and sends."""
 
-    A communicator is named by `epoch` and made with `uid`, which serves once. A rank that is not in
-    it yet enters it first.
-    """
-
-    epoch: int
-    uid: Blob
+    epoch: int  # names the communicator; a rank that is not in it yet enters it first
+    uid: Blob  # by which it is made, once
     rank: int
     size: int
     chunk_bytes: int
@@ -410,16 +364,14 @@ class Ledger(Record, frozen=True, kw_only=True):
 
 
 class EvalReport(Told, frozen=True, kw_only=True):
-    """An evaluation of one policy version. `accuracy` is the mean reward of the answered samples,
-    a failed sample counting as 0; it is final when `done`.
-    """
+    """An evaluation of one policy version; it is final when `done`."""
 
     version: int
     done: bool
     samples: int  # to be drawn
     answered: int = 0
     ended: Counts = {}  # the others that are over, by reason
-    accuracy: Number = 0.0
+    accuracy: Number = 0.0  # mean reward of the answered samples, a failed one counting as 0
     scores: Figures = {}  # pass@k and mean@k over the prompts, by name
 
 
@@ -442,10 +394,7 @@ def unpack_float32(data: bytes) -> list[float]:
     return array("f", data).tolist()
 
 
-Role = Literal[
-    "buffer", "generator", "scorer", "trainer", "weight_hub", "part", "relay",
-    "monitor",
-]  # fmt: skip
+Role = Literal["buffer", "generator", "scorer", "trainer", "weight_hub", "part", "relay", "monitor"]
 State = Literal["starting", "joining", "ready", "draining", "stopped", "failed"]
 
 

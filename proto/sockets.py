@@ -4,39 +4,49 @@ High-water marks bound memory per peer: they are libzmq's, 1000 messages each wa
 else is said. LINGER is bounded so that no process hangs at exit. TCP keepalive finds dead peers, on
 both sides. ZMTP's heartbeats stay off: libzmq 4.3.5 aborts (stream_engine_base.cpp:310,
 `!_io_error`) on a PING from a broken connection whose reading a receive limit had stopped, as after
-a process was suspended. ROUTER_MANDATORY turns a send to an unknown peer into an error instead of a
-silent drop; ROUTER_HANDOVER lets a peer whose connection broke come back under its identity before
-the old connection is known to be dead.
+a process was suspended.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import re
-import secrets
 import socket as tcp
 import threading
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import zmq
 
 from umbra.proto.access import MOST_BYTES, socket_bytes
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 
-LINGER_MS = 1_000
-# An idle connection to a dead host ends after 20 s; one with unacknowledged data likewise.
-KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 10, 5, 2
-UNACKNOWLEDGED_MS = 20_000
-ROUTER_RECEIVE_HWM = 2  # of each peer: a server of many must not take in what it cannot work on yet
-RECONNECT_MS = 50
-RECONNECT_MAX_MS = 1_000
+Socket: TypeAlias = zmq.Socket[bytes]
+Context: TypeAlias = zmq.Context[Socket]
+
+UNACKNOWLEDGED_MS = 20_000  # a connection with such data ends then, as an idle one to a dead host
 HANDSHAKE_MS = 10_000  # for a peer to show its key; whoever is slower is disconnected
+OPTIONS: dict[int, int] = {
+    zmq.LINGER: 1_000,
+    zmq.MAXMSGSIZE: MOST_BYTES,
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 10,  # seconds
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 2,
+    zmq.TCP_MAXRT: UNACKNOWLEDGED_MS,
+    zmq.RECONNECT_IVL: 50,
+    zmq.RECONNECT_IVL_MAX: 1_000,
+    zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
+}
+ROUTER_OPTIONS: dict[int, int] = {
+    zmq.RCVHWM: 2,  # of each peer: a server of many must not take in what it cannot work on yet
+    zmq.ROUTER_MANDATORY: 1,  # a send to an unknown peer is an error, no silent drop
+    # A peer whose connection broke comes back under its identity before the old one is known dead.
+    zmq.ROUTER_HANDOVER: 1,
+}
 ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/]+):(\d{1,5})|ipc://.+")
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +74,9 @@ def check_address(address: str, flag: str) -> None:
         raise UsageError(f"{flag} {address or repr(address)}: write it as tcp://host:port")
 
 
-def unguessable(name: str) -> bytes:
-    """Return an identity for the sockets of process `name`.
-
-    A ROUTER sends to whoever has an identity, and lets others take it over: so it is a secret.
-    """
-    return f"{name}.{secrets.token_hex(8)}".encode()
-
-
 def router(
-    context: zmq.Context[zmq.Socket[bytes]],
-    endpoint: str,
-    curve: Curve | None = None,
-    frame_bytes: int = MOST_BYTES,
-) -> tuple[zmq.Socket[bytes], str]:
+    context: Context, endpoint: str, curve: Curve | None = None, frame_bytes: int = MOST_BYTES
+) -> tuple[Socket, str]:
     """Return a bound ROUTER and the endpoint it really has (port `*` or 0 picks a free one).
 
     A peer that sends a frame of more than `frame_bytes` loses its connection.
@@ -86,55 +85,47 @@ def router(
         StartupError: the address is taken.
         UsageError: it is not ours, or none.
     """
-    socket = _socket(context, zmq.ROUTER, curve)
-    socket.set(zmq.RCVHWM, ROUTER_RECEIVE_HWM)
-    socket.set(zmq.MAXMSGSIZE, frame_bytes)
-    socket.set(zmq.ROUTER_MANDATORY, True)
-    socket.set(zmq.ROUTER_HANDOVER, True)
-    return socket, _bind(socket, endpoint)
+    options = ROUTER_OPTIONS | {zmq.MAXMSGSIZE: frame_bytes}
+    return _bound(_socket(context, zmq.ROUTER, curve, options), endpoint)
 
 
-def dealer(
-    context: zmq.Context[zmq.Socket[bytes]],
-    endpoint: str,
-    identity: bytes,
-    curve: Curve | None = None,
-) -> zmq.Socket[bytes]:
-    socket = _socket(context, zmq.DEALER, curve)
-    socket.set(zmq.IDENTITY, identity)
+def publisher(context: Context, endpoint: str, curve: Curve | None = None) -> tuple[Socket, str]:
+    """Bind the PUB that subscribers connect to; never blocks, may drop. Raises as `router`."""
+    options: dict[int, int] = {zmq.MAXMSGSIZE: socket_bytes("events")}
+    return _bound(_socket(context, zmq.PUB, curve, options), endpoint)
+
+
+def dealer(context: Context, endpoint: str, identity: bytes, curve: Curve | None = None) -> Socket:
+    """Return a DEALER that is connected to `endpoint`, or not yet if that is empty."""
+    socket = _socket(context, zmq.DEALER, curve, {zmq.IDENTITY: identity})
     if endpoint:
         connect(socket, endpoint)
     return socket
 
 
-def subscriber(
-    context: zmq.Context[zmq.Socket[bytes]],
-    endpoint: str,
-    curve: Curve | None = None,
-) -> zmq.Socket[bytes]:
-    socket = _socket(context, zmq.SUB, curve)
-    socket.set(zmq.SUBSCRIBE, b"")
+def subscriber(context: Context, endpoint: str, curve: Curve | None = None) -> Socket:
+    socket = _socket(context, zmq.SUB, curve, {zmq.SUBSCRIBE: b""})
     connect(socket, endpoint)
     return socket
 
 
-def publisher(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: Curve | None = None
-) -> tuple[zmq.Socket[bytes], str]:
-    """Bind the PUB that subscribers connect to; never blocks, may drop. Raises as `router`."""
-    socket = _socket(context, zmq.PUB, curve)
-    socket.set(zmq.MAXMSGSIZE, socket_bytes("events"))
-    return socket, _bind(socket, endpoint)
+def connect(socket: Socket, endpoint: str) -> None:
+    """Connect `socket`; close it and raise UsageError if `endpoint` is no address."""
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        reason = f"cannot connect to {endpoint!r}: {error}; write it as tcp://host:port"
+        raise UsageError(reason) from error
 
 
 class Waker:
     """An in-process pipe by which any thread ends the poll of `socket` by its owner."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], name: str) -> None:
+    def __init__(self, context: Context, name: str) -> None:
         self._lock = threading.Lock()
-        self.socket = _socket(context, zmq.PAIR)
+        self.socket, self._outward = _socket(context, zmq.PAIR), _socket(context, zmq.PAIR)
         self.socket.bind(f"inproc://{name}")
-        self._outward = _socket(context, zmq.PAIR)
         self._outward.connect(f"inproc://{name}")
 
     def wake(self) -> None:
@@ -153,18 +144,14 @@ class Waker:
             self.socket.close(linger=0)
 
 
-def allow_list(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+def allow_list(context: Context) -> Socket:
     """Return the REP that libzmq asks about the key of every peer in `context` (ZAP, RFC 27)."""
     socket = _socket(context, zmq.REP)
     socket.bind("inproc://zeromq.zap.01")
     return socket
 
 
-def handshakes(
-    context: zmq.Context[zmq.Socket[bytes]],
-    socket: zmq.Socket[bytes],
-    events: int,
-) -> zmq.Socket[bytes]:
+def handshakes(context: Context, socket: Socket, events: int) -> Socket:
     """Return a PAIR that receives the `events` of `socket`'s connections (`recv_monitor_message`).
 
     Close it after `socket.disable_monitor()`.
@@ -179,21 +166,14 @@ def handshakes(
 
 
 def _socket(
-    context: zmq.Context[zmq.Socket[bytes]],
+    context: Context,
     kind: int,
     curve: Curve | None = None,
-) -> zmq.Socket[bytes]:
+    options: Mapping[int, int | bytes] | None = None,
+) -> Socket:
     socket = context.socket(kind)
-    socket.set(zmq.LINGER, LINGER_MS)
-    socket.set(zmq.MAXMSGSIZE, MOST_BYTES)
-    socket.set(zmq.TCP_KEEPALIVE, 1)
-    socket.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
-    socket.set(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
-    socket.set(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
-    socket.set(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
-    socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
-    socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    for option, value in {**OPTIONS, **(options or {})}.items():
+        socket.set(option, value)
     if curve is not None:
         socket.set(zmq.CURVE_PUBLICKEY, curve.public)
         socket.set(zmq.CURVE_SECRETKEY, curve.secret)
@@ -206,13 +186,21 @@ def _socket(
     return socket
 
 
+def _bound(socket: Socket, endpoint: str) -> tuple[Socket, str]:
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise _not_bound(endpoint, error) from error
+    return socket, socket.get_string(zmq.LAST_ENDPOINT)
+
+
 def check_port_free(endpoint: str) -> None:
     """Raise StartupError if another process listens at `endpoint`; port * or 0 is free always."""
     port = endpoint.rpartition(":")[2]
-    if not endpoint.startswith("tcp://") or not port.isdigit() or port == "0":
-        return
-    with suppress(UsageError):  # whoever binds it says what else is wrong with it
-        tcp_listener(endpoint).close()
+    if endpoint.startswith("tcp://") and port.isdigit() and port != "0":
+        with suppress(UsageError):  # whoever binds it says what else is wrong with it
+            tcp_listener(endpoint).close()
 
 
 def tcp_listener(endpoint: str, backlog: int = 128) -> tcp.socket:
@@ -236,35 +224,13 @@ def tcp_listener(endpoint: str, backlog: int = 128) -> tcp.socket:
 
 def _not_bound(endpoint: str, error: Exception) -> UmbraError:
     if getattr(error, "errno", None) == errno.EADDRINUSE:
-        return StartupError(
-            f"{endpoint} is in use by another process: stop it or choose another port"
-        )
+        reason = f"{endpoint} is in use by another process: stop it or choose another port"
+        return StartupError(reason)
     return UsageError(
         f"cannot bind {endpoint!r}: {error}; write it as tcp://address-of-this-host:port"
     )
 
 
-def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        socket.close(linger=0)
-        raise _not_bound(endpoint, error) from error
-    return socket.get_string(zmq.LAST_ENDPOINT)
-
-
-def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Connect `socket`; close it and raise UsageError if `endpoint` is no address."""
-    try:
-        socket.connect(endpoint)
-    except zmq.ZMQError as error:
-        socket.close(linger=0)
-        raise UsageError(
-            f"cannot connect to {endpoint!r}: {error}; write it as tcp://host:port"
-        ) from error
-
-
-WILDCARDS = ("*", "0.0.0.0", "[::]")
 _advertised = ""
 
 
@@ -281,7 +247,7 @@ def reachable(endpoint: str) -> str:
     name.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    known = _advertised or (tcp.gethostname() if host in WILDCARDS else host)
+    known = _advertised or (tcp.gethostname() if host in ("*", "0.0.0.0", "[::]") else host)
     if ":" in known and not known.startswith("["):
         known = f"[{known}]"  # IPv6
     return f"tcp://{known}:{port}"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import zmq
@@ -28,14 +30,21 @@ from umbra.proto.errors import (
 )
 from umbra.proto.messages import Event, Header, Message, Nack, Role
 from umbra.proto.net.keys import OPEN, Security
+from umbra.proto.sockets import Context, Socket
 
 INSIST_S = 0.3  # between a refusal and the next try, for a channel that insists
 LOOK_S = 0.1  # how soon a waiting thread sees that it should stop
 STOPPING_S = 1.0
 RESEND_S = 3.0  # a lost connection costs at most this long; the server recognises the repetition
+CLOSE_DEADLINE_S = 5.0
+BURST = 256  # messages taken from one socket before the others get their turn
 
 FAILURES = 5  # broken handshakes in a row, before the first that succeeds, that are no accident
 MISMATCH = "one side has no keys, or keys of another run"
+LOCKED: dict[int, str] = {  # libzmq does not try again after these
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refuses the key of this process, or its role",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: f"refuses the handshake: {MISMATCH}",
+}
 EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -118,11 +127,10 @@ class Channel:
             WireError: the server answered with another type.
         """
         future = self.request(body, timeout_s=timeout_s)
-        while stopping is not None and not wait([future], LOOK_S).done:
-            if stopping.is_set():
-                if not wait([future], STOPPING_S).done:
-                    raise DeadlineError(f"stopped while waiting for {self.peer}")
-                break
+        while stopping is not None and not future.done():
+            is_last = stopping.is_set()
+            if not wait([future], STOPPING_S if is_last else LOOK_S).done and is_last:
+                raise DeadlineError(f"stopped while waiting for {self.peer}")
         answer = future.result()
         if not isinstance(answer, reply):
             raise WireError(
@@ -173,15 +181,13 @@ class Channel:
             self.on_moved()
 
     def _start(self, body: Message, future: Future[Message], timeout_s: float) -> None:
-        now = time.monotonic()
         if self._locked:
-            _fail(future, self._locked_out(self._locked))
-            return
+            return _fail(future, self._locked_out(self._locked))
         try:
             number, frames = self._link.encoder.encode(body)
         except WireError as error:
-            _fail(future, error)
-            return
+            return _fail(future, error)
+        now = time.monotonic()
         self._pending[number] = _Pending(
             body, future, frames, now + timeout_s, now + RESEND_S, timeout_s
         )
@@ -198,27 +204,35 @@ class Channel:
         with suppress(zmq.Again):
             self.socket.send_multipart(frames, zmq.NOBLOCK)
 
-    def received(self, envelope: Envelope) -> None:
+    def receive(self) -> None:
+        for frames in _burst(self.socket):
+            try:
+                self._received(decode(frames))
+            except WireError as error:
+                if error.code == "protocol":  # it will never answer in a way that we understand
+                    self.fail_all(RejectedError(str(error), code=error.code))
+                log.warning("dropped a message from %s: %s", self.peer, error)
+                self._undecoded(frames, error)
+
+    def _received(self, envelope: Envelope) -> None:
         if envelope.header.reply_to is None:
             self.pushes.put(envelope.body)
             return
         pending = self._pending.pop(envelope.header.reply_to, None)
         if pending is None:
             return  # the second answer to a resent request, or one that came after its deadline
-        if isinstance(envelope.body, Nack):
-            nack = envelope.body
-            if not self._insists or nack.code != "not_member":
-                _fail(pending.future, RejectedError(f"{self.peer}: {nack.reason}", code=nack.code))
-                return
+        if not isinstance(answer := envelope.body, Nack):
+            with suppress(InvalidStateError):  # cancelled by its owner
+                pending.future.set_result(answer)
+        elif self._insists and answer.code == "not_member":
             # Ask again soon, under a new number: the old one has had its answer.
             number, pending.frames = self._link.encoder.encode(pending.body)
             pending.resend_at = time.monotonic() + INSIST_S
             self._pending[number] = pending
         else:
-            with suppress(InvalidStateError):  # cancelled by its owner
-                pending.future.set_result(envelope.body)
+            _fail(pending.future, RejectedError(f"{self.peer}: {answer.reason}", code=answer.code))
 
-    def undecoded(self, frames: Sequence[bytes], error: WireError) -> None:
+    def _undecoded(self, frames: list[bytes], error: WireError) -> None:
         """Refuse an answer that cannot be decoded, and fail the request that it is of."""
         with suppress(WireError):
             number = decode_header(frames).reply_to or 0
@@ -228,11 +242,15 @@ class Channel:
                 _fail(pending.future, UndecodedError(f"{what} cannot be decoded: {error}"))
 
     def tick(self, now: float) -> float:
+        """Fail overdue requests, resend late ones; return when there is more to do."""
         next_at = now + RESEND_S
         for number, pending in list(self._pending.items()):
             if now >= pending.deadline:
                 del self._pending[number]
-                _fail(pending.future, self._overdue(pending))
+                what = f"{type(pending.body).__name__} within {pending.timeout_s:g} s"
+                overdue = DeadlineError(f"no answer from {self.peer} to {what}")
+                locked = self._suspicion and self._locked_out(self._suspicion)
+                _fail(pending.future, locked or overdue)
                 continue
             if now >= pending.resend_at:
                 pending.resend_at = now + RESEND_S
@@ -246,10 +264,8 @@ class Channel:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected, self._failures = True, 0
                 self._locked = self._suspicion = ""
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # libzmq does not try again
-                self._locked = "refuses the key of this process, or its role"
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # the same
-                self._locked = f"refuses the handshake: {MISMATCH}"
+            elif event in LOCKED:
+                self._locked = LOCKED[event]
             else:
                 self._failures += 1
                 if self._failures >= FAILURES and not self._connected:
@@ -269,31 +285,8 @@ class Channel:
         self._pending.clear()
 
     def _locked_out(self, why: str) -> RejectedError:
-        return RejectedError(
-            f"{self.peer} {why}: check security.keys (--keys) on both sides",
-            code="locked_out",
-        )
-
-    def _overdue(self, pending: _Pending) -> UmbraError:
-        if self._suspicion:
-            return self._locked_out(self._suspicion)
-        return DeadlineError(
-            f"no answer from {self.peer} to {type(pending.body).__name__} "
-            f"within {pending.timeout_s:g} s"
-        )
-
-
-def _fail(future: Future[Message], error: Exception) -> None:
-    with suppress(InvalidStateError):  # cancelled by its owner
-        future.set_exception(error)
-
-
-CLOSE_DEADLINE_S = 5.0
-HEARD_AT_ONCE = 256  # events taken from one subscription before the others get their turn
-
-
-def _closing(peer: str) -> DeadlineError:
-    return DeadlineError(f"the process is closing while waiting for {peer}")
+        reason = f"{self.peer} {why}: check security.keys (--keys) on both sides"
+        return RejectedError(reason, code="locked_out")
 
 
 class IoThread:
@@ -303,20 +296,21 @@ class IoThread:
         self.name = name
         self.incarnation = incarnation
         self.security = security
-        self.identity = sockets.unguessable(name)  # the same on every socket
+        # The same on every socket. A ROUTER sends to whoever has an identity, and lets others take
+        # it over: so it is a secret.
+        self.identity = f"{name}.{secrets.token_hex(8)}".encode()
         self.encoder = Encoder(name, incarnation)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context: Context = zmq.Context()
         self._channels: list[Channel] = []
-        self._by_socket: dict[zmq.Socket[bytes], Channel] = {}
-        self._subscriptions: dict[zmq.Socket[bytes], Callable[[Header, Event], None]] = {}
-        self._timers: list[tuple[float, float, Callable[[], None]]] = []
+        self._handlers: dict[Socket, Callable[[], None]] = {}
+        self._timers: list[tuple[float, float, Callable[[], None]]] = []  # when, period, job
         self._jobs: deque[Callable[[], None]] = deque()
         self._closing = threading.Event()
         self._ended = False  # no job is taken any more
         self._lock = threading.Lock()
-        self._waker = sockets.Waker(self.context, "wake")
         self._poller = zmq.Poller()
-        self._poller.register(self._waker.socket, zmq.POLLIN)
+        self._waker = sockets.Waker(self.context, "wake")
+        self._watch(self._waker.socket, self._waker.drain)
         self._thread = service_thread(self._main, "umbra-link")
         self._thread.start()
 
@@ -346,13 +340,11 @@ class IoThread:
             try:
                 channel = Channel(self, endpoint, peer, server, insists=insists)
             except UsageError as error:
-                opened.set_exception(error)
-                return
+                return opened.set_exception(error)
             self._channels.append(channel)
-            for socket in (channel.socket, channel.handshakes):
-                self._by_socket[socket] = channel
-                self._poller.register(socket, zmq.POLLIN)
-            opened.set_result(channel)
+            self._watch(channel.socket, channel.receive)
+            self._watch(channel.handshakes, channel.shook_hands)
+            return opened.set_result(channel)
 
         if not self.run(connect):
             raise _closing(f"{peer} at {endpoint}")
@@ -364,8 +356,7 @@ class IoThread:
         def connect() -> None:
             curve = self.security.connecting("buffer")
             socket = sockets.subscriber(self.context, endpoint, curve)
-            self._subscriptions[socket] = on_event
-            self._poller.register(socket, zmq.POLLIN)
+            self._watch(socket, partial(_hear, socket, on_event))
 
         self.run(connect)
 
@@ -382,52 +373,33 @@ class IoThread:
 
     # -- the thread -------------------------------------------------------------------------------
 
+    def _watch(self, socket: Socket, handler: Callable[[], None]) -> None:
+        self._handlers[socket] = handler
+        self._poller.register(socket, zmq.POLLIN)
+
     def _main(self) -> None:
         next_tick = time.monotonic()
         while not self._closing.is_set():
             timeout_s = max(0.0, next_tick - time.monotonic())
             for socket, _ in self._poller.poll(timeout=round(timeout_s * 1000) + 1):
-                channel = self._by_socket.get(socket)
-                if socket in self._subscriptions:
-                    self._hear(socket)
-                elif channel is None:
-                    self._waker.drain()
-                elif socket is channel.socket:
-                    self._receive(channel)
-                else:
-                    channel.shook_hands()
+                self._handlers[socket]()
             while self._jobs:
                 self._jobs.popleft()()
             next_tick = self._tick()
         self._shut()
 
-    def _receive(self, channel: Channel) -> None:
-        while True:
-            try:
-                frames = channel.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                channel.received(decode(frames))
-            except WireError as error:
-                if error.code == "protocol":  # it will never answer in a way that we understand
-                    channel.fail_all(RejectedError(str(error), code=error.code))
-                log.warning("dropped a message from %s: %s", channel.peer, error)
-                channel.undecoded(frames, error)
-
-    def _hear(self, socket: zmq.Socket[bytes]) -> None:
-        for _ in range(HEARD_AT_ONCE):
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                envelope = decode(frames)
-            except WireError as error:
-                log.warning("dropped an event: %s", error)
-                continue
-            if isinstance(envelope.body, Event):
-                self._subscriptions[socket](envelope.header, envelope.body)
+    def _shut(self) -> None:
+        with self._lock:
+            self._ended = True
+        while self._jobs:  # jobs posted before the close still run
+            self._jobs.popleft()()
+        for channel in self._channels:
+            channel.fail_all(_closing(channel.peer))
+            channel.close()
+        self._waker.close()
+        for socket in self._handlers:  # subscriptions; the others are closed
+            socket.close(linger=0)
+        self.context.term()
 
     def _tick(self) -> float:
         now = time.monotonic()
@@ -438,19 +410,30 @@ class IoThread:
                 due = now + period_s
                 self._timers[index] = (due, period_s, job)
             next_at = min(next_at, due)
-        for channel in self._channels:
-            next_at = min(next_at, channel.tick(now))
-        return next_at
+        return min([next_at, *(channel.tick(now) for channel in self._channels)])
 
-    def _shut(self) -> None:
-        with self._lock:
-            self._ended = True
-        while self._jobs:  # jobs posted before the close still run
-            self._jobs.popleft()()
-        for channel in self._channels:
-            channel.fail_all(_closing(channel.peer))
-            channel.close()
-        for socket in self._subscriptions:
-            socket.close(linger=0)
-        self._waker.close()
-        self.context.term()
+
+def _burst(socket: Socket) -> Iterator[list[bytes]]:
+    with suppress(zmq.Again):
+        for _ in range(BURST):
+            yield socket.recv_multipart(zmq.NOBLOCK)
+
+
+def _hear(socket: Socket, on_event: Callable[[Header, Event], None]) -> None:
+    for frames in _burst(socket):
+        try:
+            envelope = decode(frames)
+        except WireError as error:
+            log.warning("dropped an event: %s", error)
+            continue
+        if isinstance(envelope.body, Event):
+            on_event(envelope.header, envelope.body)
+
+
+def _closing(peer: str) -> DeadlineError:
+    return DeadlineError(f"the process is closing while waiting for {peer}")
+
+
+def _fail(future: Future[Message], error: Exception) -> None:
+    with suppress(InvalidStateError):  # cancelled by its owner
+        future.set_exception(error)

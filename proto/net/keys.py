@@ -45,33 +45,29 @@ class Security:
     insecure: bool = False  # bind where other machines can connect nevertheless
 
     def connecting(self, server: Role) -> Curve | None:
-        if self.keys is None:
-            return None
-        return Curve(self.keys.public, self.keys.secret, server=self.keys.roles[server])
+        own = self.keys
+        return own and Curve(own.public, own.secret, server=own.roles[server])
 
     def binding(self, socket: str) -> Curve | None:
-        if self.keys is None:
-            return None
-        return Curve(self.keys.public, self.keys.secret, domain=socket)
+        own = self.keys
+        return own and Curve(own.public, own.secret, domain=socket)
 
     def check_bind(self, endpoint: str) -> None:
         """Raise UsageError if other machines could connect to `endpoint`, and there are no keys."""
-        if self.keys is not None or self.insecure or is_local(endpoint):
-            return
-        raise UsageError(
-            f"{endpoint} can be reached from other machines, and this run has no keys: make them "
-            f"with `umbra keys FOLDER` and give every process --keys FOLDER (--insecure binds it "
-            "without, for a network in which everyone is trusted)"
-        )
+        if self.keys is None and not self.insecure and not is_local(endpoint):
+            raise UsageError(
+                f"{endpoint} can be reached from other machines, and this run has no keys: make "
+                "them with `umbra keys FOLDER` and give every process --keys FOLDER (--insecure "
+                "binds it without, for a network in which everyone is trusted)"
+            )
 
 
 OPEN = Security()
 
 
 def is_local(endpoint: str) -> bool:
-    if not endpoint.startswith("tcp://"):
-        return True
-    return is_loopback(endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return not endpoint.startswith("tcp://") or is_loopback(host)
 
 
 def is_loopback(host: str) -> bool:
@@ -89,11 +85,11 @@ def make_keys(
     Raises:
         UsageError: there are keys already and `force` is not set, or it cannot be written to.
     """
-    names = [f"{role}{suffix}" for role in roles for suffix in (PUBLIC, SECRET)]
-    files = [name for name in names if (folder / name).exists()]
-    if files and not force:
+    files = [folder / f"{role}{suffix}" for role in roles for suffix in (PUBLIC, SECRET)]
+    present = next((file for file in files if file.exists()), None)
+    if present is not None and not force:
         raise UsageError(
-            f"{folder / files[0]} is there already: name another folder, or replace the keys with "
+            f"{present} is there already: name another folder, or replace the keys with "
             "--force, after which every process of the run needs the new ones"
         )
     try:
@@ -153,9 +149,8 @@ def _check_private(path: Path) -> None:
     if not who and mode & 0o070 and status.st_uid == os.geteuid():
         who = "its group"
     if who:
-        raise UsageError(
-            f"the permissions of {path} ({mode:03o}) open it to {who}: chmod 600 {path}"
-        )
+        reason = f"the permissions of {path} ({mode:03o}) open it to {who}: chmod 600 {path}"
+        raise UsageError(reason)
 
 
 def _read(path: Path, *, secret: bool = False) -> tuple[bytes, bytes]:
@@ -171,9 +166,8 @@ def _read(path: Path, *, secret: bool = False) -> tuple[bytes, bytes]:
         ) from error
     except (OSError, ValueError) as error:
         reason = "cannot be read" if path.exists() else "is missing"
-        raise UsageError(
-            f"security.keys: {path} {reason}; `umbra keys` makes a run's keys"
-        ) from error
+        remedy = "`umbra keys` makes a run's keys"
+        raise UsageError(f"security.keys: {path} {reason}; {remedy}") from error
     if len(public) != KEY_CHARACTERS or (secret and len(private or b"") != KEY_CHARACTERS):
         raise UsageError(f"security.keys: {path} holds no CURVE key of {KEY_CHARACTERS} characters")
     return public, private or b"" if secret else b""

@@ -14,8 +14,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import msgspec
 import zmq
@@ -32,18 +31,43 @@ from umbra.proto.access import (
     socket_bytes,
 )
 from umbra.proto.bounds import NAME_CHARS, one_line
-from umbra.proto.codec import Encoder, check_frames, decode_body, decode_header, kind_of, nack
+from umbra.proto.codec import (
+    Encoder,
+    Frame,
+    check_frames,
+    decode_body,
+    decode_header,
+    kind_of,
+    nack,
+)
 from umbra.proto.errors import WireError
 from umbra.proto.messages import ANY, Event, Header, Message, Ok
 from umbra.proto.net.keys import OPEN, Keys, Security
+from umbra.proto.sockets import Context, Socket
 
-USER_ID = "User-Id"
 BURST = 256  # decisions before the messages of those who are in get their turn
 NAMED = 64  # refusals told apart; there is no end to what peers without keys may try
 OTHERS = "others"
 # What fails before there is anything to ask about; what we refuse ourselves is known already.
 UNASKED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+HANDSHAKE_FAULTS: dict[int, str] = {
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "a connection without keys",
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "a connection with keys of another run",
+}
+LISTENED_S = 1.0  # at most, from one poll to the next: silence while nobody listened is none
+REQUESTS_KEPT = 1 << 15  # of all peers, to know resends by: several times what comes in RESEND_S
+REPLY_BYTES_KEPT = 64 << 20  # of all peers, and the last reply at any rate
+ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
+LARGE_BYTES = 4 << 10  # frames from this size are decoded where they were received
+FRAMES_KEPT = 3  # of a message: header, body, and one too many, by which it is refused
+RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
+RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a long burst
 
+NOBLOCK = int(zmq.NOBLOCK)  # as numbers: the enumeration takes a microsecond to add two of them
+MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+ANSWERED = Ok()  # the body of a request once there is an answer to it
+
+_RequestKey: TypeAlias = tuple[str, bytes, str, int]  # channel, identity, incarnation, id
 log = logging.getLogger(__name__)
 
 
@@ -61,62 +85,32 @@ class Refusals:
             log.warning("refused %s (%d so far)", what, count)
 
 
-class AllowList:
-    """Answers ZAP requests: frames in, frames out; `refusals` counts those not let in."""
-
-    def __init__(self, keys: Keys, refusals: Refusals) -> None:
-        self._roles: Mapping[bytes, KeyRole] = {
-            z85.decode(public): role for role, public in keys.roles.items()
-        }
-        self._refusals = refusals
-
-    def answer(self, frames: Sequence[bytes]) -> list[bytes]:
-        """Return the reply to one request; only a known key of the right role is admitted."""
-        number = frames[1] if len(frames) > 1 else b""
-        role = None
-        if len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE":
-            role = self._roles.get(frames[6])
-            socket, address = frames[2].decode(), frames[3].decode(errors="replace")
-            if role is None:
-                self._refusals.add(f"an unknown key from {address} on {socket}")
-            elif not may_connect(role, socket):
-                self._refusals.add(f"the {role} key from {address} on {socket}")
-                role = None
-        if role is None:
-            return [b"1.0", number, b"400", b"this key does not open this socket", b"", b""]
-        return [b"1.0", number, b"200", b"OK", role.encode(), b""]
-
-
 class ZapGate:
     """The allow-list and the handshakes of the bound sockets of `context`, its only gate."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys, refusals: Refusals
-    ) -> None:
-        self._context = context
-        self._allowed = AllowList(keys, refusals)
-        self._refusals = refusals
+    def __init__(self, context: Context, keys: Keys, refusals: Refusals) -> None:
+        self._context, self._refusals = context, refusals
+        self._roles: Mapping[bytes, KeyRole] = {
+            z85.decode(public): role for role, public in keys.roles.items()
+        }
         self._zap = sockets.allow_list(context)
-        self._watched: dict[zmq.Socket[bytes], tuple[str, zmq.Socket[bytes]]] = {}
+        self._watched: dict[Socket, tuple[str, Socket]] = {}
 
-    @property
-    def sockets(self) -> list[zmq.Socket[bytes]]:
+    def watch(self, socket: Socket, name: str) -> list[Socket]:
+        """Watch the handshakes of `socket`; return all sockets of the gate, which are polled."""
+        self._watched[sockets.handshakes(self._context, socket, UNASKED)] = (name, socket)
         return [self._zap, *self._watched]
 
-    def watch(self, socket: zmq.Socket[bytes], name: str) -> None:
-        self._watched[sockets.handshakes(self._context, socket, UNASKED)] = (name, socket)
-
-    def serve(self, socket: zmq.Socket[bytes]) -> None:
-        for _ in range(BURST):
-            try:
+    def serve(self, socket: Socket) -> None:
+        with suppress(zmq.Again):
+            for _ in range(BURST):
                 if socket is self._zap:
                     asked = socket.recv_multipart(zmq.NOBLOCK)
-                    socket.send_multipart(self._allowed.answer(asked))
+                    socket.send_multipart(zap_reply(asked, self._roles, self._refusals))
                 else:
-                    name, _ = self._watched[socket]
-                    self._failed(recv_monitor_message(socket, zmq.NOBLOCK), name)
-            except zmq.Again:
-                return
+                    event = recv_monitor_message(socket, zmq.NOBLOCK)
+                    what = HANDSHAKE_FAULTS.get(event["value"], "a broken handshake")
+                    self._refusals.add(f"{what} on {self._watched[socket][0]}")
 
     def close(self) -> None:
         """Close its own sockets; those it watches must still be open."""
@@ -126,40 +120,29 @@ class ZapGate:
         self._watched.clear()
         self._zap.close(linger=0)
 
-    def _failed(self, event: Mapping[str, Any], name: str) -> None:
-        match event["value"]:
-            case zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-                what = "a connection without keys"
-            case zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-                what = "a connection with keys of another run"
-            case _:
-                what = "a broken handshake"
-        self._refusals.add(f"{what} on {name}")
+
+def zap_reply(
+    frames: Sequence[bytes], roles: Mapping[bytes, KeyRole], refusals: Refusals
+) -> list[bytes]:
+    """Return the reply to a ZAP request; only a known key of the right role is admitted."""
+    number = frames[1] if len(frames) > 1 else b""
+    if len(frames) == 7 and frames[0] == b"1.0" and frames[5] == b"CURVE":
+        socket, address = frames[2].decode(), frames[3].decode(errors="replace")
+        role = roles.get(frames[6])
+        if role is not None and may_connect(role, socket):
+            return [b"1.0", number, b"200", b"OK", role.encode(), b""]
+        key = "an unknown key" if role is None else f"the {role} key"
+        refusals.add(f"{key} from {address} on {socket}")
+    return [b"1.0", number, b"400", b"this key does not open this socket", b"", b""]
 
 
 def role_of(frame: zmq.Frame) -> KeyRole | None:
     """Return the role of the connection that `frame` came over; None where there are no keys."""
     try:
-        role = cast(str, frame.get(USER_ID))
+        role = cast(KeyRole, frame.get("User-Id"))
     except zmq.ZMQError:
         return None
     return role if role in KEY_ROLES else None
-
-
-LISTENED_S = 1.0  # at most, from one poll to the next: silence while nobody listened is none
-REQUESTS_KEPT = 1 << 15  # of all peers, to know resends by: several times what comes in RESEND_S
-REPLY_BYTES_KEPT = 64 << 20  # of all peers, and the last reply at any rate
-ZERO_COPY_BYTES = 1 << 20  # replies from this size are sent without a copy
-LARGE_BYTES = 4 << 10  # frames from this size are decoded where they were received
-FRAMES_KEPT = 3  # of a message: header, body, and one too many, by which it is refused
-RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
-RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a long burst
-
-NOBLOCK = int(zmq.NOBLOCK)  # as numbers: the enumeration takes a microsecond to add two of them
-MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-ANSWERED = Ok()  # the body of a request once there is an answer to it
-
-_RequestKey: TypeAlias = tuple[str, bytes, str, int]  # channel, identity, incarnation, id
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
@@ -170,7 +153,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     header: Header
     body: Message
     role: KeyRole | None = None
-    frame: bytes | memoryview = b""  # of the body, as it came
+    frame: Frame = b""  # of the body, as it came
 
     @property
     def bare(self) -> Request:
@@ -178,10 +161,9 @@ class Request(msgspec.Struct, frozen=True, gc=False):
         return Request(self.channel, self.identity, self.header, ANSWERED)
 
 
-@dataclass(slots=True)
-class _BoundChannel:
+class _BoundChannel(NamedTuple):
     name: str
-    socket: zmq.Socket[bytes]
+    socket: Socket
     accepts: tuple[type[Message], ...]
     endpoint: str
 
@@ -194,7 +176,7 @@ class Resends:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[_RequestKey, list[bytes] | None] = OrderedDict()
+        self._known: OrderedDict[_RequestKey, list[bytes]] = OrderedDict()
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -202,18 +184,17 @@ class Resends:
 
     def find(self, key: _RequestKey) -> list[bytes] | None:
         """Return the frames of the reply, empty while it is due; None if the request is new."""
-        if key not in self._known:
-            return None
-        self._known.move_to_end(key)
-        return self._known[key] or []
+        if key in self._known:
+            self._known.move_to_end(key)
+        return self._known.get(key)
 
     def asked(self, key: _RequestKey) -> None:
-        self._known[key] = None
+        self._known[key] = []
         self._shrink()
 
     def answered(self, key: _RequestKey, frames: list[bytes]) -> None:
         if key in self._known:
-            self._bytes += _size(frames) - _size(self._known[key] or [])
+            self._bytes += _size(frames) - _size(self._known[key])
             self._known[key] = frames
             self._known.move_to_end(key)
             self._shrink()
@@ -222,7 +203,7 @@ class Resends:
         while len(self._known) > REQUESTS_KEPT or (
             self._bytes > REPLY_BYTES_KEPT and len(self._known) > 1
         ):
-            self._bytes -= _size(self._known.popitem(last=False)[1] or [])
+            self._bytes -= _size(self._known.popitem(last=False)[1])
 
 
 class Server:
@@ -230,7 +211,7 @@ class Server:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: Context,
         name: str,
         incarnation: str,
         security: Security = OPEN,
@@ -238,21 +219,20 @@ class Server:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.refusals = Refusals()
+        self.resends = Resends()
+        self.security = security
+        self.listened_s = 0.0  # time since the start, less that in which nobody polled
         self._context = context
         self._encoder = Encoder(name, incarnation)
         self._poller = zmq.Poller()
-        self._channels: dict[zmq.Socket[bytes], _BoundChannel] = {}
+        self._channels: dict[Socket, _BoundChannel] = {}
         self._by_name: dict[str, _BoundChannel] = {}
-        self._events: zmq.Socket[bytes] | None = None  # to those who watch
+        self._events: Socket | None = None  # to those who watch
         self._clock = clock
         self._polled_at = clock()
-        self.listened_s = 0.0  # time since the start, less that in which nobody polled
-        self.resends = Resends()
         self._waker: sockets.Waker | None = None
-        self.security = security
-        self._gate: ZapGate | None = None
-        if security.keys is not None:
-            self._gate = ZapGate(context, security.keys, self.refusals)
+        keys = security.keys
+        self._gate = None if keys is None else ZapGate(context, keys, self.refusals)
 
     def bind(self, channel: str, endpoint: str, accepts: tuple[type[Message], ...]) -> str:
         """Open `channel` at `endpoint`; return the endpoint it really has.
@@ -261,8 +241,7 @@ class Server:
         """
         self.security.check_bind(endpoint)
         curve = self.security.binding(channel)
-        limit = socket_bytes(channel)
-        socket, actual = sockets.router(self._context, endpoint, curve, limit)
+        socket, actual = sockets.router(self._context, endpoint, curve, socket_bytes(channel))
         bound = _BoundChannel(channel, socket, accepts, actual)
         self._channels[socket] = self._by_name[channel] = bound
         self._poller.register(socket, zmq.POLLIN)
@@ -322,21 +301,14 @@ class Server:
 
     def close(self) -> None:
         """Close all sockets; queued frames get the bounded LINGER."""
-        if self._gate is not None:
-            self._gate.close()
-        for socket in self._channels:
-            socket.close()
-        if self._events is not None:
-            self._events.close()
-        if self._waker is not None:
-            self._waker.close()
+        for opened in (self._gate, *self._channels, self._events, self._waker):
+            if opened is not None:
+                opened.close()
         self._channels.clear()
 
-    def _watch(self, name: str, socket: zmq.Socket[bytes]) -> None:
-        if self._gate is not None:
-            self._gate.watch(socket, name)
-            for own in self._gate.sockets:
-                self._poller.register(own, zmq.POLLIN)
+    def _watch(self, name: str, socket: Socket) -> None:
+        for own in self._gate.watch(socket, name) if self._gate else ():
+            self._poller.register(own, zmq.POLLIN)
 
     def _receive(self, channel: _BoundChannel) -> list[Request]:
         requests: list[Request] = []
@@ -349,7 +321,7 @@ class Server:
                 first = channel.socket.recv(NOBLOCK, copy=is_open)
             except zmq.Again:
                 break
-            frames: list[bytes | memoryview] = []
+            frames: list[Frame] = []
             more = True
             while more:
                 frame = channel.socket.recv(NOBLOCK, copy=False)
@@ -367,11 +339,7 @@ class Server:
         return requests
 
     def _decode(
-        self,
-        channel: _BoundChannel,
-        identity: bytes,
-        frames: Sequence[bytes | memoryview],
-        role: KeyRole | None,
+        self, channel: _BoundChannel, identity: bytes, frames: list[Frame], role: KeyRole | None
     ) -> Request | None:
         header: Header | None = None
         try:
@@ -380,7 +348,9 @@ class Server:
             most_bytes = self._check_allowed(channel, header, kind, role)
             if kind is Event:
                 check_frames(header, frames, most_bytes)
-                self._pass_on(frames)  # as it came: watchers decode it
+                if self._events is not None:
+                    with suppress(zmq.Again):  # as it came: watchers decode it
+                        self._events.send_multipart(frames, zmq.NOBLOCK)
                 return None
             # Of those who only ask questions nothing need be remembered.
             is_kept = header.reply_to is None and kind not in QUESTIONS
@@ -419,29 +389,18 @@ class Server:
         return most_bytes
 
     def _refuse(
-        self,
-        channel: _BoundChannel,
-        identity: bytes,
-        header: Header | None,
-        error: WireError,
+        self, channel: _BoundChannel, identity: bytes, header: Header | None, error: WireError
     ) -> None:
         self.counters[error.code] += 1
         count = self.counters[error.code]
         if not count & (count - 1):  # 1st, 2nd, 4th, ...: whoever sends rubbish fills no disk
-            log.warning(
-                "refused a message from %r on %s (%s, %d so far): %s",
-                _name(identity), channel.name, error.code, count, error,
-            )  # fmt: skip
+            name = identity.rpartition(b".")[0] or identity  # without what makes it a secret
+            where = f"{name!r} on {channel.name} ({error.code}, {count} so far)"
+            log.warning("refused a message from %s: %s", where, error)
         reply_to = None if header is None else header.id
-        _, answer = self._encoder.encode(nack(error), reply_to=reply_to)
-        self._send(channel, identity, answer)
+        self._send(channel, identity, self._encoder.encode(nack(error), reply_to=reply_to)[1])
 
-    def _send(
-        self,
-        channel: _BoundChannel,
-        identity: bytes,
-        frames: list[bytes],
-    ) -> bool:
+    def _send(self, channel: _BoundChannel, identity: bytes, frames: list[bytes]) -> bool:
         try:
             # Only frames of 64 KiB and more are sent without a copy (zmq.COPY_THRESHOLD).
             copy = _size(frames) < ZERO_COPY_BYTES
@@ -457,19 +416,10 @@ class Server:
             return False
         return True
 
-    def _pass_on(self, frames: Sequence[bytes | memoryview]) -> None:
-        if self._events is not None:
-            with suppress(zmq.Again):
-                self._events.send_multipart(frames, zmq.NOBLOCK)
-
 
 def _key(channel: str, identity: bytes, header: Header) -> _RequestKey:
     return channel, identity, header.incarnation, header.id
 
 
-def _size(frames: Sequence[bytes | memoryview]) -> int:
+def _size(frames: list[bytes]) -> int:
     return sum(map(len, frames))
-
-
-def _name(identity: bytes) -> bytes:
-    return identity.rpartition(b".")[0] or identity

@@ -45,83 +45,41 @@ class Metrics(Protocol):
 
 
 class Session:
-    """Membership of this process in a run; a context manager that leaves at the end.
+    """Membership of this process in the run whose broker is at `broker`.
+
+    A context manager that leaves at the end.
 
     `stopping` is set by whoever wants the process to end: a signal, the broker's drain command, or
     a lost broker; `stop_reason` says why, and `failure` is set when the end is an error.
 
     The broker may be away for `grace_s` seconds, to start again say: requests are resent meanwhile.
     If it no longer knows us afterwards, we join again, under the same incarnation.
+
+    `metrics` are published to watchers as well. `vocabulary` and `routers` describe the trainer's
+    model; the buffer checks answers against them.
+
+    Raises:
+        UsageError: `broker` is no address.
+        StartupError: nobody answers within `grace_s` seconds.
+        RejectedError: the broker refuses us or our key, or speaks another protocol.
     """
 
     def __init__(
         self,
-        link: IoThread,
-        control: Channel,
-        hello: m.Join,
-        welcome: m.Welcome,
-        stopping: threading.Event,
-        grace_s: float,
-        metrics: Metrics | None,
-    ) -> None:
-        self.name = link.name
-        self.incarnation = link.incarnation
-        self.welcome = welcome
-        self.stopping = stopping
-        self.stop_reason = ""
-        self.failure: UmbraError | None = None
-        self.version = 0
-        self._link = link
-        self._control = control
-        self._hello = hello
-        self._grace_s = grace_s
-        self._rejoining = False
-        self._lock = threading.Lock()
-        self._state: m.State = "ready"
-        self._activity = "starting"
-        self._progress = 0
-        self._moved_at = self._heard_at = self._beat_at = time.monotonic()
-        self._pace_s = welcome.heartbeat_s
-        self._stats: dict[str, float] = {}
-        self._metrics = metrics
-        if metrics is not None:
-            metrics.on_row = self._row
-        self._hub = ("", "")  # endpoint and incarnation, from the first heartbeat on
-        self._weights: Channel | None = None
-        self._data: Channel | None = None
-        self._weights_known = threading.Event()
-        link.every(welcome.heartbeat_s, self._beat)
-
-    @classmethod
-    def join(
-        cls,
         *,
         role: m.Role,
         name: str,
         broker: str,
         endpoints: dict[str, str] | None = None,
         stopping: threading.Event | None = None,
-        deadline_s: float = 60.0,
         grace_s: float = GRACE_S,
         security: Security = OPEN,
         metrics: Metrics | None = None,
         vocabulary: int = 0,
         routers: tuple[int, int, int] | None = None,
-    ) -> Session:
-        """Join the run whose broker is at `broker`.
-
-        `metrics` are published to watchers as well. `vocabulary` and `routers` describe the
-        trainer's model; the buffer checks answers against them.
-
-        Raises:
-            UsageError: `broker` is no address.
-            StartupError: nobody answers within `deadline_s` seconds.
-            RejectedError: the broker refuses us or our key, or speaks another protocol.
-        """
+    ) -> None:
         check_address(broker, "--broker")
-        incarnation = uuid.uuid4().hex[:12]
-        link = IoThread(name, incarnation, security=security)
-        hello = m.Join(
+        self._hello = m.Join(
             role=role,
             name=name,
             pid=os.getpid(),
@@ -131,21 +89,53 @@ class Session:
             vocabulary=vocabulary,
             routers=routers,
         )
+        self._grace_s = grace_s
+        self._link = IoThread(name, uuid.uuid4().hex[:12], security=security)
         try:
-            control = link.channel(broker, "broker")
-            welcome = _call_join(control, hello, deadline_s)
-        except DeadlineError as error:
-            link.close()
+            self._control = self._link.channel(broker, "broker")
+            self._welcome = self._join()
+        except UmbraError as error:
+            self._link.close()
+            if not isinstance(error, DeadlineError):
+                raise
             raise StartupError(
-                f"no broker answers at {broker} within {deadline_s:g} s: check --broker, and that "
+                f"no broker answers at {broker} within {grace_s:g} s: check --broker, and that "
                 "`umbra buffer` is running"
             ) from error
-        except UmbraError:
-            link.close()
-            raise
-        log.info("joined run %s as %s", welcome.run_id, name)
-        stop = stopping or threading.Event()
-        return cls(link, control, hello, welcome, stop, grace_s, metrics)
+        self.name, self.run_id = name, self._welcome.run_id
+        log.info("joined run %s as %s", self.run_id, name)
+        self.stopping = stopping or threading.Event()
+        self.stop_reason = ""
+        self.failure: UmbraError | None = None
+        self.version = 0
+        self._rejoining = False
+        self._lock = threading.Lock()
+        self._state: m.State = "ready"
+        self._activity = "starting"
+        self._progress = 0
+        self._moved_at = self._heard_at = self._beat_at = time.monotonic()
+        self._pace_s = self._welcome.heartbeat_s
+        self._stats: dict[str, float] = {}
+        self._metrics = metrics
+        if metrics is not None:
+            metrics.on_row = self._row
+        self._hub = ("", "")  # endpoint and incarnation, from the first heartbeat on
+        self._weights: Channel | None = None
+        self._data: Channel | None = None
+        self._weights_known = threading.Event()
+        self._link.every(self._welcome.heartbeat_s, self._beat)
+
+    def _join(self) -> m.Welcome:
+        """Join; while another process has the name, wait `NAME_WAIT_S` for it to be silent."""
+        deadline = Deadline(min(self._grace_s, NAME_WAIT_S))
+        while True:
+            try:
+                return self._control.call(self._hello, m.Welcome, timeout_s=self._grace_s)
+            except RejectedError as error:
+                if error.code != "name_in_use" or deadline.passed:
+                    raise
+                log.warning("%s; trying again for %.0f s", error, deadline.left_s)
+                time.sleep(NAME_RETRY_S)
 
     @property
     def data(self) -> Channel:
@@ -154,7 +144,7 @@ class Session:
         Not everyone has business there, and the key of who has none does not open it.
         """
         if self._data is None:
-            self._data = self._link.channel(self.welcome.data, "buffer", insists=True)
+            self._data = self._link.channel(self._welcome.data, "buffer", insists=True)
         return self._data
 
     def weights(self, *, deadline_s: float) -> Channel:
@@ -227,7 +217,7 @@ class Session:
         now = time.monotonic()
         if now < self._beat_at:
             return  # the broker has asked for fewer
-        self._beat_at = now + self._pace_s - self.welcome.heartbeat_s / 2
+        self._beat_at = now + self._pace_s - self._welcome.heartbeat_s / 2
         if now - self._heard_at > self._grace_s:
             self.fail(PeerLostError(f"{self._control.peer} is silent for {self._grace_s:g} s"))
             return
@@ -259,19 +249,16 @@ class Session:
             self.version = ack.version
             self._pace_s = ack.heartbeat_s or self._pace_s
             if ack.weights:
-                self._hub_is(ack.weights, ack.weights_incarnation)
+                before, self._hub = self._hub, (ack.weights, ack.weights_incarnation)
+                self._weights_known.set()
+                if self._weights is not None and before != self._hub:
+                    log.info("the weight hub was restarted at %s", ack.weights)
+                    self._weights.move(ack.weights)
         self._take_commands()
 
     def _row(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "push":
             self.emit(kind, **fields)
-
-    def _hub_is(self, endpoint: str, incarnation: str) -> None:
-        before, self._hub = self._hub, (endpoint, incarnation)
-        self._weights_known.set()
-        if self._weights is not None and before != self._hub:
-            log.info("the weight hub was restarted at %s", endpoint)
-            self._weights.move(endpoint)
 
     def _rejoin(self) -> None:
         """Join again: the broker restarted, or had dropped this member."""
@@ -287,9 +274,9 @@ class Session:
             self.fail(error)
         elif error is None and isinstance(welcome := future.result(), m.Welcome):
             self._heard_at = time.monotonic()
-            if self._data is not None and welcome.data != self.welcome.data:
+            if self._data is not None and welcome.data != self._welcome.data:
                 self._data.move(welcome.data)
-            self.welcome = welcome
+            self._welcome = welcome
 
     def _take_commands(self) -> None:
         while not self._control.pushes.empty():
@@ -297,16 +284,3 @@ class Session:
             if isinstance(message, m.Command):
                 log.info("asked to drain: %s", message.reason)
                 self.drain(message.reason)
-
-
-def _call_join(control: Channel, hello: m.Join, deadline_s: float) -> m.Welcome:
-    """Join; while another process has the name, wait `NAME_WAIT_S` for it to be silent."""
-    deadline = Deadline(min(deadline_s, NAME_WAIT_S))
-    while True:
-        try:
-            return control.call(hello, m.Welcome, timeout_s=deadline_s)
-        except RejectedError as error:
-            if error.code != "name_in_use" or deadline.passed:
-                raise
-            log.warning("%s; trying again for %.0f s", error, deadline.left_s)
-            time.sleep(NAME_RETRY_S)

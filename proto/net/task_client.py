@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -50,8 +51,7 @@ class TaskClient:
         kind: str = SAMPLE,
         gather_s: float = GATHER_S,
     ) -> None:
-        self.accepted = 0
-        self.refused = 0
+        self.accepted = self.refused = 0
         self.kind = kind
         self._gather_s = gather_s
         self._channel = channel
@@ -66,8 +66,7 @@ class TaskClient:
         self._send_at = 0.0  # when they are sent
         self._asked: set[int] = set()  # versions named in open questions for work
         self._pinned_to: int | None = None  # version that more samples of an evaluation wait for
-        self._renew_at = 0.0
-        self._lease_s: float | None = None
+        self._renew_at = self._lease_s = math.inf
 
     def more_pinned(self, version: int) -> bool:
         """True if the buffer is known to have more samples that are pinned to `version`."""
@@ -78,15 +77,12 @@ class TaskClient:
 
         New weights are worth a question of their own: the old one may wait for just them.
         """
-        if capacity <= 0 or version in self._asked:
-            return
-        self._asked.add(version)
-        body = m.LeaseTasks(kind=self.kind, capacity=capacity, version=version, wait_s=WAIT_S)
-
-        def granted(future: Future[m.Message]) -> None:
-            self._granted(version, _answer(future))
-
-        self._send(body, granted, timeout_s=WAIT_S + self._grace_s)
+        if capacity > 0 and version not in self._asked:
+            self._asked.add(version)
+            body = m.LeaseTasks(kind=self.kind, capacity=capacity, version=version, wait_s=WAIT_S)
+            self._send(
+                body, lambda got: self._granted(version, _answer(got)), WAIT_S + self._grace_s
+            )
 
     def _granted(self, version: int, answer: m.TaskLeases | None) -> None:
         self._asked.discard(version)
@@ -94,7 +90,7 @@ class TaskClient:
         if answer is not None and answer.tasks:
             self._tasks += answer.tasks
             shortest = min(task.lease_s for task in answer.tasks)
-            if self._lease_s is None or shortest < self._lease_s:
+            if shortest < self._lease_s:
                 self._lease_s = shortest
                 self._renew_at = self._clock() + shortest / 3
 
@@ -105,13 +101,15 @@ class TaskClient:
         `ask` again if none come. Call it after every step, also without any sample; `wait` and
         `flush` send the gathered tasks at once.
         """
-        if mixed := [result for result in results if not _fits(result)]:
+        mixed = [
+            m.ReturnedSample(sample_id=result.sample_id, attempt=result.attempt, reason=MIXED)
+            for result in results
+            if not _fits(result)
+        ]
+        if mixed:
             log.warning("%d samples restart: %s", len(mixed), MIXED)
-            ids = [(result.sample_id, result.attempt) for result in mixed]
-            self.give_back(
-                [m.ReturnedSample(sample_id=name, attempt=n, reason=MIXED) for name, n in ids]
-            )
-            results = [result for result in results if _fits(result)]
+            self.give_back(mixed)
+            results = list(filter(_fits, results))
         self._gathered += results
         self._undelivered.update((result.sample_id, result.attempt) for result in results)
         if self._gathered and self._clock() >= self._send_at:
@@ -177,14 +175,13 @@ class TaskClient:
 
     def renew(self, leases: Callable[[], Sequence[Lease]]) -> None:
         """Renew the leases, also of undelivered samples, every third of a lease."""
-        now = self._clock()
-        if self._lease_s is None or now < self._renew_at:
+        if (now := self._clock()) < self._renew_at:
             return
         self._renew_at = now + self._lease_s / 3
         held = [*leases(), *self._undelivered.items()]
         for portion in portions(held, lambda _: 0, LEASES):
             renewed = partial(self._renewed, portion)
-            self._send(m.RenewLeases(leases=portion), renewed, timeout_s=self._lease_s)
+            self._send(m.RenewLeases(leases=portion), renewed, self._lease_s)
 
     def _renewed(self, held: list[Lease], future: Future[m.Message]) -> None:
         answer = _answer(future)
@@ -203,8 +200,7 @@ class TaskClient:
             self._open.remove(entry)
         for future, handle in done:
             handle(future)
-        tasks, self._tasks = self._tasks, []
-        lost, self._lost = self._lost, []
+        (tasks, self._tasks), (lost, self._lost) = (self._tasks, []), (self._lost, [])
         return tasks, lost
 
     def wait(self, timeout_s: float) -> None:
@@ -230,8 +226,9 @@ class TaskClient:
         handle: Callable[[Future[m.Message]], object],
         timeout_s: float | None = None,
     ) -> None:
+        timeout_s = timeout_s or self._grace_s
         future = self._channel.request(
-            body, timeout_s=timeout_s or self._grace_s, on_done=lambda _future: self._wake.set()
+            body, timeout_s=timeout_s, on_done=lambda _future: self._wake.set()
         )
         self._open.append((future, handle))
 

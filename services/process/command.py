@@ -180,13 +180,12 @@ class ServiceContext:
         return self.broker != RunSection().broker
 
     def join(self, role: Role, endpoints: dict[str, str] | None = None, **facts: Any) -> Session:
-        return Session.join(
+        return Session(
             role=role,
             name=self.name,
             broker=self.broker,
             endpoints=endpoints,
             stopping=self.stopping,
-            deadline_s=self.config.run.broker_grace_s,
             grace_s=self.config.run.broker_grace_s,
             metrics=self.metrics,
             security=self.security,

@@ -98,6 +98,10 @@ class _Slot:
     killed: bool = False
     usage: Usage = field(default_factory=Usage)
 
+    @property
+    def active(self) -> bool:
+        return self.child is not None or self.restart_at is not None
+
 
 class Supervisor:
     """The processes of one run, or of one of its services.
@@ -135,9 +139,8 @@ class Supervisor:
         self._reached = False
 
     def start(self, program: Program) -> None:
-        slot = self._slots[program.name] = _Slot(program)
-        slot.child = self._spawn(program)
-        slot.pid = slot.child.pid
+        self._slots[program.name] = slot = _Slot(program)
+        self._start(slot, program)
 
     def ready(self, name: str) -> dict[str, Any] | None:
         child = self._slots[name].child
@@ -149,30 +152,30 @@ class Supervisor:
             if slot.child is not None and (code := slot.child.poll()) is not None:
                 slot.usage += slot.child.usage
                 slot.child, slot.code = None, code
-                if code not in (0, MESSENGER_CODE) and not self.draining:
-                    text = f"{slot.program.name} ended ({describe_exit(code)})"
-                    text += self._last_words(slot.program.name)
-                    slot.ended_badly = self._clock(), text
                 self._on_exit(slot, code)
-        self._restart_due()
+        for slot in self._slots.values():
+            if slot.restart_at is not None and self._clock() >= slot.restart_at:
+                slot.restart_at = None
+                slot.restarts += 1
+                environ = {**slot.program.environ, REPLACES_VARIABLE: str(slot.pid)}
+                self._start(slot, replace(slot.program, environ=environ))
         if self._finishing_since is not None and not self.draining:
             self._check_finish(self._finishing_since)
         if self.draining:
             self._advance_drain()
-        return any(slot.child is not None or slot.restart_at is not None for slot in self._all())
+        return any(slot.active for slot in self._slots.values())
 
     def drain(self) -> None:
         """Stop everything in order: each wave is asked, and killed once its deadline has passed."""
-        if self.draining:
-            return
-        self.draining = True
-        for slot in self._all():
-            slot.restart_at = None
-        self._advance_drain()
+        if not self.draining:
+            self.draining = True
+            for slot in self._slots.values():
+                slot.restart_at = None
+            self._advance_drain()
 
     def kill(self) -> None:
         self.draining = True
-        for slot in self._all():
+        for slot in self._slots.values():
             slot.restart_at = None
             if slot.child is not None:
                 slot.killed = True
@@ -205,8 +208,9 @@ class Supervisor:
 
     # -- decisions --------------------------------------------------------------------------------
 
-    def _all(self) -> list[_Slot]:
-        return list(self._slots.values())
+    def _start(self, slot: _Slot, program: Program) -> None:
+        slot.child = self._spawn(program)
+        slot.pid = slot.child.pid
 
     def _state(self, slot: _Slot) -> str:
         if slot.child is not None:
@@ -216,50 +220,50 @@ class Supervisor:
         return describe_exit(slot.code) if slot.code else "done"
 
     def _on_exit(self, slot: _Slot, code: int) -> None:
-        name, exit_text = slot.program.name, describe_exit(code)
+        program, name, how = slot.program, slot.program.name, describe_exit(code)
         if self.draining:
             if code not in ASKED_CODES and not slot.killed:
-                self._report(f"{name} stopped with {exit_text}{self._last_words(name)}")
-        elif code == 0:
+                self._report(f"{name} stopped with {how}{self._last_words(name)}")
+            return
+        if code not in (0, MESSENGER_CODE):
+            slot.ended_badly = self._clock(), f"{name} ended ({how}){self._last_words(name)}"
+        if code == 0:
             self._reached = self._reached or name == self._goal
-            first = self._finishing_since is None and not slot.program.elastic
+            first = self._finishing_since is None and not program.elastic
             if first or name == self._goal:
                 self._finishing_since = self._clock()
-        elif slot.program.elastic or slot.program.recovers:
-            self._restart_or_give_up(slot, code)
-        else:
-            self._fail(slot, f"{name} ended unexpectedly ({exit_text})", code)
+        elif not program.elastic and not program.recovers:
+            self._fail(slot, f"{name} ended unexpectedly ({how})", code)
+        elif program.elastic and self._finishing_since is not None:
+            self._report(f"{name} ended with {how} as the run was finishing")
+        elif not self._restart_later(slot, code):
+            count = f" again, after {slot.restarts} restarts" if slot.restarts else ""
+            text = f"{name} ended{count} ({how})"
+            kind = name.rpartition("-")[0]  # another generator takes the place of one, no scorer
+            same = (s for s in self._slots.values() if s.program.name.startswith(f"{kind}-"))
+            if program.elastic and any(other.active for other in same):
+                self._report(f"{text} and is not restarted{self._last_words(name)}")
+            else:
+                self._fail(slot, text, code)
 
-    def _restart_or_give_up(self, slot: _Slot, code: int) -> None:
-        name, exit_text = slot.program.name, describe_exit(code)
-        if self._finishing_since is not None and slot.program.elastic:
-            self._report(f"{name} ended with {exit_text} as the run was finishing")
-            return
+    def _restart_later(self, slot: _Slot, code: int) -> bool:
         now, failed_at = self._clock(), slot.failed_at
         while failed_at and now - failed_at[0] > slot.program.window_s:
             failed_at.popleft()
-        if code not in FINAL_CODES and len(failed_at) < slot.program.restarts:
-            delay = FIRST_S * 2 ** len(failed_at)
-            failed_at.append(now)
-            slot.restart_at = now + delay
-            self._report(f"{name} ended ({exit_text}): restart {slot.restarts + 1} in {delay:g} s")
-            return
-        count = f" again, after {slot.restarts} restarts" if slot.restarts else ""
-        text = f"{name} ended{count} ({exit_text})"
-        kind = name.rpartition("-")[0]  # another generator takes the place of one, no scorer does
-        others = [s for s in self._all() if s is not slot and s.program.name.startswith(f"{kind}-")]
-        if slot.program.elastic and any(
-            other.child is not None or other.restart_at is not None for other in others
-        ):
-            self._report(f"{text} and is not restarted{self._last_words(name)}")
-        else:
-            self._fail(slot, text, code)
+        if code in FINAL_CODES or len(failed_at) >= slot.program.restarts:
+            return False
+        delay = FIRST_S * 2 ** len(failed_at)
+        failed_at.append(now)
+        slot.restart_at = now + delay
+        text = f"{slot.program.name} ended ({describe_exit(code)})"
+        self._report(f"{text}: restart {slot.restarts + 1} in {delay:g} s")
+        return True
 
     def _fail(self, slot: _Slot, reason: str, code: int) -> None:
         name = slot.program.name
         text = f"{reason}{self._last_words(name)}"
         since = self._clock() - CAUSE_S
-        ends = [s.ended_badly for s in self._all() if s is not slot and s.ended_badly]
+        ends = [s.ended_badly for s in self._slots.values() if s is not slot and s.ended_badly]
         cause = min((end for end in ends if end[0] >= since), default=None)
         if code == MESSENGER_CODE and cause is not None:
             text = f"{text}; the first cause: {cause[1]}"
@@ -270,20 +274,11 @@ class Supervisor:
         line = self._last_line(name)
         return f": {line}" if line else ""
 
-    def _restart_due(self) -> None:
-        for slot in self._all():
-            if slot.restart_at is not None and self._clock() >= slot.restart_at:
-                slot.restart_at = None
-                slot.restarts += 1
-                environ = {**slot.program.environ, REPLACES_VARIABLE: str(slot.pid)}
-                slot.child = self._spawn(replace(slot.program, environ=environ))
-                slot.pid = slot.child.pid
-
     def _check_finish(self, since: float) -> None:
-        for slot in self._all():
+        for slot in self._slots.values():
             if not slot.program.recovers:
                 slot.restart_at = None
-        alive = [slot.program.name for slot in self._all() if slot.child is not None]
+        alive = [name for name, slot in self._slots.items() if slot.child is not None]
         limit_s = GOAL_S if self._goal in alive else 2 * self._stop_s
         if not alive or self._clock() - since < limit_s:
             return
@@ -292,11 +287,12 @@ class Supervisor:
             self._report(f"the run is done, but {text}: stopping")
             self.drain()
             return
-        culprit = next(s for s in self._all() if s.code == 0 and not s.program.elastic)
+        left = (s for s in self._slots.values() if s.code == 0 and not s.program.elastic)
+        culprit = next(left)
         self._fail(culprit, f"{culprit.program.name} left before the run was done, and {text}", 0)
 
     def _advance_drain(self) -> None:
-        alive = [slot for slot in self._all() if slot.child is not None]
+        alive = [slot for slot in self._slots.values() if slot.child is not None]
         wave = min((slot.program.wave for slot in alive), default=self._wave)
         if begins := wave != self._wave:
             self._wave, self._wave_deadline = wave, self._clock() + self._stop_s

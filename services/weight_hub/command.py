@@ -84,7 +84,7 @@ def _run(context: ServiceContext) -> int:
                 session = context.join(role, {} if upstream else endpoints)
                 stack.enter_context(session)
             context.ready(endpoints)
-            run_id = session.welcome.run_id if session is not None else context.name
+            run_id = session.run_id if session is not None else context.name
             daemon.run(run_id, context.stopping, wait_s, session)
     if session is not None and session.failure is not None:
         raise session.failure

@@ -93,7 +93,7 @@ def did(look: Look) -> set[str]:
 def test_any_number_watch_and_see_the_same(buffer: Buffer, security: SecurityOf) -> None:
     metrics = MetricsFile(None, "generator-0")
     watches = [Watch(buffer.endpoint, security("monitor")) for _ in range(3)]
-    with Session.join(
+    with Session(
         role="generator",
         name="generator-0",
         broker=buffer.endpoint,

@@ -168,8 +168,8 @@ def test_a_session_beats_as_seldom_as_it_is_asked_to(broker: Broker) -> None:
     done = threading.Event()
     broker.answer = answer
     with (
-        Session.join(role="monitor", name="slow", broker=broker.endpoint),
-        Session.join(role="monitor", name="fast", broker=broker.endpoint),
+        Session(role="monitor", name="slow", broker=broker.endpoint),
+        Session(role="monitor", name="fast", broker=broker.endpoint),
     ):
         assert done.wait(WAIT_S)
 
@@ -178,7 +178,7 @@ def test_a_session_joins_beats_and_leaves(broker: Broker) -> None:
     def beats() -> list[m.Heartbeat]:
         return [body for body in list(broker.seen) if isinstance(body, m.Heartbeat)]
 
-    with Session.join(role="monitor", name="m", broker=broker.endpoint) as session:
+    with Session(role="monitor", name="m", broker=broker.endpoint) as session:
         session.progress("testing", 3)
         session.stats(speed=2.0)
         until(lambda: any(beat.stats for beat in beats()), "a beat that tells what was done")
@@ -192,7 +192,7 @@ def test_a_session_joins_beats_and_leaves(broker: Broker) -> None:
 
 
 def test_a_session_drains_when_told_to(broker: Broker) -> None:
-    with Session.join(role="monitor", name="m", broker=broker.endpoint) as session:
+    with Session(role="monitor", name="m", broker=broker.endpoint) as session:
         assert broker.beats.acquire(timeout=WAIT_S)
         broker.drain.set()
         assert session.stopping.wait(WAIT_S)
@@ -201,7 +201,7 @@ def test_a_session_drains_when_told_to(broker: Broker) -> None:
 
 
 def test_a_session_the_broker_does_not_know_fails(broker: Broker) -> None:
-    with Session.join(role="monitor", name="m", broker=broker.endpoint) as session:
+    with Session(role="monitor", name="m", broker=broker.endpoint) as session:
         broker.answer = lambda _request: m.Nack(code="not_member", reason="who are you?")
         assert session.stopping.wait(WAIT_S)
         assert isinstance(session.failure, RejectedError)

@@ -19,7 +19,7 @@ from umbra.proto.access import ANYONE, KEY_ROLES, MEMBERS, SENDERS, KeyRole, may
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import TYPES
 from umbra.proto.net.keys import OPEN, Keys, Security, is_local, load_keys, make_keys, open_security
-from umbra.proto.net.server import NAMED, OTHERS, AllowList, Refusals
+from umbra.proto.net.server import NAMED, OTHERS, Refusals, zap_reply
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = (ROOT / "proto" / "README.md").read_text(encoding="utf-8")
@@ -258,12 +258,16 @@ def zap(keys: Keys, socket: str, **changed: bytes) -> list[bytes]:
     return list({**frames, **changed}.values())
 
 
+def roles_of(keys: Keys) -> dict[bytes, KeyRole]:
+    return {z85.decode(public): role for role, public in keys.roles.items()}
+
+
 def test_the_answer_names_the_role(folder: Path) -> None:
     refusals = Refusals()
-    allowed = AllowList(load_keys(folder, "buffer"), refusals)
+    roles = roles_of(load_keys(folder, "buffer"))
     for role in KEY_ROLES:
         for socket in ("control", "data", "events"):
-            answer = allowed.answer(zap(load_keys(folder, role), socket))
+            answer = zap_reply(zap(load_keys(folder, role), socket), roles, refusals)
             assert answer[:2] == [b"1.0", b"1"]
             want = (b"200", role.encode()) if may_connect(role, socket) else (b"400", b"")
             assert (answer[2], answer[4]) == want
@@ -273,20 +277,18 @@ def test_the_answer_names_the_role(folder: Path) -> None:
 def test_an_unknown_key_is_refused_and_named(folder: Path, tmp_path: Path) -> None:
     make_keys(tmp_path / "other")
     refusals = Refusals()
-    allowed = AllowList(load_keys(folder, "buffer"), refusals)
+    roles = roles_of(load_keys(folder, "buffer"))
     outsider = load_keys(tmp_path / "other", "trainer")
-    assert allowed.answer(zap(outsider, "data"))[2] == b"400"
+    assert zap_reply(zap(outsider, "data"), roles, refusals)[2] == b"400"
     assert dict(refusals.counts) == {"an unknown key from 192.0.2.7 on data": 1}
     known = load_keys(folder, "trainer")
     for changed in ({"mechanism": b"NULL"}, {"version": b"2.0"}, {"key": known.public}):
-        assert allowed.answer(zap(known, "data", **changed))[2] == b"400"
+        assert zap_reply(zap(known, "data", **changed), roles, refusals)[2] == b"400"
 
 
 @given(frames=st.lists(st.binary(max_size=40), max_size=9))
 def test_whatever_is_asked_there_is_an_answer_and_it_is_no(frames: list[bytes]) -> None:
-    roles: dict[KeyRole, bytes] = dict.fromkeys(KEY_ROLES, b"0" * 40)
-    allowed = AllowList(Keys("buffer", b"", b"", roles), Refusals())
-    assert allowed.answer(frames)[2] == b"400"
+    assert zap_reply(frames, {bytes(32): "trainer"}, Refusals())[2] == b"400"
 
 
 def test_outsiders_fill_no_memory_and_no_log(caplog: pytest.LogCaptureFixture) -> None:

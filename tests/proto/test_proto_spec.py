@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec.inspect as introspect
 import pytest
+import zmq
 
 from umbra.proto import access, messages, sockets
 from umbra.proto import messages as m
@@ -146,10 +147,12 @@ def test_a_role_may_send_no_byte_of_what_it_must_not(role: Any) -> None:
 
 def test_socket_options() -> None:
     text = " ".join(section("Sockets", 2).split())
-    assert f"`LINGER` {sockets.LINGER_MS} ms" in text
-    assert f"keepalive after {sockets.KEEPALIVE_IDLE_S} s" in text
-    assert f"after {sockets.RECONNECT_MS} to {sockets.RECONNECT_MAX_MS} ms" in text
-    assert f"takes in only {sockets.ROUTER_RECEIVE_HWM} messages" in text
+    options = sockets.OPTIONS
+    assert f"`LINGER` {options[zmq.LINGER]} ms" in text
+    assert f"keepalive after {options[zmq.TCP_KEEPALIVE_IDLE]} s" in text
+    intervals = f"{options[zmq.RECONNECT_IVL]} to {options[zmq.RECONNECT_IVL_MAX]}"
+    assert f"after {intervals} ms" in text
+    assert f"takes in only {sockets.ROUTER_OPTIONS[zmq.RCVHWM]} messages" in text
     hwm = {row[0]: int(row[4]) for row in rows(section("Sockets", 2))}
     assert set(hwm.values()) == {1000}  # as test_proto_sockets.py finds them
 
