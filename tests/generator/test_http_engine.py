@@ -277,8 +277,8 @@ def test_servers_that_would_serve_wrong_are_refused(opened: Callable[..., HttpEn
     same = [FakeVllm(1), FakeVllm(1)]
     with pytest.raises(UmbraError, match="--seed 1 too"):
         engine = opened(same)
-        until(lambda: engine._refusal is not None, "the second is refused")  # pyright: ignore[reportPrivateUsage]
-        raise engine._refusal or AssertionError  # pyright: ignore[reportPrivateUsage]
+        until(lambda: engine.refusal is not None, "the second is refused")
+        raise engine.refusal or AssertionError
     locked = FakeVllm(1, key="right")
     with pytest.raises(UsageError, match="set VLLM_API_KEY"):
         opened([locked])

@@ -27,7 +27,7 @@ from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Rollout, RolloutSettings
 from umbra.services.generator.tokens import ResponseTokens, tokens_of
-from umbra.services.generator.vllm.options import reported_routers
+from umbra.services.generator.vllm.options import reported_routers, routing
 from umbra.services.modeling.experts import Routers, chosen_experts
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
@@ -394,10 +394,10 @@ def test_vllm_tells_all_layers_and_we_those_with_a_router() -> None:
     """Layers without one have zeros there; here the first has none."""
     routers = reported_routers(ARCHITECTURES["deepseek-v3"].model(), "cuda", 64)
     rows = np.array([[[0, 0], [3, 1]], [[0, 0], [7, 2]], [[0, 0], [5, 6]]], dtype=np.uint8)
-    routing = routers.routing(rows[:2], rows[2:])
-    assert (routing.layers, routing.choices, routing.experts) == (1, 2, 8)
-    assert chosen_experts(trajectory(routing=routing)).tolist() == [[[3, 1]], [[7, 2]], [[5, 6]]]
-    assert routers.routing(None).chosen == b""
+    told = routing(routers, rows[:2], rows[2:])
+    assert (told.layers, told.choices, told.experts) == (1, 2, 8)
+    assert chosen_experts(trajectory(routing=told)).tolist() == [[[3, 1]], [[7, 2]], [[5, 6]]]
+    assert routing(routers, None).chosen == b""
 
 
 def test_eval_samples_carry_no_routing() -> None:

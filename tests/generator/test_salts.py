@@ -35,13 +35,13 @@ def test_a_session_of_the_same_name_is_another_one() -> None:
     salts.loaded(1, keep=True)
     own = salts.of("a")
     salts.used("a", own)
-    salts.forget(["a", "never"])
+    salts.forget("a")
+    salts.forget("never")
     salts.used("a", salts.of("a"))
     salts.loaded(2, keep=True)
     assert salts.of("a") != own
-    salts.forget(["a"])
+    salts.forget("a")
     assert not salts._last
-    assert not salts._own
 
 
 def test_nobody_reads_what_older_weights_made_of_anothers_tokens() -> None:
@@ -61,7 +61,7 @@ def test_nobody_reads_what_older_weights_made_of_anothers_tokens() -> None:
                 case 1 if name in running:
                     salts.used(name, running.pop(name))
                 case 2 if name not in running:
-                    salts.forget([name])
+                    salts.forget(name)
                     made = {
                         salt: {(who, at) for who, at in users if who != name}
                         for salt, users in made.items()

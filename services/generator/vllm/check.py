@@ -112,18 +112,16 @@ def vllm_differences(
     try:
         prompts = _prompts(model.config.get_text_config().vocab_size)
         seen = [engine.checksums()]
-        from_disk = _difference(engine, reference, prompts, computed)
+        from_disk, *_ = _compared(engine, reference, prompts, computed)
         first = _version(model, publish, computed)
         engine.load(*first, 1, "keep")
         seen.append(engine.checksums())
-        same = _difference(engine, reference, prompts, computed)
-        outputs = _sample(engine, prompts)
-        before = _logprobs(reference, prompts, outputs)
+        same, outputs, before = _compared(engine, reference, prompts, computed)
         change(model, computed)
         moved = float((_logprobs(reference, prompts, outputs) - before).abs().mean())
         engine.load(*_version(model, publish, computed), 2, "keep")
         seen.append(engine.checksums())
-        changed = _difference(engine, reference, prompts, computed)
+        changed, *_ = _compared(engine, reference, prompts, computed)
         engine.load(*first, 3, "keep")
         seen.append(engine.checksums())
     finally:
@@ -162,24 +160,20 @@ def _prompts(vocabulary: int) -> list[list[int]]:
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-def _difference(
+def _compared(
     engine: Engine, reference: Reference, prompts: list[list[int]], computed: torch.dtype
-) -> float:
-    outputs = _sample(engine, prompts)
-    sampled = torch.tensor([logprob for output in outputs for logprob in output.logprobs])
-    off = (sampled - _logprobs(reference, prompts, outputs)).abs()
-    return float(off.max() if computed == torch.float32 else off.mean())
-
-
-def _sample(engine: Engine, prompts: list[list[int]]) -> list[EngineOutput]:
+) -> tuple[float, list[EngineOutput], torch.Tensor]:
+    """Return how far vLLM is off, a sample of each prompt, and the reference's logprobs of them."""
     sampling = Sampling(max_tokens=_TOKENS)
-    engine.submit(
-        EngineRequest(str(index), prompt, sampling, _TOKENS) for index, prompt in enumerate(prompts)
-    )
+    engine.submit(EngineRequest(str(n), ids, sampling, _TOKENS) for n, ids in enumerate(prompts))
     outputs: list[EngineOutput] = []
     while engine.busy:
         outputs += engine.poll(1.0)
-    return sorted(outputs, key=lambda output: int(output.request_id))
+    outputs.sort(key=lambda output: int(output.request_id))
+    sampled = torch.tensor([logprob for output in outputs for logprob in output.logprobs])
+    expected = _logprobs(reference, prompts, outputs)
+    off = (sampled - expected).abs()
+    return float(off.max() if computed == torch.float32 else off.mean()), outputs, expected
 
 
 @torch.inference_mode()

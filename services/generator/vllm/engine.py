@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import logging
-import queue
 import threading
-import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
@@ -35,7 +32,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from umbra.proto.deadline import LEAST_RATE, Deadline, Pace
 from umbra.proto.errors import StartupError, UmbraError, UsageError
-from umbra.proto.records import AdapterFacts, Manifest, Sampling
+from umbra.proto.records import AdapterFacts, Manifest
 from umbra.services.config import GeneratorConfig
 from umbra.services.generator.engines.engine import (
     CacheFigures,
@@ -43,21 +40,19 @@ from umbra.services.generator.engines.engine import (
     EngineOutput,
     EngineRequest,
     KvPolicy,
-    check_request,
-    support_limit,
     take,
 )
 from umbra.services.generator.vllm import private
+from umbra.services.generator.vllm.loop_engine import Live, LoopEngine
 from umbra.services.generator.vllm.options import (
     RecentLengths,
     adapter_arguments,
     check_device,
     engine_arguments,
     reported_routers,
-    sampling_arguments,
 )
 from umbra.services.generator.vllm.plugin import ADAPTER
-from umbra.services.generator.vllm.updates import Salts, Updates
+from umbra.services.generator.vllm.updates import Salts
 from umbra.services.modeling.lora import factors
 from umbra.services.weights.gpu.cuda import DeviceMemory
 from umbra.services.weights.manifest import Part
@@ -78,7 +73,7 @@ def platform() -> str:
     return current_platform.device_type
 
 
-class VllmEngine:
+class VllmEngine(LoopEngine[Live]):
     """vLLM as an `Engine`.
 
     Args:
@@ -115,24 +110,11 @@ class VllmEngine:
         adapter: AdapterFacts | None = None,
     ) -> None:
         check_device(config.device, platform())
-        self.version = version
-        self.slots = config.slots
-        self.max_context = config.max_context
+        super().__init__(outline, config, stop_ids, tell_head, adapter)
+        self.version, self._pace = version, pace
         self.decoded_tokens = self._finished_tokens = 0
-        self._pace = pace
-        self._head = tell_head
-        self._updates = Updates(outline, adapter)
-        self._vocabulary: int = outline.config.get_text_config().vocab_size
-        self._stop_ids = sorted(set(stop_ids))
-        self._names = itertools.count()
-        self._open: dict[str, EngineRequest] = {}  # under way, by a key that is never used twice
         self._lengths = RecentLengths(config.max_context)
-        self._ended: queue.SimpleQueue[tuple[str, EngineOutput] | Exception] = queue.SimpleQueue()
-        self._ready: list[EngineOutput] = []
-        # Of the loop's thread: requests, those that begin again, and salts of their prefixes.
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._restarting: set[str] = set()
-        self._salts = Salts()
+        self._salts = Salts()  # of the loop's thread
         self._mapped: tuple[bytes, bool] = b"", False  # memory of the GPU, and whether they could
         arguments = engine_arguments(config, path, outline.config, dtype, seed % 2**31, platform())
         self._routers = None
@@ -149,7 +131,9 @@ class VllmEngine:
             self._lora = LoRARequest("umbra", ADAPTER, "umbra")
         self._cache_log = private.CacheLog()
         self._llm = _started(arguments, self._cache_log)
-        self._cache_tokens = private.cache_tokens(self._llm)
+        self._cache_tokens = (
+            self._llm.vllm_config.cache_config.kv_cache_size_tokens
+        )  # None: unknown
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="umbra-vllm")
         self._thread.start()
@@ -162,16 +146,12 @@ class VllmEngine:
             raise UsageError(f"vLLM refuses the adapter: {_sentence(error)}") from error
 
     @property
-    def live(self) -> int:
-        return min(len(self._open), self.slots)
-
-    @property
     def fits(self) -> int:
         capacity = self._cache_tokens
         if not capacity or capacity >= self.slots * self.max_context:
             return self.slots
         tokens = self._tokens()
-        live = (len(r.prompt_ids) + len(tokens.get(key, ())) for key, r in self._open.items())
+        live = (len(o.request.prompt_ids) + len(tokens.get(k, ())) for k, o in self._open.items())
         return min(self.slots, self._lengths.fitting(capacity, live))
 
     @property
@@ -193,11 +173,14 @@ class VllmEngine:
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
         for request in requests:
-            limit = check_request(request, self.max_context, self._vocabulary)
-            params = self._params(request.sampling, limit)
-            key = f"{request.request_id}#{next(self._names)}"
-            self._open[key] = request
-            self._loop.call_soon_threadsafe(self._start, key, request, params)
+            params = SamplingParams(
+                **self._sampling(request, itself=False),
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            key = f"{request.request_id}#{next(self._numbers)}"
+            live = self._open[key] = Live(request)
+            self._loop.call_soon_threadsafe(self._start, key, live, params)
 
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
         """Return finished outputs, after at most `timeout_s` seconds of waiting.
@@ -212,7 +195,7 @@ class VllmEngine:
         self.decoded_tokens = max(self.decoded_tokens, now)
         if not self._ready and (died := self._died) is not None:
             raise died
-        return self._take()
+        return take(self._ready, lambda _: True)
 
     def load(
         self,
@@ -234,57 +217,45 @@ class VllmEngine:
         self._updates.check(manifest)
         is_mapped = isinstance(data, DeviceMemory) and self._maps(data)
         update = self._updates.of(manifest, data, is_mapped=is_mapped)
-        under_way = list(self._open)
-        self._replace_weights(
-            update.info(),
-            version,
-            kv_policy,
-            self._pace.limit_s(manifest.total_bytes),
-            guard,
-        )
+        limit_s = self._pace.limit_s(manifest.total_bytes)
+        try:
+            self._wait(self._pause(kv_policy), limit_s)
+            request = WeightTransferUpdateRequest(update_info=update.info())
+            self._wait(self._llm.update_weights(request), limit_s)
+            if guard is not None:
+                guard.verify()
+            self._wait(self._resume(version, kv_policy), limit_s)
+        except Exception as error:
+            if (died := self._died) is not None:
+                raise died from error
+            raise EngineError(
+                f"loading version {version} into vLLM broke off: {_sentence(error)}; its weights "
+                "are now a mix of two versions, so this generator ends"
+            ) from error
         self.version = version
-        if kv_policy != "abort":
-            return []
-        self._collect(0.0)
-        aborted = take(self._ready, lambda o: o.finish_reason == "abort")
-        for key in under_way:
-            self._open.pop(key, None)
-        return aborted
-
-    def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
-        names = None if request_ids is None else set(request_ids)
-        keys = self._keys(names)
-        if keys and not self._llm.errored:
-            with suppress(EngineDeadError):
-                self._wait(self._abort(keys), _REPLY_S)
-        self._collect(0.0)
-        if self._llm.errored:  # then no output comes, but vLLM's records can be read
-            for key, output in self._peek([key for key in keys if key in self._open]).items():
-                self._ready.append(self._close(key, output))
-        for key in keys:
-            self._open.pop(key, None)
-        return self._take(names)
+        return self._aborted(kv_policy)
 
     def new_tokens(self) -> Mapping[str, Sequence[int]]:
         tokens = self._tokens()
-        return {r.request_id: tokens[key] for key, r in self._open.items() if key in tokens}
+        return {o.request.request_id: tokens[k] for k, o in self._open.items() if k in tokens}
 
     def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
-        return list(self._peek(self._keys(set(request_ids))).values())
+        live = self._named(set(request_ids))
+        return list(self._wait(self._look(live), _REPLY_S).values()) if live else []
 
     def checksums(self) -> dict[str, dict[str, str]]:
         """Return a checksum of each parameter by worker and name, of a model that is idle."""
         return self._wait(private.checksums(self._llm), self._pace.limit_s(0))
 
     def forget(self, session: str) -> None:
-        self._loop.call_soon_threadsafe(self._salts.forget, [session])
+        self._loop.call_soon_threadsafe(self._salts.forget, session)
 
     def close(self) -> None:
-        self._open.clear()
         if self._loop.is_closed():
             return
         with suppress(UmbraError):
             self._wait(self._end(), _CLOSE_S)
+        self._open.clear()
         with suppress(Exception):  # it may have died half-way; nothing of it is needed any more
             self._llm.shutdown(timeout=_KILL_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -297,24 +268,27 @@ class VllmEngine:
 
     # -- in the driver's thread -------------------------------------------------------------------
 
-    def _keys(self, names: set[str] | None) -> list[str]:
-        return [k for k, r in self._open.items() if names is None or r.request_id in names]
+    def _stop(self, live: dict[str, Live]) -> None:
+        if not self._llm.errored:
+            with suppress(EngineDeadError):
+                self._wait(self._abort(live), _REPLY_S)
+        self._collect(0.0)
+        if self._llm.errored and self._open:  # no output comes, but vLLM's records can be read
+            for key, output in self._wait(self._look(live), _REPLY_S).items():
+                self.ended.put((key, output))
+            self._collect(0.0)
+        for key in live:
+            self._open.pop(key, None)
+
+    def _finished(self, request: EngineRequest, output: EngineOutput) -> None:
+        super()._finished(request, output)
+        self._finished_tokens += len(output.token_ids)
+        self._lengths.ended(len(request.prompt_ids) + len(output.token_ids))
 
     def _tokens(self) -> dict[str, list[int]]:
         """Return the tokens of each request that is not done, by key."""
         records = private.requests(self._llm)
         return {key: private.tokens_of(record) for key, record in records.items()}
-
-    def _peek(self, keys: Sequence[str]) -> dict[str, EngineOutput]:
-        return self._wait(self._look(keys), _REPLY_S) if keys else {}
-
-    def _params(self, sampling: Sampling, limit: int) -> SamplingParams:
-        support = support_limit(sampling, self._head)
-        return SamplingParams(
-            **sampling_arguments(sampling, limit, self._stop_ids, support, self._vocabulary),
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
 
     def _maps(self, data: DeviceMemory) -> bool:
         """Have the workers map `data`, once; return whether they could."""
@@ -332,58 +306,6 @@ class VllmEngine:
                 log.warning(warning, _sentence(error))
                 self._mapped = data.handle, False
         return self._mapped[1]
-
-    def _replace_weights(
-        self,
-        part: dict[str, Any],
-        version: int,
-        kv_policy: KvPolicy,
-        limit_s: float,
-        guard: SlotGuard | None,
-    ) -> None:
-        """Load a version between two steps. Under "abort", all requests are done afterwards.
-
-        `part` has the fields of `UpdateInfo`; `guard` verifies the loaded bytes.
-        """
-        began = time.perf_counter()
-        try:
-            self._wait(self._pause(kv_policy), limit_s)
-            paused = time.perf_counter()
-            request = WeightTransferUpdateRequest(update_info=part)
-            self._wait(self._llm.update_weights(request), limit_s)
-            if guard is not None:
-                guard.verify()
-            self._wait(self._resume(version, kv_policy), limit_s)
-        except Exception as error:
-            if (died := self._died) is not None:
-                raise died from error
-            raise EngineError(
-                f"loading version {version} into vLLM broke off: {_sentence(error)}; its weights "
-                "are now a mix of two versions, so this generator ends"
-            ) from error
-        now = time.perf_counter()
-        log.debug("version %d: paused %.3f s, loaded %.3f s", version, paused - began, now - paused)
-
-    def _collect(self, timeout_s: float) -> None:
-        """Take the outputs that are done, or wait `timeout_s` seconds for one."""
-        with suppress(queue.Empty):
-            outcome = self._ended.get(block=timeout_s > 0, timeout=timeout_s or None)
-            while True:
-                if isinstance(outcome, Exception):
-                    raise UmbraError(f"vLLM refused a request: {outcome}") from outcome
-                key, output = outcome
-                if key in self._open:
-                    self._ready.append(self._close(key, output))
-                outcome = self._ended.get_nowait()
-
-    def _close(self, key: str, output: EngineOutput) -> EngineOutput:
-        request = self._open.pop(key)
-        self._finished_tokens += len(output.token_ids)
-        self._lengths.ended(len(request.prompt_ids) + len(output.token_ids))
-        return output
-
-    def _take(self, names: set[str] | None = None) -> list[EngineOutput]:
-        return take(self._ready, lambda o: names is None or o.request_id in names)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Return its result. vLLM waits forever for a core that dies while it loads weights.
@@ -415,31 +337,32 @@ class VllmEngine:
         self._salts.loaded(version, keep=True)
 
     async def _end(self) -> None:
-        handler = self._llm.output_handler
-        tasks = [*self._tasks.values(), *([handler] if handler is not None else [])]
+        tasks = [live.task for live in self._open.values()] + [self._llm.output_handler]
+        tasks = [task for task in tasks if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, key: str, request: EngineRequest, params: SamplingParams) -> None:
-        self._tasks[key] = self._loop.create_task(self._run(key, request, params))
+    def _start(self, key: str, live: Live, params: SamplingParams) -> None:
+        live.task = self._loop.create_task(self._run(key, live, params))
 
-    async def _run(self, key: str, request: EngineRequest, params: SamplingParams) -> None:
+    async def _run(self, key: str, live: Live, params: SamplingParams) -> None:
+        request = live.request
         try:
             while True:
                 salt = self._salts.of(request.session)
                 output = await self._generate(key, request, params, salt)
-                if key not in self._restarting:
+                if not live.restarts:
                     break
-                self._restarting.discard(key)
+                live.restarts = False
             self._salts.used(request.session, salt)
-            self._ended.put((key, private.finished(output, request, self._routers, self._head)))
+            self.ended.put((key, private.finished(output, request, self._routers, self._head)))
         except EngineDeadError:
             pass  # `_died` says so, and its tokens can be looked at
         except Exception as error:  # noqa: BLE001 - whatever it is ends the generator, with its name
-            self._ended.put(error)
-        finally:
-            del self._tasks[key]
+            refusal = UmbraError(f"vLLM refused a request: {error}")
+            refusal.__cause__ = error
+            self.ended.put((key, refusal))
 
     async def _generate(
         self, key: str, request: EngineRequest, params: SamplingParams, salt: str
@@ -450,16 +373,16 @@ class VllmEngine:
                 return output
         raise UmbraError(f"vLLM ended request {key} without an output")
 
-    async def _abort(self, keys: Sequence[str]) -> None:
-        tasks = [self._tasks[key] for key in keys if key in self._tasks]
-        await self._llm.abort(keys)
-        await asyncio.gather(*tasks)
+    async def _abort(self, live: Mapping[str, Live]) -> None:
+        await self._llm.abort(list(live))
+        await asyncio.gather(*(one.task for one in live.values() if one.task is not None))
 
-    async def _look(self, keys: Sequence[str]) -> dict[str, EngineOutput]:
+    async def _look(self, live: Mapping[str, Live]) -> dict[str, EngineOutput]:
+        """Return the outputs so far of those that are not done."""
         records = private.requests(self._llm)
         return {
-            key: private.under_way(records[key], self._open[key], self._routers, self._head)
-            for key in keys
+            key: private.under_way(records[key], one.request, self._routers, self._head)
+            for key, one in live.items()
             if key in records
         }
 
@@ -471,7 +394,7 @@ class VllmEngine:
 
     async def _resume(self, version: int, kv_policy: KvPolicy) -> None:
         if kv_policy == "abort":
-            await self._abort(list(self._tasks))
+            await self._abort(self._open)
         if self._adapter:
             await self._llm.update_weight_version(str(version))
         else:
@@ -480,7 +403,8 @@ class VllmEngine:
         # Requests without a token get new salts: theirs would find blocks of old weights.
         records = private.requests(self._llm)
         unstarted = [key for key, record in records.items() if not private.tokens_of(record)]
-        self._restarting.update(unstarted)
+        for key in unstarted:
+            self._open[key].restarts = True
         await self._llm.abort(unstarted)
         await self._llm.resume_generation()
 

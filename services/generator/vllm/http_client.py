@@ -1,15 +1,11 @@
-"""A client of vLLM servers: HTTP/1.1 for an event loop, and answers as read in vLLM 0.32.
-
-One request per connection; h11, which uvicorn brings, speaks the protocol.
-"""
+"""A client of HTTP/1.1 for an event loop: a connection per request; h11, of uvicorn, speaks it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,28 +15,23 @@ import h11
 import msgspec
 
 from umbra.proto.errors import UNREADABLE, PeerLostError, RejectedError, UsageError
-from umbra.proto.records import Sampling, Support, VersionSpan, pack_float32, pack_int32
-from umbra.services.generator.engines.engine import EngineError, support_limit
-from umbra.services.generator.vllm.plugin import BACKEND
 
 UNIX = "unix:"
 _READ_BYTES = 1 << 16
 _SHOWN = 300  # characters of a refusal
 _LISTENS = "0A"  # state of a socket in /proc/net/tcp
 _REFUSED = 400  # the first status that is a refusal
-_NO_LOGPROB = -9999.0  # vLLM's number for none, and for one that is not finite
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
 class HttpClient:
     """A client of the server at `url`, `http://HOST:PORT` or `unix:PATH`; `key`: a bearer token."""
 
-    url: str
-    key: str = ""
+    def __init__(self, url: str, key: str = "") -> None:
+        self.url, self._key = url, key
 
-    async def call(self, target: str, body: Any = None, *, timeout_s: float) -> bytes:
+    async def call(self, target: str, body: Any = None, *, timeout_s: float = 10.0) -> bytes:
         """Send `body` as JSON by POST (None: GET `target`); return the body of the answer.
 
         Raises:
@@ -65,13 +56,27 @@ class HttpClient:
 
     async def _exchange(self, target: str, body: Any) -> AsyncGenerator[bytes]:
         http, status, refusal = h11.Connection(h11.CLIENT), 0, b""
+        path, parts = self.url.removeprefix(UNIX), urlsplit(self.url)
         try:
-            reader, writer = await self._connect()
+            if self.url.startswith(UNIX):
+                reader, writer = await asyncio.open_unix_connection(path)
+            else:
+                reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
         except OSError as error:
             why = error.strerror or str(error)
             raise PeerLostError(f"{self.url}: nobody answers: {why}") from error
+        data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+        headers = {
+            "Host": parts.netloc or "vllm",
+            "Connection": "close",
+            "Content-Type": "application/json",
+            "Content-Length": str(len(data)),
+        } | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        method = "GET" if body is None else "POST"
+        request = h11.Request(method=method, target=target, headers=[*headers.items()])
         try:
-            writer.write(self._request(http, target, body))
+            for part in (request, h11.Data(data=data), h11.EndOfMessage()):
+                writer.write(http.send(part) or b"")
             await writer.drain()
             while not isinstance(event := http.next_event(), h11.EndOfMessage):
                 if event is h11.NEED_DATA:
@@ -89,29 +94,6 @@ class HttpClient:
         if status >= _REFUSED:
             path, reason = target.partition("?")[0], _sentence(refusal)
             raise RejectedError(f"{self.url}{path}: HTTP {status}: {reason}", code=str(status))
-
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        if self.url.startswith(UNIX):
-            return await asyncio.open_unix_connection(self.url.removeprefix(UNIX))
-        parts = urlsplit(self.url)
-        return await asyncio.open_connection(parts.hostname, parts.port)
-
-    def _request(self, http: h11.Connection, target: str, body: Any) -> bytes:
-        data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
-        headers = [
-            ("Host", "vllm" if self.url.startswith(UNIX) else urlsplit(self.url).netloc),
-            ("Connection", "close"),
-            ("Content-Type", "application/json"),
-            ("Content-Length", str(len(data))),
-            *([("Authorization", f"Bearer {self.key}")] if self.key else []),
-        ]
-        method = "GET" if body is None else "POST"
-        parts = (
-            h11.Request(method=method, target=target, headers=headers),
-            h11.Data(data=data),
-            h11.EndOfMessage(),
-        )
-        return b"".join(sent for part in parts if (sent := http.send(part)))
 
 
 def _sentence(body: bytes) -> str:
@@ -151,147 +133,9 @@ def _address(words: bytes) -> str:
     return socket.inet_ntop(socket.AF_INET6 if len(words) > 4 else socket.AF_INET, swapped)
 
 
-class _Candidate(msgspec.Struct):
-    token_id: int
-    logprob: float
-    rank: int | None = None  # from 1 on
-
-
-class _Drawn(_Candidate):
-    top_logprobs: list[_Candidate] = []  # itself, then the likeliest
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Drawn] | None = None
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class NewTokens(msgspec.Struct):
-    """New tokens of a request, and the versions of all so far; the last has `finish_reason`."""
-
-    token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-    finish_reason: str | None = None
-    weight_versions: list[_Span] | None = None
-
-    def logprobs_of(
-        self, sampling: Sampling, head: int
-    ) -> tuple[list[float], list[Support | None]]:
-        """Return the logprob and the support of each token; `head` is as of `support_limit`.
-
-        Raises:
-            EngineError: one is not finite.
-            PeerLostError: some are missing.
-        """
-        sampled = (self.logprobs.content if self.logprobs is not None else None) or []
-        if len(sampled) != len(self.token_ids or ()):
-            raise PeerLostError(
-                f"{len(sampled)} logprobs came for {len(self.token_ids or ())} tokens"
-            )
-        if any(token.logprob <= _NO_LOGPROB for token in sampled):
-            raise EngineError("a vLLM server's logits are not finite")
-        limit = support_limit(sampling, head)
-        supports = [_support(token, sampling, head, limit) if limit else None for token in sampled]
-        return [token.logprob for token in sampled], supports
-
-    def spans_of(self, length: int, versions: Mapping[str, int]) -> list[VersionSpan] | None:
-        """Return the spans of all `length` tokens so far; None if one is of none of `versions`."""
-        spans = [span for span in self.weight_versions or () if span.end > span.start]
-        ends = [0, *(span.end for span in spans)]
-        known = all(span.version in versions for span in spans)
-        if not known or [*(span.start for span in spans), length] != ends:
-            return None
-        return [VersionSpan(version=versions[s.version], start=s.start, end=s.end) for s in spans]
-
-
-def _support(drawn: _Drawn, sampling: Sampling, head: int, limit: int) -> Support:
-    """Return the tokens that could have been drawn; without a cut-off, the `limit` likeliest."""
-    finite = [c for c in drawn.top_logprobs if c.logprob > _NO_LOGPROB]
-    if not sampling.cuts_off:
-        finite = [c for c in finite if c.rank is not None and c.rank <= limit]
-    logprobs = {c.token_id: c.logprob for c in finite}
-    if sampling.cuts_off:
-        logprobs.setdefault(drawn.token_id, drawn.logprob)
-    values = pack_float32([*logprobs.values()]) if head else None
-    sizes = len(logprobs).to_bytes(2, "little")
-    return Support(sizes=sizes, ids=pack_int32([*logprobs]), logprobs=values)
-
-
-class TokenEvent(msgspec.Struct):
-    """One of the stream that POST /inference/v1/generate answers."""
-
-    choices: list[NewTokens] = []
-    error: Any = None
-
-
 def read(answer: bytes, kind: type[T]) -> T:
     """Raise PeerLostError if `answer` is not the JSON of such a thing."""
     try:
         return msgspec.json.decode(answer, type=kind)
     except UNREADABLE as error:
         raise PeerLostError(f"a server answers unlike vLLM 0.32: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """Settings that a server was started with, of GET /server_info?config_format=json."""
-
-    dtype: str
-    seed: int
-    platform: str
-    faults: Sequence[str]  # why it would serve wrong
-
-    def faults_beside(self, other: ServerFacts) -> Iterator[str]:
-        """Yield why it would serve wrong beside another server."""
-        if other.dtype != self.dtype:
-            yield f"it computes in {self.dtype}, another one in {other.dtype}"
-        if other.seed == self.seed:
-            yield f"another one has --seed {self.seed} too and would draw the same: change one"
-
-
-def facts_in(answer: bytes, max_context: int) -> ServerFacts:
-    """Read the facts; `max_context` is the generator's."""
-    config: Any = read(answer, dict[str, Any]).get("vllm_config")
-    try:
-        model, transfer = config["model_config"], config["weight_transfer_config"] or {}
-        wrong = (
-            (
-                transfer.get("backend") != BACKEND,
-                f'it does not load weights by "{BACKEND}": install umbra-rl beside its vLLM, and '
-                f'start it with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\'',
-            ),
-            (
-                model["logprobs_mode"] != "processed_logprobs",
-                "its logprobs are not those it samples by: --logprobs-mode processed_logprobs",
-            ),
-            (
-                model["max_model_len"] < max_context,
-                f"its --max-model-len {model['max_model_len']} is less than "
-                f"generator.max_context = {max_context}",
-            ),
-            (
-                model["quantization"] is not None,
-                f"its quantization {model['quantization']} was not tried with new weights",
-            ),
-            (
-                config["parallel_config"]["data_parallel_size"] > 1,
-                "start a server for each data-parallel rank, and name all in generator.urls",
-            ),
-            (
-                config["speculative_config"] is not None,
-                "its logprobs would be wrong with a speculative_config: leave it out",
-            ),
-        )
-        return ServerFacts(
-            model["dtype"].removeprefix("torch."),
-            model["seed"],
-            config["device_config"]["device"],
-            [sentence for is_so, sentence in wrong if is_so],
-        )
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"a server's /server_info is unlike vLLM 0.32's: {error!r}") from error

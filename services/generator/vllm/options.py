@@ -10,9 +10,7 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +30,15 @@ from umbra.services.process.host import package_version
 
 log = logging.getLogger(__name__)
 
-OLDEST = NEWEST = (0, 32)  # that runs were made with; 0.33 was read (`private.py`)
+TRIED = (0, 32)  # that runs were made with; 0.33 was read (`private.py`)
 _TIES = 8  # tokens that are asked for beyond top_k, all that tie with its last being kept
 _BLOCK_TOKENS = 128  # of vLLM's KV cache on CPUs
 _RECENT = 256  # sequences
 _BIND, _NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
 _IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _KV_SPARE = 1.25  # room for prefixes that are kept for later requests
-# Engine arguments that follow from keys of ours.
-_KEYS = {
+# Engine arguments that follow from keys of ours, or from nothing: our adapter is the only one.
+_OURS = {
     "enable_return_routed_experts": "trainer.router_replay",
     "aux_output_config": "trainer.router_replay",
     "model": "model.path",
@@ -51,54 +49,46 @@ _KEYS = {
     "max_num_seqs": "generator.slots",
     "tensor_parallel_size": "generator.tensor_parallel",
     "data_parallel_size": "generator.count",
+    **dict.fromkeys(("weight_transfer_config", "logprobs_mode", "skip_tokenizer_init"), ""),
+    **dict.fromkeys(("disable_log_stats", "enable_lora", "max_loras", "max_lora_rank"), ""),
+    **dict.fromkeys(("max_cpu_loras", "lora_dtype", "lora_target_modules"), ""),
+    "fully_sharded_loras": "",
 }
 # Quantizations that vLLM computes from full weights, hence again from every published version, and
 # that tests load new weights under (fp8 on GPUs only). It knows more.
 _ONLINE = ("fp8", "fp8_per_tensor", "fp8_per_channel", "int8_per_channel_weight_only")
 _ONLINE_ON_CPUS = ("fp8_per_channel", "int8_per_channel_weight_only")  # it has no other kernels
 _ALWAYS_TIED = ("cohere", "cohere2")  # vLLM 0.32 drops an output layer that they have of their own
-# `enable_lora` and what it goes with, too: our adapter is the only one.
-_OWN = (
-    "weight_transfer_config", "logprobs_mode", "skip_tokenizer_init", "disable_log_stats",
-    "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype",
-    "lora_target_modules", "fully_sharded_loras",
-)  # fmt: skip
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 makes room for
 # Where vLLM's logprobs with an adapter were compared with the trainer's. No mixtures of experts:
 # with adapters enabled, vLLM computes experts by Triton, which CPUs do not have.
 _ADAPTERS = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def require_vllm(
-    find: Callable[[str], object | None] = importlib.util.find_spec,
-    version_of: Callable[[str], str] = version,
-) -> None:
+def require_vllm() -> None:
     """Raise UsageError unless a vLLM is installed that is new enough."""
-    if find("vllm") is None:
+    if importlib.util.find_spec("vllm") is None:
         raise UsageError(
             'generator.engine = "vllm" needs vLLM, which is not installed: with a GPU, install '
             '"umbra-rl[vllm]"; without one, run `make setup` in a checkout, or see '
             "docs/generation.md"
         )
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            installed = version_of(package)
-        except PackageNotFoundError:
-            continue
-        numbers = re.match(r"(\d+)\.(\d+)", installed)
-        minor = (int(numbers[1]), int(numbers[2])) if numbers else OLDEST
-        if minor > NEWEST:
-            log.warning(
-                "%s %s is newer than %s, the newest that was tried: `umbra check-model MODEL` "
-                "compares its logprobs", package, installed, ".".join(map(str, NEWEST)),
-            )  # fmt: skip
-        if (0, 0) < minor < OLDEST:
-            raise UsageError(
-                f"{package} {installed} is too old: new weights in mid-sequence need "
-                f"{'.'.join(map(str, OLDEST))} or newer, so upgrade it, or set "
-                'generator.engine = "torch"'
-            )
-        return
+    installed = package_version("vllm") or package_version("vllm-cpu")
+    tried = ".".join(map(str, TRIED))
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    minor = (int(numbers[1]), int(numbers[2])) if numbers else TRIED
+    if minor > TRIED:
+        log.warning(
+            "vLLM %s is newer than %s, the newest that was tried: `umbra check-model MODEL` "
+            "compares its logprobs",
+            installed,
+            tried,
+        )
+    if (0, 0) < minor < TRIED:  # 0.0: built from a checkout
+        raise UsageError(
+            f"vLLM {installed} is too old: new weights in mid-sequence need {tried} or newer, so "
+            'upgrade it, or set generator.engine = "torch"'
+        )
 
 
 def set_environment(config: GeneratorConfig) -> None:
@@ -121,32 +111,16 @@ def set_environment(config: GeneratorConfig) -> None:
         defaults["OMP_NUM_THREADS"] = str(config.threads)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    match = re.fullmatch(r"cuda(?::(\d+))?", config.device)
-    if match and match[1]:
-        visible = visible_devices(
-            int(match[1]),
-            config.tensor_parallel,
-            torch.cuda.device_count(),
-            os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-        )
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
-
-
-def visible_devices(first: int, count: int, number: int, before: str) -> str:
-    """Return CUDA_VISIBLE_DEVICES for `count` GPUs from `first` on, of those visible now.
-
-    `number` is how many these are, `before` what the variable says now; empty = all.
-
-    Raises:
-        UsageError: there are too few.
-    """
-    if first + count > number:
-        raise UsageError(
-            f'generator.device = "cuda:{first}" with generator.tensor_parallel = {count} needs '
-            f"{first + count} GPUs, this machine has {number}"
-        )
-    names = before.split(",") if before else [str(index) for index in range(number)]
-    return ",".join(names[first : first + count])
+    if match := re.fullmatch(r"cuda:(\d+)", config.device):
+        first, count, found = int(match[1]), config.tensor_parallel, torch.cuda.device_count()
+        if first + count > found:
+            raise UsageError(
+                f'generator.device = "cuda:{first}" with generator.tensor_parallel = {count} needs '
+                f"{first + count} GPUs, this machine has {found}"
+            )
+        before = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        visible = before.split(",") if before else [str(index) for index in range(found)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + count])
 
 
 def check_device(device: str, platform: str) -> None:
@@ -156,8 +130,7 @@ def check_device(device: str, platform: str) -> None:
         UsageError: it does not.
         StartupError: there is a driver, and torch sees no GPU.
     """
-    kind = device.partition(":")[0]
-    note = ""
+    kind, note = device.partition(":")[0], ""
     if kind == "auto":
         kind = pick_device(device, "generator.device").type
         note = f", which is {kind} here"
@@ -354,10 +327,9 @@ def adapter_arguments(
 def check_arguments(config: GeneratorConfig) -> None:
     """Raise UsageError for unknown `engine_args`, and those that a key of Umbra's sets."""
     for name in config.engine_args:
-        if name in _OWN:
-            raise UsageError(f"generator.engine_args.{name}: Umbra sets it itself, leave it out")
-        if name in _KEYS:
-            raise UsageError(f"generator.engine_args.{name}: set {_KEYS[name]} instead")
+        if (key := _OURS.get(name)) is not None:
+            remedy = f"set {key} instead" if key else "Umbra sets it itself, leave it out"
+            raise UsageError(f"generator.engine_args.{name}: {remedy}")
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
@@ -441,42 +413,27 @@ class RecentLengths:
     def ended(self, length: int) -> None:
         self._recent.append(length)
 
-    @property
-    def mean(self) -> float:
-        return sum(self._recent) / len(self._recent) if self._recent else float(self._most)
-
     def fitting(self, capacity: int, live: Iterable[int]) -> int:
         """Return how many sequences fit in `capacity` tokens, live ones included; 1 at least.
 
         Each live one, of the length in `live`, is expected to get as long as the mean, unless it
         is longer already.
         """
-        mean, count, used = self.mean, 0, 0.0
-        for length in live:
-            count += 1
-            used += max(length, mean)
-        return max(1, count + int((capacity - used) // mean))
+        mean = sum(self._recent) / len(self._recent) if self._recent else float(self._most)
+        taken = [max(length, mean) for length in live]
+        return max(1, len(taken) + int((capacity - sum(taken)) // mean))
 
 
-@dataclass(frozen=True, slots=True)
-class ReportedRouters:
-    """The routers of a model: `places` are the layers with one, of all that vLLM reports."""
-
-    places: Sequence[int]
-    choices: int
-    experts: int
-
-    def routing(self, *chunks: Any) -> Routing:
-        """Join vLLM's arrays [rows, all layers, choices], which may be None."""
-        kind = np.uint8 if self.experts <= 256 else np.dtype("<u2")
-        parts = [chunk[:, list(self.places)] for chunk in chunks if chunk is not None]
-        chosen = b"".join(np.ascontiguousarray(rows, dtype=kind).tobytes() for rows in parts)
-        return Routing(
-            layers=len(self.places), choices=self.choices, experts=self.experts, chosen=chosen
-        )
+def routing(routers: Routers, *chunks: Any) -> Routing:
+    """Join vLLM's arrays [rows, all layers, choices], which may be None."""
+    kind = np.uint8 if routers.experts <= 256 else np.dtype("<u2")
+    rows = [chunk[:, routers.places] for chunk in chunks if chunk is not None]
+    chosen = b"".join(np.ascontiguousarray(part, dtype=kind).tobytes() for part in rows)
+    layers, choices, experts = routers.kind
+    return Routing(layers=layers, choices=choices, experts=experts, chosen=chosen)
 
 
-def reported_routers(outline: Any, platform: str, max_context: int) -> ReportedRouters:
+def reported_routers(outline: Any, platform: str, max_context: int) -> Routers:
     """Return the routers of the model `outline` whose choices vLLM for `platform` reports.
 
     Raises:
@@ -491,4 +448,4 @@ def reported_routers(outline: Any, platform: str, max_context: int) -> ReportedR
     if routers is None:
         raise UsageError(NO_ROUTERS)
     check_routing_fits(routers.kind, max_context)
-    return ReportedRouters(routers.places, routers.choices, routers.experts)
+    return routers

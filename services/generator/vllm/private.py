@@ -1,8 +1,7 @@
 """Names of vLLM that are not part of its interface, as read in vLLM 0.32 and 0.33.
 
-One more is in `plugin.py`, which each of vLLM's processes imports.
-
-Its interface is what users of `AsyncLLM` and engines of `vllm.general_plugins` are given.
+Its interface is what users of `AsyncLLM` and engines of `vllm.general_plugins` are given. One more
+name is in `plugin.py`, which each of vLLM's processes imports.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from umbra.services.generator.engines.engine import (
     spans_of,
     support_limit,
 )
-from umbra.services.generator.vllm.options import ReportedRouters
+from umbra.services.generator.vllm.options import routing
 from umbra.services.generator.vllm.plugin import ADAPTER
+from umbra.services.modeling.experts import Routers
 from umbra.services.process.child import describe_exit
 
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
@@ -48,31 +48,21 @@ class CacheLog(PrometheusStatLogger):
         del vllm_config, engine_index
         return self
 
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
-    ) -> None:
-        before = self.figures
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_args: Any, **_more: Any) -> None:
+        before, preempted = self.figures, 0
         usage, asked, cached = before.usage, before.asked_tokens, before.cached_tokens
         if scheduler_stats is not None:
             usage = scheduler_stats.kv_cache_usage
             asked += scheduler_stats.prefix_cache_stats.queries
             cached += scheduler_stats.prefix_cache_stats.hits
-        preempted = iteration_stats.num_preempted_reqs if iteration_stats is not None else 0
+        if iteration_stats is not None:
+            preempted = iteration_stats.num_preempted_reqs
         self.figures = CacheFigures(usage, asked, cached, before.preemptions + preempted)
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     log_engine_initialized = log = record_sleep_state = record_admission_rejection = _nothing
-
-
-def cache_tokens(llm: AsyncLLM) -> int:
-    """Return how many tokens the KV cache holds; 0 if that is unknown."""
-    return llm.vllm_config.cache_config.kv_cache_size_tokens or 0
 
 
 def requests(llm: AsyncLLM) -> dict[str, Any]:
@@ -87,7 +77,7 @@ def tokens_of(record: Any) -> list[int]:
 
 
 def under_way(
-    record: Any, request: EngineRequest, routers: ReportedRouters | None, head: int
+    record: Any, request: EngineRequest, routers: Routers | None, head: int
 ) -> EngineOutput:
     """Return the output of a request so far, as aborted; `head` is as of `support_limit`."""
     tokens = list(tokens_of(record))
@@ -98,13 +88,13 @@ def under_way(
         logprobs=_logprobs(record.logprobs_processor.logprobs),
         spans=spans_of(starts, len(tokens)),
         finish_reason="abort",
-        routing=routers and routers.routing(*record.routed_experts_chunks),
+        routing=routers and routing(routers, *record.routed_experts_chunks),
         support=_support(record.logprobs_processor.logprobs, request.sampling, head),
     )
 
 
 def finished(
-    output: RequestOutput, request: EngineRequest, routers: ReportedRouters | None, head: int
+    output: RequestOutput, request: EngineRequest, routers: Routers | None, head: int
 ) -> EngineOutput:
     """Return a whole output of vLLM as one of ours; `head` is as of `support_limit`."""
     completion = output.outputs[0]
@@ -118,7 +108,7 @@ def finished(
             if span.end > span.start
         ],
         finish_reason=_REASONS.get(completion.finish_reason, "abort"),
-        routing=routers and routers.routing(completion.routed_experts),
+        routing=routers and routing(routers, completion.routed_experts),
         support=_support(completion.logprobs, request.sampling, head),
     )
 
@@ -192,10 +182,8 @@ def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:
     """Return the parameters of incomplete layers that got no weights.
 
     vLLM would put their old weights back. So it is where a model's loader copies weights itself,
-    past what takes note of them for a later load, and yet says that they were loaded.
-
-    Args:
-        tied: the output layer reads the embedding's weights where they lie.
+    past what takes note of them for a later load, and yet says that they were loaded. If `tied`,
+    the output layer reads the embedding's weights where they lie.
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -205,13 +193,11 @@ def not_reached(model: torch.nn.Module, tied: bool) -> list[str]:
     missing: list[str] = []
     for prefix, layer in model.named_modules():
         info: Any = get_layerwise_info(layer)
-        if not info.can_load() or is_deferred_attention_layer(layer):
-            continue
-        if tied and isinstance(layer, ParallelLMHead):
-            continue
-        loaded = {name for name, _ in info.loaded_weights} | SKIP_TENSORS
-        own = (name for name, _ in layer.named_parameters(recurse=False) if name not in loaded)
-        missing += [f"{prefix}.{name}" for name in own]
+        is_alias = tied and isinstance(layer, ParallelLMHead)
+        if info.can_load() and not is_alias and not is_deferred_attention_layer(layer):
+            loaded = {name for name, _ in info.loaded_weights} | SKIP_TENSORS
+            own = (name for name, _ in layer.named_parameters(recurse=False))
+            missing += [f"{prefix}.{name}" for name in own if name not in loaded]
     return missing
 
 
@@ -272,9 +258,8 @@ def pack_experts_again(model: torch.nn.Module) -> None:
 
 def adapter_places(model: Any) -> set[str]:
     """Return the names in checkpoints of the layers that have an adapter in vLLM."""
-    manager = model.lora_manager
-    packed: dict[str, list[str]] = manager.packed_modules
-    return {name for layer in manager.modules for name in packed.get(layer, [layer])}
+    packed, layers = model.lora_manager.packed_modules, model.lora_manager.modules
+    return {name for layer in layers for name in packed.get(layer, [layer])}
 
 
 def load_adapter(model: Any, tensors: dict[str, torch.Tensor], rank: int, alpha: float) -> None:

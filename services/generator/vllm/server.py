@@ -8,43 +8,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from umbra.proto.errors import PeerLostError, RejectedError, UmbraError, UsageError
-from umbra.proto.records import Support, VersionSpan
+from umbra.proto.records import Sampling, Support, VersionSpan, pack_float32, pack_int32
 from umbra.services.config import GeneratorConfig
 from umbra.services.generator.engines.engine import (
+    EngineError,
     EngineOutput,
-    EngineRequest,
     FinishReason,
     KvPolicy,
     joined,
+    support_limit,
 )
-from umbra.services.generator.vllm.http_client import (
-    HttpClient,
-    NewTokens,
-    ServerFacts,
-    TokenEvent,
-    check_private,
-    facts_in,
-    read,
-)
+from umbra.services.generator.vllm.http_client import HttpClient, check_private, read
+from umbra.services.generator.vllm.loop_engine import Live
 from umbra.services.generator.vllm.options import check_served
+from umbra.services.generator.vllm.plugin import BACKEND
 from umbra.services.generator.vllm.updates import Salts
 
+if TYPE_CHECKING:
+    from umbra.services.generator.vllm.http_engine import HttpEngine
+
 LOOK_S = 1.0  # between two looks at a server that is well
-_ANSWER_S = 10.0
 _ABORT_S = 2.0
 _INFO_S = 120.0  # it runs commands that describe its machine
 _RETRIES_S = (0.5, 1.0, 2.0, 5.0, 10.0)  # before it is tried again; the last from then on
 _GENERATE = "/inference/v1/generate"
 _EVENT = b"data: "
+_NO_LOGPROB = -9999.0  # vLLM's number for none, and for one that is not finite
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 _START = (
     "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/generation.md, Your own "
@@ -66,20 +64,53 @@ class Load:
     held: memoryview | None  # its memory, if nobody else keeps it
 
 
-@dataclass(slots=True, eq=False)
-class Stream:
-    """A request, and what has come of it."""
+class _Candidate(msgspec.Struct):
+    token_id: int
+    logprob: float
+    rank: int | None = None  # from 1 on
+
+
+class _Drawn(_Candidate):
+    top_logprobs: list[_Candidate] = []  # itself, then the likeliest
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Drawn] | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class NewTokens(msgspec.Struct):
+    """New tokens of a request, and the versions of all so far; the last has `finish_reason`."""
+
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class TokenEvent(msgspec.Struct):
+    """One of the stream that POST /inference/v1/generate answers."""
+
+    choices: list[NewTokens] = []
+    error: Any = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Stream(Live):
+    """A request, and the tokens that have come of it."""
 
     key: str  # never used twice; begins with the name of the engine and a dot
-    request: EngineRequest
     body: dict[str, Any]  # of POST /inference/v1/generate, without a salt
     head: int  # as of `support_limit`
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     supports: list[Support | None] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)  # of the tokens
-    restarts: bool = False  # once its task is cancelled
-    task: asyncio.Task[EngineOutput] | None = None
+    spans: list[VersionSpan] = field(default_factory=list)
 
     def output(self, reason: FinishReason = "abort") -> EngineOutput:
         return EngineOutput(
@@ -95,51 +126,65 @@ class Stream:
         self.tokens, self.logprobs, self.supports, self.spans = [], [], [], []
 
     def add(self, choice: NewTokens, versions: Mapping[str, int]) -> None:
-        """Add new tokens; raises as `NewTokens.logprobs_of`.
+        """Add new tokens, of one of `versions` by their labels.
 
         Raises:
-            PeerLostError: some tokens are of none of `versions`, by label; all are dropped.
+            EngineError: a logprob is not finite.
+            PeerLostError: some are missing, or tokens are of other weights; these are all dropped.
         """
-        logprobs, supports = choice.logprobs_of(self.request.sampling, self.head)
-        spans = choice.spans_of(len(self.tokens) + len(logprobs), versions)
-        if spans is None:
+        new, drawn = choice.token_ids or (), (choice.logprobs and choice.logprobs.content) or ()
+        if len(drawn) != len(new):
+            raise PeerLostError(f"{len(drawn)} logprobs came for {len(new)} tokens")
+        if any(token.logprob <= _NO_LOGPROB for token in drawn):
+            raise EngineError("a vLLM server's logits are not finite")
+        spans = [span for span in choice.weight_versions or () if span.end > span.start]
+        starts = [*(span.start for span in spans), len(self.tokens) + len(new)]
+        if starts != [0, *(s.end for s in spans)] or {s.version for s in spans} - versions.keys():
             self.begin()
             raise PeerLostError(
                 f"it labels tokens with weights {choice.weight_versions}, which are none of this "
                 "run: is the umbra-rl beside its vLLM the same as here?"
             )
-        self.logprobs += logprobs
-        self.supports += supports
-        self.tokens += choice.token_ids or ()
-        self.spans = spans
+        self.tokens += new
+        self.logprobs += [token.logprob for token in drawn]
+        self.supports += [_support(token, self.request.sampling, self.head) for token in drawn]
+        self.spans = [
+            VersionSpan(version=versions[s.version], start=s.start, end=s.end) for s in spans
+        ]
+
+    def cancel(self, *, restarts: bool = False) -> None:
+        self.restarts = restarts
+        if self.task is not None:
+            self.task.cancel()
 
 
-Ended = tuple[Stream, EngineOutput | BaseException]
+def _support(drawn: _Drawn, sampling: Sampling, head: int) -> Support | None:
+    """Return the tokens that could have been drawn; without a cut-off, the `head` likeliest."""
+    if not (limit := support_limit(sampling, head)):
+        return None
+    logprobs = {
+        one.token_id: one.logprob
+        for one in drawn.top_logprobs
+        if one.logprob > _NO_LOGPROB and (sampling.cuts_off or one.rank in range(1, limit + 1))
+    }
+    if sampling.cuts_off:
+        logprobs.setdefault(drawn.token_id, drawn.logprob)
+    values = pack_float32([*logprobs.values()]) if head else None
+    sizes = len(logprobs).to_bytes(2, "little")
+    return Support(sizes=sizes, ids=pack_int32([*logprobs]), logprobs=values)
 
 
-class Fleet(Protocol):
-    """The engine, as a server sees it."""
-
-    newest: Load | None  # the version to be served
-    servers: list[VllmServer]
-    ended: queue.SimpleQueue[Ended]  # takes each stream with its output, or with what broke
-
-    def changed(self) -> None:
-        """Note that a server may get requests, or may no longer."""
-
-
-class VllmServer:
-    """A server, as the engine sees it; `hf_config` is of the model."""
+class VllmServer(HttpClient):
+    """A server, as the engine `fleet` sees it; `hf_config` is of the model."""
 
     def __init__(
-        self, client: HttpClient, config: GeneratorConfig, hf_config: Any, fleet: Fleet
+        self, url: str, key: str, config: GeneratorConfig, hf_config: Any, fleet: HttpEngine
     ) -> None:
-        self.client = client
+        super().__init__(url, key)
         self.facts: ServerFacts | None = None  # while it has joined
         self.is_ready = False
-        self.fault = f"{client.url} has not answered yet"  # why it is not
-        self.refusal: UmbraError | None = None  # the fault, where it was an answer
-        self.streams: dict[str, Stream] = {}
+        self.fault: UmbraError | None = PeerLostError(f"{url} has not answered yet")  # if it is not
+        self.streams: set[Stream] = set()
         self.salts = Salts()
         self.decoded_tokens = 0
         self.news = asyncio.Event()  # something is to be done before the next look
@@ -149,6 +194,11 @@ class VllmServer:
         self._versions: dict[str, int] = {}  # by label
         self._lock = asyncio.Lock()  # of its weights
         self._failures = 0
+
+    @property
+    def refusal(self) -> UmbraError | None:
+        """Return the fault, if it was an answer."""
+        return self.fault if isinstance(self.fault, RejectedError | UsageError) else None
 
     # -- joining and leaving ----------------------------------------------------------------------
 
@@ -175,16 +225,15 @@ class VllmServer:
 
     def lose(self, error: UmbraError, *, keep_tokens: bool = True) -> None:
         """Take the server out; its requests end with the tokens that came, or without."""
-        if str(error) != self.fault:
+        if str(error) != str(self.fault):
             log.warning("a vLLM server gets no requests: %s", error)
-        self.fault = str(error)
-        self.refusal = error if isinstance(error, (RejectedError, UsageError)) else None
+        self.fault = error
         self.facts, self._loaded, self._compared, self.is_ready = None, None, False, False
         self._failures += 1
-        for stream in self.streams.values():
+        for stream in self.streams:
             if not keep_tokens:
                 stream.begin()
-            _cancel(stream)
+            stream.cancel()
         self._fleet.changed()
 
     async def _join(self) -> ServerFacts:
@@ -193,46 +242,50 @@ class VllmServer:
         Raises:
             UsageError: it would serve wrong, or anybody can reach it.
         """
-        url = self.client.url
-        check_private(url)
+        check_private(self.url)
         info = await self._asked("/server_info?config_format=json")
-        facts = facts_in(info, self._config.max_context)
         await self._asked(_GENERATE)
-        self._refuse(facts.faults)
+        facts = facts_in(self.url, info, self._config.max_context)
         check_served(self._config, self._hf_config, facts.platform)
-        await self._call("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=_INFO_S)
+        await self.call("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=_INFO_S)
         for server in self._fleet.servers:  # last: others may join meanwhile
-            if server is not self and server.facts is not None:
-                self._refuse(list(facts.faults_beside(server.facts)))
+            other = server.facts
+            if server is self or other is None:
+                continue
+            if other.dtype != facts.dtype:
+                raise UsageError(
+                    f"{self.url}: it computes in {facts.dtype}, another one in {other.dtype}"
+                )
+            if other.seed == facts.seed:
+                raise UsageError(
+                    f"{self.url}: another one has --seed {facts.seed} too and would draw the "
+                    "same: change one"
+                )
         return facts
-
-    def _refuse(self, faults: Sequence[str]) -> None:
-        if faults:
-            raise UsageError(f"{self.client.url}: {'; '.join(faults)}")
 
     async def _asked(self, target: str) -> bytes:
         """Return the answer to GET `target`; UsageError if there is no such path."""
         try:
-            return await self._call(target, timeout_s=_INFO_S)
+            return await self.call(target, timeout_s=_INFO_S)
         except RejectedError as error:
             if error.code == "405":  # for POST
                 return b""
             if error.code == "404":
-                raise UsageError(f"{self.client.url} has no {target}: {_START}") from error
+                raise UsageError(f"{self.url} has no {target}: {_START}") from error
             if error.code == "401":
                 raise UsageError(
-                    f"{self.client.url} refuses our key: set VLLM_API_KEY to its --api-key"
+                    f"{self.url} refuses our key: set VLLM_API_KEY to its --api-key"
                 ) from error
             raise
 
     async def _look(self) -> None:
         """Check that it answers and serves the weights that it was given."""
-        await self._call("/health")
+        await self.call("/health")
         async with self._lock:  # its core, which may read long prompts now, answers late
             label = await self._label(self._loaded.limit_s if self._loaded else _INFO_S)
         if self._loaded is not None and label != self._loaded.label:
             # Nobody knows since when; what its tokens are of is not what they are said to be.
-            error = f"{self.client.url}: its weights are {label!r}, which are not of this run"
+            error = f"{self.url}: its weights are {label!r}, which are not of this run"
             self.lose(PeerLostError(error), keep_tokens=False)
             return
         self._settle()
@@ -240,8 +293,8 @@ class VllmServer:
     def _settle(self) -> None:
         """Let it get requests, if it serves the newest version."""
         if self._loaded is not None and self._loaded is self._fleet.newest and not self.is_ready:
-            self.is_ready, self.fault, self.refusal, self._failures = True, "", None, 0
-            log.info("%s serves version %d", self.client.url, self._loaded.version)
+            self.is_ready, self.fault, self._failures = True, None, 0
+            log.info("%s serves version %d", self.url, self._loaded.version)
             self._fleet.changed()
 
     # -- weights ----------------------------------------------------------------------------------
@@ -254,7 +307,11 @@ class VllmServer:
             try:
                 await self._update(load)
             except UmbraError as error:
-                self.lose(error if await self._is_well() else PeerLostError(str(error)))
+                try:
+                    await self.call("/health")
+                except UmbraError:  # that is why, and no refusal
+                    error = PeerLostError(str(error))
+                self.lose(error)
             else:
                 self._settle()
 
@@ -265,8 +322,7 @@ class VllmServer:
             PeerLostError: it is gone, or its weights are not those that were sent.
             RejectedError: it refused.
         """
-        call = partial(self._call, timeout_s=load.limit_s)
-        began = time.perf_counter()
+        call = partial(self.call, timeout_s=load.limit_s)
         clears = "true" if load.kv_policy == "recompute" else "false"
         await call(f"/pause?mode=keep&clear_cache={clears}", {})
         try:
@@ -280,11 +336,11 @@ class VllmServer:
         # The answer comes after all tokens of the version before, which were written earlier.
         if (label := await self._label(load.limit_s)) != load.label:
             raise PeerLostError(
-                f"{self.client.url} reports weights {label!r} after loading {load.label!r}"
+                f"{self.url} reports weights {label!r} after loading {load.label!r}"
             )
         if not self._compared:
             await self._compare(load)
-        live = list(self.streams.values())
+        live = list(self.streams)
         self._versions[load.label] = load.version
         self._loaded = load
         self.salts.loaded(load.version, keep=load.kv_policy == "keep")
@@ -292,10 +348,8 @@ class VllmServer:
             await self.abort(live)
         for stream in live if load.kv_policy != "abort" else ():
             if not stream.tokens:  # under its salt it would find blocks of old weights
-                _cancel(stream, restarts=True)
+                stream.cancel(restarts=True)
         await call("/resume", {})
-        took = time.perf_counter() - began
-        log.debug("%s: version %d after %.3f s", self.client.url, load.version, took)
 
     async def _compare(self, load: Load) -> None:
         """Compare its weights with another server's; no earlier version of it was compared.
@@ -308,95 +362,120 @@ class VllmServer:
             return
         own, other = [
             read(
-                await s._call("/weight_checker", {"action": "checksum"}, timeout_s=load.limit_s),
+                await s.call("/weight_checker", {"action": "checksum"}, timeout_s=load.limit_s),
                 dict[str, dict[str, str]],
             ).get("checksums", {})
             for s in (self, peer)
         ]
         if differing := sorted(n for n in own.keys() | other.keys() if own.get(n) != other.get(n)):
             raise PeerLostError(
-                f"{self.client.url}: {len(differing)} of {len(own)} weights are not equal on "
-                f"{peer.client.url}, which loaded the same version, such as {differing[0]}"
+                f"{self.url}: {len(differing)} of {len(own)} weights are not equal on "
+                f"{peer.url}, which loaded the same version, such as {differing[0]}"
             )
         self._compared = True
+
+    async def _label(self, limit_s: float) -> str:
+        answer = await self.call("/weight_info", timeout_s=limit_s)
+        return read(answer, dict[str, str]).get("weight_version", "")
 
     # -- requests ---------------------------------------------------------------------------------
 
     def start(self, stream: Stream) -> None:
-        self.streams[stream.key] = stream
-        stream.task = asyncio.get_running_loop().create_task(self._generate(stream))
+        self.streams.add(stream)
+        stream.task = asyncio.create_task(self._generate(stream))
         stream.task.add_done_callback(partial(self._ended, stream))
 
-    async def abort(self, streams: Iterable[Stream]) -> None:
+    async def abort(self, streams: Collection[Stream]) -> None:
         """End these; each output has the tokens so far."""
         tasks = {s.task: s for s in streams if s.task is not None and not s.task.done()}
-        started = [stream for stream in tasks.values() if stream.tokens]
-        if started:
-            names = [f"generate-tokens-{stream.key}" for stream in started]
+        if started := [task for task, stream in tasks.items() if stream.tokens]:
+            names = [f"generate-tokens-{tasks[task].key}" for task in started]
             try:
-                await self._call("/inference/v1/abort_requests", {"request_ids": names})
-                await asyncio.wait([task for task in tasks if tasks[task].tokens], timeout=_ABORT_S)
+                await self.call("/inference/v1/abort_requests", {"request_ids": names})
+                await asyncio.wait(started, timeout=_ABORT_S)
             except UmbraError as error:
                 log.debug("requests end with their connections: %s", error)
         for stream in tasks.values():  # it had not heard of them, or is gone
-            _cancel(stream)
+            stream.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
     async def _generate(self, stream: Stream) -> EngineOutput:
         salt = self.salts.of(stream.request.session)
         body = {**stream.body, "cache_salt": f"{stream.key.partition('.')[0]}.{salt}"}
-        async for line in self.client.lines(_GENERATE, body):
+        async for line in self.lines(_GENERATE, body):
             if not line.startswith(_EVENT + b"{"):
                 continue
             event = read(line[len(_EVENT) :], TokenEvent)
             if event.error is not None:
-                raise PeerLostError(f"{self.client.url}: {event.error}")
+                raise PeerLostError(f"{self.url}: {event.error}")
             for choice in event.choices:
                 stream.add(choice, self._versions)
                 self.decoded_tokens += len(choice.token_ids or ())
                 if choice.finish_reason is not None:
                     self.salts.used(stream.request.session, salt)
                     return stream.output(_REASONS.get(choice.finish_reason, "abort"))
-        raise PeerLostError(f"{self.client.url}: a request ended without a reason")
+        raise PeerLostError(f"{self.url}: a request ended without a reason")
 
     def _ended(self, stream: Stream, task: asyncio.Task[EngineOutput]) -> None:
         if task.cancelled() and stream.restarts and self._loaded is not None:
             stream.restarts = False
             self.start(stream)
             return
-        del self.streams[stream.key]
-        error = None if task.cancelled() else task.exception()
-        broke_off = isinstance(error, PeerLostError) or (
-            isinstance(error, RejectedError) and error.code.startswith("5")
-        )
-        if broke_off and self.is_ready:  # it gets no requests before it was looked at
-            self.is_ready, self.fault = False, str(error)
+        self.streams.remove(stream)
+        outcome = None if task.cancelled() else task.exception() or task.result()
+        if isinstance(outcome, RejectedError) and outcome.code.startswith("5"):
+            outcome = PeerLostError(str(outcome))
+        if isinstance(outcome, PeerLostError) and self.is_ready:
+            self.is_ready, self.fault = False, outcome  # no requests before it was looked at
             self.news.set()
             self._fleet.changed()
-        if task.cancelled() or broke_off:
-            self._fleet.ended.put((stream, stream.output()))
-        else:
-            self._fleet.ended.put((stream, error or task.result()))
-
-    # -- calls ------------------------------------------------------------------------------------
-
-    async def _call(self, target: str, body: Any = None, *, timeout_s: float = _ANSWER_S) -> bytes:
-        return await self.client.call(target, body, timeout_s=timeout_s)
-
-    async def _is_well(self) -> bool:
-        try:
-            await self._call("/health")
-        except UmbraError:
-            return False
-        return True
-
-    async def _label(self, limit_s: float) -> str:
-        answer = await self._call("/weight_info", timeout_s=limit_s)
-        return read(answer, dict[str, str]).get("weight_version", "")
+        if outcome is None or isinstance(outcome, PeerLostError):
+            outcome = stream.output()
+        self._fleet.ended.put((stream.key, outcome))
 
 
-def _cancel(stream: Stream, *, restarts: bool = False) -> None:
-    stream.restarts = restarts
-    if stream.task is not None:
-        stream.task.cancel()
+class ServerFacts(NamedTuple):
+    """Settings that a server was started with."""
+
+    dtype: str
+    seed: int
+    platform: str
+
+
+def facts_in(url: str, answer: bytes, max_context: int) -> ServerFacts:
+    """Read the answer of `url` to GET /server_info?config_format=json.
+
+    Raises:
+        UsageError: the server would serve wrong a generator with `max_context`.
+    """
+    config: Any = read(answer, dict[str, Any]).get("vllm_config")
+    try:
+        model, transfer = config["model_config"], config["weight_transfer_config"] or {}
+        faults = {
+            f'it does not load weights by "{BACKEND}": install umbra-rl beside its vLLM, and '
+            f'start it with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\'': (
+                transfer.get("backend") != BACKEND
+            ),
+            "its logprobs are not those it samples by: --logprobs-mode processed_logprobs": (
+                model["logprobs_mode"] != "processed_logprobs"
+            ),
+            f"its --max-model-len {model['max_model_len']} is less than "
+            f"generator.max_context = {max_context}": model["max_model_len"] < max_context,
+            f"its quantization {model['quantization']} was not tried with new weights": (
+                model["quantization"] is not None
+            ),
+            "start a server for each data-parallel rank, and name all in generator.urls": (
+                config["parallel_config"]["data_parallel_size"] > 1
+            ),
+            "its logprobs would be wrong with a speculative_config: leave it out": (
+                config["speculative_config"] is not None
+            ),
+        }
+        dtype, device = model["dtype"].removeprefix("torch."), config["device_config"]["device"]
+        facts = ServerFacts(dtype, model["seed"], device)
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"a server's /server_info is unlike vLLM 0.32's: {error!r}") from error
+    if wrong := [sentence for sentence, is_so in faults.items() if is_so]:
+        raise UsageError(f"{url}: {'; '.join(wrong)}")
+    return facts

@@ -9,7 +9,7 @@ is copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -130,8 +130,7 @@ class Updates:
         Data that is neither there nor in shared memory is copied to shared memory.
         """
         place = ("", 0) if is_mapped else locate(data) if isinstance(data, memoryview) else None
-        is_copy = place is None
-        if place is None:
+        if is_copy := place is None:
             whole = shared_memory(len(data))
             copy(data if isinstance(data, memoryview) else bytes(data), whole)
             data, place = whole, locate(whole)
@@ -165,38 +164,31 @@ class Salts:
     """
 
     def __init__(self) -> None:
-        self._names = 0
+        self._numbers = itertools.count()
+        self._own = "own."  # begins a salt that one session has alone
         self.shared = ""
         self._last: dict[str, str] = {}  # by session, the salt of its last turn
-        self._own: set[str] = set()
 
     def loaded(self, version: int, *, keep: bool) -> None:
         """Note that `version` is served from now on; without `keep` no earlier KV is valid.
 
         A trainer that goes back gives a number to other weights, so the version alone is no name.
         """
-        self.shared = self._name(str(version))
+        self.shared = f"{version}.{next(self._numbers)}"
         if not keep:
+            self._own = f"own{self.shared}."
             self._last.clear()
-            self._own.clear()
 
     def of(self, session: str) -> str:
         """Return the salt of the next request of `session`; "" = of no session."""
         last = self._last.get(session, self.shared)
-        if last == self.shared or last in self._own:
-            return last
-        self._last[session] = own = self._name("own")
-        self._own.add(own)
-        return own
+        if last != self.shared and not last.startswith(self._own):
+            last = self._last[session] = f"{self._own}{next(self._numbers)}"
+        return last
 
     def used(self, session: str, salt: str) -> None:
         if session:
             self._last[session] = salt
 
-    def forget(self, sessions: Iterable[str]) -> None:
-        for session in sessions:
-            self._own.discard(self._last.pop(session, ""))
-
-    def _name(self, what: str) -> str:
-        self._names += 1
-        return f"{what}.{self._names}"
+    def forget(self, session: str) -> None:
+        self._last.pop(session, None)

@@ -6,7 +6,7 @@ own loader, which copies the worker's part, and fuses and packs it, layer by lay
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -31,7 +31,6 @@ from umbra.services.weights.manifest import checksum
 from umbra.services.weights.memory import MappedBlocks
 from umbra.services.weights.verify import ChangedError
 
-_NAMES_SHOWN = 3
 _OUTPUT = "lm_head.weight"
 
 
@@ -90,11 +89,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load these tensors.
-
-        Raises:
-            StartupError: they are not where they should be.
-        """
+        """Load these tensors; raise StartupError if they are not where they should be."""
         manifest = msgspec.json.decode(update_info.manifest, type=Manifest)
         memory = self._blocks.view(update_info.path) if update_info.path else self._on_gpu
         assert memory is not None
@@ -122,16 +117,14 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             UsageError: the version lacks a parameter of the model.
             ChangedError: the bytes that were loaded are not those that were verified.
         """
-        quantized = self.model_config.quantization is not None
         missing = private.not_reached(self.model, self._tied and self.device.type != "cpu")
         if not missing and self._loaded is not None:
+            quantized = self.model_config.quantization is not None
             missing = private.not_loaded(self.model, self._loaded, quantized)
         if missing:
             raise UsageError(
-                f"vLLM found no weights for {', '.join(missing[:_NAMES_SHOWN])}"
-                + (f" and {len(missing) - _NAMES_SHOWN} more" * (len(missing) > _NAMES_SHOWN))
-                + ": it names the tensors of this architecture differently from the trainer, or "
-                "can't load them again"
+                f"vLLM found no weights for {_some(missing)}: it names the tensors of this "
+                "architecture differently from the trainer, or can't load them again"
             )
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type != "cpu":
@@ -143,6 +136,10 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Do nothing: the end of the process frees all that is held."""
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 _PREFIX = "base_model.model."  # of names in peft's files
@@ -162,11 +159,7 @@ class AdapterTransferEngine(UmbraWeightTransferEngine):
     init_info_cls = AdapterInit
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Do as above.
-
-        Raises:
-            UsageError: vLLM would leave factors out.
-        """
+        """Do as above; raise UsageError if vLLM would leave factors out."""
         super().init_transfer_engine(init_info)
         assert isinstance(init_info, AdapterInit)
         if init_info.handle:
@@ -175,12 +168,9 @@ class AdapterTransferEngine(UmbraWeightTransferEngine):
         self._names = frozenset(_PREFIX + name for name in init_info.names)
         layers = {name.partition(".lora_")[0] for name in init_info.names}
         if strange := sorted(layers - private.adapter_places(self.model)):
-            more = len(strange) - _NAMES_SHOWN
             raise UsageError(
-                "trainer.lora_targets: vLLM has no adapters for "
-                + ", ".join(strange[:_NAMES_SHOWN])
-                + f" and {more} more" * (more > 0)
-                + ": leave such layers out, or set trainer.lora_publish = merged"
+                f"trainer.lora_targets: vLLM has no adapters for {_some(strange)}: leave such "
+                "layers out, or set trainer.lora_publish = merged"
             )
 
     def start_weight_update(self) -> None:
@@ -191,11 +181,7 @@ class AdapterTransferEngine(UmbraWeightTransferEngine):
         raise NotImplementedError
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Put these factors in the place of those before.
-
-        Raises:
-            UsageError: some are missing.
-        """
+        """Put these factors in the place of those before; raise UsageError if some are missing."""
         # Copies: the memory is used again, and vLLM multiplies B by the scale where it lies.
         came = {_PREFIX + name: tensor.clone() for name, tensor in tensors}
         if missing := sorted(self._names - came.keys()):

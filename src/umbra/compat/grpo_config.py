@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -15,41 +16,64 @@ from typing import Any
 from umbra.proto.errors import UsageError
 from umbra.services.config.training import TRACKERS
 
-READ = frozenset(
-    {
-        *("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps"),
-        *("steps_per_generation", "generation_batch_size", "num_train_epochs", "max_steps"),
-        *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay"),
-        *("adam_beta1", "adam_beta2", "max_grad_norm", "bf16", "fp16", "use_cpu", "seed"),
-        *("shuffle_dataset", "run_name", "eval_strategy", "eval_steps", "num_generations"),
-        *("max_completion_length", "temperature", "top_p", "top_k", "min_p", "use_vllm"),
-        *("vllm_tensor_parallel_size", "vllm_max_model_length", "beta", "num_iterations"),
-        *("epsilon", "epsilon_high", "delta", "importance_sampling_level", "scale_rewards"),
-        *("loss_type", "mask_truncated_completions", "off_policy_mask_threshold"),
-        *("use_bias_correction_kl", "entropy_coef", "report_to", "reward_weights"),
-        *("chat_template_kwargs", "model_init_kwargs", "trust_remote_code"),
-        *("max_tool_calling_iterations", "push_to_hub", "hub_model_id", "hub_token"),
-        *("hub_private_repo", "do_train", "do_eval"),
-    }
+# Fields that mean the same as a key; None leaves the key at its default.
+_SAME = {
+    "output_dir": "run.dir",
+    "run_name": "run.name",
+    "seed": "run.seed",
+    "shuffle_dataset": "data.shuffle",
+    "max_completion_length": "sampling.max_tokens",
+    **{name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p")},
+    "num_generations": "buffer.group_size",
+    "vllm_tensor_parallel_size": "generator.tensor_parallel",
+    "vllm_max_model_length": "generator.max_context",
+    **{n: f"trainer.{n}" for n in ("learning_rate", "weight_decay", "max_grad_norm")},
+    "lr_scheduler_type": "trainer.schedule",
+    "num_iterations": "trainer.epochs",
+    "loss_type": "trainer.aggregation",
+    "scale_rewards": "trainer.advantage",
+    "beta": "trainer.kl_coef",
+    "entropy_coef": "trainer.entropy_coef",
+    "delta": "trainer.dual_clip",
+    "mask_truncated_completions": "trainer.overlong_filter",
+    "off_policy_mask_threshold": "trainer.mask_threshold",
+}
+# Values of such fields that have another name here; the others have no counterpart.
+_VALUES: dict[str, Mapping[Any, Any]] = {
+    "lr_scheduler_type": {
+        **{name: name for name in ("linear", "cosine", "constant")},
+        "constant_with_warmup": "constant",
+    },
+    "loss_type": {
+        "grpo": "sequence_mean",
+        "dapo": "token_mean",
+        "dr_grpo": "constant",
+        "cispo": "token_mean",
+    },
+    "scale_rewards": {"group": "grpo", True: "grpo", "none": "dr_grpo", False: "dr_grpo"},
+    "optim": dict.fromkeys(("adamw_torch", "adamw_torch_fused")),
+    "eval_strategy": {"no": False, "steps": True},
+}
+READ = {*_SAME, *_VALUES} | set(
+    """
+    per_device_train_batch_size gradient_accumulation_steps steps_per_generation
+    generation_batch_size num_train_epochs max_steps warmup_steps adam_beta1 adam_beta2 bf16 fp16
+    use_cpu eval_steps use_vllm epsilon epsilon_high importance_sampling_level
+    use_bias_correction_kl report_to reward_weights chat_template_kwargs model_init_kwargs
+    trust_remote_code max_tool_calling_iterations push_to_hub hub_model_id hub_token
+    hub_private_repo do_train do_eval
+    """.split()
 )
 """Fields of `GRPOConfig` that mean something here."""
 
 # Beginnings of fields about TRL's way to compute, log, load and save; results are the same.
-IGNORED = (
-    *("auto_find", "average_tokens", "bf16_full", "cache_impl", "cast_lm_head", "dataloader_"),
-    *(
-        "ddp_",
-        "disable_",
-        "ds3_",
-        "enable_jit",
-        "eval_accum",
-        "fp16_full",
-        "gradient_check",
-        "hub_",
-    ),
-    *("include_", "liger_", "local_rank", "log_", "logging_", "num_completions_to_print"),
-    *("pad_to_", "per_device_eval", "project", "remove_unused", "save_", "skip_memory", "tf32"),
-    *("torch_", "transformers_continuous", "use_cache", "use_liger", "use_transformers", "vllm_"),
+IGNORED = tuple(
+    """
+    auto_find average_tokens bf16_full cache_impl cast_lm_head dataloader_ ddp_ disable_ ds3_
+    enable_jit eval_accum fp16_full gradient_check hub_ include_ liger_ local_rank log_ logging_
+    num_completions_to_print pad_to_ per_device_eval project remove_unused save_ skip_memory tf32
+    torch_ transformers_continuous use_cache use_liger use_transformers vllm_
+    """.split()
 )
 
 _RANKS = "set umbra={'trainer': {'ranks': N}}"
@@ -74,16 +98,6 @@ INSTEAD = {
 
 # How a model is loaded, which has no influence on results.
 _LOADING = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage")
-
-_AGGREGATIONS = {
-    "grpo": "sequence_mean",
-    "dapo": "token_mean",
-    "dr_grpo": "constant",
-    "cispo": "token_mean",
-}
-_SCHEDULES = {name: name for name in ("linear", "cosine", "constant")}
-_EVALUATES = {"no": False, "steps": True}
-_SCALES = {"group": "grpo", True: "grpo", "none": "dr_grpo", False: "dr_grpo"}
 
 
 def check(args: Any) -> None:
@@ -134,33 +148,20 @@ def sections_of(args: Any, *, rows: int) -> dict[str, dict[str, Any]]:
         steps = math.ceil(args.max_steps / updates)
     else:
         steps = math.ceil(args.num_train_epochs * rows / groups)
+    sections: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for field, place in _SAME.items():
+        if (value := _value(args, field)) is not None:
+            section, key = place.split(".")
+            sections[section][key] = value
     warmup = args.warmup_steps  # below 1 a share of all updates
-    sections: dict[str, dict[str, Any]] = {
-        "run": {"steps": steps, "seed": args.seed},
-        "data": {"shuffle": args.shuffle_dataset},
-        "sampling": {
-            "max_tokens": args.max_completion_length,
-            "min_p": args.min_p or 0.0,
-            **{name: getattr(args, name) for name in ("temperature", "top_p", "top_k")},
-        },
-        "buffer": {"group_size": group, "batch_groups": groups, "run_ahead": 1, "max_staleness": 2},
-        "generator": {
-            "engine": "vllm" if args.use_vllm else "torch",
-            "tensor_parallel": args.vllm_tensor_parallel_size,
-        },
-        "trainer": _trainer(args)
-        | {
-            "minibatches": minibatches,
-            "epochs": args.num_iterations,
-            "warmup_steps": math.ceil(warmup * steps * updates) if warmup < 1 else int(warmup),
-        },
-        "metrics": {"also": _trackers(args.report_to)},
-        "model": {"chat_template_kwargs": dict(args.chat_template_kwargs or {})},
-    }
-    if args.vllm_max_model_length:
-        sections["generator"]["max_context"] = args.vllm_max_model_length
+    warmup = math.ceil(warmup * steps * updates) if warmup < 1 else int(warmup)
+    sections["run"]["steps"] = steps
+    sections["buffer"] |= {"batch_groups": groups, "run_ahead": 1, "max_staleness": 2}
+    sections["generator"]["engine"] = "vllm" if args.use_vllm else "torch"
+    sections["trainer"] |= {**_trainer(args), "minibatches": minibatches, "warmup_steps": warmup}
+    sections["metrics"]["also"] = _trackers(args.report_to)
     if rounds := args.max_tool_calling_iterations:
-        sections["environment"] = {"options": {"tool_rounds": rounds}}
+        sections["environment"]["options"] = {"tool_rounds": rounds}
     loaded = dict(args.model_init_kwargs or {})
     dtype = str(loaded.pop("dtype", loaded.pop("torch_dtype", None))).removeprefix("torch.")
     if dtype == "bfloat16":
@@ -171,6 +172,7 @@ def sections_of(args: Any, *, rows: int) -> dict[str, dict[str, Any]]:
             "default) or 'bfloat16'"
         )
     sections["model"] |= {
+        "chat_template_kwargs": dict(args.chat_template_kwargs or {}),
         "trust_remote_code": bool(loaded.pop("trust_remote_code", args.trust_remote_code)),
         "revision": loaded.pop("revision", None) or "",
     }
@@ -181,56 +183,40 @@ def sections_of(args: Any, *, rows: int) -> dict[str, dict[str, Any]]:
             f"GRPOConfig.model_init_kwargs: {', '.join(loaded)} not supported: leave it out, only "
             "dtype, revision and trust_remote_code are read"
         )
-    if args.output_dir:
-        sections["run"]["dir"] = str(args.output_dir)
-    if args.run_name:
-        sections["run"]["name"] = str(args.run_name)
     if args.beta:
         sections["buffer"]["stages"] = ["ref_logp"]
     if args.use_cpu:
         sections["generator"]["device"] = sections["trainer"]["device"] = "cpu"
-    if _translated("eval_strategy", _text(args.eval_strategy), _EVALUATES):
+    if _value(args, "eval_strategy"):
         if not args.eval_steps:
             raise UsageError("GRPOConfig.eval_strategy = 'steps' needs eval_steps here")
-        sections["eval"] = {"every": math.ceil(args.eval_steps / updates)}
-    return sections
+        sections["eval"]["every"] = math.ceil(args.eval_steps / updates)
+    return dict(sections)
 
 
 def _trainer(args: Any) -> dict[str, Any]:
-    loss = args.loss_type
-    optimizer = _text(args.optim)
-    if optimizer not in ("adamw_torch", "adamw_torch_fused"):
-        raise UsageError(f"GRPOConfig.optim = {optimizer!r}: not supported: use adamw_torch")
-    epsilon, high = args.epsilon, args.epsilon_high
-    by_sequence = args.importance_sampling_level == "sequence"
-    if by_sequence and loss == "cispo":
-        raise UsageError("GRPOConfig: loss_type cispo needs importance_sampling_level = 'token'")
-    objective = "gspo" if by_sequence else "cispo" if loss == "cispo" else "grpo"
-    schedule = _text(args.lr_scheduler_type).removesuffix("_with_warmup")
-    keys: dict[str, Any] = {
-        "learning_rate": args.learning_rate,
-        "schedule": _translated("lr_scheduler_type", schedule, _SCHEDULES),
-        "weight_decay": args.weight_decay,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "max_grad_norm": args.max_grad_norm,
-        "objective": objective,
-        "aggregation": _translated("loss_type", loss, _AGGREGATIONS),
-        "advantage": _translated("scale_rewards", args.scale_rewards, _SCALES),
-        "clip_low": epsilon,
-        "clip_high": epsilon if high is None else high,
-        "kl_coef": args.beta,
-        "entropy_coef": args.entropy_coef,
-        "overlong_filter": args.mask_truncated_completions,
-    }
-    if loss == "cispo":
+    """Return the trainer's keys that several fields, or their absence, decide."""
+    _value(args, "optim")
+    low = args.epsilon
+    high = low if args.epsilon_high is None else args.epsilon_high
+    objective = "gspo" if args.importance_sampling_level == "sequence" else "grpo"
+    if args.loss_type == "cispo":
+        if objective == "gspo":
+            raise UsageError(
+                "GRPOConfig: loss_type cispo needs importance_sampling_level = 'token'"
+            )
         # TRL's bound is the weight itself, ours what it may be above 1; below there is none.
-        keys |= {"clip_low": 1.0, "clip_high": (epsilon if high is None else high) - 1.0}
+        objective, low, high = "cispo", 1.0, high - 1.0
+    keys = {
+        "objective": objective,
+        "clip_low": low,
+        "clip_high": high,
+        "betas": (args.adam_beta1, args.adam_beta2),
+    }
     if args.beta:
         keys["kl_unbiased"] = args.use_bias_correction_kl
-    if args.delta is not None:
-        keys["dual_clip"] = args.delta
     if args.off_policy_mask_threshold is not None:
-        keys |= {"mask": "opsm", "mask_threshold": args.off_policy_mask_threshold}
+        keys["mask"] = "opsm"
     if args.fp16:
         raise UsageError("GRPOConfig.fp16 is not supported; use bf16")
     if args.bf16 is False:  # True is what GRPOConfig has unless told otherwise: auto
@@ -287,14 +273,18 @@ def adapter_keys(peft_config: Any, kind: Callable[[], str]) -> dict[str, Any]:
     }
 
 
-def _translated(name: str, value: Any, table: Mapping[Any, Any]) -> Any:
-    """Return the counterpart of field `name` = `value`; UsageError if `table` has none."""
-    if value not in table:
+def _value(args: Any, field: str) -> Any:
+    """Return the value of a field as it is called here; UsageError if it has no counterpart."""
+    value = getattr(args, field)
+    if field not in _VALUES:
+        return value
+    value, known = value if isinstance(value, bool) else _text(value), _VALUES[field]
+    if value not in known:
         raise UsageError(
-            f"GRPOConfig.{name} = {value!r} has no counterpart here; use "
-            f"{', '.join(repr(one) for one in table)}"
+            f"GRPOConfig.{field} = {value!r} has no counterpart here; use "
+            f"{', '.join(map(repr, known))}"
         )
-    return table[value]
+    return known[value]
 
 
 def _text(value: Any) -> str:
