@@ -49,12 +49,7 @@ class Encoder:
         self._next_id = 0
 
     def encode(self, body: Message, *, reply_to: int | None = None) -> tuple[int, list[bytes]]:
-        """Return the new message's id and its frames.
-
-        Raises:
-            WireError: the message holds what MessagePack can't say, a lone surrogate for example.
-            LimitError: a frame is larger than what its receiver takes.
-        """
+        """Return the new message's id and its frames; WireError if nobody could read them."""
         self._next_id += 1
         header = Header(
             major=PROTOCOL_MAJOR,
@@ -70,12 +65,7 @@ class Encoder:
 
 
 def decode(frames: Sequence[Frame]) -> Envelope:
-    """Return the message in `frames`.
-
-    Raises:
-        WireError: not a message of this protocol; `path` and `code` name the fault.
-        LimitError: a frame, or something in it, is above its limit.
-    """
+    """Return the message in `frames`; WireError, LimitError if something is too large."""
     header = decode_header(frames)
     kind = kind_of(header)
     return decode_body(header, kind, frames, body_bytes(kind))

@@ -79,11 +79,8 @@ def router(
 ) -> tuple[Socket, str]:
     """Return a bound ROUTER and the endpoint it really has (port `*` or 0 picks a free one).
 
-    A peer that sends a frame of more than `frame_bytes` loses its connection.
-
-    Raises:
-        StartupError: the address is taken.
-        UsageError: it is not ours, or none.
+    A peer that sends a frame of more than `frame_bytes` loses its connection. StartupError if the
+    address is taken, UsageError if it is not ours.
     """
     options = ROUTER_OPTIONS | {zmq.MAXMSGSIZE: frame_bytes}
     return _bound(_socket(context, zmq.ROUTER, curve, options), endpoint)
@@ -152,10 +149,7 @@ def allow_list(context: Context) -> Socket:
 
 
 def handshakes(context: Context, socket: Socket, events: int) -> Socket:
-    """Return a PAIR that receives the `events` of `socket`'s connections (`recv_monitor_message`).
-
-    Close it after `socket.disable_monitor()`.
-    """
+    """Return a PAIR with `events` of `socket`; close it after `socket.disable_monitor()`."""
     address = f"inproc://handshakes-{socket.underlying:x}"
     socket.monitor(address, events)
     monitor = context.socket(zmq.PAIR)
@@ -204,13 +198,9 @@ def check_port_free(endpoint: str) -> None:
 
 
 def tcp_listener(endpoint: str, backlog: int = 128) -> tcp.socket:
-    """Return a plain TCP socket that listens at `endpoint`; port * or 0 is any.
+    """Return a plain TCP socket that listens at `endpoint`; errors as of `router`.
 
     SO_REUSEADDR is set, as by ZeroMQ: only who listens is in the way.
-
-    Raises:
-        StartupError: another process listens there.
-        UsageError: it is no address of this host.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     host = host.strip("[]")
@@ -241,11 +231,7 @@ def advertise(host: str) -> None:
 
 
 def reachable(endpoint: str) -> str:
-    """Return the bound `endpoint` as others can connect to it.
-
-    Its host becomes the advertised one if there is one; else a wildcard becomes this machine's
-    name.
-    """
+    """Return the bound `endpoint` with the advertised host, or this machine's for a wildcard."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     known = _advertised or (tcp.gethostname() if host in ("*", "0.0.0.0", "[::]") else host)
     if ":" in known and not known.startswith("["):
@@ -260,10 +246,7 @@ def next_port(endpoint: str) -> str:
 
 
 def interface_towards(host: str) -> str:
-    """Return the name of the interface whose address this host has in connections to `host`.
-
-    Empty where it cannot be told. Nothing is sent.
-    """
+    """Return the name of this host's interface towards `host`, if known. Nothing is sent."""
     import psutil  # with the trainer, whose ranks ask
 
     try:

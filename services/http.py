@@ -31,11 +31,8 @@ _MAX_PORT = 65535
 def listen(address: str, what: str, *, default_host: str = "", ports: int = 1) -> socket.socket:
     """Return a socket that listens at `HOST:PORT`, or at the first free one of `ports` ports.
 
-    Port 0 is any that is free; `what` is the flag or key that says the address, for errors.
-
-    Raises:
-        UsageError: it is no address.
-        StartupError: no port is free, or the host is not this machine.
+    Port 0 is any that is free; `what` is the flag or key that says the address, for errors:
+    UsageError if it is none, StartupError if no port is free or the host is not this machine.
     """
     host, separator, first = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or default_host
@@ -50,9 +47,8 @@ def listen(address: str, what: str, *, default_host: str = "", ports: int = 1) -
             return socket.create_server((host, port), family=family, backlog=1024)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or port == last:
-                raise StartupError(
-                    f"{what} {address}: cannot listen on {host}:{port}: {error.strerror}"
-                ) from error
+                where = f"cannot listen on {host}:{port}: {error.strerror}"
+                raise StartupError(f"{what} {address}: {where}") from error
             port += 1
 
 
@@ -76,7 +72,6 @@ class ApiError(UmbraError):
     def __init__(
         self,
         message: str,
-        *,
         status: int = 400,
         code: str = "invalid_request",
         param: str | None = None,
@@ -150,8 +145,7 @@ class HttpServer:
         """Let open requests get their answers, for a second or so, and end."""
         self._server.should_exit = True
         if self._task is None:
-            self._bound.close()
-            return
+            return self._bound.close()
         await self._task
         state = self._server.server_state
         for connection in list(state.connections):
@@ -190,45 +184,30 @@ class HttpServer:
         called = host if host.endswith("]") else host.rpartition(":")[0] or host
         called = called.removeprefix("[").removesuffix("]")
         if self._local and not is_loopback(called) and called != (self._own_name or None):
-            raise ApiError(
-                "the Host header is no name of this machine", status=403, code="wrong_host"
-            )
+            raise ApiError("the Host header is no name of this machine", 403, "wrong_host")
         for origin in headers.getlist("origin"):
             if origin.lower() not in (f"http://{host}", f"https://{host}"):
-                raise ApiError(
-                    "the request comes from another page", status=403, code="wrong_origin"
-                )
+                raise ApiError("the request comes from another page", 403, "wrong_origin")
         key = headers.get("authorization") or headers.get("x-api-key", "")
         key = key.removeprefix("Bearer ").encode("latin-1")
         if self._key and not signed and not hmac.compare_digest(key, self._key):
-            raise ApiError("the API key is wrong or missing", status=401, code="invalid_api_key")
+            raise ApiError("the API key is wrong or missing", 401, "invalid_api_key")
         if self._active > self._requests:
-            raise ApiError(
-                f"{self._requests} requests are under way, the most: repeat this one later",
-                status=503,
-                code="overloaded",
-            )
+            raise _overloaded(f"{self._requests} requests are under way")
         length = int(headers.get("content-length", 0))
         self._check_size(length, length)
         kinds = [k.partition(";")[0].strip().lower() for k in headers.getlist("content-type")]
         has_body = kinds or length or "transfer-encoding" in headers
         if has_body and (len(kinds) != 1 or kinds[0] not in self._types):
             raise ApiError(
-                f"the content type must be {' or '.join(self._types)}",
-                status=415,
-                code="wrong_type",
+                f"the content type must be {' or '.join(self._types)}", 415, "wrong_type"
             )
 
     def _check_size(self, length: int, more: int) -> None:
         if length > self._max_body:
-            limit = size(self._max_body)
-            raise ApiError(f"the body is larger than {limit}", status=413, code="too_large")
+            raise ApiError(f"the body is larger than {size(self._max_body)}", 413, "too_large")
         if self._held + more > HELD_BYTES:
-            raise ApiError(
-                f"requests under way hold {size(HELD_BYTES)}, the most: repeat this one later",
-                status=503,
-                code="overloaded",
-            )
+            raise _overloaded(f"requests under way hold {size(HELD_BYTES)}")
 
     async def _read(self, receive: Receive, body: bytearray) -> bool:
         """Fill `body`; false if the client has gone."""
@@ -242,5 +221,9 @@ class HttpServer:
                         return True
         except TimeoutError:
             late = f"its body did not come within {BODY_S:g} s"
-            raise ApiError(late, status=400, code="too_slow") from None
+            raise ApiError(late, code="too_slow") from None
         return False
+
+
+def _overloaded(what: str) -> ApiError:
+    return ApiError(f"{what}, the most: repeat this one later", 503, "overloaded")

@@ -72,11 +72,7 @@ class _Pending:
 
 
 class Channel:
-    """Requests to one server. Made by `IoThread.channel`, on whose thread its socket is used.
-
-    Raises:
-        UsageError: `endpoint` is no address.
-    """
+    """Requests to one server. Made by `IoThread.channel`, on whose thread its socket is used."""
 
     def __init__(
         self, link: IoThread, endpoint: str, peer: str, server: Role, *, insists: bool
@@ -116,10 +112,7 @@ class Channel:
         timeout_s: float,
         stopping: threading.Event | None = None,
     ) -> M:
-        """Send `body`, wait for its reply.
-
-        Once `stopping` is set, the wait ends within `STOPPING_S` seconds: a live server
-        answers within that time, and one that ended with us never will.
+        """Send `body`, wait for its reply; once `stopping` is set, for `STOPPING_S` seconds more.
 
         Raises:
             DeadlineError: no reply within `timeout_s` seconds, or none before we stop.
@@ -329,10 +322,7 @@ class IoThread:
         """Return a channel to the server at `endpoint`, which must have the key of role `server`.
 
         `peer` names it in errors. A channel that `insists` repeats requests that were refused
-        because we are no member: we join again.
-
-        Raises:
-            UsageError: `endpoint` is no address.
+        because we are no member: we join again. UsageError if `endpoint` is no address.
         """
         opened: Future[Channel] = Future()
 

@@ -82,8 +82,7 @@ def make_keys(
 ) -> Sequence[KeyRole]:
     """Make a pair for each of `roles`, which are returned; the folder is for its owner only.
 
-    Raises:
-        UsageError: there are keys already and `force` is not set, or it cannot be written to.
+    UsageError if there are keys already and `force` is not set, or it cannot be written to.
     """
     files = [folder / f"{role}{suffix}" for role in roles for suffix in (PUBLIC, SECRET)]
     present = next((file for file in files if file.exists()), None)
@@ -106,8 +105,7 @@ def make_keys(
 def load_keys(folder: Path, role: KeyRole) -> Keys:
     """Return the keys in `folder` for a process of `role`.
 
-    Raises:
-        UsageError: a file is missing, is no certificate, can't be read by us, or can by others.
+    UsageError if a file is missing, is no certificate, can't be read by us, or can by others.
     """
     public, secret = _read(folder / f"{role}{SECRET}", secret=True)
     roles: dict[KeyRole, bytes] = {role: _read(folder / f"{role}{PUBLIC}")[0] for role in KEY_ROLES}
@@ -125,9 +123,7 @@ def open_security(
     """Return the protection of a process that may have the key of any of `roles`, best first.
 
     Its keys are in `folder`; if that is empty, in the folder `keys` in `run_dir` if it is there.
-
-    Raises:
-        UsageError: see `load_keys`.
+    Errors as of `load_keys`.
     """
     if not folder and run_dir is not None and (run_dir / FOLDER).is_dir():
         folder = str(run_dir / FOLDER)

@@ -45,9 +45,7 @@ class Metrics(Protocol):
 
 
 class Session:
-    """Membership of this process in the run whose broker is at `broker`.
-
-    A context manager that leaves at the end.
+    """Membership of this process in the run whose broker is at `broker`, until its block ends.
 
     `stopping` is set by whoever wants the process to end: a signal, the broker's drain command, or
     a lost broker; `stop_reason` says why, and `failure` is set when the end is an error.
@@ -139,20 +137,13 @@ class Session:
 
     @property
     def data(self) -> Channel:
-        """Return the channel to the buffer for samples and batches, opened at the first call.
-
-        Not everyone has business there, and the key of who has none does not open it.
-        """
+        """Return the channel to the buffer for samples and batches, which not every key opens."""
         if self._data is None:
             self._data = self._link.channel(self._welcome.data, "buffer", insists=True)
         return self._data
 
     def weights(self, *, deadline_s: float) -> Channel:
-        """Return the channel to the weight hub, once one has joined; it follows restarts.
-
-        Raises:
-            DeadlineError: no hub joined within `deadline_s` seconds.
-        """
+        """Return the channel to the weight hub, once one has joined; it follows restarts."""
         deadline = Deadline(deadline_s, "no weight hub joined the run")
         while not self._weights_known.wait(0.1):
             if self.stopping.is_set():
@@ -168,9 +159,8 @@ class Session:
     def progress(self, activity: str, count: int = 1) -> None:
         """Record `count` more units of work of the main loop, which is busy with `activity`."""
         with self._lock:
-            self._activity = activity
+            self._activity, self._moved_at = activity, time.monotonic()
             self._progress += count
-            self._moved_at = time.monotonic()
 
     def waits(self, activity: str) -> None:
         with self._lock:

@@ -192,8 +192,7 @@ class TaskClient:
     def poll(self) -> tuple[list[Task], list[Lease]]:
         """Return new tasks to work on, and leases that were lost, since the last call.
 
-        Raises:
-            UmbraError: the buffer refused a request or did not store a delivery.
+        UmbraError if the buffer refused a request or did not store a delivery.
         """
         done = [entry for entry in self._open if entry[0].done()]
         for entry in done:

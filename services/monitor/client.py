@@ -1,8 +1,7 @@
 """Talks to a run's buffer without joining the run: looking changes nothing, and asking may.
 
-A `Watch` gets the status, and recent events that members send to monitors: pushes, rollouts, spans.
-Any member can make these up, and they are drawn in a terminal: so numbers are finite, and nothing
-that is kept has control characters.
+Any member can make up the events that a `Watch` gets, and they are drawn in a terminal: so numbers
+are finite, and nothing that is kept has control characters.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import zmq
@@ -31,14 +29,9 @@ M = TypeVar("M", bound=m.Message)
 
 
 class StatusClient:
-    """A connection to the buffer at `broker`; a context manager.
+    """A connection to the buffer at `broker`, or for a `ping` to a hub or relay (`server`).
 
     Each call raises DeadlineError if nobody answers within `timeout_s` seconds.
-
-    A hub, and a relay, can be asked for a sign of life too: `server` is its role then.
-
-    Raises:
-        UsageError: `broker` is no address.
     """
 
     def __init__(
@@ -63,9 +56,7 @@ class StatusClient:
     ) -> m.Ok:
         """Operate the run; a checkpoint's answer says after which step it is.
 
-        Raises:
-            UsageError: there is no such `member`, or the run needs it.
-            RejectedError: the run is ending.
+        UsageError if there is no such `member` or the run needs it, RejectedError if it is ending.
         """
         try:
             return self._ask(m.Operate(kind=kind, member=member, reason=reason), m.Ok, timeout_s)
@@ -74,14 +65,10 @@ class StatusClient:
                 raise UsageError(str(error)) from error
             raise
 
-    def subscribe(self, endpoint: str, on_event: Callable[[m.Header, m.Event], None]) -> None:
-        """Watch telemetry; `on_event` runs on another thread, and must be quick."""
-        self._link.subscribe(endpoint, on_event)
-
     def close(self) -> None:
         self._link.close()
 
-    def __enter__(self) -> StatusClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_raised: object) -> None:
@@ -118,9 +105,7 @@ class PushEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout that was trained on. `pieces` cut the response into what weights of one age said:
-    characters, tokens, and staleness in steps, or None for what the environment said.
-    """
+    """A rollout that was trained on."""
 
     step: int
     sample: Name
@@ -133,6 +118,8 @@ class RolloutEvent(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int
     prompt: str
     response: str
+    # Of the response, what weights of one age said: characters, tokens, and staleness in steps, or
+    # None for what the environment said.
     pieces: list[tuple[int, int, int | None]]
 
     def __post_init__(self) -> None:
@@ -168,33 +155,24 @@ class Feed:
     def look(self, status: Status) -> Look:
         """Return `status` with the recent events; newest last."""
         with self._lock:
-            return Look(
-                status=status,
-                pushes=list(self._pushes),
-                rollouts=list(self._rollouts),
-                spans={name: list(spans) for name, spans in self._spans.items()},
-            )
+            spans = {name: list(spans) for name, spans in self._spans.items()}
+            return Look(status, list(self._pushes), list(self._rollouts), spans)
 
     def _take(self, header: Header, kind: str, fields: dict[str, Any]) -> None:
-        match kind:
-            case "push":
-                push = msgspec.convert(fields, PushEvent, strict=False)
-                self._pushes.append(push)
-                start = header.sent_at - push.total_s
-                self._add_spans(header.sender, [SpanEvent("push", start, header.sent_at)])
-            case "rollout":
-                self._rollouts.append(msgspec.convert(fields, RolloutEvent))
-            case "spans":
-                spans = msgspec.convert(fields.get("spans"), list[SpanEvent])
-                spans = [span._replace(name=one_line(span.name)) for span in spans]
-                self._add_spans(header.sender, spans)
-            case _:
-                pass
-
-    def _add_spans(self, sender: str, spans: list[SpanEvent]) -> None:
-        self._spans.setdefault(sender, deque(maxlen=SPANS_KEPT)).extend(spans)
-        self._spans.move_to_end(sender)
-        while len(self._spans) > SENDERS_KEPT:
+        spans: list[SpanEvent] = []
+        if kind == "push":
+            push = msgspec.convert(fields, PushEvent, strict=False)
+            self._pushes.append(push)
+            spans.append(SpanEvent("push", header.sent_at - push.total_s, header.sent_at))
+        elif kind == "rollout":
+            self._rollouts.append(msgspec.convert(fields, RolloutEvent))
+        elif kind == "spans":
+            spans = msgspec.convert(fields.get("spans"), list[SpanEvent])
+        if spans:
+            kept = self._spans.setdefault(header.sender, deque(maxlen=SPANS_KEPT))
+            kept.extend(span._replace(name=one_line(span.name)) for span in spans)
+            self._spans.move_to_end(header.sender)
+        if len(self._spans) > SENDERS_KEPT:
             self._spans.popitem(last=False)
 
 
@@ -208,37 +186,24 @@ class Look:
     spans: dict[str, list[SpanEvent]] = field(default_factory=dict[str, list[SpanEvent]])
 
 
-class Watch:
-    """A look at a time; a context manager. It joins nothing and changes nothing.
-
-    Raises:
-        UsageError: `broker` is no address.
-    """
+class Watch(StatusClient):
+    """A client that listens to recent events too: pushes, rollouts, spans."""
 
     def __init__(self, broker: str, security: Security = OPEN) -> None:
-        self.client = StatusClient(broker, security)
+        super().__init__(broker, security)
         self._feed = Feed()
         self._endpoint = ""
 
     def look(self, timeout_s: float) -> Look:
         """Return the status; DeadlineError if nobody answers within `timeout_s` seconds."""
-        status = self.client.status(timeout_s)
+        status = self.status(timeout_s)
         if status.events and status.events != self._endpoint:
             self._endpoint = status.events
-            self.client.subscribe(status.events, self._feed.receive)
+            self._link.subscribe(status.events, self._feed.receive)
         return self._feed.look(status)
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(self, *_raised: object) -> None:
-        self.client.close()
 
 
 def look_dict(look: Look) -> dict[str, Any]:
     """Return all of it as plain values for JSON."""
-    return {
-        **status_dict(look.status),
-        "pushes": msgspec.to_builtins(look.pushes),
-        "rollouts": msgspec.to_builtins(look.rollouts),
-    }
+    events = {"pushes": look.pushes, "rollouts": look.rollouts}
+    return status_dict(look.status) | msgspec.to_builtins(events)

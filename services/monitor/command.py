@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -30,16 +30,15 @@ Command = Callable[..., Any]
 NEEDED: tuple[Role, ...] = ("trainer", "weight_hub", "part")  # the run stands still without them
 
 
-def _timeout(default_s: float, purpose: str) -> Callable[[Command], Command]:
-    return click.option(
-        "--timeout",
-        "timeout_s",
-        type=click.FloatRange(0, min_open=True),
-        default=default_s,
-        show_default=True,
-        metavar="SECONDS",
-        help=f"How long to wait {purpose}.",
-    )
+def _seconds(flag: str, name: str, default_s: float, what: str, **bounds: Any) -> Any:
+    kind = click.FloatRange(**bounds)
+    settings: dict[str, Any] = {"show_default": True, "metavar": "SECONDS", "help": what}
+    return click.option(flag, name, type=kind, default=default_s, **settings)
+
+
+def _timeout(default_s: float, purpose: str) -> Any:
+    what = f"How long to wait {purpose}."
+    return _seconds("--timeout", "timeout_s", default_s, what, min=0, min_open=True)
 
 
 timeout_option = _timeout(5.0, "for an answer")
@@ -135,23 +134,18 @@ def drain(
 
 
 def _members_on(node: str, status: Status) -> list[str]:
-    """Return the members on the host called `node`, relays last.
-
-    Raises:
-        UsageError: nobody is there, or one without whom the run cannot go on.
-    """
-    members, host = status.members, node.replace(".", "-")
+    """Return the members on the host called `node`, relays last."""
     # Kubernetes' host names have dashes for dots.
-    local = [member for member in members if member.host.replace(".", "-") == host]
+    host = node.replace(".", "-")
+    local = [member for member in status.members if member.host.replace(".", "-") == host]
     if not local:
-        hosts = ", ".join(sorted({member.host for member in members})) or "no host"
+        hosts = ", ".join(sorted({member.host for member in status.members})) or "no host"
         raise UsageError(f"--node {node}: no member runs there; members are on {hosts}")
-    for member in local:
-        if member.role in NEEDED:
-            raise UsageError(
-                f"--node {node}: {member.name} runs there, and the run cannot do without it: "
-                "drain the run as a whole, or the other members by name"
-            )
+    if needed := [member.name for member in local if member.role in NEEDED]:
+        raise UsageError(
+            f"--node {node}: {needed[0]} runs there, and the run cannot do without it: "
+            "drain the run as a whole, or the other members by name"
+        )
     return [member.name for member in sorted(local, key=lambda member: member.role == "relay")]
 
 
@@ -212,12 +206,10 @@ def status(
 
 def _describe_member(status: Status, name: str) -> str:
     """Return a line about the member `name`; PeerLostError if it is none."""
-    for member in status.members:
-        if member.name == name:
-            return (
-                f"{member.role} {name} is {member.state}, {member.activity}; heard of "
-                f"{member.silent_s:.1f} s ago"
-            )
+    for one in status.members:
+        if one.name == name:
+            heard = f"heard of {one.silent_s:.1f} s ago"
+            return f"{one.role} {name} is {one.state}, {one.activity}; {heard}"
     reason = status.departed.get(name)
     raise PeerLostError(f"{name} is no member of the run" + (f": {reason}" if reason else ""))
 
@@ -227,15 +219,7 @@ def _describe_member(status: Status, name: str) -> str:
 @timeout_option
 @json_option
 @click.option("--once", is_flag=True, help="Print the state once and exit.")
-@click.option(
-    "--interval",
-    "interval_s",
-    type=click.FloatRange(0.1),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time between two looks.",
-)
+@_seconds("--interval", "interval_s", 1.0, "Time between two looks.", min=0.1)
 @click.option(
     "--web", metavar="[HOST]:PORT", help="Serve a page; stays until Ctrl-C.  [host: 127.0.0.1]"
 )
@@ -260,32 +244,31 @@ def monitor(
     Ends with code 0 when the run ends or at Ctrl-C, and with 5 when no buffer answers at the start.
     Any number may watch; none of them changes the run by being there.
     """
-    stopping = threading.Event()
+    stopping, warnings = threading.Event(), NewWarnings()
     with Watch(broker, security) as watch, stop_on_signals(stopping), ExitStack() as stack:
         look = watch.look(timeout_s)
         stays = web is not None or prometheus is not None
         board = _serve(stack, look, web, prometheus) if stays else None
         if once:
-            _echo_json(look) if as_json else click.echo(plain(look))
-        elif sys.stdout.isatty() and not as_json and not stays:
-            with Live(screen=True, auto_refresh=False) as live:
+            click.echo(json.dumps(look_dict(look)) if as_json else plain(look))
+            return EXIT_DONE
+        on_screen = sys.stdout.isatty() and not as_json and not stays
+        with Live(screen=True, auto_refresh=False) if on_screen else nullcontext() as live:
 
-                def draw(look: Look) -> None:
+            def show(look: Look) -> None:
+                if live is not None:
                     live.update(screen(look, live.console.width), refresh=True)
+                elif as_json:
+                    click.echo(json.dumps(look_dict(look)))
+                else:
+                    for line in [*warnings.lines(look.status), headline(look.status)]:
+                        click.echo(line)
 
-                look, lost = _follow(watch, look, stopping, draw, None, interval_s, timeout_s)
-            click.echo(left_text(look.status, lost=lost))
-        else:
-            warnings = NewWarnings()
-
-            def echo(look: Look) -> None:
-                for line in [*warnings.lines(look.status), headline(look.status)]:
-                    click.echo(line)
-
-            show = _echo_json if as_json else echo
             look, lost = _follow(watch, look, stopping, show, board, interval_s, timeout_s)
-            if lost and board is None:
-                click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)
+        if on_screen:
+            click.echo(left_text(look.status, lost=lost))
+        elif lost and board is None:
+            click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)
     return EXIT_DONE
 
 
@@ -294,21 +277,15 @@ def _serve(stack: ExitStack, look: Look, web: str | None, prometheus: str | None
     from umbra.services.monitor.web import Board, PageServer  # few ask for one
 
     board = Board(look)
-    for flag, address, resources in (
-        ("--web", web, board.page()),
-        ("--prometheus", prometheus, board.metrics()),
-    ):
-        if address is None:
-            continue
-        server = stack.enter_context(closing(PageServer(address, flag, resources)))
-        click.echo(server.url + ("/" if "/" in resources else next(iter(resources))), err=True)
-        if not server.is_local:
-            click.echo("umbra: whoever reaches that address can read prompts and samples", err=True)
+    pages = ("--web", web, board.page()), ("--prometheus", prometheus, board.metrics())
+    for flag, address, resources in pages:
+        if address is not None:
+            server = stack.enter_context(closing(PageServer(address, flag, resources)))
+            click.echo(server.url + next(iter(resources)), err=True)
+            if not server.is_local:
+                warning = "umbra: whoever reaches that address can read prompts and samples"
+                click.echo(warning, err=True)
     return board
-
-
-def _echo_json(look: Look) -> None:
-    click.echo(json.dumps(look_dict(look)))
 
 
 def _follow(
@@ -326,15 +303,13 @@ def _follow(
     wait for it to answer again.
     """
     lost = False
-    while True:
-        if not lost:
+    show(look)
+    while not stopping.wait(interval_s):
+        try:
+            look, lost = watch.look(timeout_s), False
             show(look)
             if board is not None:
                 board.show(look)
-        if stopping.wait(interval_s):
-            return look, lost
-        try:
-            look, lost = watch.look(timeout_s), False
         except PeerLostError:
             if board is None:
                 return look, True
@@ -342,3 +317,4 @@ def _follow(
                 click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)
                 board.lose()
             lost = True
+    return look, lost

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -23,7 +23,7 @@ class RunAddress:
     keys: str = ""
 
     def write(self, folder: Path) -> None:
-        DISK.replace(folder / FILE, json.dumps(asdict(self)).encode() + b"\n", mode=READABLE_MODE)
+        DISK.replace(folder / FILE, msgspec.json.encode(self) + b"\n", mode=READABLE_MODE)
 
     @classmethod
     def read(cls, folder: Path) -> RunAddress | None:
@@ -41,8 +41,7 @@ class RunAddress:
 def find_run(run: str = "") -> Path:
     """Return the folder of `run`: a path, an id in `runs/` here, or if empty the newest run here.
 
-    Raises:
-        UsageError: there is none; says where it was looked for.
+    UsageError if there is none.
     """
     parent = Path(RunSection().dir)
     if run:
@@ -53,44 +52,38 @@ def find_run(run: str = "") -> Path:
             f"{run} is no run: neither it nor {parent / run} is a folder with a config.json"
         )
     folders = [file.parent for file in parent.glob("*/config.json") if file.is_file()]
-    if (newest := max(folders, key=_start_time, default=None)) is None:
-        raise UsageError(
-            f"no run is in {parent.resolve()}: name a run's folder, or its buffer by "
-            "--broker tcp://host:port"
-        )
-    return newest.resolve()
+    return _newest(folders, f"no run is in {parent.resolve()}")
 
 
 def find_address(run: str = "") -> RunAddress:
     """Return the address of `run` (see `find_run`), or if empty of the newest run under way here.
 
-    Raises:
-        UsageError: there is no such run, or it is over.
+    UsageError if there is no such run, or it is over.
     """
     if run:
         folder = find_run(run)
     else:
         parent = Path(RunSection().dir)
-        live = [folder for folder in parent.glob("*") if is_held(folder)]
-        if not live:
-            raise UsageError(
-                f"no run in {parent.resolve()} is under way: name a run's folder, or its buffer by "
-                "--broker tcp://host:port"
-            )
-        folder = max(live, key=_start_time).resolve()
+        live = filter(is_held, parent.glob("*"))
+        folder = _newest(live, f"no run in {parent.resolve()} is under way")
     running, address = is_held(folder), RunAddress.read(folder)
     if not running:  # the address of one that was killed may be there still
-        raise UsageError(
-            f"the run in {folder} is not under way; `umbra up {folder}` resumes it if it has not "
-            "reached its end"
-        )
-    if address is None:
-        if (folder / "summary.json").exists():
-            raise UsageError(f"the run in {folder} is ending: `umbra runs` says how")
-        raise UsageError(f"the run in {folder} is starting: its buffer is not up yet; try again")
-    return address
+        state = f"not under way; `umbra up {folder}` resumes it if it has not reached its end"
+    elif address is not None:
+        return address
+    elif (folder / "summary.json").exists():
+        state = "ending: `umbra runs` says how"
+    else:
+        state = "starting: its buffer is not up yet; try again"
+    raise UsageError(f"the run in {folder} is {state}")
 
 
-def _start_time(folder: Path) -> float:
-    config = folder / "config.json"  # which a demo that makes its model lacks still
-    return (config if config.is_file() else folder).stat().st_mtime
+def _newest(folders: Iterable[Path], otherwise: str) -> Path:
+    def start_time(folder: Path) -> float:
+        config = folder / "config.json"  # which a demo that makes its model lacks still
+        return (config if config.is_file() else folder).stat().st_mtime
+
+    if (newest := max(folders, key=start_time, default=None)) is None:
+        remedy = "name a run's folder, or its buffer by --broker tcp://host:port"
+        raise UsageError(f"{otherwise}: {remedy}")
+    return newest.resolve()

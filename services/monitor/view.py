@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from umbra.proto.messages import Member, Rates, Status, Stuck
+from umbra.proto.messages import Member, Status, Stuck
 from umbra.proto.records import EvalReport
 from umbra.services.reporting import (
     PHASES,
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
     from umbra.services.monitor.client import Look, RolloutEvent
 
 BARS = "▁▂▃▄▅▆▇█"
-COLUMNS = (
-    "service", "state", "incarnation", "version", "lag", "tokens/s", "busy", "idle", "activity",
-)  # fmt: skip
 CURVES = (
     "reward/mean", "samples_per_s", "loss", "response_length/mean", "staleness/total/mean",
     "entropy",
 )  # fmt: skip
-WIDE = 120  # columns of a terminal, below which a member's activity is left out
-NARROW_COLUMNS = ("service", "state", "version", "lag", "tokens/s", "busy", "idle")
-NUMBERS = ("version", "lag", "tokens/s", "busy")
+WIDE = 120  # columns of a terminal, below which `LEFT_OUT` is left out
+LEFT_OUT = ("incarnation", "activity")
+NUMBERS = ("version", "lag", "tokens_s", "busy")
+FLOW = {  # names of rates, and how they are called
+    "steps": "steps", "issued": "issued", "answers": "answered", "samples": "trained",
+    "ended": "ended",
+}  # fmt: skip
 MEMBERS_SHOWN = 24
 PUSHES_SHOWN = 6
 SAMPLE_CHARS = 300
@@ -64,31 +65,27 @@ def headline(status: Status, reward: float | None = None) -> str:
         names = [f"{member.name} {member.activity or member.state}" for member in status.members]
         now = ", ".join([*open_evals, *names]) or "no process has joined yet"
         return f"starting: before training; {now}"
-    parts = [f"step {status.version}/{status.steps}"]
-    if reward is not None:
-        parts.append(f"reward {reward:.3f}")
-    staleness = status.staleness if status.ledger.trained else {}
-    bound = f", bound {staleness['bound']:g}" if "bound" in staleness else ""
-    parts.append(
-        f"staleness {staleness['mean']:.2f} (max {staleness.get('max', 0):g}{bound})"
-        if "mean" in staleness
-        else "staleness -"
-    )
+    trained, answers_per_s = status.ledger.trained, number(status.rates.answers_per_s)
+    of = status.staleness if trained else {}
+    bound = f", bound {of['bound']:g}" if "bound" in of else ""
+    staleness = f"{of['mean']:.2f} (max {of.get('max', 0):g}{bound})" if "mean" in of else "-"
     ess = [m.stats["ess"] for m in status.members if m.role == "trainer" and "ess" in m.stats]
-    parts += [f"ess {value:.2f}" for value in ess]
-    if status.ledger.trained:
-        parts.append(f"samples/s {number(status.rates.samples_per_s)}")
-    else:
-        parts.append(f"samples/s -  answers/s {number(status.rates.answers_per_s)}")
-    parts.append(f"in flight {sum(status.ledger.in_flight.values())}")
-    if failed := status.ledger.ended.get("failed"):
-        parts.append(f"failed {failed}")
-    parts += [f"warning: {name}" for name in active_warnings(status)]
-    parts += open_evals
-    if status.ledger.balance:
-        parts.append(f"LEDGER OFF BY {status.ledger.balance}")
-    parts += [f"stuck: {_stuck_text(stuck)}" for stuck in status.stuck[:1]]
-    return "  ".join(parts)
+    samples = number(status.rates.samples_per_s) if trained else f"-  answers/s {answers_per_s}"
+    failed, balance = status.ledger.ended.get("failed"), status.ledger.balance
+    parts = [
+        f"step {status.version}/{status.steps}",
+        "" if reward is None else f"reward {reward:.3f}",
+        f"staleness {staleness}",
+        *(f"ess {value:.2f}" for value in ess),
+        f"samples/s {samples}",
+        f"in flight {sum(status.ledger.in_flight.values())}",
+        f"failed {failed}" if failed else "",
+        *(f"warning: {name}" for name in active_warnings(status)),
+        *open_evals,
+        f"LEDGER OFF BY {balance}" if balance else "",
+        *(f"stuck: {_stuck_text(stuck)}" for stuck in status.stuck[:1]),
+    ]
+    return "  ".join(filter(None, parts))
 
 
 def active_warnings(status: Status) -> dict[str, str]:
@@ -184,7 +181,7 @@ INCARNATION_SHOWN = 6  # characters, enough to see that it is another one
 
 
 class MemberRow(NamedTuple):
-    name: str
+    service: str
     state: str
     incarnation: str = ""
     version: str = ""
@@ -200,33 +197,22 @@ def member_rows(status: Status, processes: Mapping[str, str] | None = None) -> l
 
     `processes` are the supervisor's words on its children; children that are no members show, too.
     """
-    rows = [
-        _row(member, status.version)
-        for member in sorted(status.members, key=lambda m: (m.role, m.name))
-    ]
-    names = {member.name for member in status.members}
-    others = {name: ("gone", reason) for name, reason in status.departed.items()}
+    rows = {name: MemberRow(name, "gone", activity=why) for name, why in status.departed.items()}
     for name, state in (processes or {}).items():
         if name != "buffer" or state != "running":  # the buffer answers, but is no member
-            others[name] = ("starting", "") if state == "running" else (state, "")
-    rows += [
-        MemberRow(name, state, activity=reason)
-        for name, (state, reason) in others.items()
-        if name not in names
-    ]
-    return rows
+            rows[name] = MemberRow(name, "starting" if state == "running" else state)
+    members = sorted(status.members, key=lambda member: (member.role, member.name))
+    known = {member.name: _row(member, status.version) for member in members}
+    return list((known | {name: row for name, row in rows.items() if name not in known}).values())
 
 
 def most_telling(rows: Sequence[MemberRow], count: int) -> list[MemberRow]:
     """Return at most `count` of `rows`, in their order, preferring the ones with a problem."""
     if len(rows) <= count:
         return list(rows)
-    by_need = sorted(
-        rows, key=lambda row: (row.state == "ready", not row.idle.startswith("stalled"))
-    )
-    chosen = set(by_need[: count - 1])
-    rows_shown = [row for row in rows if row in chosen]
-    return [*rows_shown, MemberRow(f"and {len(rows) - len(rows_shown)} more", "")]
+    healthy = [(row.state == "ready", not row.idle.startswith("stalled")) for row in rows]
+    chosen = sorted(sorted(range(len(rows)), key=healthy.__getitem__)[: count - 1])
+    return [*(rows[i] for i in chosen), MemberRow(f"and {len(rows) - len(chosen)} more", "")]
 
 
 def idle_text(member: Member) -> str:
@@ -241,14 +227,14 @@ def idle_text(member: Member) -> str:
 
 def _row(member: Member, newest: int) -> MemberRow:
     stats = member.stats
-    version = stats.get("version", stats.get("step"))
+    version = stats.get("version", stats.get("step", -1.0))
     tokens_s = stats.get("decoded_per_s", stats.get("train_tokens_per_s"))
     return MemberRow(
-        name=member.name,
+        service=member.name,
         state=f"silent {member.silent_s:.0f} s" if member.silent_s >= SLOW_S else member.state,
         incarnation=member.incarnation[:INCARNATION_SHOWN],
-        version="" if version is None or version < 0 else f"{version:.0f}",
-        lag="" if version is None or version < 0 else f"{max(0.0, newest - version):.0f}",
+        version="" if version < 0 else f"{version:.0f}",
+        lag="" if version < 0 else f"{max(0.0, newest - version):.0f}",
         tokens_s="" if tokens_s is None else f"{tokens_s:,.0f}",
         busy=f"{busy(member.shares):.0%}" if member.shares else "",
         idle=idle_text(member),
@@ -265,10 +251,7 @@ def page_file(name: str) -> str:
 
 
 def screen(look: Look, width: int, processes: Mapping[str, str] | None = None) -> RenderableType:
-    """Return the view for a terminal of `width` columns.
-
-    `processes` are a supervisor's words on its children.
-    """
+    """Return the view for a terminal of `width` columns; `processes` as of `member_rows`."""
     from rich.console import Group
     from rich.text import Text
 
@@ -289,8 +272,9 @@ def lines(
     yield StyledLine(f"run {status.run_id}: {state}, up {clock(status.uptime_s)}", "bold")
     if notice := notice_text(status):
         yield StyledLine(notice, "bold green" if status.finished else "bold yellow")
-    remaining, rate = status.steps - status.version, status.rates.steps_per_s
-    eta = f"  about {clock(remaining / rate)} left" if rate > 0 and remaining > 0 else ""
+    remaining, rates = status.steps - status.version, status.rates
+    is_known = rates.steps_per_s > 0 and remaining > 0
+    eta = f"  about {clock(remaining / rates.steps_per_s)} left" if is_known else ""
     yield StyledLine(f"{headline(status)}{eta}")
     for name, text in active_warnings(status).items():
         yield StyledLine(f"warning: {name}: {text}", "yellow")
@@ -298,7 +282,8 @@ def lines(
         yield StyledLine(f"stuck: {_stuck_text(stuck)}, {stuck.action}", "bold red")
     yield from _curves(status)
     yield StyledLine(f"ledger: {ledger_text(status)}")
-    yield StyledLine(f"flow: {_flow(status.rates)}")
+    flow = [f"{number(getattr(rates, f'{name}_per_s'))}/s {label}" for name, label in FLOW.items()]
+    yield StyledLine(f"flow: {', '.join(flow)}")
     yield StyledLine(f"health: {health_text(status.health)}")
     evals = [one for one in status.evals if not one.done]
     evals += [one for one in status.evals if one.done][-1:]
@@ -323,24 +308,14 @@ def _curves(status: Status) -> Iterator[StyledLine]:
         yield StyledLine(f"trained by staleness: {'  '.join(shares)}")
 
 
-def _flow(rates: Rates) -> str:
-    flow = {
-        "steps": rates.steps_per_s,
-        "issued": rates.issued_per_s,
-        "answered": rates.answers_per_s,
-        "trained": rates.samples_per_s,
-        "ended": rates.ended_per_s,
-    }
-    return ", ".join(f"{number(rate)}/s {kind}" for kind, rate in flow.items())
-
-
 def _members(
     status: Status, width: int, processes: Mapping[str, str] | None
 ) -> Iterator[StyledLine]:
-    columns = COLUMNS if width >= WIDE else NARROW_COLUMNS
+    columns = [name for name in MemberRow._fields if width >= WIDE or name not in LEFT_OUT]
     rows = most_telling(member_rows(status, processes), MEMBERS_SHOWN)
-    cells = [[dict(zip(COLUMNS, row, strict=True))[name] for name in columns] for row in rows]
-    head, *body = aligned([columns, *cells], [columns.index(name) for name in NUMBERS])
+    cells = [[getattr(row, name) for name in columns] for row in rows]
+    heads = [name.replace("_", "/") for name in columns]
+    head, *body = aligned([heads, *cells], [columns.index(name) for name in NUMBERS])
     yield StyledLine(f"  {head}", "bold")
     for row, text in zip(rows, body, strict=True):
         yield StyledLine(f"  {text}", STYLES.get(row.state, "yellow"))

@@ -120,21 +120,25 @@ Resource: TypeAlias = tuple[str, Callable[[], bytes]]  # media type, and a funct
 
 @dataclass(frozen=True)
 class _Shown:
-    """A look, with what the page gets of it."""
+    """A look, with what the page and Prometheus get of it."""
 
     look: Look
     lost: bool = False
 
     @cached_property
     def json(self) -> bytes:
-        spans = self.look.spans
-        newest = max((of_member[-1].end for of_member in spans.values() if of_member), default=0.0)
-        recent = {
-            name: [span for span in of_member if span.end >= newest - TIMELINE_S]
-            for name, of_member in spans.items()
+        spans = {name: spans for name, spans in self.look.spans.items() if spans}
+        since = max((own[-1].end for own in spans.values()), default=0.0) - TIMELINE_S
+        timeline = {
+            name: [span for span in own if span.end >= since]
+            for name, own in spans.items()
+            if own[-1].end >= since
         }
-        timeline = {name: of_member for name, of_member in recent.items() if of_member}
         return msgspec.json.encode({**look_dict(self.look), "spans": timeline, "lost": self.lost})
+
+    @cached_property
+    def figures(self) -> bytes:
+        return prometheus_text(self.look, lost=self.lost)
 
 
 class Board:
@@ -152,33 +156,26 @@ class Board:
 
     def page(self) -> dict[str, Resource]:
         return {
-            "/": _file("page.html", "text/html; charset=utf-8"),
-            "/page.css": _file("page.css", "text/css; charset=utf-8"),
-            "/page.js": _file("page.js", "text/javascript; charset=utf-8"),
+            "/": _file("page.html", "html"),
+            "/page.css": _file("page.css", "css"),
+            "/page.js": _file("page.js", "javascript"),
             "/look.json": ("application/json", lambda: self._now.json),
         }
 
     def metrics(self) -> dict[str, Resource]:
-        def read() -> bytes:
-            now = self._now
-            return prometheus_text(now.look, lost=now.lost)
-
-        return {"/metrics": (CONTENT_TYPE_LATEST, read)}
+        return {"/metrics": (CONTENT_TYPE_LATEST, lambda: self._now.figures)}
 
 
-def _file(name: str, media_type: str) -> Resource:
+def _file(name: str, kind: str) -> Resource:
     body = page_file(name).encode()
-    return media_type, lambda: body
+    return f"text/{kind}; charset=utf-8", lambda: body
 
 
 class PageServer:
     """A server of `resources`, by path, in a thread of its own until it is closed.
 
-    `address` is `[HOST]:PORT`, without a host this machine alone; errors name its `flag`.
-
-    Raises:
-        UsageError: it is no address.
-        StartupError: the address is taken, or not ours.
+    `address` is `[HOST]:PORT`, without a host this machine alone; errors name its `flag`, as of
+    `listen`.
     """
 
     def __init__(self, address: str, flag: str, resources: Mapping[str, Resource]) -> None:

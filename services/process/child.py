@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -97,32 +97,32 @@ class ChildProcess:
         }
         variables.pop(READY_FD_VARIABLE, None)
         with ExitStack() as files:
-            out, err = (
-                files.enter_context(output.open("ab")) if isinstance(output, Path) else output
-                for output in (2 if channel else stdout, stderr)
-            )
-            passed: list[int] = []
-            if channel is None:
-                self._ready_fd, child_end = os.pipe()
-                os.set_blocking(self._ready_fd, False)
-                files.callback(os.close, child_end)
-                passed.append(child_end)
-                variables[READY_FD_VARIABLE] = str(child_end)
+
+            def descriptor(output: Output, own: int) -> int:
+                if isinstance(output, Path):
+                    return files.enter_context(output.open("ab")).fileno()
+                return own if output is None else output
+
+            null = files.enter_context(open(os.devnull, "rb")).fileno()
+            passed: tuple[int, ...] = ()
+            fds = [null, descriptor(2 if channel else stdout, 1), descriptor(stderr, 2)]
             try:
-                if server is not None and channel is None:
-                    stdin = files.enter_context(open(os.devnull, "rb"))
-                    fds = [stdin, 1 if out is None else out, 2 if err is None else err, *passed]
-                    settings = {**variables, READY_FD_VARIABLE: str(len(fds) - 1)}
-                    order = ForkOrder(argv, settings, str(Path.cwd()), session)
-                    numbers = [fd if isinstance(fd, int) else fd.fileno() for fd in fds]
-                    if (pid := server.spawn(order, numbers)) is not None:
-                        self.pid = pid
-                        return
+                if channel is None:
+                    self._ready_fd, child_end = os.pipe()
+                    os.set_blocking(self._ready_fd, False)
+                    files.callback(os.close, child_end)
+                    if server is not None:
+                        settings = {**variables, READY_FD_VARIABLE: str(len(fds))}
+                        order = ForkOrder(argv, settings, str(Path.cwd()), session)
+                        if (pid := server.spawn(order, [*fds, child_end])) is not None:
+                            self.pid = pid
+                            return
+                    passed, variables[READY_FD_VARIABLE] = (child_end,), str(child_end)
                 self._popen = subprocess.Popen(
                     argv,
-                    stdin=channel.fileno() if channel else subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
+                    stdin=channel.fileno() if channel else null,
+                    stdout=fds[1],
+                    stderr=fds[2],
                     env=variables,
                     pass_fds=passed,
                     start_new_session=session,
@@ -176,10 +176,8 @@ class ChildProcess:
             self._signal_all(signal.SIGKILL)
 
     def _signal_all(self, number: signal.Signals) -> None:
-        try:
+        with suppress(ProcessLookupError, PermissionError):  # none is left, or only exiting ones
             (os.killpg if self._leads else os.kill)(self.pid, number)
-        except (ProcessLookupError, PermissionError):
-            pass  # no process is left of it, or only exiting ones
 
     def _close(self) -> None:
         if self._ready_fd >= 0:
@@ -193,21 +191,19 @@ def start_worker(
 ) -> tuple[ChildProcess, socket.socket]:
     """Start a child in our session, joined by a pair of sockets; return our end (`pipe.py`) too."""
     own_end, child_end = socket.socketpair()
-    try:
+    with ExitStack() as ends:
+        ends.callback(own_end.close)
         with child_end:
-            return ChildProcess(argv, environ=environ, channel=child_end, session=False), own_end
-    except BaseException:
-        own_end.close()
-        raise
+            child = ChildProcess(argv, environ=environ, channel=child_end, session=False)
+        ends.pop_all()
+        return child, own_end
 
 
 def describe_exit(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
+    known = -code in list(signal.Signals)
+    return f"killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 def own_exit_code(code: int) -> int:

@@ -82,9 +82,8 @@ def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
 class SignalCounter:
     """A counter of signals while entered, for a supervisor, to which the second can mean more.
 
-    Handlers only count and wake: what follows is decided where the loop polls. They wake through a
-    pipe, because to set a `threading.Event` in a handler can wait for a lock that the interrupted
-    code holds.
+    Handlers only count, and wake through a pipe: setting a `threading.Event` in one can wait for a
+    lock that the interrupted code holds.
     """
 
     def __init__(self) -> None:
@@ -103,12 +102,10 @@ class SignalCounter:
             os.read(self._read_fd, 64)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            if self.count:
-                return
-            number = signal.SIGTERM
+        if number == signal.SIGHUP and self.count:
+            return
+        self.number = self.number or (signal.SIGTERM if number == signal.SIGHUP else number)
         self.count += 1
-        self.number = self.number or number
         with suppress(BlockingIOError):  # full: it is awake
             os.write(self._write_fd, b"!")
 
@@ -139,13 +136,8 @@ class LineFormatter(logging.Formatter):
             clock = time.strftime("%H:%M:%S", time.localtime(record.created))
             line = f"{clock}.{record.msecs:03.0f} {self._service} {level} {message}"
             return f"{line}\n{trace}" if trace else line
-        row = {
-            "time": record.created,
-            "level": level,
-            "service": self._service,
-            "logger": record.name,
-            "message": message,
-        }
+        row = {"time": record.created, "level": level, "service": self._service}
+        row |= {"logger": record.name, "message": message}
         return json.dumps({**row, "exception": trace} if trace else row)
 
 
@@ -167,13 +159,16 @@ STANDALONE: tuple[Role, ...] = ("relay", "part")  # may run without a buffer
 class ServiceContext:
     config: RunConfig
     name: str
-    broker: str
     run_dir: Path | None
     stopping: threading.Event
     log: logging.Logger
     metrics: MetricsFile
     security: Security = OPEN
     options: Mapping[str, Any] = field(default_factory=dict)  # of this command alone
+
+    @property
+    def broker(self) -> str:
+        return self.config.run.broker
 
     @property
     def broker_given(self) -> bool:
@@ -206,12 +201,6 @@ KEYS: dict[str, Any] = {
     "metavar": "FOLDER",
     "help": "Keys of the run, from `umbra keys` (security.keys).",
 }
-FLAGS = {
-    "broker": "run.broker",
-    "advertise": "run.advertise",
-    "keys": "security.keys",
-    "insecure": "security.insecure",
-}
 
 
 def keys_of(*roles: KeyRole) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -241,12 +230,29 @@ def service_command(
     these options, where they decide that.
     """
     service = section.replace("_", "-")
+    flags: dict[str, click.Option] = {  # by the key of the configuration that each sets
+        "run.broker": click.Option(
+            ["--broker"],
+            envvar="UMBRA_BROKER",
+            help=f"Address of the buffer.  [default: {RunSection().broker}]",
+        ),
+        "run.advertise": click.Option(
+            ["--advertise"], help="Host by which others reach this process."
+        ),
+        "security.keys": click.Option(["--keys"], **KEYS),
+        "security.insecure": click.Option(
+            ["--insecure"],
+            flag_value="true",
+            default=None,
+            help="Bind addresses that other machines can reach without keys (security.insecure).",
+        ),
+    }
 
     def invoke(**values: Any) -> None:
         overrides = list(values.pop("set"))
         own = {option.name: values.pop(option.name) for option in options if option.name}
-        flags = ((key, values[flag]) for flag, key in FLAGS.items())
-        overrides += [f"{key}={value}" for key, value in flags if value is not None]
+        given = ((key, values[flag.name or ""]) for key, flag in flags.items())
+        overrides += [f"{key}={value}" for key, value in given if value is not None]
         config = load(values["config"], overrides=overrides)
         role, name = identify(own) if identify is not None else (cast(Role, section), service)
         name = values["name"] or name
@@ -255,21 +261,9 @@ def service_command(
     params: list[click.Parameter] = [
         click.Option(["--config"], type=str, help="Run file (TOML, or the resolved JSON)."),
         click.Option(["--set"], multiple=True, metavar="SECTION.KEY=VALUE", help="Set a key."),
-        click.Option(
-            ["--broker"],
-            envvar="UMBRA_BROKER",
-            help=f"Address of the buffer.  [default: {RunSection().broker}]",
-        ),
-        click.Option(["--advertise"], help="Host by which others reach this process."),
+        *flags.values(),
         click.Option(["--name"], help="Name in the run.  [default: " + service + "]"),
         click.Option(["--run-dir"], type=click.Path(path_type=Path), help="Folder for results."),
-        click.Option(["--keys"], **KEYS),
-        click.Option(
-            ["--insecure"],
-            flag_value="true",
-            default=None,
-            help="Bind addresses that other machines can reach without keys (security.insecure).",
-        ),
         *options,
     ]
     summary = f"{get_type_hints(RunConfig)[section].__doc__}  Its keys are in docs/config.md."
@@ -289,33 +283,20 @@ def _run_service(
     allow_connections()
     if role != "buffer" and not (role in STANDALONE and config.run.broker == RunSection().broker):
         check_address(config.run.broker, "--broker")
-    security = open_security(
-        config.security.keys, [role], run_dir, insecure=config.security.insecure
-    )
-    if run_dir is not None:
-        try:
+    keys, insecure = config.security.keys, config.security.insecure
+    security = open_security(keys, [role], run_dir, insecure=insecure)
+    try:
+        if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"--run-dir {run_dir} cannot be made: {error.strerror}; name a folder that this "
-                "user may write to"
-            ) from error
-    stopping = threading.Event()
+    except OSError as error:
+        raise UsageError(
+            f"--run-dir {run_dir} cannot be made: {error.strerror}; name a folder that this "
+            "user may write to"
+        ) from error
+    stopping, log = threading.Event(), logging.getLogger(f"umbra.{name}")
     metrics = MetricsFile(run_dir / "metrics.jsonl" if run_dir else None, name)
     with closing(metrics), stop_on_signals(stopping), named_errors(name):
-        return run(
-            ServiceContext(
-                config=config,
-                name=name,
-                broker=config.run.broker,
-                run_dir=run_dir,
-                stopping=stopping,
-                log=logging.getLogger(f"umbra.{name}"),
-                metrics=metrics,
-                security=security,
-                options=options,
-            )
-        )
+        return run(ServiceContext(config, name, run_dir, stopping, log, metrics, security, options))
 
 
 def allow_connections() -> None:

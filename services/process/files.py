@@ -1,9 +1,8 @@
 """Files: changes that outlive the machine, a lock on a folder, and JSON lines.
 
 A disk that loses its power keeps all synced data, and any part of the rest in any order: the data
-of a file counts after `sync`, its name after `sync_directory` of the folder that it is in. All that
-must not be lost, but for the store, is written through this one class, so that a test can put a
-disk in its place that forgets what it may (`tests/fakes/lossy_disk.py`).
+of a file counts after `sync`, its name after `sync_directory` of the folder that it is in. `Disk`
+writes all that must not be lost, but for the store; `tests/fakes/lossy_disk.py` takes its place.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.config import RunSection
 from umbra.services.config.loader import decode_json
 
-FILE_MODE = 0o600  # what a run keeps is its owner's
+FILE_MODE, FOLDER_MODE = 0o600, 0o700  # what a run keeps is its owner's
 READABLE_MODE = 0o644  # of what other users of the machine may look at
-FOLDER_MODE = 0o700
 LOCK = "lock"  # the file that a process locks in its folder
 
 
@@ -58,11 +56,8 @@ class Disk:
         path.rmdir()
 
     def sync_directory(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
+        with _closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
 
     # -- made of these ----------------------------------------------------------------------------
 
@@ -108,13 +103,18 @@ class Disk:
         self.rename(part, path)
         self.sync_directory(path.parent)
 
-    @contextmanager
-    def opened(self, path: Path, *, new: bool = False, mode: int = FILE_MODE) -> Iterator[int]:
-        fd = self.open(path, new=new, mode=mode)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+    def opened(
+        self, path: Path, *, new: bool = False, mode: int = FILE_MODE
+    ) -> AbstractContextManager[int]:
+        return _closing(self.open(path, new=new, mode=mode))
+
+
+@contextmanager
+def _closing(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 DISK = Disk()
@@ -130,14 +130,11 @@ class HeldError(Exception):
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder` for the block; the kernel takes it from a process that is killed.
+    """Hold the lock of `folder` for the block; HeldError if another process does.
 
-    Raises:
-        HeldError: another process holds it.
-        OSError: the folder cannot be written to.
+    The kernel takes it from a process that is killed.
     """
-    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with DISK.opened(folder / LOCK) as fd:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -147,16 +144,10 @@ def folder_lock(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # a full disk: the lock holds, and names nobody
             os.write(fd, str(os.getpid()).encode())
         yield
-    finally:
-        os.close(fd)
 
 
 def open_regular(path: Path) -> int:
-    """Open a file that others may have put there, to read; a pipe or device would hang its reader.
-
-    Raises:
-        OSError: there is none, or it is no regular file.
-    """
+    """Open a file to read; OSError if it is a pipe or device, which would hang its reader."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -175,15 +166,12 @@ def read_regular(path: Path, limit: int = 64 << 20) -> bytes:
 def is_held(folder: Path) -> bool:
     """Return whether a process locks `folder`. A shared lock is tried, for some microseconds."""
     try:
-        fd = open_regular(folder / LOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with _closing(open_regular(folder / LOCK)) as fd:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    finally:
-        os.close(fd)
+    except OSError:
+        pass  # nobody ever did
     return False
 
 

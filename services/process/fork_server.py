@@ -1,9 +1,8 @@
 """Starts programs of this machine as forks of a process that has imported PyTorch already.
 
-The import takes seconds of a core, in each process again. Here it is done once: the server imports,
-and forks for each program, which gets its own environment, files and command line and is a child of
-whoever asked. Where a server can't be used (a GPU, whose driver does not outlive a fork), or has
-ended, programs are executed instead.
+The import takes seconds of a core, in each process again. Each fork has its own environment, files
+and command line and is a child of whoever asked. Where a server can't be used (a GPU, whose driver
+does not outlive a fork), or has ended, programs are executed instead.
 
     python -P -m umbra.services.process.fork_server FD
 """
@@ -20,7 +19,6 @@ import runpy
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -38,11 +36,8 @@ from umbra.proto.errors import StartupError
 from umbra.services.process.command import HANDLED
 from umbra.services.process.parent import SEARCH_VARIABLE, inherit_orphans
 
-MODULES = (
-    "umbra.services.trainer.service",
-    "umbra.services.generator.service",
-)
-"""The module that most programs of a run import, and with it PyTorch and Transformers."""
+# What most programs of a run import, and with it PyTorch and Transformers.
+MODULES = ("umbra.services.trainer.service", "umbra.services.generator.service")
 GPUS = ("nvidia[0-9]*", "kfd")  # in /dev
 SPAWN_S = 60.0  # for a server that has imported to fork, on any machine
 ROOM = "-" * 4096  # in the server's command line, for its forks' names
@@ -74,23 +69,18 @@ class ForkServer:
         self._end, server_end = socket.socketpair()
         self._end.settimeout(SPAWN_S)
         self._known = False
-        self._kill: Callable[[], object]
-        self._await_end: Callable[[], object]
         with server_end:
             if self.in_fork:
-                pid = _fork(lambda: serve(server_end.detach()))
-                self._kill = partial(os.kill, pid, signal.SIGKILL)
-                self._await_end = partial(os.waitpid, pid, 0)
+                self._pid = _fork(lambda: serve(server_end.detach()))
                 return
-            server = subprocess.Popen(
+            server_end.set_inheritable(True)
+            null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
+            self._pid = os.posix_spawn(
+                sys.executable,
                 (sys.executable, "-P", "-m", __name__, str(server_end.fileno()), ROOM),
-                env={**environ, "PYTHONUNBUFFERED": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(server_end.fileno(),),
+                {**environ, "PYTHONUNBUFFERED": "1"},
+                file_actions=null,
             )
-            self._kill, self._await_end = server.kill, server.wait
 
     @classmethod
     @contextmanager
@@ -111,11 +101,8 @@ class ForkServer:
     def spawn(self, order: ForkOrder, fds: Sequence[int]) -> int | None:
         """Start a program with copies of `fds` as its file descriptors 0, 1, 2 and 3.
 
-        Returns:
-            Its pid: it is a child of this process. None if the server has ended.
-
-        Raises:
-            StartupError: it may have been started or not.
+        Return the pid of this new child, None if the server has ended. After a StartupError it may
+        have been started or not.
         """
         body = msgspec.msgpack.encode(order)
         head = len(body).to_bytes(_HEAD_BYTES, "big")
@@ -141,8 +128,8 @@ class ForkServer:
     def close(self) -> None:
         """End the server, which may still be importing; its forks go on."""
         self._end.close()
-        self._kill()
-        self._await_end()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
 
 
 def serve(fd: int) -> NoReturn:
@@ -164,18 +151,14 @@ def serve(fd: int) -> NoReturn:
         if not head:
             os._exit(0)
         body = end.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
-        order = msgspec.msgpack.decode(body, type=ForkOrder)
-        pid = _start(order, fds, ignored)
+        pid = _start(msgspec.msgpack.decode(body, type=ForkOrder), fds, ignored)
         for received in fds:
             os.close(received)
         end.sendall(pid.to_bytes(_HEAD_BYTES, "big"))
 
 
 def _start(order: ForkOrder, fds: Sequence[int], ignored: set[signal.Signals]) -> int:
-    """Return the pid of the program, once it is one; 0 if it can't be.
-
-    It is the fork of a fork that has ended: its parent is the client, which inherits it.
-    """
+    """Return the pid of the program, a fork of one that has ended; 0 if there can't be one."""
     read_fd, write_fd = os.pipe()
 
     def run(middle: int) -> None:

@@ -11,16 +11,15 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from umbra.proto.errors import UNREADABLE
 
 log = logging.getLogger(__name__)
-
 
 WINDOW_S = 10.0  # shares are of so much time
 KEPT = 256  # spans that nobody has taken yet
@@ -63,16 +62,15 @@ class SpanLog:
             self._window.append(span)
             last = self._fresh[-1] if self._fresh else None
             if last and last.name == span.name and 0 <= span.start - last.end < JOIN_S:
-                self._fresh[-1] = Span(span.name, last.start, span.end)
-            else:
-                self._fresh.append(span)
+                span = Span(span.name, self._fresh.pop().start, span.end)
+            self._fresh.append(span)
             self._forget(span.end)
 
     def take(self) -> list[Span]:
         with self._lock:
             spans = list(self._fresh)
             self._fresh.clear()
-            return spans
+        return spans
 
     def shares(self) -> dict[str, float]:
         """Return the share of each activity in the last `WINDOW_S` seconds, as far as known."""
@@ -82,16 +80,12 @@ class SpanLog:
             spans = list(self._window)
             if self._open is not None:
                 spans.append(Span(*self._open, now))
-        if not spans:
-            return {}
-        since = max(spans[0].start, now - WINDOW_S)
-        total = now - since
-        seconds: dict[str, float] = {}
+        since = max(min((span.start for span in spans), default=now), now - WINDOW_S)
+        seconds: dict[str, float] = defaultdict(float)
         for span in spans:
-            duration = min(span.end, now) - max(span.start, since)
-            if duration > 0 and total > 0:
-                seconds[span.name] = seconds.get(span.name, 0.0) + duration
-        return {name: min(1.0, duration / total) for name, duration in seconds.items()}
+            seconds[span.name] += max(0.0, min(span.end, now) - max(span.start, since))
+        total = now - since
+        return {name: min(1.0, part / total) for name, part in seconds.items() if part > 0}
 
     def _forget(self, now: float) -> None:
         while self._window and self._window[0].end < now - WINDOW_S:
@@ -102,12 +96,8 @@ class MetricsFile:
     """Append-only JSON lines; each is one `write` to an O_APPEND file: processes don't interleave.
 
     A row that the disk does not take is lost; `lost` counts them, and the log has the 1st, 2nd,
-    4th, ...
-
-    Whoever watches gets the same: `spans` holds the last ones, and `on_row` is called with kind and
-    fields of every other row.
-
-    The file is made if it is missing; path None writes nothing. `clock`: seconds since the epoch.
+    4th, ... Whoever watches gets the same: `spans` holds the last ones, and `on_row` is called with
+    kind and fields of every other row. The file is made if it is missing; None: nothing is written.
     """
 
     def __init__(
@@ -118,10 +108,9 @@ class MetricsFile:
         self.on_row: Callable[[str, dict[str, Any]], None] | None = None
         self.lost = 0  # rows
         self._torn = False  # the last row ended somewhere in its middle
-        self._clock = clock
-        self._fd = (
-            None if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        )
+        self._clock = clock  # seconds since the epoch
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._fd = None if path is None else os.open(path, flags, 0o600)
 
     def write(self, kind: str, **fields: Any) -> None:
         if self._fd is not None:
@@ -170,8 +159,7 @@ def span_name(row: dict[str, Any]) -> str:
 
 def parse_row(line: str) -> dict[str, Any] | None:
     """Return the row in a line of the file; None if a crash or a full disk cut it."""
-    try:
+    with suppress(*UNREADABLE):
         row = json.loads(line)
-    except UNREADABLE:
-        return None
-    return row if isinstance(row, dict) and "kind" in row else None
+        return row if isinstance(row, dict) and "kind" in row else None
+    return None

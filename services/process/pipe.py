@@ -104,8 +104,7 @@ class AsyncPipe(_End[T]):
     def send(self, message: object) -> None:
         """Send `message`, at once as far as the socket takes it; nothing, if the other has ended.
 
-        Raises:
-            TypeError, ValueError, OverflowError: it has what MessagePack cannot say.
+        TypeError, ValueError or OverflowError if MessagePack cannot say it.
         """
         self._unsent += _pack(message)
         self._flush()
