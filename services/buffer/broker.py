@@ -19,7 +19,7 @@ from umbra.proto.net.server import Refusals, Request
 from umbra.services.buffer.effects import Effect, NackError
 from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
 from umbra.services.buffer.endpoints.worker import WorkerEndpoint
-from umbra.services.buffer.members import Participant
+from umbra.services.buffer.members import NEEDED, Participant
 from umbra.services.buffer.state import DiskQuota, Recovery, RunState
 from umbra.services.buffer.status import StallReport, StatusPage
 
@@ -58,123 +58,11 @@ class Broker:
         self._deadline = 0.0  # for the others to leave, once the run is ending
         self._finish_request: Request | None = None  # waits for an evaluation
         self._moved = True  # since the last `save`
-        self._workers = WorkerEndpoint(run)
-        self._training = TrainerEndpoint(run, missing=StallReport(run).missing)
+        self._workers = workers = WorkerEndpoint(run)
+        self._training = training = TrainerEndpoint(run, missing=StallReport(run).missing)
         self._recovery = Recovery(run, welcome.run_id)
         self.room = DiskQuota(run)
-        self._overview = StatusPage(
-            run,
-            self.room,
-            welcome.run_id,
-            events=events,
-            started_at=now,
-            wire_counters={} if wire_counters is None else wire_counters,
-            refusals=self._refusals,
-        )
-        self._handlers = self._make_handlers()
-        self._resume(now)
-        self._overview.measure_from(now)
-
-    def save(self) -> None:
-        """Put changes into the store; the caller commits them."""
-        if self._moved:
-            self._moved = False
-            self._recovery.save()
-
-    @property
-    def state(self) -> m.State:
-        return self._overview.state
-
-    @property
-    def finished(self) -> bool:
-        return bool(self.run.finished)
-
-    def handle(self, request: Request, now: float) -> list[Effect]:
-        return self.handle_all((request,), now)
-
-    def handle_all(self, requests: Iterable[Request], now: float) -> list[Effect]:
-        settled = True
-        for request in requests:
-            kind = type(request.body)
-            handler = self._handlers.get(kind, self._unexpected)
-            try:
-                if needs_membership(kind):
-                    self._check_member(request, now)
-                handler(request, request.body, now)
-            except NackError as refusal:
-                self._refuse(request, refusal)
-            if kind in TOGETHER:
-                settled = False
-            elif kind not in STILL:
-                self._settle(now)
-                settled = True
-        if not settled:
-            self._settle(now)
-        return self._outbox.take()
-
-    def tick(self, now: float) -> list[Effect]:
-        """Handle the passing of time: expired leases, dead members, waits that are over."""
-        for peer in self.members.silent(now, self._patience()):
-            log.warning("%s is dead: silent for %.1f s", peer.name, now - peer.heard_at)
-            self.counters["dead_members"] += 1
-            self._remove(peer, f"dead: silent for {now - peer.heard_at:.0f} s", lost=True)
-        self._workers.expire(now)
-        self.pool.cut_stragglers(now)
-        self._training.expire(now)
-        for warning in self.run.health.look(self.batches.version):
-            log.warning("%s: %s", warning.name, warning.text)
-            self._outbox.measure(
-                "warning", name=warning.name, text=warning.text, figures=warning.figures
-            )
-        self.room.check(now)
-        self._overview.tick(now)
-        self._settle(now)
-        return self._outbox.take()
-
-    def drain(self, reason: str, now: float) -> list[Effect]:
-        self._stop(reason, now)
-        self._settle(now)
-        return self._outbox.take()
-
-    def is_over(self, now: float) -> bool:
-        if self.state != "draining":
-            return False
-        return now >= self._deadline or not self.members.working
-
-    def close(self, now: float) -> list[Effect]:
-        """End samples still in flight and write the final ledger."""
-        for peer in self.members.working:
-            log.warning("%s has not left in time", peer.name)
-        self.run.cancel()
-        self._overview.state = "stopped"
-        ledger = self.pool.ledger.snapshot()
-        self._outbox.measure(
-            "ledger", issued=ledger.issued, trained=ledger.trained, ended=ledger.ended
-        )
-        self._settle(now)
-        return self._outbox.take()
-
-    def status(self, now: float) -> m.Status:
-        return self._overview.status(now, finished=self.finished)
-
-    def _resume(self, now: float) -> None:
-        if not self._recovery.restore(now):
-            return
-        self.counters["restarts"] += 1
-        ledger = self.pool.ledger
-        log.info(
-            "the run goes on at version %d: %d samples in flight, %d members",
-            self.batches.version, ledger.live - ledger.trained, len(self.members.peers),
-        )  # fmt: skip
-        done = self.run.finished_of or self.batches.version
-        if self.run.finished and done < self.run.config.run.steps:
-            self.run.finished = ""  # run.steps was raised after the run had reached its end
-        if self.run.finished:
-            self._begin_end(self.run.finished, now, FINISH_S)
-
-    def _make_handlers(self) -> dict[type[m.Message], Handler]:
-        workers, training = self._workers, self._training
-        return {
+        self._handlers: dict[type[m.Message], Handler] = {
             m.Ok: self._stray,
             m.Nack: self._undecoded,
             m.Ping: self._ping,
@@ -192,6 +80,105 @@ class Broker:
             m.CheckpointSaved: training.checkpoint,
             m.FinishRun: self._finish,
         }
+        self._resume(now)
+        wire = {} if wire_counters is None else wire_counters
+        self._page = StatusPage(run, self.room, welcome.run_id, events, now, wire, self._refusals)
+
+    def save(self) -> None:
+        """Put changes into the store; the caller commits them."""
+        if self._moved:
+            self._moved = False
+            self._recovery.save()
+
+    def handle(self, request: Request, now: float) -> list[Effect]:
+        return self.handle_all((request,), now)
+
+    def handle_all(self, requests: Iterable[Request], now: float) -> list[Effect]:
+        settled = True
+        for request in requests:
+            kind = type(request.body)
+            handler = self._handlers.get(kind, self._unexpected)
+            try:
+                if needs_membership(kind):
+                    self._check_member(request, now)
+                handler(request, request.body, now)
+            except NackError as refusal:
+                if refusal.code == "not_allowed":
+                    what = f"{kind.__name__} of {request.header.sender!r}: {refusal}"
+                    self._refusals.add(what)
+                log.debug("refused %s: %s", kind.__name__, refusal)
+                self._outbox.refuse(request, refusal)
+            if kind in TOGETHER:
+                settled = False
+            elif kind not in STILL:
+                self._settle(now)
+                settled = True
+        if not settled:
+            self._settle(now)
+        return self._outbox.take()
+
+    def tick(self, now: float) -> list[Effect]:
+        """Handle the passing of time: expired leases, dead members, waits that are over."""
+        patience_s: dict[str, float] = {}  # longer for a trainer that holds a batch
+        if self.batches.leased and (trainer := self.members.single.get("trainer")):
+            buffer = self.run.buffer
+            patience_s[trainer.name] = max(buffer.batch_lease_s, buffer.dead_after_s)
+        for peer in self.members.silent(now, patience_s):
+            log.warning("%s is dead: silent for %.1f s", peer.name, now - peer.heard_at)
+            self.counters["dead_members"] += 1
+            self._remove(peer, f"dead: silent for {now - peer.heard_at:.0f} s", lost=True)
+        self._workers.expire(now)
+        self.pool.cut_stragglers(now)
+        self._training.expire(now)
+        for warning in self.run.health.look(self.batches.version):
+            log.warning("%s: %s", warning.name, warning.text)
+            self._outbox.measure(
+                "warning", name=warning.name, text=warning.text, figures=warning.figures
+            )
+        self.room.check(now)
+        self._page.throughput.see(now)
+        self._settle(now)
+        return self._outbox.take()
+
+    def drain(self, reason: str, now: float) -> list[Effect]:
+        self._begin_end(reason, now, STOP_S)
+        self._settle(now)
+        return self._outbox.take()
+
+    def is_over(self, now: float) -> bool:
+        if self.run.state != "draining":
+            return False
+        return now >= self._deadline or not self.members.working
+
+    def close(self, now: float) -> list[Effect]:
+        """End samples still in flight and write the final ledger."""
+        for peer in self.members.working:
+            log.warning("%s has not left in time", peer.name)
+        self.run.cancel()
+        self.run.state = "stopped"
+        ledger = self.pool.ledger.snapshot()
+        self._outbox.measure(
+            "ledger", issued=ledger.issued, trained=ledger.trained, ended=ledger.ended
+        )
+        self._settle(now)
+        return self._outbox.take()
+
+    def status(self, now: float) -> m.Status:
+        return self._page.status(now)
+
+    def _resume(self, now: float) -> None:
+        if not self._recovery.restore(now):
+            return
+        self.counters["restarts"] += 1
+        run, ledger = self.run, self.pool.ledger
+        log.info(
+            "the run goes on at version %d: %d samples in flight, %d members",
+            self.batches.version, ledger.live - ledger.trained, len(self.members.peers),
+        )  # fmt: skip
+        if run.finished and (run.finished_of or self.batches.version) < run.config.run.steps:
+            run.finished = ""  # run.steps was raised after the run had reached its end
+        if run.finished:
+            self._begin_end(run.finished, now, FINISH_S)
 
     # -- operators ---------------------------------------------------------------------------------
 
@@ -212,7 +199,7 @@ class Broker:
             case "drain" if body.member:
                 self._drain(body.member, reason or "drained on request")
             case "drain":
-                self._stop(reason or "drained on request", now)
+                self._begin_end(reason or "drained on request", now, STOP_S)
         log.info("command of %s: %s %s %s", request.header.sender, body.kind, body.member, reason)
         self._outbox.reply(request, done)
 
@@ -222,7 +209,7 @@ class Broker:
             names = ", ".join(sorted(self.members.peers)) or "none"
             why = f"{member!r} is not a member: members are {names}"
             raise NackError("not_drainable", why, "member")
-        if peer.is_needed:
+        if peer.role in NEEDED:
             why = f"{member} is the {peer.role}, without which the run cannot go on: "
             raise NackError("not_drainable", why + "drain the run as a whole", "member")
         peer.drained = reason
@@ -231,7 +218,7 @@ class Broker:
     # -- members -----------------------------------------------------------------------------------
 
     def _join(self, request: Request, body: m.Join, now: float) -> None:
-        if self.state != "ready":
+        if self.run.state != "ready":
             raise NackError("run_ending", "the run is ending", "role")
         before = self.members.peers.get(body.name)
         peer = self.members.join(request, body, now)
@@ -257,26 +244,23 @@ class Broker:
         self.counters["stray_replies"] += 1
 
     def _undecoded(self, request: Request, body: m.Nack, now: float) -> None:
-        self._check_member(request, now)
+        self._check_member(request, now)  # unlike others, an operator may send this
         self._workers.undecoded(request, body)
 
     def _ping(self, request: Request, _body: m.Ping, _now: float) -> None:
-        self._outbox.reply(request, m.Pong(role="buffer", state=self.state))
+        self._outbox.reply(request, m.Pong(role="buffer", state=self.run.state))
 
     def _status(self, request: Request, _body: m.StatusRequest, now: float) -> None:
-        self._outbox.reply(request, self._overview.recent(now, finished=self.finished))
+        self._outbox.reply(request, self._page.recent(now))
 
     def _leave(self, request: Request, body: m.Leave, _now: float) -> None:
-        peer = self._sender(request)
+        peer = self.members.peers[request.header.sender]
         log.info("%s has left: %s", peer.name, body.reason)
         self._remove(peer, body.reason, lost=False)
         self._outbox.reply(request, m.Ok())
 
-    def _sender(self, request: Request) -> Participant:
-        return self.members.peers[request.header.sender]
-
     def _beat(self, request: Request, body: m.Heartbeat, now: float) -> None:
-        peer = self._sender(request)
+        peer = self.members.peers[request.header.sender]
         self.members.beat(peer, body, now)
         weights, incarnation = self.members.hub
         ack = m.HeartbeatAck(
@@ -286,7 +270,7 @@ class Broker:
             weights_incarnation=incarnation,
         )
         self._outbox.reply(request, ack)
-        reason = "the run is ending" if self.state == "draining" else peer.drained
+        reason = "the run is ending" if self.run.state == "draining" else peer.drained
         if reason and body.state != "draining":
             self._outbox.push(peer.identity, m.Command(kind="drain", reason=reason))
 
@@ -301,63 +285,45 @@ class Broker:
         if peer.role == "trainer":
             self._training.forget()
 
-    def _patience(self) -> dict[str, float]:
-        """Return how long a trainer that holds a batch may be silent, by name."""
-        trainer = self.members.find("trainer")
-        if trainer is None or self.batches.leased is None:
-            return {}
-        buffer = self.run.buffer
-        return {trainer.name: max(buffer.batch_lease_s, buffer.dead_after_s)}
-
     # -- the end -----------------------------------------------------------------------------------
 
     def _finish(self, request: Request, body: m.FinishRun, now: float) -> None:
-        self.run.evals.advance(now)
-        if self.run.evals.open and self.state == "ready":
+        run = self.run
+        run.evals.advance(now)
+        if run.evals.open and run.state == "ready":
             self._finish_request = request
             return
-        self.run.finished = f"run finished: {body.reason}"
-        self.run.finished_of = self.run.config.run.steps
-        self.run.cancel()
+        run.finished = f"run finished: {body.reason}"
+        run.finished_of = run.config.run.steps
+        run.cancel()
         ledger = self.pool.ledger.snapshot()
-        self._outbox.reply(request, m.RunFinished(ledger=ledger, evals=self.run.evals.newest))
-        self._begin_end(self.run.finished, now, FINISH_S)
-
-    def _stop(self, reason: str, now: float) -> None:
-        self._begin_end(reason, now, STOP_S)
+        self._outbox.reply(request, m.RunFinished(ledger=ledger, evals=run.evals.newest))
+        self._begin_end(run.finished, now, FINISH_S)
 
     def _begin_end(self, reason: str, now: float, patience_s: float) -> None:
-        if self.state != "ready":
+        if self.run.state != "ready":
             return
         log.info("the run ends: %s", reason)
-        self._overview.state, self._overview.ending = "draining", reason
+        self.run.state, self.run.ending = "draining", reason
         self._deadline = now + patience_s
         self._workers.close()
         self._training.close()
         for peer in self.members.peers.values():
             self._outbox.push(peer.identity, m.Command(kind="drain", reason=reason))
 
-    # -- common ------------------------------------------------------------------------------------
-
     def _settle(self, now: float) -> None:
+        """Serve those who wait, and check the ledgers, after an event."""
         self._moved = True
         if not self._training.closed:
             self.run.evals.advance(now)
         self._training.serve(now)
         self._workers.serve(now)
         self.run.check()
-        if self.state == "ready" and (why := self.run.health.verdict):
+        if self.run.state == "ready" and (why := self.run.health.verdict):
             self.failure = why
-            self._stop(why, now)
+            self._begin_end(why, now, STOP_S)
         request = self._finish_request
         if request is not None and not self.run.evals.open:
             self._finish_request = None
             assert isinstance(request.body, m.FinishRun)
             self._finish(request, request.body, now)
-
-    def _refuse(self, request: Request, refusal: NackError) -> None:
-        kind = type(request.body).__name__
-        if refusal.code == "not_allowed":
-            self._refusals.add(f"{kind} of {request.header.sender!r}: {refusal}")
-        log.debug("refused %s: %s", kind, refusal)
-        self._outbox.refuse(request, refusal.code, str(refusal), refusal.path)

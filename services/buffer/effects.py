@@ -50,9 +50,9 @@ class Effects:
     def reply(self, request: Request, body: Message) -> None:
         self._effects.append(Reply(request.bare, body))
 
-    def refuse(self, request: Request, code: str, reason: str, path: str = "$") -> None:
-        self._counters[code] += 1
-        self.reply(request, Nack(code=code, reason=reason, path=path))
+    def refuse(self, request: Request, why: NackError) -> None:
+        self._counters[why.code] += 1
+        self.reply(request, Nack(code=why.code, reason=str(why), path=why.path))
 
     def push(self, identity: bytes, body: Message, channel: str = "control") -> None:
         self._effects.append(Notify(identity, body, channel))
@@ -63,15 +63,6 @@ class Effects:
     def take(self) -> list[Effect]:
         effects, self._effects = self._effects, []
         return effects
-
-    def refuse_departed(self, request: Request) -> None:
-        """Refuse a waiting request of a member that has left or is given up.
-
-        If it is alive, it joins again and asks again; without an answer its resends would count as
-        resends of a request that still waits.
-        """
-        reason = f"{request.header.sender!r} is not a member any more"
-        self.refuse(request, "not_member", reason, "sender")
 
 
 B = TypeVar("B", bound=Message)
@@ -85,6 +76,11 @@ class Parked(Generic[B]):
     body: B
     deadline: float
 
-    @property
-    def name(self) -> str:
-        return self.request.header.sender
+
+def departed(name: str) -> NackError:
+    """Return the refusal of a waiting request of a member that has left or is given up.
+
+    If it is alive, it joins again and asks again; without an answer its resends would count as
+    resends of a request that still waits.
+    """
+    return NackError("not_member", f"{name!r} is not a member any more", "sender")

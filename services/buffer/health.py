@@ -57,9 +57,8 @@ class StepCurves:
             values = {**values, "samples_per_s": values.get("samples", 0.0) / took}
         self._last_at = now
         own = _Stretch(step, step, {n: (values[n], 1) for n in SHOWN if n in values})
-        last = self._stretches[-1] if self._stretches else None
-        if last is not None and last.last - last.first + 1 < self._length:
-            last.join(own)
+        if self._stretches and step - self._stretches[-1].first < self._length:
+            self._stretches[-1].join(own)
             return
         self._stretches.append(own)
         if len(self._stretches) > KEPT:
@@ -115,17 +114,14 @@ class Meter:
 class Throughput:
     def __init__(self, counts: Callable[[], dict[str, int]], now: float) -> None:
         self._counts = counts
-        self._meters: dict[str, Meter] = {}
-        self._working, self._before = False, counts()["issued_per_s"]  # a resumed run has some
-        self.see(now)
+        self._before = counts()  # a resumed run has some
+        self._meters = {name: Meter(count, now) for name, count in self._before.items()}
 
     def see(self, now: float) -> None:
         """Read the counts; time before a sample is issued does not count."""
         counts = self._counts()
-        if not self._working:
-            self._working = counts["issued_per_s"] > self._before
-            if not self._working or not self._meters:
-                self._meters = {name: Meter(count, now) for name, count in counts.items()}
+        if counts["issued_per_s"] == self._before["issued_per_s"]:
+            self._meters = {name: Meter(count, now) for name, count in counts.items()}
         for name, count in counts.items():
             self._meters[name].see(count, now)
 
@@ -161,8 +157,8 @@ class Share:
 
     def __init__(self, part: int) -> None:
         self.hits = self.seen = 0  # of the whole run
+        self.parts: deque[tuple[int, int]] = deque(maxlen=BATCHES)  # complete ones
         self._part = part
-        self._parts: deque[tuple[int, int]] = deque(maxlen=BATCHES)
         self._open = (0, 0)
 
     def add(self, hits: int, seen: int) -> None:
@@ -170,22 +166,18 @@ class Share:
         self.seen += seen
         self._open = (self._open[0] + hits, self._open[1] + seen)
         if self._open[1] >= self._part:
-            self._parts.append(self._open)
+            self.parts.append(self._open)
             self._open = (0, 0)
 
     @property
     def share(self) -> float:
         """Return the recent share; 0 before anything was seen."""
-        pairs = [*self._parts, self._open]
+        pairs = [*self.parts, self._open]
         return sum(hits for hits, _ in pairs) / max(sum(seen for _, seen in pairs), 1)
 
     @property
     def known(self) -> float:
-        return self.share if self._parts else 0.0
-
-    @property
-    def batches(self) -> int:
-        return len(self._parts)
+        return self.share if self.parts else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +208,9 @@ class Health:
         samples = max(self._batch, LEAST_SAMPLES)
         self.verdict = ""  # why the run must end, if so
         self._config = config
-        self._has_critic = config.trainer.pieces.needs_critic
         self._groups = Share(max(buffer.batch_groups, LEAST_SAMPLES // buffer.group_size))
-        self._answers, self._samples, self._stale = Share(samples), Share(samples), Share(samples)
-        self._shares = dict(zip(SHARES, (self._groups, self._answers, self._samples), strict=True))
+        self.answers, self._samples, self._stale = Share(samples), Share(samples), Share(samples)
+        self._shares = dict(zip(SHARES, (self._groups, self.answers, self._samples), strict=True))
         self._tokens = {name: deque[int](maxlen=LENGTHS_KEPT) for name in ("trained", "stale")}
         self._window = BATCHES * samples
         self._reward, self._alike, self._rewarded = 0.0, 0, 0  # newest, in a row, all
@@ -228,10 +219,8 @@ class Health:
         self._skipped: deque[float] = deque(maxlen=BATCHES)  # share of updates left out, by step
         self._raised: dict[str, RunWarning] = {}
 
-    # -- events ------------------------------------------------------------------------------------
-
     def answered(self, trajectory: Trajectory) -> None:
-        self._answers.add(trajectory.finish_reason == "length", 1)
+        self.answers.add(trajectory.finish_reason == "length", 1)
 
     def group(self, rewards: Sequence[float]) -> None:
         """Count a complete group, also if it is filtered."""
@@ -243,16 +232,16 @@ class Health:
             self._reward = reward
 
     def failed(self, failure: SampleFailure) -> None:
-        if failure.own:
-            self._samples.add(failure.samples, failure.samples)
-            self._failures.append(failure)
-            limit, share = self._config.buffer.max_failed_share, self._samples
-            if share.batches == BATCHES and share.share > limit:
-                self.verdict = (
-                    f"{self._failed_text()}. That is more than buffer.max_failed_share = "
-                    f"{limit:g}, and the remaining samples are biased: fix the cause, or raise "
-                    "that share"
-                )
+        if not failure.own:
+            return
+        self._samples.add(failure.samples, failure.samples)
+        self._failures.append(failure)
+        limit = self._config.buffer.max_failed_share
+        if len(self._samples.parts) == BATCHES and self._samples.share > limit:
+            self.verdict = (
+                f"{self._failed_text()}. That is more than buffer.max_failed_share = {limit:g}, "
+                "and the remaining samples are biased: fix the cause, or raise that share"
+            )
 
     def dropped(self, tokens: Sequence[int]) -> None:
         """Count answers that were too old to train on, by their numbers of tokens."""
@@ -263,24 +252,17 @@ class Health:
         """Read the `metrics` of a committed step, and how many `tokens` its answers had."""
         self._stale.add(0, len(tokens))
         self._tokens["trained"] += tokens
-        if step <= self._config.critic.warmup_steps and self._has_critic:
+        config = self._config
+        if step <= config.critic.warmup_steps and config.trainer.pieces.needs_critic:
             return  # the policy waits for the value model
         still = metrics.get("updates") == 0.0 or metrics.get("grad_norm") == 0.0
         self._still = self._still + 1 if still else 0
         self._skipped.append(metrics.get("skipped", 0.0))
 
-    @property
-    def answers(self) -> int:
-        return self._answers.seen
-
-    # -- figures and warnings ----------------------------------------------------------------------
-
     def figures(self) -> dict[str, float]:
-        recent = {name: share.share for name, share in self._shares.items()}
-        whole = {
-            f"{name}/run": share.hits / max(share.seen, 1) for name, share in self._shares.items()
-        }
-        return recent | whole
+        shares = self._shares.items()
+        whole = {f"{name}/run": share.hits / max(share.seen, 1) for name, share in shares}
+        return {name: share.share for name, share in shares} | whole
 
     def look(self, version: int) -> list[RunWarning]:
         """Update the warnings at `version`; return those that are new."""
@@ -329,7 +311,7 @@ class Health:
                 "a finer reward, or buffer.dynamic_sampling"
             )
             yield "equal_rewards", text, {"share": share}
-        if (share := self._answers.known) >= TRUNCATED:
+        if (share := self.answers.known) >= TRUNCATED:
             text = (
                 f"{share:.0%} of recent answers were cut off at a limit on tokens "
                 f"(sampling.max_tokens = {self._config.longest_turn}, generator.max_context, "

@@ -12,7 +12,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from umbra.proto.bounds import MEMBERS
+from umbra.proto.bounds import BATCH, MEMBERS
 from umbra.proto.messages import Heartbeat, Join, Member, Role, State, Stuck
 from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import NackError
@@ -23,11 +23,12 @@ DEPARTED_KEPT = 1024  # names and incarnations that are remembered after their e
 BEATS_PER_S = 64  # heartbeats of all members together, about: each costs as much as a trajectory
 BEATS_UNTIL_DEAD = 3  # but so many of a member have to be missing until it counts as dead
 SINGLE: tuple[Role, ...] = ("trainer", "weight_hub")  # roles of which a run has one
+NEEDED: tuple[Role, ...] = (*SINGLE, "part")  # of which it can spare none
 TOLD = (
     "name", "role", "incarnation", "pid", "host", "state", "activity", "progress", "idle_s",
     "stats", "shares",
 )  # fmt: skip
-NEEDED: tuple[Role, ...] = (*SINGLE, "part")  # of which it can spare none
+STORED = ("name", "role", "incarnation", "seal", "pid", "host", "endpoints")
 
 
 @dataclass(slots=True)
@@ -52,10 +53,11 @@ class Participant:
     stats: dict[str, float] = field(default_factory=dict[str, float])
     shares: dict[str, float] = field(default_factory=dict[str, float])
     meter: Meter | None = None  # of its progress, from its first heartbeat on
-
-    @property
-    def is_needed(self) -> bool:
-        return self.role in NEEDED
+    sound: bool = False  # an answer of it was accepted
+    strikes: int = 0  # its faults since the last sound answer
+    most: int = BATCH  # tasks at once; 1 if it could not decode those that it got
+    granted: int | None = None  # its newest request that got work, as far as is known
+    stage: str = ""  # that it asks for as a scorer
 
     def record(self, now: float) -> Member:
         return Member(
@@ -68,14 +70,12 @@ class Participant:
 class Membership:
     def __init__(self, config: BufferConfig) -> None:
         self.peers: dict[str, Participant] = {}
+        self.single: dict[Role, Participant] = {}  # by role, asked for at every heartbeat
         self.departed: dict[str, str] = {}  # name -> why
         self.last_generator: Participant | None = None  # of those that are gone
         self.changed: set[str] = set()  # who came or went since the journal last took note
-        self._single: dict[Role, Participant] = {}  # asked for at every heartbeat
-        self._heartbeat_s = config.heartbeat_s
-        self._dead_after_s = config.dead_after_s
-        self._stall_s = config.stall_s
-        self._superseded: dict[tuple[str, str], None] = {}
+        self._config = config
+        self._superseded: dict[tuple[str, str], None] = {}  # names and incarnations
 
     @property
     def working(self) -> list[Participant]:
@@ -84,8 +84,8 @@ class Membership:
     @property
     def pace_s(self) -> float:
         """Return the seconds between heartbeats of a member: `heartbeat_s`, or more with many."""
-        slower = min(len(self.peers) / BEATS_PER_S, self._dead_after_s / BEATS_UNTIL_DEAD)
-        return max(self._heartbeat_s, slower)
+        slower = min(len(self.peers) / BEATS_PER_S, self._config.dead_after_s / BEATS_UNTIL_DEAD)
+        return max(self._config.heartbeat_s, slower)
 
     def join(self, request: Request, body: Join, now: float) -> Participant:
         """Add a process and supersede its older incarnation; raises NackError."""
@@ -97,53 +97,33 @@ class Membership:
             why = f"the {request.role} key does not allow to join as a {role}"
             raise NackError("not_allowed", why, "role")
         if (name, header.incarnation) in self._superseded:
-            raise self._stale(name)
+            raise _stale(name)
         for other in self.peers.values() if role in SINGLE else ():
             if other.role == role and other.name != name and other.confirmed:
-                raise NackError(
-                    f"duplicate_{role}",
-                    f"the run already has the {role} {other.name!r} (pid {other.pid} on "
-                    f"{other.host}): stop it first, or restart it under its own name",
-                    "role",
-                )
+                why = f"the run already has the {role} {other.name!r} (pid {other.pid} on "
+                why += f"{other.host}): stop it first, or restart it under its own name"
+                raise NackError(f"duplicate_{role}", why, "role")
         if before is None:
             if len(self.peers) >= MEMBERS:
                 raise NackError("too_many", f"the run has {MEMBERS} members already", "name")
         elif before.role != role:
             why = f"{name!r} is the name of a {before.role} of this run: choose another"
             raise NackError("name_taken", why, "name")
-        elif self._lives(before, request, body, now):
-            raise NackError(
-                "name_in_use",
-                f"{name!r} is a member of this run (pid {before.pid} on {before.host}, heard "
-                f"{now - before.heard_at:.1f} s ago): stop it, or give this one another --name",
-                "name",
-            )
         elif before.incarnation != header.incarnation:
+            is_dead = body.replaces == before.pid and body.host == before.host
+            silent_s = now - before.heard_at
+            if before.confirmed and not is_dead and silent_s <= BEATS_UNTIL_DEAD * self.pace_s:
+                why = f"{name!r} is a member of this run (pid {before.pid} on {before.host}, heard "
+                why += f"{silent_s:.1f} s ago): stop it, or give this one another --name"
+                raise NackError("name_in_use", why, "name")
             self._superseded[name, before.incarnation] = None
             _forget_oldest(self._superseded)
-        peer = Participant(
-            name=name,
-            role=role,
-            incarnation=header.incarnation,
-            identity=request.identity,
-            seal=_seal(request.identity),
-            pid=body.pid,
-            host=body.host,
-            endpoints=dict(body.endpoints),
-            heard_at=now,
-        )
+        who = name, role, header.incarnation, request.identity
+        peer = Participant(*who, body.pid, body.host, body.endpoints, now, _seal(request.identity))
         self._add(peer)
         self.departed.pop(name, None)
         self.changed.add(name)
         return peer
-
-    def _lives(self, before: Participant, request: Request, body: Join, now: float) -> bool:
-        """True if another process holds the name: heard lately, and not known to be dead."""
-        if before.incarnation == request.header.incarnation or not before.confirmed:
-            return False
-        is_dead = body.replaces == before.pid and body.host == before.host
-        return not is_dead and now - before.heard_at <= BEATS_UNTIL_DEAD * self.pace_s
 
     def hear(self, request: Request, now: float) -> Participant:
         """Return the member that sent `request`, and note that it is alive; raises NackError.
@@ -154,15 +134,15 @@ class Membership:
         peer = self.peers.get(name)
         if peer is None or peer.incarnation != incarnation:
             if (name, incarnation) in self._superseded:
-                raise self._stale(name)
+                raise _stale(name)
             why = self.departed.get(name, "it never joined")
             raise NackError("not_member", f"{name!r} is not a member: {why}", "sender")
         if peer.identity != request.identity:
             if peer.identity or peer.seal != _seal(request.identity):
-                raise self._elsewhere(name)
+                raise _elsewhere(name)
             peer.identity = request.identity
         if request.role not in (None, peer.role):
-            raise self._elsewhere(name)
+            raise _elsewhere(name)
         peer.heard_at = now
         peer.confirmed = True
         return peer
@@ -180,8 +160,8 @@ class Membership:
 
     def remove(self, peer: Participant, why: str) -> None:
         del self.peers[peer.name]
-        if self._single.get(peer.role) is peer:
-            del self._single[peer.role]
+        if self.single.get(peer.role) is peer:
+            del self.single[peer.role]
         self.departed[peer.name] = why
         if peer.role == "generator":
             self.last_generator = peer
@@ -190,8 +170,7 @@ class Membership:
 
     def record(self, name: str) -> dict[str, Any] | None:
         peer = self.peers.get(name)
-        names = ("name", "role", "incarnation", "seal", "pid", "host", "endpoints")
-        return None if peer is None else {name: getattr(peer, name) for name in names}
+        return None if peer is None else {name: getattr(peer, name) for name in STORED}
 
     def restore(self, records: list[dict[str, Any]], now: float) -> None:
         """Take over the stored members, most of which have outlived the buffer."""
@@ -200,51 +179,51 @@ class Membership:
 
     def silent(self, now: float, patience_s: dict[str, float]) -> list[Participant]:
         """Return dead members; `patience_s` has other limits than the common one, by name."""
-        latest = now - min([self._dead_after_s, *patience_s.values()])
+        common = self._config.dead_after_s
+        latest = now - min([common, *patience_s.values()])
         return [
             peer
             for peer in self.peers.values()  # thousands, of which few have been silent
-            if peer.heard_at < latest
-            and now - peer.heard_at > patience_s.get(peer.name, self._dead_after_s)
+            if peer.heard_at < latest and now - peer.heard_at > patience_s.get(peer.name, common)
         ]
-
-    def find(self, role: Role) -> Participant | None:
-        return self._single.get(role)
 
     @property
     def hub(self) -> tuple[str, str]:
-        hub = self.find("weight_hub")
+        """Return endpoint and incarnation of the weight hub, empty without one."""
+        hub = self.single.get("weight_hub")
         return ("", "") if hub is None else (hub.endpoints.get("weights", ""), hub.incarnation)
 
     def stuck(self, now: float) -> list[Stuck]:
         overdue: list[Stuck] = []
         for peer in self.peers.values():
-            silent_s = now - peer.heard_at
-            idle_s = peer.idle_s + silent_s
-            if silent_s > 3 * self.pace_s:
-                action = f"counts as dead after {self._dead_after_s:g} s"
-                overdue.append(
-                    Stuck(what="no heartbeat", holder=peer.name, age_s=silent_s, action=action)
-                )
-            elif peer.state == "ready" and idle_s > self._stall_s:
+            age_s = now - peer.heard_at
+            if age_s > BEATS_UNTIL_DEAD * self.pace_s:
+                what = "no heartbeat"
+                action = f"counts as dead after {self._config.dead_after_s:g} s"
+            elif peer.state == "ready" and age_s + peer.idle_s > self._config.stall_s:
+                age_s += peer.idle_s
                 what = f"no progress in {peer.activity!r}"
                 action = "none: look at its log, restart it if need be"
                 if peer.role == "generator":
                     action = "it ends itself after 10 x buffer.stall_s"
-                overdue.append(Stuck(what=what, holder=peer.name, age_s=idle_s, action=action))
+            else:
+                continue
+            overdue.append(Stuck(what=what, holder=peer.name, age_s=age_s, action=action))
         return overdue
 
     def _add(self, peer: Participant) -> None:
         self.peers[peer.name] = peer
         if peer.role in SINGLE:
-            self._single[peer.role] = peer
+            self.single[peer.role] = peer
 
-    def _stale(self, name: str) -> NackError:
-        why = f"another process has joined as {name!r} since: names must be unique"
-        return NackError("stale_incarnation", why, "incarnation")
 
-    def _elsewhere(self, name: str) -> NackError:
-        return NackError("not_allowed", f"{name!r} has joined over another connection", "sender")
+def _stale(name: str) -> NackError:
+    why = f"another process has joined as {name!r} since: names must be unique"
+    return NackError("stale_incarnation", why, "incarnation")
+
+
+def _elsewhere(name: str) -> NackError:
+    return NackError("not_allowed", f"{name!r} has joined over another connection", "sender")
 
 
 def _seal(identity: bytes) -> bytes:

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
@@ -22,13 +22,7 @@ from umbra.services.buffer.broker import Broker
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
 from umbra.services.buffer.prompts import open_prompts
 from umbra.services.buffer.state import RunState
-from umbra.services.buffer.store import (
-    MemoryStore,
-    Store,
-    StoreFullError,
-    open_marked,
-    refuse_marked,
-)
+from umbra.services.buffer.store import Store, StoreFullError, open_store
 from umbra.services.config import RunConfig
 from umbra.services.config.rules import check_feasible, implied_staleness
 from umbra.services.process.command import ServiceContext
@@ -45,6 +39,7 @@ PACE_S = 0.004
 TRAINER_S = 0.02
 # A commit of more leaves the loop to a second thread; for less its wake-ups cost 60 us too many.
 SMALL_BYTES = 256 << 10
+BOUND = "addresses"  # begins the keys of the bound addresses in the store
 WAITING_BYTES = 16 << 20  # for the next commit; beyond that nothing more is taken in
 # New objects between collections of these alone, as thousands are made per poll; each takes
 # about a microsecond, while everyone waits. Older ones are looked at again after a thousand of
@@ -59,7 +54,7 @@ def serve(context: ServiceContext) -> int:
         UmbraError: bad prompts, an address that is taken or cannot be bound, the store of another
             run, damaged or in use; or too many samples failed.
     """
-    config, heldout = context.config, context.config.eval
+    config, heldout, run_dir = context.config, context.config.eval, context.run_dir
     context.begin(f"store {config.buffer.store or 'in the run folder'}")
     check_feasible(config)
     prompts = open_prompts(config.data, seed=config.run.seed, environments=config.environments)
@@ -69,18 +64,18 @@ def serve(context: ServiceContext) -> int:
     zmq_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     incarnation = uuid.uuid4().hex[:12]
     with (
-        closing(open_store(context)) as store,
+        closing(store_of(context)) as store,
         zmq_context,
         closing(Server(zmq_context, context.name, incarnation, context.security)) as server,
     ):
-        addresses = Addresses(store)
         if context.options["new_address"]:
-            addresses.forget()
-        run_id = context.run_dir.name if context.run_dir else config.run.name
-        control, events, welcome = bind(server, config, run_id, addresses)
+            for key in store.keys(BOUND):
+                store.delete(key)
+        control, data, events = map(reachable, bind(server, config, store))
+        run_id = run_dir.name if run_dir else config.run.name
         broker = Broker(
             RunState(config, store, prompts, eval_prompts),
-            welcome,
+            Welcome(run_id=run_id, heartbeat_s=config.buffer.heartbeat_s, data=data),
             events=events,
             now=server.listened_s,
             wire_counters=server.counters,
@@ -91,66 +86,63 @@ def serve(context: ServiceContext) -> int:
         )
         broker.save()
         store.commit()
-        context.ready({"broker": control, "data": welcome.data})
+        context.ready({"broker": control, "data": data})
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         try:
             Service(context, server, broker, store).run()
         finally:
-            if context.run_dir is not None:
+            if run_dir is not None:
                 status = msgspec.json.encode(broker.status(server.listened_s))
                 text = msgspec.json.format(status, indent=2) + b"\n"
-                DISK.replace(context.run_dir / "buffer.json", text, mode=READABLE_MODE)
+                DISK.replace(run_dir / "buffer.json", text, mode=READABLE_MODE)
     if broker.failure:
         raise FailedSamplesError(broker.failure)
     return EXIT_DONE
 
 
-def open_store(context: ServiceContext) -> Store:
-    """Open the store of `buffer.store`.
-
-    Raises:
-        StoreError: it is damaged, foreign, in use, or not the one of this run.
-        UsageError: it cannot be written to.
-    """
-    where = context.config.buffer.store
-    if not where and context.run_dir is not None:
-        where = str(context.run_dir / "store")
-    if where in ("", "memory"):
-        refuse_marked(context.run_dir)
+def store_of(context: ServiceContext) -> Store:
+    where, run_dir = context.config.buffer.store, context.run_dir
+    if not where and run_dir is not None:
+        where = str(run_dir / "store")
+    folder = None if where in ("", "memory") else Path(where)
+    if folder is None:
         context.log.warning("the store is in memory: nothing survives the end of this process")
-        return MemoryStore()
     try:
-        return open_marked(context.run_dir, Path(where))
+        return open_store(run_dir, folder)
     except OSError as error:
         raise UsageError(f"buffer.store = {where} cannot be opened: {error.strerror}") from error
 
 
-def bind(
-    server: Server, config: RunConfig, run_id: str, addresses: Addresses
-) -> tuple[str, str, Welcome]:
-    """Bind all sockets on the host of `run.broker`.
+def bind(server: Server, config: RunConfig, store: Store) -> list[str]:
+    """Bind control, data and events on the host of `run.broker`; return the bound endpoints.
 
-    Return the endpoints of control and events, and the facts sent to joiners.
-
-    A restarted buffer binds where it was before.
+    They are kept in `store`: a restarted buffer binds where it was before on this host, unless
+    another port is asked for; port 0 is any.
 
     Raises:
         UsageError: it is not tcp://host:port, not ours, or reachable by others without keys.
         StartupError: it is taken.
     """
-    address, settings = config.run.broker, config.buffer
+    address = config.run.broker
     host, separator, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://") or not separator or not host:
         raise UsageError(f"--broker {address}: write it as tcp://host:port (port * picks one)")
-    before = addresses.before(host, port, settings.ports)
-    control = server.bind("control", before[0], SOCKETS["control"])
-    data = server.bind("data", before[1], DATA)
-    bound = [control, data, server.bind_events(before[2])]
-    addresses.keep(host, bound)
-    endpoints = [reachable(endpoint) for endpoint in bound]
-    welcome = Welcome(run_id=run_id, heartbeat_s=settings.heartbeat_s, data=endpoints[1])
-    return endpoints[0], endpoints[2], welcome
+    wanted = [f"tcp://{host}:{number or '*'}" for number in (port, *config.buffer.ports)]
+    key = f"{BOUND} on {host}"
+    with suppress(KeyError):
+        before: list[str] = msgspec.msgpack.decode(store.get(key))
+        if port in ("*", "0") or before[0].endswith(f":{port}"):
+            pairs = zip(wanted[1:], before[1:], strict=True)
+            others = [old if new.endswith("*") else new for new, old in pairs]
+            wanted = [before[0], *others]
+    bound = [
+        server.bind("control", wanted[0], SOCKETS["control"]),
+        server.bind("data", wanted[1], DATA),
+        server.bind_events(wanted[2]),
+    ]
+    store.put(key, msgspec.msgpack.encode(bound))
+    return bound
 
 
 class Service:
@@ -212,43 +204,42 @@ class Service:
                 if error is not None and not isinstance(error, OSError):
                     raise error
                 self._store.settle(error)
-                self._broker.room.full("")
-                self._let_go()
+                self._broker.room.disk = ""
+                self._send()
             self._broker.save()
             if self._store.waiting_bytes > SMALL_BYTES:
                 write = self._store.freeze()
             else:
                 self._store.commit()
-                self._broker.room.full("")
+                self._broker.room.disk = ""
         except StoreFullError as error:
-            self._broker.room.full(str(error))
+            self._broker.room.disk = str(error)
             held = self._leaving + self._held
-            self._leaving = [effect for effect in held if not _promises(effect)]
             self._held = [effect for effect in held if _promises(effect)]
-            self._let_go()
+            self._leaving = [effect for effect in held if not _promises(effect)]
+            self._send()
             return
         self._leaving, self._held = self._held, []
         if write is None:
-            self._let_go()
+            self._send()
         else:
             self._commit = self._thread.submit(write)
             self._commit.add_done_callback(lambda _: self._wake())
 
-    def _let_go(self) -> None:
-        leaving, self._leaving = self._leaving, []
-        self._carry_out(leaving)
-
     def _end(self, now: float) -> None:
-        is_finished = self._broker.finished
+        is_finished = bool(self._broker.run.finished)
         if is_finished:
             self._held += self._broker.close(now)
         for _ in range(2):  # the commit under way, then one for what has come since
             self._turn_over()
         if not is_finished:  # samples in flight can go on when the buffer starts again
-            self._carry_out(self._broker.close(now))
+            self._leaving = self._broker.close(now)
+            self._send()
 
-    def _carry_out(self, effects: list[Effect]) -> None:
-        for effect in effects:
+    def _send(self) -> None:
+        """Carry out the leaving effects."""
+        leaving, self._leaving = self._leaving, []
+        for effect in leaving:
             match effect:
                 case Reply(request, body):
                     self._server.reply(request, body)
@@ -259,39 +250,7 @@ class Service:
 
 
 def _promises(effect: Effect) -> bool:
-    """True if this reply must not be sent before the commit."""
-    if not isinstance(effect, Reply):
-        return False
-    return effect.request.channel == "data" or isinstance(effect.body, Welcome)
-
-
-KEY = "addresses"
-
-
-class Addresses:
-    """The bound addresses, kept in the store for the next start."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def before(self, host: str, port: str, ports: Sequence[int]) -> list[str]:
-        """Return where the buffer was bound on `host`, unless another port is asked for.
-
-        `port` is for control, `ports` are for data and events; 0 is any.
-        """
-        asked = [f"tcp://{host}:{number or '*'}" for number in (port, *ports)]
-        try:
-            bound: list[str] = msgspec.msgpack.decode(self._store.get(f"{KEY} on {host}"))
-        except KeyError:
-            return asked
-        if port not in ("*", "0") and not bound[0].endswith(f":{port}"):
-            return asked
-        pairs = zip(asked[1:], bound[1:], strict=True)
-        return [bound[0], *(old if new.endswith("*") else new for new, old in pairs)]
-
-    def forget(self) -> None:
-        for key in self._store.keys(KEY):
-            self._store.delete(key)
-
-    def keep(self, host: str, endpoints: list[str]) -> None:
-        self._store.put(f"{KEY} on {host}", msgspec.msgpack.encode(endpoints))
+    """True if this must not be sent before the commit."""
+    return isinstance(effect, Reply) and (
+        effect.request.channel == "data" or isinstance(effect.body, Welcome)
+    )

@@ -1,7 +1,7 @@
 """The state of one run, which the broker's handlers read and change, and its record in the store.
 
 Handlers (`endpoints/`) get the whole of it; its parts are decisions without requests, and know of
-each other what their constructors say. `RunRecord` lists what survives a restart: it is saved after
+each other what their constructors say. `SURVIVING` lists what survives a restart: it is saved after
 every poll and restored at the start.
 """
 
@@ -11,28 +11,26 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Annotated, Any, TypeAlias, cast, get_type_hints
+from typing import Any, cast
 
 import msgspec
 import xxhash
 from msgspec.structs import replace
 
 from umbra.proto.errors import UsageError
-from umbra.proto.messages import Stuck
+from umbra.proto.messages import State, Stuck
 from umbra.proto.records import EvalReport
 from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.health import Health, StepCurves
 from umbra.services.buffer.members import Membership
 from umbra.services.buffer.prompts import PromptFeed
-from umbra.services.buffer.samples.batches import Admission, Batches
+from umbra.services.buffer.samples.batches import Batches
 from umbra.services.buffer.samples.evaluation import EVAL_PREFIX, Evaluations, OpenEvaluation
-from umbra.services.buffer.samples.groups import GroupRules, LeaseTable
-from umbra.services.buffer.samples.journal import Archive, Journal, unfit
+from umbra.services.buffer.samples.groups import LeaseTable
+from umbra.services.buffer.samples.journal import Journal, unfit
 from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.buffer.samples.scoring import Scoring
 from umbra.services.buffer.samples.staleness import StalenessPolicy, StalenessStats
-from umbra.services.buffer.samples.trajectories import TrajectoryStore
-from umbra.services.buffer.store import Store, StoreError
+from umbra.services.buffer.store import Store, StoreError, Value
 from umbra.services.config import RunConfig
 from umbra.services.config.trajectory_rules import RunFacts, samplings_of
 from umbra.services.prompts import Prompt
@@ -56,69 +54,68 @@ class RunState:
         self.counters: Counter[str] = Counter()
         self.outbox = Effects(self.counters)  # of the event that is being handled
         self.members = Membership(buffer)
-        self.paused = ""  # why no work is handed out; empty: it is
         self.health = Health(config)
         self.curves = StepCurves()
-        self.finished = ""  # why the run is over, once it is
-        self.finished_of = 0  # run.steps when it was
-        self.committer = ""  # incarnation of the trainer that made the last commit
-        self.wanted_since: float | None = None  # when the missing batch was first asked for
         self.policy = StalenessPolicy.of(config)
         self.facts = RunFacts.of(config)
         self.facts.samplings = samplings_of(config)
         self.leases = LeaseTable(buffer.lease_s)
-        rules = GroupRules.of(config)
+        self.state: State = "ready"
+        self.ending = ""  # why the run ends, once it does
+        self.paused = ""  # why no work is handed out; empty: it is
+        self.finished = ""  # why the run is over, once it is
+        self.finished_of = 0  # run.steps when it was
+        self.committer = ""  # incarnation of the trainer that made the last commit
+        self.wanted_since: float | None = None  # when the missing batch was first asked for
+        together = "reward" if config.rewarded_by_groups else ""
+        only = frozenset(e.name for e in config.environments if e.reward_scope == "group")
         self.pool = SamplePool(
-            rules,
+            Journal(store, buffer.stages),
+            buffer,
             self.leases,
-            TrajectoryStore(store, buffer.stages),
             self.counters,
+            together=together,
+            only=only,
             on_failure=self.health.failed,
             health=self.health,
         )
-        self.journal = Journal(store, self.pool)
-        self.batches = Batches(
-            self.pool, self.policy, Archive(self.journal), wait=buffer.stale_policy == "wait"
-        )
-        self.admission = Admission(self.pool, self.batches, self.policy, prompts)
-        alone = replace(buffer, group_size=1, straggler_s=0.0, dynamic_sampling=False)
+        wait = buffer.stale_policy == "wait"
+        self.batches = Batches(self.pool, self.policy, prompts, wait=wait)
         eval_pool = SamplePool(
-            GroupRules(alone, rules.together, rules.only),
+            Journal(store, [stage for stage in buffer.stages if stage == "reward"], EVAL_PREFIX),
+            replace(buffer, group_size=1, straggler_s=0.0, dynamic_sampling=False),
             self.leases,
-            TrajectoryStore(store, [stage for stage in buffer.stages if stage == "reward"]),
             self.counters,
-            prefix=EVAL_PREFIX,
+            together=together,
+            only=only,
             on_failure=lambda failure: self.evals.failed(failure),
         )
+        steps, members = config.run.steps, self.members
         self.evals = Evaluations(
-            eval_pool,
-            Journal(store, eval_pool),
-            config.eval,
-            config.run.steps,
-            eval_prompts,
-            self.batches,
-            self.members,
-            self.outbox,
+            eval_pool, config.eval, steps, eval_prompts, self.batches, members, self.outbox
         )
-        pools = [eval_pool, self.pool]
-        self.scoring = Scoring(pools, self.pool_of, self.leases, self.counters)
+        self.pools = (eval_pool, self.pool)
 
     def pool_of(self, sample_id: str) -> SamplePool:
         return self.evals.pool if sample_id.startswith(EVAL_PREFIX) else self.pool
+
+    def waiting(self, stage: str) -> int:
+        """Count the trajectories waiting in a scoring stage; some of them may be over."""
+        return sum(len(pool.unscored.get(stage, ())) for pool in self.pools)
+
+    def check(self) -> None:
+        for pool in self.pools:
+            pool.ledger.check()
 
     def counts(self) -> dict[str, int]:
         ledger = self.pool.ledger
         return {
             "steps_per_s": self.batches.version,
             "samples_per_s": ledger.trained,
-            "answers_per_s": self.health.answers,
+            "answers_per_s": self.health.answers.seen,
             "issued_per_s": ledger.issued,
             "ended_per_s": ledger.ended.total(),
         }
-
-    def check(self) -> None:
-        self.pool.ledger.check()
-        self.evals.pool.ledger.check()
 
     def cancel(self) -> None:
         self.evals.cancel()
@@ -127,71 +124,60 @@ class RunState:
             self.pool.end(group, "cancelled")
 
 
-NOW = "now"  # key of the `RunRecord`
+NOW = "now"  # key of the values of `SURVIVING`
 MEMBER = "m/"  # prefix of the keys of members
 
-Shares: TypeAlias = dict[str, tuple[int, int]]
-
-
-class RunRecord(msgspec.Struct, gc=False):
-    """The one list of what survives a restart besides groups, batches and members.
-
-    Each field names the attribute path of its value in `RunState`.
-    """
-
-    issued: Annotated[int, "pool.ledger.issued"]
-    trained: Annotated[int, "pool.ledger.trained"]
-    ended: Annotated[dict[str, int], "pool.ledger.ended"]
-    next_group: Annotated[int, "pool.next_group"]
-    next_sample: Annotated[int, "pool.next_sample"]
-    completions: Annotated[int, "pool.completions"]
-    filtered_in_a_row: Annotated[int, "pool.filtered_in_a_row"]
-    version: Annotated[int, "batches.version"]
-    newest: Annotated[int, "batches.newest"]
-    checkpoint: Annotated[int | None, "batches.checkpoint"]
-    staleness: Annotated[StalenessStats, "batches.trained"]
-    last_staleness: Annotated[StalenessStats, "batches.last"]
-    committer: Annotated[str, "committer"]
-    health: Annotated[Shares, "health.counts"]
-    eval_done: Annotated[int, "evals.done"]
-    eval_open: Annotated[OpenEvaluation | None, "evals.open"]
-    eval_reports: Annotated[list[EvalReport], "evals.reports"]
-    eval_issued: Annotated[int, "evals.pool.ledger.issued"]
-    eval_ended: Annotated[dict[str, int], "evals.pool.ledger.ended"]
-    eval_next_group: Annotated[int, "evals.pool.next_group"]
-    eval_next_sample: Annotated[int, "evals.pool.next_sample"]
-    finished: Annotated[str, "finished"]
-    finished_of: Annotated[int, "finished_of"]
-    paused: Annotated[str, "paused"]
-    vocabulary: Annotated[int, "facts.vocabulary"]
-    routers: Annotated[tuple[int, int, int] | None, "facts.routers"]
-    counters: Annotated[dict[str, int], "counters"]
-    prompts: dict[str, Any]  # the position in them
-
-
-PLACES: dict[str, str] = {
-    name: kind.__metadata__[0]
-    for name, kind in get_type_hints(RunRecord, include_extras=True).items()
-    if hasattr(kind, "__metadata__")
+# The one list of what survives a restart besides groups, batches, members and the position in the
+# prompts: attribute paths in `RunState`, and types.
+SURVIVING: dict[str, Any] = {
+    "pool.ledger.issued": int,
+    "pool.ledger.trained": int,
+    "pool.ledger.ended": dict[str, int],
+    "pool.next_group": int,
+    "pool.next_sample": int,
+    "pool.completions": int,
+    "pool.filtered_in_a_row": int,
+    "batches.version": int,
+    "batches.newest": int,
+    "batches.checkpoint": int | None,
+    "batches.trained": StalenessStats,
+    "batches.last": StalenessStats,
+    "health.counts": dict[str, tuple[int, int]],
+    "evals.done": int,
+    "evals.open": OpenEvaluation | None,
+    "evals.reports": list[EvalReport],
+    "evals.pool.ledger.issued": int,
+    "evals.pool.ledger.ended": dict[str, int],
+    "evals.pool.next_group": int,
+    "evals.pool.next_sample": int,
+    "committer": str,
+    "finished": str,
+    "finished_of": int,
+    "paused": str,
+    "facts.vocabulary": int,
+    "facts.routers": tuple[int, int, int] | None,
+    "counters": dict[str, int],
 }
-_values = attrgetter(*PLACES.values())
+_Record: Any = msgspec.defstruct(
+    "RunRecord",
+    [*((path.replace(".", "_"), kind) for path, kind in SURVIVING.items()), ("prompts", Any)],
+    array_like=True,
+)
+_values = attrgetter(*SURVIVING)
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(RunRecord).decode
+_decode = msgspec.msgpack.Decoder(_Record).decode
 
 
 def pack_run(run: RunState) -> bytes:
-    """Return the encoded `RunRecord` of `run`, without making the record."""
-    values: dict[str, Any] = dict(zip(PLACES, _values(run), strict=True))
-    values["prompts"] = run.prompts.position()
-    return _encode(values)
+    return _encode((*_values(run), run.prompts.position()))
 
 
-def put_back(record: RunRecord, run: RunState) -> None:
-    """Set the values of `record` in `run`, but for the position in the prompts."""
-    for name, path in PLACES.items():
+def unpack_run(packed: Value, run: RunState) -> None:
+    """Set the values in `run` that `pack_run` packed; raises as `PromptFeed.seek`."""
+    *values, position = msgspec.structs.astuple(_decode(packed))
+    for path, value in zip(SURVIVING, values, strict=True):
         place, _, last = path.rpartition(".")
         owner = attrgetter(place)(run) if place else run
-        value: Any = getattr(record, name)
         before: Any = getattr(owner, last)
         if isinstance(before, Counter):  # shared by those who count
             counts = cast("Counter[str]", before)
@@ -199,6 +185,7 @@ def put_back(record: RunRecord, run: RunState) -> None:
             counts.update(value)
         else:
             setattr(owner, last, value)
+    run.prompts.seek(position)
 
 
 class Recovery:
@@ -209,31 +196,30 @@ class Recovery:
 
     def __init__(self, run: RunState, run_id: str) -> None:
         self._run = run
-        self._journal = run.journal
+        self._journal = run.pool.journal
         self._same: dict[str, Any] = {
             "run_id": run_id,
             "buffer.group_size": run.buffer.group_size,
             "buffer.batch_groups": run.buffer.batch_groups,
             "buffer.stages": list(run.buffer.stages),
         }
-        if only := run.pool.rules.only:  # samples of others have not been left to scorers
+        if only := run.pool.only:  # samples of others have not been left to scorers
             self._same["[[environments]] of reward_scope group"] = sorted(only)
-        self._is_inside = not run.buffer.store
         self._last = b""
 
     def save(self) -> None:
         journal, members = self._journal, self._run.members
         for name in members.changed:
+            key = MEMBER + xxhash.xxh3_128_hexdigest(name.encode())
             record = members.record(name)
             if record is None:
-                journal.store.delete(_key(MEMBER, name))
+                journal.store.delete(key)
             else:
-                journal.write(_key(MEMBER, name), record)
+                journal.write(key, record)
         members.changed.clear()
-        changed = journal.save()
-        changed |= self._run.evals.journal.save()
+        changed = [pool.journal.save() for pool in self._run.pools]
         now = pack_run(self._run)
-        if changed or now != self._last:
+        if any(changed) or now != self._last:
             self._last = now
             journal.store.put(NOW, now)
 
@@ -246,38 +232,31 @@ class Recovery:
         """
         journal, run = self._journal, self._run
         same = journal.read("run")
-        if same is None:
-            journal.write("run", self._same)
-            return False
-        for key, value in self._same.items():
-            if same.get(key) != value and not (key == "run_id" and self._is_inside):
+        for key, value in self._same.items() if same else ():
+            if same.get(key) != value and (key != "run_id" or run.buffer.store):
                 raise UsageError(
                     f"the store is of a run with {key} = {same.get(key)}, this one has {value}: "
                     "choose another --run-dir, or set it as before"
                 )
         if same != self._same:  # a copied or renamed folder is a run of the name that it has now
             journal.write("run", self._same)
+        if same is None:
+            return False
         try:
-            record = _decode(journal.store.get(NOW))
+            unpack_run(journal.store.get(NOW), run)
         except (KeyError, msgspec.MsgspecError) as error:
             raise StoreError(
                 f"the counts of the run in the store cannot be read ({error}): begin a new run"
             ) from error
-        put_back(record, run)
-        trajectories = journal.trajectories()
+        trajectories = journal.scored()
         groups = journal.load(trajectories)
         run.batches.restore({group.group_id: group for group in groups}, trajectories, now)
         run.pool.restore(groups, now)
         run.evals.restore(now)
         run.members.restore([journal.read(key) for key in journal.store.keys(MEMBER)], now)
-        run.prompts.seek(record.prompts)
         if missing := run.pool.ledger.snapshot().balance:
             raise unfit(f"{missing} samples are unaccounted for")
         return True
-
-
-def _key(prefix: str, name: str) -> str:
-    return prefix + xxhash.xxh3_128_hexdigest(name.encode())
 
 
 class DiskQuota:
@@ -288,23 +267,16 @@ class DiskQuota:
     """
 
     def __init__(self, run: RunState) -> None:
-        self._store = run.journal.store
-        self._pool = run.pool
-        self._batches = run.batches
+        self._run = run
         self._max_bytes = run.buffer.store_max_bytes
-        self._batch_groups = run.buffer.batch_groups
-        self._disk = ""  # what the disk said, while it is full
+        self.disk = ""  # the store's complaint about a full disk, while it is full
         self._since: float | None = None
         self._hopeless_since: float | None = None  # from when on no batch can be made
 
-    def full(self, reason: str) -> None:
-        """Set the store's complaint about a full disk; empty = there is room."""
-        self._disk = reason
-
     def check(self, now: float) -> None:
-        needed, reason = self._store.size_bytes, self._disk
-        pool, archive = self._pool, self._batches.archive
-        if needed >= self._max_bytes and self._batches.checkpoint is None and archive.steps:
+        pool, batches, reason = self._run.pool, self._run.batches, self.disk
+        needed = pool.journal.store.size_bytes
+        if needed >= self._max_bytes and batches.checkpoint is None and batches.kept:
             if not pool.counters["batches_let_go"]:
                 log.warning(
                     "buffer.store_max_bytes = %d is reached and the trainer saves no checkpoints: "
@@ -312,7 +284,7 @@ class DiskQuota:
                     self._max_bytes,
                 )
             pool.counters["batches_let_go"] += 1
-            archive.drop_through(archive.steps[0])  # the next one with the next poll
+            batches.drop_through(batches.kept[0])  # the next one with the next poll
         elif needed >= self._max_bytes and not reason:
             reason = (
                 f"the store has {needed} bytes in use and buffer.store_max_bytes is "
@@ -327,8 +299,8 @@ class DiskQuota:
             self._since = None
             pool.openings += 1
         pool.blocked = reason
-        ledger, few = pool.ledger, len(pool.complete) < self._batch_groups
-        idle = ledger.live - ledger.trained == ledger.count("ready") and not archive.steps
+        ledger, few = pool.ledger, len(pool.complete) < self._run.buffer.batch_groups
+        idle = ledger.live - ledger.trained == ledger.in_flight["ready"] and not batches.kept
         if not (reason and idle and few):
             self._hopeless_since = None
         elif self._hopeless_since is None:
@@ -337,10 +309,12 @@ class DiskQuota:
     def stuck(self, now: float) -> list[Stuck]:
         if self._since is None:
             return []
-        what = f"new groups: {self._pool.blocked}"
-        action = "none are issued until there is room; samples in flight go on"
-        age_s, full = now - self._since, f"{self._pool.blocked} (free some)" if self._disk else ""
-        if not full and self._hopeless_since is not None:
+        blocked, age_s = self._run.pool.blocked, now - self._since
+        hopeless = f"{blocked} (free some)" if self.disk else ""
+        if not hopeless and self._hopeless_since is not None:
             age_s = now - self._hopeless_since
-            full = f"no room for a batch in buffer.store_max_bytes = {self._max_bytes} (raise it)"
-        return [Stuck(what=what, holder="buffer", age_s=age_s, action=action, hopeless=full)]
+            hopeless = f"no room for a batch in buffer.store_max_bytes = {self._max_bytes} "
+            hopeless += "(raise it)"
+        what, action = f"new groups: {blocked}", "none are issued until there is room; "
+        action += "samples in flight go on"
+        return [Stuck(what=what, holder="buffer", age_s=age_s, action=action, hopeless=hopeless)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from umbra.proto.messages import State as ServiceState
 from umbra.proto.messages import Status, Stuck
 from umbra.proto.net.server import Refusals
 from umbra.proto.net.session import FAILED
@@ -17,9 +17,12 @@ from umbra.services.buffer.state import DiskQuota, RunState
 
 RETURN_S = 600.0  # for a generator to take the place of one that others started and that failed
 SHOWN = 20  # overdue samples named at once, the oldest of each kind
+FRESH_S = 0.2  # all who ask within this time get the same: any number may watch
 
 
 class StallReport:
+    """The work that `run` waits for, in words and as overdue entries."""
+
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._members = run.members
@@ -36,10 +39,10 @@ class StallReport:
         late = run.batches.waits_for()
         if late and complete >= wanted:
             text += f"group {late[0].group_id} would be stale after it (stale_policy = wait); "
-            return text + self._open_sample(_oldest_open(late[0]), now)
+            return text + self._open_group(late[0], now)
         for group in run.pool.groups.values():
             if not group.completed:
-                return text + self._open_sample(_oldest_open(group), now)
+                return text + self._open_group(group, now)
         if absence := self._absence:
             return text + absence
         if run.pool.filtered_in_a_row:
@@ -66,30 +69,38 @@ class StallReport:
             *self._run.evals.stuck(now, self._config.stall_s),
         ]
 
+    def _open_group(self, group: Group, now: float) -> str:
+        sample = next(sample for sample in group.samples if sample.state is not State.READY)
+        return self._open_sample(sample, now)
+
     def _open_sample(self, sample: Sample, now: float) -> str:
-        match sample.state:
-            case State.GENERATING:
-                held = f"held by {sample.holder} for {now - sample.leased_at:.1f} s"
-                return f"waiting for sample {sample.sample_id} {held}"
-            case State.SCORING:
-                stage = self._run.pool.stage_of(sample)
-                if missing := _awaited(sample, self._run):
-                    why = self._open_sample(missing, now)
-                    return f"stage {stage} waits for all of its group: {why}"
-                if not sample.holder:
-                    return f"sample {sample.sample_id} waits for a scorer of stage {stage}"
-                return (
-                    f"waiting for sample {sample.sample_id} in stage {stage}, held by "
-                    f"{sample.holder} for {now - sample.leased_at:.1f} s"
+        pool, name = self._run.pool, sample.sample_id
+        age_s = now - sample.leased_at
+        if sample.state is State.GENERATING:
+            return f"waiting for sample {name} held by {sample.holder} for {age_s:.1f} s"
+        if sample.state is State.SCORING:
+            stage = pool.stage_of(sample)
+            if not pool.scored_with(sample):
+                missing = next(
+                    other
+                    for other in sample.group.samples
+                    if other.state is not State.SCORING or other.stage != sample.stage
                 )
-            case _ if absence := self._absence:
-                return absence
-            case _:
-                version = max(self._run.admission.required_version(sample), 0)
-                return (
-                    f"sample {sample.sample_id} is queued for a generator that has room and "
-                    f"serves version {version} or newer"
-                )
+                why = self._open_sample(missing, now)
+                return f"stage {stage} waits for all of its group: {why}"
+            if not sample.holder:
+                return f"sample {name} waits for a scorer of stage {stage}"
+            return (
+                f"waiting for sample {name} in stage {stage}, held by {sample.holder} for "
+                f"{age_s:.1f} s"
+            )
+        if absence := self._absence:
+            return absence
+        version = max(self._run.batches.required_version(sample), 0)
+        return (
+            f"sample {name} is queued for a generator that has room and serves version {version} "
+            "or newer"
+        )
 
     def _generators(self, now: float) -> Iterator[Stuck]:
         """Yield an entry if none is left and others start them; a run restarts its own."""
@@ -103,7 +114,7 @@ class StallReport:
 
     def _batches(self, now: float) -> Iterator[Stuck]:
         batches, since = self._run.batches, self._run.wanted_since
-        trainer = self._members.find("trainer")
+        trainer = self._members.single.get("trainer")
         name = trainer.name if trainer is not None else "nobody"
         if since is not None and now - since > self._config.stall_s and not self._run.paused:
             what = f"batch of step {batches.next_step}: {self.missing(now)}"
@@ -117,7 +128,7 @@ class StallReport:
     def _leases(self, now: float) -> Iterator[Stuck]:
         """Yield samples that were held, and renewed, for more than two leases."""
         lease_s = self._config.lease_s
-        overdue = [s for s in self._run.leases.all() if now - s.leased_at > 2 * lease_s]
+        overdue = [s for s in self._run.leases.deadlines if now - s.leased_at > 2 * lease_s]
         for sample in sorted(overdue, key=lambda sample: sample.leased_at)[:SHOWN]:
             stage = ""
             if sample.state is State.SCORING:
@@ -148,92 +159,68 @@ class StallReport:
 
     def _scoring(self, now: float) -> Iterator[Stuck]:
         """Yield stages without a scorer, or in which trajectories wait too long."""
-        scoring = self._run.scoring
         for stage in self._config.stages:
-            since = scoring.waiting_since(stage)
-            at_work = sorted(name for name, at in scoring.serving.items() if at == stage)
+            since = min(
+                (
+                    sample.unscored_since
+                    for pool in self._run.pools
+                    for sample in pool.unscored.get(stage, ())
+                    if pool.is_unscored(sample, stage)
+                ),
+                default=None,
+            )
+            peers = self._members.peers.values()
+            at_work = sorted(peer.name for peer in peers if peer.stage == stage)
             if since is None or (at_work and now - since <= self._config.stall_s):
                 continue
-            what = f"stage {stage}: {scoring.waiting(stage)} samples wait"
+            what = f"stage {stage}: {self._run.waiting(stage)} samples wait"
             what += "" if at_work else ", but no scorer of it has joined"
             action = f"none: start {'more of ' if at_work else ''}`umbra scorer --stage {stage}`"
             holder = ", ".join(at_work[:SHOWN]) or "nobody"
             yield Stuck(what=what, holder=holder, age_s=now - since, action=action)
 
 
-def _awaited(sample: Sample, run: RunState) -> Sample | None:
-    """Return a sample that the group of `sample`, scored as a whole, still waits for."""
-    if run.pool.scored_with(sample):
-        return None
-    group, stage = sample.group.samples, sample.stage
-    return next(s for s in group if s.state is not State.SCORING or s.stage != stage)
-
-
-def _oldest_open(group: Group) -> Sample:
-    return next(sample for sample in group.samples if sample.state is not State.READY)
-
-
-FRESH_S = 0.2  # all who ask within this time get the same: any number may watch
-
-
+@dataclass(eq=False)
 class StatusPage:
-    def __init__(
-        self,
-        run: RunState,
-        room: DiskQuota,
-        run_id: str,
-        *,
-        events: str,
-        started_at: float,
-        wire_counters: Mapping[str, int],
-        refusals: Refusals,
-    ) -> None:
-        self.state: ServiceState = "ready"
-        self.ending = ""  # why the run ends, once it does
-        self._run = run
-        self._members = run.members
-        self._report = StallReport(run)
-        self._room = room
-        self._run_id = run_id
-        self._events = events
-        self._started_at = started_at
-        self._wire_counters = wire_counters
-        self._refusals = refusals
-        self._throughput = Throughput(run.counts, started_at)
+    run: RunState
+    room: DiskQuota
+    run_id: str
+    events: str
+    started_at: float
+    wire_counters: Mapping[str, int]
+    refusals: Refusals
+
+    def __post_init__(self) -> None:
+        self.throughput = Throughput(self.run.counts, self.started_at)
+        self._report = StallReport(self.run)
         self._last: Status | None = None
         self._last_at = 0.0
 
-    def measure_from(self, now: float) -> None:
-        """Measure rates from the counts at `now`: an earlier life did not work in this one."""
-        self._throughput = Throughput(self._run.counts, now)
-
-    def tick(self, now: float) -> None:
-        self._throughput.see(now)
-
-    def recent(self, now: float, *, finished: bool) -> Status:
+    def recent(self, now: float) -> Status:
         """Return the status, at most `FRESH_S` old; state and pause are current."""
         if self._last is None or now - self._last_at >= FRESH_S:
-            self._last, self._last_at = self.status(now, finished=finished), now
+            self._last, self._last_at = self.status(now), now
+        run = self.run
         return replace(
             self._last,
-            state=self.state,
-            paused=self._run.paused,
-            ending=self.ending,
-            finished=finished,
+            state=run.state,
+            paused=run.paused,
+            ending=run.ending,
+            finished=bool(run.finished),
         )
 
-    def status(self, now: float, *, finished: bool) -> Status:
-        run = self._run
+    def status(self, now: float) -> Status:
+        run, members = self.run, self.run.members
         last = run.batches.last.figures()
         return Status(
-            run_id=self._run_id,
-            state=self.state,
-            uptime_s=now - self._started_at,
+            run_id=self.run_id,
+            state=run.state,
+            uptime_s=now - self.started_at,
             version=run.batches.version,
             steps=run.config.run.steps,
             ledger=run.pool.ledger.snapshot(),
-            members=[peer.record(now) for peer in self._members.peers.values()],
-            departed=dict(self._members.departed),
+            members=[peer.record(now) for peer in members.peers.values()],
+            departed=dict(members.departed),
             staleness={
                 **run.batches.trained.figures(),
                 "last_mean": last["mean"],
@@ -241,19 +228,19 @@ class StatusPage:
                 "bound": float(run.policy.bound),
                 "typical": float(run.policy.typical),
             },
-            counters=dict(Counter(run.counters) + Counter(self._wire_counters)),
-            stuck=[*self._members.stuck(now), *self._room.stuck(now), *self._report.stuck(now)],
+            counters=dict(Counter(run.counters) + Counter(self.wire_counters)),
+            stuck=[*members.stuck(now), *self.room.stuck(now), *self._report.stuck(now)],
             evals=run.evals.status(),
             eval_ledger=run.evals.pool.ledger.snapshot(),
-            weights=self._members.hub[0],
+            weights=members.hub[0],
             staleness_counts=list(run.batches.trained.counts),
             curves=run.curves.record(),
-            events=self._events,
-            refused=dict(self._refusals.counts),
-            rates=self._throughput.rates(now),
+            events=self.events,
+            refused=dict(self.refusals.counts),
+            rates=self.throughput.rates(now),
             health=run.health.figures(),
             warnings=run.health.warnings(),
             paused=run.paused,
-            ending=self.ending,
-            finished=finished,
+            ending=run.ending,
+            finished=bool(run.finished),
         )

@@ -21,7 +21,6 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import struct
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
@@ -40,7 +39,7 @@ from umbra.services.process.files import DISK, FILE_MODE, HeldError, folder_lock
 DATA = "data.mdb"
 ACKNOWLEDGED = "acknowledged"
 MARK = "store.json"  # in the folder of the run: its `RunMark`
-SCHEMA = 11  # of what the broker puts into a store; up to 7 it was a log of *.seg files
+SCHEMA = 12  # of what the broker puts into a store
 HEADER = b"store"  # key of the `StoreHeader`
 MAP_BYTES = 1 << 30  # address space at first; grown before a commit that may need more
 PAGE_BYTES = 4096
@@ -49,7 +48,6 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # There a memory map may differ from the data written, and a lock may not hold.
 NETWORK = ("nfs", "cifs", "smb", "9p", "afs", "coda", "ncp", "fuse.")
 DIGEST_BYTES = 8
-_ACKNOWLEDGED = struct.Struct("<QQ")  # id and commit
 
 Value: TypeAlias = bytes | memoryview
 Group: TypeAlias = dict[str, bytes | None]  # None deletes the key
@@ -68,8 +66,8 @@ class StoreHeader(msgspec.Struct, frozen=True):
     store: str  # its id
     commit: int  # LMDB's number of the transaction that wrote it, which is the newest
 
-    def pack(self) -> bytes:
-        return _seal(HEADER, msgspec.msgpack.encode(self))
+    def put(self, transaction: lmdb.Transaction) -> None:
+        transaction.put(HEADER, _seal(HEADER, msgspec.msgpack.encode(self)))
 
 
 class MemoryStore:
@@ -100,17 +98,10 @@ class MemoryStore:
     def keys(self, prefix: str) -> list[str]:
         return sorted(key for key in self.values if key.startswith(prefix))
 
-    def commit(self) -> None:
+    def freeze(self, *_: object) -> None:
         """Do nothing: memory is as stored as it gets."""
 
-    def freeze(self) -> None:
-        """Do nothing: no commit takes long."""
-
-    def settle(self, error: OSError | None = None) -> None:
-        """Do nothing: no commit was begun."""
-
-    def close(self) -> None:
-        """Do nothing: there is no resource to free."""
+    commit = settle = close = freeze
 
 
 class LmdbStore:
@@ -127,7 +118,11 @@ class LmdbStore:
 
     def __init__(self, directory: Path, *, map_bytes: int = MAP_BYTES) -> None:
         DISK.make_folders(directory)
-        _refuse_network(directory)
+        if (kind := file_system(directory)).startswith(NETWORK):
+            raise StoreError(
+                f"the store in {directory} would be on a network file system ({kind}), where a "
+                "commit may be lost: set buffer.store to a folder on a disk of this machine"
+            )
         self.directory = directory
         self.waiting_bytes = 0  # put since the last commit began
         self.size_bytes = 0  # in use; the file may be larger, as it never shrinks
@@ -138,11 +133,6 @@ class LmdbStore:
                 held.enter_context(folder_lock(directory))
             except HeldError as error:
                 raise StoreError(f"the store in {directory} is in use by {error}") from error
-            if next(directory.glob("*.seg"), None):
-                raise StoreError(
-                    f"the store in {directory} is of an older umbra-rl (*.seg files): begin a new "
-                    "run, or go on with the version that wrote it"
-                )
             if not (directory / DATA).exists():
                 self._make()
             self._check_pages()
@@ -293,8 +283,7 @@ class LmdbStore:
                         transaction.delete(name)
                     else:
                         transaction.put(name, _seal(name, value))
-                header = StoreHeader(SCHEMA, self.id, transaction.id())
-                transaction.put(HEADER, header.pack())
+                StoreHeader(SCHEMA, self.id, transaction.id()).put(transaction)
             except lmdb.Error:
                 transaction.abort()
                 raise
@@ -325,7 +314,6 @@ class LmdbStore:
             raise self._damaged(f"{DATA} is missing")
         part = self.directory / f"{DATA}.part"
         part.unlink(missing_ok=True)
-        header = StoreHeader(SCHEMA, secrets.token_hex(8), 1)
         with (
             _system_errors(),
             closing(
@@ -333,7 +321,7 @@ class LmdbStore:
             ) as env,
             env.begin(write=True) as transaction,
         ):
-            transaction.put(HEADER, header.pack())
+            StoreHeader(SCHEMA, secrets.token_hex(8), 1).put(transaction)
         DISK.rename(part, self.directory / DATA)
         DISK.sync_directory(self.directory)
 
@@ -388,20 +376,20 @@ class LmdbStore:
             DISK.replace(path, self._acknowledgement())  # new, or to go on with an older copy
             return
         content = _unseal(ACKNOWLEDGED.encode(), path.read_bytes())
-        if content is None or len(content) != _ACKNOWLEDGED.size:
+        if content is None:
             raise self._damaged(f"{path} has a wrong checksum")
-        store, acknowledged = _ACKNOWLEDGED.unpack(content)
-        if store != int(self.id, 16):
-            raise self._damaged(f"{DATA} is that of store {self.id}, {path} of {store:016x}")
-        if acknowledged > self._commits:
+        store, acknowledged = str(content, "ascii").split()
+        if store != self.id:
+            raise self._damaged(f"{DATA} is that of store {self.id}, {path} of {store}")
+        if int(acknowledged) > self._commits:
             raise self._damaged(
-                f"{DATA} ends with commit {self._commits}, but commit {acknowledged} was "
+                f"{DATA} ends with commit {self._commits}, but commit {int(acknowledged)} was "
                 f"acknowledged (remove {path} to go on without what came after)"
             )
 
     def _acknowledgement(self) -> bytes:
-        content = _ACKNOWLEDGED.pack(int(self.id, 16), self._commits)
-        return _seal(ACKNOWLEDGED.encode(), content)
+        """Return the file's bytes, as many each time, since it is overwritten in place."""
+        return _seal(ACKNOWLEDGED.encode(), f"{self.id} {self._commits:016}".encode())
 
     def _damaged(self, what: str, count: int = 1) -> StoreError:
         more = f" (and {count - 1} more)" if count > 1 else ""
@@ -424,50 +412,43 @@ class RunMark(msgspec.Struct, frozen=True):
     folder: str  # where it was when the run was last begun
 
 
-def open_marked(run_dir: Path | None, folder: Path) -> LmdbStore:
-    """Open the store in `folder`, which must be the one of the run in `run_dir`.
+def open_store(run_dir: Path | None, where: Path | None) -> Store:
+    """Open the store in folder `where`, None = in memory, which must be that of the run.
 
     Raises:
-        StoreError: `folder` holds none or another one; or as `LmdbStore`.
+        StoreError: it is not the store that the run in `run_dir` has; or as `LmdbStore`.
     """
-    mark = read_mark(run_dir)
-    if mark is not None and not (folder.is_dir() and any(folder.iterdir())):
-        raise _gone(mark, run_dir, f"{folder} holds none")
-    store = LmdbStore(folder)
-    if mark is not None and mark.store != store.id:
-        store.close()
-        raise _gone(mark, run_dir, f"{folder} holds another one, {store.id}")
-    if run_dir is not None:
-        current = RunMark(store.id, str(folder.resolve()))
-        if current != mark:
-            DISK.replace(run_dir / MARK, msgspec.json.encode(current) + b"\n")
-    return store
+    mark, path = None, run_dir / MARK if run_dir is not None else None
+    if path is not None and path.exists():
+        try:
+            mark = msgspec.json.decode(path.read_bytes(), type=RunMark)
+        except (OSError, *UNREADABLE) as error:
+            raise StoreError(
+                f"{path}, which names the store of the run, cannot be read ({error}): restore it "
+                "from a copy; if the store itself is there, remove the file, and it is rewritten"
+            ) from error
 
+    def check(sound: bool, what: str) -> None:
+        if mark is not None and not sound:
+            raise StoreError(
+                f"the run in {run_dir} has the store {mark.store} in {mark.folder}, but {what}: "
+                "bring it back, or choose another --run-dir to begin a new run"
+            )
 
-def refuse_marked(run_dir: Path | None) -> None:
-    mark = read_mark(run_dir)
-    if mark is not None:
-        raise _gone(mark, run_dir, 'buffer.store is "memory"')
-
-
-def read_mark(run_dir: Path | None) -> RunMark | None:
-    path = None if run_dir is None else run_dir / MARK
-    if path is None or not path.exists():
-        return None
+    if where is None:
+        check(False, 'buffer.store is "memory"')
+        return MemoryStore()
+    check(where.is_dir() and any(where.iterdir()), f"{where} holds none")
+    store = LmdbStore(where)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunMark)
-    except (OSError, *UNREADABLE) as error:
-        raise StoreError(
-            f"{path}, which names the store of the run, cannot be read ({error}): restore it from "
-            "a copy; if the store itself is there, remove the file, and it is rewritten"
-        ) from error
-
-
-def _gone(mark: RunMark, run_dir: Path | None, what: str) -> StoreError:
-    return StoreError(
-        f"the run in {run_dir} has the store {mark.store} in {mark.folder}, but {what}: bring it "
-        f"back, or choose another --run-dir to begin a new run"
-    )
+        check(mark is None or mark.store == store.id, f"{where} holds another one, {store.id}")
+        current = RunMark(store.id, str(where.resolve()))
+        if path is not None and current != mark:
+            DISK.replace(path, msgspec.json.encode(current) + b"\n")
+    except BaseException:
+        store.close()
+        raise
+    return store
 
 
 def _seal(name: bytes, value: Value) -> bytes:
@@ -490,15 +471,6 @@ def _system_errors() -> Generator[None]:
         yield
     except lmdb.Error as error:
         raise OSError(error.code, error.reason) from error
-
-
-def _refuse_network(directory: Path) -> None:
-    kind = file_system(directory)
-    if kind.startswith(NETWORK):
-        raise StoreError(
-            f"the store in {directory} would be on a network file system ({kind}), where a commit "
-            "may be lost: set buffer.store to a folder on a disk of this machine"
-        )
 
 
 def file_system(directory: Path) -> str:

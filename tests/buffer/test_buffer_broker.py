@@ -284,7 +284,7 @@ def test_who_delivers_may_ask_for_more_in_the_same_message() -> None:
     ack = run.get("a", done, m.TaskLeases)
     assert (ack.accepted, len(ack.tasks)) == (2, 3)
     assert {task.sample_id for task in ack.tasks}.isdisjoint(task.sample_id for task in mine)
-    assert run.pool.ledger.count("generating") == 2 + 1 + 3
+    assert run.pool.ledger.in_flight["generating"] == 2 + 1 + 3
 
 
 def test_a_delivery_is_acknowledged_at_once_where_there_is_no_work() -> None:
@@ -317,7 +317,7 @@ def test_a_delivery_sent_again_after_a_restart_is_answered_with_the_same_samples
     assert isinstance(first, m.TaskLeases) and isinstance(again, m.TaskLeases)
     assert [t.sample_id for t in first.tasks] == [t.sample_id for t in again.tasks]
     assert (again.accepted, len(again.tasks)) == (1, 2)
-    assert run.pool.ledger.count("generating") == 2
+    assert run.pool.ledger.in_flight["generating"] == 2
 
 
 def test_what_came_together_is_answered_as_if_one_after_the_other() -> None:

@@ -89,7 +89,7 @@ def test_a_restarted_trainer_gets_the_identical_batch() -> None:
     run.ask("trainer", m.Leave(reason="crash"))
     run.join("trainer", "other")
     assert run.get("other", m.LeaseBatch(step=1, wait_s=0), m.BatchLease) == first
-    assert run.pool.ledger.count("training") == 4
+    assert run.pool.ledger.in_flight["training"] == 4
 
 
 def test_commits_are_counted_once_and_only_for_what_was_leased() -> None:

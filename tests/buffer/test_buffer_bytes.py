@@ -15,7 +15,7 @@ from umbra.proto.messages import BatchLease, Header, LeaseBatch, SubmitResults, 
 from umbra.proto.net.server import Request
 from umbra.proto.records import Score, Task, pack_float32
 from umbra.services.buffer.effects import Reply
-from umbra.services.buffer.samples import trajectories
+from umbra.services.buffer.samples import journal
 from umbra.services.buffer.store import StoreError
 
 LOGPROBS = pack_float32([-0.25, -0.75])
@@ -74,7 +74,7 @@ def score_all(run: World) -> None:
 
 
 def test_what_came_is_what_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(trajectories, "_decode")  # nobody needs to look at it again
+    monkeypatch.delattr(journal, "_decode_trajectory")  # nobody needs to look at it again
     run = scored_world()
     tasks = run.lease("a", 2, 0)
     made = [trajectory(task, 0, reward=0.25, reward_parts={}) for task in tasks]
@@ -160,7 +160,7 @@ def test_a_score_that_is_gone_shows() -> None:
     tasks = run.lease("a", 2, 0)
     submit(run, tasks, [unusual(trajectory(task, 0)) for task in tasks])
     score_all(run)
-    run.store.delete(trajectories.score_key(tasks[0].sample_id, "reward"))
+    run.store.delete(journal.score_key(tasks[0].sample_id, "reward"))
     with pytest.raises(StoreError, match="the trajectory of sample s-0, or a score of it, is gone"):
         run.restart_broker()
 

@@ -52,11 +52,11 @@ def held(watcher: Health, version: int = 1) -> dict[str, m.RunWarning]:
 
 def test_a_share_is_of_the_last_batches_and_of_the_whole_run() -> None:
     share = Share(10)
-    assert (share.share, share.batches) == (0.0, 0)
+    assert (share.share, len(share.parts)) == (0.0, 0)
     for _ in range(BATCHES):
-        assert share.batches < BATCHES
+        assert len(share.parts) < BATCHES
         share.add(10, 10)
-    assert share.batches == BATCHES and share.share == 1.0
+    assert len(share.parts) == BATCHES and share.share == 1.0
     share.add(0, 5)
     assert share.share == pytest.approx(40 / 45), "what has come since counts, too"
     for _ in range(BATCHES):
@@ -108,7 +108,7 @@ def test_answers_that_are_cut_off() -> None:
     found = held(watcher)["truncated"]
     assert found.figures == {"share": 0.25}
     assert found.text.startswith("25% of recent answers were cut off at a limit on tokens (samp")
-    assert watcher.answers == 16
+    assert watcher.answers.seen == 16
 
 
 def test_failures_have_their_most_frequent_reason_and_an_example() -> None:
@@ -184,7 +184,7 @@ def test_a_run_whose_reward_always_raises_ends_with_a_balanced_ledger() -> None:
     run.join("generator", "a")
     run.join("trainer", "trainer")
     for _ in range(16):
-        assert run.broker.state == "ready" and not run.broker.failure
+        assert run.broker.run.state == "ready" and not run.broker.failure
         (task,) = run.lease("a", 1, 0)
         fail(run, task, "reward raised KeyError: 'answer'")
     assert "reward raised KeyError: 'answer'" in run.broker.failure
@@ -329,7 +329,7 @@ def test_the_histogram_of_staleness_adds_up() -> None:
     one.merge(two)
     assert one.counts == [1, 1, 0, 1]
     assert sum(one.counts) == one.samples
-    one.remove(two)
+    one.merge(two, -1)
     assert one.counts == [1, 1, 0, 0]
 
 

@@ -79,7 +79,7 @@ def test_a_scorer_cannot_replace_what_it_scores_nor_gets_samples_with_its_ack() 
     assert scoring.attempt == task.attempt
     other = trajectory(task, 0, 0)
     assert run.get("r", RenewLeases(partials=[other]), TaskLeases).lost == [task.sample_id]
-    assert run.pool.trajectory_store.get(task.sample_id) == made
+    assert run.pool.journal.trajectory(task.sample_id) == made
     score = Score(sample_id=task.sample_id, attempt=1, logprobs=made.logprobs)
     ack = run.get("r", SubmitResults(scores=[score], capacity=8), TaskLeases)
     assert (ack.accepted, ack.tasks) == (1, [])

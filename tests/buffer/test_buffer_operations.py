@@ -3,7 +3,7 @@
 from fakes.broker_world import World, trajectory, world
 
 from umbra.proto import messages as m
-from umbra.services.buffer.endpoints.trainer import WAIT_S
+from umbra.services.buffer.endpoints.trainer import CHECKPOINT_S
 from umbra.services.config import EvalConfig
 from umbra.services.prompts import Prompt
 
@@ -61,7 +61,7 @@ def test_a_member_is_asked_to_leave_until_it_does() -> None:
     run.beat("a", state="draining")
     run.beat("b")
     assert len(run.pushes) == 2
-    assert run.broker.state == "ready"
+    assert run.broker.run.state == "ready"
 
 
 def test_who_cannot_be_drained_is_named() -> None:
@@ -108,7 +108,7 @@ def test_the_whole_run_is_drained_and_can_go_on() -> None:
     status = run.broker.status(run.now)
     assert (status.state, status.ending, status.finished) == ("draining", "enough for today", False)
     run.restart_broker()
-    assert run.broker.state == "ready"
+    assert run.broker.run.state == "ready"
 
 
 def test_an_evaluation_on_request() -> None:
@@ -163,7 +163,7 @@ def test_a_waiting_trainer_hears_of_it_without_its_batch() -> None:
 def test_nobody_waits_for_a_checkpoint_for_ever() -> None:
     run = world()
     assert run.ask("op", m.Operate(kind="checkpoint")) is None
-    run.pass_time(2 * WAIT_S)
+    run.pass_time(2 * CHECKPOINT_S)
     (late,) = run.late["op"]
     assert isinstance(late, m.Nack)
     assert "no checkpoint within" in late.reason

@@ -243,12 +243,12 @@ def test_batches_go_while_no_checkpoint_could_use_them() -> None:
     for step in (1, 2):
         run.batch(step)
         run.commit(step)
-    assert len(run.broker.batches.archive.steps) == 2
+    assert len(run.broker.batches.kept) == 2
     counted(run)
     run.store.size_bytes = 2 * run.config.buffer.store_max_bytes
     for left in (1, 0):
         run.pass_time(0.1)
-        assert len(run.broker.batches.archive.steps) == left
+        assert len(run.broker.batches.kept) == left
         assert counted(run) == {"batches_let_go": 1}
     run.pass_time(0.1)
     assert counted(run) == {"store_full": 1}
@@ -286,12 +286,12 @@ def test_a_run_whose_batch_does_not_fit_into_the_store_is_told_so() -> None:
 
 def test_a_store_that_is_full() -> None:
     run = world(run_ahead=1)
-    run.broker.room.full("no space left")
+    run.broker.room.disk = "no space left"
     run.pass_time(0.1)
     run.pass_time(0.1)
     assert counted(run) == {"store_full": 1}
     assert run.lease("a", 4, 0) == []
-    run.broker.room.full("")
+    run.broker.room.disk = ""
     run.pass_time(0.1)
     assert run.lease("a", 4, 0)
     assert counted(run) == {}

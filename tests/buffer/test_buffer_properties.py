@@ -432,7 +432,7 @@ class BrokerMachine(RuleBasedStateMachine):
         assert set(pool.samples) | set(pool.over) | self.forgotten == issued
         assert not set(pool.samples) & set(pool.over)
         for state in ("queued", "generating", "scoring", "ready", "training"):
-            assert ledger.count(state) == sum(s.state == state for s in pool.samples.values())
+            assert ledger.in_flight[state] == sum(s.state == state for s in pool.samples.values())
 
     @invariant()
     def leases_are_those_of_members(self) -> None:
@@ -442,7 +442,7 @@ class BrokerMachine(RuleBasedStateMachine):
         held = {s.sample_id: name for name, own in table.held.items() for s in own.values()}
         samples = [*run.pool.samples.values(), *run.evals.pool.samples.values()]
         assert held == {s.sample_id: s.holder for s in samples if s.holder}
-        assert len(table) == len(held)
+        assert {s.sample_id for s in table.deadlines} == set(held)
         assert {s.state for s in samples if s.holder} <= {State.GENERATING, State.SCORING}
         assert all(s.holder for s in samples if s.state is State.GENERATING)
         assert set(held.values()) <= set(self.broker.members.peers)
@@ -481,7 +481,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @invariant()
     def only_live_samples_take_memory(self) -> None:
-        kept = {name for step in self.broker.batches.archive.steps for name in self.uses[step]}
+        kept = {name for step in self.broker.batches.kept for name in self.uses[step]}
         stored = {key[2:] for key in self.world.store.keys("t/s-")}
         assert stored <= set(self.broker.pool.samples) | kept
 

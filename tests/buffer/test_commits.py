@@ -37,10 +37,10 @@ class Script:
         self.seen: list[tuple[str, int]] = []
         self.waiting_bytes = 0 if small else SMALL_BYTES + 1
         self.listened_s = 0.0
-        self.finished = False
+        self.run = SimpleNamespace(finished="")
         self.stopping = threading.Event()
         self.metrics = SimpleNamespace(on_row=None)
-        self.room = SimpleNamespace(full=lambda why: self.seen.append((why, 0)) if why else None)
+        self.room = self
         self._body, self._asks = body or Ok(), asks or Ok()
         self._count, self._came, self._stored = count, 0, 0
         self._errors = list(errors)
@@ -86,6 +86,12 @@ class Script:
 
     def is_over(self, now: float) -> bool:
         return now == 1.0
+
+    def _full(self, why: str) -> None:
+        if why:
+            self.seen.append((why, 0))
+
+    disk = property(fset=_full)
 
     # the store's
 

@@ -14,16 +14,16 @@ import pytest
 from fakes.lossy_disk import QuickDisk
 from test_store import contents
 
+from umbra.services.buffer import service
 from umbra.services.buffer import store as stores
-from umbra.services.buffer.service import open_store
 from umbra.services.buffer.store import (
     ACKNOWLEDGED,
     DATA,
     MARK,
     LmdbStore,
+    MemoryStore,
     StoreError,
-    open_marked,
-    refuse_marked,
+    open_store,
 )
 from umbra.services.config import BufferConfig, RunConfig
 from umbra.services.process.command import ServiceContext
@@ -161,9 +161,6 @@ def test_a_store_that_was_being_made_is_made_again(tmp_path: Path) -> None:
 def test_stores_of_other_versions_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "00000003.seg").write_bytes(b"UMBRASTO")
-    assert "is of an older umbra-rl" in found(tmp_path / "old")
     monkeypatch.setattr(stores, "SCHEMA", 99)
     filled(tmp_path / "new")
     monkeypatch.undo()
@@ -176,7 +173,8 @@ Change = Callable[[Path], None]
 def begun(run: Path) -> str:
     """A run with a store; the id of that."""
     run.mkdir()
-    store = open_marked(run, run / "store")
+    store = open_store(run, run / "store")
+    assert isinstance(store, LmdbStore)
     store.put("k", b"v")
     store.commit()
     store.close()
@@ -203,16 +201,16 @@ def test_a_run_does_not_begin_anew_in_silence(tmp_path: Path, change: Change) ->
     name = begun(run)
     change(run / "store")
     with pytest.raises(StoreError, match=rf"has the store {name} in .*, but .*bring it back"):
-        open_marked(run, run / "store")
+        open_store(run, run / "store")
     assert not (run / "store" / DATA).exists() or change is replaced
 
 
 def test_a_run_with_a_store_does_not_go_on_without(tmp_path: Path) -> None:
     begun(tmp_path / "run")
     with pytest.raises(StoreError, match="memory"):
-        refuse_marked(tmp_path / "run")
-    refuse_marked(tmp_path)
-    refuse_marked(None)
+        open_store(tmp_path / "run", None)
+    for run_dir in (tmp_path, None):
+        assert isinstance(open_store(run_dir, None), MemoryStore)
 
 
 def test_the_buffer_asks_for_the_store_of_its_run(tmp_path: Path) -> None:
@@ -225,21 +223,21 @@ def test_the_buffer_asks_for_the_store_of_its_run(tmp_path: Path) -> None:
         fake = SimpleNamespace(config=config, run_dir=run, log=logging.getLogger("test"))
         return cast(ServiceContext, fake)
 
-    open_store(context()).close()
+    service.store_of(context()).close()
     with pytest.raises(StoreError, match="memory"):
-        open_store(context("memory"))
+        service.store_of(context("memory"))
     with pytest.raises(StoreError, match="holds none"):
-        open_store(context(str(tmp_path / "elsewhere")))
+        service.store_of(context(str(tmp_path / "elsewhere")))
     shutil.rmtree(run / "store")
     with pytest.raises(StoreError, match="bring it back"):
-        open_store(context())
+        service.store_of(context())
 
 
 def test_a_store_may_move(tmp_path: Path) -> None:
     run = tmp_path / "run"
     begun(run)
     (run / "store").rename(tmp_path / "elsewhere")
-    store = open_marked(run, tmp_path / "elsewhere")
+    store = open_store(run, tmp_path / "elsewhere")
     assert store.get("k") == b"v"
     store.close()
     assert str(tmp_path / "elsewhere") in (run / MARK).read_text()
@@ -260,7 +258,7 @@ def test_the_mark_itself_is_written_anew_or_refused(tmp_path: Path, change: Chan
     change(run / MARK)
     if change is emptied:
         with pytest.raises(StoreError, match=r"store\.json.*cannot be read.*rewritten"):
-            open_marked(run, run / "store")
+            open_store(run, run / "store")
         return
-    open_marked(run, run / "store").close()
+    open_store(run, run / "store").close()
     assert (run / MARK).exists()

@@ -10,7 +10,7 @@ from fakes.ports import reserved_port
 
 from umbra.proto.net.server import Server
 from umbra.proto.sockets import advertise, next_port, reachable
-from umbra.services.buffer.service import Addresses, bind
+from umbra.services.buffer.service import BOUND, bind
 from umbra.services.buffer.store import MemoryStore
 from umbra.services.config import BufferConfig, RunConfig, RunSection
 
@@ -63,46 +63,45 @@ def a_server(incarnation: str) -> Iterator[Server]:
 
 def bound(
     server: Server,
-    addresses: Addresses,
+    store: MemoryStore,
     port: int | str = "*",
     ports: tuple[int, int] = (0, 0),
-) -> tuple[str, str, str]:
+) -> list[str]:
     """Where control, data and events are."""
     run = RunSection(broker=f"tcp://127.0.0.1:{port}")
     config = RunConfig(run=run, buffer=BufferConfig(ports=ports))
-    control, events, welcome = bind(server, config, "run-1", addresses)
-    return control, welcome.data, events
+    return [reachable(endpoint) for endpoint in bind(server, config, store)]
 
 
 def test_the_buffer_binds_the_ports_that_it_is_given(ports: list[int], advertised: None) -> None:
     advertise("node-a")
     control, *others, _ = ports
     given = others[0], others[1]
-    addresses = Addresses(MemoryStore())
+    store = MemoryStore()
     for _ in range(2):  # and again when it starts again
         with a_server("b1") as server:
-            told = bound(server, addresses, control, given)
-        assert told == tuple(f"tcp://node-a:{port}" for port in (control, *given))
+            told = bound(server, store, control, given)
+        assert told == [f"tcp://node-a:{port}" for port in (control, *given)]
 
 
 def test_the_buffer_comes_back_where_it_was_unless_nobody_knows_that() -> None:
     """1. A buffer picks its ports. 2. It starts again: the same ones. 3. The others have ended, and
     another process has the ports; it starts again with a new address: other ones."""
-    addresses = Addresses(MemoryStore())
+    store = MemoryStore()
     with a_server("b1") as server:
-        first = bound(server, addresses)
+        first = bound(server, store)
     with a_server("b2") as server:
-        assert bound(server, addresses) == first
-        addresses.forget()
+        assert bound(server, store) == first
+        store.delete(f"{BOUND} on 127.0.0.1")
         with a_server("b3") as other:
-            assert not {*bound(other, addresses)} & {*first}
+            assert not {*bound(other, store)} & {*first}
 
 
 def test_a_port_that_is_given_outranks_the_one_of_before(ports: list[int]) -> None:
     data, control, *_ = ports
-    addresses = Addresses(MemoryStore())
+    store = MemoryStore()
     with a_server("b1") as server:
-        first = bound(server, addresses, control)
+        first = bound(server, store, control)
     with a_server("b2") as server:
-        second = bound(server, addresses, control, (data, 0))
-    assert second == (first[0], f"tcp://127.0.0.1:{data}", first[2])
+        second = bound(server, store, control, (data, 0))
+    assert second == [first[0], f"tcp://127.0.0.1:{data}", first[2]]

@@ -1,19 +1,36 @@
 """Batches of complete groups, and admission: which samples and new groups generators may have.
 
-A batch is formed once per step, leased to the trainer, and ended by its commit.
+A batch is formed once per step, leased to the trainer, and ended by its commit. Committed ones are
+kept in the store for a trainer that starts again, until a checkpoint covers them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain, islice
+from typing import Any
 
 from umbra.services.buffer.prompts import PromptFeed
 from umbra.services.buffer.samples.groups import Grant, Group, Sample, State
-from umbra.services.buffer.samples.journal import Archive, StoredBatch
+from umbra.services.buffer.samples.journal import check_whole, group_record, make_group, unfit
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.staleness import StalenessPolicy, StalenessStats
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBatch:
+    """The batch of one step; the trainer gets this very one however often it asks."""
+
+    step: int
+    groups: list[Group]
+    staleness: StalenessStats
+    formed_at: float  # seconds of the broker's clock
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for group in self.groups for sample in group.samples]
 
 
 class Batches:
@@ -24,18 +41,20 @@ class Batches:
     """
 
     def __init__(
-        self, pool: SamplePool, policy: StalenessPolicy, archive: Archive, *, wait: bool = False
+        self, pool: SamplePool, policy: StalenessPolicy, prompts: PromptFeed, *, wait: bool
     ) -> None:
         self.version = 0
         self.newest = 0  # highest version there ever was: a trainer that starts again falls behind
         self.checkpoint: int | None = None  # newest step that a checkpoint covers
         # By step; more than one only after a trainer's restart.
         self.formed: dict[int, StoredBatch] = {}
+        self.kept: list[int] = []  # steps of committed batches, in order and without a gap
         self.trained = StalenessStats()
         self.last = StalenessStats()  # of the newest committed batch
-        self.archive = archive
         self._pool = pool
+        self._journal = pool.journal
         self._policy = policy
+        self._prompts = prompts
         self._wait = wait
         self._awaited: Group | None = None  # a group that the next batch waits for
 
@@ -52,6 +71,52 @@ class Batches:
         """Return u of the staleness rules: groups issued, but neither ended nor committed."""
         return len(self._pool.groups) + sum(len(batch.groups) for batch in self.formed.values())
 
+    # -- admission ---------------------------------------------------------------------------------
+
+    def take(self, grant: Grant, waiting: int) -> None:
+        """Lease samples to a generator, by the admission, lease and partial rules of `staleness`.
+
+        Groups are issued only when a generator asks and nothing is queued, so the batch that a
+        group counts for is decided by the samples in flight. `waiting` other generators want work
+        too: each gets an equal share, so that the first to ask does not leave the others idle.
+        """
+        pool, most = self._pool, grant.capacity
+        if waiting:
+            available = pool.ledger.in_flight["queued"]
+            available += max(self._room, 0) * pool.config.group_size
+            most = min(most, len(grant.tasks) - (-available // (1 + waiting)))
+        while len(grant.tasks) < most and grant.room > 0:
+            sample = self._next(grant.version)
+            if sample is None:
+                break
+            if sample.oldest is not None:
+                if sample.oldest < self.required_version(sample):
+                    pool.drop_partial(sample)
+                    pool.counters["partials_too_old"] += 1
+                else:
+                    pool.counters["partials_continued"] += 1
+            pool.lease(sample, grant)
+
+    @property
+    def _room(self) -> int:
+        return 0 if self._pool.blocked else self._policy.room(self.untrained, self.version)
+
+    def _next(self, version: int) -> Sample | None:
+        sample = self._pool.next_queued()
+        if sample is None:
+            if self._room <= 0:
+                return None
+            due = self._policy.due_version(self.untrained, self.version)
+            if version < self._policy.required_version(due, self.version):
+                return None
+            sample = self._pool.issue(next(self._prompts), due).samples[0]
+        return sample if version >= self.required_version(sample) else None
+
+    def required_version(self, sample: Sample) -> int:
+        return self._policy.required_version(sample.group.due, self.version)
+
+    # -- batches -----------------------------------------------------------------------------------
+
     def form(self, now: float) -> StoredBatch | None:
         if self.leased is None:
             groups = self._choose()
@@ -63,9 +128,7 @@ class Batches:
             for (oldest, newest), samples in ages.items():
                 assert oldest is not None
                 staleness.add(oldest, newest, self.version, samples)
-            batch = StoredBatch(self.next_step, groups, staleness, now)
-            self.formed[batch.step] = batch
-            self.archive.form(batch)
+            self._open(StoredBatch(self.next_step, groups, staleness, now))
         return self.leased
 
     def commit(self) -> StoredBatch:
@@ -75,8 +138,13 @@ class Batches:
         no other time, and what has to be replaced is replaced sooner.
         """
         batch = self.formed.pop(self.next_step)
-        self.archive.close(batch)
-        self._pool.finish_training(batch.groups, keep=self.archive.is_kept)
+        keep = self._journal.store.durable
+        if keep:  # the groups are about to end, so their records go with it
+            self._write(batch, [group_record(group) for group in batch.groups], is_open=False)
+            self.kept.append(batch.step)
+        else:
+            self._forget(batch.step)
+        self._pool.finish_training(batch.groups, keep=keep)
         self.version = batch.step
         self.newest = max(self.newest, self.version)
         self.trained.merge(batch.staleness)
@@ -85,8 +153,7 @@ class Batches:
         return batch
 
     def can_rewind(self, step: int) -> bool:
-        steps = self.archive.steps
-        return bool(steps) and steps[0] <= step <= self.version == steps[-1]
+        return bool(self.kept) and self.kept[0] <= step <= self.version == self.kept[-1]
 
     def rewind(self, step: int, now: float) -> None:
         """Hand out the batches from `step` on again, whose steps the trainer has lost.
@@ -94,26 +161,56 @@ class Batches:
         `can_rewind` must hold. Batches formed since then wait for their turn.
         """
         for lost in range(step, self.version + 1):
-            batch = self.formed[lost] = self.archive.reopen(lost, now)
-            self._pool.reopen_training(batch.groups)
-            self.trained.remove(batch.staleness)
+            record = self._journal.read(f"b/{lost}")
+            self.kept.remove(lost)
+            groups = [make_group(group) for group in record["groups"]]
+            staleness = StalenessStats(**record["staleness"])
+            self._open(StoredBatch(lost, groups, staleness, now))
+            self._pool.reopen_training(groups)
+            self.trained.merge(staleness, -1)
         self.version = step - 1
 
     def restore(
         self, live: Mapping[str, Group], trajectories: Mapping[str, int], now: float
     ) -> None:
-        """Read back the batches of `live` groups, by id; `trajectories` as of `check_whole`."""
-        batches = self.archive.load(live, trajectories, now)
-        self.formed = {batch.step: batch for batch in batches}
+        """Read back the batches of `live` groups, by id; `trajectories` as of `check_whole`.
+
+        Raises:
+            StoreError: something is missing.
+        """
+        for step in sorted(int(key[2:]) for key in self._journal.store.keys("b/")):
+            record = self._journal.read(f"b/{step}")
+            if not record["is_open"]:
+                for group in record["groups"]:
+                    check_whole(group, trajectories)
+                self.kept.append(step)
+                continue
+            names: list[str] = [group["group_id"] for group in record["groups"]]
+            if lost := set(names) - live.keys():
+                raise unfit(f"group {min(lost)} of the batch of step {step} is gone")
+            groups, staleness = [live[name] for name in names], record["staleness"]
+            batch = StoredBatch(step, groups, StalenessStats(**staleness), now)
+            for sample in batch.samples:
+                sample.state = State.TRAINING  # a formed batch does not write its groups again
+            self.formed[step] = batch
 
     def cover(self, step: int) -> None:
         """Let go of the batches up to `step`, which a checkpoint covers."""
         self.checkpoint = max(step, self.checkpoint or 0)
-        self.archive.drop_through(self.checkpoint)
+        self.drop_through(self.checkpoint)
+
+    def drop_through(self, step: int) -> None:
+        """Forget the committed batches up to `step`, and their trajectories."""
+        while self.kept and self.kept[0] <= step:
+            oldest = self.kept.pop(0)
+            for group in self._journal.read(f"b/{oldest}")["groups"]:
+                for sample in group["samples"]:
+                    self._journal.drop(sample["sample_id"])
+            self._forget(oldest)
 
     def cancel(self) -> None:
         for step, batch in self.formed.items():
-            self.archive.forget(step)
+            self._forget(step)
             for group in batch.groups:
                 self._pool.end(group, "cancelled")
         self.formed.clear()
@@ -163,68 +260,16 @@ class Batches:
             ):
                 self._pool.end(group, "stale")
 
+    # -- in the store ------------------------------------------------------------------------------
 
-class Admission:
-    """Leases of samples to generators, by the admission, lease and partial rules of `staleness`.
+    def _open(self, batch: StoredBatch) -> None:
+        """Keep a new batch, written as the names of its groups, which are live and kept as such."""
+        self.formed[batch.step] = batch
+        self._write(batch, [{"group_id": group.group_id} for group in batch.groups], is_open=True)
 
-    Groups are issued only when a generator asks and nothing is queued, so the batch that a group
-    counts for is decided by the samples in flight.
-    """
+    def _write(self, batch: StoredBatch, groups: list[Any], *, is_open: bool) -> None:
+        record = {"groups": groups, "staleness": batch.staleness, "is_open": is_open}
+        self._journal.write(f"b/{batch.step}", record)
 
-    def __init__(
-        self,
-        pool: SamplePool,
-        batches: Batches,
-        policy: StalenessPolicy,
-        prompts: PromptFeed,
-    ) -> None:
-        self._pool = pool
-        self._batches = batches
-        self._policy = policy
-        self._prompts = prompts
-
-    @property
-    def available(self) -> int:
-        size = self._pool.rules.buffer.group_size
-        return self._pool.ledger.count("queued") + max(self._room, 0) * size
-
-    @property
-    def _room(self) -> int:
-        if self._pool.blocked:
-            return 0
-        return self._policy.room(self._batches.untrained, self._batches.version)
-
-    def take(self, grant: Grant, waiting: int) -> None:
-        """Lease samples to a generator.
-
-        `waiting` other generators want work too: each gets an equal share, so that the first to ask
-        does not leave the others idle.
-        """
-        most = grant.capacity
-        if waiting:
-            most = min(most, len(grant.tasks) - (-self.available // (1 + waiting)))
-        while len(grant.tasks) < most and grant.room > 0:
-            sample = self._next(grant.version)
-            if sample is None:
-                break
-            if sample.oldest is not None:
-                if sample.oldest < self.required_version(sample):
-                    self._pool.drop_partial(sample)
-                    self._pool.counters["partials_too_old"] += 1
-                else:
-                    self._pool.counters["partials_continued"] += 1
-            self._pool.lease(sample, grant)
-
-    def _next(self, version: int) -> Sample | None:
-        sample = self._pool.next_queued()
-        if sample is None:
-            if self._room <= 0:
-                return None
-            due = self._policy.due_version(self._batches.untrained, self._batches.version)
-            if version < self._policy.required_version(due, self._batches.version):
-                return None
-            sample = self._pool.issue(next(self._prompts), due).samples[0]
-        return sample if version >= self.required_version(sample) else None
-
-    def required_version(self, sample: Sample) -> int:
-        return self._policy.required_version(sample.group.due, self._batches.version)
+    def _forget(self, step: int) -> None:
+        self._journal.store.delete(f"b/{step}")

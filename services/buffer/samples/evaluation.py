@@ -30,7 +30,6 @@ from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.members import Membership
 from umbra.services.buffer.samples.batches import Batches
 from umbra.services.buffer.samples.groups import Grant, State
-from umbra.services.buffer.samples.journal import Journal
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.config import EvalConfig
 from umbra.services.prompts import Prompt
@@ -56,39 +55,28 @@ class OpenEvaluation:
         return max(self.due, self.pinned)
 
 
+@dataclass(eq=False)
 class Evaluations:
     """The evaluations of a run: their beginning, leases of their samples, and their scores."""
 
-    def __init__(
-        self,
-        pool: SamplePool,
-        journal: Journal,
-        config: EvalConfig,
-        steps: int,
-        prompts: Sequence[Prompt],
-        batches: Batches,
-        members: Membership,
-        outbox: Effects,
-    ) -> None:
-        self.pool = pool
-        self.journal = journal
-        self.reports: list[EvalReport] = []
-        self.done = -1  # newest version whose evaluation is over
-        self._config = config
-        self._steps = steps  # of the run
-        self._prompts = prompts
-        self._batches = batches
-        self._members = members
-        self._outbox = outbox
-        self.open: OpenEvaluation | None = None  # the one under way
-        self._begun_at = 0.0
-        self._asked = False  # somebody wants one now
-        self._over = False  # run finished; a resumed run restarts any evaluation that is due
-        self._serving: dict[str, int] = {}  # version that each generator serves
+    pool: SamplePool
+    config: EvalConfig
+    steps: int  # of the run
+    prompts: Sequence[Prompt]
+    batches: Batches
+    members: Membership
+    outbox: Effects
+    reports: list[EvalReport] = field(default_factory=list[EvalReport])
+    done: int = -1  # newest version whose evaluation is over
+    open: OpenEvaluation | None = None  # the one under way
+    _begun_at: float = 0.0
+    _asked: bool = False  # somebody wants one now
+    _over: bool = False  # run finished; a resumed run restarts any evaluation that is due
+    _serving: dict[str, int] = field(default_factory=dict[str, int])  # version of each generator
 
     @property
     def pausing(self) -> bool:
-        return self.open is not None and self._config.mode == "pause"
+        return self.open is not None and self.config.mode == "pause"
 
     @property
     def newest(self) -> list[EvalReport]:
@@ -104,18 +92,18 @@ class Evaluations:
         Raises:
             NackError: there are no prompts, or an evaluation is under way.
         """
-        if not self._prompts:
+        if not self.prompts:
             why = "the run has no held-out prompts: set eval.prompts before it starts"
             raise NackError("no_eval", why)
         if self.open is not None:
             why = f"the evaluation of version {self.open.version} is under way: wait for it"
             raise NackError("no_eval", why)
         self._asked = True
-        return self._config.samples
+        return self.config.samples
 
     def advance(self, now: float) -> None:
         """Begin the evaluation that is due, end the one that is over; called at every event."""
-        version = self._batches.version
+        version = self.batches.version
         if self.open is not None and self.open.due > version:
             self._end_all("cancelled")  # the trainer starts again before that version
             self.open = None
@@ -134,7 +122,11 @@ class Evaluations:
             sample = self.pool.next_queued()
             if sample is None:
                 break
-            self._pin(grant.version)
+            if self.open is not None and self.open.pinned < 0:
+                self.open.pinned = grant.version
+                for group in self.pool.groups.values():
+                    group.due = grant.version
+                    self.pool.journal.touch(group)
             self.pool.lease(sample, grant)
 
     def waits_for(self, version: int) -> bool:
@@ -147,7 +139,7 @@ class Evaluations:
             return []
         report = self._report(self.open)
         what = f"evaluation of version {report.version}: {_missing(report)} samples are missing"
-        action = f"the rest ends as overdue in {max(self._config.timeout_s - age_s, 0):.0f} s"
+        action = f"the rest ends as overdue in {max(self.config.timeout_s - age_s, 0):.0f} s"
         holders = {sample.holder for sample in self.pool.samples.values()} - {""}
         holder = ", ".join(sorted(holders)) or "nobody"
         return [Stuck(what=what, holder=holder, age_s=age_s, action=action)]
@@ -157,16 +149,15 @@ class Evaluations:
         if self.open is not None:
             report = self._report(self.open)
             self._end_all("cancelled")
-            ended = Counter(report.ended) + Counter(cancelled=_missing(report))
-            self.reports.append(replace(report, ended=dict(ended)))
+            ended = {**report.ended, "cancelled": _missing(report)}
+            self.reports.append(replace(report, ended=ended))
             self.open = None
 
     def restore(self, now: float) -> None:
         """Take over the stored samples, with a new timeout."""
         self._begun_at = now
-        self.pool.restore(self.journal.load(self.journal.trajectories()), now)
-
-    # -- steps -------------------------------------------------------------------------------------
+        journal = self.pool.journal
+        self.pool.restore(journal.load(journal.scored()), now)
 
     def _is_for(self, version: int) -> bool:
         if self.open is None:
@@ -175,12 +166,12 @@ class Evaluations:
         return version == pinned if pinned >= 0 else version >= due
 
     def _is_due(self, version: int) -> bool:
-        if not self._prompts or version <= self.done:
+        if not self.prompts or version <= self.done:
             return False
-        every, at_ends = self._config.every, self._config.at_ends
+        every, at_ends = self.config.every, self.config.at_ends
         if not version:
             return at_ends and bool(self._serving)
-        return (at_ends and version == self._steps) or (every > 0 and version % every == 0)
+        return (at_ends and version == self.steps) or (every > 0 and version % every == 0)
 
     def failed(self, failure: SampleFailure) -> None:
         if self.open is not None:
@@ -188,40 +179,33 @@ class Evaluations:
             failed[failure.prompt_id] = failed.get(failure.prompt_id, 0) + failure.samples
 
     def _begin(self, version: int, now: float) -> None:
-        count, size = len(self._prompts), self._config.samples
-        each = self._config.samples_per_prompt
+        count, size = len(self.prompts), self.config.samples
+        each = self.config.samples_per_prompt
         for number, begun in enumerate(range(0, size, each)):
-            prompt, left = self._prompts[number % count], min(each, size - begun)
-            sizes = [left] if self.pool.rules.scores_together(prompt) else [1] * left
-            for group_size in sizes:
-                self.pool.issue(prompt, version, group_size)
+            prompt, answers = self.prompts[number % count], min(each, size - begun)
+            groups = 1 if self.pool.scores_together(prompt) else answers
+            for _ in range(groups):
+                self.pool.issue(prompt, version, answers // groups)
         self.open = OpenEvaluation(version, size, dict(self.pool.ledger.ended))
         self._asked = False
         self._begun_at = now
         self.pool.openings += 1
         log.info("evaluation of version %d begins: %d samples", version, size)
 
-    def _pin(self, version: int) -> None:
-        if self.open is not None and self.open.pinned != version:
-            self.open.pinned = version
-            for group in self.pool.groups.values():
-                group.due = version
-                self.pool.changed[group.group_id] = group
-
     def _cut(self, open_: OpenEvaluation, now: float) -> None:
         """End an evaluation that takes too long; restart one that nobody can finish."""
-        if now - self._begun_at >= self._config.timeout_s:
+        if now - self._begun_at >= self.config.timeout_s:
             log.warning(
                 "the evaluation of version %d ends unfinished after eval.timeout_s = %g s",
-                open_.version, self._config.timeout_s,
+                open_.version, self.config.timeout_s,
             )  # fmt: skip
             self._end_all("overdue")
             return
-        under_way = self.pool.ledger.count("generating")
+        under_way = self.pool.ledger.in_flight["generating"]
         if open_.pinned < 0 or under_way or self.pool.next_queued() is None:
             return
-        names = [p.name for p in self._members.peers.values() if p.role == "generator"]
-        serving = [self._serving.get(name, -1) for name in names]
+        generators = [p.name for p in self.members.peers.values() if p.role == "generator"]
+        serving = [self._serving.get(name, -1) for name in generators]
         if serving and min(serving) > open_.pinned:
             log.warning(
                 "the evaluation of version %d begins again: all generators serve newer weights",
@@ -246,7 +230,7 @@ class Evaluations:
         self.reports = [*self.reports, report][-REPORTS_KEPT:]
         self.done, self.open = open_.version, None
         self.pool.openings += 1
-        self._outbox.measure(
+        self.outbox.measure(
             "eval",
             version=report.version,
             accuracy=report.accuracy,
@@ -265,17 +249,16 @@ class Evaluations:
         ready = [reward for own in rewards.values() for reward in own]
         for prompt_id, count in open_.failed.items():
             rewards[prompt_id] += [0.0] * count
-        over = Counter(self.pool.ledger.ended)
-        over.subtract(open_.ended_before)
+        over = self.pool.ledger.ended - Counter(open_.ended_before)
         counted = len(ready) + over["failed"]
         return EvalReport(
             version=open_.version,
             done=False,
             samples=open_.size,
             answered=len(ready),
-            ended={reason: count for reason, count in over.items() if count},
+            ended=dict(over),
             accuracy=sum(ready) / max(counted, 1),
-            scores=eval_scores(rewards, self._config.samples_per_prompt),
+            scores=eval_scores(rewards, self.config.samples_per_prompt),
         )
 
 

@@ -1,15 +1,15 @@
-"""Samples, the groups they form, the order in which they are looked at, and their leases.
+"""Samples, the groups they form, and their leases.
 
-All plain fields of `Sample` and `Group` survive a restart of the buffer, the times excepted.
+All plain fields of `Sample` and `Group` survive a restart of the buffer, the times excepted, which
+are seconds of the broker's clock.
 
 A sample has at most one lease, to a generator or to a scorer, as its state says. A lease is named
 by `(sample_id, attempt)`: each sort of lease counts its attempts, so that results under an older
-one are told apart. Times are seconds of the broker's clock.
+one are told apart.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,8 +19,6 @@ import msgspec
 
 from umbra.proto.access import LEASE_BYTES
 from umbra.proto.records import Task
-from umbra.services.config import BufferConfig, RunConfig
-from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.prompts import Prompt
 
 
@@ -35,9 +33,12 @@ class State(StrEnum):
     OVER = "over"  # trained, or ended
 
 
+ANSWERED = frozenset({State.SCORING, State.READY, State.TRAINING})
+
+
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One response to be made. Times are seconds of the broker's clock."""
+    """One response to be made."""
 
     serial: int
     sample_id: str
@@ -103,73 +104,20 @@ class Group:
         return self.ready == len(self.samples)
 
     @property
-    def is_all_equal(self) -> bool:
-        """True if all rewards are equal, which gives no gradient."""
-        return len({sample.reward for sample in self.samples}) == 1
+    def is_alive(self) -> bool:
+        """False once it was trained or has ended, which all of its samples do together."""
+        return self.samples[0].state is not State.OVER
 
 
 class SampleOutcome(msgspec.Struct, frozen=True, gc=False):
     """Outcome of a finished sample; `attempt` is the accepted one, 0 if there was none.
 
-    A struct, since tens of thousands are kept: made in a quarter of a dataclass's time, and
-    invisible to the garbage collector.
+    Tens of thousands are kept: a struct is made in a quarter of a dataclass's time, and invisible
+    to the garbage collector.
     """
 
     attempt: int
     end: str  # "trained" or the reason why it ended
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRules:
-    """When a group is complete."""
-
-    buffer: BufferConfig
-    together: str  # stage in which all samples of a group are scored at once
-    only: frozenset[str]  # environments that it is for; none = all
-
-    @classmethod
-    def of(cls, config: RunConfig) -> GroupRules:
-        return cls(
-            config.buffer,
-            together="reward" if config.rewarded_by_groups else "",
-            only=frozenset(e.name for e in config.environments if e.reward_scope == "group"),
-        )
-
-    def scores_together(self, prompt: Prompt) -> bool:
-        return bool(self.together) and (not self.only or prompt.row.get(ENVIRONMENT) in self.only)
-
-    def passes_by(self, stage: str, group: Group) -> bool:
-        return stage == self.together and not self.scores_together(group.prompt)
-
-    def can_lose(self, group: Group) -> bool:
-        return self.buffer.straggler_s > 0 and len(group.samples) > self.buffer.min_survivors
-
-    def overdue(self, group: Group, now: float) -> bool:
-        return (
-            self.buffer.straggler_s > 0
-            and self.buffer.min_survivors <= group.ready < len(group.samples)
-            and now - group.first_ready_at >= self.buffer.straggler_s
-        )
-
-
-class Queue:
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, Sample]] = []
-
-    def add(self, sample: Sample) -> None:
-        heapq.heappush(self._heap, (sample.serial, sample))
-
-    def first(self) -> Sample | None:
-        while self._heap:
-            sample = self._heap[0][1]
-            if sample.state is State.QUEUED:
-                return sample
-            heapq.heappop(self._heap)
-        return None
-
-    def take(self, sample: Sample) -> None:
-        entry = heapq.heappop(self._heap)
-        assert entry[1] is sample
 
 
 FILL_BYTES = LEASE_BYTES // 4  # of a reply: the last row and trajectory in it come on top
@@ -199,17 +147,14 @@ class LeaseTable:
         self.lease_s = lease_s
         self.held: dict[str, dict[str, Sample]] = {}  # by holder
         # All take equally long: the order in which they were made or renewed is that of the ends.
-        self._deadlines: OrderedDict[Sample, float] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._deadlines)
+        self.deadlines: OrderedDict[Sample, float] = OrderedDict()
 
     def add(self, sample: Sample, holder: str, now: float) -> None:
         """Lease `sample`, whose state and attempt are set, to `holder`."""
         sample.holder = holder
         sample.leased_at = now
         self.held.setdefault(holder, {})[sample.sample_id] = sample
-        self._deadlines[sample] = now + self.lease_s
+        self.deadlines[sample] = now + self.lease_s
 
     def find(self, sample_id: str, attempt: int, holder: str) -> Sample | None:
         held = self.held.get(holder)
@@ -219,25 +164,22 @@ class LeaseTable:
     def of(self, holder: str) -> list[Sample]:
         return list(self.held.get(holder, {}).values())
 
-    def all(self) -> list[Sample]:
-        return list(self._deadlines)
-
     def renew(self, sample: Sample, now: float) -> None:
-        self._deadlines[sample] = now + self.lease_s
-        self._deadlines.move_to_end(sample)
+        self.deadlines[sample] = now + self.lease_s
+        self.deadlines.move_to_end(sample)
 
     def release(self, sample: Sample) -> None:
         if sample.holder:
             held = self.held[sample.holder]
-            del held[sample.sample_id], self._deadlines[sample]
+            del held[sample.sample_id], self.deadlines[sample]
             if not held:
                 del self.held[sample.holder]
             sample.holder = ""
 
     def expired(self, now: float) -> Iterator[Sample]:
         """Yield samples of expired leases; the caller releases each before asking for the next."""
-        while self._deadlines:
-            sample, deadline = next(iter(self._deadlines.items()))
+        while self.deadlines:
+            sample, deadline = next(iter(self.deadlines.items()))
             if deadline > now:
                 return
             yield sample

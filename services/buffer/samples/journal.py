@@ -1,4 +1,4 @@
-"""Groups and batches in the store: written when they change, read back after a restart.
+"""Groups and trajectories in the store: written when they change, read back after a restart.
 
 State is written, not events: every group that changed, with its samples, as it is now. So no rule
 of the state machine can be forgotten here.
@@ -8,28 +8,29 @@ of the state machine can be forgotten here.
     m/<hash>        a member
     g/<group>       fields of a live group and of its samples
     r/<group>       its prompt row
-    t/<sample>      trajectory of a sample, as it came (`samples.trajectories`)
+    t/<sample>      newest trajectory of a sample, complete or partial, as it came
     x/<sample>/<stage>  its score in that stage, as it came
     b/<step>        a batch: formed, or committed and kept for a trainer that starts again
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
 from operator import attrgetter
 from typing import Any
 
 import msgspec
+import xxhash
 
+from umbra.proto.records import Trajectory
 from umbra.services.buffer.samples.groups import Group, Sample, State
-from umbra.services.buffer.samples.pool import SamplePool
-from umbra.services.buffer.samples.staleness import StalenessStats
+from umbra.services.buffer.samples.trajectories import Packed, pack
 from umbra.services.buffer.store import Store, StoreError
 from umbra.services.prompts import Prompt
 
-_encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
+_decode_trajectory = msgspec.msgpack.Decoder(Trajectory).decode
 
 
 def _record(cls: type[Any], left_out: tuple[str, ...], *more: str) -> tuple[Any, Any]:
@@ -82,16 +83,27 @@ def unfit(what: str) -> StoreError:
     return StoreError(f"the store is inconsistent: {what}; begin a new run")
 
 
-class Journal:
-    """The groups of one `pool` in `store`, and plain values."""
+def score_key(sample_id: str, stage: str) -> str:
+    return f"x/{sample_id}/{stage}"
 
-    def __init__(self, store: Store, pool: SamplePool) -> None:
+
+class Journal:
+    """Plain values in `store`, and the groups of one pool with their trajectories and scores.
+
+    Args:
+        stages: that a trajectory passes before it is ready.
+        prefix: of the ids of its groups and samples.
+    """
+
+    def __init__(self, store: Store, stages: Sequence[str], prefix: str = "") -> None:
         self.store = store
-        self.pool = pool
+        self.stages = tuple(stages)
+        self.prefix = prefix
+        self.changed: dict[str, Group] = {}  # since the last `save`
         self._issued: set[str] = set()  # groups whose prompt row is in the store
 
     def write(self, key: str, value: Any) -> None:
-        self.store.put(key, _encode(value))
+        self.store.put(key, pack(value))
 
     def read(self, key: str) -> Any:
         """Return the plain value of `key`; None if there is none."""
@@ -100,22 +112,78 @@ class Journal:
         except KeyError:
             return None
 
+    # -- trajectories ------------------------------------------------------------------------------
+
+    def put(self, sample_id: str, packed: Packed) -> None:
+        self.store.put(f"t/{sample_id}", packed)
+
+    def put_score(self, sample_id: str, stage: str, packed: Packed) -> None:
+        self.store.put(score_key(sample_id, stage), packed)
+
+    def packed(self, sample_id: str) -> bytes | memoryview:
+        return self.store.get(f"t/{sample_id}")
+
+    def trajectory(self, sample_id: str) -> Trajectory:
+        return _decode_trajectory(self.packed(sample_id))
+
+    def batch(self, samples: Sequence[Sample]) -> tuple[list[Any], dict[str, list[Any]], str]:
+        """Return trajectories, scores by stage, and a digest over all of their bytes."""
+        checksum = xxhash.xxh3_64()
+
+        def raw(keys: list[str]) -> list[Any]:
+            values = self.store.get_all(keys)
+            for value in values:
+                checksum.update(value)
+            return list(map(msgspec.Raw, values))
+
+        trajectories = raw([f"t/{sample.sample_id}" for sample in samples])
+        scores = {
+            stage: raw([score_key(sample.sample_id, stage) for sample in samples])
+            for stage in self.stages
+        }
+        return trajectories, scores, checksum.hexdigest()
+
+    def drop(self, sample_id: str) -> None:
+        self.store.delete(f"t/{sample_id}")
+        for stage in self.stages:
+            self.store.delete(score_key(sample_id, stage))
+
+    def scored(self) -> dict[str, int]:
+        """Return how many stages are scored, from the first on, by sample with a trajectory."""
+        scores = set(self.store.keys(f"x/{self.prefix}s-"))
+        counts: dict[str, int] = {}
+        for key in self.store.keys(f"t/{self.prefix}s-"):
+            name, stages = key[2:], 0
+            while stages < len(self.stages) and score_key(name, self.stages[stages]) in scores:
+                stages += 1
+            counts[name] = stages
+        return counts
+
+    # -- groups ------------------------------------------------------------------------------------
+
+    def touch(self, group: Group) -> None:
+        """Note that `group` or a sample of it has changed."""
+        self.changed[group.group_id] = group
+        group.moved = True
+
     def save(self) -> bool:
         """Store the groups that have changed; False if there were none."""
-        changed, self.pool.changed = self.pool.changed, {}
-        for key, group in changed.items():
-            if self.pool.is_alive(group):
-                if not group.completed and key not in self._issued:
-                    self._issued.add(key)
-                    self.write(f"r/{key}", group.prompt.row)
-                self.write(f"g/{key}", group_record(group))
-            else:
-                self.forget(key)
+        changed, self.changed = self.changed, {}
+        for name, group in changed.items():
+            if not group.is_alive:
+                self._issued.discard(name)
+                self.store.delete(f"g/{name}")
+                self.store.delete(f"r/{name}")
+                continue
+            if not group.completed and name not in self._issued:
+                self._issued.add(name)
+                self.write(f"r/{name}", group.prompt.row)
+            self.write(f"g/{name}", group_record(group))
         return bool(changed)
 
     def load(self, trajectories: Mapping[str, int]) -> list[Group]:
         """Return all live groups in order of issue; StoreError if something is missing."""
-        prefix = f"{self.pool.prefix}g-"
+        prefix = f"{self.prefix}g-"
         rows = {key[2:]: self.read(key) for key in self.store.keys(f"r/{prefix}")}
         groups: list[Group] = []
         for key in self.store.keys(f"g/{prefix}"):
@@ -127,101 +195,4 @@ class Journal:
         if lost := rows.keys() - {group.group_id for group in groups}:
             raise unfit(f"the state of group {min(lost)} is gone")
         self._issued = set(rows)
-        groups.sort(key=lambda group: group.samples[0].serial)
-        return groups
-
-    def forget(self, group_id: str) -> None:
-        self._issued.discard(group_id)
-        self.store.delete(f"g/{group_id}")
-        self.store.delete(f"r/{group_id}")
-
-    def trajectories(self) -> dict[str, int]:
-        """Return how many stages are scored, by sample with a trajectory."""
-        return self.pool.trajectory_store.scored(self.pool.prefix + "s-")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBatch:
-    """The batch of one step; the trainer gets this very one however often it asks."""
-
-    step: int
-    groups: list[Group]
-    staleness: StalenessStats
-    formed_at: float  # seconds of the broker's clock
-
-    @property
-    def sample_ids(self) -> list[str]:
-        return [sample.sample_id for group in self.groups for sample in group.samples]
-
-
-class Archive:
-    """The batches in the store of `journal`, by step."""
-
-    def __init__(self, journal: Journal) -> None:
-        self.steps: list[int] = []  # committed ones that are kept, in order and without a gap
-        self._journal = journal
-        self._trajectories = journal.pool.trajectory_store
-
-    @property
-    def is_kept(self) -> bool:
-        """True if committed batches are kept: not in a store that ends with the process."""
-        return self._journal.store.durable
-
-    def form(self, batch: StoredBatch) -> None:
-        """Write a new batch as the names of its groups, which are live and kept as such."""
-        names = [{"group_id": group.group_id} for group in batch.groups]
-        self._write(batch, names, is_open=True)
-
-    def close(self, batch: StoredBatch) -> None:
-        """Write the groups of a batch that is about to be committed, after which none is live."""
-        if not self.is_kept:
-            self.forget(batch.step)
-            return
-        self._write(batch, [group_record(group) for group in batch.groups], is_open=False)
-        self.steps.append(batch.step)
-
-    def reopen(self, step: int, now: float) -> StoredBatch:
-        """Return the batch of `step` as it was when it was committed, open again."""
-        record = self._journal.read(f"b/{step}")
-        self.steps.remove(step)
-        groups = [make_group(group) for group in record["groups"]]
-        batch = StoredBatch(step, groups, StalenessStats(**record["staleness"]), now)
-        self.form(batch)
-        return batch
-
-    def load(
-        self, live: Mapping[str, Group], trajectories: Mapping[str, int], now: float
-    ) -> list[StoredBatch]:
-        """Return the formed batches of `live` groups; StoreError if something is missing."""
-        batches: list[StoredBatch] = []
-        for step in sorted(int(key[2:]) for key in self._journal.store.keys("b/")):
-            record = self._journal.read(f"b/{step}")
-            if not record["is_open"]:
-                for group in record["groups"]:
-                    check_whole(group, trajectories)
-                self.steps.append(step)
-                continue
-            names: list[str] = [group["group_id"] for group in record["groups"]]
-            if lost := set(names) - live.keys():
-                raise unfit(f"group {min(lost)} of the batch of step {step} is gone")
-            groups = [live[name] for name in names]
-            for sample in (sample for group in groups for sample in group.samples):
-                sample.state = State.TRAINING  # a formed batch does not write its groups again
-            batches.append(StoredBatch(step, groups, StalenessStats(**record["staleness"]), now))
-        return batches
-
-    def drop_through(self, step: int) -> None:
-        """Forget the committed batches up to `step`, and their trajectories."""
-        while self.steps and self.steps[0] <= step:
-            oldest = self.steps.pop(0)
-            for group in self._journal.read(f"b/{oldest}")["groups"]:
-                for sample in group["samples"]:
-                    self._trajectories.drop(sample["sample_id"])
-            self.forget(oldest)
-
-    def forget(self, step: int) -> None:
-        self._journal.store.delete(f"b/{step}")
-
-    def _write(self, batch: StoredBatch, groups: list[Any], *, is_open: bool) -> None:
-        record = {"groups": groups, "staleness": batch.staleness, "is_open": is_open}
-        self._journal.write(f"b/{batch.step}", record)
+        return sorted(groups, key=lambda group: group.samples[0].serial)

@@ -12,6 +12,7 @@ Every operation costs O(1) or O(log n) on average.
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -22,17 +23,19 @@ import msgspec
 from umbra.proto.records import SAMPLE, Score, Task, Trajectory
 from umbra.services.buffer.health import Health, SampleFailure
 from umbra.services.buffer.samples.groups import (
+    ANSWERED,
     Grant,
     Group,
-    GroupRules,
     LeaseTable,
-    Queue,
     Sample,
     SampleOutcome,
     State,
 )
+from umbra.services.buffer.samples.journal import Journal
 from umbra.services.buffer.samples.ledger import RunningLedger, count_reason
-from umbra.services.buffer.samples.trajectories import Packed, TrajectoryStore, pack
+from umbra.services.buffer.samples.trajectories import Packed, pack
+from umbra.services.config import BufferConfig
+from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.prompts import Prompt
 
 REMEMBERED = 65_536  # finished samples whose late answers are still told apart
@@ -44,94 +47,105 @@ class SamplePool:
     """All samples in flight and the ledger over them.
 
     Args:
-        trajectory_store: has the stages that a trajectory passes before it is ready.
-        prefix: of the ids of eval samples: all tokens must be of version `due` of their group.
+        journal: where they are kept; its stages are passed before a sample is ready, its prefix is
+            that of eval samples: all tokens must be of version `due` of their group.
+        together: stage in which all samples of a group are scored at once; empty = none.
+        only: environments that this is for; none = all.
         on_failure: called with each sample that fails.
         health: told of complete groups and stale answers.
     """
 
     def __init__(
         self,
-        rules: GroupRules,
+        journal: Journal,
+        config: BufferConfig,
         leases: LeaseTable,
-        trajectory_store: TrajectoryStore,
         counters: Counter[str],
         *,
-        prefix: str = "",
+        together: str,
+        only: frozenset[str],
         on_failure: Callable[[SampleFailure], None],
         health: Health | None = None,
     ) -> None:
+        self.journal = journal
+        self.config = config
+        self.leases = leases
         self.counters = counters
-        self.trajectory_store = trajectory_store
-        self.changed: dict[str, Group] = {}  # since the journal last saved
+        self.only = only
+        self.pinned = bool(journal.prefix)
+        self.stages = journal.stages
         self.blocked = ""  # why no new group may be issued, if so
         self.ledger = RunningLedger()
         self.samples: dict[str, Sample] = {}
         self.groups: dict[str, Group] = {}  # not yet in training, in order of issue
         self.complete: dict[str, Group] = {}  # all samples ready, in order of completion
-        self.stages = trajectory_store.stages
         self.unscored: dict[str, deque[Sample]] = {stage: deque() for stage in self.stages}
         self.over: OrderedDict[str, SampleOutcome] = OrderedDict()
         self.openings = 0  # counts whatever may let a waiting generator have work
-        self.rules = rules
-        self.prefix = prefix
-        self.pinned = bool(prefix)
-        self.leases = leases
-        self._max_attempts = rules.buffer.max_attempts
-        self._on_failure = on_failure
-        self._health = health
-        self._queue = Queue()
-        self._waiting: dict[str, Group] = {}  # groups of which some samples are ready
         self.filtered_in_a_row = 0
         self.next_group = 0
         self.next_sample = 0
         self.completions = 0
+        self._together = together
+        self._on_failure = on_failure
+        self._health = health
+        self._queue: list[tuple[int, Sample]] = []  # a heap; some are queued no more
+        self._waiting: dict[str, Group] = {}  # groups of which some samples are ready
 
     def issue(self, prompt: Prompt, due: int, size: int = 0) -> Group:
-        """Queue a new group of `size` samples for `prompt`; 0: as many as the rules say."""
-        size = size or self.rules.buffer.group_size
-        group = Group(f"{self.prefix}g-{self.next_group}", prompt, due)
+        """Queue a new group of `size` samples for `prompt`; 0 = `buffer.group_size`."""
+        size, prefix = size or self.config.group_size, self.journal.prefix
+        group = Group(f"{prefix}g-{self.next_group}", prompt, due)
         self.next_group += 1
         for _ in range(size):
-            sample = Sample(self.next_sample, f"{self.prefix}s-{self.next_sample}", group)
+            sample = Sample(self.next_sample, f"{prefix}s-{self.next_sample}", group)
             self.next_sample += 1
             group.samples.append(sample)
             self.samples[sample.sample_id] = sample
-            self._queue.add(sample)
+            heapq.heappush(self._queue, (sample.serial, sample))
         self.groups[group.group_id] = group
         self.ledger.issue(size)
-        self._touch(group)
+        self.journal.touch(group)
         return group
 
     def next_queued(self) -> Sample | None:
-        return self._queue.first()
+        while self._queue and self._queue[0][1].state is not State.QUEUED:
+            heapq.heappop(self._queue)
+        return self._queue[0][1] if self._queue else None
 
     def lease(self, sample: Sample, grant: Grant) -> None:
-        self._queue.take(sample)
+        """Lease `sample`, the next queued one."""
+        _, first = heapq.heappop(self._queue)
+        assert first is sample
         self._move(sample, State.GENERATING)
         sample.attempt += 1
         sample.leased_version = grant.version
-        self._hand_out(sample, grant)
+        self._lease(sample, grant)
 
     def lease_scoring(self, samples: Sequence[Sample], grant: Grant) -> None:
         attempt = max(sample.score_attempts for sample in samples) + 1
         for sample in samples:
             sample.score_attempts = attempt
-            self._hand_out(sample, grant)
-        self._touch(samples[0].group)
+            self._lease(sample, grant)
+        self.journal.touch(samples[0].group)
 
-    def task(self, sample: Sample) -> tuple[Task, int]:
-        group = sample.group
-        scoring = sample.state is State.SCORING
+    def _lease(self, sample: Sample, grant: Grant) -> None:
+        self.leases.add(sample, grant.holder, grant.now)
+        sample.asked = grant.request
+        self.hand_out(sample, grant)
+
+    def hand_out(self, sample: Sample, grant: Grant) -> None:
+        """Add the task of the leased `sample` to `grant`."""
+        group, scoring = sample.group, sample.state is State.SCORING
         row: Any = msgspec.Raw(group.packed_row())
         packed: bytes | memoryview = b""
         if sample.oldest is not None:
-            packed = self.trajectory_store.packed(sample.sample_id)
+            packed = self.journal.packed(sample.sample_id)
         trajectory: Any = msgspec.Raw(packed) if packed else None
         task = Task(
             kind=self.stage_of(sample) if scoring else SAMPLE,
             sample_id=sample.sample_id,
-            attempt=sample.score_attempts if scoring else sample.attempt,
+            attempt=sample.lease_attempt,
             group_id=group.group_id,
             prompt_id=group.prompt.prompt_id,
             row=row,
@@ -139,29 +153,33 @@ class SamplePool:
             trajectory=trajectory,
             pinned_version=group.due if self.pinned and not scoring else -1,
         )
-        return task, len(group.row) + len(packed)
+        grant.tasks.append(task)
+        grant.filled += len(group.row) + len(packed)
 
     def cut_stragglers(self, now: float) -> None:
         """Drop stragglers from groups that have waited `straggler_s` for them."""
-        if not self.rules.buffer.straggler_s:
+        least, straggler_s = self.config.min_survivors, self.config.straggler_s
+        if not straggler_s:
             return  # no group goes on without its stragglers, and there may be thousands
-        for group in [g for g in self._waiting.values() if self.rules.overdue(g, now)]:
-            slow = [sample for sample in group.samples if sample.state is not State.READY]
-            log.info("group %s goes on without %d stragglers", group.group_id, len(slow))
-            self.counters["stragglers_cut"] += len(slow)
-            self.cut(group, slow, "cancelled")
+        for group in list(self._waiting.values()):
+            overdue = now - group.first_ready_at >= straggler_s
+            if overdue and least <= group.ready < len(group.samples):
+                slow = [sample for sample in group.samples if sample.state is not State.READY]
+                log.info("group %s goes on without %d stragglers", group.group_id, len(slow))
+                self.counters["stragglers_cut"] += len(slow)
+                self.cut(group, slow, "cancelled")
 
     def keep(self, sample: Sample, trajectory: Trajectory, packed: Packed) -> None:
-        self.trajectory_store.put(sample.sample_id, packed)
+        self.journal.put(sample.sample_id, packed)
         sample.oldest = trajectory.oldest_version
         sample.newest = trajectory.newest_version
         sample.tokens = trajectory.sample_tokens
-        self._touch(sample.group)
+        self.journal.touch(sample.group)
 
     def drop_partial(self, sample: Sample) -> None:
-        self.trajectory_store.drop(sample.sample_id)
+        self.journal.drop(sample.sample_id)
         sample.oldest = None
-        self._touch(sample.group)
+        self.journal.touch(sample.group)
 
     def take_back(self, sample: Sample, *, lost: bool, reason: str = "", own: bool = False) -> None:
         """End the lease on `sample`, and on those scored with it; requeue them in their stage.
@@ -177,11 +195,11 @@ class SamplePool:
         for each in samples:
             self.leases.release(each)
             each.lost += lost
-        self._touch(sample.group)
+        self.journal.touch(sample.group)
         if lost and stage:
             self.counters["scoring_retries"] += 1
         losses = max(each.lost for each in samples)
-        if losses < self._max_attempts:
+        if losses < self.config.max_attempts:
             if stage:
                 self.unscored[stage].extendleft(reversed(samples))
             else:
@@ -205,22 +223,32 @@ class SamplePool:
 
     def scored(self, sample: Sample, packed: Packed, reward: float, now: float) -> None:
         self.leases.release(sample)
-        self.trajectory_store.put_score(sample.sample_id, self.stage_of(sample), packed)
+        self.journal.put_score(sample.sample_id, self.stage_of(sample), packed)
         sample.stage += 1
         sample.reward += reward
         sample.lost = 0
-        self._touch(sample.group)
+        self.journal.touch(sample.group)
         self._advance(sample, now)
 
     def stage_of(self, sample: Sample) -> str:
         return self.stages[sample.stage]
+
+    def scores_together(self, prompt: Prompt) -> bool:
+        """True if all answers to `prompt` are scored at once in some stage."""
+        return bool(self._together) and (not self.only or prompt.row.get(ENVIRONMENT) in self.only)
+
+    def is_unscored(self, sample: Sample, stage: str) -> bool:
+        """True if `sample` waits for a scorer of `stage`."""
+        return (
+            sample.state is State.SCORING and not sample.holder and self.stage_of(sample) == stage
+        )
 
     def scored_with(self, sample: Sample) -> list[Sample]:
         """Return the samples that are scored at once with `sample`: itself, or its whole group.
 
         Empty while others of the group have not reached the stage.
         """
-        if self.stage_of(sample) != self.rules.together:
+        if self.stage_of(sample) != self._together:
             return [sample]
         group = sample.group.samples
         together = all(s.state is State.SCORING and s.stage == sample.stage for s in group)
@@ -228,15 +256,13 @@ class SamplePool:
 
     def again(self, sample: Sample) -> None:
         """Discard progress and requeue `sample`, even if leased."""
+        self.drop_partial(sample)
         if sample.state is State.QUEUED:
-            self.drop_partial(sample)
             return
         group = sample.group
         if sample.state is State.READY:
             group.ready -= 1
-            group.completed = 0
-            self.complete.pop(group.group_id, None)
-        self.drop_partial(sample)
+            self._reopen(group)
         sample.stage = sample.lost = 0
         self._requeue(sample)
         self._score_again(group)
@@ -247,10 +273,10 @@ class SamplePool:
         `own`: the `reason` may depend on its content.
         """
         group = sample.group
-        alone = self.rules.can_lose(group)
+        alone = self.config.straggler_s > 0 and len(group.samples) > self.config.min_survivors
         count = 1 if alone else len(group.samples)
-        prompt = group.prompt.prompt_id
-        self._on_failure(SampleFailure(sample.sample_id, prompt, reason, count, own))
+        prompt_id = group.prompt.prompt_id
+        self._on_failure(SampleFailure(sample.sample_id, prompt_id, reason, count, own))
         if alone:
             self.cut(group, [sample], "failed")
         else:
@@ -282,23 +308,22 @@ class SamplePool:
 
     def finish_training(self, groups: list[Group], *, keep: bool) -> None:
         """End `groups` as trained; drop their trajectories unless a restart may need them."""
-        for group in groups:
-            for sample in group.samples:
-                self.ledger.train()
-                self._finish(sample, "trained")
-                if not keep:
-                    self.trajectory_store.drop(sample.sample_id)
+        for sample in (sample for group in groups for sample in group.samples):
+            self.ledger.train()
+            self._finish(sample, "trained")
+            if not keep:
+                self.journal.drop(sample.sample_id)
         self.openings += 1
 
     def reopen_training(self, groups: list[Group]) -> None:
+        """Take back trained `groups`, read from the store."""
         for group in groups:
+            self.ledger.train(-len(group.samples))
             for sample in group.samples:
-                self.ledger.untrain()
                 sample.state = State.TRAINING
-                sample.group = group
                 self.samples[sample.sample_id] = sample
                 self.over.pop(sample.sample_id, None)
-            self._touch(group)
+            self.journal.touch(group)
 
     def restore(self, groups: list[Group], now: float) -> None:
         """Take over stored `groups`; leases continue with a new deadline."""
@@ -306,13 +331,13 @@ class SamplePool:
             for sample in group.samples:
                 self.samples[sample.sample_id] = sample
                 sample.leased_at = sample.unscored_since = now
-                self.ledger.restore(sample.state)
+                self.ledger.in_flight[sample.state] += 1
                 if sample.holder:
                     self.leases.add(sample, sample.holder, now)
                 elif sample.state is State.QUEUED:
-                    self._queue.add(sample)
+                    heapq.heappush(self._queue, (sample.serial, sample))
                 elif sample.state is State.SCORING and self.scored_with(sample):
-                    self.unscored[self.stages[sample.stage]].append(sample)
+                    self.unscored[self.stage_of(sample)].append(sample)
             self._score_again(group)
             if not any(sample.state is State.TRAINING for sample in group.samples):
                 self.groups[group.group_id] = group
@@ -323,23 +348,19 @@ class SamplePool:
         for group in sorted(complete, key=lambda group: group.completed):
             self.complete[group.group_id] = group
 
-    def is_alive(self, group: Group) -> bool:
-        return group.samples[0].sample_id in self.samples
-
     def _advance(self, sample: Sample, now: float) -> None:
         group = sample.group
-        while sample.stage < len(self.stages) and self.rules.passes_by(
-            self.stage_of(sample), group
-        ):
-            nothing = pack(Score(sample_id=sample.sample_id, attempt=0))
-            self.trajectory_store.put_score(sample.sample_id, self.stage_of(sample), nothing)
-            sample.stage += 1
+        if sample.stage < len(self.stages) and self.stage_of(sample) == self._together:
+            if not self.scores_together(group.prompt):  # the stage is for other environments
+                nothing = pack(Score(sample_id=sample.sample_id, attempt=0))
+                self.journal.put_score(sample.sample_id, self._together, nothing)
+                sample.stage += 1
         if sample.stage < len(self.stages):
             if sample.state is not State.SCORING:
                 self._move(sample, State.SCORING)
             for each in self.scored_with(sample):
                 each.unscored_since = now
-                self.unscored[self.stages[each.stage]].append(each)
+                self.unscored[self.stage_of(each)].append(each)
             return
         self._move(sample, State.READY)
         if not group.ready:
@@ -350,13 +371,14 @@ class SamplePool:
 
     def _complete(self, group: Group) -> None:
         """Make `group` trainable, or replace it, if all its samples are ready."""
-        if group.ready < len(group.samples):
+        if not group.is_ready:
             return
         self._waiting.pop(group.group_id, None)
+        rewards = [sample.reward for sample in group.samples]
         if self._health is not None:
-            self._health.group([sample.reward for sample in group.samples])
-        if self.rules.buffer.dynamic_sampling and group.is_all_equal:
-            if self.filtered_in_a_row < self.rules.buffer.max_filtered:
+            self._health.group(rewards)
+        if self.config.dynamic_sampling and len(set(rewards)) == 1:  # which gives no gradient
+            if self.filtered_in_a_row < self.config.max_filtered:
                 self.filtered_in_a_row += 1
                 self.counters["filtered_groups"] += 1
                 self.end(group, "filtered")
@@ -366,12 +388,16 @@ class SamplePool:
         self.completions = group.completed = self.completions + 1
         self.complete[group.group_id] = group
 
+    def _reopen(self, group: Group) -> None:
+        """Make `group` incomplete, of which fewer samples are ready now."""
+        group.completed = 0
+        self.complete.pop(group.group_id, None)
+
     def _score_again(self, group: Group) -> None:
         """Void leases and scores of a group that is scored at once, if one response is new."""
-        rules = self.rules
-        if rules.together not in self.stages or not rules.scores_together(group.prompt):
+        if self._together not in self.stages or not self.scores_together(group.prompt):
             return
-        stage = self.stages.index(rules.together)
+        stage = self.stages.index(self._together)
         for sample in group.samples:
             if sample.state is State.SCORING and sample.stage == stage:
                 if not self.scored_with(sample):
@@ -379,51 +405,39 @@ class SamplePool:
         scored = [sample for sample in group.samples if sample.stage > stage]
         if not 0 < len(scored) < len(group.samples):
             return
-        self._touch(group)
+        self.journal.touch(group)
         for sample in scored:
             self.leases.release(sample)
             sample.stage, sample.lost = stage, 0
-            sample.reward = self.trajectory_store.get(sample.sample_id).reward
+            sample.reward = self.journal.trajectory(sample.sample_id).reward
             if sample.state is State.READY:
                 group.ready -= 1
                 self._move(sample, State.SCORING)
-        group.completed = 0
-        self.complete.pop(group.group_id, None)
+        self._reopen(group)
         if not group.ready:
             self._waiting.pop(group.group_id, None)
-
-    def _hand_out(self, sample: Sample, grant: Grant) -> None:
-        self.leases.add(sample, grant.holder, grant.now)
-        sample.asked = grant.request
-        task, size = self.task(sample)
-        grant.tasks.append(task)
-        grant.filled += size
 
     def _requeue(self, sample: Sample) -> None:
         self._move(sample, State.QUEUED)
         self.leases.release(sample)
-        self._queue.add(sample)
+        heapq.heappush(self._queue, (sample.serial, sample))
         self.openings += 1
 
     def _end(self, sample: Sample, reason: str) -> None:
         self.ledger.end(sample.state, reason)
         self._finish(sample, reason)
-        self.trajectory_store.drop(sample.sample_id)
-
-    def _touch(self, group: Group) -> None:
-        self.changed[group.group_id] = group
-        group.moved = True
+        self.journal.drop(sample.sample_id)
 
     def _move(self, sample: Sample, target: State) -> None:
         self.ledger.move(sample.state, target)
         sample.state = target
-        self._touch(sample.group)
+        self.journal.touch(sample.group)
 
     def _finish(self, sample: Sample, end: str) -> None:
-        answered = sample.state in (State.SCORING, State.READY, State.TRAINING)
+        answered = sample.state in ANSWERED
         self.leases.release(sample)
         sample.state = State.OVER
-        self._touch(sample.group)
+        self.journal.touch(sample.group)
         del sample.group  # its group has it: a cycle would keep both until a collection, which
         del self.samples[sample.sample_id]  # looks at everything and holds up all who ask
         self.over[sample.sample_id] = SampleOutcome(sample.attempt if answered else 0, end)

@@ -51,13 +51,8 @@ class StalenessPolicy:
 
     @classmethod
     def of(cls, config: RunConfig) -> StalenessPolicy:
-        return cls(
-            batch_groups=config.buffer.batch_groups,
-            run_ahead=config.buffer.run_ahead,
-            max_staleness=config.buffer.max_staleness,
-            steps=config.run.steps,
-            oversample=config.buffer.oversample,
-        )
+        own, steps = config.buffer, config.run.steps
+        return cls(own.batch_groups, own.run_ahead, own.max_staleness, steps, own.oversample)
 
     @property
     def bound(self) -> int:
@@ -76,8 +71,7 @@ class StalenessPolicy:
 
     def due_version(self, untrained: int, version: int) -> int:
         """Return b of a group that is issued now; a spare one is due with the last one needed."""
-        ahead = min(untrained // self.batch_groups, self.run_ahead)
-        return version + ahead
+        return version + min(untrained // self.batch_groups, self.run_ahead)
 
     def required_version(self, due: int, version: int) -> int:
         """Return the oldest version that may sample a token of a sample with b = `due`."""
@@ -91,38 +85,27 @@ class StalenessPolicy:
 class StalenessStats:
     """Staleness of trained samples, summed up."""
 
-    samples: int = 0
-    total: int = 0
-    in_flight: int = 0
-    in_queue: int = 0
+    in_flight: int = 0  # versions that passed while samples were generated
     worst: int = 0
     mixed: int = 0  # samples with tokens of more than one version
     counts: list[int] = field(default_factory=list[int])  # samples by staleness, from 0
 
+    @property
+    def samples(self) -> int:
+        return sum(self.counts)
+
     def add(self, oldest: int, newest: int, version: int, samples: int = 1) -> None:
         """Count samples with tokens of versions `oldest` to `newest`, trained at `version`."""
-        total, in_flight, in_queue = split(oldest, newest, version)
-        self.samples += samples
-        self.total += samples * total
+        total, in_flight, _ = split(oldest, newest, version)
         self.in_flight += samples * in_flight
-        self.in_queue += samples * in_queue
         self.worst = max(self.worst, total)
         self.mixed += samples * (newest != oldest)
         self._count(total, samples)
 
-    def merge(self, other: StalenessStats) -> None:
-        self._sum(other, 1)
-        self.worst = max(self.worst, other.worst)
-
-    def remove(self, other: StalenessStats) -> None:
-        """Take the sums of `other` away again; the worst stays, it did happen."""
-        self._sum(other, -1)
-
-    def _sum(self, other: StalenessStats, sign: int) -> None:
-        self.samples += sign * other.samples
-        self.total += sign * other.total
+    def merge(self, other: StalenessStats, sign: int = 1) -> None:
+        """Add the sums of `other`, or take them away (-1); the worst stays, it did happen."""
         self.in_flight += sign * other.in_flight
-        self.in_queue += sign * other.in_queue
+        self.worst = max(self.worst, other.worst)
         self.mixed += sign * other.mixed
         for staleness, samples in enumerate(other.counts):
             if samples:  # a batch has few different ones, however stale it is
@@ -135,10 +118,11 @@ class StalenessStats:
 
     def figures(self) -> dict[str, float]:
         count = max(self.samples, 1)
+        total = sum(staleness * samples for staleness, samples in enumerate(self.counts))
         return {
-            "mean": self.total / count,
+            "mean": total / count,
             "max": float(self.worst),
             "in_flight_mean": self.in_flight / count,
-            "in_queue_mean": self.in_queue / count,
+            "in_queue_mean": (total - self.in_flight) / count,
             "mixed_fraction": self.mixed / count,
         }
