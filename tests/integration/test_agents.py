@@ -194,7 +194,7 @@ def test_it_stops_while_agents_wait_for_work(
     url = f"{endpoint.url}/sessions"
     waiting = Thread(target=lambda: answers.append(send(url, {"wait_s": 60.0})))
     waiting.start()
-    until(lambda: endpoint.pool._arrivals, "the session is asked for")
+    until(lambda: endpoint.pool._server._active, "the session is asked for")
     endpoint.close()
     waiting.join(WAIT_S)
     assert [(status, said["error"]["code"]) for status, said in answers] == [(503, "no_work")]

@@ -11,7 +11,9 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UmbraError
@@ -30,7 +32,7 @@ from umbra.services.environments.protocol import (
 )
 from umbra.services.environments.worker_pool import END_S, NO_REWARD, WorkerPool, offered_name
 from umbra.services.generator.agents.calls import Call, CallRules
-from umbra.services.generator.agents.server import MAX_BODY, Edge, host_of, url_of
+from umbra.services.generator.agents.server import MAX_BODY, Edge, url_of
 from umbra.services.generator.agents.session import AgentSession, News, SessionRegistry
 from umbra.services.http import ApiError, HttpServer
 from umbra.services.process.loop_thread import LoopThread, ends_with_it
@@ -76,21 +78,20 @@ class AgentPool:
         self.sessions = SessionRegistry(
             config.timeout_s, self._pass_on, branches=config.branches == "train"
         )
-        self._arrivals: set[asyncio.Future[None]] = set()  # agents that wait for a sample
+        self._arrival = asyncio.Event()  # of a sample, for agents that wait for one
         self._stopping = False
         self._workers: WorkerPool | None = None
         if config.starts_agents:
             self._workers = WorkerPool(config, self._left, self._began, agents=True)
         self._idle_since = time.monotonic()
         url = self.url if settings.advertise else ""
-        edge = Edge(self, settings.rules, settings.model, int(time.time()), url)
         self._server = HttpServer(
-            edge.app(),
+            Edge(self, settings.rules, settings.model, int(time.time()), url).app(),
             bound,
             key=settings.key,
             max_body=MAX_BODY,
             requests=_REQUESTS,
-            name=host_of(settings.advertise),
+            name=urlsplit(url).hostname or "",
         )
         self._watch: asyncio.Task[None] | None = None
         self._thread = LoopThread("agents")
@@ -140,10 +141,9 @@ class AgentPool:
         while (session := self.sessions.lease(time.monotonic(), lease_s)) is None:
             if deadline.passed or self._stopping:
                 return None
-            arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._arrivals.add(arrival)
-            await asyncio.wait([arrival], timeout=deadline.left_s)
-            self._arrivals.discard(arrival)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline.left_s):
+                    await self._arrival.wait()
         self._idle_since = time.monotonic()
         self._outcomes.deliver(EpisodeOutcome(session.key, Begun()))
         return session
@@ -183,9 +183,8 @@ class AgentPool:
         self._rouse()
 
     def _rouse(self) -> None:
-        for arrival in self._arrivals:
-            if not arrival.done():
-                arrival.set_result(None)
+        self._arrival.set()
+        self._arrival = asyncio.Event()
 
     def _close(self, key: str) -> None:
         self.sessions.close(key)
@@ -207,11 +206,9 @@ class AgentPool:
     # -- our own agents ---------------------------------------------------------------------------
 
     def _began(self, key: str) -> None:
-        session = self.sessions.of(key)
-        if session is None:
-            return
-        session.begin(time.monotonic())
-        self._outcomes.deliver(EpisodeOutcome(key, Begun()))
+        if (session := self.sessions.of(key)) is not None:
+            session.begin(time.monotonic())
+            self._outcomes.deliver(EpisodeOutcome(key, Begun()))
 
     def _left(self, outcome: EpisodeOutcome) -> None:
         """Take an agent's result, or that it is lost with its process."""
@@ -255,42 +252,35 @@ class AgentPool:
         await self._server.stop()
 
     async def _keep_watch(self) -> None:
-        config = self._config
         while True:
             await asyncio.sleep(_LOOK_S)
-            for session in self.sessions.overdue(time.monotonic()):
+            now = time.monotonic()
+            for session in self.sessions.overdue(now):
                 if session.reward is not None:
                     session.leave()
                     self._settle(session)
-                else:
-                    refusal = (
-                        session.refusal and f"; its last request was refused: {session.refusal}"
-                    )
-                    session.abandon(
-                        f"{name_of(config)} asked for nothing for {config.where}.timeout_s = "
-                        f"{config.timeout_s:g} s after turn {session.turns}{refusal}"
-                    )
-                    self._outcomes.deliver(EpisodeOutcome(session.key, error=session.verdict))
-            for session in self.sessions.expired(time.monotonic()):
+                    continue
+                refusal = session.refusal and f"; its last request was refused: {session.refusal}"
+                session.abandon(
+                    f"{name_of(self._config)} asked for nothing for {self._config.where}.timeout_s "
+                    f"= {self._config.timeout_s:g} s after turn {session.turns}{refusal}"
+                )
+                self._outcomes.deliver(EpisodeOutcome(session.key, error=session.verdict))
+            for session in self.sessions.expired(now):
                 why = "its agent's lease was not renewed in time"
                 self._lose(session.key, why, Lost(why))
-            self._warn_if_lonely()
+            waiting = self.sessions.waiting
+            if self._workers is not None or not waiting:
+                self._idle_since = now
+            elif now - self._idle_since > _LONELY_S:
+                lonely = (
+                    "%d samples wait for an agent: none has asked %s/sessions for work in %.0f s"
+                )
+                log.warning(lonely, waiting, self.url, _LONELY_S)
+                self._idle_since = now
 
     def _lose(self, key: str, why: str, lost: Lost) -> None:
         """Have the sample begin again, for another agent."""
         self.sessions.close(key, why)
         log.info("sample %s: its agent is lost: %s", key, why)
         self._outcomes.deliver(EpisodeOutcome(key, lost))
-
-    def _warn_if_lonely(self) -> None:
-        now = time.monotonic()
-        if self._workers is not None or not self.sessions.waiting:
-            self._idle_since = now
-        elif now - self._idle_since > _LONELY_S:
-            log.warning(
-                "%d samples wait for an agent: none has asked %s/sessions for work in %.0f s",
-                self.sessions.waiting,
-                self.url,
-                _LONELY_S,
-            )
-            self._idle_since = now

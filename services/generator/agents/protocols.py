@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain, takewhile
 from typing import Any, ClassVar
 
 import msgspec
@@ -46,16 +47,13 @@ class Completions(AgentProtocol):
         head = self._head(answer, "chat.completion.chunk")
         if call.stream_usage:
             head["usage"] = None
-        first = _choice(call, answer)
-        delta = first.pop("message")
+        first = {"index": 0, "finish_reason": None, **_choice(call, answer)}
+        delta = first["delta"] = first.pop("message")
         delta["content"] = delta["content"] or ""
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [
-                {"index": i, **made} for i, made in enumerate(delta["tool_calls"])
-            ]
-        ends = {"delta": {}, "logprobs": None, "finish_reason": answer.finish_reason}
-        choices = [{"finish_reason": None, **first, "delta": delta}, ends]
-        events = [_data({**head, "choices": [{"index": 0, **choice}]}) for choice in choices]
+        for index, made in enumerate(delta.get("tool_calls", ())):
+            made["index"] = index
+        last = {"index": 0, "finish_reason": answer.finish_reason, "delta": {}, "logprobs": None}
+        events = [_data({**head, "choices": [choice]}) for choice in (first, last)]
         if call.stream_usage:
             events.append(_data({**head, "choices": [], "usage": _openai_usage(answer)}))
         return b"".join([*events, b"data: [DONE]\n\n"])
@@ -88,9 +86,9 @@ def _choice(call: Call, answer: Answer) -> dict[str, Any]:
     message = dict(answer.message)
     if calls := message.get("tool_calls"):
         message["content"] = message["content"] or None
+        made = [{"name": name, "arguments": text} for name, text in map(_written, calls)]
         message["tool_calls"] = [
-            {**tool, "function": dict(zip(("name", "arguments"), _written(tool), strict=True))}
-            for tool in calls
+            {**call, "function": function} for call, function in zip(calls, made, strict=True)
         ]
     if call.logprobs:
         content = [
@@ -119,16 +117,14 @@ class Responses(AgentProtocol):
         messages: list[Message] = []
         if request.instructions:
             messages.append({"role": "system", "content": request.instructions})
-        if isinstance(request.input, str):
-            messages.append({"role": "user", "content": request.input})
-        else:
-            messages += _read_items(request.input or [])
+        said = request.input or []
+        messages += _read_items(
+            [{"role": "user", "content": said}] if isinstance(said, str) else said
+        )
         # The system's messages that begin a conversation become one: many templates take no more.
-        roles = [message["role"] == "system" for message in messages]
-        others = roles.index(False) if False in roles else len(roles)
-        if others > 1:
-            content = "\n\n".join(message["content"] for message in messages[:others])
-            messages = [{"role": "system", "content": content}, *messages[others:]]
+        first = [m["content"] for m in takewhile(lambda m: m["role"] == "system", messages)]
+        if first:
+            messages[: len(first)] = [{"role": "system", "content": "\n\n".join(first)}]
         call = Call(messages, follows=request.previous_response_id or "")
         for tool in request.tools or ():
             space = str(tool.get("name")) if tool.get("type") == "namespace" else ""
@@ -136,14 +132,11 @@ class Responses(AgentProtocol):
             if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
                 raise ApiError("tools of a namespace must be objects", param="tools")
             for each in inner:
-                if each.get("type") != "function" or not isinstance(each.get("name"), str):
-                    rules.overrule("tools", f"one of type {each.get('type')!r}")
-                    continue
-                name = f"{space}__{each['name']}" if space else each["name"]
+                name = f"{space}__{each.get('name')}"
                 if space:  # chat templates have none
-                    call.namespaces[name] = (space, each["name"])
-                schema = each.get("parameters") or None
-                call.tools.append(checked_tool(tool_schema(name, each.get("description"), schema)))
+                    call.namespaces[name] = (space, str(each.get("name")))
+                    each = {**each, "name": each.get("name") and name}
+                call.tools.extend(_tools(each, ("function",), "parameters", rules))
         return call
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
@@ -220,6 +213,18 @@ def _read_items(items: list[dict[str, Any]]) -> list[Message]:
     return messages
 
 
+def _tools(
+    tool: dict[str, Any], kinds: tuple[str | None, ...], parameters: str, rules: CallRules
+) -> list[dict[str, Any]]:
+    """Return a function of the client's as chat templates take it; none for other tools."""
+    name, kind = tool.get("name"), tool.get("type")
+    if kind in kinds and isinstance(name, str):
+        schema = tool_schema(name, tool.get("description"), tool.get(parameters) or None)
+        return [checked_tool(schema)]
+    rules.overrule("tools", f"one of type {kind!r}")
+    return []
+
+
 def _unsupported(where: str, kind: Any) -> ApiError:
     return ApiError(f"{where} is of type {kind!r}, which is not supported", param=where)
 
@@ -257,16 +262,9 @@ def _items(name: str, call: Call, answer: Answer) -> list[dict[str, Any]]:
     for index, made in enumerate(message.get("tool_calls", ())):
         called, arguments = _written(made)
         space, own = call.namespaces.get(called, ("", called))
-        items.append(
-            {
-                "type": "function_call",
-                "id": f"fc_{name}_{index}",
-                "call_id": made["id"],
-                "name": own,
-                **({"namespace": space} if space else {}),
-                "arguments": arguments,
-            }
-        )
+        head = {"type": "function_call", "id": f"fc_{name}_{index}", "call_id": made["id"]}
+        named = {"name": own, "namespace": space} if space else {"name": own}
+        items.append({**head, **named, "arguments": arguments})
     return [{**item, "status": "completed"} for item in items]
 
 
@@ -317,15 +315,10 @@ class Messages(AgentProtocol):
         if request.system and messages:
             content = read_content(request.system, "system")
             messages.insert(0, {"role": "system", "content": content})
-        tools: list[dict[str, Any]] = []
-        for tool in request.tools or ():
-            name, kind = tool.get("name"), tool.get("type")
-            if kind in (None, "custom") and isinstance(name, str):
-                schema = tool.get("input_schema") or {}
-                tools.append(checked_tool(tool_schema(name, tool.get("description"), schema)))
-            else:  # no function of the client's
-                rules.overrule("tools", f"one of type {kind!r}")
-        return Call(messages, tools)
+        tools = [
+            _tools(tool, (None, "custom"), "input_schema", rules) for tool in request.tools or ()
+        ]
+        return Call(messages, list(chain(*tools)))
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
         ends = {"content": _blocks(answer), **_end(answer), "usage": _usage(*answer.tokens)}

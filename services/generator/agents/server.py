@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -71,21 +72,15 @@ class _Reason(msgspec.Struct):
     reason: str = "it gave no reason"
 
 
+@dataclass
 class Edge:
-    """The HTTP server of the sessions of `pool`.
+    """The HTTP server of the sessions of `pool`."""
 
-    Agents get `url` if it is not empty, else the address at which they came. `model` and
-    `created`, seconds since the epoch, stand in replies.
-    """
-
-    def __init__(
-        self, pool: AgentPool, rules: CallRules, model: str, created: int, url: str = ""
-    ) -> None:
-        self._url = url
-        self._pool = pool
-        self._rules = rules
-        self._model = model
-        self._created = created
+    pool: AgentPool
+    rules: CallRules
+    model: str  # its name in replies
+    created: int  # the time in replies, seconds since the epoch
+    url: str = ""  # that agents get; "" = the address at which they came
 
     def app(self) -> Starlette:
         base = "/sessions/{session}"
@@ -110,25 +105,25 @@ class Edge:
         lease = _read(await request.body() or b"{}", _Lease)
         wait_s = min(max(lease.wait_s, 0.0), _MAX_WAIT_S)
         lease_s = math.inf if lease.lease_s is None else lease.lease_s
-        session = await self._pool.lease(wait_s, lease_s, lease.environment)
+        session = await self.pool.lease(wait_s, lease_s, lease.environment)
         if session is None:
             none = f"there is no sample to work on within {wait_s:g} s"
             raise ApiError(none, status=503, code="no_work")
         # Where it came in, and never what it says of that.
-        url = f"{self._url or url_at(*request.scope['server'])}/sessions/{session.id}"
+        url = f"{self.url or url_at(*request.scope['server'])}/sessions/{session.id}"
         facts = {"id": session.id, "url": url, "base_url": f"{url}/v1", "row": session.row}
         return JSONResponse({**facts, "timeout_s": session.silence_s}, 201)
 
     async def _renew(self, request: Request) -> Response:
         renewal = _read(await request.body(), _Renewal)
-        lost = self._pool.sessions.renew(renewal.ids, time.monotonic(), renewal.lease_s)
+        lost = self.pool.sessions.renew(renewal.ids, time.monotonic(), renewal.lease_s)
         return JSONResponse({"lost": lost})
 
     async def _complete(self, kind: type[AgentProtocol], request: Request) -> Response:
-        protocol = kind(request.path_params["session"], self._model, self._created)
+        protocol = kind(request.path_params["session"], self.model, self.created)
         try:
             session = self._session(request)
-            call = protocol.call(await request.body(), self._rules)
+            call = protocol.call(await request.body(), self.rules)
             repeated = request.headers.get(_REPEATED, "0") != "0"
             future = asyncio.wrap_future(session.ask(call, repeated=repeated))
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -149,22 +144,22 @@ class Edge:
             raise ApiError(f"invalid reward: {fault}", param="reward")
         session = self._session(request)
         result = StepResult(reward.reward, reward_parts=reward.parts, reason=reward.reason)
-        self._pool.reward(session, result)
+        self.pool.reward(session, result)
         return JSONResponse({"id": session.id, "reward": reward.reward})
 
     async def _give_up(self, request: Request) -> Response:
         reason = _read(await request.body() or b"{}", _Reason).reason
         session = self._session(request)
-        self._pool.give_up(session, reason)
+        self.pool.give_up(session, reason)
         return JSONResponse({"id": session.id, "deleted": True})
 
     async def _models(self, request: Request) -> Response:
         if "session" in request.path_params:
             self._session(request)
-        entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "umbra"}
+        entry = {"id": self.model, "object": "model", "created": 0, "owned_by": "umbra"}
         name = request.path_params.get("model")
-        if name not in (None, self._model):
-            called = f"the model is called {self._model!r}"
+        if name not in (None, self.model):
+            called = f"the model is called {self.model!r}"
             raise ApiError(called, status=404, code="model_not_found")
         return JSONResponse(entry if name else {"object": "list", "data": [entry]})
 
@@ -177,7 +172,7 @@ class Edge:
         )
 
     def _session(self, request: Request) -> AgentSession:
-        return self._pool.sessions.find(request.path_params["session"])
+        return self.pool.sessions.find(request.path_params["session"])
 
 
 async def _events(
@@ -235,21 +230,11 @@ def url_of(bound: socket.socket, advertise: str = "") -> str:
     """
     host, port = bound.getsockname()[:2]
     if advertise:
-        name, advertised = _split(advertise)
-        return url_at(name, advertised or port)
+        parts = urlsplit(f"//{advertise}")
+        with suppress(ValueError):
+            if parts.hostname and parts.netloc == advertise and "@" not in advertise:
+                return url_at(parts.hostname, parts.port or port)
+        raise UsageError(f"generator.serve_advertise = {advertise}: write it as HOST or HOST:PORT")
     if ipaddress.ip_address(host).is_unspecified:
         host = "127.0.0.1" if bound.family == socket.AF_INET else "::1"
     return url_at(host, port)
-
-
-def host_of(advertise: str) -> str:
-    """Return the HOST of `generator.serve_advertise`; "" if that is empty."""
-    return _split(advertise)[0] if advertise else ""
-
-
-def _split(advertise: str) -> tuple[str, int]:
-    parts = urlsplit(f"//{advertise}")
-    with suppress(ValueError):
-        if parts.hostname and parts.netloc == advertise and "@" not in advertise:
-            return parts.hostname, parts.port or 0
-    raise UsageError(f"generator.serve_advertise = {advertise}: write it as HOST or HOST:PORT")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -52,10 +52,6 @@ class _Place:
     history: list[Message]  # the turn included
     stop: str  # the text that stopped the turn
 
-    @property
-    def length(self) -> tuple[int, int]:
-        return len(self.history), self.number
-
     def gap(self, call: Call) -> str:
         """Return why `call` does not continue this history; empty if it does."""
         if call.tools != self.tools:
@@ -71,14 +67,16 @@ class _Place:
         return ""
 
     def news(self, call: Call) -> tuple[Call, News]:
-        """Return `call` with this history's messages for its own, and its new messages."""
-        known, new = self.history, call.messages[len(self.history) :]
-        last = call.messages[len(known) - 1]
-        if not continues(known[-1], last):  # the stop string is written behind it
-            known = [*known[:-1], last]
-        # The messages of before are kept once, however often they come.
-        joined = replace(call, messages=[*known, *new])
-        return joined, News(new, known[-1].get("tool_calls", []), after=self.number)
+        """Return `call` with this history's messages for its own, and its new messages.
+
+        So the messages of before are kept once, however often they come.
+        """
+        *before, last = self.history
+        said, *new = call.messages[len(before) :]
+        if not continues(last, said):  # the stop string is written behind it
+            last = said
+        joined = replace(call, messages=[*before, last, *new])
+        return joined, News(new, last.get("tool_calls", []), after=self.number)
 
     def _adds_stop(self, index: int, new: Message) -> bool:
         """True if `new` is the model's last turn with the stop text that ended it.
@@ -99,47 +97,30 @@ class _Open:
     answer: Future[Answer]
 
 
+@dataclass(eq=False)
 class AgentSession:
-    """The session of a sample that an agent works on.
+    """The session of a sample that an agent works on."""
 
-    Args:
-        session_id: unguessable; part of the agent's URL.
-        key: names the sample's play.
-        row: the sample's prompt row.
-        silence_s: how long the agent may be silent for.
-        pass_on: called with a call, and what of it is new, when the model is to answer it.
-        branches: a request may go on from any turn or begin again, and several may come at once.
-    """
-
-    def __init__(
-        self,
-        session_id: str,
-        key: str,
-        row: dict[str, Any],
-        silence_s: float,
-        pass_on: Callable[[AgentSession, Call, News], None],
-        *,
-        branches: bool = False,
-    ) -> None:
-        self.id = session_id
-        self.key = key
-        self.row = row
-        self.silence_s = silence_s
-        self.deadline = math.inf  # by when the agent has to say something
-        self.leased_until = math.inf  # by when whoever runs the agent has to renew
-        self.over: ApiError | None = None
-        self.reward: StepResult | None = None
-        self.refusal = ""  # why the last request got nothing
-        self.left = False  # the agent's program has ended
-        self.verdict = ""  # why nothing more is expected of the agent
-        self.begun = False  # an agent works on it
-        self.turns = 0
-        self._pass_on = pass_on
-        self._branches = branches
-        self._places: list[_Place] = []  # the last alone without branches
-        self._open: _Open | None = None  # what the model answers
-        self._waiting: deque[_Open] = deque()  # what it answers after that
-        self._answers: dict[bytes, Future[Answer]] = {}  # by the call's mark, also those to come
+    id: str  # unguessable; part of the agent's URL
+    key: str  # of the sample's play
+    row: dict[str, Any]
+    silence_s: float  # that the agent may be silent for
+    pass_on: Callable[[AgentSession, Call, News], None]  # is to have the model answer a call
+    branches: bool = False  # calls may go on from any turn or begin again, several at once
+    deadline: float = math.inf  # by when the agent has to say something
+    leased_until: float = math.inf  # by when whoever runs the agent has to renew
+    begun: bool = False  # an agent works on it
+    turns: int = 0
+    reward: StepResult | None = None
+    left: bool = False  # the agent's program has ended
+    over: ApiError | None = None
+    refusal: str = ""  # why the last request got nothing
+    verdict: str = ""  # why nothing more is expected of the agent
+    _places: list[_Place] = field(default_factory=list[_Place])  # the last alone without branches
+    _open: _Open | None = None  # what the model answers
+    _waiting: deque[_Open] = field(default_factory=deque[_Open])  # what it answers after that
+    # By the call's mark, also those to come.
+    _answers: dict[bytes, Future[Answer]] = field(default_factory=dict[bytes, Future[Answer]])
 
     @property
     def asking(self) -> bool:
@@ -172,7 +153,7 @@ class AgentSession:
         pending.answer.set_running_or_notify_cancel()  # whoever waits for it can't cancel it
         if not self.asking:
             self._ask(pending)
-        elif self._branches:
+        elif self.branches:
             self._waiting.append(pending)
         else:
             raise ApiError(
@@ -195,11 +176,11 @@ class AgentSession:
             call, answer = pending.call, Answer.of(turn, pending.call, self.turns)
             history = [*call.messages, answer.message]
             place = _Place(self.turns, call.tools, history, turn.parsed.stop)
-            self._places = [*self._places, place] if self._branches else [place]
+            self._places = [*self._places, place] if self.branches else [place]
             self.turns += 1
             pending.answer.set_result(answer)
             finished = [mark for mark, answer in self._answers.items() if answer.done()]
-            for mark in finished[: -_ANSWERS if self._branches else -1]:
+            for mark in finished[: -_ANSWERS if self.branches else -1]:
                 del self._answers[mark]
         else:
             self.refusal = str(turn)
@@ -249,7 +230,7 @@ class AgentSession:
         """End the session: pending requests, and any later ones, get the error `why`."""
         self.over = why
         self.deadline = math.inf
-        for pending in ([self._open] if self._open else []) + [*self._waiting]:
+        for pending in filter(None, (self._open, *self._waiting)):
             self._refuse(pending, why)
         self._open, self.row = None, {}
         for table in (self._waiting, self._places, self._answers):
@@ -270,7 +251,7 @@ class AgentSession:
         pending.call, news = self._joined(pending.call)
         self._open, self.refusal = pending, ""
         self.deadline = math.inf
-        self._pass_on(self, pending.call, news)
+        self.pass_on(self, pending.call, news)
 
     def _joined(self, call: Call) -> tuple[Call, News]:
         """Return `call` with the whole history, and its new messages.
@@ -282,7 +263,7 @@ class AgentSession:
         if call.follows:
             named = [p for p in self._places if call.follows == response_id(self.id, p.number)]
             if not named:
-                which = "a response of this session" if self._branches else "the last response"
+                which = "a response of this session" if self.branches else "the last response"
                 raise _edited(f"previous_response_id is not that of {which}")
             places, messages = named, call.messages
             if messages[0] == named[0].history[0] and messages[0]["role"] == "system":
@@ -290,8 +271,8 @@ class AgentSession:
             call = replace(
                 call, messages=[*named[0].history, *messages], tools=call.tools or named[0].tools
             )
-        elif self._branches:
-            for place in sorted(self._places, key=lambda place: place.length, reverse=True):
+        elif self.branches:
+            for place in sorted(self._places, key=lambda p: (len(p.history), p.number))[::-1]:
                 later = call.messages[len(place.history) :]
                 if not place.gap(call) and all(message["role"] != "assistant" for message in later):
                     return place.news(call)
@@ -317,41 +298,33 @@ class SessionRegistry:
         *,
         branches: bool = False,
     ) -> None:
-        self._silence_s = silence_s
-        self._pass_on = pass_on
-        self._branches = branches
+        self._settings = silence_s, pass_on, branches
         self._new_id = new_id
-        self._by_id: dict[str, AgentSession] = {}
-        self._by_key: dict[str, AgentSession] = {}
-        self._waiting: deque[AgentSession] = deque()
-        self._over: OrderedDict[str, AgentSession] = OrderedDict()
+        self._by_key: dict[str, AgentSession] = {}  # in the order of their beginning
+        self._by_id: dict[str, AgentSession] = {}  # the newest of `_over` too
+        self._over: deque[str] = deque()
 
     @property
     def waiting(self) -> int:
-        return sum(not session.begun for session in self._by_id.values())
+        return sum(not session.begun for session in self._by_key.values())
 
     def open(self, key: str, row: dict[str, Any]) -> AgentSession:
         """Return a session for the sample `key` that no agent has; end an older one of it."""
         self.close(key, "its sample restarted in another session")
-        session = AgentSession(
-            self._new_id(), key, row, self._silence_s, self._pass_on, branches=self._branches
-        )
+        session = AgentSession(self._new_id(), key, row, *self._settings)
         self._by_id[session.id] = self._by_key[key] = session
-        self._waiting.append(session)
         return session
 
     def lease(self, now: float, lease_s: float = math.inf) -> AgentSession | None:
         """Return the session that has waited longest for an agent."""
-        while self._waiting:
-            session = self._waiting.popleft()
-            if session.over is None and not session.begun:
-                session.begin(now, lease_s)
-                return session
-        return None
+        session = next((each for each in self._by_key.values() if not each.begun), None)
+        if session is not None:
+            session.begin(now, lease_s)
+        return session
 
     def find(self, session_id: str) -> AgentSession:
         """Return the session of that id, over or not; raises ApiError if there is none."""
-        session = self._by_id.get(session_id) or self._over.get(session_id)
+        session = self._by_id.get(session_id)
         if session is None:
             raise ApiError(
                 "there is no such session here: POST /sessions gives one",
@@ -367,10 +340,9 @@ class SessionRegistry:
         session = self._by_key.pop(key, None)
         if session is None:
             return
-        del self._by_id[session.id]
-        self._over[session.id] = session
+        self._over.append(session.id)
         if len(self._over) > _REMEMBERED:
-            self._over.popitem(last=False)
+            del self._by_id[self._over.popleft()]
         taken_back = session.verdict or "its sample was taken back"
         why = why or ("it has its reward" if session.reward else taken_back)
         session.end(ApiError(f"this session is over: {why}", status=410, code="session_over"))
@@ -381,18 +353,19 @@ class SessionRegistry:
 
     def renew(self, session_ids: Sequence[str], now: float, lease_s: float) -> list[str]:
         """Renew the leases of these sessions; return those that are over or unknown."""
-        for session in filter(None, map(self._by_id.get, session_ids)):
+        live = {session.id: session for session in self._by_key.values()}
+        for session in filter(None, map(live.get, session_ids)):
             session.leased_until = now + lease_s
-        return [session_id for session_id in session_ids if session_id not in self._by_id]
+        return [session_id for session_id in session_ids if session_id not in live]
 
     def expired(self, now: float) -> list[AgentSession]:
         """Return the sessions without a reward whose leases were not renewed in time."""
-        sessions = self._by_id.values()
+        sessions = self._by_key.values()
         return [s for s in sessions if s.leased_until <= now and s.reward is None]
 
     def overdue(self, now: float) -> list[AgentSession]:
         """Return the sessions whose agents have been silent for too long."""
-        return [session for session in self._by_id.values() if session.deadline <= now]
+        return [session for session in self._by_key.values() if session.deadline <= now]
 
 
 def _edited(what: str) -> ApiError:
