@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, Protocol
 
 from umbra.proto.errors import UmbraError
@@ -118,7 +119,6 @@ class Engine(Protocol):
                 queued.
             EngineError: the engine is broken.
         """
-        ...
 
     def poll(self, timeout_s: float) -> list[EngineOutput]:
         """Make progress and return finished outputs; EngineError if the engine is broken."""
@@ -165,11 +165,9 @@ class Engine(Protocol):
 
     def forget(self, session: str) -> None:
         """Drop the KV of a session that has no more requests."""
-        ...
 
     def close(self) -> None:
         """Free what the engine holds."""
-        ...
 
 
 def check_request(request: EngineRequest, max_context: int, vocabulary: int) -> int:
@@ -187,28 +185,29 @@ def check_request(request: EngineRequest, max_context: int, vocabulary: int) -> 
             f"{len(prompt)} prompt tokens and {request.max_tokens} new ones do not fit a context "
             f"of {max_context}"
         )
-    if min(prompt) < 0 or max(prompt) >= vocabulary:
-        raise ValueError(
-            f"its prompt has token {max(prompt) if max(prompt) >= vocabulary else min(prompt)}, "
-            f"but the model knows {vocabulary}: do tokenizer and model belong together?"
-        )
-    for name, value, fits, limits in (
-        ("temperature", sampling.temperature, sampling.temperature >= 0, "0 or more"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more"),
-        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "between 0 and 1"),
+    for token in (min(prompt), max(prompt)):
+        if not 0 <= token < vocabulary:
+            raise ValueError(
+                f"its prompt has token {token}, but the model knows {vocabulary}: do tokenizer and "
+                "model belong together?"
+            )
+    for name, fits, limits in (
+        ("temperature", sampling.temperature >= 0, "0 or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", sampling.top_k >= 0, "0 or more"),
+        ("min_p", 0 <= sampling.min_p <= 1, "between 0 and 1"),
     ):
         if not fits:
+            value = getattr(sampling, name)
             raise ValueError(f"sampling.{name} = {value:g} is out of range: use {limits}")
     return min(request.max_tokens, room)
 
 
 def spans_of(starts: Sequence[tuple[int, int]], length: int) -> list[VersionSpan]:
     """Return the spans of `length` tokens: each version in `starts` begins at a token."""
-    ends = [*(start for _, start in starts[1:]), length]
     return [
         VersionSpan(version=version, start=start, end=end)
-        for (version, start), end in zip(starts, ends, strict=False)
+        for (version, start), (_, end) in pairwise([*starts, (0, length)])
         if end > start
     ]
 

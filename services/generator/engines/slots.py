@@ -81,20 +81,17 @@ class SlotCache(Cache):
         count, device = len(newest), newest.device
         target = torch.arange(count, device=device) * self.columns + newest
         self._source = None
-        if contexts:
-            cells: list[int] = []
-            tokens = list(range(count))
-            start = count
-            for context, rows in zip(contexts, takers, strict=True):
-                for row in rows:
-                    first = row * self.columns
-                    cells += range(first, first + context.length)
-                    tokens += range(start, start + context.length)
-                start += context.length
-            target = torch.cat((target, torch.tensor(cells, device=device)))
-            if any(len(rows) > 1 for rows in takers):
-                self._source = torch.tensor(tokens, device=device)
-        self._target = target
+        cells: list[int] = []
+        tokens = list(range(count))
+        start = count
+        for context, rows in zip(contexts, takers, strict=True):
+            for first in (row * self.columns for row in rows):
+                cells += range(first, first + context.length)
+                tokens += range(start, start + context.length)
+            start += context.length
+        self._target = torch.cat((target, torch.tensor(cells, device=device))) if cells else target
+        if len(tokens) > start:
+            self._source = torch.tensor(tokens, device=device)
         if self._config is not None:
             self._begin_states(count, takers)
 
@@ -142,12 +139,12 @@ class SlotCache(Cache):
 
         `[1, G, T, D]` in, or `[n, G, 1, D]`; `[n, G, L, D]` out.
         """
-        if layer_idx not in self._keys:
-            self._keys[layer_idx] = self._allocate(key_states)
-            self._values[layer_idx] = self._allocate(value_states)
         rows, columns = self._view
         views: list[torch.Tensor] = []
         for stored, states in ((self._keys, key_states), (self._values, value_states)):
+            if layer_idx not in stored:
+                _, heads, _, dim = states.shape
+                stored[layer_idx] = states.new_zeros(self.rows, self.columns, heads, dim)
             cells, tokens = stored[layer_idx], states.transpose(1, 2).flatten(0, 1)
             if self._source is not None:
                 tokens = tokens[self._source]
@@ -165,7 +162,3 @@ class SlotCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns of the current view; models do not ask."""
         return self._view[1]
-
-    def _allocate(self, states: torch.Tensor) -> torch.Tensor:
-        _, heads, _, dim = states.shape
-        return states.new_zeros(self.rows, self.columns, heads, dim)

@@ -10,9 +10,11 @@ longest of them.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -54,9 +56,9 @@ class Sampler:
 
     def __init__(self, device: torch.device, seed: int, head: int = 0) -> None:
         self._head = head
-        self._limits: list[int] = []  # of each row of the last call, ids to tell at most
         self._generator = torch.Generator(device=device).manual_seed(seed)
-        self._samplings: list[Sampling] = []  # of the last call, as tensor and facts
+        self._samplings: list[Sampling] = []  # of the last call's rows; what follows is of them
+        self._limits: list[int] = []  # ids to tell at most
         self._settings = torch.empty(0, 4, device=device)
         self._some_greedy = self._some_restricted = False
 
@@ -92,17 +94,17 @@ class Sampler:
         if not most:
             return [None] * len(self._limits)
         values, ids = logprobs.topk(most)  # tokens that are left out have -inf
-        counts = values.isfinite().sum(1).tolist()
-        both = zip(self._limits, counts, ids.int().cpu().numpy(), values.cpu().numpy(), strict=True)
+        sizes = map(min, self._limits, values.isfinite().sum(1).tolist())
+        rows = zip(self._limits, sizes, ids.int().cpu().numpy(), values.cpu().numpy(), strict=True)
         return [
             Support(
-                sizes=min(limit, count).to_bytes(2, "little"),
-                ids=allowed[: min(limit, count)].tobytes(),
-                logprobs=likely[: min(limit, count)].tobytes() if self._head else None,
+                sizes=size.to_bytes(2, "little"),
+                ids=allowed[:size].tobytes(),
+                logprobs=likely[:size].tobytes() if self._head else None,
             )
             if limit
             else None
-            for limit, count, allowed, likely in both
+            for limit, size, allowed, likely in rows
         ]
 
     def _draw(self, logprobs: torch.Tensor) -> torch.Tensor:
@@ -144,12 +146,12 @@ def restrict(logits: torch.Tensor, settings: torch.Tensor, greedy: torch.Tensor)
 class _Row:
     request: EngineRequest
     limit: int
+    routing: Routing | None  # without its tokens' experts; None: it is not told
     unread: bool = True  # the cache has nothing of it that counts
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     starts: list[tuple[int, int]] = field(default_factory=list)  # versions, with first tokens
-    routing: Routing | None = None  # without its tokens' experts; None: it is not told
-    chosen: bytearray = field(default_factory=bytearray)  # of all tokens that were read
+    chosen: bytearray = field(default_factory=bytearray)  # experts of all tokens that were read
     supports: list[Support] = field(default_factory=list)  # of its tokens, if they are told
 
     @property
@@ -164,9 +166,6 @@ class _Row:
     def length(self) -> int:
         return len(self.request.prompt_ids) + len(self.tokens)
 
-    def serve(self, version: int) -> None:
-        self.starts.append((version, len(self.tokens)))
-
     def output(self, reason: FinishReason) -> EngineOutput:
         """Return the output of the request so far; it may go on."""
         return EngineOutput(
@@ -180,12 +179,7 @@ class _Row:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A context that a pass reads for the rows in `slots`."""
-
-    tokens: tuple[int, ...]
-    slots: list[int]
+_Reading = tuple[tuple[int, ...], list[int]]  # a context, and the slots whose rows begin with it
 
 
 class TorchEngine:
@@ -226,12 +220,12 @@ class TorchEngine:
         self._weights = weights or WeightTable(model)
         self._routers = Routers.of(model) if tell_routing else None
         self._routing: Routing | None = None
-        if tell_routing and self._routers is None:
-            raise UsageError(NO_ROUTERS)
         if self._routers is not None:
             layers, choices, experts = self._routers.kind
             check_routing_fits(self._routers.kind, max_context)
             self._routing = Routing(layers=layers, choices=choices, experts=experts, chosen=b"")
+        elif tell_routing:
+            raise UsageError(NO_ROUTERS)
         self._reads = reading_tokens(self._device.type, sum(p.numel() for p in model.parameters()))
         self._cache = SlotCache(slots, max_context, self._states)
         self._asked_tokens = self._cached_tokens = 0
@@ -265,7 +259,7 @@ class TorchEngine:
         """Queue `requests`; each takes a slot as soon as one is free."""
         for request in requests:
             limit = check_request(request, self.max_context, self._vocabulary)
-            self._queue.append(_Row(request, limit, routing=self._routing))
+            self._queue.append(_Row(request, limit, self._routing))
 
     @torch.inference_mode()
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
@@ -275,7 +269,7 @@ class TorchEngine:
             EngineError: torch failed, or the logits are not finite.
         """
         try:
-            self._admit(self.slots - len(self._rows))
+            self._rows += self._admit(self.slots - len(self._rows))
             if self._rows:
                 self._step()
         except RuntimeError as error:  # out of memory, a lost device, a kernel that failed
@@ -304,24 +298,20 @@ class TorchEngine:
             aborted = [row for row in self._rows if row.tokens]
             self._rows = [row for row in self._rows if not row.tokens]  # nor is any of them read
         for row in self._rows:
-            row.serve(version)
+            row.starts.append((version, len(row.tokens)))
             row.unread = row.unread or kv_policy == "recompute"
         return [row.output("abort") for row in aborted]
 
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
         """End these requests (None: all) now; return their outputs so far."""
-        names = None if request_ids is None else set(request_ids)
-
-        def hit(row: _Row) -> bool:
-            return names is None or row.request.request_id in names
-
-        holes = [slot for slot, row in enumerate(self._rows) if hit(row)]
-        aborted = [self._rows[slot].output("abort") for slot in holes]
-        aborted += [row.output("abort") for row in self._queue if hit(row)]
-        self._queue = deque(row for row in self._queue if not hit(row))
-        self._close_holes(holes)
-        return aborted
+        rows = {row.request.request_id: row for row in (*self._rows, *self._queue)}
+        names = rows.keys() if request_ids is None else rows.keys() & set(request_ids)
+        self._queue = deque(row for row in self._queue if row.request.request_id not in names)
+        self._close_holes(
+            [slot for slot, row in enumerate(self._rows) if row.request.request_id in names]
+        )
+        return [row.output("abort") for name, row in rows.items() if name in names]
 
     def new_tokens(self) -> Mapping[str, Sequence[int]]:
         return {row.request.request_id: row.tokens for row in self._rows}
@@ -331,7 +321,7 @@ class TorchEngine:
         return [row.output("abort") for row in self._rows if row.request.request_id in names]
 
     def forget(self, session: str) -> None:
-        pass  # nothing is kept of a session between its turns
+        """Do nothing: no KV is kept of a session between its turns."""
 
     def close(self) -> None:
         self._rows.clear()
@@ -339,7 +329,7 @@ class TorchEngine:
         self._cache = SlotCache(self.slots, self.max_context, self._states)
 
     def _admit(self, count: int) -> list[_Row]:
-        """Begin at most `count` requests of the queue, no more than a pass reads."""
+        """Return at most `count` requests of the queue that begin, no more than a pass reads."""
         rows: list[_Row] = []
         contexts = {row.context for row in (self._rows if count else ()) if row.unread}
         room = self._reads - sum(map(len, contexts))
@@ -351,23 +341,20 @@ class TorchEngine:
                     break
                 contexts.add(context)
             rows.append(self._queue.popleft())
-            rows[-1].serve(self.version)
-        self._rows += rows
+            rows[-1].starts.append((self.version, 0))
         return rows
 
     def _step(self) -> None:
         lengths = [row.length for row in self._rows]
-        self._longest = max(lengths, default=0)
+        self._longest = max(lengths)
         self._cache.reserve(len(self._rows), self._longest)
         fed = [row.newest for row in self._rows] + [length - 1 for length in lengths]
         newest = torch.tensor(fed, device=self._device).view(2, -1)
-        # The longest by themselves, if they are too much for this pass; all, if there are states.
-        readings = sorted(self._unread(), key=lambda reading: len(reading.tokens))
-        here, room = 0, 0 if self._states is not None else self._reads
+        readings = self._unread()
         self._cache.clear([slot for slot, row in enumerate(self._rows) if row.unread])
-        while here < len(readings) and len(readings[here].tokens) <= room:
-            room -= len(readings[here].tokens)
-            here += 1
+        # The longest by themselves, if they are too much for this pass; all, if there are states.
+        sums = list(accumulate(len(tokens) for tokens, _ in readings))
+        here = 0 if self._states is not None else bisect_right(sums, self._reads)
         for reading in readings[here:]:
             self._pass(newest[:, :0], [reading])
         logits = self._pass(newest, readings[:here])
@@ -375,40 +362,34 @@ class TorchEngine:
         self._append(*self._sampler.sample(logits, samplings))
 
     def _unread(self) -> list[_Reading]:
-        """Return the contexts to read.
-
-        Samples of a group begin with equal contexts, which are read once.
-        """
-        shared: dict[tuple[int, ...], _Reading] = {}
+        """Return the contexts to read, the shortest first; equal ones, as of a group, once."""
+        shared: dict[tuple[int, ...], list[int]] = {}
         for slot, row in enumerate(self._rows):
-            if not row.unread:
-                continue
-            tokens = row.context
-            reading = shared.setdefault(tokens, _Reading(tokens, []))
-            if not row.tokens:  # else it was counted when it was first read
-                self._asked_tokens += row.length
-                self._cached_tokens += len(tokens) if reading.slots else 0
-            reading.slots.append(slot)
-        return [reading for reading in shared.values() if reading.tokens]
+            if row.unread:
+                slots = shared.setdefault(row.context, [])
+                if not row.tokens:  # else it was counted when it was first read
+                    self._asked_tokens += row.length
+                    self._cached_tokens += row.length - 1 if slots else 0
+                slots.append(slot)
+        shared.pop((), None)
+        return sorted(shared.items(), key=lambda reading: len(reading[0]))
 
     def _pass(self, newest: torch.Tensor, readings: Sequence[_Reading]) -> torch.Tensor:
         """Feed `newest`, tokens and positions [2, n] of the first rows, and read `readings`.
 
         Return logits [n, V].
         """
-        contexts = [Context(reading.slots[0], len(reading.tokens)) for reading in readings]
+        contexts = [Context(slots[0], len(tokens)) for tokens, slots in readings]
         count, positions, columns = newest.shape[1], newest[1], self._longest
-        takers = [reading.slots for reading in readings]
-        self._cache.begin(
-            newest=positions, contexts=contexts, takers=takers, view=(len(self._rows), columns)
-        )
+        takers = [slots for _, slots in readings]
+        self._cache.begin(positions, contexts, takers, view=(len(self._rows), columns))
         masks = {
             kind: slot_mask(positions, columns, contexts, window, self._dtype)
             for kind, window in self._windows
         }
         keep: int | torch.Tensor = 0  # all
         if contexts:
-            tokens = [token for reading in readings for token in reading.tokens]
+            tokens = [token for context, _ in readings for token in context]
             where = [at for context in contexts for at in range(context.length)]
             read = torch.tensor([tokens, where], device=self._device)
             newest = torch.cat((newest, read), 1)
@@ -444,9 +425,9 @@ class TorchEngine:
         data = choices.to(kind).cpu().numpy().tobytes()
         size = self._routing.token_bytes
         start = count * size
-        for reading in readings:
-            end = start + len(reading.tokens) * size
-            for slot in reading.slots:
+        for tokens, slots in readings:
+            end = start + len(tokens) * size
+            for slot in slots:
                 if not self._rows[slot].tokens:
                     self._rows[slot].chosen += data[start:end]
             start = end
@@ -482,20 +463,15 @@ class TorchEngine:
 
     def _close_holes(self, holes: Sequence[int]) -> None:
         """Remove rows `holes` (ascending); queued and then the last live rows take their places."""
-        if not holes:
-            return
-        whole = len(self._rows)
-        for slot, row in zip(holes, self._admit(len(holes)), strict=False):
+        admitted = self._admit(len(holes))
+        for slot, row in zip(holes, admitted, strict=False):
             self._rows[slot] = row
-        holes = holes[len(self._rows) - whole :]
-        del self._rows[whole:]
-        count = len(self._rows) - len(holes)
-        freed = set(holes)
-        targets = [slot for slot in holes if slot < count]
-        sources = [slot for slot in range(count, len(self._rows)) if slot not in freed]
-        if targets:
-            for source, target in zip(sources, targets, strict=True):
-                self._rows[target] = self._rows[source]
-            length = max(self._rows[target].length for target in targets)
-            self._cache.move(sources, targets, min(length, self._cache.columns))
-        del self._rows[count:]
+        moved: dict[int, int] = {}  # targets, with their sources
+        for hole in reversed(holes[len(admitted) :]):
+            row, last = self._rows.pop(), len(self._rows)
+            if hole < last:
+                self._rows[hole] = row
+                moved[hole] = moved.pop(last, last)
+        if moved:
+            length = max(self._rows[target].length for target in moved)
+            self._cache.move([*moved.values()], [*moved], min(length, self._cache.columns))
