@@ -30,12 +30,7 @@ from umbra.services.generator.tokens import Line, shortened, tokens_of
 from umbra.services.modeling.chat import Chat, StopSearch
 from umbra.services.process.metrics import STEADY
 
-
-class Phase(enum.Enum):
-    RESET = "reset"
-    GENERATE = "generate"
-    STEP = "step"
-    DONE = "done"
+Phase = enum.Enum("Phase", ["RESET", "GENERATE", "STEP", "DONE"])
 
 
 @dataclass(frozen=True)
@@ -109,8 +104,7 @@ class Rollout:
         self._parts: dict[str, float] = {}
         # Of turns that have to be asked for again: where the model's ends, and what follows it.
         self._replay: list[tuple[int, int]] = []
-        tokens = tokens_of(partial, self._settings.sampling) if partial is not None else None
-        if partial is not None and tokens is not None:
+        if partial is not None and (tokens := tokens_of(partial, self._settings.sampling)):
             self._line.prompt = unpack_int32(partial.prompt_ids)
             self._line.tokens = tokens
             self._started = partial.started_at or self._started
@@ -238,9 +232,9 @@ class Rollout:
         Only those that are new since the last call are looked at.
         """
         search = self._stop_search()
-        if search is None:
-            return False
-        return search.feed(tokens[search.seen - self._said_tokens :]) is not None
+        return search is not None and (
+            search.feed(tokens[search.seen - self._said_tokens :]) is not None
+        )
 
     @property
     def branched(self) -> bool:
@@ -292,13 +286,11 @@ class Rollout:
 
     # -- turns ------------------------------------------------------------------------------------
 
-    # Agents know that a context is full by the words "context length" in an error, not by its code.
     def _asked_more(self, ask: Ask) -> None:
-        line = self._asked_line(ask)
-        if self.turns + 1 == self._settings.limits.turns:
+        line, limits = self._asked_line(ask), self._settings.limits
+        if self.turns + 1 == limits.turns:
             raise RefusedError(
-                f"turn limit reached (environment.max_turns = {self._settings.limits.turns}): post "
-                "the reward",
+                f"turn limit reached (environment.max_turns = {limits.turns}): post the reward",
                 "turn_limit_reached",
             )
         ids: list[int] = []
@@ -306,10 +298,9 @@ class Rollout:
             ids = self._asked_ids(ask, line, line.tokens.ids[-1])
             total = len(line.tokens.ids) + len(ids)
             if total >= self._most(line):
-                raise RefusedError(
+                raise _full(
                     f"{len(line.prompt)} prompt tokens and {total} more leave no room for an "
-                    "answer in the context length: post the reward",
-                    "context_length_exceeded",
+                    "answer in the context length: post the reward"
                 )
         self._end_turn(len(self._line.tokens.ids), self._turn_complete())
         if line not in self._lines:
@@ -330,10 +321,9 @@ class Rollout:
         else:
             line, end, complete = self._line, len(self._line.tokens.ids), self._turn_complete()
         if not complete:
-            raise RefusedError(
+            raise _full(
                 "the model's last turn was cut off at a token limit or the context length: post "
-                "the reward",
-                "context_length_exceeded",
+                "the reward"
             )
         if end == len(line.tokens.ids):
             return line
@@ -351,41 +341,38 @@ class Rollout:
 
     def _asked_prompt(self, ask: Ask) -> list[int]:
         limit, chat = self._settings.max_context, self._settings.chat
-        prompt = self._encoded(ask, lambda: chat.prompt_ids(ask.messages, ask.tools), begins=True)
+        prompt = self._encoded(ask, "the prompt", lambda: chat.prompt_ids(ask.messages, ask.tools))
         if not prompt:
             raise RefusedError("the prompt has no tokens", "empty_prompt")
         if len(prompt) >= limit:
-            raise RefusedError(
+            raise _full(
                 f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in the "
-                f"context length, generator.max_context = {limit}",
-                "context_length_exceeded",
+                f"context length, generator.max_context = {limit}"
             )
         return prompt
 
     def _asked_ids(self, ask: Ask, line: Line, last_token: int) -> list[int]:
         """Return the tokens between the end of a turn of `line` and the turn that is asked for."""
-        chat = self._settings.chat
+        chat, opening = self._settings.chat, line.opening
         return self._encoded(
             ask,
-            lambda: chat.turn_ids(ask.messages, last_token, ask.calls, line.opening),
-            begins=False,
+            "a later turn",
+            lambda: chat.turn_ids(ask.messages, last_token, ask.calls, opening),
         )
 
-    def _encoded(self, ask: Ask, templated: Callable[[], list[int]], *, begins: bool) -> list[int]:
-        """Return the tokens of an ask; `begins` is whether a sequence begins with them."""
+    def _encoded(self, ask: Ask, what: str, templated: Callable[[], list[int]]) -> list[int]:
+        """Return the tokens of an ask; `what` it is, for errors of the chat template."""
         limit = self._settings.max_context
         if self._settings.chat.cannot_fit((ask.messages, ask.tools), limit):
-            raise RefusedError(
+            raise _full(
                 f"the request exceeds the context length, generator.max_context = {limit}, by its "
-                "characters",
-                "context_length_exceeded",
+                "characters"
             )
         try:
             return templated()
         except UsageError as error:
             raise SampleError(str(error)) from error
         except Exception as error:
-            what = "the prompt" if begins else "a later turn"
             raise SampleError(f"the chat template failed on {what}: {error}") from error
 
     def _end_turn(self, end: int, complete: bool) -> None:
@@ -431,3 +418,8 @@ class Rollout:
         search = self._stop_search()
         stopped = search is not None and search.end is not None
         return stopped or self._line.tokens.ids[-1] in self._settings.chat.stop_ids
+
+
+def _full(reason: str) -> RefusedError:
+    """Return the refusal of a full context: agents know it by "context length" in the reason."""
+    return RefusedError(reason, "context_length_exceeded")

@@ -32,7 +32,6 @@ from umbra.services.generator.engines.engine import Engine, EngineOutput
 from umbra.services.generator.rollout import Phase, Rollout, RolloutSettings
 
 MOST_LOSSES = 5  # agents of one sample, after which it fails: it may be what ends them
-_NEVER = sys.maxsize
 
 
 class RolloutRunner:
@@ -48,9 +47,7 @@ class RolloutRunner:
         settings: RolloutSettings,
         flush_tokens: int = 0,
     ) -> None:
-        self.engine = engine
-        self._pool = pool
-        self._settings = settings
+        self.engine, self._pool, self._settings = engine, pool, settings
         self._flush_tokens = flush_tokens
         self._rollouts: dict[str, Rollout] = {}
         self._grown: list[Rollout] = []  # that ended a turn with much that is not saved
@@ -105,8 +102,7 @@ class RolloutRunner:
 
     def take(self, outputs: Iterable[EngineOutput]) -> None:
         for output in outputs:
-            rollout = self._rollouts.get(output.request_id)
-            if rollout is not None:
+            if (rollout := self._rollouts.get(output.request_id)) is not None:
                 rollout.generated(output)
                 if self._is_due(rollout):
                     self._grown.append(rollout)
@@ -114,16 +110,13 @@ class RolloutRunner:
 
     def results(self) -> tuple[list[Trajectory], list[ReturnedSample]]:
         """Return finished samples, and failed or interrupted ones, since the last call."""
-        finished, self._finished = self._finished, []
-        returned, self._returned = self._returned, []
-        return finished, returned
+        results = self._finished, self._returned
+        self._finished, self._returned = [], []
+        return results
 
     def drop(self, leases: Iterable[tuple[str, int]]) -> None:
         """Forget these, whose leases were lost."""
-        named = dict.fromkeys(leases)  # two answers may name the same
-        matches = [(self._rollouts.get(sample_id), attempt) for sample_id, attempt in named]
-        lost = [r for r, attempt in matches if r is not None and r.task.attempt == attempt]
-        if lost:
+        if lost := self._leased(leases):
             self.engine.abort([rollout.task.sample_id for rollout in lost])
         for rollout in lost:
             self._forget(rollout)
@@ -134,18 +127,16 @@ class RolloutRunner:
         Call it after every `poll`, so that none grows much further unseen.
         """
         partials: list[Trajectory] = []
-        if not self._flush_tokens:
-            return partials
-        live, rollouts = self.engine.new_tokens(), self._rollouts
+        live, rollouts = self.engine.new_tokens() if self._flush_tokens else {}, self._rollouts
         due = [n for n, tokens in live.items() if n in rollouts and len(tokens) >= rollouts[n].due]
         for output in self.engine.peek(due) if due else ():
-            rollout = self._rollouts[output.request_id]
+            rollout = rollouts[output.request_id]
             rollout.saved = rollout.tokens + len(output.token_ids)
             rollout.due = len(output.token_ids) + self._flush_tokens
             partials.append(rollout.trajectory(output))
         # Turns that end as soon as they begin are never seen in the engine.
         for rollout in self._grown:
-            if self._rollouts.get(rollout.task.sample_id) is rollout and self._is_due(rollout):
+            if rollouts.get(rollout.task.sample_id) is rollout and self._is_due(rollout):
                 rollout.saved = rollout.tokens
                 rollout.due = self._flush_tokens
                 partials.append(rollout.trajectory())
@@ -158,8 +149,7 @@ class RolloutRunner:
         Samples whose environment has got a turn go on until it has answered the turn in flight:
         what it did for that turn would have to be done again elsewhere.
         """
-        wanted = set(leases)
-        hit = [rollout for rollout in self._rollouts.values() if rollout.lease in wanted]
+        hit = self._leased(leases)
         self._returned += self._hand_back([r for r in hit if r.movable], reason)
         for rollout in hit:
             rollout.leaving = reason  # those that were handed back are forgotten
@@ -167,6 +157,11 @@ class RolloutRunner:
     def drain(self, reason: str) -> list[ReturnedSample]:
         """Stop everything and hand back unfinished samples, with the tokens there are."""
         return self._hand_back(list(self._rollouts.values()), reason)
+
+    def _leased(self, leases: Iterable[tuple[str, int]]) -> list[Rollout]:
+        named = dict.fromkeys(leases)  # two answers may name the same
+        rollouts = map(self._rollouts.get, dict.fromkeys(sample_id for sample_id, _ in named))
+        return [rollout for rollout in rollouts if rollout is not None and rollout.lease in named]
 
     def _hand_back(self, rollouts: list[Rollout], reason: str) -> list[ReturnedSample]:
         for output in self.engine.abort([r.task.sample_id for r in rollouts]) if rollouts else ():
@@ -200,9 +195,8 @@ class RolloutRunner:
 
     def _generate(self, rollout: Rollout) -> None:
         self._has_stops = self._has_stops or bool(rollout.stops)
-        unsaved = rollout.tokens - rollout.saved
-        flushes = self._may_flush(rollout)
-        rollout.due = max(1, self._flush_tokens - unsaved) if flushes else _NEVER
+        left = self._flush_tokens - (rollout.tokens - rollout.saved)
+        rollout.due = max(1, left) if self._may_flush(rollout) else sys.maxsize
         try:
             self.engine.submit([rollout.request()])
         except ValueError as error:
@@ -221,8 +215,8 @@ class RolloutRunner:
         return self._flush_tokens > 0 and rollout.task.pinned_version < 0 and not rollout.branched
 
     def _is_due(self, rollout: Rollout) -> bool:
-        unsaved = rollout.tokens - rollout.saved
-        return self._may_flush(rollout) and unsaved >= self._flush_tokens
+        grown = rollout.tokens - rollout.saved >= self._flush_tokens
+        return grown and self._may_flush(rollout)
 
     def _collect(self) -> None:
         for outcome in self._pool.collect():
@@ -262,11 +256,9 @@ class RolloutRunner:
                 self._ask_for(rollout, opening.messages, tools=opening.tools)
             case Phase.STEP, StepResult(done=True) as result:
                 rollout.finish(result)
+            case Phase.STEP, StepResult(messages=[]):
+                raise SampleError("the environment is not done, but has no messages to go on from")
             case Phase.STEP, StepResult() as result:
-                if not result.messages:
-                    raise SampleError(
-                        "the environment is not done, but has no messages to go on from"
-                    )
                 rollout.credit(result)
                 calls, after = result.tool_calls, rollout.turns
                 self._ask_for(rollout, result.messages, calls=calls, after=after)

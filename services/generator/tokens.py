@@ -75,8 +75,7 @@ class ResponseTokens:
         """
         known = self.routing
         if known is not None and routing is not None and _kind(known) == _kind(routing):
-            added = routing.chosen[len(known.chosen) :]
-            routing = replace(known, chosen=known.chosen + added)
+            routing = replace(known, chosen=known.chosen + routing.chosen[len(known.chosen) :])
         self.routing = routing
 
     def copy(self) -> ResponseTokens:
@@ -85,11 +84,9 @@ class ResponseTokens:
 
     def first(self, count: int) -> ResponseTokens:
         """Return the first `count` of them, without routing."""
-        spans = [
-            replace(span, end=min(span.end, count)) for span in self.spans if span.start < count
-        ]
-        lists = self.ids[:count], self.mask[:count], self.logprobs[:count], spans
-        return ResponseTokens(*lists, supports=[self.support and self.support.part(0, count)])
+        lists = self.ids[:count], self.mask[:count], self.logprobs[:count]
+        support = self.support and self.support.part(0, count)
+        return ResponseTokens(*lists, _spans(self.spans, count), supports=[support])
 
     def turn_ends(self) -> list[int]:
         """Return where model turn, environment turn, model turn, ... end, in order."""
@@ -118,12 +115,14 @@ def shortened(output: EngineOutput, count: int, before: int) -> EngineOutput:
         output,
         token_ids=output.token_ids[:count],
         logprobs=output.logprobs[:count],
-        spans=[
-            replace(span, end=min(span.end, count)) for span in output.spans if span.start < count
-        ],
+        spans=_spans(output.spans, count),
         routing=routing,
         support=output.support and output.support.part(0, count),
     )
+
+
+def _spans(spans: list[VersionSpan], count: int) -> list[VersionSpan]:
+    return [replace(span, end=min(span.end, count)) for span in spans if span.start < count]
 
 
 def _kind(routing: Routing) -> tuple[int, int, int]:

@@ -436,13 +436,13 @@ def test_what_an_engine_samples_beyond_it_is_dropped(tokenizer: Any) -> None:
     rollout = Rollout(task, options)
     rollout.asked(Ask(lambda _: None, [{"role": "user", "content": "a"}]))
     rollout.generated(spoken(chat, "aab"))  # interrupted within the stop string
-    assert rollout.phase.value == "generate"
+    assert rollout.phase.name == "GENERATE"
     assert rollout.is_stopped(spoken(chat, ". and so on").token_ids)
     partial = rollout.trajectory(spoken(chat, ". and so on"))
     assert tokenizer.decode(unpack_int32(partial.response_ids)) == "aab."
     assert partial.spans[-1].end == 4
     rollout.generated(spoken(chat, ". and so on"))
-    assert rollout.phase.value == "step"
+    assert rollout.phase.name == "STEP"
     assert rollout.turn().parsed.text == "aa"
 
 
