@@ -33,15 +33,15 @@ class Activity:
     def __init__(self, metrics: MetricsFile, clock: Callable[[], float] = STEADY) -> None:
         self.clock = clock
         self._metrics = metrics
-        self._current: tuple[str, str] | None = None  # name and reason
-        self._start = self._end = clock()
+        self._reason: str | None = None  # of the current span: "" = decoding, None = there is none
+        self._start = self._end = 0.0
         self._cache = CacheFigures()  # at the end of the last turn
         self._decoded: Counter[str] = Counter()
         self._usage = 0.0
 
     def decoding(self, started: float, tokens: int, cache: CacheFigures) -> None:
         """Note that the engine sampled `tokens` since `started`; `cache` is its state now."""
-        self._extend(("decode", ""), started)
+        self._extend("", started)
         before, self._cache = self._cache, cache
         self._decoded.update(
             tokens=tokens,
@@ -52,28 +52,24 @@ class Activity:
 
     def idle(self, started: float, reason: str) -> None:
         """Note idleness since `started`, for want of `reason`."""
-        self._extend(("idle", reason), started)
+        self._extend(reason, started)
 
     def loaded(self, start: float, end: float, version: int) -> None:
         """Write the span in which `version` was loaded, within another one."""
         self._metrics.write("span", name="load_weights", start=start, end=end, version=version)
 
     def close(self) -> None:
-        if self._current is not None and self._end > self._start:
-            name, reason = self._current
+        if (reason := self._reason) is not None:
             decoded = {**self._decoded, "cache_usage": self._usage}
-            fields = {"reason": reason} if reason else decoded
+            name, fields = ("idle", {"reason": reason}) if reason else ("decode", decoded)
             self._metrics.write("span", name=name, start=self._start, end=self._end, **fields)
-        self._current, self._usage = None, 0.0
+        self._reason, self._usage = None, 0.0
         self._decoded.clear()
 
-    def _extend(self, kind: tuple[str, str], started: float) -> None:
-        if self._current is not None and (
-            self._current != kind or started - self._start >= _LONGEST_SPAN_S
-        ):
+    def _extend(self, reason: str, started: float) -> None:
+        if self._reason != reason or started - self._start >= _LONGEST_SPAN_S:
             self.close()
-        if self._current is None:
-            self._current, self._start = kind, started
+            self._reason, self._start = reason, started
         self._end = self.clock()
 
 
@@ -98,13 +94,10 @@ class StallWatch:
     ) -> None:
         self.limit_s = pace.base_s
         self.look_s = min(LONGEST_LOOK_S, self.limit_s / LOOKS)
-        self._engine = engine
-        self._pace = pace
-        self._clock = clock
+        self._engine, self._pace, self._clock = engine, pace, clock
         self._quiet_s = 0.0
         self._looked_at = clock()
-        self._doing = ""
-        self._live = 0
+        self._step = ("starting", 0)
 
     def moved(self, nbytes: int = 0) -> None:
         """Note a token, an idle engine, or `nbytes` of new weights that are to be loaded."""
@@ -112,7 +105,7 @@ class StallWatch:
 
     def waits(self, doing: str, live: int) -> None:
         """Note the next step, which may hang, with `live` requests in flight."""
-        self._doing, self._live = doing, live
+        self._step = doing, live
 
     def look(self) -> float:
         """Return the seconds without progress; call it every `look_s` seconds."""
@@ -122,10 +115,10 @@ class StallWatch:
         return self._quiet_s
 
     def describe(self) -> str:
+        doing, live = self._step
         return (
             f"the {self._engine} engine is stuck: no token for {self._quiet_s:.0f} s while it was "
-            f"{self._doing or 'starting'}, with {self._live} requests in flight "
-            f"({self.limit_s:g} s = 10 x buffer.stall_s)"
+            f"{doing}, with {live} requests in flight ({self.limit_s:g} s = 10 x buffer.stall_s)"
         )
 
 
@@ -140,7 +133,7 @@ def watching(watch: StallWatch, session: Session) -> Iterator[None]:
     def main() -> None:
         warned = False
         while not closing.wait(watch.look_s):
-            quiet_s, before = watch.look(), warned
+            quiet_s = watch.look()
             if quiet_s >= watch.limit_s:
                 sentence = watch.describe()
                 log.error("%s: this process ends; the stacks of its threads:", sentence)
@@ -148,9 +141,10 @@ def watching(watch: StallWatch, session: Session) -> Iterator[None]:
                     faulthandler.dump_traceback(all_threads=True, file=STDERR)
                 session.leave(f"failed: {sentence}")
                 end_process(EngineError(sentence))
-            warned = quiet_s >= watch.limit_s / 2
-            if warned and not before:
+            is_late = quiet_s >= watch.limit_s / 2
+            if is_late and not warned:
                 log.warning("%s; this generator ends unless a token comes", watch.describe())
+            warned = is_late
             arm()
 
     arm()  # the first call may be the one that holds the interpreter

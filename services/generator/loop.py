@@ -50,19 +50,14 @@ class GeneratorLoop:
         watch: StallWatch,
         activity: Activity,
     ) -> None:
-        self._session = session
-        self._receiver = receiver
-        self._buffer = buffer
-        self._engine = runner.engine
-        self._runner = runner
+        self._session, self._receiver, self._buffer = session, receiver, buffer
+        self._engine, self._runner = runner.engine, runner
+        self._watch, self._activity, self._clock = watch, activity, activity.clock
         self._drains = config.kv_policy == "drain"
         self._kv_policy: KvPolicy = "keep" if config.kv_policy == "drain" else config.kv_policy
         self._staged: StagedVersion | None = None  # to be loaded once all samples have ended
         self._prefetch = config.prefetch
         self._most = config.sessions or _MOST_ACTIVE * runner.engine.slots + config.prefetch
-        self._watch = watch
-        self._activity = activity
-        self._clock = activity.clock
         self._finished = self._failed = 0
         self._stats_at = self._clock()
         self._stats_tokens = 0
@@ -78,17 +73,15 @@ class GeneratorLoop:
         try:
             while not self._session.stopping.is_set():
                 self.turn()
-        except EngineError:
-            self._deliver_last()
-            raise
-        except UmbraError:
+        except UmbraError as error:
+            if isinstance(error, EngineError):
+                self._deliver_last()
             raise
         except Exception as error:
             self._deliver_last()
             raise EngineError(str(foreseen(error, "the generator"))) from error
-        if self._session.failure is not None:
-            return  # nobody is there to take anything back
-        self.drain(self._session.stop_reason or "stopped")
+        if self._session.failure is None:  # else nobody is there to take anything back
+            self.drain(self._session.stop_reason or "stopped")
 
     def turn(self) -> None:
         """Do one turn; wait a few milliseconds if there is nothing to do."""
@@ -161,7 +154,6 @@ class GeneratorLoop:
         end = self._clock()
         self._activity.loaded(start, end, loaded.version)
         self._session.emit("weights", version=loaded.version, commit_s=end - start)
-        log.debug("serving version %d after %.1f ms", loaded.version, 1e3 * (end - start))
         # Under policy "abort" they go on at once, as new requests that begin with their own tokens.
         self._runner.take(aborted)
 
@@ -200,12 +192,11 @@ class GeneratorLoop:
         self._buffer.give_back(back)
         self._finished += len(finished)
         for sample in back:
-            if not sample.failed:
-                continue
-            self._failed += 1
-            if self._failed <= _FAILURES_LOGGED:
-                log.warning("sample %s: %s", sample.sample_id, sample.reason)
-            self._session.emit("sample_failed", sample=sample.sample_id, reason=sample.reason)
+            if sample.failed:
+                self._failed += 1
+                if self._failed <= _FAILURES_LOGGED:
+                    log.warning("sample %s: %s", sample.sample_id, sample.reason)
+                self._session.emit("sample_failed", sample=sample.sample_id, reason=sample.reason)
 
     def _idle(self, started: float) -> None:
         if self._engine.version < 0:
@@ -220,21 +211,21 @@ class GeneratorLoop:
         self._activity.idle(started, reason)
 
     def _report(self) -> None:
-        now = self._clock()
+        engine, now = self._engine, self._clock()
         elapsed = now - self._stats_at
         if elapsed < _STATS_EVERY_S:
             return
-        tokens, cache = self._engine.decoded_tokens, self._engine.cache
+        tokens, cache = engine.decoded_tokens, engine.cache
         self._session.stats(
             decoded_per_s=(tokens - self._stats_tokens) / elapsed,
-            live=self._engine.live,
-            fits=self._engine.fits,
+            live=engine.live,
+            fits=engine.fits,
             cache_usage=cache.usage,
             prefix_asked_tokens=cache.asked_tokens,
             prefix_cached_tokens=cache.cached_tokens,
             preemptions=cache.preemptions,
             active=self._runner.active,
-            version=self._engine.version,
+            version=engine.version,
             finished=self._finished,
             failed=self._failed,
             refused=self._buffer.refused,

@@ -35,7 +35,6 @@ _SHORTEST, _LONGEST, _MEAN_EXTRA = 2, 16, 5.0
 _HEEDFUL = 0.25  # guesses of the poor player that fit the hints so far
 _SLOPPY = 0.88  # share of SORT examples with a mistake; some mistakes leave the answer right
 _TRIES = 4
-_GUESS_PROMPT = "guess"
 
 
 class BuiltInTask(NamedTuple):
@@ -56,19 +55,15 @@ def write_task(
     options: dict[str, Any] | None = None,
     environment: str = "",
 ) -> dict[str, int]:
-    """Write prompts.jsonl, heldout.jsonl and demos.jsonl of task `name` to `out`.
+    """Write so many rows to prompts.jsonl, heldout.jsonl and demos.jsonl of `out`; return how many.
 
     Args:
         name: a key of `TASKS`; "verifiers:ID", which has no demos; or "gym:NAME", whose demos are
             the dataset's own answers.
-        out: the folder.
-        seed, prompts, heldout, demos: of the draws, and rows of each file.
+        out, seed, prompts, heldout, demos: the folder; of the draws; rows of each file.
         python: the Python that has verifiers; "" = ours.
         options: of the library's environment or dataset.
         environment: what every prompt row names as its environment, if that is not "".
-
-    Returns:
-        Rows by file.
 
     Raises:
         UsageError: no such task, or one whose dataset has no answers for demos.
@@ -76,8 +71,7 @@ def write_task(
     if name.startswith(GYM):
         drawn = gym_rows(name.removeprefix(GYM), prompts + heldout + demos, seed, options or {})
         files = {"prompts.jsonl": drawn[:prompts], "heldout.jsonl": drawn[prompts:][:heldout]}
-        if demos:
-            last = drawn[prompts + heldout :]
+        if last := drawn[prompts + heldout :]:
             if not all(isinstance(row["answer"], str) for row in last):
                 raise UsageError(
                     f"{name} has questions without an answer of its own: leave out --demos"
@@ -85,32 +79,28 @@ def write_task(
             files["demos.jsonl"] = [_conversation([row["prompt"], row["answer"]]) for row in last]
     elif name.startswith(VERIFIERS):
         drawn = _library_rows(name, prompts + heldout, seed, python, options or {})
-        held = min(heldout, len(drawn) // _HELD_OUT_SHARE)
-        held = held if len(drawn) < prompts + heldout else heldout
-        first = len(drawn) - held
+        if len(drawn) < prompts + heldout:
+            heldout = min(heldout, len(drawn) // _HELD_OUT_SHARE)
+        first = len(drawn) - heldout
         files = {"prompts.jsonl": drawn[: min(prompts, first)], "heldout.jsonl": drawn[first:]}
-    else:
-        task = _built_in(name)
+    elif name in TASKS:
+        task = TASKS[name]
         files = {
             "prompts.jsonl": _draw(task.prompt, task, f"{name}/{seed}/prompts", prompts),
             "heldout.jsonl": _draw(task.prompt, task, f"{name}/{seed}/heldout", heldout, held=True),
             "demos.jsonl": _draw(task.demo, task, f"{name}/{seed}/demos", demos),
         }
+    else:
+        raise UsageError(
+            f"task {name!r} is unknown; use {', '.join(TASKS)}, {GYM}NAME for a dataset of "
+            f"reasoning-gym, or {VERIFIERS}ID for an environment or taskset of verifiers"
+        )
     out.mkdir(parents=True, exist_ok=True)
     for file, rows in files.items():
         if environment and file != "demos.jsonl":
             rows = [{"environment": environment, **row} for row in rows]
         (out / file).write_bytes(msgspec.json.Encoder().encode_lines(rows))
     return {file: len(rows) for file, rows in files.items()}
-
-
-def _built_in(name: str) -> BuiltInTask:
-    if name not in TASKS:
-        raise UsageError(
-            f"task {name!r} is unknown; use {', '.join(TASKS)}, {GYM}NAME for a dataset of "
-            f"reasoning-gym, or {VERIFIERS}ID for an environment or taskset of verifiers"
-        )
-    return TASKS[name]
 
 
 def _library_rows(
@@ -141,16 +131,16 @@ def _draw(
     *,
     held: bool = False,
 ) -> list[Row]:
+    """Return `count` rows; held-out prompts are an eighth of all of every length, for any seed."""
+
+    def is_held_out(row: Row) -> bool:
+        text = row["prompt"] if "prompt" in row else row["messages"][0]["content"]
+        return zlib.crc32(text.encode()) % 8 == 0
+
     source = random.Random(seed)
     rows = (make(source) for _ in itertools.count())
-    fitting = (row for row in rows if not task.distinct or _is_held_out(row) == held)
+    fitting = (row for row in rows if not task.distinct or is_held_out(row) == held)
     return list(itertools.islice(fitting, count))
-
-
-def _is_held_out(row: Row) -> bool:
-    """True for an eighth of all prompts of every length, the same for every seed."""
-    text = row["prompt"] if "prompt" in row else row["messages"][0]["content"]
-    return zlib.crc32(text.encode()) % 8 == 0
 
 
 def _digits(source: random.Random) -> list[int]:
@@ -164,35 +154,29 @@ def _sort_prompt(source: random.Random) -> Row:
 
 
 def _sort_demo(source: random.Random) -> Row:
+    """Return an answer that mostly has a mistake: the input, a swap, or another digit."""
     digits = _digits(source)
     answer = sorted(digits)
     if source.random() < _SLOPPY:
-        answer = _spoil(digits, answer, source)
+        kind = source.randrange(3)
+        at = source.randrange(len(answer) - 1) if kind else 0
+        if not kind:
+            answer = digits
+        elif kind == 1:
+            answer[at], answer[at + 1] = answer[at + 1], answer[at]
+        else:
+            answer[at] = source.randrange(10)
     return _conversation([_text(digits), _text(answer)])
 
 
-def _spoil(digits: list[int], answer: list[int], source: random.Random) -> list[int]:
-    """Make one mistake: copy the input, swap two neighbours, or change a digit."""
-    if not (kind := source.randrange(3)):
-        return digits
-    spoiled = list(answer)
-    at = source.randrange(len(spoiled) - 1)
-    if kind == 1:
-        spoiled[at], spoiled[at + 1] = spoiled[at + 1], spoiled[at]
-    else:
-        spoiled[at] = source.randrange(10)
-    return spoiled
-
-
 def _guess_prompt(source: random.Random) -> Row:
-    return {"prompt": _GUESS_PROMPT, "answer": str(source.randrange(10))}
+    return {"prompt": "guess", "answer": str(source.randrange(10))}
 
 
 def _guess_demo(source: random.Random) -> Row:
     """Return guesses that mostly ignore the hints."""
-    secret = source.randrange(10)
-    low, high = 0, 9
-    turns = [_GUESS_PROMPT]
+    secret, low, high = source.randrange(10), 0, 9
+    turns = ["guess"]
     for _ in range(_TRIES):
         heeds = source.random() < _HEEDFUL
         guess = source.randint(low, high) if heeds else source.randrange(10)
@@ -213,7 +197,7 @@ def _text(digits: list[int]) -> str:
     return "".join(map(str, digits))
 
 
-TASKS: dict[str, BuiltInTask] = {
+TASKS = {
     "sort": BuiltInTask(_sort_prompt, _sort_demo, distinct=True),
     "guess": BuiltInTask(_guess_prompt, _guess_demo, distinct=False),
 }
