@@ -106,28 +106,17 @@ class EnvironmentConfig(Section):
 
     def environment_faults(self, serve: str, max_context: int) -> Iterator[str]:
         """Yield settings that fail, or have no effect, with these two keys of the generators."""
-        where = self.where
-        if self.kind == "agent" and not self.agent and not serve:
+        where, kind, programs = self.where, self.kind, " or ".join(("agent", *LIBRARIES))
+        if kind == "agent" and not self.agent and not serve:
+            yield f"{where}.kind = agent has no agent: set {where}.agent, or generator.serve"
+        if self.reward_scope == "group" and kind != "reward":
+            why = ", whose objects are in several processes" if kind == "trl" else ""
             yield (
-                f"{where}.kind = agent has no agent: set {where}.agent to module:function, or "
-                "generator.serve to the HOST:PORT that agents come to"
-            )
-        if self.reward_scope == "group" and self.kind == "trl":
-            yield (
-                f"{where}.reward_scope = group does not go with kind trl: its functions need the "
-                "environment objects, each of which is in the process that played the sample: "
-                f"remove it, or set {where}.kind to reward"
-            )
-        elif self.reward_scope == "group" and self.kind != "reward":
-            yield (
-                f"{where}.reward_scope = group has no effect: set {where}.kind to reward, whose "
-                "functions may take a group, or remove it"
+                f"{where}.reward_scope = group has no effect with kind {kind}{why}: set "
+                f"{where}.kind to reward, whose functions may take a group, or remove it"
             )
         if not self.workers and not self.asks:
-            yield (
-                f"{where}.workers = 0 is for programs that ask for turns, which `umbra run-agents` "
-                f"runs: set it to 1 or more, or {where}.kind to agent, {', '.join(LIBRARIES)}"
-            )
+            yield f"{where}.workers = 0 needs {where}.kind = {programs}: set it to 1 or more"
         if not self.workers and not serve:
             yield (
                 f"{where}.workers = 0 leaves the programs to `umbra run-agents`: set "
@@ -138,30 +127,22 @@ class EnvironmentConfig(Section):
             ("id", self.id, LIBRARIES),
             ("reward", self.reward, _REWARDED),
         ):
-            if value and self.kind not in kinds:
+            if value and kind not in kinds:
                 yield (
                     f"{where}.{name} = {value} has no effect: set {where}.kind to "
                     f"{' or '.join(kinds)}, or remove it"
                 )
-        if self.kind in LIBRARIES and not self.id:
-            yield f"{where}.kind = {self.kind} needs {where}.id"
-        if self.kind == "verifiers" and self.max_turns:
+        if kind in LIBRARIES and not self.id:
+            yield f"{where}.kind = {kind} needs {where}.id"
+        if kind == "verifiers" and self.max_turns:
+            yield f"{where}.max_turns is not for verifiers: use the one in {where}.options"
+        if self.branches == "train" and not self.asks:
+            yield f"{where}.branches = train needs {where}.kind = {programs}: remove it"
+        most = TOKENS // self.max_branches
+        if self.branches == "train" and max_context > most:
             yield (
-                f"{where}.max_turns would cut rollouts that verifiers leads: give the environment "
-                f"its own argument for that, in {where}.options"
-            )
-        if self.branches != "train":
-            return
-        if not self.asks:
-            yield (
-                f"{where}.branches = train is for programs that ask the model themselves: set "
-                f"{where}.kind to {' or '.join(('agent', *LIBRARIES))}, or remove it"
-            )
-        if self.max_branches * max_context > TOKENS:
-            yield (
-                f"{self.max_branches} branches of generator.max_context = {max_context} tokens are "
-                f"more than the {TOKENS} of a sample that one message holds: lower max_context to "
-                f"{TOKENS // self.max_branches}"
+                f"{self.max_branches} branches of generator.max_context = {max_context} are more "
+                f"than the {TOKENS} tokens of a sample: lower max_context to {most}"
             )
 
 
@@ -267,10 +248,11 @@ class GeneratorConfig(Section):
                 )
 
     def faults(self) -> Iterator[str]:
-        if 0 < self.sessions < self.slots:
+        sessions, slots = self.sessions, self.slots
+        if 0 < sessions < slots:
             yield (
-                f"generator.sessions = {self.sessions} leaves some of generator.slots = "
-                f"{self.slots} empty: raise it, or set it to 0"
+                f"generator.sessions = {sessions} leaves some of generator.slots = {slots} empty: "
+                "raise it, or set it to 0"
             )
         if (self.engine == "vllm-http") != bool(self.urls):
             yield (
@@ -283,10 +265,7 @@ class GeneratorConfig(Section):
                 "of another host, where you start one"
             )
         if self.urls and self.count > 1:
-            yield (
-                f"generator.count = {self.count}: one generator has all of generator.urls, since "
-                "each server gets its weights from one: set it to 1"
-            )
+            yield f"generator.count = {self.count}, but one has all of generator.urls: set it to 1"
         for url in self.urls:
             try:
                 parts = urlsplit(url)
@@ -295,9 +274,9 @@ class GeneratorConfig(Section):
                 local = False
             if not url.startswith("unix:/") and not (url.startswith("http://") and local):
                 yield (
-                    f"generator.urls: {url} is not of this host: whoever reaches a server can "
-                    "replace its weights, which no key of vLLM covers: use "
-                    "http://127.0.0.1:PORT or unix:/PATH, and a generator on each host with servers"
+                    f"generator.urls: {url} is not of this host, and no key of vLLM keeps others "
+                    "from replacing weights: use http://127.0.0.1:PORT or unix:/PATH, and a "
+                    "generator on each host with servers"
                 )
 
 

@@ -239,8 +239,7 @@ class ObjectiveKeys(Section):
         if pieces.anchor == "behaviour" and pieces.correction != "none":
             yield (
                 f"trainer.correction = {pieces.correction} corrects for the behaviour policy a "
-                "second time, which is in the ratio already: set trainer.anchor to proximal, or "
-                "the correction to none"
+                "second time: set trainer.anchor to proximal, or the correction to none"
             )
         if self.score_centering and pieces.ratio_level == "sequence":
             yield (
@@ -250,8 +249,7 @@ class ObjectiveKeys(Section):
         elif self.score_centering and pieces.weighs_exactly:
             yield (
                 f"trainer.score_centering does nothing with objective {objective}, whose weight "
-                "pi / mu leaves no drift: set it to 0, or choose one that bounds or omits it, as "
-                "tis, icepop, cispo or naive"
+                "pi / mu leaves no drift: set it to 0, or choose tis, icepop, cispo or naive"
             )
         for applies, low, high in (
             (pieces.correction != "none" and pieces.is_cap, "is_floor", "is_cap"),
@@ -262,19 +260,15 @@ class ObjectiveKeys(Section):
                 yield f"trainer.{low} = {least:g} must be less than trainer.{high} = {most:g}"
         if pieces.mask == "m2po" and pieces.proximal == "interpolate":
             yield (
-                "trainer.mask = m2po looks at the whole batch before it is trained on, where "
-                "nothing can be interpolated yet: set trainer.proximal to recompute or stage"
+                "trainer.mask = m2po looks at the whole batch before any of it is trained on: set "
+                "trainer.proximal to recompute or stage"
             )
-        if pieces.dual_clip and pieces.dual_clip <= 1 + pieces.clip_high:
-            yield (
-                f"trainer.dual_clip = {pieces.dual_clip:g} must be more than 1 + clip_high = "
-                f"{1 + pieces.clip_high:g}"
-            )
+        most = 1 + pieces.clip_high
+        if pieces.dual_clip and pieces.dual_clip <= most:
+            key_ = f"trainer.dual_clip = {pieces.dual_clip:g}"
+            yield f"{key_} must be more than 1 + clip_high = {most:g}"
         if pieces.advantage == "teacher" and not (pieces.kl_coef and pieces.kl_in == "reward"):
-            yield (
-                "trainer.advantage = teacher takes the KL to a teacher for the reward: set "
-                "trainer.objective = opd, and trainer.kl_coef above 0"
-            )
+            yield "trainer.advantage = teacher needs trainer.objective = opd and kl_coef above 0"
         if not pieces.kl_coef or pieces.kl_in == "loss":
             return
         if pieces.kl_to == "behaviour":

@@ -116,17 +116,11 @@ def _run_faults(config: RunConfig) -> Iterator[str]:
 def objective_faults(config: RunConfig) -> Iterator[str]:
     pieces, stages = config.trainer.pieces, config.buffer.stages
     if not pieces.needs_critic and config.critic != CriticConfig():
-        yield (
-            f"[critic] is for trainer.advantage = gae, and it is {pieces.advantage}: set "
-            "trainer.objective = ppo_critic, or leave [critic] out"
-        )
+        yield "[critic] is for trainer.advantage = gae: drop it, or set objective to ppo_critic"
     if pieces.advantage == "rloo" and config.buffer.group_size < 2:
         yield "trainer.advantage = rloo compares samples: set buffer.group_size to 2 or more"
     if pieces.advantage == "teacher" and config.buffer.dynamic_sampling:
-        yield (
-            "buffer.dynamic_sampling chooses groups by their rewards, which trainer.objective = "
-            "opd does not read: set it to false"
-        )
+        yield "buffer.dynamic_sampling goes by rewards, which opd does not read: set it to false"
     names = {one.name for one in config.environments}
     if isinstance(config.scorer.model, dict) and config.scorer.model.keys() != names:
         yield (
@@ -134,22 +128,14 @@ def objective_faults(config: RunConfig) -> Iterator[str]:
             f"{', '.join(sorted(names)) or 'none'}: name these, or one model for all"
         )
     if pieces.kl_coef and pieces.kl_to == "reference" and "ref_logp" not in stages:
-        yield (
-            f"trainer.kl_coef = {pieces.kl_coef:g} needs logprobs of the reference model: add "
-            "ref_logp to buffer.stages"
-        )
+        yield f"trainer.kl_coef = {pieces.kl_coef:g} needs ref_logp in buffer.stages: add it"
     if pieces.uses_proximal and pieces.proximal == "stage" and "logp" not in stages:
-        yield (
-            "trainer.proximal = stage needs the logprobs of that stage: add logp to buffer.stages, "
-            "or set trainer.proximal to recompute"
-        )
+        yield "trainer.proximal = stage needs logp in buffer.stages: add it, or set it to recompute"
     for one in config.all_environments:
         limit = config.sampling_for(one).max_tokens
-        if pieces.overlong_buffer > limit:
-            yield (
-                f"trainer.overlong_buffer = {pieces.overlong_buffer} is more than the longest "
-                f"response ({one.sampling_key('max_tokens')} = {limit})"
-            )
+        if (buffer := pieces.overlong_buffer) > limit:
+            most = f"{one.sampling_key('max_tokens')} = {limit}"
+            yield f"trainer.overlong_buffer = {buffer} is more than {most}: lower it"
 
 
 def _support_faults(config: RunConfig) -> Iterator[str]:
@@ -184,8 +170,7 @@ def lone_groups(config: RunConfig) -> str:
         return ""
     return (
         f"buffer.group_size = 1 leaves trainer.advantage = {advantage} nothing to compare a sample "
-        "with, so that its advantage is its reward: set buffer.group_size to 2 or more, or "
-        "trainer.advantage to reinforce_pp"
+        "with: set buffer.group_size to 2 or more, or trainer.advantage to reinforce_pp"
     )
 
 
@@ -205,10 +190,8 @@ def _environment_faults(config: RunConfig) -> Iterator[str]:
         )
     advertised = config.generator.serve_advertise
     if asking > 1 and advertised.rpartition(":")[2].isdigit():
-        yield (
-            f"generator.serve_advertise = {advertised} names one port, and each environment with "
-            "agents is served at its own: leave the port out"
-        )
+        key = f"generator.serve_advertise = {advertised}"
+        yield f"{key} has a port, and each environment with agents its own: leave it out"
     for one in config.all_environments:
         yield from one.environment_faults(serve, config.generator.max_context)
     if groups := config.rewarded_by_groups:
@@ -216,10 +199,7 @@ def _environment_faults(config: RunConfig) -> Iterator[str]:
     elif "reward" not in config.buffer.stages:
         return
     elif config.environments:
-        yield (
-            "buffer.stages has reward, but none of [[environments]] has reward_scope = group: "
-            "remove the stage, or set it"
-        )
+        yield "buffer.stages has reward: set reward_scope = group in [[environments]], or remove it"
     elif config.environment.kind not in ("exact", "reward"):
         yield (
             f"buffer.stages has reward, but environment.kind = {config.environment.kind} rewards "
@@ -232,21 +212,14 @@ def _group_faults(config: RunConfig, environment: EnvironmentConfig) -> Iterator
     if "reward" not in buffer.stages:
         yield f'{scope} is done by scorers: put "reward" into buffer.stages'
     if not 2 <= buffer.group_size <= SUBMITTED:
-        yield (
-            f"{scope} compares the samples of a group: buffer.group_size = {buffer.group_size} "
-            f"must be from 2 to {SUBMITTED}"
-        )
+        size = buffer.group_size
+        yield f"{scope} compares samples: buffer.group_size = {size} must be from 2 to {SUBMITTED}"
     if buffer.straggler_s:
-        yield (
-            f"{scope} waits for all samples of a group, but buffer.straggler_s = "
-            f"{buffer.straggler_s:g} goes on without some: set it to 0"
-        )
+        yield f"{scope} waits for all samples of a group: set buffer.straggler_s to 0"
     samples = config.eval.samples_per_prompt
     if config.eval.prompts and not 2 <= samples <= SUBMITTED:
-        yield (
-            f"{scope} compares the samples of a prompt in evaluations too: "
-            f"eval.samples_per_prompt = {samples} must be from 2 to {SUBMITTED}"
-        )
+        key = f"eval.samples_per_prompt = {samples}"
+        yield f"{scope} compares samples: {key} must be from 2 to {SUBMITTED}"
 
 
 # -- samples with branches -------------------------------------------------------------------------

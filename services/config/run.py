@@ -192,28 +192,21 @@ class BufferConfig(Section):
         return min(1.0, self.dead_after_s / 15)
 
     def faults(self) -> Iterator[str]:
-        size = self.group_size
+        size, least = self.group_size, self.min_survivors
         if self.dynamic_sampling and size == 1:
-            yield (
-                "buffer.dynamic_sampling replaces every group of one sample, so no batch is ever "
-                "full: set buffer.group_size to 2 or more"
-            )
-        if self.straggler_s and self.min_survivors > size:
-            yield (
-                f"buffer.straggler_s = {self.straggler_s:g} is for groups of {self.min_survivors} "
-                f"samples and more, and buffer.group_size = {size}: set straggler_s to 0"
-            )
+            yield "buffer.dynamic_sampling replaces groups of one: set buffer.group_size to 2, say"
+        if self.straggler_s and least > size:
+            yield f"buffer.straggler_s needs buffer.group_size >= {least}: set straggler_s to 0"
         bound = self.max_staleness if self.run_ahead else 0
         if self.on_batch == "interrupt" and bound == 0:
             yield (
-                "buffer.on_batch = interrupt cannot continue a partial that is strictly on-policy: "
-                "set buffer.run_ahead and buffer.max_staleness to 1 or more, or buffer.on_batch to "
-                "continue"
+                "buffer.on_batch = interrupt continues partials with newer weights: set "
+                "buffer.run_ahead and max_staleness to 1 or more, or buffer.on_batch to continue"
             )
         if self.stale_policy == "wait" and self.oversample:
             yield (
-                "buffer.stale_policy = wait waits for the spare groups of buffer.oversample as "
-                "well: set buffer.oversample to 0, or buffer.stale_policy to drop"
+                "buffer.stale_policy = wait waits for the groups of buffer.oversample too: set "
+                "buffer.oversample to 0, or stale_policy to drop"
             )
         for stage in sorted(set(self.stages)):
             if self.stages.count(stage) > 1:

@@ -101,69 +101,41 @@ class TrainerConfig(ObjectiveKeys):
         yield from self.rank_faults()
         yield from self.device_faults("cpu" if self.device == "cpu" else "cuda")
         if self.sequence_parallel > 1 and self.router_aux_loss_coef:
-            yield (
-                "trainer.router_aux_loss_coef balances the experts over whole rows, of which ranks "
-                "have only parts with trainer.sequence_parallel: use one of them"
-            )
+            yield "trainer.router_aux_loss_coef needs whole rows: set sequence_parallel to 1"
         for name in ("sequence_parallel", "expert_parallel"):
             if self.compile and getattr(self, name) > 1:
                 yield f"trainer.compile cannot compile trainer.{name}'s exchanges: use one of them"
         if self.expert_parallel > 1 and self.lora_rank and not self.lora_targets:
-            yield (
-                "trainer.expert_parallel does not divide adapters of experts, which an empty "
-                "trainer.lora_targets means too: name other layers there, as q_proj and v_proj"
-            )
+            yield "trainer.expert_parallel divides no adapters of experts: set trainer.lora_targets"
         if self.lora_publish == "adapter" and not self.lora_rank:
-            yield (
-                "trainer.lora_publish = adapter has no adapter to publish: set trainer.lora_rank, "
-                "or leave it at merged"
-            )
+            yield "trainer.lora_publish = adapter has none to publish: set trainer.lora_rank"
 
     def device_faults(self, kind: str) -> Iterator[str]:
         """Yield settings that a device of that `kind` cannot serve."""
         precision, recomputes = self.precision_on(kind), self.recomputes_on(kind)
         if self.weights == "bf16" and precision != "bf16":
-            yield (
-                f"trainer.weights = bf16 needs trainer.precision = bf16, which is {precision}: "
-                "change one of them"
-            )
+            yield f"trainer.weights = bf16 needs trainer.precision = bf16, which is {precision}"
         if self.offload in ("activations", "all") and not recomputes:
-            yield (
-                f"trainer.offload = {self.offload} moves what recomputed layers keep: set "
-                "trainer.activation_checkpointing = true"
-            )
+            yield f"trainer.offload = {self.offload} needs trainer.activation_checkpointing = true"
         if self.compile and recomputes == "selective":
-            yield (
-                "trainer.activation_checkpointing = selective chooses among operations that "
-                "trainer.compile fuses: set it to true, or trainer.compile to false"
-            )
+            yield "trainer.compile needs trainer.activation_checkpointing = true, not selective"
 
     def rank_faults(self) -> Iterator[str]:
         """Yield settings that contradict the number of `ranks`."""
         ranks, nodes = self.ranks, self.nodes
         if ranks % nodes:
-            yield (
-                f"trainer.nodes = {nodes} does not divide trainer.ranks = {ranks}, the ranks of "
-                "all hosts: set trainer.ranks to a multiple of it"
-            )
+            yield f"trainer.nodes = {nodes} does not divide trainer.ranks = {ranks}: change one"
         for name in ("sequence_parallel", "expert_parallel"):
             size = getattr(self, name)
             if ranks % size:
-                yield (
-                    f"trainer.{name} = {size} does not divide trainer.ranks = {ranks}: set "
-                    "trainer.ranks to a multiple of it"
-                )
+                yield f"trainer.{name} = {size} does not divide trainer.ranks = {ranks}: change one"
             elif not ranks % nodes and (ranks // nodes) % size:
                 yield (
                     f"trainer.{name} = {size} does not divide the {ranks // nodes} ranks of each "
-                    "host (trainer.ranks / trainer.nodes), and ranks that share rows or divide "
-                    "experts have to be on one: change one of them"
+                    "host (trainer.ranks / trainer.nodes): change one of them"
                 )
         if self.rendezvous and nodes == 1:
-            yield (
-                f"trainer.rendezvous = {self.rendezvous} has no effect with one host: set "
-                "trainer.nodes, or remove it"
-            )
+            yield f"trainer.rendezvous = {self.rendezvous} has no effect: set trainer.nodes above 1"
 
 
 class CriticConfig(Section):
@@ -206,13 +178,11 @@ class EvalConfig(Section):
     timeout_s: ClassVar[float] = 1800.0  # until an evaluation ends unfinished
 
     def faults(self) -> Iterator[str]:
+        samples, each = self.samples, self.samples_per_prompt
         if self.every and not self.prompts:
             yield "eval.every needs eval.prompts: name a file of held-out prompts"
-        if self.prompts and self.samples % self.samples_per_prompt:
-            yield (
-                f"eval.samples = {self.samples} is no multiple of eval.samples_per_prompt = "
-                f"{self.samples_per_prompt}: change one of them"
-            )
+        if self.prompts and samples % each:
+            yield f"eval.samples = {samples} is no multiple of eval.samples_per_prompt = {each}"
 
 
 def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:

@@ -112,7 +112,7 @@ def test_implied_staleness(
         ),
         (
             RunConfig(trainer=TrainerConfig(ranks=4, rendezvous="10.0.0.1:29500")),
-            "trainer.rendezvous = 10.0.0.1:29500 has no effect with one host",
+            "trainer.rendezvous = 10.0.0.1:29500 has no effect: set trainer.nodes",
         ),
         (
             RunConfig(trainer=TrainerConfig(ranks=4, sequence_parallel=2, compile=True)),
@@ -122,7 +122,7 @@ def test_implied_staleness(
             RunConfig(
                 trainer=TrainerConfig(ranks=4, sequence_parallel=2, router_aux_loss_coef=0.1)
             ),
-            "trainer.router_aux_loss_coef balances",
+            "trainer.router_aux_loss_coef needs whole rows",
         ),
         (
             RunConfig(trainer=TrainerConfig(ranks=4, expert_parallel=3)),
@@ -134,7 +134,7 @@ def test_implied_staleness(
         ),
         (
             RunConfig(trainer=TrainerConfig(ranks=4, expert_parallel=2, lora_rank=8)),
-            "does not divide adapters of experts, which an empty trainer.lora_targets",
+            "divides no adapters of experts: set trainer.lora_targets",
         ),
         (RunConfig(trainer=TrainerConfig(profile_steps=[3, 900])), "has step 900, but run.steps"),
     ],
@@ -197,7 +197,10 @@ def test_what_has_no_one_translation_is_explained(text: str, said: str, tmp_path
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"environment": {"workers": 0}}, "is for programs that ask for turns"),
+        (
+            {"environment": {"workers": 0}},
+            "workers = 0 needs environment.kind = agent or verifiers",
+        ),
         (
             {"environment": {"kind": "agent", "agent": "m:f", "workers": 0}},
             "workers = 0 leaves the programs to `umbra run-agents`: set generator.serve",
@@ -225,7 +228,7 @@ def test_agents_may_have_branches() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (BRANCHES, "is for programs that ask the model themselves"),
+        (BRANCHES, "branches = train needs environment.kind = agent or"),
         (
             (*AGENT, *BRANCHES, "generator.max_context=131072"),
             "lower max_context to 65536",
@@ -267,10 +270,10 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        (["kl_coef=0.1"], "trainer.kl_coef = 0.1 needs logprobs of the reference model: add ref_"),
+        (["kl_coef=0.1"], "trainer.kl_coef = 0.1 needs ref_logp in buffer.stages: add it"),
         (
             ["objective=decoupled", "proximal=stage"],
-            "trainer.proximal = stage needs the logprobs of that stage: add logp to buffer.stages",
+            "trainer.proximal = stage needs logp in buffer.stages: add it",
         ),
         (
             ["objective=m2po", "proximal=interpolate"],
@@ -284,7 +287,7 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         (["dual_clip=1.1"], "trainer.dual_clip = 1.1 must be more than 1 + clip_high = 1.2"),
         (
             ["overlong_buffer=300"],
-            "overlong_buffer = 300 is more than the longest response (sampling.max_tokens = 256",
+            "overlong_buffer = 300 is more than sampling.max_tokens = 256: lower it",
         ),
         (
             [
@@ -304,15 +307,15 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
             ["objective=ppo", "proximal=stage"],
             "trainer.proximal does nothing with objective ppo: it needs anchor",
         ),
-        (["objective=opd"], "trainer.kl_coef = 1 needs logprobs of the reference model: add ref_"),
+        (["objective=opd"], "trainer.kl_coef = 1 needs ref_logp in buffer.stages: add it"),
         (
             ["objective=opd", "kl_coef=0"],
-            "set trainer.objective = opd, and trainer.kl_coef above 0",
+            "needs trainer.objective = opd and kl_coef above 0",
         ),
-        (["advantage=teacher"], "set trainer.objective = opd"),
+        (["advantage=teacher"], "needs trainer.objective = opd"),
         (
             ["objective=opd", "buffer.dynamic_sampling=true", 'buffer.stages=["ref_logp"]'],
-            "buffer.dynamic_sampling chooses groups by their rewards",
+            "buffer.dynamic_sampling goes by rewards",
         ),
         (["scorer.model={ math = 'a' }"], "which are none: name these, or one model for all"),
         (["objective=gspo", "score_centering=8"], "centers the scores of tokens"),

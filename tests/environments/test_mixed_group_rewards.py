@@ -157,16 +157,19 @@ def test_generators_leave_the_rewards_of_groups_to_scorers() -> None:
     ("run", "to_change"),
     [
         (mixed(stages=()), 'environments.ranked.reward_scope = group .* put "reward" into buffer'),
-        (mixed(ALONE), r"none of \[\[environments\]\] has reward_scope = group: remove the stage"),
+        (
+            mixed(ALONE),
+            r"stages has reward: set reward_scope = group in \[\[environments\]\], or remove",
+        ),
         (mixed(group_size=1), "environments.ranked.* buffer.group_size = 1 must be from 2 to 512"),
-        (mixed(straggler_s=5.0), "buffer.straggler_s = 5 .* set it to 0"),
+        (mixed(straggler_s=5.0), "waits for all samples of a group: set buffer.straggler_s to 0"),
         (
             mixed(NamedEnvironment(name="one", kind="exact", reward_scope="group")),
-            "environments.one.reward_scope = group has no effect: set environments.one.kind to rew",
+            "reward_scope = group has no effect with kind exact: set environments.one.kind to",
         ),
         (
             mixed(NamedEnvironment(name="one", kind="trl", id="m:C", reward_scope="group")),
-            "environments.one.reward_scope = group does not go with kind trl.* remove it, or set "
+            "reward_scope = group has no effect with kind trl, whose objects.* set "
             "environments.one.kind to reward",
         ),
     ],

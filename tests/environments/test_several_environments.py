@@ -92,18 +92,18 @@ def test_a_run_file_that_is_wrong_about_them_is_refused(
     ("extra", "says"),
     [
         ("[environment]\nkind = 'numeric'", "are both set"),
-        ("[buffer]\nstages = ['reward']", "has reward_scope = group: remove the stage"),
+        ("[buffer]\nstages = ['reward']", "stages has reward: set reward_scope = group in"),
         ("[[environments]]\nname = 'x'\nkind = 'trl'", "environments.x.kind = trl needs"),
         ("[[environments]]\nname = 'x'\nid = 'm:C'", "environments.x.id = m:C has no effect"),
         (
             "[[environments]]\nname = 'x'\nkind = 'verifiers'\nid = 'y'\nmax_turns = 2",
-            "environments.x.max_turns would cut",
+            "environments.x.max_turns is not for verifiers",
         ),
         (
             "[[environments]]\nname = 'x'\nkind = 'verifiers'\nid = 'y'\n"
             "[[environments]]\nname = 'z'\nkind = 'verifiers'\nid = 'y'\n"
             "[generator]\nserve_advertise = 'proxy:80'",
-            "proxy:80 names one port",
+            "proxy:80 has a port",
         ),
     ],
 )

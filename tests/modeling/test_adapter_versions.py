@@ -154,6 +154,6 @@ def test_a_generator_with_another_base_or_adapter_is_refused(
 
 
 def test_without_an_adapter_there_is_none_to_publish(directory: Path) -> None:
-    with pytest.raises(UsageError, match=r"lora_publish = adapter has no adapter to publish"):
+    with pytest.raises(UsageError, match=r"lora_publish = adapter has none to publish"):
         check_feasible(config_of(directory, "trainer.lora_rank=0"))
     check_feasible(config_of(directory))

@@ -107,7 +107,7 @@ def test_steps_too_small_for_bf16_add_up(
     ("keys", "told"),
     [
         ({"weights": "bf16"}, "trainer.weights = bf16 needs trainer.precision = bf16"),
-        ({"offload": "all"}, "set trainer.activation_checkpointing = true"),
+        ({"offload": "all"}, "needs trainer.activation_checkpointing = true"),
     ],
 )
 def test_what_auto_turns_into_is_refused_too(
