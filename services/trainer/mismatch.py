@@ -16,21 +16,21 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from umbra.proto.errors import MismatchError
 from umbra.services.config import RunConfig
 from umbra.services.modeling.sharded import local
 from umbra.services.trainer.batch import TrainBatch
-from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import reshard
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.objectives.terms import k3
 
 CAP = 1.0  # of a token's k3; a log-probability that is not finite counts as much
 MIN_TOKENS = 64  # of a generator, until it is judged
@@ -61,9 +61,15 @@ class Compared:
     @property
     def mismatch(self) -> float:
         """Average min(k3, CAP) over all tokens but the worst."""
-        if self.tokens < 2:
-            return 0.0
-        return max(0.0, self.total - min(self.worst, CAP)) / (self.tokens - 1)
+        return max(0.0, self.total - min(self.worst, CAP)) / max(1, self.tokens - 1)
+
+
+@dataclass
+class _Known:
+    since: int  # the step at which it was judged, or seen for the first time
+    judged: bool = False
+    told: bool = False  # that it is not judged
+    found: Compared = field(default_factory=Compared)  # too few tokens so far
 
 
 class Verdicts:
@@ -72,41 +78,35 @@ class Verdicts:
     def __init__(self, bound: float, every: int) -> None:
         self._bound = bound
         self._every = every
-        self._open: dict[str, Compared] = {}  # too few tokens so far
-        self._since: dict[str, int] = {}  # when it was judged, or seen for the first time
-        self._judged: set[str] = set()
-        self._told: set[str] = set()
+        self._known: dict[str, _Known] = {}
 
     def due(self, generator: str, step: int) -> bool:
         """True if tokens of `generator`, which is in the batch of `step`, have to be found."""
-        since = self._since.setdefault(generator, step)
-        return bool(self._every) and (generator not in self._judged or step - since >= self._every)
+        known = self._known.setdefault(generator, _Known(step))
+        return bool(self._every) and (not known.judged or step - known.since >= self._every)
 
     def add(
         self, compared: dict[str, Compared], step: int
     ) -> tuple[float | None, dict[str, Compared]]:
         """Return the largest figure of those that can be judged now, and who is above the bound."""
-        largest: float | None = None
-        above: dict[str, Compared] = {}
+        judged: dict[str, Compared] = {}
         for name, result in compared.items():
-            known = self._open.pop(name, Compared()) + result
-            if known.tokens < MIN_TOKENS:
-                self._open[name] = known
-                continue
-            self._since[name] = step
-            self._judged.add(name)
-            self._told.discard(name)
-            largest = max(largest or 0.0, known.mismatch)
-            if known.mismatch > self._bound:
-                above[name] = known
-        return largest, above
+            known = self._known.setdefault(name, _Known(step))
+            known.found += result
+            if known.found.tokens >= MIN_TOKENS:
+                judged[name] = known.found
+                self._known[name] = _Known(step, judged=True)
+        above = {name: found for name, found in judged.items() if found.mismatch > self._bound}
+        return max((found.mismatch for found in judged.values()), default=None), above
 
-    def unknown(self, generators: list[str], step: int) -> list[str]:
+    def unknown(self, generators: Sequence[str], step: int) -> list[str]:
         """Return generators not judged for three times `every` steps; each of them only once."""
-        limit = 3 * max(self._every, 1)
-        overdue = [name for name in generators if step - self._since.get(name, step) >= limit]
-        names = [name for name in overdue if name not in self._told]
-        self._told.update(names)
+        names: list[str] = []
+        for name in generators:
+            known = self._known[name]
+            if not known.told and step - known.since >= 3 * max(self._every, 1):
+                known.told = True
+                names.append(name)
         return names
 
 
@@ -134,52 +134,68 @@ class MismatchCheck:
         self._aside: _Aside | None = None
 
     def __call__(self, batch: TrainBatch, version: int) -> Row:
-        """Compare the generators that are due, with weights of `version`; return the columns."""
-        begin = time.perf_counter()
-        comparison = _Comparison(batch)
-        due = [name for name in comparison.generators if self._verdicts.due(name, version)]
+        """Compare the generators that are due, with weights of `version`; return the columns.
+
+        Raises:
+            MismatchError: a generator is above the bound.
+        """
+        begin, ranks = time.perf_counter(), self._learner.ranks
+        names = [t.generator or "?" for t in batch.trajectories]
+        generators = sorted(set(names))
+        due = [name for name in generators if self._verdicts.due(name, version)]
+        table = torch.zeros(2, len(batch.behaviour))  # 1 where a token was scored, and its log pi
         leading = batch.leading(version)
-        self._look(comparison, leading, due)
+        lines = _lines_with(leading, batch, names, due)
+        self._score(lines, leading, batch, table)
         if self._aside is not None:
             held = batch.leading(self._aside.version)
             oldest_version = min(t.spans[0].version for t in batch.trajectories)
-            if len(comparison.chosen(held, due)):
-                with self._aside.in_place():
-                    self._look(comparison, held, due)
+            if older := _lines_with(held, batch, names, due):
+                self._aside.exchange()
+                self._score(older, held, batch, table)
+                self._aside.exchange()
             elif not due or oldest_version > self._aside.version:
                 self._aside = None  # nothing of it is open, or nothing of it comes any more
-        blind = any(not len(comparison.chosen(leading, [name])) for name in due)
-        if blind and self._aside is None:
-            self._aside = _Aside(self._learner, version)
+        if self._aside is None and {names[line] for line in lines} != set(due):
+            self._aside = _Aside(self._learner.model, version)
         seconds = time.perf_counter() - begin
-        results = comparison.found(self._learner.ranks)
-        largest, above = self._verdicts.add(results, version)
+        scored, logprobs = ranks.sum(table)
+        values = k3(batch.behaviour.double(), logprobs.double())
+        values = torch.where(values.isfinite(), values, math.inf)
+        compared: dict[str, Compared] = {}
+        for name in generators:
+            own = torch.tensor([each == name for each in names])[batch.tokens.owner]
+            if len(tokens := (own & (scored > 0)).nonzero().squeeze(1)):
+                worst = int(tokens[values[tokens].argmax()])
+                where = _describe(batch, worst, float(logprobs[worst]))
+                total = float(values[tokens].clamp(max=CAP).sum())
+                compared[name] = Compared(len(tokens), total, float(values[worst]), where)
+        largest, above = self._verdicts.add(compared, version)
         if above:
             message = "; ".join(self._sentence(*each) for each in sorted(above.items()))
             raise MismatchError(f"stopped before step {version + 1}: {message}")
-        for name in self._verdicts.unknown(comparison.generators, version):
-            if self._learner.ranks.rank == 0:
-                log.warning(
-                    "step %d: generator %s could not be compared with the trainer for a long time: "
-                    "no token of it was sampled by weights that the trainer had or kept",
-                    version + 1,
-                    name,
-                )
+        for name in self._verdicts.unknown(generators, version) if ranks.rank == 0 else ():
+            log.warning(
+                "step %d: generator %s could not be compared with the trainer for a long time: "
+                "no token of it was sampled by weights that the trainer had or kept",
+                *(version + 1, name),
+            )
         return {
-            "mismatch/compared": float(sum(result.tokens for result in results.values())),
+            "mismatch/compared": float(sum(result.tokens for result in compared.values())),
             "mismatch/judged": largest,
             "mismatch/seconds": seconds,
         }
 
     @torch.no_grad()
-    def _look(self, comparison: _Comparison, tokens: Tensor, due: list[str]) -> None:
-        """Score `tokens` (bool [M]) of the generators that are `due`, by the weights."""
-        chosen, batch = comparison.chosen(tokens, due), comparison.batch
-        for micro in self._learner.pack(batch.tokens, chosen) if len(chosen) else ():
+    def _score(self, lines: list[int], tokens: Tensor, batch: TrainBatch, table: Tensor) -> None:
+        """Enter `tokens` (bool [M]) of `lines` into `table`, by the present weights."""
+        chosen = torch.tensor(lines, dtype=torch.int64)
+        for micro in self._learner.pack(batch.tokens, chosen) if lines else ():
             source = micro.source
             logprobs, _ = self._learner.score(micro, batch.temperature[source], with_entropy=False)
             at = tokens[source].nonzero().squeeze(1)
-            comparison.seen.append((source[at], logprobs[at.to(logprobs.device)]))
+            table[0, source[at]] = 1.0
+            table[1, source[at]] = logprobs[at.to(logprobs.device)].float().cpu()
 
     def _sentence(self, name: str, result: Compared) -> str:
         return (
@@ -191,90 +207,51 @@ class MismatchCheck:
         )
 
 
-class _Comparison:
-    """One batch, and the logprobs by the trainer that were found of its tokens."""
+def _lines_with(
+    tokens: Tensor, batch: TrainBatch, names: Sequence[str], due: Sequence[str]
+) -> list[int]:
+    """Return lines with `tokens` (bool [M]), `LOOKED_AT` for each generator that is `due`.
 
-    def __init__(self, batch: TrainBatch) -> None:
-        self.batch = batch
-        names = [t.generator or "?" for t in batch.trajectories]
-        self.generators = sorted(set(names))
-        self._of_line = torch.tensor([self.generators.index(name) for name in names])
-        self.seen: list[tuple[Tensor, Tensor]] = []  # indices [N], logprobs [N] on the device
+    They are those with most of them, where a wrong window or a lost cache shows.
+    """
+    counts = torch.bincount(batch.tokens.owner[tokens], minlength=len(names)).tolist()
+    chosen: list[int] = []
+    for name in due:
+        lines = [line for line, count in enumerate(counts) if count and names[line] == name]
+        lines.sort(key=lambda line: -counts[line])
+        ends = accumulate(counts[line] for line in lines)
+        chosen += [n for n, end in zip(lines, ends, strict=True) if end - counts[n] < LOOKED_AT]
+    return sorted(chosen)
 
-    def chosen(self, tokens: Tensor, generators: list[str]) -> Tensor:
-        """Return lines with `tokens` (bool [M]), `LOOKED_AT` for each of `generators`.
 
-        They are those with most of them, where a wrong window or a lost cache shows.
-        """
-        counts = torch.bincount(self.batch.tokens.owner[tokens], minlength=len(self._of_line))
-        chosen: list[int] = []
-        for name in generators:
-            lines = ((self._of_line == self.generators.index(name)) & (counts > 0)).nonzero()
-            lines = lines.squeeze(1)
-            lines = lines[counts[lines].argsort(descending=True, stable=True)]
-            offsets = counts[lines].cumsum(0) - counts[lines]
-            chosen += lines[offsets < LOOKED_AT].tolist()
-        return torch.tensor(sorted(chosen), dtype=torch.int64)
-
-    def found(self, ranks: Ranks) -> dict[str, Compared]:
-        """Compare the tokens of all ranks; return the outcome by generator, on every rank."""
-        results: dict[str, Compared] = {}
-        table = torch.zeros(2, len(self.batch.behaviour))  # whether seen, log pi
-        for source, logprobs in self.seen:
-            table[0, source] = 1.0
-            table[1, source] = logprobs.float().cpu()
-        scored, logprobs = ranks.sum(table)
-        log_ratio = (logprobs - self.batch.behaviour).double()
-        k3 = torch.expm1(log_ratio.clamp(max=20.0)) - log_ratio
-        k3 = torch.where(k3.isfinite(), k3, math.inf)
-        of_token = self._of_line[self.batch.tokens.owner]
-        for number, name in enumerate(self.generators):
-            tokens = ((scored > 0) & (of_token == number)).nonzero().squeeze(1)
-            if len(tokens):
-                values = k3[tokens]
-                token = int(tokens[values.argmax()])
-                where = self._describe(token, float(logprobs[token]))
-                total = float(values.clamp(max=CAP).sum())
-                results[name] = Compared(len(tokens), total, float(values.max()), where)
-        return results
-
-    def _describe(self, token: int, logprob: float) -> str:
-        batch = self.batch
-        line = int(batch.tokens.owner[token])
-        trajectory, position = batch.trajectories[line], batch.tokens.learned[token]
-        end = int(batch.tokens.lengths[: line + 1].sum())
-        return (
-            f"token {int(position) - (end - trajectory.response_tokens)} of the response of sample "
-            f"{trajectory.sample_id} (id {int(batch.tokens.ids[position])}, version "
-            f"{trajectory.spans[0].version}): log-probability {float(batch.behaviour[token]):.4g} "
-            f"by the generator, {logprob:.4g} by the trainer"
-        )
+def _describe(batch: TrainBatch, token: int, logprob: float) -> str:
+    line, position = int(batch.tokens.owner[token]), int(batch.tokens.learned[token])
+    trajectory = batch.trajectories[line]
+    first = int(batch.tokens.lengths[: line + 1].sum()) - trajectory.response_tokens
+    return (
+        f"token {position - first} of the response of sample {trajectory.sample_id} (id "
+        f"{int(batch.tokens.ids[position])}, version {trajectory.spans[0].version}): "
+        f"log-probability {float(batch.behaviour[token]):.4g} by the generator, {logprob:.4g} by "
+        "the trainer"
+    )
 
 
 class _Aside:
     """The trained weights of a version in host memory: the bytes that this rank holds of them."""
 
-    def __init__(self, learner: Learner, version: int) -> None:
+    def __init__(self, model: nn.Module, version: int) -> None:
         self.version = version
-        self._model = learner.model
+        self._model = model
         self._held = [tensor.cpu().clone() for tensor in self._local()]
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Have the model at this version; afterwards it is, bit for bit, as before."""
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
     @torch.no_grad()
-    def _exchange(self) -> None:
-        reshard(self._model)
+    def exchange(self) -> None:
+        """Change places with the model's weights; twice leaves them, bit for bit, as before."""
         for tensor, held in zip(self._local(), self._held, strict=True):
             current = tensor.cpu().clone()
             tensor.copy_(held)
             held.copy_(current)
 
-    def _local(self) -> Iterator[Tensor]:
-        return (local(p) for p in self._model.parameters() if p.requires_grad)
+    def _local(self) -> list[Tensor]:
+        reshard(self._model)
+        return [local(p) for p in self._model.parameters() if p.requires_grad]
