@@ -145,35 +145,50 @@ class Objective:
         return Constants(proximal, weight, keep)
 
     def __call__(self, tokens: TokenInputs, constants: Constants) -> TokenLosses:
-        pieces, advantages = self.pieces, tokens.advantages
-        anchor = constants.proximal if pieces.anchor == "proximal" else tokens.behaviour
+        pieces, pi, mu, advantages = (
+            self.pieces,
+            tokens.logprobs,
+            tokens.behaviour,
+            tokens.advantages,
+        )
+        anchor = constants.proximal if pieces.anchor == "proximal" else mu
         if pieces.ratio_level == "sequence":
-            free = terms.sequence_ratio(tokens.logprobs, anchor, tokens.sequences)
+            ratio = terms.sequence_ratio(pi, anchor, tokens.sequences)
         else:
-            free = terms.ratio(tokens.logprobs, anchor)
-        gain, clipped = self._gain(free, tokens)
-        keep = constants.keep & self._keep_now(tokens)
-        kept = keep & (constants.weight > 0)
-        if pieces.correction != "none":
-            gain = gain * constants.weight
-        if pieces.mask != "none":
-            gain = torch.where(keep, gain, 0.0)
-        losses = -gain
+            ratio = terms.ratio(pi, anchor)
+        low, high = pieces.clip_low, pieces.clip_high
+        match pieces.clip:
+            case "ppo":
+                gain, clipped = terms.ppo(ratio, advantages, low, high, pieces.dual_clip)
+            case "cispo":
+                gain, clipped = terms.cispo(ratio, advantages, pi, low, high)
+            case "sapo":
+                gain, clipped = terms.sapo(ratio, advantages)
+            case "none":
+                gain, clipped = terms.unclipped(ratio, advantages)
+        keep = constants.keep
+        if pieces.mask == "opsm":
+            keep = terms.opsm(pi, mu, advantages, tokens.sequences, pieces.mask_threshold)
+        elif pieces.mask == "probability":
+            keep = terms.probability(pi, mu, advantages, pieces.mask_threshold)
+        losses = -torch.where(keep, gain * constants.weight, 0.0)
         if tokens.candidates is not None:
             expected = self._expected(tokens, tokens.candidates, constants)
             inside = ~clipped if pieces.clip == "ppo" else torch.ones_like(keep)
             losses = losses - expected * (inside if pieces.mask == "token" else inside & keep)
-        kl = self._kl(tokens)
+        other = tokens.reference if pieces.kl_to == "reference" else mu
+        kl = None if other is None else terms.ESTIMATORS[pieces.kl_estimator](pi, other)
         known = None if kl is None else kl.detach()
         if pieces.kl_coef and pieces.kl_in == "loss":
             assert kl is not None
             if pieces.kl_unbiased:
                 # An expectation under pi from tokens of mu: by pi / mu, whatever the anchor is.
-                kl = kl * terms.ratio(tokens.logprobs, tokens.behaviour)
+                kl = kl * terms.ratio(pi, mu)
             losses = losses + pieces.kl_coef * kl
         if pieces.entropy_coef:
             losses = losses - pieces.entropy_coef * tokens.entropy
-        return TokenLosses(losses, free.detach(), clipped.detach() & (advantages != 0), kept, known)
+        clipped, kept = clipped.detach() & (advantages != 0), keep & (constants.weight > 0)
+        return TokenLosses(losses, ratio.detach(), clipped, kept, known)
 
     def _expected(
         self, tokens: TokenInputs, candidates: Candidates, constants: Constants
@@ -205,39 +220,6 @@ class Objective:
         if whole:
             slope = slope * constants.weight.unsqueeze(1)
         return (candidates.chance * slope * candidates.logprobs).sum(1)
-
-    def _gain(self, free: Tensor, tokens: TokenInputs) -> tuple[Tensor, Tensor]:
-        pieces, advantages = self.pieces, tokens.advantages
-        match pieces.clip:
-            case "ppo":
-                low, high = pieces.clip_low, pieces.clip_high
-                return terms.ppo(free, advantages, low, high, pieces.dual_clip)
-            case "cispo":
-                return terms.cispo(
-                    free, advantages, tokens.logprobs, pieces.clip_low, pieces.clip_high
-                )
-            case "sapo":
-                return terms.sapo(free, advantages)
-            case "none":
-                return terms.unclipped(free, advantages)
-
-    def _keep_now(self, tokens: TokenInputs) -> Tensor:
-        """Mask tokens by the current policy."""
-        logprobs, mu, threshold = tokens.logprobs, tokens.behaviour, self.pieces.mask_threshold
-        match self.pieces.mask:
-            case "opsm":
-                return terms.opsm(logprobs, mu, tokens.advantages, tokens.sequences, threshold)
-            case "probability":
-                return terms.probability(logprobs, mu, tokens.advantages, threshold)
-            case _:
-                return torch.ones_like(logprobs, dtype=torch.bool)
-
-    def _kl(self, tokens: TokenInputs) -> Tensor | None:
-        to_reference = self.pieces.kl_to == "reference"
-        reference = tokens.reference if to_reference else tokens.behaviour
-        if reference is None:
-            return None
-        return terms.ESTIMATORS[self.pieces.kl_estimator](tokens.logprobs, reference)
 
 
 def token_weights(
