@@ -27,7 +27,7 @@ from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import clip_gradients, prepare_layers, shard
 from umbra.services.trainer.metrics import Row, expert_metrics
 from umbra.services.trainer.optimizer import MasterWeights, make_optimizer
-from umbra.services.trainer.policy import HeldWeights, cast, place, read
+from umbra.services.trainer.policy import cast, place, read
 from umbra.services.trainer.snapshot import whole_weights
 from umbra.services.trainer.speed import Phases, TrainingFlops, ceiling, row_sizes
 
@@ -49,7 +49,8 @@ class Learner:
         steps: length of the learning-rate schedule.
         ranks: who shares the work.
         seed: of an adapter's first weights.
-        files: of the weights, if the model is on the meta device.
+        files: of the weights, if the model is on the meta device. Without them master weights of
+            bf16 ones begin rounded.
         max_tokens: of the longest response, for `row_sizes`.
 
     Raises:
@@ -67,10 +68,9 @@ class Learner:
         files: WeightFiles | None = None,
         max_tokens: int = 0,
     ) -> None:
-        self.ranks = ranks or Ranks()
+        self.model, self.ranks = model, ranks or Ranks()
         self.updates = 0  # made or left out, by this process
-        self._config = config
-        self._steps = steps
+        self._config, self._steps = config, steps
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
             torch.use_deterministic_algorithms(True)
@@ -84,31 +84,31 @@ class Learner:
         if config.threads or self.ranks.world > 1:
             share = max(1, len(os.sched_getaffinity(0)) // self.ranks.place.per_host)
             torch.set_num_threads(config.threads or share)
-        source = files or (HeldWeights(model) if config.weights == "bf16" else None)
         check_experts(model.config.to_dict(), config.expert_parallel)
         self.phases = Phases(self.device)  # of the thread that updates the policy
         if config.lora_rank:
             add_adapter(model, config, seed)
         if config.weights == "bf16":
             cast(model, torch.bfloat16)
-        rows_at, host = bring_up(model, config, self.device, self.ranks), torch.device("cpu")
-        self.model = model
+        rows_at = bring_up(model, config, self.device, self.ranks)
         masters_at = rows_at if config.weights == "bf16" else None
         if config.offload == "optimizer" or (config.offload == "all" and self.ranks.world == 1):
-            masters_at = host
+            masters_at = torch.device("cpu")
         trained = (p for p in model.parameters() if p.requires_grad)
         self._master_weights = MasterWeights(trained, masters_at)
-        if source is not None:
-            read(model, source, self._master_weights.of)
+        if files is not None:
+            read(model, files, self._master_weights.of)
             self._master_weights.push()
         self.rows = row_sizes(config, model, self.device, self.ranks, max_tokens)
         self.operations = TrainingFlops.of(model)
         # What all ranks could do in a second; unknown on CPUs.
         self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0
         # No dropout: these must be the logprobs of the policy that generates.
-        attention = Attention.prepare(self.model, self.device)
-        chunk_bytes = int(config.logits_mib * 2**20)
-        self._scorer = Scorer(self.model, chunk_bytes, attention, self.ranks.sequence).eval()
+        attention, chunk_bytes = (
+            Attention.prepare(model, self.device),
+            int(config.logits_mib * 2**20),
+        )
+        self._scorer = Scorer(model, chunk_bytes, attention, self.ranks.sequence).eval()
         routers = self._scorer.routers
         if config.router_replay and routers is None:
             raise UsageError(NO_ROUTERS)

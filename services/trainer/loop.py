@@ -19,7 +19,7 @@ from umbra.services.trainer.learner import REASONS, Learner
 from umbra.services.trainer.member import NextStep, RunMember
 from umbra.services.trainer.metrics import Row, environment_metrics, finite, sample_metrics
 from umbra.services.trainer.snapshot import Snapshots
-from umbra.services.trainer.speed import Profile
+from umbra.services.trainer.speed import traced
 from umbra.services.trainer.update import PolicyUpdate
 
 
@@ -51,29 +51,25 @@ class Loop:
         self._facts.routers = learner.replayed
         self._skips = SkipLimit(context.config.trainer.max_skipped)
         self._committed: tuple[Row, int] | None = None  # of the last step: its row, all updates
-        assert context.run_dir is not None
-        steps = context.config.trainer.profile_steps
-        self._profile = Profile(context.run_dir / "profile", steps, self._ranks.rank)
-
-    def close(self) -> None:
-        self._profile.end()
 
     def run(self) -> bool:
         """Train; True when all steps are done, False when asked to stop before.
 
         A batch that is not committed goes back to the buffer when rank 0 leaves.
         """
+        assert self._context.run_dir is not None
         self._learner.phases.take()  # time before the first step
-        while self.version < self._config.run.steps:
-            self._profile.begin(self.version + 1)
-            batch = self._lease()
-            row = self._train(batch) if batch is not None else None
-            if batch is None or row is None or not self._commit(row):
-                return False
-            with self._phase("checkpoint"):
-                self._saver.after(self.version, row)
-            published = self.publish()
-            self._profile.end()
+        while (step := self.version + 1) <= self._config.run.steps:
+            file = self._context.run_dir / f"profile/step-{step}.rank-{self._ranks.rank}.json.gz"
+            chosen = step in self._config.trainer.profile_steps
+            with traced(file) if chosen else nullcontext():
+                batch = self._lease()
+                row = self._train(batch) if batch is not None else None
+                if batch is None or row is None or not self._commit(row):
+                    return False
+                with self._phase("checkpoint"):
+                    self._saver.after(step, row)
+                published = self.publish()
             seconds = self._learner.phases.take()
             if self._member is not None:
                 self._member.report(self.version, row, seconds, batch)

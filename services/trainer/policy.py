@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from umbra.services.modeling.lora import is_adapter
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.models import WeightFiles, open_weights, read_weights
 from umbra.services.modeling.pretrained import load_tokenizer
-from umbra.services.modeling.sharded import held_rows
 from umbra.services.process.files import DISK
 from umbra.services.trainer.snapshot import bare_name
 
@@ -87,8 +86,8 @@ def write_policy(
 ) -> None:
     """Write weights, config, generation config and tokenizer to `directory`.
 
-    Who may read the weights is decided by the umask, as for the other files: safetensors itself
-    lets their owner alone.
+    `weights` are written instead of the model's own, which may be sharded, or a base and an
+    adapter. The umask decides who may read them: safetensors itself lets their owner alone.
 
     Raises:
         OSError, SafetensorError: they cannot be written.
@@ -120,18 +119,14 @@ def export_policy(
     out: str | Path,
     weights: dict[str, Tensor] | None = None,
 ) -> Path:
-    """Write weights, config, generation config and tokenizer to directory `out`, whole or not.
-
-    `weights` are written instead of the model's own, which may be sharded, or a base and an
-    adapter.
+    """Do as `write_policy`, to directory `out`, whole or not.
 
     Raises:
         UmbraError: the disk is full, say; an older export is as it was.
     """
-    out = Path(out)
-    with written_whole(out) as scratch:
+    with written_whole(Path(out)) as scratch:
         write_policy(model, tokenizer, scratch, weights)
-    return out
+    return Path(out)
 
 
 @contextmanager
@@ -159,22 +154,9 @@ def written_whole(out: Path) -> Iterator[Path]:
     DISK.sync_directory(out.parent)
 
 
-class HeldWeights:
-    """The weights that a model holds now, to be read by rows."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._weights = {name: p.detach() for name, p in model.named_parameters()}
-
-    def read(self, places: Mapping[str, Tensor]) -> None:
-        """Fill `places` as `WeightFiles.read` does, parameters alone."""
-        for name, weights in self._weights.items():
-            rows, first = held_rows(name, places[name])
-            rows.copy_(weights[first : first + len(rows)] if weights.dim() else weights)
-
-
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Give the parameters another dtype; buffers stay as they are, and tied weights tied."""
-    _change(model, lambda t: t.to(dtype) if isinstance(t, nn.Parameter) else t)
+    _change(model, lambda tensor: tensor.to(dtype) if isinstance(tensor, nn.Parameter) else tensor)
 
 
 def place(model: nn.Module, device: torch.device, *, parameters_at: torch.device) -> None:
@@ -205,7 +187,7 @@ def _change(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 @torch.no_grad()
 def read(
     model: nn.Module,
-    source: WeightFiles | HeldWeights,
+    files: WeightFiles,
     into: Callable[[nn.Parameter], Tensor] = lambda p: p,
 ) -> None:
     """Read this rank's rows of every weight and stored buffer; adapters keep theirs.
@@ -219,4 +201,4 @@ def read(
     stored = model.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     weights = {n: into(p).detach() for n, p in model.named_parameters() if not is_adapter(n)}
-    source.read({bare_name(name): place for name, place in (weights | buffers).items()})
+    files.read({bare_name(name): place for name, place in (weights | buffers).items()})

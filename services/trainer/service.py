@@ -84,8 +84,7 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
         loop.publish()
         if member is not None:
             context.ready({"device": str(learner.device), "bytes": manifest.total_bytes})
-        with closing(loop):
-            done = loop.run()
+        done = loop.run()
         loop.save()
         if done:
             weights = learner.weights()

@@ -2,15 +2,13 @@
 
 Each rank casts the rows that it holds straight to their final place: FSDP2 shards parameters by
 rows (`Shard(0)`; experts that ranks divide twice over), and rows lie one after the other in the
-slot. What every rank holds whole (one rank, buffers) is divided by rows in the same way. Casting
-goes piece by piece, so that a rank never holds more than its shard and one bucket. A layer with a
-LoRA adapter goes out merged, one at a time; or a version is the factors of all adapters.
+slot. What every rank holds whole (one rank, buffers) is divided by rows in the same way. A layer
+with a LoRA adapter goes out merged, one at a time; or a version is the factors of all adapters.
 
-Rank 0 has a slot of the arena and says where it is, and all write their rows. When all have, each
-computes the checksums of an equal share of its host's buckets (which may hold rows of several
-ranks), and compares them, piece by piece, with the checksums of the data the ranks meant to write;
-all ranks get all checksums. On several hosts each has an arena of its own under the same path, with
-the rows of its ranks. No bucket holds rows of two hosts.
+Rank 0 says which slot of the arena it is, and all write their rows. When all have, each computes
+the checksums of an equal share of its host's buckets, and compares them, piece by piece, with those
+of the data the ranks meant to write. On several hosts each has an arena of its own under the same
+path, with the rows of its ranks. No bucket holds rows of two hosts.
 """
 
 from __future__ import annotations
@@ -19,6 +17,8 @@ import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -54,15 +54,13 @@ def tensor_layout(
     factors are listed.
     """
     served = _NAMES[getattr(torch, dtype)]
-    if adapter:
-        return [(name, served, tuple(own.shape)) for name, own in factors(model).items()]
     return [
         (
             name,
             served if isinstance(tensor, LowRank | nn.Parameter) else _NAMES[tensor.dtype],
             tuple(tensor.shape),
         )
-        for name, tensor in _tensors(model).items()
+        for name, tensor in _tensors(model, adapter=adapter).items()
     ]
 
 
@@ -85,7 +83,7 @@ def write_shards(
         ValueError: a parameter is sharded other than by rows.
     """
     reshard(model)
-    tensors = _tensors(model) if manifest.adapter is None else factors(model)
+    tensors = _tensors(model, adapter=manifest.adapter is not None)
     piece = max(end - start for start, end in manifest.buckets)
     written = 0
     tensors_held = (*model.parameters(), *model.buffers())
@@ -97,18 +95,17 @@ def write_shards(
             if rows.numel() == 0:
                 continue
             dtype = DTYPES[entry.dtype]
-            row = entry.nbytes // entry.shape[0] if entry.shape else entry.nbytes
-            begin = entry.offset + first * row
+            begin = entry.offset + first * (entry.nbytes // entry.shape[0] if entry.shape else 0)
             area = slot[begin : begin + rows.numel() * dtype.itemsize]
             target = torch.frombuffer(area, dtype=dtype).view(rows.shape)
             if rows.is_cuda:
                 page_lock(slot)
-            if sums is not None and not rows.is_cuda:
+                _cast(target, rows, piece)
+                begun(len(area), begin + len(area))
+            elif sums is not None:
                 sums.copy(begin, begin + len(area), _by_block(target, rows), PAST_CACHE_BYTES)
             else:
                 _cast(target, rows, piece)
-            if rows.is_cuda:
-                begun(len(area), begin + len(area))
             written += len(area)
     if sums is not None:
         sums.pieces()
@@ -140,23 +137,23 @@ def as_bytes(rows: Tensor) -> Tensor:
 
 
 def _tensors(
-    model: nn.Module, of: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter
-) -> dict[str, Tensor | LowRank]:
-    """Return the parameters, and the buffers that belong to a checkpoint, by name."""
-    stored = model.state_dict(keep_vars=True)
+    model: nn.Module,
+    of: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter,
+    *,
+    adapter: bool = False,
+) -> Mapping[str, Tensor | LowRank]:
+    """Return parameters and the buffers of a checkpoint by name; of an `adapter` its factors."""
+    if adapter:
+        return factors(model)
+    stored, merged = model.state_dict(keep_vars=True), low_rank(model, of)
+    parameters = {bare_name(n): of(p) for n, p in model.named_parameters() if not is_adapter(n)}
     buffers = {
-        name: buffer
+        bare_name(name): buffer
         for name, buffer in model.named_buffers()
         if name in stored and buffer.dtype in _NAMES and buffer.numel()
     }
-    merged = low_rank(model, of)
-    parameters = ((name, of(parameter)) for name, parameter in model.named_parameters())
-    tensors: dict[str, Tensor | LowRank] = {}
-    for name, tensor in (*parameters, *buffers.items()):
-        if not is_adapter(name):
-            bare = bare_name(name)
-            tensors[bare] = merged.get(bare, tensor)
-    return tensors
+    tensors: dict[str, Tensor | LowRank] = {**parameters, **buffers}
+    return {name: merged.get(name, tensor) for name, tensor in tensors.items()}
 
 
 def bare_name(name: str) -> str:
@@ -192,19 +189,14 @@ def _by_block(target: Tensor, source: Tensor) -> Move:
 
     def move(start: int, end: int) -> memoryview:
         first, last = start // size, end // size
-        part = _block().view(target.dtype)[: last - first]
+        if not hasattr(_blocks, "own"):  # a block for each thread, which stays in its cache
+            _blocks.own = torch.empty(PAST_CACHE_BYTES, dtype=torch.uint8)
+        part = _blocks.own.view(target.dtype)[: last - first]
         fill(part, read[first:last])
         fill(written[first:last], part)
         return bytes_of(part)
 
     return move
-
-
-def _block() -> Tensor:
-    """Return a block of memory for this thread, which stays in its cache."""
-    if not hasattr(_blocks, "own"):
-        _blocks.own = torch.empty(PAST_CACHE_BYTES, dtype=torch.uint8)
-    return _blocks.own
 
 
 _blocks = threading.local()
@@ -216,13 +208,13 @@ def _cast(target: Tensor, source: Tensor, piece_bytes: int) -> None:
     A GPU casts a piece by itself, where torch's `copy_` would move it uncast to the host first, and
     copies out of it are only begun; see `gpu_copies`.
     """
-    row = max(source.nbytes, target.nbytes) // max(1, len(source)) if source.dim() else 0
-    if row > piece_bytes:
+    if source.dim() == 0:
+        target, source = target[None], source[None]
+    row = max(source.nbytes, target.nbytes) // len(source)
+    if row > piece_bytes and source.dim() > 1:
         for one_target, one_source in zip(target, source, strict=True):
             _cast(one_target, one_source, piece_bytes)
         return
-    if source.dim() == 0:
-        target, source, row = target[None], source[None], 1
     step = max(1, piece_bytes // max(1, row))
     for start in range(0, len(source), step):
         piece = source[start : start + step]
@@ -245,10 +237,10 @@ def row_owners(
 
     By name `(end, node)`, with ends that ascend up to the number of rows. All ranks call it.
     """
-    written: dict[str, tuple[int, int]] = {}  # rows [first, end) of each tensor, if any
     if ranks.place.nodes == 1:
         return {}
-    for name, source in (factors(model) if adapter else _tensors(model)).items():
+    written: dict[str, tuple[int, int]] = {}  # rows [first, end) of each tensor, if any
+    for name, source in _tensors(model, adapter=adapter).items():
         tensor = source.base if isinstance(source, LowRank) else source
         rows, first = own_rows(name, tensor, ranks.rank, ranks.world)
         if rows.numel():
@@ -264,14 +256,11 @@ def owners_of(
     for rank, rows in enumerate(written):
         for name, (first, end) in rows.items():
             parts.setdefault(name, []).append((first, end, place.node(rank)))
-    owners: dict[str, list[tuple[int, int]]] = {}
-    for name, ranges in parts.items():
-        ends = owners[name] = list[tuple[int, int]]()
-        for _, end, node in sorted(ranges):
-            if ends and ends[-1][1] == node:
-                ends.pop()
-            ends.append((end, node))
-    return owners
+    # The last of neighbouring ranges of a host has the end of them all.
+    return {
+        name: [list(own)[-1][1:] for _, own in groupby(sorted(ranges), key=itemgetter(2))]
+        for name, ranges in parts.items()
+    }
 
 
 def checked(slot: memoryview, start: int, end: int, pieces: Sequence[Piece]) -> int:
@@ -281,10 +270,9 @@ def checked(slot: memoryview, start: int, end: int, pieces: Sequence[Piece]) -> 
     """
     data = memoryview(bytes(slot[start:end]))
     parts = pieces[bisect_left(pieces, (start,)) : bisect_left(pieces, (end,))]
-    changed = [
-        at for at, stop, total in parts if checksum(data[at - start : stop - start]) != total
-    ]
-    if changed:
+    if changed := [
+        a for a, stop, total in parts if checksum(data[a - start : stop - start]) != total
+    ]:
         log.error("another process changed a version in shared memory, at byte %d", changed[0])
     return checksum(data) ^ bool(changed)
 
@@ -293,10 +281,8 @@ class Snapshots:
     """A writer of versions of `model`, on every rank of `ranks` its own rows."""
 
     def __init__(self, model: nn.Module, manifest: Manifest, ranks: Ranks) -> None:
-        self._model = model
-        self._manifest = manifest
-        self._ranks = ranks
-        self._arena: tuple[str, Arena] | None = None
+        self._model, self._manifest, self._ranks = model, manifest, ranks
+        self._arena: tuple[str, Arena] | None = None  # rank 0 has one of its own
 
     def write(self, place: tuple[str, int], slot: memoryview | None = None) -> list[int]:
         """Write the current weights; return the checksum of every bucket.
@@ -304,8 +290,12 @@ class Snapshots:
         `place` is the slot's: the path of the arena, and its number. Rank 0 has its memory.
         """
         ranks, manifest = self._ranks, self._manifest
+        path, number = place
         if slot is None:
-            slot = self._attached(place[0]).slot(place[1])
+            if self._arena is None or self._arena[0] != path:
+                self.close()
+                self._arena = path, Arena.attach(path, slot_bytes=manifest.total_bytes)
+            slot = self._arena[1].slot(number)
         threads = max(1, THREADS // ranks.place.per_host)
         if torch.get_num_threads() > 1 and all(p.is_cpu for p in self._model.parameters()):
             threads = 1  # torch divides each copy among its own
@@ -327,9 +317,3 @@ class Snapshots:
         if self._arena is not None:
             self._arena[1].close()
             self._arena = None
-
-    def _attached(self, path: str) -> Arena:
-        if self._arena is None or self._arena[0] != path:
-            self.close()
-            self._arena = path, Arena.attach(path, slot_bytes=self._manifest.total_bytes)
-        return self._arena[1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +47,7 @@ class Phases:
     def __init__(
         self, device: torch.device, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._clock = clock
+        self._on_gpu, self._clock = device.type == "cuda", clock
         self._open: list[str] = []
         self._spans: list[tuple[str, Moment, Moment]] = []
         self._begin = self._now()
@@ -75,17 +74,15 @@ class Phases:
         self._begin, self._spans = self._now(), []
         if self._on_gpu:
             torch.cuda.synchronize()
-        seconds: dict[str, float] = {}
+        seconds: dict[str, float] = defaultdict(float)
         for path, first, last in spans:
-            seconds[path] = seconds.get(path, 0.0) + _between(first, last)
-        whole = _between(begin, self._begin)
-        parts: dict[str, float] = {"": 0.0}
+            seconds[path] += _between(first, last)
+        rest: dict[str, float] = {"": _between(begin, self._begin)}
         for path, spent in seconds.items():
             parent = path.rpartition("/")[0]
-            parts[parent] = parts.get(parent, 0.0) + spent
-        top = parts.pop("")
-        rest = {f"{parent}/other": seconds[parent] - spent for parent, spent in parts.items()}
-        return seconds | rest | {"other": whole - top, "step": whole}
+            rest[parent] = (rest[parent] if parent in rest else seconds[parent]) - spent
+        other = {f"{parent}/other".lstrip("/"): spent for parent, spent in rest.items()}
+        return seconds | other | {"step": _between(begin, self._begin)}
 
     def _now(self) -> Moment:
         if not self._on_gpu:
@@ -102,44 +99,26 @@ def _between(first: Moment, last: Moment) -> float:
     return last - first
 
 
-@dataclass
-class Profile:
-    """Traces of chosen steps by torch's profiler, which Perfetto (ui.perfetto.dev) opens.
+@contextmanager
+def traced(file: Path) -> Iterator[None]:
+    """Write a trace of the block by torch's profiler, which Perfetto (ui.perfetto.dev) opens.
 
-    Each rank writes `<folder>/step-<step>.rank-<rank>.json.gz`; the step that makes version n is
-    step n. A trace that cannot be written is logged and left out.
+    One that cannot be written is logged and left out.
     """
-
-    folder: Path
-    steps: Collection[int]
-    rank: int = 0
-    _step: int = 0
-    _running: profile | None = None
-
-    def begin(self, step: int) -> None:
-        """Record from here on, if `step` is one of the chosen."""
-        if step not in self.steps or self._running is not None:
-            return
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._step, self._running = step, profile(activities=activities)
-        self._running.start()
-
-    def end(self) -> None:
-        """Write the recorded trace, if there is one."""
-        running, self._running = self._running, None
-        if running is None:
-            return
+    cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    running = profile(activities=[ProfilerActivity.CPU, *cuda])
+    running.start()
+    try:
+        yield
+    finally:
         running.stop()
-        file = self.folder / f"step-{self._step}.rank-{self.rank}.json.gz"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             running.export_chrome_trace(str(file))
         except (OSError, RuntimeError) as error:
-            log.warning("the trace of step %d was not written: %s", self._step, error)
+            log.warning("the trace %s was not written: %s", file, error)
         else:
-            log.info("trace of step %d: %s", self._step, file)
+            log.info("trace of a step: %s", file)
 
 
 @dataclass(frozen=True, slots=True)

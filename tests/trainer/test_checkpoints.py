@@ -37,7 +37,7 @@ from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
-from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.policy import open_policy
 from umbra.services.trainer.update import PolicyUpdate
 
 BATCHES = make_batches(4)
@@ -53,8 +53,8 @@ class Trainer:
             overrides=[*overrides, f"model.path={directory}"], environ={}
         )
         AcceleratorState._reset_state()  # a process has one precision, but here
-        model, _ = load_policy(directory)
-        self.learner = Learner(model, self.config.trainer, 4)
+        model, _, files = open_policy(directory)
+        self.learner = Learner(model, self.config.trainer, 4, files=files)
         self.critic = open_critic(self.config, self.learner)
         self.update = PolicyUpdate(self.config, self.learner, self.critic)
         base = weights_checksum(directory) if self.config.trainer.lora_rank else ""

@@ -1,9 +1,8 @@
 """The state in a checkpoint, and its reader, on any number of ranks and hosts.
 
 Tensors are sharded by rows (DTensors) or the same on all ranks; either way each rank saves its
-share of the rows and no more, and reads the rows that it holds. Those in files that its host lacks
-are broadcast by a rank that has them. Where rows are read their checksum is compared; if one is
-wrong, all ranks turn to the checkpoint before.
+share of the rows, and reads the rows that it holds. Those in files that its host lacks are
+broadcast by a rank that has them. If a checksum is wrong, all ranks turn to the checkpoint before.
 """
 
 from __future__ import annotations
@@ -56,19 +55,18 @@ def resume(folder: CheckpointFolder, models: Sequence[ModelState], ranks: Ranks)
             if ranks.rank == 0:
                 log.warning("the checkpoint of step %d is damaged: %s", step, error)
             continue
-        for damaged in faults if ranks.leads_host else ():
-            if damaged in folder.steps():
-                folder_aside = folder.set_aside(damaged)
-                log.warning("the checkpoint of step %d was renamed to %s", damaged, folder_aside)
+        for damaged in faults.keys() & set(folder.steps()) if ranks.leads_host else ():
+            aside = folder.set_aside(damaged)
+            log.warning("the checkpoint of step %d was renamed to %s", damaged, aside)
         return step
-    if faults:
-        newest = max(faults)
-        raise UsageError(
-            f"none of the checkpoints in {folder.root} is whole (steps "
-            f"{', '.join(map(str, sorted(faults)))}); of step {newest}: {faults[newest]}: restore "
-            "one from a copy, or remove the folder, on all hosts, to begin at step 1 again"
-        )
-    return 0
+    if not faults:
+        return 0
+    newest = max(faults)
+    raise UsageError(
+        f"none of the checkpoints in {folder.root} is whole (steps "
+        f"{', '.join(map(str, sorted(faults)))}); of step {newest}: {faults[newest]}: restore "
+        "one from a copy, or remove the folder, on all hosts, to begin at step 1 again"
+    )
 
 
 class Saved:
@@ -81,12 +79,10 @@ class Saved:
         self.directory = folder.of(index.step)
         self.source = f"checkpoint {self.directory}"  # in errors
         self.index = index
-        self._folder = folder
         self._ranks = ranks or Ranks()
         self._paths = folder.find_files(index)
+        self.facts: dict[str, Any] = index.files[: self._ranks.rank + 1][-1].facts
         self._rows: dict[str, list[tuple[int, SavedRows]]] = {}
-        number = min(self._ranks.rank, len(index.files) - 1)
-        self.facts: dict[str, Any] = index.files[number].facts
         for number, file in enumerate(index.files):
             for rows in file.rows:
                 self._rows.setdefault(rows.name, []).append((number, rows))
@@ -172,16 +168,16 @@ class Saved:
 
     def _sources(self, needed: set[int]) -> dict[int, int]:
         """Return the files that hosts lack, each with a rank that has it, or raise DamagedError."""
-        # Those that are missing on a rank's host, and are there.
-        files = needed - set(self._paths), set(self._paths)
-        answers = self._ranks.collect(files, tuple[set[int], set[int]])
+        there = set(self._paths)
+        # Of each rank those that its host lacks, and those that it has.
+        answers = self._ranks.collect((needed - there, there), tuple[set[int], set[int]])
+        owner = {n: rank for rank, (_, has) in reversed([*enumerate(answers)]) for n in has}
         missing = sorted({number for lacks, _ in answers for number in lacks})
-        sources = {n: [r for r, (_, there) in enumerate(answers) if n in there] for n in missing}
-        if lost := [number for number in missing if not sources[number]]:
+        if lost := [number for number in missing if number not in owner]:
             names = [f"there is no {self.index.describe(n)} in {self.directory}" for n in lost]
             more = f", and {len(lost) - SHOWN_FILES} more files" if len(lost) > SHOWN_FILES else ""
             raise DamagedError("; ".join(names[:SHOWN_FILES]) + more)
-        return {number: ranks[0] for number, ranks in sources.items()}
+        return {number: owner[number] for number in missing}
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -214,21 +210,19 @@ class ModelState:
         master_weights: MasterWeights | None = None,
         settle: Callable[[], object] = lambda: None,
     ) -> None:
-        self.name = name
-        self._model = model
-        self._optimizer = optimizer
-        self._base = base
+        self.name, self._moments = name, f"{name}-optimizer/"
+        self._model, self._optimizer, self._base = model, optimizer, base
         self._master_weights = master_weights or MasterWeights((), None)
         self._settle = settle
 
     def tensors(self) -> dict[str, Tensor]:
         """Return weights and buffers as `NAME/...`, moments as `NAME-optimizer/PARAMETER.KEY`."""
         self._settle()
-        states_held = {} if self._optimizer is None else self._optimizer.state
+        held = {} if self._optimizer is None else self._optimizer.state
         moments = {
             f"{self._moments}{name}.{key}": value
             for name, parameter in self._trained().items()
-            for key, value in states_held.get(parameter, {}).items()
+            for key, value in held.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }
         return {**self._weights(), **moments}
@@ -239,12 +233,11 @@ class ModelState:
     @torch.no_grad()
     def load(self, saved: Saved) -> None:
         """Overwrite tensors and facts; UsageError if they are of another model or optimizer."""
+        places, trained, optimizer = self._weights(), self._trained(), self._optimizer
         self._check_facts(saved.source, saved.facts.get(self.name, {}))
-        places = self._weights()
         self._check_names(saved, places)
         states: dict[Tensor, dict[str, Tensor]] = {}
-        trained = self._trained()
-        for full in sorted(saved.names(self._moments)) if self._optimizer is not None else ():
+        for full in sorted(saved.names(self._moments)) if optimizer is not None else ():
             name, _, key = full.removeprefix(self._moments).rpartition(".")
             parameter = trained[name]  # of the same names as the weights
             shape, dtype = saved.layout(full)
@@ -255,13 +248,9 @@ class ModelState:
             places[full] = states.setdefault(parameter, {})[key] = place
         saved.fill(places)
         self._master_weights.push()
-        if self._optimizer is not None:
-            self._optimizer.state.clear()
-            self._optimizer.state.update(states)
-
-    @property
-    def _moments(self) -> str:
-        return f"{self.name}-optimizer/"
+        if optimizer is not None:
+            optimizer.state.clear()
+            optimizer.state.update(states)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         parameters = self._model.named_parameters()
@@ -274,19 +263,19 @@ class ModelState:
         return {f"{self.name}/{name}": t for name, t in {**self._trained(), **buffers}.items()}
 
     def _check_facts(self, source: str, facts: Mapping[str, Any]) -> None:
-        base = facts.get("base", "")
-        fault = ""
-        if bool(base) != bool(self._base):
-            kind, other = ("an adapter", "0") if base else ("all weights", "above 0")
-            fault = f"is of {kind}, but trainer.lora_rank is {other}"
-        elif base != self._base:
-            fault = "is of an adapter for another base model than model.path"
-        if fault:
-            raise UsageError(f"{source} {fault}: set these as before, or choose another --run-dir")
-        kind = type(self._optimizer).__name__
-        if self._optimizer is not None and facts.get("optimizer", kind) != kind:
+        base, own = facts.get("base", ""), type(self._optimizer).__name__
+        if base != self._base:
+            fault = "an adapter for another base model than model.path"
+            if not self._base:
+                fault = "an adapter, but trainer.lora_rank is 0"
+            elif not base:
+                fault = "all weights, but trainer.lora_rank is above 0"
             raise UsageError(
-                f"{source} has the state of {facts['optimizer']}, but trainer.optimizer is {kind}: "
+                f"{source} is of {fault}: set these as before, or choose another --run-dir"
+            )
+        if self._optimizer is not None and facts.get("optimizer", own) != own:
+            raise UsageError(
+                f"{source} has the state of {facts['optimizer']}, but trainer.optimizer is {own}: "
                 "set the optimizer as before"
             )
 
