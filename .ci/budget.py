@@ -31,7 +31,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/process": (1_892, 58),
     "services/scorer": (431, 8),
     "services/tinker": (2_500, 49),
-    "services/trainer": (6_048, 138),
+    "services/trainer": (5_913, 137),
     "services/weight_hub": (1_990, 17),
     "services/weights": (5_630, 96),
     "deploy": (7_553, 194),

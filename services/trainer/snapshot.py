@@ -6,9 +6,9 @@ slot. What every rank holds whole (one rank, buffers) is divided by rows in the 
 with a LoRA adapter goes out merged, one at a time; or a version is the factors of all adapters.
 
 Rank 0 says which slot of the arena it is, and all write their rows. When all have, each computes
-the checksums of an equal share of its host's buckets, and compares them, piece by piece, with those
-of the data the ranks meant to write. On several hosts each has an arena of its own under the same
-path, with the rows of its ranks. No bucket holds rows of two hosts.
+the checksums of an equal share of its host's buckets, and compares them, piece by piece, with the
+checksums of the data that the ranks meant to write. On several hosts each has an arena of its own
+under the same path, with the rows of its ranks. No bucket holds rows of two hosts.
 """
 
 from __future__ import annotations
