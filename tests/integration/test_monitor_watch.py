@@ -4,23 +4,25 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-import zmq
 from fakes.looks import PUSH, status
+from fakes.serving import ServerThread
 from fakes.slowness import limit
 
 from umbra.proto.access import SOCKETS, KeyRole
 from umbra.proto.messages import Heartbeat, HeartbeatAck, Join, Message, Ok, StatusRequest, Welcome
 from umbra.proto.messages import Status as StatusMessage
 from umbra.proto.net.keys import OPEN, Security, make_keys, open_security
-from umbra.proto.net.server import Server
+from umbra.proto.net.server import Request, Server
 from umbra.proto.net.session import Session
+from umbra.proto.records import Role
+from umbra.proto.sockets import Context
 from umbra.services.monitor.client import Look, Watch
 from umbra.services.process.metrics import MetricsFile
 
@@ -37,27 +39,15 @@ def security(request: pytest.FixtureRequest, tmp_path: Path) -> SecurityOf:
     return lambda role: open_security(str(tmp_path), [role])
 
 
-class Buffer:
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], security: Security) -> None:
-        self.server = Server(context, "buffer", "b1", security)
-        self.endpoint = self.server.bind("control", "tcp://127.0.0.1:*", SOCKETS["control"])
-        self.events = self.server.bind_events("tcp://127.0.0.1:*")
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._main)
-        self._thread.start()
+class Buffer(ServerThread):
+    def __init__(self, context: Context, security: Security) -> None:
+        server = Server(context, "buffer", "b1", security)
+        self.endpoint = server.bind("control", "tcp://127.0.0.1:*", SOCKETS["control"])
+        self.events = server.bind_events("tcp://127.0.0.1:*")
+        super().__init__(server, self._answer)
 
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(WAIT_S)
-        self.server.close()
-
-    def _main(self) -> None:
-        while not self._stop.is_set():
-            for request in self.server.poll(0.02):
-                self.server.reply(request, self._answer(request.body))
-
-    def _answer(self, body: Message) -> Message:
-        match body:
+    def _answer(self, request: Request) -> Message:
+        match request.body:
             case StatusRequest():
                 return status(events=self.events)
             case Join():
@@ -69,10 +59,9 @@ class Buffer:
 
 
 @pytest.fixture
-def buffer(zmq_context: zmq.Context[zmq.Socket[bytes]], security: SecurityOf) -> Iterator[Buffer]:
-    buffer = Buffer(zmq_context, security("buffer"))
-    yield buffer
-    buffer.close()
+def buffer(zmq_context: Context, security: SecurityOf) -> Iterator[Buffer]:
+    with closing(Buffer(zmq_context, security("buffer"))) as made:
+        yield made
 
 
 def until(watch: Watch, done: Callable[[Look], object], act: Callable[[], None]) -> Look:
@@ -93,13 +82,9 @@ def did(look: Look) -> set[str]:
 def test_any_number_watch_and_see_the_same(buffer: Buffer, security: SecurityOf) -> None:
     metrics = MetricsFile(None, "generator-0")
     watches = [Watch(buffer.endpoint, security("monitor")) for _ in range(3)]
-    with Session(
-        role="generator",
-        name="generator-0",
-        broker=buffer.endpoint,
-        metrics=metrics,
-        security=security("generator"),
-    ):
+    role: Role = "generator"
+    name, key = metrics.service, security(role)
+    with Session(role=role, name=name, broker=buffer.endpoint, metrics=metrics, security=key):
 
         def act() -> None:
             metrics.write("push", **PUSH)
@@ -114,9 +99,9 @@ def test_any_number_watch_and_see_the_same(buffer: Buffer, security: SecurityOf)
     assert senders == {b"generator-0"}, "of the watchers nothing stays"
 
 
-def test_the_page_and_the_figures(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> None:
+@pytest.mark.parametrize("security", ["no keys"], indirect=True)
+def test_the_page_and_the_figures(buffer: Buffer) -> None:
     """Both are served at the addresses that are printed, until Ctrl-C."""
-    buffer = Buffer(zmq_context, OPEN)
     command = ["--broker", buffer.endpoint, "--web", "127.0.0.1:0", "--prometheus", ":0"]
     process = subprocess.Popen(
         [sys.executable, "-m", "umbra", "monitor", *command],
@@ -139,4 +124,3 @@ def test_the_page_and_the_figures(zmq_context: zmq.Context[zmq.Socket[bytes]]) -
     finally:
         process.kill()
         process.communicate()
-        buffer.close()

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,11 +101,7 @@ def test_a_supervised_generator_is_restarted(
         pids.setdefault(program.name, []).append(process.pid)
         return process
 
-    supervisor = Supervisor(
-        spawn,
-        goal="trainer",
-        report=said.append,
-    )
+    supervisor = Supervisor(spawn, goal="trainer", report=said.append)
     supervisor.start(Program("buffer", CHILD, wave=2))
     supervisor.start(Program("trainer", CHILD, wave=0))
     supervisor.start(Program("generator-0", CHILD, wave=0, elastic=True))
@@ -157,28 +154,14 @@ def test_where_the_server_has_ended_programs_are_executed(folder: RunFolder) -> 
     server.close()
 
 
-def test_a_failed_stage_says_why(folder: RunFolder) -> None:
-    with SignalCounter() as interrupts, pytest.raises(UsageError, match=r"nothing\.toml"):
-        run_stage(
-            "show",
-            ("check", "--show", "nothing.toml"),
-            folder=folder,
-            environ=child_environ(),
-            interrupts=interrupts,
-        )
-
-
-def test_a_signal_ends_a_stage(folder: RunFolder) -> None:
+def test_a_failed_stage_says_why_and_a_signal_ends_one(folder: RunFolder) -> None:
     with SignalCounter() as interrupts:
+        stage = partial(run_stage, folder=folder, environ=child_environ(), interrupts=interrupts)
+        with pytest.raises(UsageError, match=r"nothing\.toml"):
+            stage("show", ("check", "--show", "nothing.toml"))
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(StageInterrupted):
-            run_stage(
-                "version",
-                ("--version",),
-                folder=folder,
-                environ=child_environ(),
-                interrupts=interrupts,
-            )
+            stage("version", ("--version",))
     assert interrupts.exit_code == 130
 
 
@@ -200,10 +183,7 @@ def test_a_file_beside_the_run_file_shadows_no_library(
         (tmp_path / f"{name}.py").write_text("score = 1\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     program = "import json, msgspec, umbra, reward; json.loads; print(reward.score)"
-    done = call(
-        [sys.executable, "-P", "-c", program],
-        env=child_environ([tmp_path]),
-    )
+    done = call([sys.executable, "-P", "-c", program], env=child_environ([tmp_path]))
     assert (done.stdout, done.stderr) == ("1\n", "")
     assert python_argv("umbra")[1:] == ("-P", "-m", "umbra")
 

@@ -1,11 +1,13 @@
-"""Link, channel, session and server over real sockets, against a small broker in a thread."""
+"""Link, channel, session and server over real sockets; also when a peer misbehaves."""
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
+from typing import cast
 
+import msgpack
 import pytest
-import zmq
+from fakes.serving import ServerThread
 from fakes.slowness import limit
 from fakes.waiting import until
 
@@ -13,75 +15,116 @@ from umbra.proto import messages as m
 from umbra.proto import sockets
 from umbra.proto.access import SOCKETS
 from umbra.proto.codec import Encoder, decode
-from umbra.proto.errors import DeadlineError, RejectedError
-from umbra.proto.net.io_thread import IoThread
+from umbra.proto.errors import DeadlineError, RejectedError, WireError
+from umbra.proto.net import server as server_module
+from umbra.proto.net.io_thread import IoThread, UndecodedError
 from umbra.proto.net.server import Request, Server
 from umbra.proto.net.session import Session
+from umbra.proto.records import PROTOCOL_MAJOR
+from umbra.proto.sockets import Context
 
+ANY_PORT = "tcp://127.0.0.1:*"
 WAIT_S = limit(20.0)
 WAIT_MS = round(1000 * WAIT_S)
+PONG = m.Pong(role="buffer", state="ready")
 
 
-class Broker:
-    """A server in a thread that answers with `answer` and remembers what it got."""
+class Broker(ServerThread):
+    """A small broker; `default_answer` is that to members."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.server = Server(context, "broker", "b1")
-        self.endpoint = self.server.bind("control", "tcp://127.0.0.1:*", SOCKETS["control"])
-        self.data = self.server.bind("data", "tcp://127.0.0.1:*", m.DATA)
-        self.seen: list[m.Message] = []
-        self.left = threading.Event()
-        self.beats = threading.Semaphore(0)
-        self.drain = threading.Event()
-        self.answer: Callable[[Request], m.Message | None] = self.default_answer
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._main)
-        self._thread.start()
+    def __init__(self, context: Context) -> None:
+        server = Server(context, "broker", "b1")
+        self.endpoint = server.bind("control", ANY_PORT, SOCKETS["control"])
+        self.data = server.bind("data", ANY_PORT, m.DATA)
+        super().__init__(server, self.default_answer)
 
     def default_answer(self, request: Request) -> m.Message | None:
         match request.body:
             case m.Join():
                 return m.Welcome(run_id="r", heartbeat_s=0.05, data=self.data)
             case m.Heartbeat():
-                self.beats.release()
                 return m.HeartbeatAck(version=7, weights="tcp://127.0.0.1:1")
             case m.Leave():
-                self.left.set()
                 return m.Ok()
             case _:
-                return m.Pong(role="buffer", state="ready")
+                return PONG
+
+    def drain(self, request: Request) -> m.Message | None:
+        """Answer as always, and have the sender drain."""
+        command = m.Command(kind="drain", reason="enough")
+        assert self.server.push("control", request.identity, command)
+        return self.default_answer(request)
+
+    @property
+    def beats(self) -> list[m.Heartbeat]:
+        return [body for body in self.bodies if isinstance(body, m.Heartbeat)]
+
+
+class Bench:
+    """A server that the test polls itself, its clock, and a bare socket to it."""
+
+    def __init__(self, context: Context) -> None:
+        self.now = 0.0
+        self.server = Server(context, "broker", "b1", clock=lambda: self.now)
+        endpoint = self.server.bind("data", ANY_PORT, (*m.DATA, m.Ping, m.Event))
+        self.socket = sockets.dealer(context, endpoint, b"peer")
+        self.encoder = Encoder("peer", "i1")
+
+    def encode(self, body: m.Message) -> list[bytes]:
+        return self.encoder.encode(body)[1]
+
+    def send(self, frames: list[bytes]) -> list[Request]:
+        """Send `frames` and a Ping behind them; return what the server makes of the former."""
+        self.socket.send_multipart(frames)
+        number, ping = self.encoder.encode(m.Ping())
+        self.socket.send_multipart(ping)
+        requests: list[Request] = []
+        while not requests or requests[-1].header.id != number:
+            requests += self.server.poll(WAIT_S)
+        self.server.reply(requests[-1], m.Ok())
+        return requests[:-1]
+
+    def replies_to(self, number: int) -> list[object]:
+        """Return the answers to request `number` that have come so far."""
+        bodies: list[object] = []
+        while self.socket.poll(0 if bodies else WAIT_MS):
+            envelope = decode(self.socket.recv_multipart())
+            if envelope.header.reply_to == number:
+                bodies.append(envelope.body)
+        return bodies
+
+    def refusal_of(self, frames: list[bytes]) -> m.Nack:
+        """Send frames that are no request; return the first answer."""
+        assert self.send(frames) == []
+        answer = decode(self.socket.recv_multipart()).body
+        assert isinstance(answer, m.Nack)
+        return answer
 
     def close(self) -> None:
-        self._stop.set()
-        self._thread.join(WAIT_S)
+        self.socket.close(linger=0)
         self.server.close()
-
-    def _main(self) -> None:
-        identity = b""
-        while not self._stop.is_set():
-            for request in self.server.poll(0.02):
-                self.seen.append(request.body)
-                identity = request.identity
-                body = self.answer(request)
-                if body is not None:
-                    self.server.reply(request, body)
-            if self.drain.is_set() and identity:
-                self.drain.clear()
-                self.server.push("control", identity, m.Command(kind="drain", reason="enough"))
 
 
 @pytest.fixture
-def broker(zmq_context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Broker]:
-    broker = Broker(zmq_context)
-    yield broker
-    broker.close()
+def broker(zmq_context: Context) -> Iterator[Broker]:
+    with closing(Broker(zmq_context)) as made:
+        yield made
+
+
+@pytest.fixture
+def bench(zmq_context: Context) -> Iterator[Bench]:
+    with closing(Bench(zmq_context)) as made:
+        yield made
 
 
 @pytest.fixture
 def link() -> Iterator[IoThread]:
-    link = IoThread("tester", "i1")
-    yield link
-    link.close()
+    with closing(IoThread("tester", "i1")) as made:
+        yield made
+
+
+def joined(broker: Broker, name: str = "m") -> Session:
+    return Session(role="monitor", name=name, broker=broker.endpoint)
 
 
 def test_a_call_nobody_answers_names_what_it_waited_for(broker: Broker, link: IoThread) -> None:
@@ -91,11 +134,14 @@ def test_a_call_nobody_answers_names_what_it_waited_for(broker: Broker, link: Io
         channel.call(m.Ping(), m.Pong, timeout_s=0.2)
 
 
-def test_pushes_arrive_in_order(broker: Broker, link: IoThread) -> None:
-    channel = link.channel(broker.endpoint, "broker")
-    channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S)
-    broker.drain.set()
-    assert channel.pushes.get(timeout=WAIT_S) == m.Command(kind="drain", reason="enough")
+def test_a_wait_ends_soon_when_the_process_stops(broker: Broker, link: IoThread) -> None:
+    broker.answer = lambda _request: None
+    channel, stopping = link.channel(broker.endpoint, "broker"), threading.Event()
+    stopping.set()
+    with pytest.raises(DeadlineError, match="stopped while waiting for broker at"):
+        channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S, stopping=stopping)
+    broker.answer = broker.default_answer
+    assert channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S, stopping=stopping) == PONG
 
 
 def test_who_asks_when_a_link_is_closed_is_told_so(broker: Broker) -> None:
@@ -109,115 +155,169 @@ def test_who_asks_when_a_link_is_closed_is_told_so(broker: Broker) -> None:
         link.channel(broker.endpoint, "hub")
 
 
-def test_a_resent_request_is_answered_once_more_but_done_once(
-    broker: Broker, zmq_context: zmq.Context[zmq.Socket[bytes]]
-) -> None:
-    socket = sockets.dealer(zmq_context, broker.endpoint, b"twice")
-    _, frames = Encoder("twice", "i1").encode(m.Operate(kind="pause"))
-    for _ in range(3):
-        socket.send_multipart(frames)
-        assert socket.poll(WAIT_MS)
-        assert isinstance(decode(socket.recv_multipart()).body, m.Pong)
-    assert broker.seen == [m.Operate(kind="pause")]
-    assert broker.server.counters["resent"] == 2
-    socket.close()
+def test_a_resent_request_is_answered_once_more_but_done_once(bench: Bench) -> None:
+    number, frames = bench.encoder.encode(m.CommitBatch(step=1))
+    (request,) = bench.send(frames)
+    bench.server.reply(request, m.Ok())
+    assert bench.send(frames) == bench.send(frames) == []
+    assert bench.replies_to(number) == [m.Ok()] * 3
+    assert bench.server.counters["resent"] == 2
 
 
-def test_bad_frames_are_counted_answered_and_forgotten(
-    broker: Broker, zmq_context: zmq.Context[zmq.Socket[bytes]]
-) -> None:
-    socket = sockets.dealer(zmq_context, broker.endpoint, b"outsider")
-    encoder = Encoder("outsider", "i1")
-    _, unknown = encoder.encode(m.Ping())
-    unknown[0] = unknown[0].replace(b"Ping", b"Pong")  # a reply type where a request belongs: fine
-    _, misplaced = encoder.encode(m.Ok())
-    misplaced[0] = misplaced[0].replace(b"\xa2Ok", b"\xa2Xx")
-    counted: Counter[str] = Counter()
-    for frames, code in (
-        ([b"junk"], "frames"),
-        ([b"\xc1", b"\xc1"], "malformed"),
-        (misplaced, "unknown_type"),
-        ([*encoder.encode(m.Ping())[1], *[b""] * 50_000], "frames"),
-    ):
-        socket.send_multipart(frames)
-        assert socket.poll(WAIT_MS)
-        answer = decode(socket.recv_multipart()).body
-        assert isinstance(answer, m.Nack)
-        assert answer.code == code
-        counted[code] += 1
-        assert broker.server.counters[code] == counted[code]
-    socket.close()
+def test_bad_frames_are_counted_answered_and_forgotten(bench: Bench) -> None:
+    misplaced, unknown = bench.encode(m.Leave(reason="wrong socket")), bench.encode(m.Ok())
+    unknown[0] = unknown[0].replace(b"\xa2Ok", b"\xa2Xx")
+    header, body = bench.encode(m.Ping())
+    newer = msgpack.packb({**msgpack.unpackb(header), "major": PROTOCOL_MAJOR + 1})
+    for count in (1, 2):
+        for frames, code in (
+            ([b"junk"], "frames"),
+            ([b"\xc1", b"\xc1"], "malformed"),
+            (unknown, "unknown_type"),
+            (misplaced, "wrong_socket"),
+            (bench.encode(m.CommitAck(version=1, ledger=m.Ledger())), "unexpected"),
+            ([newer, body], "protocol"),
+            ([*bench.encode(m.Ping()), *[b""] * 50_000], "frames"),
+        ):
+            assert bench.refusal_of(frames).code == code
+            assert isinstance(decode(bench.socket.recv_multipart()).body, m.Ok), "the Ping's"
+        assert bench.server.counters["protocol"] == count
+    assert bench.server.counters["frames"] == 4
 
 
 def test_a_session_beats_as_seldom_as_it_is_asked_to(broker: Broker) -> None:
     """However many were under way before its answer came, it is silent from then on."""
 
     def answer(request: Request) -> m.Message | None:
-        nonlocal since
+        is_slow = request.header.sender == "slow"
         if isinstance(request.body, m.Heartbeat):
-            is_slow = request.header.sender == "slow"
-            heard.add(request.header.sender)
-            since = 0 if is_slow else since + 1
-            if since >= 20 and "slow" in heard:
-                done.set()
             return m.HeartbeatAck(version=0, heartbeat_s=3600.0 if is_slow else 0.0)
         return broker.default_answer(request)
 
-    heard: set[str] = set()
-    since = 0  # beats of the fast one, since the last one of the slow one
-    done = threading.Event()
+    def is_silent() -> bool:
+        senders = [one.header.sender for one in broker.seen if isinstance(one.body, m.Heartbeat)]
+        return "slow" in senders and senders[-20:] == ["fast"] * 20
+
     broker.answer = answer
-    with (
-        Session(role="monitor", name="slow", broker=broker.endpoint),
-        Session(role="monitor", name="fast", broker=broker.endpoint),
-    ):
-        assert done.wait(WAIT_S)
+    with joined(broker, "slow"), joined(broker, "fast"):
+        until(is_silent, "the slow one falls silent")
 
 
 def test_a_session_joins_beats_and_leaves(broker: Broker) -> None:
-    def beats() -> list[m.Heartbeat]:
-        return [body for body in list(broker.seen) if isinstance(body, m.Heartbeat)]
-
-    with Session(role="monitor", name="m", broker=broker.endpoint) as session:
+    with joined(broker) as session:
         session.progress("testing", 3)
         session.stats(speed=2.0)
-        until(lambda: any(beat.stats for beat in beats()), "a beat that tells what was done")
-        for _ in range(3):
-            assert broker.beats.acquire(timeout=WAIT_S)
+        until(lambda: any(beat.stats for beat in broker.beats), "a beat that tells what was done")
+        told = len(broker.beats)
+        until(lambda: len(broker.beats) > told + 3, "it goes on")
         assert session.weights(deadline_s=WAIT_S).peer.startswith("weight hub")
         assert session.version == 7
-    assert broker.left.is_set()
-    last = beats()[-1]
+    assert isinstance(broker.bodies[-1], m.Leave)
+    last = broker.beats[-1]
     assert (last.progress, last.stats, last.activity) == (3, {"speed": 2.0}, "testing")
 
 
 def test_a_session_drains_when_told_to(broker: Broker) -> None:
-    with Session(role="monitor", name="m", broker=broker.endpoint) as session:
-        assert broker.beats.acquire(timeout=WAIT_S)
-        broker.drain.set()
+    with joined(broker) as session:
+        broker.answer = broker.drain
         assert session.stopping.wait(WAIT_S)
         assert session.stop_reason == "enough"
         assert session.failure is None
 
 
 def test_a_session_the_broker_does_not_know_fails(broker: Broker) -> None:
-    with Session(role="monitor", name="m", broker=broker.endpoint) as session:
+    with joined(broker) as session:
         broker.answer = lambda _request: m.Nack(code="not_member", reason="who are you?")
         assert session.stopping.wait(WAIT_S)
         assert isinstance(session.failure, RejectedError)
 
 
-def test_status_is_not_a_request_of_another_socket(
-    zmq_context: zmq.Context[zmq.Socket[bytes]],
+def test_requests_do_not_pile_up_and_one_that_is_resent_stays_known(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = Server(zmq_context, "hub", "h1")
-    endpoint = server.bind("weights", "tcp://127.0.0.1:*", (m.Ping,))
-    socket = sockets.dealer(zmq_context, endpoint, b"lost")
-    _, frames = Encoder("lost", "i1").encode(m.Leave(reason="wrong socket"))
-    socket.send_multipart(frames)
-    while server.counters["wrong_socket"] == 0:
-        assert server.poll(WAIT_S) == []
-    assert isinstance(decode(socket.recv_multipart()).body, m.Nack)
-    assert m.Status.__name__ in {cls.__name__ for cls in m.CONTROL}
-    socket.close()
-    server.close()
+    monkeypatch.setattr(server_module, "REQUESTS_KEPT", 4)
+    number, lease = bench.encoder.encode(m.LeaseTasks(capacity=1, version=0, wait_s=30))
+    once = bench.encode(m.LeaseBatch(step=1, wait_s=30))
+    (request,) = bench.send(lease)
+    assert len(bench.send(once)) == 1
+    for _ in range(10):
+        assert bench.send(bench.encode(m.LeaseBatch(step=2, wait_s=30)))
+        assert bench.send(lease) == []
+    assert len(bench.server.resends) == 4 and bench.server.counters["resent"] == 10
+    assert len(bench.send(once)) == 1, "nobody asked for it in a long time"
+    bench.server.reply(request, m.Ok())
+    assert bench.replies_to(number) == [m.Ok()]
+
+
+def test_of_large_answers_the_last_one_is_kept(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "REPLY_BYTES_KEPT", 1000)
+    asked = [bench.encode(m.LeaseBatch(step=step, wait_s=1)) for step in (1, 2)]
+    for frames in asked:
+        (request,) = bench.send(frames)
+        answer = m.BatchLease(step=1, trajectories=[], waiting_for="x" * 2000)
+        bench.server.reply(request, answer)
+    assert bench.send(asked[1]) == []
+    assert len(bench.send(asked[0])) == 1
+
+
+def test_time_in_which_the_server_did_not_listen_is_no_silence(bench: Bench) -> None:
+    bench.now += 600.0  # stopped, say
+    bench.server.poll(0)
+    assert bench.server.listened_s == server_module.LISTENED_S
+
+
+def test_an_answer_that_cannot_be_encoded_is_a_refusal(bench: Bench) -> None:
+    number, frames = bench.encoder.encode(m.CommitBatch(step=1))
+    (request,) = bench.send(frames)
+    bench.server.reply(request, m.Event(kind="x", fields={"a": object()}))
+    (answer,) = bench.replies_to(number)
+    assert isinstance(answer, m.Nack)
+    assert answer.code == "unencodable"
+    assert bench.server.counters["unencodable"] == 1
+
+
+def test_a_request_that_cannot_be_encoded_fails_and_the_link_lives(
+    broker: Broker, link: IoThread
+) -> None:
+    channel = link.channel(broker.endpoint, "broker")
+    with pytest.raises(WireError, match="Event cannot be encoded"):
+        channel.call(m.Event(kind="x", fields={"a": object()}), m.Ok, timeout_s=WAIT_S)
+    channel.send(m.Event(kind="x", fields={"a": object()}))
+    with pytest.raises(WireError, match="answered Pong instead of Ok"):
+        channel.call(m.Ping(), m.Ok, timeout_s=WAIT_S)
+    assert channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S) == PONG
+
+
+def test_a_server_of_another_major_version_is_a_refusal(
+    zmq_context: Context, link: IoThread
+) -> None:
+    router, endpoint = sockets.router(zmq_context, ANY_PORT)
+    future = link.channel(endpoint, "broker").request(m.Ping(), timeout_s=WAIT_S)
+    assert router.poll(WAIT_MS)
+    identity, *_ = router.recv_multipart()
+    header = {"major": PROTOCOL_MAJOR + 1, "minor": 0, "sender": "buffer", "kind": "new"}
+    router.send_multipart([identity, msgpack.packb(header), b""])
+    with pytest.raises(RejectedError, match=r"buffer speaks protocol .* upgrade the umbra-rl here"):
+        future.result(WAIT_S)
+    router.close()
+
+
+def test_an_answer_that_cannot_be_decoded_is_refused_and_ends_its_request(
+    bench: Bench, link: IoThread
+) -> None:
+    channel = link.channel(bench.server.endpoint("data"), "buffer")
+    future = channel.request(m.LeaseTasks(capacity=1, version=0, wait_s=0), timeout_s=WAIT_S)
+
+    def heard() -> Request:
+        while not (found := bench.server.poll(WAIT_S)):
+            pass
+        return found[0]
+
+    asked, many = heard(), cast(int, "many")
+    bench.server.reply(asked, m.TaskLeases(accepted=many))
+    with pytest.raises(UndecodedError, match="LeaseTasks cannot be decoded: TaskLeases"):
+        future.result(WAIT_S)
+    refusal = heard()
+    assert isinstance(refusal.body, m.Nack) and refusal.header.reply_to == asked.header.id

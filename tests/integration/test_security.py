@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-import zmq
 from fakes.hub_bench import Bench, load, publish
 from fakes.keys import of
 from fakes.relays import Relay
+from fakes.serving import ServerThread
 from fakes.slowness import limit, seconds
 from fakes.waiting import until
 
@@ -21,10 +22,10 @@ from umbra.proto.net.io_thread import Channel, IoThread
 from umbra.proto.net.keys import OPEN, Security, load_keys
 from umbra.proto.net.server import Server
 from umbra.proto.records import BucketsAt
+from umbra.proto.sockets import Context
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
 
-Context = zmq.Context[zmq.Socket[bytes]]
 ANY_PORT = "tcp://127.0.0.1:*"
 WAIT_S = limit(20.0)
 
@@ -34,46 +35,37 @@ def refused_s() -> float:
     return seconds(1.5)
 
 
-class Served:
+class Served(ServerThread):
     """A server of role buffer with keys, in a thread; it answers whatever reaches it with Ok."""
 
     def __init__(self, context: Context, keys: Path) -> None:
-        security = Security(load_keys(keys, "buffer"))
-        self.server = Server(context, "buffer", "b1", security)
-        self.control = self.server.bind("control", ANY_PORT, SOCKETS["control"])
-        self.data = self.server.bind("data", ANY_PORT, (*m.DATA, m.Ping))
-        self.events = self.server.bind_events(ANY_PORT)
-        self.reached: list[tuple[str, KeyRole | None]] = []
-        self._stop = threading.Event()
+        server = Server(context, "buffer", "b1", of(keys, "buffer"))
+        self.control = server.bind("control", ANY_PORT, SOCKETS["control"])
+        self.data = server.bind("data", ANY_PORT, (*m.DATA, m.Ping))
+        self.events = server.bind_events(ANY_PORT)
         self._links: list[IoThread] = []
-        self._thread = threading.Thread(target=self._main)
-        self._thread.start()
+        pong = m.Pong(role="buffer", state="ready")
+        super().__init__(server, lambda asked: pong if isinstance(asked.body, m.Ping) else m.Ok())
+
+    @property
+    def reached(self) -> list[tuple[str, KeyRole | None]]:
+        return [(type(request.body).__name__, request.role) for request in self.seen]
 
     def channel(self, endpoint: str, security: Security, name: str = "peer") -> Channel:
         link = IoThread(name, f"{name}-1", security=security)
         self._links.append(link)
         return link.channel(endpoint, "buffer")
 
-    def _main(self) -> None:
-        while not self._stop.is_set():
-            for request in self.server.poll(0.02):
-                self.reached.append((type(request.body).__name__, request.role))
-                pong = m.Pong(role="buffer", state="ready")
-                self.server.reply(request, pong if isinstance(request.body, m.Ping) else m.Ok())
-
     def close(self) -> None:
         for link in self._links:
             link.close()
-        self._stop.set()
-        self._thread.join(WAIT_S)
-        self.server.close()
+        super().close()
 
 
 @pytest.fixture
 def served(zmq_context: Context, keys: Path) -> Iterator[Served]:
-    made = Served(zmq_context, keys)
-    yield made
-    made.close()
+    with closing(Served(zmq_context, keys)) as made:
+        yield made
 
 
 def test_holders_of_a_key_are_let_in(served: Served, keys: Path) -> None:
@@ -147,32 +139,23 @@ def test_telemetry_is_for_members_to_send_and_for_monitors_to_see(
     until(lambda: any(what.endswith(" on control") for what in list(counts)), "it is counted")
 
 
-@pytest.mark.parametrize(
-    ("role", "body"),
-    [
-        ("generator", m.CommitBatch(step=1)),
-        ("scorer", m.ReturnTasks(samples=[])),
-        ("trainer", m.LeaseTasks(capacity=1, version=0, wait_s=0)),
-    ],
-)
-def test_the_connection_decides_and_not_what_a_message_says(
-    served: Served, keys: Path, role: KeyRole, body: m.Message
-) -> None:
+def test_the_connection_decides_and_not_what_a_message_says(served: Served, keys: Path) -> None:
     """The header's sender is the trainer's name; the key is not the trainer's."""
-    channel = served.channel(served.data, of(keys, role), "trainer")
-    with pytest.raises(RejectedError, match=f"not allowed with the {role} key") as refused:
-        channel.call(body, m.Ok, timeout_s=WAIT_S)
-    assert refused.value.code == "not_allowed"
+    cases: list[tuple[KeyRole, str, m.Message]] = [
+        ("generator", served.data, m.CommitBatch(step=1)),
+        ("scorer", served.data, m.ReturnTasks(samples=[])),
+        ("trainer", served.data, m.LeaseTasks(capacity=1, version=0, wait_s=0)),
+        ("monitor", served.control, m.Operate(kind="resume")),
+    ]
+    for role, endpoint, body in cases:
+        channel = served.channel(endpoint, of(keys, role), "trainer")
+        with pytest.raises(RejectedError, match=f"not allowed with the {role} key") as refused:
+            channel.call(body, m.Ok, timeout_s=WAIT_S)
+        assert refused.value.code == "not_allowed"
+        what = f"{type(body).__name__} of 'trainer', which has the {role} key"
+        assert served.server.refusals.counts[what] == 1
     assert served.reached == []
-    kind = type(body).__name__
-    assert served.server.counters["not_allowed"] == 1
-    assert served.server.refusals.counts[f"{kind} of 'trainer', which has the {role} key"] == 1
-
-
-def test_a_monitor_cannot_resume_a_run_and_an_operator_can(served: Served, keys: Path) -> None:
-    monitor = served.channel(served.control, of(keys, "monitor"), "m")
-    with pytest.raises(RejectedError, match="not allowed with the monitor key"):
-        monitor.call(m.Operate(kind="resume"), m.Ok, timeout_s=WAIT_S)
+    assert served.server.counters["not_allowed"] == len(cases)
     operator = served.channel(served.control, of(keys, "operator"), "o")
     assert operator.call(m.Operate(kind="resume"), m.Ok, timeout_s=WAIT_S) == m.Ok()
 
@@ -181,92 +164,65 @@ def test_an_identity_taken_over_does_not_bring_its_role(
     served: Served, zmq_context: Context, keys: Path
 ) -> None:
     """Two keys, one identity: each message has the role of the connection that it came over."""
-    first = sockets.dealer(
-        zmq_context, served.data, b"same", of(keys, "trainer").connecting("buffer")
-    )
     encoder = Encoder("trainer", "t1")
-    first.send_multipart(encoder.encode(m.CommitBatch(step=1))[1])
-    assert decode(receive(first)).body == m.Ok()
-    second = sockets.dealer(
-        zmq_context, served.data, b"same", of(keys, "generator").connecting("buffer")
-    )
-    second.send_multipart(encoder.encode(m.CommitBatch(step=2))[1])
-    answer = decode(receive(second)).body
-    assert isinstance(answer, m.Nack)
-    assert answer.code == "not_allowed"
+    answers: list[m.Message] = []
+    opened: list[sockets.Socket] = []
+    for role in ("trainer", "generator"):
+        curve = of(keys, role).connecting("buffer")
+        opened.append(sockets.dealer(zmq_context, served.data, b"same", curve))
+        opened[-1].send_multipart(encoder.encode(m.CommitBatch(step=1))[1])
+        assert opened[-1].poll(round(1000 * WAIT_S))
+        answers.append(decode(opened[-1].recv_multipart()).body)
+    for socket in opened:
+        socket.close(linger=0)
+    done, refused = answers
+    assert done == m.Ok()
+    assert isinstance(refused, m.Nack) and refused.code == "not_allowed"
     assert served.reached == [("CommitBatch", "trainer")]
-    first.close(linger=0)
-    second.close(linger=0)
 
 
-def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
-    assert socket.poll(round(1000 * WAIT_S))
-    return socket.recv_multipart()
+Hub = Callable[[str, KeyRole], Channel]
 
 
 @pytest.fixture
-def hub(bench: Bench, keys: Path) -> Iterator[Callable[[str, KeyRole], Channel]]:
+def hub(bench: Bench, keys: Path) -> Hub:
     """A weight hub with keys; the function connects to it."""
     bench.security = of(keys, "weight_hub")
     bench.start(plane="tcp", delta="off")
-
-    def connect(name: str, role: KeyRole) -> Channel:
-        return bench.channel(name, of(keys, role))
-
-    yield connect
+    return lambda name, role: bench.channel(name, of(keys, role))
 
 
-def subscribed(bench: Bench, channel: Channel) -> Receiver:
-    receiver = Receiver(channel, StagedPlanes(["tcp"]), check_s=0.05, retry_s=0.02)
-    bench.closers.append(receiver.close)
-    receiver.subscribe(WAIT_S)
-    return receiver
-
-
-def test_weights_travel_over_sockets_with_keys(
-    bench: Bench, hub: Callable[[str, KeyRole], Channel]
+def test_weights_travel_and_the_hub_refuses_what_a_key_does_not_allow(
+    bench: Bench, hub: Hub
 ) -> None:
     publisher = bench.publisher(channel=hub("trainer", "trainer"))
-    receiver = subscribed(bench, hub("gen-0", "generator"))
+    receiver = Receiver(hub("gen-0", "generator"), StagedPlanes(["tcp"]), retry_s=0.02)
+    bench.closers.append(receiver.close)
+    receiver.subscribe(WAIT_S)
     for version in range(3):
         publish(publisher, version)
         load(receiver, version)
     assert bench.hub.stats()["refused"] == 0
-
-
-@pytest.mark.parametrize(
-    ("role", "body"),
-    [
+    forbidden: list[tuple[KeyRole, m.Message]] = [
         ("generator", m.Publish(version=9, slot=0, checksums=[], snapshot_s=0)),
         ("monitor", m.AcquireSlot(version=9)),
-    ],
-)
-def test_the_hub_refuses_what_a_key_does_not_allow(
-    bench: Bench, hub: Callable[[str, KeyRole], Channel], role: KeyRole, body: m.Message
-) -> None:
-    publish(bench.publisher(channel=hub("trainer", "trainer")), 0)
-    outsider = hub("trainer", role)
-    with pytest.raises(RejectedError, match=f"not allowed with the {role} key"):
-        outsider.call(body, m.Ok, timeout_s=WAIT_S)
-    assert bench.hub.stats()["refused"] == 1
-
-
-@pytest.mark.parametrize("where", ["serves", "buckets"])
-def test_only_a_relay_may_serve(
-    bench: Bench, hub: Callable[[str, KeyRole], Channel], where: str
-) -> None:
-    """Others would fetch their weights from whoever may say that it hands them on."""
-    endpoint = "tcp://127.0.0.1:9"
-    ask = m.Subscribe(
-        host="h",
-        planes=["tcp"],
-        serves=endpoint if where == "serves" else "",
-        buckets=BucketsAt(endpoint=endpoint, key=b"k") if where == "buckets" else None,
-    )
-    for role in ("generator", "scorer"):
-        with pytest.raises(RejectedError, match=f"only relays serve others, not the {role} key"):
-            hub(f"evil-{role}", role).call(ask, m.Subscribed, timeout_s=WAIT_S)
+    ]
+    for role, body in forbidden:
+        with pytest.raises(RejectedError, match=f"not allowed with the {role} key"):
+            hub("trainer", role).call(body, m.Ok, timeout_s=WAIT_S)
     assert bench.hub.stats()["refused"] == 2
+
+
+def test_only_a_relay_may_serve(bench: Bench, hub: Hub) -> None:
+    """Others would fetch their weights from whoever may say that it hands them on."""
+    at = "tcp://127.0.0.1:9"
+    serves = m.Subscribe(host="h", planes=["tcp"], serves=at)
+    hands_on = m.Subscribe(host="h", planes=["tcp"], buckets=BucketsAt(endpoint=at, key=b"k"))
+    for role in ("generator", "scorer"):
+        for ask in (serves, hands_on):
+            with pytest.raises(RejectedError, match=f"only relays serve others, not the {role}"):
+                hub(f"evil-{role}", role).call(ask, m.Subscribed, timeout_s=WAIT_S)
+    assert bench.hub.stats()["refused"] == 4
     assert bench.hub.planes.open_tcp().chain == []
     assert bench.hub.planes.open_tcp().relay_at("h") == ""
 

@@ -7,15 +7,14 @@ import json
 from typing import Any
 
 import pytest
-from fakes import looks
-from fakes.looks import PUSH, ROLLOUT, header, heard, look
+from fakes.looks import PUSH, ROLLOUT, header, heard, look, member, status
 from rich.console import Console
 
 from umbra.deploy.run.live import PlainView, Progress
 from umbra.deploy.run_folder import RunFolder
-from umbra.proto.messages import Event, Member, Rates, RunWarning, Status, Stuck
+from umbra.proto.messages import Event, Rates, RunWarning
 from umbra.proto.records import Ledger
-from umbra.services.monitor.client import PUSHES_KEPT, SPANS_KEPT, Feed, Look, PushEvent
+from umbra.services.monitor.client import PUSHES_KEPT, SPANS_KEPT, Look, PushEvent
 from umbra.services.monitor.view import (
     MemberRow,
     headline,
@@ -27,61 +26,27 @@ from umbra.services.monitor.view import (
     status_dict,
 )
 
-
-def member(name: str = "generator-0", **changes: Any) -> Member:
-    fields: dict[str, Any] = {
-        "role": "generator",
-        "incarnation": "a",
-        "pid": 1,
-        "host": "h",
-        "state": "ready",
-        "activity": "decoding",
-        "progress": 100,
-        "idle_s": 0.1,
-        "silent_s": 0.2,
-        "stats": {"decoded_per_s": 1234.5, "version": 3.0, "live": 8.0},
-        "shares": {"decode": 0.75, "idle: work": 0.25},
-    }
-    return Member(name=name, **{**fields, **changes})
+NO_WARNING: dict[str, Any] = {"warnings": [], "health": {}}
 
 
-def status(**changes: Any) -> Status:
-    fields: dict[str, Any] = {
-        "run_id": "run-1",
-        "state": "ready",
-        "uptime_s": 75.0,
-        "version": 40,
-        "steps": 300,
-        "ledger": Ledger(
-            issued=100, trained=80, ended={"stale": 4}, in_flight={"generating": 10, "ready": 6}
-        ),
-        "members": [member()],
-        "departed": {},
-        "staleness": {"mean": 1.125, "max": 2.0, "bound": 2.0},
-        "counters": {"malformed": 0, "expired_leases": 2},
-        "stuck": [],
-    }
-    return Status(**{**fields, **changes})
-
-
-STUCK = Stuck(what="sample s1", holder="generator-0", age_s=31.0, action="leased again")
-
-
-def shown(renderable: Any) -> str:
-    console = Console(file=io.StringIO(), width=120, force_terminal=False)
-    console.print(renderable)
+def drawn(what: Look, width: int = 140) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(screen(what, width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 def test_headline() -> None:
-    line = headline(status(stuck=[STUCK], rates=Rates(samples_per_s=1200.4)), reward=0.45)
+    line = headline(status(rates=Rates(samples_per_s=1200.4), **NO_WARNING), reward=0.45)
     assert line == (
         "step 40/300  reward 0.450  staleness 1.12 (max 2, bound 2)  samples/s 1,200  "
-        "in flight 16  stuck: sample s1 at generator-0 for 31 s"
+        "in flight 20  stuck: sample s1 at generator-0 for 31 s"
     )
     before = status(ledger=Ledger(issued=0, trained=0, ended={}, in_flight={}))
     assert headline(before) == "starting: before training; generator-0 decoding"
+    wrong = status(ledger=Ledger(issued=5, trained=3))
+    assert "LEDGER OFF BY 2" in headline(wrong)
+    assert ledger_text(wrong).endswith("OFF BY 2")
 
 
 EQUAL = RunWarning(name="equal_rewards", text="95% of them are", figures={"share": 0.95}, since=3)
@@ -91,15 +56,14 @@ OVER = RunWarning(name="truncated", text="cut", figures={"share": 0.3}, since=1,
 def test_a_warning_that_holds_is_shown_everywhere_and_told_once(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    warned = status(warnings=[EQUAL, OVER], health={"equal_rewards": 0.875})
+    warned = status(warnings=[EQUAL, OVER], health={"equal_rewards": 0.875}, stuck=[])
     sentence = "warning: equal_rewards: 95% of them are"
     assert "  warning: equal_rewards" in headline(warned)
     assert "truncated" not in headline(warned)
-    assert sentence in plain(Look(warned)).splitlines()
-    assert sentence in shown(screen(Look(warned), 120))
     shares = "87.5% of groups with equal rewards, 0.0% of answers cut off, 0.0% of samples failed"
-    assert f"health: {shares}" in plain(Look(warned)).splitlines()
-    assert shares in shown(screen(Look(warned), 120))
+    for line in (sentence, f"health: {shares}"):
+        assert line in plain(Look(warned)).splitlines()
+        assert line in drawn(Look(warned), 120)
     values = json.loads(json.dumps(status_dict(warned)))
     assert [(one["name"], one["until"]) for one in values["warnings"]] == [
         ("equal_rewards", -1), ("truncated", 2),
@@ -112,38 +76,24 @@ def test_a_warning_that_holds_is_shown_everywhere_and_told_once(
     assert capsys.readouterr().out == sentence + "\n"
 
 
-def test_an_unbalanced_ledger_is_shouted() -> None:
-    wrong = status(ledger=Ledger(issued=5, trained=3))
-    assert "LEDGER OFF BY 2" in headline(wrong)
-    assert ledger_text(wrong).endswith("OFF BY 2")
-
-
 def test_members_gone_and_processes_without_membership_are_shown() -> None:
-    rows = member_rows(
-        status(departed={"generator-1": "silent for 15 s"}),
-        {
-            "buffer": "running",
-            "generator-0": "running",
-            "generator-2": "restarts in 0.5 s",
-            "trainer": "running",
-        },
+    decodes = member(
+        "generator-0",
+        stats={"decoded_per_s": 1234.5, "version": 3.0, "live": 8.0},
+        shares={"decode": 0.75, "idle: work": 0.25},
     )
-    assert rows == [
+    processes = dict.fromkeys(("buffer", "generator-0", "trainer"), "running")
+    assert member_rows(
+        status(members=[decodes], departed={"generator-1": "silent for 15 s"}),
+        {**processes, "generator-2": "restarts in 0.5 s"},
+    ) == [
         MemberRow(
-            "generator-0",
-            "ready",
-            "a",
-            "3",
-            "37",
-            "1,234",
-            "75%",
-            "25% (work)",
-            "decoding",
+            "generator-0", "ready", "a", "3", "37", "1,234", "75%", "25% (work)", "decoding",
         ),
         MemberRow("generator-1", "gone", activity="silent for 15 s"),
-        MemberRow("generator-2", "restarts in 0.5 s"),
         MemberRow("trainer", "starting"),
-    ]
+        MemberRow("generator-2", "restarts in 0.5 s"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -156,47 +106,41 @@ def test_members_gone_and_processes_without_membership_are_shown() -> None:
     ],
 )
 def test_idleness_has_a_cause(shares: dict[str, float], text: str) -> None:
-    assert idle_text(member(shares=shares)) == text
+    assert idle_text(member("generator-0", shares=shares)) == text
 
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
+        ("push", {}),
+        ("push", PUSH | {"wire_s": "long"}),
         ("push", PUSH | {"receiver": "g\x1b[2J"}),
         ("push", PUSH | {"wire_s": float("inf")}),
+        ("rollout", ROLLOUT | {"pieces": [1]}),
         ("rollout", ROLLOUT | {"finish_reason": "stop\nERROR all is lost"}),
         ("rollout", ROLLOUT | {"reward": float("nan")}),
+        ("spans", {}),
+        ("spans", {"spans": [["decode", 1.0]]}),
         ("spans", {"spans": [["update", float("-inf"), 2.0]]}),
         ("spans", {"spans": {"a": 1}}),
     ],
 )
 def test_what_cannot_be_drawn_is_counted_and_left_out(kind: str, fields: dict[str, Any]) -> None:
-    feed = Feed()
-    feed.receive(header("g"), Event(kind=kind, fields=fields))
+    feed = heard((kind, fields))
     assert feed.invalid == 1
-    assert not (
-        feed.look(looks.status()).pushes
-        or feed.look(looks.status()).rollouts
-        or feed.look(looks.status()).spans
-    )
+    seen = feed.look(status())
+    assert not (seen.pushes or seen.rollouts or seen.spans)
 
 
-def test_a_models_words_and_reasons_lose_their_control_characters() -> None:
-    feed = Feed()
-    said = ROLLOUT | {"prompt": "a\nb\x1b[2J", "response": "c\x07\n"}
-    feed.receive(header("g"), Event(kind="rollout", fields=said))
-    feed.receive(header("g"), Event(kind="spans", fields={"spans": [["idle: a\nb", 1.0, 2.0]]}))
-    (sample,) = feed.look(looks.status()).rollouts
-    assert (sample.prompt, sample.response) == ("a\nb [2J", "c \n")
-    assert feed.look(looks.status()).spans["g"][0].name == "idle: a b"
+def test_words_of_others_have_no_control_characters_and_are_no_markup() -> None:
+    said = ROLLOUT | {"prompt": "a\nb\x1b[2J", "response": "c\x07\n[red]x[/nothing]"}
+    feed = heard(("rollout", said), ("spans", {"spans": [["idle: a\nb", 1.0, 2.0]]}))
+    seen = feed.look(status())
+    (sample,) = seen.rollouts
+    assert (sample.prompt, sample.response) == ("a\nb [2J", "c \n[red]x[/nothing]")
+    assert seen.spans["m"][0].name == "idle: a b"
     assert not feed.invalid
-
-
-def drawn(what: Look, width: int = 140) -> str:
-    console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(screen(what, width))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    assert "[red]x[/nothing]" in drawn(seen)
 
 
 def test_the_screen_has_everything() -> None:
@@ -217,56 +161,28 @@ def test_the_screen_has_everything() -> None:
     assert "run run-1: finished" in ended and "draining" not in ended
 
 
-def test_text_of_others_is_never_markup() -> None:
-    feed = heard(("rollout", {**ROLLOUT, "response": "[red]x[/nothing]"}))
-    assert "[red]x[/nothing]" in drawn(feed.look(looks.status()))
-
-
 def test_events_become_what_is_shown() -> None:
-    feed = heard(
+    seen = heard(
         ("push", PUSH),
         ("rollout", ROLLOUT),
         ("spans", {"spans": [["decode", 1.0, 2.0]]}),
         ("spans", {"spans": [["idle: work", 2.0, 3.0]]}),
         ("of no interest", {}),
-    )
-    (push,) = feed.look(looks.status()).pushes
-    assert push == PushEvent(**{k: v for k, v in PUSH.items() if k != "epoch"})
-    assert [one.sample for one in feed.look(looks.status()).rollouts] == ["s-9"]
-    assert [tuple(span) for span in feed.look(looks.status()).spans["m"]] == [
-        ("push", -0.02, 0.0),
-        ("decode", 1.0, 2.0),
-        ("idle: work", 2.0, 3.0),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        ("push", {}),
-        ("push", {**PUSH, "wire_s": "long"}),
-        ("rollout", {**ROLLOUT, "pieces": [1]}),
-        ("spans", {}),
-        ("spans", {"spans": [["decode", 1.0]]}),
-    ],
-)
-def test_bad_events_are_counted(kind: str, fields: dict[str, Any]) -> None:
-    feed = heard((kind, fields))
-    assert feed.invalid == 1
-    seen = feed.look(looks.status())
-    assert not (seen.pushes or seen.rollouts or seen.spans)
+    ).look(status())
+    assert seen.pushes == [PushEvent(**{k: v for k, v in PUSH.items() if k != "epoch"})]
+    assert [one.sample for one in seen.rollouts] == ["s-9"]
+    assert seen.spans["m"] == [("push", -0.02, 0.0), ("decode", 1.0, 2.0), ("idle: work", 2.0, 3.0)]
 
 
 def test_what_is_kept_is_bounded() -> None:
     feed = heard(*[("push", {**PUSH, "version": i}) for i in range(3 * PUSHES_KEPT)])
-    assert len(feed.look(looks.status()).pushes) == PUSHES_KEPT
-    assert feed.look(looks.status()).pushes[-1].version == 3 * PUSHES_KEPT - 1
+    seen = feed.look(status())
+    assert len(seen.pushes) == PUSHES_KEPT
+    assert seen.pushes[-1].version == 3 * PUSHES_KEPT - 1
     for number in range(300):
         spans = [["decode", float(i), i + 1.0] for i in range(100)]
         sender = "busy" if number % 2 else f"other-{number}"
         feed.receive(header(sender), Event(kind="spans", fields={"spans": spans}))
-    assert len(feed.look(looks.status()).spans["busy"]) == SPANS_KEPT
-    assert len(feed.look(looks.status()).spans) <= 256
-
-
-# -- small windows --------------------------------------------------------------------------------
+    seen = feed.look(status())
+    assert len(seen.spans["busy"]) == SPANS_KEPT
+    assert len(seen.spans) <= 256

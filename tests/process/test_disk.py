@@ -1,9 +1,11 @@
-"""Small files are whole or as before whenever the power goes, and pins survive a killed hub."""
+"""Files are whole or as before when the power goes; memory is refused before it is taken."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,14 +55,7 @@ def test_a_tree_that_was_synced_is_there(tmp_path: Path) -> None:
     assert synced[-1] == "model"
 
 
-def test_what_is_kept_is_its_owners(tmp_path: Path) -> None:
-    DISK.replace(tmp_path / "file", b"x")
-    DISK.make_folders(tmp_path / "folder")
-    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
-    assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o700
-
-
-def test_a_write_that_is_cut_short_goes_on(tmp_path: Path) -> None:
+def test_what_is_kept_is_its_owners_and_a_write_that_is_cut_short_goes_on(tmp_path: Path) -> None:
     class Slow(Disk):
         def write(self, fd: int, data: bytes | memoryview, offset: int) -> int:
             return super().write(fd, data[:3], offset)
@@ -68,59 +63,52 @@ def test_a_write_that_is_cut_short_goes_on(tmp_path: Path) -> None:
     with Slow().opened(tmp_path / "file") as fd:
         Slow().write_all(fd, b"0123456789", 2)
     assert (tmp_path / "file").read_bytes() == b"\0\0" + b"0123456789"
+    DISK.replace(tmp_path / "other", b"x")
+    DISK.make_folders(tmp_path / "folder")
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"file": 0o600, "other": 0o600, "folder": 0o700}
 
 
 KIB, SIZE = 1 << 10, LAYOUT.total_bytes
-
-
-class Host:
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.folder = folder
-        for name in ("MEMINFO", "CGROUP_LIMIT", "CGROUP_USED", "CGROUP_STATS"):
-            patch.setattr(this_host, name, folder / name)
-
-    def says(self, name: str, text: str) -> None:
-        (self.folder / name).write_text(text, encoding="ascii")
-
-    def has(self, nbytes: int) -> None:
-        self.says("MEMINFO", f"MemTotal: 1 kB\nMemAvailable: {nbytes // KIB} kB\n")
+Says = Callable[[str, str], object]
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
-    return Host(tmp_path, monkeypatch)
+def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Says:
+    """Write one of the kernel's files about memory."""
+    for name in ("MEMINFO", "CGROUP_LIMIT", "CGROUP_USED", "CGROUP_STATS"):
+        monkeypatch.setattr(this_host, name, tmp_path / name)
+    return lambda name, text: (tmp_path / name).write_text(text, encoding="ascii")
 
 
-def test_what_is_available_is_the_hosts_or_the_containers(host: Host) -> None:
+def meminfo(nbytes: int) -> str:
+    return f"MemTotal: 1 kB\nMemAvailable: {nbytes // KIB} kB\n"
+
+
+def test_what_is_available_is_the_hosts_or_the_containers(says: Says) -> None:
     assert this_host.available_bytes() == this_host.host_bytes(), "nothing says more"
-    host.has(1000 * KIB)
-    assert this_host.available_bytes() == 1000 * KIB
-    host.says("CGROUP_LIMIT", "max\n")
-    host.says("CGROUP_USED", str(5000 * KIB))
-    assert this_host.available_bytes() == 1000 * KIB, "no limit"
-    host.says("CGROUP_LIMIT", f"{1200 * KIB}\n")
-    host.says("CGROUP_USED", str(900 * KIB))
-    assert this_host.available_bytes() == 300 * KIB
-    host.says("CGROUP_STATS", f"anon 7\ninactive_file {200 * KIB}\n")
-    assert this_host.available_bytes() == 500 * KIB, "cached files make room"
-    host.says("CGROUP_USED", str(9000 * KIB))
-    assert this_host.available_bytes() == 0
+    for name, text, free, why in (
+        ("MEMINFO", meminfo(1000 * KIB), 1000, "the host's"),
+        ("CGROUP_LIMIT", "max\n", 1000, "no limit"),
+        ("CGROUP_USED", f"{900 * KIB}\n", 1000, "no limit"),
+        ("CGROUP_LIMIT", f"{1200 * KIB}\n", 300, "the container's"),
+        ("CGROUP_STATS", f"anon 7\ninactive_file {200 * KIB}\n", 500, "cached files make room"),
+        ("CGROUP_USED", f"{9000 * KIB}\n", 0, "too much is used"),
+    ):
+        says(name, text)
+        assert this_host.available_bytes() == free * KIB, why
 
 
-def test_staging_is_refused_before_memory_is_taken(host: Host) -> None:
-    host.has(SIZE - KIB)
+def test_memory_is_refused_before_it_is_taken(
+    says: Says, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says("MEMINFO", meminfo(SIZE - KIB))
     planes = StagedPlanes(["tcp"], allocate=lambda _size: pytest.fail("taken"))
     with pytest.raises(StartupError, match=r'are free here: set weight_hub.dtype = "bfloat16"'):
         planes.open(Subscribed(manifest=LAYOUT, plane="tcp", path=""), OPEN)
-
-
-def test_an_arena_is_refused_before_memory_is_taken(
-    host: Host, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("os.posix_fallocate", lambda *_: pytest.fail("taken"))
-    host.has(2 * SIZE - KIB)
-    with pytest.raises(StartupError, match=r"slots of the weights .*set weight_hub.slots = 2"):
-        Arena.create(run_id, "a", slot_bytes=SIZE, slots=2)
+    says("MEMINFO", meminfo(2 * SIZE - KIB))
+    for make in (partial(Arena.create, run_id, "a"), Arena.anonymous):
+        with pytest.raises(StartupError, match=r"slots of the weights .*set weight_hub.slots = 2"):
+            make(slot_bytes=SIZE, slots=2)
     assert not list(Path("/dev/shm").glob(f"umbra-{run_id}-*"))
-    with pytest.raises(StartupError, match=r"slots of the weights .*set weight_hub.slots = 2"):
-        Arena.anonymous(slot_bytes=SIZE, slots=2)

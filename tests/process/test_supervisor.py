@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from umbra.services.process.child import Usage
-from umbra.services.process.supervisor import Program, Supervisor
+from umbra.services.process.supervisor import Failure, Program, Supervisor
 
 PROGRAMS = (
     Program("buffer", ("buffer",), wave=2),
@@ -23,8 +23,7 @@ class FakeChild:
         self.usage = Usage(2.0, 1.0)
         self.code: int | None = None
         self.deaf = False
-        self._name = name
-        self._log = log
+        self._name, self._log = name, log
 
     def ready(self) -> dict[str, Any] | None:
         return {"broker": "tcp://127.0.0.1:1"}
@@ -66,9 +65,13 @@ class Stage:
         self.log.append(f"start {program.name}")
         self.environ[program.name] = dict(program.environ)
         before = self.children.setdefault(program.name, [])
-        child = FakeChild(program.name, self.log, pid=100 + len(before))
-        before.append(child)
-        return child
+        before.append(FakeChild(program.name, self.log, pid=100 + len(before)))
+        return before[-1]
+
+    @property
+    def failure(self) -> Failure:
+        assert self.supervisor.failure is not None
+        return self.supervisor.failure
 
     def end(self, name: str, code: int) -> None:
         self.children[name][-1].code = code
@@ -76,6 +79,12 @@ class Stage:
     def at(self, now: float) -> bool:
         self.now = now
         return self.supervisor.poll()
+
+    def crash_until_given_up(self, name: str) -> None:
+        for _ in range(6):
+            self.end(name, 1)
+            self.at(self.now)
+            self.at(self.now + 8)
 
     def settle(self, now: float | None = None) -> None:
         """Poll until nothing runs; every child that is told to stop stops at once."""
@@ -101,16 +110,9 @@ def test_a_run_that_ends_well(stage: Stage) -> None:
     assert stage.supervisor.usage()["trainer"] == Usage(2.0, 1.0)
 
 
-def test_a_restarted_process_is_told_whose_place_it_takes(stage: Stage) -> None:
-    assert stage.environ["generator-0"] == {}
-    for predecessor in (100, 101):
-        stage.end("generator-0", KILL)
-        stage.at(stage.now + 1)
-        stage.at(stage.now + 5)
-        assert stage.environ["generator-0"] == {"UMBRA_REPLACES": str(predecessor)}
-
-
 def test_a_generator_is_restarted_after_a_pause(stage: Stage) -> None:
+    """Whose place it takes it is told."""
+    assert stage.environ["generator-0"] == {}
     stage.end("generator-0", KILL)
     assert stage.at(1)
     assert stage.said == ["generator-0 ended (killed by SIGKILL): restart 1 in 0.5 s"]
@@ -119,26 +121,20 @@ def test_a_generator_is_restarted_after_a_pause(stage: Stage) -> None:
     assert len(stage.children["generator-0"]) == 1
     stage.at(1.5)
     assert len(stage.children["generator-0"]) == 2
+    assert stage.environ["generator-0"] == {"UMBRA_REPLACES": "100"}
     assert stage.supervisor.restarts() == {"generator-0": 1}
-    stage.end("generator-0", 0)
+    stage.end("generator-0", KILL)
     stage.at(2)
     assert stage.supervisor.usage()["generator-0"] == Usage(4.0, 2.0)
-
-
-def crash_until_given_up(stage: Stage, name: str) -> None:
-    for _ in range(6):
-        stage.end(name, 1)
-        stage.at(stage.now)
-        stage.at(stage.now + 8)
+    stage.at(6)
+    assert stage.environ["generator-0"] == {"UMBRA_REPLACES": "101"}
 
 
 def test_the_run_ends_with_its_last_generator(stage: Stage) -> None:
-    crash_until_given_up(stage, "generator-0")
-    crash_until_given_up(stage, "generator-1")
-    failure = stage.supervisor.failure
-    assert failure is not None
-    assert failure.program == "generator-1"
-    assert failure.exit_code == 6  # a traceback is our own fault
+    stage.crash_until_given_up("generator-0")
+    stage.crash_until_given_up("generator-1")
+    assert stage.failure.program == "generator-1"
+    assert stage.failure.exit_code == 6  # a traceback is our own fault
     stage.settle()
     assert not stage.supervisor.done
 
@@ -157,10 +153,8 @@ def test_what_would_fail_again_is_not_restarted(stage: Stage, code: int) -> None
     stage.end("generator-0", code)
     stage.end("generator-1", code)
     stage.at(1)
-    failure = stage.supervisor.failure
-    assert failure is not None
-    assert failure.exit_code == code
-    assert failure.reason.endswith(f"(exit code {code}): last words of generator-1")
+    assert stage.failure.exit_code == code
+    assert stage.failure.reason.endswith(f"(exit code {code}): last words of generator-1")
     assert stage.supervisor.restarts() == {}
 
 
@@ -171,11 +165,9 @@ def test_a_hub_is_restarted_but_the_run_cannot_do_without_it(stage: Stage) -> No
     stage.at(2)
     assert len(stage.children["weight-hub"]) == 2
     assert stage.supervisor.failure is None
-    crash_until_given_up(stage, "weight-hub")
-    failure = stage.supervisor.failure
-    assert failure is not None
-    assert failure.program == "weight-hub"
-    assert failure.reason.startswith("weight-hub ended again, after 5 restarts")
+    stage.crash_until_given_up("weight-hub")
+    assert stage.failure.program == "weight-hub"
+    assert stage.failure.reason.startswith("weight-hub ended again, after 5 restarts")
 
 
 @pytest.mark.parametrize("name", ["buffer", "trainer"])
@@ -185,11 +177,9 @@ def test_the_loss_of_an_essential_process_ends_the_run(
 ) -> None:
     stage.end(name, code)
     stage.at(1)
-    failure = stage.supervisor.failure
-    assert failure is not None
-    assert failure.reason.startswith(f"{name} ended unexpectedly (")
-    assert failure.reason.endswith(f": last words of {name}")
-    assert failure.exit_code == exit_code
+    assert stage.failure.reason.startswith(f"{name} ended unexpectedly (")
+    assert stage.failure.reason.endswith(f": last words of {name}")
+    assert stage.failure.exit_code == exit_code
     stage.settle()
     assert not stage.supervisor.done
 
@@ -237,9 +227,7 @@ def test_a_straggler_does_not_keep_a_finished_run(stage: Stage) -> None:
     assert stage.at(1)
     assert stage.at(30.9)
     stage.settle(31)
-    assert stage.said == [
-        "the run is done, but generator-1 did not leave within 30 s: stopping",
-    ]
+    assert stage.said == ["the run is done, but generator-1 did not leave within 30 s: stopping"]
     assert stage.supervisor.done
 
 
@@ -271,21 +259,15 @@ def test_a_hub_that_leaves_early_fails_the_run(stage: Stage) -> None:
     assert stage.at(600)
     assert stage.supervisor.failure is None  # it may be the end of the run
     stage.at(601)
-    failure = stage.supervisor.failure
-    assert failure is not None
-    assert failure.reason.startswith("weight-hub left before the run was done")
-    assert failure.exit_code == 5
+    assert stage.failure.reason.startswith("weight-hub left before the run was done")
+    assert stage.failure.exit_code == 5
 
 
-def test_an_end_names_its_first_cause_and_not_the_messenger() -> None:
-    stage = Stage()
+def test_an_end_names_its_first_cause_and_not_the_messenger(stage: Stage) -> None:
     stage.end("weight-hub", 6)
     assert stage.at(1.0)
     stage.end("trainer", 5)
     stage.at(2.0)
-    failure = stage.supervisor.failure
-    assert failure is not None
-    assert failure.program == "trainer" and failure.exit_code == 5
-    assert failure.reason.endswith(
-        "the first cause: weight-hub ended (exit code 6): last words of weight-hub"
-    )
+    assert (stage.failure.program, stage.failure.exit_code) == ("trainer", 5)
+    cause = "the first cause: weight-hub ended (exit code 6): last words of weight-hub"
+    assert stage.failure.reason.endswith(cause)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -31,20 +33,11 @@ Ends = Callable[[], str]
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    """Waits for the sentence with which the process would have ended."""
-    there, found = threading.Event(), list[UmbraError]()
-
-    def end(error: UmbraError) -> None:
-        found.append(error)
-        there.set()
-
-    def wait() -> str:
-        assert there.wait(WAIT_S), "no thread has ended the process"
-        return str(found[0])
-
-    monkeypatch.setattr(errors, "end_process", end)
-    yield wait
+def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
+    """Wait for the sentence with which the process would have ended."""
+    found: queue.SimpleQueue[UmbraError] = queue.SimpleQueue()
+    monkeypatch.setattr(errors, "end_process", found.put)
+    return lambda: str(found.get(timeout=WAIT_S))
 
 
 def breaks(*_args: Any, **_kwargs: Any) -> Any:
@@ -62,8 +55,7 @@ def breaks(*_args: Any, **_kwargs: Any) -> Any:
 def test_it_ends_with_sentence_and_code(raised: str, code: int, said: str) -> None:
     program = f"""
 from threading import Event
-from umbra.proto.errors import RejectedError
-from umbra.proto.errors import service_thread
+from umbra.proto.errors import RejectedError, service_thread
 def main():
     raise {raised}
 service_thread(main, "io").start()
@@ -90,20 +82,18 @@ def test_the_links_thread(ends: Ends) -> None:
 
 
 def test_what_is_called_in_an_event_loop(ends: Ends) -> None:
-    loop = LoopThread("environments")
-    loop.call(breaks)
-    assert ends() == "the thread environments failed: KeyError: 7"
-    loop.close()
+    with closing(LoopThread("environments")) as loop:
+        loop.call(breaks)
+        assert ends() == "the thread environments failed: KeyError: 7"
 
 
 def test_an_http_server(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = HttpServer(Response(), listen("127.0.0.1:0", "--web"), requests=1)
+    bound = listen("127.0.0.1:0", "--web")
+    server = HttpServer(Response(), bound, requests=1)
     monkeypatch.setattr(server._server, "on_tick", breaks)
-    loop = LoopThread("http")
-    loop.wait(server.start(), WAIT_S)
-    assert ends() == "the HTTP server failed: KeyError: 7"
-    loop.close()
-    server._bound.close()
+    with bound, closing(LoopThread("http")) as loop:
+        loop.wait(server.start(), WAIT_S)
+        assert ends() == "the HTTP server failed: KeyError: 7"
 
 
 def test_the_keeper_of_environment_processes(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,13 +142,12 @@ def test_a_daemon_ends_when_its_receiver_fails(
         relay.run("relay-0", threading.Event(), WAIT_S)
 
 
-def test_a_service_ends_with_a_sentence_whatever_it_raises() -> None:
+def test_a_service_ends_with_a_sentence_unless_a_package_is_missing() -> None:
+    """The command names that."""
     result = CliRunner().invoke(service_command("trainer", breaks), ["--broker", "tcp://h:1"])
     assert isinstance(result.exception, UmbraError)
     assert str(result.exception) == "trainer failed: KeyError: 7"
 
-
-def test_but_a_package_that_is_missing_is_named_by_the_command() -> None:
     def run(_context: object) -> int:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 

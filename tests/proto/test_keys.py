@@ -31,16 +31,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def test_keys_are_for_their_owner_only(folder: Path) -> None:
+def test_every_role_has_a_pair_of_its_own_for_the_owner_only(folder: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     assert modes == {f"{role}.{end}": 0o600 for role in KEY_ROLES for end in ("key", "key_secret")}
-
-
-def test_every_role_has_a_pair_of_its_own(folder: Path) -> None:
     found = [load_keys(folder, role) for role in KEY_ROLES]
     assert len({keys.public for keys in found}) == len({k.secret for k in found}) == len(KEY_ROLES)
-    assert all(keys.roles[keys.role] == keys.public for keys in found)
+    for keys in found:
+        assert keys.roles[keys.role] == keys.public
+        for text in (repr(keys), repr(Security(keys)), repr(Security(keys).connecting("buffer"))):
+            assert keys.secret.decode() not in text
+        assert keys.public.decode() in repr(keys)
 
 
 def test_keys_are_replaced_only_by_force_and_role_by_role(folder: Path) -> None:
@@ -106,26 +107,21 @@ def test_a_permission_that_is_missing_is_named(what: str) -> None:
             closed.chmod(0o700)
 
 
-@pytest.mark.parametrize("text", ["", 'curve\n    public-key = "short"\n', "\0\xff"])
-def test_a_file_that_is_no_certificate_is_named(folder: Path, text: str) -> None:
-    (folder / "scorer.key").write_text(text)
-    with pytest.raises(UsageError, match=r"scorer\.key"):
-        load_keys(folder, "buffer")
-
-
-def test_halves_of_different_pairs_are_refused(folder: Path, tmp_path: Path) -> None:
-    make_keys(tmp_path / "other")
-    (tmp_path / "other" / "buffer.key").replace(folder / "buffer.key")
-    with pytest.raises(UsageError, match="not of one pair"):
-        load_keys(folder, "buffer")
-
-
-def test_a_secret_shows_in_no_text(folder: Path) -> None:
-    keys = load_keys(folder, "trainer")
-    curve = Security(keys).connecting("buffer")
-    for text in (repr(keys), str(Security(keys)), repr(curve)):
-        assert keys.secret.decode() not in text
-    assert keys.public.decode() in repr(keys)
+def test_a_file_that_is_no_certificate_or_of_another_pair_is_named(folder: Path) -> None:
+    other = load_keys(folder, "trainer").public.decode()
+    mixed = (
+        (folder / "buffer.key")
+        .read_text()
+        .replace(load_keys(folder, "buffer").public.decode(), other)
+    )
+    short = 'curve\n    public-key = "short"\n'
+    for name, text, said in (
+        ("buffer", mixed, "buffer.key and buffer.key_secret are not of one pair"),
+        *(("scorer", text, r"scorer\.key") for text in ("", short, "\0\xff")),
+    ):
+        (folder / f"{name}.key").write_text(text)
+        with pytest.raises(UsageError, match=said):
+            load_keys(folder, "buffer")
 
 
 def test_where_keys_are_looked_for(folder: Path, tmp_path: Path) -> None:
@@ -150,36 +146,26 @@ def test_the_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(command, one).output.splitlines()[0].endswith("keys of scorer")
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "local"),
-    [
-        ("tcp://127.0.0.1:*", True),
-        ("tcp://127.8.0.1:1", True),
-        ("tcp://localhost:5555", True),
-        ("tcp://[::1]:5555", True),
-        ("ipc:///tmp/x", True),
-        ("tcp://*:5555", False),
-        ("tcp://0.0.0.0:5555", False),
-        ("tcp://[::]:5555", False),
-        ("tcp://10.0.0.1:5555", False),
-        ("tcp://127.example.org:5555", False),
-        ("tcp://localhost.example.org:5555", False),
-        ("tcp://eth0:5555", False),
-    ],
-)
-def test_what_others_can_reach_is_bound_with_keys_only(
-    folder: Path, endpoint: str, local: bool
-) -> None:
-    assert is_local(endpoint) is local
-    Security(load_keys(folder, "buffer")).check_bind(endpoint)
-    Security(insecure=True).check_bind(endpoint)
-    if local:
+LOCAL = ("127.0.0.1:*", "127.8.0.1:1", "localhost:5555", "[::1]:5555")
+OPEN_TO_OTHERS = (
+    "*:5555", "0.0.0.0:5555", "[::]:5555", "10.0.0.1:5555", "127.example.org:5555",
+    "localhost.example.org:5555", "eth0:5555",
+)  # fmt: skip
+
+
+def test_what_others_can_reach_is_bound_with_keys_only(folder: Path) -> None:
+    keyed = Security(load_keys(folder, "buffer"))
+    for endpoint in ("ipc:///tmp/x", *(f"tcp://{one}" for one in LOCAL)):
+        assert is_local(endpoint), endpoint
         OPEN.check_bind(endpoint)
-        return
-    with pytest.raises(UsageError) as refused:
-        OPEN.check_bind(endpoint)
-    for part in (endpoint, "umbra keys", "--keys", "--insecure"):
-        assert part in str(refused.value)
+    for endpoint in (f"tcp://{one}" for one in OPEN_TO_OTHERS):
+        assert not is_local(endpoint), endpoint
+        keyed.check_bind(endpoint)
+        Security(insecure=True).check_bind(endpoint)
+        with pytest.raises(UsageError) as refused:
+            OPEN.check_bind(endpoint)
+        for part in (endpoint, "umbra keys", "--keys", "--insecure"):
+            assert part in str(refused.value)
 
 
 def test_the_spec_has_the_same_table() -> None:
@@ -211,43 +197,31 @@ MEMBER = READS | {"Join", "Heartbeat", "Leave", "Event"}
 RECEIVER = MEMBER | {"Subscribe", "Ready", "Committed"}
 
 
+WORKER = RECEIVER | {"LeaseTasks", "SubmitResults", "RenewLeases"}
+
+
 @pytest.mark.parametrize(
-    ("role", "allowed"),
+    ("role", "allowed", "sockets"),
     [
-        ("monitor", MEMBER),
-        ("weight_hub", MEMBER),  # what it serves is fetched from it
-        ("part", MEMBER | {"PartState"}),
-        ("relay", RECEIVER),
-        ("operator", READS | {"Operate"}),
+        ("buffer", set[str](), ""),
+        ("monitor", MEMBER, "control weights events"),
+        ("weight_hub", MEMBER, "control weights"),  # what it serves is fetched from it
+        ("part", MEMBER | {"PartState"}, "control weights"),
+        ("relay", RECEIVER, "control weights"),
+        ("operator", READS | {"Operate"}, "control weights events"),
         ("trainer", MEMBER | {
             "LeaseBatch", "CommitBatch", "CheckpointSaved", "FinishRun",
             "RegisterManifest", "AcquireSlot", "Publish",
-        }),
-        ("scorer", RECEIVER | {"LeaseTasks", "SubmitResults", "RenewLeases"}),
-        ("generator", RECEIVER | {"LeaseTasks", "SubmitResults", "RenewLeases", "ReturnTasks"}),
+        }, "control data weights"),
+        ("scorer", WORKER, "control data weights"),
+        ("generator", WORKER | {"ReturnTasks"}, "control data weights"),
     ],
 )  # fmt: skip
-def test_what_a_key_allows_to_send(role: KeyRole, allowed: set[str]) -> None:
+def test_what_a_key_allows(role: KeyRole, allowed: set[str], sockets: str) -> None:
     assert {kind.__name__ for kind in TYPES.values() if may_send(role, kind)} == allowed
-
-
-@pytest.mark.parametrize(
-    ("role", "sockets"),
-    [
-        ("generator", {"control", "data", "weights"}),
-        ("trainer", {"control", "data", "weights"}),
-        ("weight_hub", {"control", "weights"}),
-        ("part", {"control", "weights"}),
-        ("relay", {"control", "weights"}),
-        ("monitor", {"control", "weights", "events"}),
-        ("operator", {"control", "weights", "events"}),
-        ("buffer", set[str]()),
-    ],
-)
-def test_which_sockets_a_key_opens(role: KeyRole, sockets: set[str]) -> None:
     names = ("control", "data", "weights", "events", "", "other")
     # Ok and Nack are no reason to connect.
-    assert {name for name in names if may_connect(role, name)} == sockets
+    assert [name for name in names if may_connect(role, name)] == sockets.split()
 
 
 def zap(keys: Keys, socket: str, **changed: bytes) -> list[bytes]:
@@ -258,13 +232,11 @@ def zap(keys: Keys, socket: str, **changed: bytes) -> list[bytes]:
     return list({**frames, **changed}.values())
 
 
-def roles_of(keys: Keys) -> dict[bytes, KeyRole]:
-    return {z85.decode(public): role for role, public in keys.roles.items()}
-
-
-def test_the_answer_names_the_role(folder: Path) -> None:
-    refusals = Refusals()
-    roles = roles_of(load_keys(folder, "buffer"))
+def test_the_answer_names_the_role_and_an_unknown_key_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    refusals, publics = Refusals(), load_keys(folder, "buffer").roles
+    roles: dict[bytes, KeyRole] = {z85.decode(key): role for role, key in publics.items()}
     for role in KEY_ROLES:
         for socket in ("control", "data", "events"):
             answer = zap_reply(zap(load_keys(folder, role), socket), roles, refusals)
@@ -272,15 +244,10 @@ def test_the_answer_names_the_role(folder: Path) -> None:
             want = (b"200", role.encode()) if may_connect(role, socket) else (b"400", b"")
             assert (answer[2], answer[4]) == want
     assert refusals.counts["the operator key from 192.0.2.7 on data"] == 1
-
-
-def test_an_unknown_key_is_refused_and_named(folder: Path, tmp_path: Path) -> None:
     make_keys(tmp_path / "other")
-    refusals = Refusals()
-    roles = roles_of(load_keys(folder, "buffer"))
     outsider = load_keys(tmp_path / "other", "trainer")
     assert zap_reply(zap(outsider, "data"), roles, refusals)[2] == b"400"
-    assert dict(refusals.counts) == {"an unknown key from 192.0.2.7 on data": 1}
+    assert refusals.counts["an unknown key from 192.0.2.7 on data"] == 1
     known = load_keys(folder, "trainer")
     for changed in ({"mechanism": b"NULL"}, {"version": b"2.0"}, {"key": known.public}):
         assert zap_reply(zap(known, "data", **changed), roles, refusals)[2] == b"400"

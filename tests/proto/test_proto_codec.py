@@ -9,7 +9,6 @@ import typing
 from typing import Any
 
 import msgpack
-import msgspec
 import pytest
 from fakes.costly_frames import costly_bodies
 from fakes.trajectories import trajectory
@@ -30,13 +29,11 @@ from umbra.proto.codec import (
     portions,
 )
 from umbra.proto.errors import LimitError, WireError
-from umbra.proto.messages import Message
 from umbra.proto.records import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Record,
     Task,
-    Trajectory,
     VersionSpan,
     array_bytes,
     pack_float32,
@@ -46,26 +43,11 @@ from umbra.proto.records import (
 )
 
 HEADER: dict[str, Any] = {
-    "major": PROTOCOL_MAJOR,
-    "minor": PROTOCOL_MINOR,
-    "type": "Ping",
-    "id": 1,
-    "sender": "generator-0",
-    "incarnation": "i1",
-}
+    "major": PROTOCOL_MAJOR, "minor": PROTOCOL_MINOR, "type": "Ping", "id": 1,
+    "sender": "generator-0", "incarnation": "i1",
+}  # fmt: skip
 LEASE: dict[str, Any] = {"capacity": 4, "version": 2, "wait_s": 1.5}
-TRAJECTORY = Trajectory(
-    sample_id="s0",
-    group_id="g0",
-    prompt_id="p0",
-    attempt=1,
-    prompt_ids=pack_int32([1, 2]),
-    response_ids=pack_int32([3, 4, 5]),
-    loss_mask=b"\1\0\1",
-    logprobs=pack_float32([-0.5, 0.0, -0.25]),
-    spans=[VersionSpan(version=0, start=0, end=2), VersionSpan(version=1, start=2, end=3)],
-    finish_reason="stop",
-)
+BEAT: dict[str, Any] = {"state": "ready", "activity": "x", "progress": 1, "idle_s": 0.0}
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),
     float: st.floats(allow_nan=False),
@@ -146,33 +128,31 @@ def test_arrays_are_little_endian() -> None:
     assert unpack_float32(pack_float32([0.5, -0.25])) == [0.5, -0.25]
 
 
-def test_a_trajectory_knows_its_length_and_its_versions() -> None:
-    decoded = decode(Encoder("g", "i").encode(m.SubmitResults(trajectories=[TRAJECTORY]))[1])
-    assert isinstance(decoded.body, m.SubmitResults)
-    trajectory = decoded.body.trajectories[0]
-    assert trajectory == TRAJECTORY
-    assert trajectory.response_tokens == 3
-    assert (trajectory.oldest_version, trajectory.newest_version) == (0, 1)
+@pytest.mark.parametrize("versions", [[4], [4, 7], [7, 4], [5, 4, 7, 6]])
+def test_a_trajectory_knows_its_length_its_bytes_and_its_versions(versions: list[int]) -> None:
+    spans = [VersionSpan(version=one, start=n, end=n + 1) for n, one in enumerate(versions)]
+    two = pack_float32([0.0, 0.0, 0.0])
+    made = trajectory([1, 2], [3, 4, 5], spans=spans)
+    assert (made.oldest_version, made.newest_version) == (min(versions), max(versions))
+    assert made.response_tokens == 3
+    assert array_bytes(made) == 8 + 12 + 3 + 12
+    assert array_bytes(trajectory(ref_logprobs=two, proximal_logprobs=two)) == 35 + 24
+    assert array_bytes(None) == 0
 
 
-def test_defaults_fill_in_what_a_sender_left_out() -> None:
-    body = decode(frames("Command", {"kind": "drain"})).body
-    assert body == m.Command(kind="drain", reason="")
-
-
-def test_unknown_fields_are_skipped_at_every_depth() -> None:
+def test_what_another_version_left_out_or_added_is_understood() -> None:
+    """Defaults fill in, unknown fields are skipped, the minor version may be newer."""
+    assert decode(frames("Command", {"kind": "drain"})).body == m.Command(kind="drain", reason="")
+    assert decode(frames("Ping", {}, minor=PROTOCOL_MINOR + 1)).body == m.Ping()
     task = {
         "sample_id": "s", "group_id": "g", "prompt_id": "p", "attempt": 1, "row": {}, "lease_s": 9,
     }  # fmt: skip
-    envelope = decode(
-        frames("TaskLeases", {"tasks": [{**task, "new": [1]}], "new": {"a": 1}}, new="x")
-    )
+    body = {"tasks": [{**task, "new": [1]}], "new": {"a": 1}}
     expected = Task(sample_id="s", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=9.0)
-    assert envelope.body == m.TaskLeases(tasks=[expected])
+    assert decode(frames("TaskLeases", body, new="x")).body == m.TaskLeases(tasks=[expected])
 
 
-def test_a_newer_minor_version_is_understood() -> None:
-    assert decode(frames("Ping", {}, minor=PROTOCOL_MINOR + 1)).body == m.Ping()
+TEXT_FOR_BYTES = {name: "AAAA" for name in ("prompt_ids", "response_ids", "loss_mask", "logprobs")}
 
 
 @pytest.mark.parametrize(
@@ -186,8 +166,10 @@ def test_a_newer_minor_version_is_understood() -> None:
         ("LeaseTasks", [4, 2, 1.0], "$", "`object`, got `array`"),
         ("LeaseTasks", None, "$", "got `None`"),
         ("Command", {"kind": "explode"}, "kind", "'explode'"),
+        ("Command", {"kind": "x` - at `$.other`"}, "kind", "Invalid enum value"),  # poses as a path
         ("RenewLeases", {"leases": [["s", 1], ["s", 1, 2]]}, "leases[1]", "length 2, got 3"),
         ("RenewLeases", {"leases": [["s", "1"]]}, "leases[0][1]", "`int`, got `str`"),
+        ("RenewLeases", {"partials": [TEXT_FOR_BYTES]}, "partials[0].prompt_ids", "got `str`"),
         ("TaskLeases", {"tasks": [{"sample_id": 1}]}, "tasks[0].sample_id", "got `int`"),
         ("TaskLeases", {"accepted": 1, "refused": {"s": 3}}, "refused[...]", "`str`, got `int`"),
         ("Event", {"kind": "x", "fields": {b"a": 1}}, "fields", "`str`, got `bytes`"),
@@ -198,27 +180,17 @@ def test_a_bad_field_is_named(kind: str, body: Any, path: str, reason: str) -> N
     assert (error.code, error.path) == ("malformed", path)
     assert reason in str(error)
     assert str(error).startswith(kind if path == "$" else f"{kind}.{path}: ")
-
-
-def test_text_is_not_taken_for_bytes() -> None:
-    fields = {name: getattr(TRAJECTORY, name) for name in TRAJECTORY.__struct_fields__}
-    fields |= {"spans": [], "sampling": {}, "prompt_ids": "AAAA"}
-    error = refusal(frames("SubmitResults", {"trajectories": [fields]}))
-    assert error.path == "trajectories[0].prompt_ids"
-
-
-@pytest.mark.parametrize("field", [name for name in HEADER if name != "major"])
-def test_a_bad_header_field_is_named(field: str) -> None:
-    error = refusal(frames("Ping", {}, **{field: []}))
-    assert (error.code, error.path) == ("malformed", field)
+    assert nack(error) == m.Nack(code="malformed", reason=str(error), path=path)
 
 
 @pytest.mark.parametrize("field", HEADER)
-def test_a_missing_header_field_is_named(field: str) -> None:
+def test_a_bad_or_missing_header_field_is_named(field: str) -> None:
     header = {key: value for key, value in HEADER.items() if key != field}
     error = refusal([msgpack.packb(header), msgpack.packb({})])
     assert error.code == "malformed"
     assert f"`{field}`" in str(error)
+    bad = refusal(frames("Ping", {}, **{field: []}))
+    assert (bad.code, bad.path) == ("malformed", field)
 
 
 def test_an_unknown_type_is_named() -> None:
@@ -237,11 +209,8 @@ def test_another_major_is_refused_with_whom_to_upgrade(major: int, ours: bool) -
         f"generator-0 speaks protocol {major}.3, this process {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: "
         f"upgrade the umbra-rl {'here' if ours else 'of generator-0'}"
     )
-
-
-def test_another_major_may_have_changed_the_rest_of_the_header() -> None:
-    error = refusal([msgpack.packb({"major": PROTOCOL_MAJOR + 1, "id": "seven"}), b""])
-    assert error.code == "protocol"
+    changed = refusal([msgpack.packb({"major": major, "id": "seven"}), b""])
+    assert changed.code == "protocol", "it may have changed the rest of the header"
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5])
@@ -249,12 +218,6 @@ def test_the_number_of_frames(count: int) -> None:
     error = refusal([*frames("Ping", {}), b"", b"", b""][:count])
     assert error.code == "frames"
     assert f"got {count}" in str(error)
-
-
-def test_a_header_can_be_read_when_the_body_cannot() -> None:
-    broken = [frames("Ping", {}, id=12)[0], b"\xc1"]
-    assert refusal(broken).code == "malformed"
-    assert decode_header(broken).id == 12
 
 
 @pytest.mark.parametrize(
@@ -271,29 +234,26 @@ def test_a_header_can_be_read_when_the_body_cannot() -> None:
 )
 def test_what_is_not_messagepack(body: bytes) -> None:
     for kind in ("Event", "Ping"):
-        error = refusal([frames(kind, {})[0], body])
+        broken = [frames(kind, {}, id=12)[0], body]
+        error = refusal(broken)
         assert (error.code, error.path) == ("malformed", "$")
         assert re.fullmatch(r"(not MessagePack|Event|Ping): .+", str(error))
+        assert decode_header(broken).id == 12
 
 
 @pytest.mark.parametrize(
     "extension",
     [
-        msgpack.packb(msgpack.ExtType(5, b"")),
-        msgpack.packb(msgpack.ExtType(5, b"1234")),
-        msgpack.packb(msgpack.ExtType(5, b"x" * 1000)),
+        *[msgpack.packb(msgpack.ExtType(5, data)) for data in (b"", b"1234", b"x" * 1000)],
         b"\xc7\x00\xff",  # a timestamp without a length
     ],
 )
 def test_extension_types_are_refused(extension: bytes) -> None:
-    body = b"\x82\xa4kind\xa1x\xa6fields\x81\xa1a" + extension
-    assert decode([frames("Event", {})[0], body.replace(extension, b"\x01")]).body == m.Event(
-        kind="x", fields={"a": 1}
-    )
-    assert refusal([frames("Event", {})[0], body]).code == "malformed"
+    header, begin = frames("Event", {})[0], b"\x82\xa4kind\xa1x\xa6fields\x81\xa1a"
+    assert decode([header, begin + b"\x01"]).body == m.Event(kind="x", fields={"a": 1})
+    assert refusal([header, begin + extension]).code == "malformed"
 
 
-BEAT: dict[str, Any] = {"state": "ready", "activity": "x", "progress": 1, "idle_s": 0.0}
 SCORE = {"sample_id": "s", "attempt": 1, "logprobs": bytes(4 * TOKENS + 1)}
 
 
@@ -345,9 +305,8 @@ def test_what_a_process_says_of_itself_keeps_to_the_bounds() -> None:
     assert decoded.reason.startswith("a b [1mccc")
     assert len(decoded.reason) == TEXT_CHARS
     figures = m.CommitBatch(step=1, metrics={"loss": float("nan"), "reward": 0.5})
-    assert decode(Encoder("a", "b").encode(figures)[1]).body == m.CommitBatch(
-        step=1, metrics={"reward": 0.5}
-    )
+    kept = m.CommitBatch(step=1, metrics={"reward": 0.5})
+    assert decode(Encoder("a", "b").encode(figures)[1]).body == kept
 
 
 @pytest.mark.parametrize(
@@ -370,10 +329,17 @@ def test_a_body_above_its_limit(name: str) -> None:
     assert str(body_bytes(m.TYPES[name])) in str(error)
 
 
-def test_a_header_above_its_limit() -> None:
+def test_limits_of_header_and_body() -> None:
     error = refusal(frames("Ping", {}, new="x" * HEADER_BYTES))
     assert error.code == "too_large"
     assert str(HEADER_BYTES) in str(error)
+    room = COMMON_BYTES - len(msgpack.packb({"new": bytes(1 << 15)}))
+    body = msgpack.packb({"new": bytes((1 << 15) + room)})
+    assert len(body) == COMMON_BYTES
+    assert decode([frames("Ping", {})[0], body]).body == m.Ping()
+    quoting = refusal(frames("Command", {"kind": "x" * 50_000}))
+    assert len(str(quoting)) < REASON_CHARS + 100, "only the start of what was sent"
+    assert quoting.path == "kind"
 
 
 def test_the_encoder_refuses_what_nobody_would_take() -> None:
@@ -389,36 +355,6 @@ def test_the_encoder_names_what_cannot_be_said(value: object) -> None:
     with pytest.raises(WireError, match="Event cannot be encoded: ") as caught:
         Encoder("x", "i").encode(m.Event(kind="x", fields={"a": value}))
     assert caught.value.code == "unencodable"
-
-
-def test_a_refusal_becomes_a_nack() -> None:
-    error = refusal(frames("LeaseTasks", {**LEASE, "capacity": "4"}))
-    assert nack(error) == m.Nack(code="malformed", reason=str(error), path="capacity")
-
-
-def test_a_refusal_quotes_only_the_start_of_what_was_sent() -> None:
-    error = refusal(frames("Command", {"kind": "x" * 50_000}))
-    assert len(str(error)) < REASON_CHARS + 100
-    assert error.path == "kind"
-
-
-def test_what_was_sent_cannot_pose_as_a_path() -> None:
-    error = refusal(frames("Command", {"kind": "x` - at `$.other`"}))
-    assert error.path == "kind"
-
-
-@pytest.mark.parametrize("versions", [[4], [4, 7], [7, 4], [5, 4, 7, 6]])
-def test_the_oldest_and_the_newest_version_of_a_trajectory(versions: list[int]) -> None:
-    spans = [VersionSpan(version=one, start=n, end=n + 1) for n, one in enumerate(versions)]
-    made = msgspec.structs.replace(TRAJECTORY, spans=spans)
-    assert (made.oldest_version, made.newest_version) == (min(versions), max(versions))
-
-
-def test_frames_at_their_limits_are_taken() -> None:
-    room = COMMON_BYTES - len(msgpack.packb({"new": bytes(1 << 15)}))
-    body = msgpack.packb({"new": bytes((1 << 15) + room)})
-    assert len(body) == COMMON_BYTES
-    assert decode([frames("Ping", {})[0], body]).body == m.Ping()
 
 
 @given(sizes=st.lists(st.integers(0, 12)), most=st.integers(1, 4), fill=st.integers(1, 20))
@@ -439,29 +375,14 @@ def test_a_portion_is_a_message_that_the_buffer_takes(size: int, lengths: list[i
     assert [len(portion) for portion in portions(range(1025), lambda _: size)] == lengths
 
 
-def test_the_bytes_of_a_trajectory_are_those_of_its_arrays() -> None:
-    made = trajectory([1, 2], [3, 4, 5])
-    assert array_bytes(made) == 8 + 12 + 3 + 12
-    two = pack_float32([0.0, 0.0, 0.0])
-    made = msgspec.structs.replace(made, ref_logprobs=two, proximal_logprobs=two)
-    assert array_bytes(made) == 8 + 12 + 3 + 12 + 24
-    assert array_bytes(None) == 0
-
-
 SPARE = 8 << 20
 TIMES = 3  # and the frame itself, which makes four
 MOST = 2 << 20  # of a body here: a larger one only has more bytes in its arrays
 
 
 @pytest.mark.parametrize("cls", SENDERS, ids=lambda cls: cls.__name__)
-def test_decoding_costs_no_more_than_a_frame_brings(cls: type[Message]) -> None:
-    header = msgpack.packb(
-        {
-            "major": PROTOCOL_MAJOR, "minor": PROTOCOL_MINOR, "type": cls.__name__, "id": 1,
-            "sender": "s", "incarnation": "i",
-        }
-    )  # fmt: skip
-    sound = 0
+def test_decoding_costs_no_more_than_a_frame_brings(cls: type[m.Message]) -> None:
+    header, sound = frames(cls.__name__, {})[0], 0
     for body in costly_bodies(cls, min(body_bytes(cls), MOST)):
         tracemalloc.start()
         try:
