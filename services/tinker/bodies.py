@@ -88,12 +88,8 @@ class Lora(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def shape(self) -> TrainedShape:
-        parts = self.train_mlp, self.train_attn, self.train_unembed
-        return TrainedShape(self.rank, *parts) if self.rank else TrainedShape()
-
-
-class Optimizer(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    type: Literal["adamw"] = "adamw"
+        same = msgspec.convert(self, TrainedShape, from_attributes=True)
+        return same if self.rank else TrainedShape()
 
 
 class CreateModel(ApiBody):
@@ -102,7 +98,7 @@ class CreateModel(ApiBody):
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: Lora | None = None
-    optimizer_config: Optimizer = Optimizer()
+    optimizer_config: dict[Literal["type"], Literal["adamw"]] | None = None
 
 
 class LoadWeights(ApiBody):
@@ -114,7 +110,7 @@ class LoadWeights(ApiBody):
     model_seq_id: Count | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
-    optimizer_config: Optimizer | None = None
+    optimizer_config: dict[Literal["type"], Literal["adamw"]] | None = None
 
 
 class Adam(msgspec.Struct, forbid_unknown_fields=True):
@@ -124,12 +120,6 @@ class Adam(msgspec.Struct, forbid_unknown_fields=True):
     eps: Size = 1e-12
     weight_decay: Size = 0.0
     grad_clip_norm: Size = 0.0
-
-    def settings(self) -> dict[str, Any]:
-        """Return them by torch's names."""
-        betas = self.beta1, self.beta2
-        rates = {"lr": self.learning_rate, "betas": betas, "eps": self.eps}
-        return {**rates, "weight_decay": self.weight_decay}
 
 
 class OptimStep(ApiBody):

@@ -31,7 +31,7 @@ from umbra.services.modeling.lora import adapter_targets, add_adapter, factors, 
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.modeling.models import pick_device
-from umbra.services.tinker.bodies import Model, TrainedShape
+from umbra.services.tinker.bodies import Adam, Model, TrainedShape
 from umbra.services.tinker.wire import Array, Datum, PassRequest
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import export_policy, load_policy, written_whole
@@ -179,7 +179,7 @@ class Bench:
         trainee.passes += not request.forward_only
         return np.split(scores.numpy(), counts.cumsum()[:-1]), {"loss:sum": total}
 
-    def step(self, trainee: Trainee, settings: Mapping[str, Any], max_norm: float) -> float:
+    def step(self, trainee: Trainee, adam: Adam) -> float:
         """Update the weights by the gradients since the last step; return the gradient's norm.
 
         Raises:
@@ -191,7 +191,13 @@ class Bench:
             why = why if trainee.faulty else "no pass since the last step"
             self.drop(trainee)
             raise UsageError(f"optim_step: {why}, so there is no gradient: nothing is updated")
-        norm = self._learner.apply(settings, max_norm or float("inf"))["grad_norm"]
+        settings = {
+            "lr": adam.learning_rate,
+            "betas": (adam.beta1, adam.beta2),
+            "eps": adam.eps,
+            "weight_decay": adam.weight_decay,
+        }
+        norm = self._learner.apply(settings, adam.grad_clip_norm or math.inf)["grad_norm"]
         trainee.passes = 0
         if norm is None:
             raise UsageError("optim_step: the gradient is not finite: nothing is updated")

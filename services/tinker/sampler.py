@@ -102,7 +102,7 @@ class ShapeEngine:
         if is_torch:
             for factor in factors(model).values():
                 factor.data = factor.data.to(self._device, model.dtype)
-            self._engine: Engine = TorchEngine(
+            self.engine: Engine = TorchEngine(
                 model,
                 stop_ids=(),  # each request has its own
                 slots=generator.slots,
@@ -119,7 +119,7 @@ class ShapeEngine:
             set_environment(generator)
             from umbra.services.generator.vllm.engine import VllmEngine  # brings vLLM
 
-            self._engine = VllmEngine(
+            self.engine = VllmEngine(
                 check_model_dir(path),
                 model if shape.rank else outline,
                 generator,
@@ -151,7 +151,7 @@ class ShapeEngine:
         """
         if job.scored and self._scorer is None:
             raise ValueError("vLLM has no logprobs of prompts here: start the server with torch")
-        check_request(self._request(job, 0), self._engine.max_context, self._vocabulary)
+        check_request(self._request(job, 0), self.engine.max_context, self._vocabulary)
         self.waiting.append(job)
 
     def turn(self) -> Iterator[tuple[SampleJob, FutureAnswer]]:
@@ -173,17 +173,13 @@ class ShapeEngine:
         if not self._live or all(job.weights.folder == self._served for job in self.waiting):
             for job in self._waiting_for(self._served):
                 self._begin(job)
-        outputs = self._engine.poll(POLL_S)
-        new = self._engine.new_tokens().items()
+        outputs = self.engine.poll(POLL_S)
+        new = self.engine.new_tokens().items()
         stopped = [name for name, tokens in new if self._has_stopped(name, tokens)]
-        outputs += self._engine.abort(stopped) if stopped else []
+        outputs += self.engine.abort(stopped) if stopped else []
         for output in outputs:
             if (live := self._ended(output)) is not None:
                 yield live.job, live.answer()
-
-    def close(self) -> None:
-        """End the engine's processes, if it has any."""
-        self._engine.close()
 
     def _waiting_for(self, version: str | None) -> list[SampleJob]:
         """Take the jobs of a version from those that wait."""
@@ -208,7 +204,7 @@ class ShapeEngine:
             if xxhash.xxh3_128_hexdigest(data) != job.weights.checksum:
                 raise UmbraError(f"{folder} is damaged: its checksum differs; save it again")
         self._loads += 1
-        self._engine.load(self._manifest, memoryview(data), self._loads, "recompute")
+        self.engine.load(self._manifest, memoryview(data), self._loads, "recompute")
         self._served = job.weights.folder
 
     def _begin(self, job: SampleJob) -> None:
@@ -218,7 +214,7 @@ class ShapeEngine:
         for index in range(job.count):
             request = self._request(job, index)
             self._live[request.request_id] = live, index
-            self._engine.submit([request])
+            self.engine.submit([request])
 
     def _request(self, job: SampleJob, index: int) -> EngineRequest:
         name = f"{job.id}/{index}"
@@ -279,39 +275,38 @@ class SamplerLoop:
         """Sample until `ended` is set; EOFError or OSError if the server is gone."""
         alive_at = 0.0
         while not ended.is_set():
-            busy = [shape for shape, engine in self._engines.items() if engine.busy]
-            wait_s = 0.0 if busy else ALIVE_S
+            wait_s = 0.0 if any(engine.busy for engine in self._engines.values()) else ALIVE_S
             while isinstance(job := self._pipe.receive(wait_s), SampleJob):
                 self._add(job)
                 wait_s = 0.0
             if (now := time.monotonic()) >= alive_at:
                 alive_at = now + ALIVE_S
                 self._pipe.send(SampleReport())
-            for shape in [shape for shape, engine in self._engines.items() if engine.busy]:
-                self._turn(shape)
+            for shape, engine in list(self._engines.items()):
+                if engine.busy:
+                    self._turn(shape, engine)
 
     def close(self) -> None:
         for engine in self._engines.values():
-            engine.close()
+            engine.engine.close()
 
     def _add(self, job: SampleJob) -> None:
         try:
-            if job.weights.shape not in self._engines:
-                self._engines[job.weights.shape] = ShapeEngine(
-                    self._config, job.weights.shape, self._seed
-                )
-            self._engines[job.weights.shape].add(job)
+            shape = job.weights.shape
+            if shape not in self._engines:
+                self._engines[shape] = ShapeEngine(self._config, shape, self._seed)
+            self._engines[shape].add(job)
         except (UmbraError, ValueError) as error:
             self._answer(job, FutureAnswer.failure(error))
 
-    def _turn(self, shape: TrainedShape) -> None:
-        engine = self._engines[shape]
+    def _turn(self, shape: TrainedShape, engine: ShapeEngine) -> None:
         try:
             for job, answer in engine.turn():
                 self._answer(job, answer)
         except EngineError as error:
             # Of weights with NaN, say: who waits for others gets a new engine.
-            self._engines.pop(shape).close()
+            self._engines.pop(shape)
+            engine.engine.close()
             for job in engine.live.values():
                 self._answer(job, FutureAnswer.failure(error))
             for job in engine.waiting:

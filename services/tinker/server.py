@@ -24,6 +24,7 @@ from urllib.parse import quote
 
 from msgspec.structs import replace
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -31,19 +32,8 @@ from starlette.routing import Route
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Sampling
 from umbra.services.http import ApiError
-from umbra.services.tinker.bodies import (
-    Checkpoint,
-    CreateSampler,
-    Model,
-    Named,
-    SampleBody,
-    SamplerRecord,
-    SessionRecord,
-    TrainedShape,
-    read,
-    sampler_name,
-    session_of,
-)
+from umbra.services.tinker import bodies
+from umbra.services.tinker.bodies import Checkpoint, Model, SamplerRecord, SessionRecord, read
 from umbra.services.tinker.journal import FutureAnswer, FutureRequest, FuturesJournal, T
 from umbra.services.tinker.samplers import SampleJob
 from umbra.services.tinker.training import SEGMENTS, Training, files_in
@@ -78,40 +68,42 @@ class Api:
 
     def app(self) -> Starlette:
         """Return the application; a handler gets a request and its body, and returns JSON."""
-        calls: list[tuple[str, str, Callable[[HttpRequest, bytes], Any]]] = [
-            ("POST", "client/config", self._client_config),
-            ("POST", "client/dynamic_config", _answers({})),
-            ("POST", "telemetry", _answers({"status": "accepted"})),
-            ("POST", "create_session", self._create_session),
-            ("POST", "session_heartbeat", self._heartbeat),
-            ("POST", "sessions/{session}/finish", self._finish_session),
-            ("POST", "create_sampling_session", self._create_sampler),
-            ("POST", "get_info", self._get_info),
-            ("POST", "weights_info", self._weights_info),
-            ("POST", "asample", self._sample),
-            ("POST", "retrieve_future", self._retrieve),
-            ("POST", "forward_backward", self._pass),
-            ("GET", "healthz", _answers({"status": "ok"})),
-            ("GET", "get_server_capabilities", self._capabilities),
-            ("GET", "samplers/{sampler}", self._get_sampler),
-            ("GET", "training_runs", self._runs),
-            ("GET", "training_runs/{run}", lambda http, _: self._run(http.path_params["run"])),
-            ("GET", "checkpoints", self._checkpoints),
-            ("GET", _CHECKPOINTS, self._checkpoints),
-            ("GET", _CHECKPOINT + "/external_weights_urls", self._urls),
-            ("DELETE", _CHECKPOINT, self._delete_checkpoint),
-        ]
+        calls: dict[str, Callable[[HttpRequest, bytes], Any]] = {
+            "POST client/config": self._client_config,
+            "POST client/dynamic_config": _answers({}),
+            "POST telemetry": _answers({"status": "accepted"}),
+            "POST create_session": self._create_session,
+            "POST session_heartbeat": self._heartbeat,
+            "POST sessions/{session}/finish": self._finish_session,
+            "POST create_sampling_session": self._create_sampler,
+            "POST get_info": self._get_info,
+            "POST weights_info": self._weights_info,
+            "POST asample": self._sample,
+            "POST retrieve_future": self._retrieve,
+            "POST forward_backward": self._pass,
+            "GET healthz": _answers({"status": "ok"}),
+            "GET get_server_capabilities": self._capabilities,
+            "GET samplers/{sampler}": self._get_sampler,
+            "GET training_runs": self._runs,
+            "GET training_runs/{run}": lambda http, _: self._run(http.path_params["run"]),
+            "GET checkpoints": self._checkpoints,
+            f"GET {_CHECKPOINTS}": self._checkpoints,
+            f"GET {_CHECKPOINT}/external_weights_urls": self._urls,
+            f"DELETE {_CHECKPOINT}": self._delete_checkpoint,
+        }
         trained = ("create_model", "load_weights", "optim_step", *SEGMENTS)
-        calls += [("POST", kind, self._numbered) for kind in trained]
-        handlers: Any = {UmbraError: _refused, Exception: _broken, 404: _no_route, 405: _no_route}
-        routes = [Route(API + path, _route(call), methods=[verb]) for verb, path, call in calls]
-        routes.append(Route(FILES + "{model}/{name:path}", self._file, methods=["GET"]))
+        calls |= {f"POST {kind}": self._numbered for kind in trained}
+        routes = [Route(FILES + "{model}/{name:path}", self._file, methods=["GET"])]
+        for name, call in calls.items():
+            method, path = name.split(" ")
+            routes.append(Route(API + path, _route(call), methods=[method]))
+        handlers: Any = dict.fromkeys((UmbraError, Exception, HTTPException), _failed)
         return Starlette(routes=routes, exception_handlers=handlers)
 
     def resume(self) -> None:
         """Queue requests for samples that an earlier server left unfinished."""
         for request in self._journal.samples():
-            self._submit(request, read(request.body, SampleBody))
+            self._submit(request, read(request.body, bodies.SampleBody))
 
     def wake(self, request_id: str) -> None:
         """Answer who waits for a request that has an answer."""
@@ -121,13 +113,12 @@ class Api:
     # -- sessions and futures ---------------------------------------------------------------------
 
     def _client_config(self, _http: HttpRequest, data: bytes) -> Any:
-        version = read(data, Named).sdk_version
+        version = read(data, bodies.Named).sdk_version
         numbers = re.match(r"(\d+)\.(\d+)", version)
-        if not numbers or (int(numbers[1]), int(numbers[2])) < OLDEST_SDK:
-            oldest = ".".join(map(str, OLDEST_SDK))
+        if not numbers or tuple(map(int, numbers.groups())) < OLDEST_SDK:
             raise ApiError(
-                f"this server speaks the wire of the tinker SDK {oldest}, the client has "
-                f"{version or 'none'}: pip install -U tinker"
+                f"this server speaks the wire of the tinker SDK {OLDEST_SDK[0]}.{OLDEST_SDK[1]}, "
+                f"the client has {version or 'none'}: pip install -U tinker"
             )
         flags = ("pjwt_auth_enabled", "proto_compress_fwdbwd", "custom_loss_server_side")
         return dict.fromkeys(flags, False)
@@ -138,7 +129,7 @@ class Api:
         return {"type": "create_session", "session_id": session}
 
     def _heartbeat(self, _http: HttpRequest, data: bytes) -> Any:
-        name = str(read(data, Named).session_id)
+        name = str(read(data, bodies.Named).session_id)
         with self._journal.transaction():
             session, now = self._session(name), time.time()
             if session.at < now - HEARTBEAT_S:
@@ -154,7 +145,7 @@ class Api:
         return {}
 
     def _numbered(self, http: HttpRequest, data: bytes) -> Any:
-        return self._accept(http.url.path.removeprefix(API), *read(data, Named).place, data)
+        return self._accept(http.url.path.removeprefix(API), *read(data, bodies.Named).place, data)
 
     def _pass(self, http: HttpRequest, data: bytes) -> Any:
         if http.headers.get("content-type") != PROTOBUF:
@@ -168,24 +159,24 @@ class Api:
         model = self._journal.get(Model, model_id)
         if model is None and seq:
             raise ApiError(f"there is no model {model_id}", status=404)
-        self._session(session_of(model_id))
-        is_past = model is not None and seq < model.next
+        self._session(bodies.session_of(model_id))
         # One that is done, and whose answer is too old, is unknown.
-        is_old = is_past and self._journal.answer(request.id) == "unknown"
-        if not is_old and self._journal.accept(request):
-            self._training.wake()
+        is_past = model is not None and seq < model.next
+        if not (is_past and self._journal.answer(request.id) == "unknown"):
+            if self._journal.accept(request):
+                self._training.wake()
         return {"request_id": request.id, "model_id": model_id}
 
     async def _retrieve(self, _http: HttpRequest, data: bytes) -> Any:
-        name = read(data, Named).request_id
+        name = read(data, bodies.Named).request_id
         event = self._waiting.setdefault(name, asyncio.Event())
-        answer = self._journal.answer(name)
-        if answer is None:
+        if (answer := self._journal.answer(name)) is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), POLL_S)
-            if (answer := self._journal.answer(name)) is None:
-                pending = {"type": "try_again", "request_id": name, "queue_state": "active"}
-                return JSONResponse(pending, 408)
+            answer = self._journal.answer(name)
+        if answer is None:
+            pending = {"type": "try_again", "request_id": name, "queue_state": "active"}
+            return JSONResponse(pending, 408)
         self.wake(name)
         if not isinstance(answer, FutureAnswer):
             raise ApiError(f"there is no request {name}, or its answer is too old", status=410)
@@ -194,17 +185,16 @@ class Api:
     # -- samples ----------------------------------------------------------------------------------
 
     def _create_sampler(self, _http: HttpRequest, data: bytes) -> Any:
-        body = read(data, CreateSampler)
+        body = read(data, bodies.CreateSampler)
         self._session(body.session_id)
         sampler = SamplerRecord()
         if (path := body.model_path) is None:
             self._training.check_base(body.base_model)
-        else:
-            saved = self._find(Checkpoint, path)
-            if saved.kind != "save_weights_for_sampler":
-                raise ApiError(f"{path} is not for sampling: save_weights_for_sampler makes those")
+        elif (saved := self._find(Checkpoint, path)).kind == "save_weights_for_sampler":
             sampler = SamplerRecord(saved.weights, path)
-        name = sampler_name(body.session_id, body.sampling_session_seq_id)
+        else:
+            raise ApiError(f"{path} is not for sampling: save_weights_for_sampler makes those")
+        name = bodies.sampler_name(body.session_id, body.sampling_session_seq_id)
         self._journal.put(sampler, name, body.session_id)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
@@ -214,7 +204,7 @@ class Api:
         return {"sampler_id": name, "base_model": self._base_model, "model_path": path}
 
     def _sample(self, _http: HttpRequest, data: bytes) -> Any:
-        body = read(data, SampleBody)
+        body = read(data, bodies.SampleBody)
         sampler, seq = body.sampling_session_id, body.seq_id
         self._find(SamplerRecord, sampler)
         body.check()
@@ -224,31 +214,30 @@ class Api:
         names = [f"{request.id}:{index}" for index in range(body.num_samples)]
         return {"request_id": request.id, "sample_sequence_ids": names}
 
-    def _submit(self, request: FutureRequest, body: SampleBody) -> None:
-        sampler, params = self._find(SamplerRecord, request.owner), body.sampling_params
+    def _submit(self, request: FutureRequest, body: bodies.SampleBody) -> None:
+        given = body.sampling_params
         prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
-        stop = [params.stop] if isinstance(params.stop, str) else params.stop
+        stop = [given.stop] if isinstance(given.stop, str) else given.stop
         last = body.prompt_logprobs_last_n or len(prompt)
-        self._to_samplers(
-            SampleJob(
-                id=request.id,
-                weights=sampler.weights,
-                prompt=prompt,
-                count=body.num_samples,
-                sampling=Sampling(
-                    temperature=params.temperature, top_p=params.top_p, top_k=max(0, params.top_k)
-                ),
-                max_tokens=params.max_tokens or self._max_context,
-                stop_tokens=None if stop is None else [end for end in stop if isinstance(end, int)],
-                stop_texts=[end for end in stop or () if isinstance(end, str)],
-                scored=last if body.prompt_logprobs else 0,
-            )
+        job = SampleJob(
+            id=request.id,
+            weights=self._find(SamplerRecord, request.owner).weights,
+            prompt=prompt,
+            count=body.num_samples,
+            sampling=Sampling(
+                temperature=given.temperature, top_p=given.top_p, top_k=max(0, given.top_k)
+            ),
+            max_tokens=given.max_tokens or self._max_context,
+            stop_tokens=None if stop is None else [end for end in stop if isinstance(end, int)],
+            stop_texts=[end for end in stop or () if isinstance(end, str)],
+            scored=last if body.prompt_logprobs else 0,
         )
+        self._to_samplers(job)
 
     # -- models and checkpoints -------------------------------------------------------------------
 
     def _get_info(self, _http: HttpRequest, data: bytes) -> Any:
-        model = self._find(Model, str(read(data, Named).model_id))
+        model = self._find(Model, str(read(data, bodies.Named).model_id))
         return {
             "type": "get_info",
             "model_id": model.id,
@@ -259,7 +248,7 @@ class Api:
         }
 
     def _weights_info(self, _http: HttpRequest, data: bytes) -> Any:
-        shape = self._find(Checkpoint, read(data, Named).tinker_path).weights.shape
+        shape = self._find(Checkpoint, read(data, bodies.Named).tinker_path).weights.shape
         parts = {key: getattr(shape, key) for key in ("train_unembed", "train_mlp", "train_attn")}
         return {"base_model": self._base_model, **_lora(shape), **parts}
 
@@ -352,7 +341,7 @@ def _answers(value: dict[str, str]) -> Callable[[HttpRequest, bytes], Any]:
     return lambda _http, _data: value
 
 
-def _lora(shape: TrainedShape) -> dict[str, Any]:
+def _lora(shape: bodies.TrainedShape) -> dict[str, Any]:
     return {"is_lora": shape.rank > 0, "lora_rank": shape.rank or None}
 
 
@@ -385,16 +374,12 @@ def _page(http: HttpRequest, records: Iterable[str]) -> tuple[list[str], dict[st
     return names[::-1][offset : offset + limit], cursor
 
 
-async def _refused(_http: HttpRequest, error: Exception) -> Response:
-    status = error.status if isinstance(error, ApiError) else 400
-    return JSONResponse({"detail": str(error)}, status)
-
-
-async def _broken(_http: HttpRequest, error: Exception) -> Response:
-    log.error("a request failed", exc_info=error)
-    return JSONResponse({"detail": f"{type(error).__name__}: {error}"}, 500)
-
-
-async def _no_route(http: HttpRequest, _error: Exception) -> Response:
-    detail = f"{http.method} {http.url.path} is no route of umbra tinker"
-    return JSONResponse({"detail": detail}, 404)
+async def _failed(http: HttpRequest, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        detail, status = f"{http.method} {http.url.path} is no route of umbra tinker", 404
+    elif isinstance(error, UmbraError):
+        detail, status = str(error), error.status if isinstance(error, ApiError) else 400
+    else:
+        log.error("a request failed", exc_info=error)
+        detail, status = f"{type(error).__name__}: {error}", 500
+    return JSONResponse({"detail": detail}, status)

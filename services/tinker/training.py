@@ -15,22 +15,8 @@ from msgspec.structs import replace
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import RunConfig
-from umbra.services.tinker.bodies import (
-    Checkpoint,
-    CreateModel,
-    LoadWeights,
-    Lora,
-    Model,
-    OptimStep,
-    SamplerRecord,
-    SaveWeights,
-    SessionRecord,
-    TrainedShape,
-    Weights,
-    read,
-    sampler_name,
-    session_of,
-)
+from umbra.services.tinker import bodies
+from umbra.services.tinker.bodies import Checkpoint, Model, SamplerRecord, SessionRecord, read
 from umbra.services.tinker.journal import FutureAnswer, FutureRequest, FuturesJournal
 from umbra.services.tinker.models import Bench, Trainee
 from umbra.services.tinker.wire import PROTOBUF, read_pass, write_outputs
@@ -60,7 +46,7 @@ class Training:
     ) -> None:
         self.folder, self.base_model = folder, base_model
         self._config, self._journal = config, journal
-        self._benches: dict[TrainedShape, Bench] = {}
+        self._benches: dict[bodies.TrainedShape, Bench] = {}
         self._trainees: dict[str, tuple[Bench, Trainee]] = {}
         # What a request makes, with its name and its parent: written with the answer.
         self._records: list[tuple[Model | SamplerRecord | Checkpoint, str, str]] = []
@@ -123,11 +109,10 @@ class Training:
         """Drop old answers, expired checkpoints, and versions of ended sessions."""
         self._sweep_at = time.monotonic() + SWEEP_S
         self._journal.purge()
-        now = _stamp(0)
+        now, silent = _stamp(0), time.time() - ABANDONED_S
         for path, checkpoint in self._journal.all(Checkpoint).items():
             if checkpoint.expires and checkpoint.expires < now:
                 self._journal.drop(Checkpoint, path)
-        silent = time.time() - ABANDONED_S
         for name, session in self._journal.all(SessionRecord).items():
             if session.finished or max(session.at, self._began) < silent:
                 self._journal.end(name)
@@ -166,45 +151,36 @@ class Training:
     # -- what a request does; its answer is returned ----------------------------------------------
 
     def _create(self, request: FutureRequest) -> FutureAnswer:
-        body = read(request.body, CreateModel)
+        body = read(request.body, bodies.CreateModel)
         self.check_base(body.base_model)
-        lora = body.lora_config or Lora(0)
-        seed = zlib.crc32(request.owner.encode()) if lora.seed is None else lora.seed
-        self._begin(request.owner, lora.shape, body.user_metadata, seed)
-        return FutureAnswer.json({"model_id": request.owner, "type": "create_model"})
+        lora, name = body.lora_config or bodies.Lora(0), request.owner
+        seed = zlib.crc32(name.encode()) if lora.seed is None else lora.seed
+        session = bodies.session_of(name)
+        self._begin(Model(name, session, lora.shape, seed, time.time(), body.user_metadata))
+        return FutureAnswer.json({"model_id": name, "type": "create_model"})
 
-    def _begin(
-        self,
-        model_id: str,
-        shape: TrainedShape,
-        metadata: dict[str, Any] | None,
-        seed: int,
-        source: str = "",
-        optimizer: bool = True,
-    ) -> None:
-        session, bench = session_of(model_id), self._bench(shape)
-        model = Model(model_id, session, shape, seed, time.time(), metadata)
-        self._trainees[model_id] = bench, bench.begin(model, source, optimizer=optimizer)
-        self._records.append((model, model_id, session))
+    def _begin(self, model: Model, source: str = "", *, optimizer: bool = True) -> None:
+        bench = self._bench(model.shape)
+        self._trainees[model.id] = bench, bench.begin(model, source, optimizer=optimizer)
+        self._records.append((model, model.id, model.session))
 
     def _load(self, request: FutureRequest) -> FutureAnswer:
-        body = read(request.body, LoadWeights)
+        body = read(request.body, bodies.LoadWeights)
         saved = self._journal.get(Checkpoint, body.path)
         if saved is None or saved.kind != "save_weights":
             raise UsageError(
                 f"{body.path} is no training checkpoint of this server: save_state makes them"
             )
         self.check_base(body.base_model or self.base_model)
-        folder, optimizer = saved.weights.folder, body.optimizer
+        weights, name = saved.weights, request.owner
         if request.seq:
-            bench, trainee = self._trainee(request.owner)
-            bench.load(trainee, folder, optimizer=optimizer)
+            bench, trainee = self._trainee(name)
+            bench.load(trainee, weights.folder, optimizer=body.optimizer)
         else:
-            shape, metadata = saved.weights.shape, body.user_metadata
-            self._begin(request.owner, shape, metadata, 0, folder, optimizer)
-        return FutureAnswer.json(
-            {"path": body.path, "model_id": request.owner, "type": "load_weights"}
-        )
+            session, metadata = bodies.session_of(name), body.user_metadata
+            model = Model(name, session, weights.shape, 0, time.time(), metadata)
+            self._begin(model, weights.folder, optimizer=body.optimizer)
+        return FutureAnswer.json({"path": body.path, "model_id": name, "type": "load_weights"})
 
     def _pass(self, request: FutureRequest) -> FutureAnswer:
         bench, trainee = self._trainee(request.owner)
@@ -214,19 +190,19 @@ class Training:
     def _step(self, request: FutureRequest) -> FutureAnswer:
         bench, trainee = self._trainee(request.owner)
         try:
-            adam = read(request.body, OptimStep).adam_params
+            adam = read(request.body, bodies.OptimStep).adam_params
         except UsageError:
             bench.drop(trainee)
             raise
-        norm = bench.step(trainee, adam.settings(), adam.grad_clip_norm)
+        norm = bench.step(trainee, adam)
         return FutureAnswer.json({"metrics": {"grad_norm:mean": norm}})
 
     def _save(self, request: FutureRequest) -> FutureAnswer:
-        body = read(request.body, SaveWeights)
+        body = read(request.body, bodies.SaveWeights)
         model_id, kind, segment = request.owner, request.kind, SEGMENTS[request.kind]
-        bench, trainee = self._trainee(model_id)
         if body.kind != "snapshot":
             raise UsageError(f"sampling clients of kind {body.kind!r} are not supported")
+        bench, trainee = self._trainee(model_id)
         number = body.sampling_session_seq_id if kind == "save_weights_for_sampler" else None
         path = f"tinker://{model_id}/{segment}/{body.name}"
         if number is None and not body.overwrite and self._journal.get(Checkpoint, path):
@@ -240,10 +216,10 @@ class Training:
             bench.export(trainee, folder, self.base_model)
         else:
             checksum = bench.publish(trainee, folder)
-        weights = Weights(bench.shape, str(folder), checksum)
+        weights = bodies.Weights(bench.shape, str(folder), checksum)
         if number is not None:
-            session = session_of(model_id)
-            sampler = sampler_name(session, number)
+            session = bodies.session_of(model_id)
+            sampler = bodies.sampler_name(session, number)
             self._records.append((SamplerRecord(weights), sampler, session))
             return FutureAnswer.json({"sampling_session_id": sampler, "type": kind})
         size = sum((folder / name).stat().st_size for name in files_in(folder))
@@ -276,7 +252,7 @@ class Training:
         trainee.cost_s = time.monotonic() - begun
         return bench, trainee
 
-    def _bench(self, shape: TrainedShape) -> Bench:
+    def _bench(self, shape: bodies.TrainedShape) -> Bench:
         if shape not in self._benches:
             self._benches[shape] = Bench(self._config, shape)
         return self._benches[shape]

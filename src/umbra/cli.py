@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import importlib
 import os
-import platform
 import signal
 import sys
 from collections.abc import Sequence
@@ -79,15 +78,10 @@ run-agents  deploy.commands.run_agents:command          Run a run's agents on an
 """
 
 
-def _sections() -> dict[str, dict[str, SubCommand]]:
-    sections: dict[str, dict[str, SubCommand]] = {}
-    for heading, *lines in (text.splitlines() for text in _TABLE.strip().split("\n\n")):
-        entries = (line.split(maxsplit=2) for line in lines)
-        sections[heading] = {n: SubCommand(f"umbra.{target}", text) for n, target, text in entries}
-    return sections
-
-
-SECTIONS = _sections()
+SECTIONS: dict[str, dict[str, SubCommand]] = {}
+for _heading, *_lines in (text.splitlines() for text in _TABLE.strip().split("\n\n")):
+    _entries = (line.split(maxsplit=2) for line in _lines)
+    SECTIONS[_heading] = {n: SubCommand(f"umbra.{target}", text) for n, target, text in _entries}
 COMMANDS = {name: entry for group in SECTIONS.values() for name, entry in group.items()}
 
 # What people type for a command of another name.
@@ -127,16 +121,11 @@ class LazyGroup(click.Group):
 
         Raises:
             ModuleNotFoundError: an optional package that it needs is not installed.
-            TypeError: the attribute in the table is no click command.
         """
-        entry = COMMANDS.get(cmd_name)
-        if entry is None:
+        if (entry := COMMANDS.get(cmd_name)) is None:
             return None
         module_name, _, attribute = entry.target.partition(":")
-        command = getattr(importlib.import_module(module_name), attribute)
-        if not isinstance(command, click.Command):
-            raise TypeError(f"{entry.target} is no click command")
-        return command
+        return getattr(importlib.import_module(module_name), attribute)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -159,36 +148,21 @@ class LazyGroup(click.Group):
             return super().shell_complete(ctx, incomplete)
         from click.shell_completion import CompletionItem
 
-        return [
-            CompletionItem(name, help=entry.help)
-            for name, entry in COMMANDS.items()
-            if name.startswith(incomplete)
-        ]
+        known = [name for name in COMMANDS if name.startswith(incomplete)]
+        return [CompletionItem(name, help=COMMANDS[name].help) for name in known]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sub-commands by section, without importing any of them."""
         width = max(map(len, COMMANDS))
         for section, group in SECTIONS.items():
             with formatter.section(section):
-                formatter.write_dl(
-                    [(name.ljust(width), entry.help) for name, entry in group.items()]
-                )
-
-
-def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    if not value or ctx.resilient_parsing:
-        return
-    click.echo(f"umbra {__version__} (Python {platform.python_version()}, {platform.platform()})")
-    ctx.exit()
+                formatter.write_dl([(name.ljust(width), e.help) for name, e in group.items()])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_version,
+@click.version_option(
+    __version__,
+    message=f"umbra %(version)s (Python {sys.version.split()[0]}, {' '.join(os.uname()[::2])})",
     help="Print the version with Python's and the platform's, and exit.",
 )
 def cli() -> None:
@@ -198,32 +172,26 @@ def cli() -> None:
     """
 
 
-def _print_error(message: str) -> None:
-    from umbra.proto.errors import ERROR_PREFIX
-
-    click.echo(f"{ERROR_PREFIX}{message}", err=True)
-
-
-def _report(error: Exception) -> int | None:
-    """Print a foreseen `error` as one line and return its exit code; None if it is unforeseen."""
+def _report(error: Exception) -> int:
+    """Print a foreseen `error` as one line and return its exit code; raise any other."""
     # Here and not above: an error is rare, and `umbra --help` should not pay for this import.
-    from umbra.proto.errors import UmbraError
+    from umbra.proto.errors import ERROR_PREFIX, UmbraError
 
+    package = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, UmbraError):
-        _print_error(str(error))
-        return error.exit_code
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
+        message, exit_code = str(error), error.exit_code
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
         # What Python has not written yet, and cannot write, goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        _print_error("no space is left on the disk that is written to: free some, or use another")
-        return UmbraError.exit_code
-    if isinstance(error, ModuleNotFoundError):
-        package = (error.name or "").partition(".")[0]
-        if package in EXTRAS:
-            extra = EXTRAS[package]
-            _print_error(f"{package} is not installed: pip install 'umbra-rl[{extra}]'")
-            return EXIT_USAGE
-    return None
+        message = "no space is left on the disk that is written to: free some, or use another"
+        exit_code = UmbraError.exit_code
+    elif isinstance(error, ModuleNotFoundError) and package in EXTRAS:
+        message = f"{package} is not installed: pip install 'umbra-rl[{EXTRAS[package]}]'"
+        exit_code = EXIT_USAGE
+    else:
+        raise error
+    click.echo(f"{ERROR_PREFIX}{message}", err=True)
+    return exit_code
 
 
 def _key_for(error: click.NoSuchOption) -> str:
@@ -268,11 +236,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("umbra: interrupted", err=True)
         return EXIT_INTERRUPTED
-    except Exception as error:
-        exit_code = _report(error)
-        if exit_code is None:
-            raise
-        return exit_code
+    except Exception as error:  # noqa: BLE001 - others than foreseen ones are raised again
+        return _report(error)
     finally:
         if args is None:  # a Ctrl-C while Python tidies up ends it without a traceback
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,7 +1,7 @@
 """The engine over vLLM servers, on servers without vLLM that fail in every way."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from fakes.vllm_server import TORN, FakeVllm, next_token
 from fakes.waiting import until
 
 from umbra.proto.deadline import Pace
-from umbra.proto.errors import StartupError, UmbraError, UsageError
+from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import GeneratorConfig
 from umbra.services.generator.engines.engine import EngineError, EngineOutput, EngineRequest
 from umbra.services.generator.vllm.http_client import check_private
@@ -23,42 +23,47 @@ from umbra.services.modeling.models import outline_model
 from umbra.services.weights.memory import shared_memory
 from umbra.services.weights.verify import ChangedError, SlotGuard
 
-SLOTS, CONTEXT, TOKENS = 16, 256, 60
+SLOTS, CONTEXT, TOKENS = 16, 256, 100
 UPDATE = ("pause", "start_weight_update", "update_weights", "finish_weight_update", "weight_info")
 
 
-@pytest.fixture(scope="module")
-def outline(tiny_model_dir: Path) -> Any:
-    return outline_model(tiny_model_dir)
+class Fleet:
+    """Two servers, and an engine over them once `open` was called."""
 
+    def __init__(self, outline: Any, stack: ExitStack) -> None:
+        self.servers = [FakeVllm(1), FakeVllm(2)]
+        self.tensors = {name: torch.zeros(one.shape) for name, one in outline.named_parameters()}
+        self._outline, self._stack = outline, stack
 
-@pytest.fixture(scope="module")
-def tensors(tiny_model_dir: Path, outline: Any) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(place.shape) for name, place in outline.named_parameters()}
+    def open(self, servers: list[FakeVllm] | None = None, **given: Any) -> HttpEngine:
+        urls = [server.url for server in servers or self.servers]
+        config = GeneratorConfig(engine="vllm-http", urls=urls, slots=SLOTS, max_context=CONTEXT)
+        given = {"pace": Pace(limit(5.0), 1e9), "away_s": limit(10.0), "start_s": 5.0} | given
+        self.engine = HttpEngine(self._outline, config, stop_ids=[3], **given)
+        return self._stack.enter_context(closing(self.engine))
+
+    def load(self, version: int, policy: str = "keep") -> list[EngineOutput]:
+        return load(self.engine, self.tensors.items(), version, policy)
+
+    def start(self, requests: int = 8) -> list[EngineOutput]:
+        """Have version 0 served, and answer some tokens of each of so many requests by it."""
+        self.load(0)
+        self.engine.submit([request(i, TOKENS) for i in range(requests)])
+        until(lambda: all(self.engine.new_tokens().values()), "all have begun")
+        return decode(self.engine, 2 * requests)
+
+    @property
+    def torn(self) -> int:
+        return sum(server.torn_tokens for server in self.servers)
 
 
 @pytest.fixture
-def servers() -> Iterator[list[FakeVllm]]:
-    found = [FakeVllm(1), FakeVllm(2)]
-    yield found
-    for server in found:
-        server.kill()
-
-
-@pytest.fixture
-def opened(outline: Any) -> Iterator[Callable[..., HttpEngine]]:
+def fleet(tiny_model_dir: Path) -> Iterator[Fleet]:
     with ExitStack() as stack:
-
-        def open_engine(servers: list[FakeVllm], **given: Any) -> HttpEngine:
-            urls = [server.url for server in servers]
-            config = GeneratorConfig(
-                engine="vllm-http", urls=urls, slots=SLOTS, max_context=CONTEXT
-            )
-            given = {"pace": Pace(limit(5.0), 1e9), "away_s": limit(10.0), "start_s": 5.0} | given
-            engine = HttpEngine(outline, config, stop_ids=[3], **given)
-            return stack.enter_context(closing(engine))
-
-        yield open_engine
+        made = Fleet(outline_model(tiny_model_dir), stack)
+        yield made
+    for server in made.servers:
+        server.kill()
 
 
 def versions(output: EngineOutput) -> list[int]:
@@ -69,20 +74,21 @@ def versions(output: EngineOutput) -> list[int]:
     return [span.version for span in output.spans]
 
 
-def check_tokens(output: EngineOutput) -> None:
-    start = len(request(int(output.request_id[1:])).prompt_ids)
-    assert output.token_ids == [next_token(start + at) for at in range(len(output.token_ids))]
+def check_tokens(*parts: EngineOutput) -> None:
+    """Assert that these, one after the other, are what any server answers."""
+    start = len(request(int(parts[0].request_id[1:])).prompt_ids)
+    ids = [token for part in parts for token in part.token_ids]
+    assert ids == [next_token(start + at) for at in range(len(ids))]
 
 
 def go_on(engine: HttpEngine, number: int) -> dict[str, list[EngineOutput]]:
     """Finish `number` requests; aborted ones go on from their tokens, as rollouts do."""
     found: dict[str, list[EngineOutput]] = {}
-    left = number
-    while left:
+    while number:
         for output in engine.poll(0.05):
             parts = found.setdefault(output.request_id, [])
             parts.append(output)
-            check_tokens_after(parts)
+            check_tokens(*parts)
             done = sum(len(part.token_ids) for part in parts)
             if output.finish_reason == "abort":
                 first = request(int(output.request_id[1:]), TOKENS)
@@ -91,25 +97,15 @@ def go_on(engine: HttpEngine, number: int) -> dict[str, list[EngineOutput]]:
                 engine.submit([more])
             else:
                 assert done == TOKENS
-                left -= 1
+                number -= 1
     return found
 
 
-def check_tokens_after(parts: list[EngineOutput]) -> None:
-    start = len(request(int(parts[0].request_id[1:])).prompt_ids)
-    ids = [token for part in parts for token in part.token_ids]
-    assert ids == [next_token(start + at) for at in range(len(ids))]
-
-
-def test_versions_change_in_flight_and_both_servers_work(
-    opened: Callable[..., HttpEngine], servers: list[FakeVllm], tensors: dict[str, torch.Tensor]
-) -> None:
-    engine = opened(servers)
+def test_versions_change_in_flight_and_both_servers_work(fleet: Fleet) -> None:
+    engine = fleet.open()
     assert engine.dtype == "float32"
-    load(engine, tensors.items(), 0)
-    engine.submit([request(i, TOKENS) for i in range(8)])
-    done = decode(engine, 40)
-    assert load(engine, tensors.items(), 1) == []
+    done = fleet.start()
+    assert fleet.load(1) == []
     live = list(engine.new_tokens())
     seen = {o.request_id: o for o in engine.peek([*live, "elsewhere"])}
     assert set(seen) == set(live)
@@ -122,122 +118,100 @@ def test_versions_change_in_flight_and_both_servers_work(
         part = seen[output.request_id]
         assert versions(part)[0] == 0
         assert part.spans[0].end == output.spans[0].end, "it knows where versions change"
-    assert min(server.calls.count("/inference/v1/generate") for server in servers) >= 4
+    assert min(server.calls.count("/inference/v1/generate") for server in fleet.servers) >= 4
     assert engine.decoded_tokens >= 8 * TOKENS
 
 
 @pytest.mark.parametrize("after", ["", "+"], ids=["before", "after"])
 @pytest.mark.parametrize("step", [*UPDATE, "resume"])
 def test_a_server_that_dies_in_a_load_never_serves_half_of_it(
-    step: str,
-    after: str,
-    opened: Callable[..., HttpEngine],
-    servers: list[FakeVllm],
-    tensors: dict[str, torch.Tensor],
+    step: str, after: str, fleet: Fleet
 ) -> None:
-    engine = opened(servers)
-    load(engine, tensors.items(), 0)
-    engine.submit([request(i, TOKENS) for i in range(8)])
-    done = decode(engine, 40)
-    assert not done
+    engine, servers = fleet.open(), fleet.servers
+    assert not fleet.start()
     servers[0].dies_at = after + step
-    load(engine, tensors.items(), 1)
+    fleet.load(1)
     parts = go_on(engine, 8)
     assert servers[0].is_dead
     assert engine.version == 1
-    assert sum(server.torn_tokens for server in servers) == 0
+    assert not fleet.torn
     assert all(versions(last)[-1] == 1 for *_, last in parts.values())
     # Another in its place gets the newest weights before its first request.
     servers[0] = servers[0].restarted()
     until(lambda: engine.fits == SLOTS, "both serve")
     engine.submit([request(i, TOKENS) for i in range(8)])
     assert all(versions(output) == [1] for output in finish(engine))
-    assert servers[0].calls.index("/finish_weight_update") < servers[0].calls.index("/resume")
-    begun = [at for at, path in enumerate(servers[0].calls) if path == "/inference/v1/generate"]
-    assert len(begun) >= 1 + 1, "the first is a look"
-    assert begun[1] > servers[0].calls.index("/resume")
+    calls = servers[0].calls
+    assert calls.index("/finish_weight_update") < calls.index("/resume")
+    begun = [at for at, path in enumerate(calls) if path == "/inference/v1/generate"]
+    assert begun[1] > calls.index("/resume"), "the first is a look"
 
 
-def test_one_that_is_slow_or_refuses_is_left_behind(
-    opened: Callable[..., HttpEngine], servers: list[FakeVllm], tensors: dict[str, torch.Tensor]
-) -> None:
-    engine = opened(servers, pace=Pace(limit(0.5), 1e9))
-    load(engine, tensors.items(), 0)
+def test_one_that_is_slow_or_refuses_is_left_behind(fleet: Fleet) -> None:
+    engine, servers = fleet.open(pace=Pace(limit(0.5), 1e9)), fleet.servers
+    fleet.load(0)
     servers[0].slow["update_weights"] = limit(2.0)
     began = time.monotonic()
-    load(engine, tensors.items(), 1)
+    fleet.load(1)
     assert time.monotonic() - began < limit(1.5)
     assert engine.fits == SLOTS // 2
     servers[0].slow.clear()
     until(lambda: engine.fits == SLOTS, "it is back")  # an update that broke off is closed
     servers[1].refuses = {"update_weights"}
-    load(engine, tensors.items(), 2)
+    fleet.load(2)
     engine.submit([request(i, TOKENS) for i in range(4)])
     assert all(versions(output) == [2] for output in finish(engine))
     servers[0].refuses = {"finish_weight_update"}
     with pytest.raises(EngineError, match=r"version 3 broke off: .*finish_weight_update is broken"):
-        load(engine, tensors.items(), 3)
-    assert sum(server.torn_tokens for server in servers) == 0
+        fleet.load(3)
+    assert not fleet.torn
 
 
 def test_one_whose_weights_differ_serves_nothing(
-    opened: Callable[..., HttpEngine],
-    servers: list[FakeVllm],
-    tensors: dict[str, torch.Tensor],
-    caplog: pytest.LogCaptureFixture,
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    servers[1].lies = True
-    engine = opened(servers)
+    liar = fleet.servers[1]
+    liar.lies = True
+    engine = fleet.open()
     until(lambda: all(one.facts is not None for one in engine.servers), "both have joined")
-    servers[1].slow["finish_weight_update"] = 0.2  # the first one serves
-    load(engine, tensors.items(), 0)
+    liar.slow["finish_weight_update"] = 0.2  # the first one serves
+    fleet.load(0)
     assert engine.fits == SLOTS // 2
     assert "1 of 1 weights are not equal" in caplog.text
-    servers[1].lies = False
+    liar.lies = False
     until(lambda: engine.fits == SLOTS, "it is loaded again")
 
 
-def test_weights_of_somebody_else_are_noticed_and_their_tokens_are_dropped(
-    opened: Callable[..., HttpEngine], servers: list[FakeVllm], tensors: dict[str, torch.Tensor]
-) -> None:
-    engine = opened(servers[:1])
-    load(engine, tensors.items(), 0)
-    engine.submit([request(0, TOKENS)])
-    decode(engine, 10)
-    servers[0].label = TORN
+def test_weights_of_somebody_else_are_noticed_and_their_tokens_are_dropped(fleet: Fleet) -> None:
+    engine, server = fleet.open(fleet.servers[:1]), fleet.servers[0]
+    fleet.start(1)
+    server.label = TORN
     (output, *_) = engine.poll(limit(5.0))
     assert (output.token_ids, output.finish_reason) == ([], "abort")
-    until(lambda: engine.fits == SLOTS and servers[0].label != TORN, "it is loaded again")
+    until(lambda: engine.fits == SLOTS and server.label != TORN, "it is loaded again")
 
 
-def test_what_was_overwritten_is_sent_to_no_server(
-    opened: Callable[..., HttpEngine], servers: list[FakeVllm], tensors: dict[str, torch.Tensor]
-) -> None:
-    engine = opened(servers)
-    load(engine, tensors.items(), 0)
-    manifest, data = in_memory(tensors, allocate=shared_memory)
+def test_what_was_overwritten_is_sent_to_no_server(fleet: Fleet) -> None:
+    engine = fleet.open()
+    fleet.load(0)
+    manifest, data = in_memory(fleet.tensors, allocate=shared_memory)
     wrong = [0] * len(manifest.buckets)
     guard = SlotGuard(memoryview(bytearray(8)).cast("Q"), lambda: None, manifest, data, wrong)
-    for server in servers:
-        server.calls.clear()
+    before = [server.calls.count("/pause") for server in fleet.servers]
     with pytest.raises(ChangedError, match="checksum of bucket 0"):
         engine.load(manifest, data, 1, "keep", guard)
-    assert "/pause" not in servers[0].calls + servers[1].calls
+    assert [server.calls.count("/pause") for server in fleet.servers] == before
 
 
-def test_an_abort_hands_back_what_there_is(
-    opened: Callable[..., HttpEngine], servers: list[FakeVllm], tensors: dict[str, torch.Tensor]
-) -> None:
-    engine = opened(servers)
+def test_an_abort_hands_back_what_there_is(fleet: Fleet) -> None:
+    engine = fleet.open()
     engine.submit([request(9, TOKENS)])
     (waiting,) = engine.abort()
     assert (waiting.token_ids, waiting.spans) == ([], [])
-    load(engine, tensors.items(), 0)
-    engine.submit([request(i, TOKENS) for i in range(8)])
-    done = decode(engine, 40)
+    done = fleet.start()
     some = engine.abort(["s1", "s2"])
     assert {o.request_id for o in some} == {"s1", "s2"}
-    done += some + load(engine, tensors.items(), 1, "abort")
+    done += some + fleet.load(1, "abort")
     assert sorted(o.request_id for o in done) == [f"s{i}" for i in range(8)]
     for output in done:
         check_tokens(output)
@@ -245,21 +219,19 @@ def test_an_abort_hands_back_what_there_is(
     assert not engine.busy
 
 
-def test_supports_are_told(
-    opened: Callable[..., HttpEngine], servers: list[FakeVllm], tensors: dict[str, torch.Tensor]
-) -> None:
-    engine = opened(servers[:1], tell_head=2)
-    load(engine, tensors.items(), 0)
+def test_supports_are_told(fleet: Fleet) -> None:
+    engine = fleet.open(fleet.servers[:1], tell_head=2)
+    fleet.load(0)
     engine.submit([request(0, 4), request(1, 4, top_k=3)])
-    head, cut = sorted(finish(engine), key=lambda output: output.request_id)
-    for output, number in ((head, 2), (cut, 2)):  # what has no probability was not drawn
+    for output in finish(engine):  # of three that were allowed one has no probability
         assert output.support is not None
-        assert list(output.support.sizes[::2]) == [number] * 4
+        assert list(output.support.sizes[::2]) == [2] * 4
         assert output.support.logprobs is not None
 
 
-def test_servers_that_would_serve_wrong_are_refused(opened: Callable[..., HttpEngine]) -> None:
-    table: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
+@pytest.mark.parametrize(
+    ("facts", "more", "sentence"),
+    [
         ({"logprobs_mode": "raw_logprobs"}, {}, "--logprobs-mode processed_logprobs"),
         ({"max_model_len": 128}, {}, "--max-model-len 128 is less than generator.max_context"),
         ({"quantization": "fp8"}, {}, "its quantization fp8"),
@@ -267,34 +239,36 @@ def test_servers_that_would_serve_wrong_are_refused(opened: Callable[..., HttpEn
         ({}, {"weight_transfer_config": None}, "install umbra-rl beside"),
         ({}, {"speculative_config": {"method": "ngram"}}, "speculative_config"),
         ({}, {"parallel_config": {"data_parallel_size": 2}}, "each data-parallel rank"),
-    )
-    for facts, more, sentence in table:
-        server = FakeVllm(1, **facts)
-        server.more_facts |= more
-        with pytest.raises(UsageError, match=sentence):
-            opened([server])
-        server.kill()
-    same = [FakeVllm(1), FakeVllm(1)]
-    with pytest.raises(UmbraError, match="--seed 1 too"):
-        engine = opened(same)
-        until(lambda: engine.refusal is not None, "the second is refused")
-        raise engine.refusal or AssertionError
-    locked = FakeVllm(1, key="right")
-    with pytest.raises(UsageError, match="set VLLM_API_KEY"):
-        opened([locked])
-    opened([locked], key="right")
-    for server in (*same, locked):
-        server.kill()
-    with pytest.raises(StartupError, match=r"no server of generator\.urls answered within 0\.3 s"):
-        opened([locked], start_s=0.3)
-
-
-def test_an_engine_whose_servers_are_all_away_ends(
-    opened: Callable[..., HttpEngine], servers: list[FakeVllm], tensors: dict[str, torch.Tensor]
+        ({"seed": 2}, {}, "--seed 2 too"),
+        ({"dtype": "torch.bfloat16"}, {}, "it computes in .*, another one in"),
+    ],
+)
+def test_a_server_that_would_serve_wrong_is_refused(
+    facts: dict[str, Any], more: dict[str, Any], sentence: str, fleet: Fleet
 ) -> None:
-    engine = opened(servers[:1], away_s=0.5)
-    load(engine, tensors.items(), 0)
-    servers[0].kill()
+    server = fleet.servers[0]
+    server.facts |= facts
+    server.more_facts |= more
+    with pytest.raises(UsageError, match=sentence):
+        engine = fleet.open()  # if the other one joined first, it is served by that one
+        until(lambda: engine.refusal is not None, "the first is refused")
+        raise engine.refusal or AssertionError
+
+
+def test_a_server_with_a_key_gets_it(fleet: Fleet) -> None:
+    locked = [FakeVllm(1, key="right")]
+    with pytest.raises(UsageError, match="set VLLM_API_KEY"):
+        fleet.open(locked)
+    fleet.open(locked, key="right")
+    locked[0].kill()
+    with pytest.raises(StartupError, match=r"no server of generator\.urls answered within 0\.3 s"):
+        fleet.open(locked, start_s=0.3)
+
+
+def test_an_engine_whose_servers_are_all_away_ends(fleet: Fleet) -> None:
+    engine = fleet.open(fleet.servers[:1], away_s=0.5)
+    fleet.load(0)
+    fleet.servers[0].kill()
     until(lambda: engine.fits == 1, "it is seen")
     engine.submit([request(0, TOKENS)])
     with pytest.raises(EngineError, match=r"no server of generator\.urls was ready for"):

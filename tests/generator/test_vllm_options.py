@@ -94,7 +94,11 @@ def test_room_for_every_slot_in_the_kv_cache() -> None:
     [
         ({"quantization": "awq"}, HF_CONFIG, r"not tested to quantize new .*fp8_per_channel"),
         ({"quantization": "fp8"}, HF_CONFIG, r"the build of vLLM for CPUs was not tested"),
-        ({"quantization_config": {}}, HF_CONFIG, r"quantization_config: set .*\.quantization, to"),
+        (
+            {"quantization_config": {"a": 1}},
+            HF_CONFIG,
+            r"quantization_config: set .*\.quantization, to",
+        ),
         ({"speculative_config": {"method": "ngram"}}, HF_CONFIG, "logprobs that were off"),
         ({"enable_eplb": True}, HF_CONFIG, "places of the start"),
         ({"all2all_backend": "moonep"}, HF_CONFIG, "don't reach"),

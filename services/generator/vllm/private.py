@@ -85,11 +85,10 @@ def under_way(
     return EngineOutput(
         request_id=request.request_id,
         token_ids=tokens,
-        logprobs=_logprobs(record.logprobs_processor.logprobs),
         spans=spans_of(starts, len(tokens)),
         finish_reason="abort",
         routing=routers and routing(routers, *record.routed_experts_chunks),
-        support=_support(record.logprobs_processor.logprobs, request.sampling, head),
+        **_logprobs(record.logprobs_processor.logprobs, request.sampling, head),
     )
 
 
@@ -97,33 +96,29 @@ def finished(
     output: RequestOutput, request: EngineRequest, routers: Routers | None, head: int
 ) -> EngineOutput:
     """Return a whole output of vLLM as one of ours; `head` is as of `support_limit`."""
-    completion = output.outputs[0]
+    made = output.outputs[0]
+    spans = [span for span in made.weight_versions or () if span.end > span.start]
     return EngineOutput(
         request_id=request.request_id,
-        token_ids=list(completion.token_ids),
-        logprobs=_logprobs(completion.logprobs),
-        spans=[
-            VersionSpan(version=int(span.version), start=span.start, end=span.end)
-            for span in completion.weight_versions or ()
-            if span.end > span.start
-        ],
-        finish_reason=_REASONS.get(completion.finish_reason, "abort"),
-        routing=routers and routing(routers, completion.routed_experts),
-        support=_support(completion.logprobs, request.sampling, head),
+        token_ids=list(made.token_ids),
+        spans=[VersionSpan(version=int(s.version), start=s.start, end=s.end) for s in spans],
+        finish_reason=_REASONS.get(made.finish_reason, "abort"),
+        routing=routers and routing(routers, made.routed_experts),
+        **_logprobs(made.logprobs, request.sampling, head),
     )
 
 
-def _logprobs(logprobs: Any) -> list[float]:
-    """Return the logprobs of the sampled tokens; the likeliest ones follow each of them."""
-    return [logprobs.logprobs[at] for at in logprobs.start_indices] if logprobs is not None else []
+def _logprobs(logprobs: Any, sampling: Sampling, head: int) -> dict[str, Any]:
+    """Return the logprobs of sampled tokens, and the tokens that could have been drawn.
 
-
-def _support(logprobs: Any, sampling: Sampling, head: int) -> Support | None:
-    """Return the tokens that could have been drawn: the likeliest with a finite logprob."""
-    if logprobs is None or not support_limit(sampling, head):
-        return None
+    After each sampled token come the likeliest, of which those with a finite logprob could.
+    """
+    if logprobs is None:
+        return {"logprobs": []}
+    sampled = [logprobs.logprobs[at] for at in logprobs.start_indices]
     supports: list[Support] = []
-    for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
+    places = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
+    for start, end in places if support_limit(sampling, head) else ():
         drawn, *likeliest = zip(
             logprobs.token_ids[start:end], logprobs.logprobs[start:end], strict=True
         )
@@ -133,7 +128,7 @@ def _support(logprobs: Any, sampling: Sampling, head: int) -> Support | None:
         values = pack_float32([*allowed.values()]) if head else None
         sizes = len(allowed).to_bytes(2, "little")
         supports.append(Support(sizes=sizes, ids=pack_int32([*allowed]), logprobs=values))
-    return joined(supports)
+    return {"logprobs": sampled, "support": joined(supports)}
 
 
 async def pause(llm: AsyncLLM, *, clear_cache: bool) -> None:

@@ -38,18 +38,12 @@ _SAME = {
     "mask_truncated_completions": "trainer.overlong_filter",
     "off_policy_mask_threshold": "trainer.mask_threshold",
 }
+_SCHEDULES = {name: name for name in ("linear", "cosine", "constant")}
+_BY_TOKEN = dict.fromkeys(("dapo", "cispo"), "token_mean")
 # Values of such fields that have another name here; the others have no counterpart.
 _VALUES: dict[str, Mapping[Any, Any]] = {
-    "lr_scheduler_type": {
-        **{name: name for name in ("linear", "cosine", "constant")},
-        "constant_with_warmup": "constant",
-    },
-    "loss_type": {
-        "grpo": "sequence_mean",
-        "dapo": "token_mean",
-        "dr_grpo": "constant",
-        "cispo": "token_mean",
-    },
+    "lr_scheduler_type": _SCHEDULES | {"constant_with_warmup": "constant"},
+    "loss_type": {"grpo": "sequence_mean", **_BY_TOKEN, "dr_grpo": "constant"},
     "scale_rewards": {"group": "grpo", True: "grpo", "none": "dr_grpo", False: "dr_grpo"},
     "optim": dict.fromkeys(("adamw_torch", "adamw_torch_fused")),
     "eval_strategy": {"no": False, "steps": True},
@@ -207,12 +201,8 @@ def _trainer(args: Any) -> dict[str, Any]:
             )
         # TRL's bound is the weight itself, ours what it may be above 1; below there is none.
         objective, low, high = "cispo", 1.0, high - 1.0
-    keys = {
-        "objective": objective,
-        "clip_low": low,
-        "clip_high": high,
-        "betas": (args.adam_beta1, args.adam_beta2),
-    }
+    betas = args.adam_beta1, args.adam_beta2
+    keys = {"objective": objective, "clip_low": low, "clip_high": high, "betas": betas}
     if args.beta:
         keys["kl_unbiased"] = args.use_bias_correction_kl
     if args.off_policy_mask_threshold is not None:
@@ -266,11 +256,8 @@ def adapter_keys(peft_config: Any, kind: Callable[[], str]) -> dict[str, Any]:
                 "out; r, lora_alpha, target_modules and use_rslora are read"
             )
     layers = [] if isinstance(targets, str) else sorted(targets)
-    return {
-        "lora_rank": peft_config.r,
-        "lora_alpha": peft_config.lora_alpha * scale,
-        "lora_targets": layers,
-    }
+    alpha = peft_config.lora_alpha * scale
+    return {"lora_rank": peft_config.r, "lora_alpha": alpha, "lora_targets": layers}
 
 
 def _value(args: Any, field: str) -> Any:

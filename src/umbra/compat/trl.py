@@ -122,12 +122,12 @@ class GRPOTrainer:
         self._reward = _reward_of(reward_funcs, self.args.reward_weights)
         self._tools = list(tools) if tools else None
         environment = self._sections.pop("environment", {})  # TRL's limit of tool calls
+        if isinstance(environment_factory, Mapping) or (environment_factory and self._tools):
+            raise UsageError(
+                "GRPOTrainer: environment_factory must be one class, without tools; several "
+                "environments need a run file ([[environments]], docs/environments.md)"
+            )
         if environment_factory is not None:
-            if isinstance(environment_factory, Mapping) or self._tools:
-                raise UsageError(
-                    "GRPOTrainer: environment_factory must be one class, without tools; several "
-                    "environments need a run file ([[environments]], docs/environments.md)"
-                )
             environment |= {"kind": "trl", "id": environment_factory}
             environment |= {"reward": self._reward} if self._reward else {}
             self._reward = None
@@ -151,10 +151,9 @@ class GRPOTrainer:
         return int(trainer["minibatches"]) * int(trainer["epochs"])
 
     def _kind(self) -> str:
-        config = getattr(self._given, "config", None)
-        if config is None:
+        if self._saved:
             return str(read_config(directory_of(self._path, weights=False))["model_type"])
-        return str(config.model_type)
+        return str(self._given.config.model_type)
 
     @property
     def model(self) -> Any:
@@ -168,11 +167,10 @@ class GRPOTrainer:
     @property
     def processing_class(self) -> Any:
         """Return the model's tokenizer."""
+        if self._tokenizer is not None:
+            return self._tokenizer
         name = self._path if self._saved else self._given.config.name_or_path
-        if self._tokenizer is None:
-            directory = directory_of(name, weights=False)
-            return AutoTokenizer.from_pretrained(directory, **AS_IT_IS)
-        return self._tokenizer
+        return AutoTokenizer.from_pretrained(directory_of(name, weights=False), **AS_IT_IS)
 
     def add_callback(self, callback: Any) -> None:
         """Call `callback` in `train`; its methods read, and cannot stop or save."""
@@ -219,8 +217,10 @@ class GRPOTrainer:
         self._call("on_train_begin")
         see_through(self.run, look=look)
         self._call("on_train_end")
-        losses = [log["loss"] for log in self.state.log_history if "loss" in log] or [0.0]
-        rewards = [log["reward"] for log in self.state.log_history if "reward" in log] or [0.0]
+        losses, rewards = (
+            [log[name] for log in self.state.log_history if name in log] or [0.0]
+            for name in ("loss", "reward")
+        )
         mean = sum(losses) / len(losses)
         return TrainOutput(self.state.global_step, mean, {"reward": rewards[-1]})
 
@@ -235,9 +235,7 @@ class GRPOTrainer:
             groups = int(row["step"]) * self._sections["buffer"]["batch_groups"]
             self.state.epoch = groups / len(self._rows)
             self._call("on_step_end")
-            logs = {
-                _name(name): value for name, value in row.items() if isinstance(value, int | float)
-            }
+            logs = {_name(key): n for key, n in row.items() if isinstance(n, int | float)}
         logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._call("on_log", logs=logs)
@@ -258,8 +256,8 @@ class GRPOTrainer:
         Raises:
             UsageError: it was not trained yet.
         """
-        trained, target = self._after("save_model").model, output_dir or self.args.output_dir
-        shutil.copytree(trained, str(target), dirs_exist_ok=True)
+        trained = self._after("save_model").model
+        shutil.copytree(trained, str(output_dir or self.args.output_dir), dirs_exist_ok=True)
         if self.args.push_to_hub:
             self.push_to_hub()
 
