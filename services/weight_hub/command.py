@@ -53,16 +53,15 @@ def _run(context: ServiceContext) -> int:
     from umbra.services.weights.planes.plane import check_plane
     from umbra.services.weights.planes.receiving import find_gpu
 
-    options, config = context.options, context.config.weight_hub
+    options, config, security = context.options, context.config.weight_hub, context.security
     upstream, owner, wait_s = options["upstream"], options["owner"], options["wait_s"]
     role, _ = _identify(options)
     session: Session | None = None
     context.begin(f"{role} on {socket.gethostname()}", f"plane {config.plane}")
     with ExitStack() as stack:
         if owner is not None:
-            part = stack.enter_context(
-                closing(PartHub(context.name, owner, upstream, config, security=context.security))
-            )
+            part = PartHub(context.name, owner, upstream, config, security=security)
+            stack.enter_context(closing(part))
             context.ready({"buckets": part.buckets.endpoint})
             if context.broker_given:
                 session = stack.enter_context(context.join(role))
@@ -70,14 +69,9 @@ def _run(context: ServiceContext) -> int:
         else:
             if not upstream:
                 check_plane(config.plane)
-            daemon = Daemon(
-                context.name,
-                config,
-                context.metrics,
-                upstream=upstream,
-                gpu=find_gpu(config, ["nccl"], config.device) if upstream else None,
-                security=context.security,
-            )
+            gpu = find_gpu(config, ["nccl"], config.device) if upstream else None
+            name, metrics = context.name, context.metrics
+            daemon = Daemon(name, config, metrics, upstream=upstream, gpu=gpu, security=security)
             stack.enter_context(closing(daemon))
             endpoints = {"weights": daemon.endpoint}
             if context.broker_given:

@@ -33,7 +33,7 @@ from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weights.arena import Arena, remove_leftovers, run_and_suffix, shm_host
 from umbra.services.weights.manifest import check_manifest, held_whole, owned_ranges
-from umbra.services.weights.planes.bucket_server import BucketStore, Delta
+from umbra.services.weights.planes.bucket_server import BucketStore, StoredVersion
 from umbra.services.weights.planes.bucket_wire import Piece
 from umbra.services.weights.planes.nccl import NcclReceiver
 from umbra.services.weights.planes.plane import Background, Receipt, ReceiverEnd, Receiving
@@ -69,15 +69,17 @@ class UpstreamPlanes(StagedPlanes):
     def open(self, reply: m.Subscribed, security: Security) -> ReceiverEnd:
         """Register the layout with this daemon's hub; RejectedError if that has no room for it."""
         manifest = reply.manifest
-        whole = held_whole(manifest)  # as it is here, whoever has it above
         size, pace = manifest.total_bytes, self._config.pace
         limit_s = pace.after(ANSWER_S).limit_s(self._config.slots * size)
-        made = _answer(self._hub.ask(m.RegisterManifest(manifest=whole)), m.ArenaReady, limit_s)
-        store = self._tcp.store_of(whole)
+        # As it is here, whoever has it above.
+        asked = self._hub.ask(m.RegisterManifest(manifest=held_whole(manifest)))
+        made = _answer(asked, m.ArenaReady, limit_s)
+        store = self._tcp.store
+        assert store is not None
         arena = Arena.attach(made.path, slot_bytes=size)
 
         def delta_came(piece: Piece, data: bytes) -> None:
-            store.encoded(piece.bucket, Delta(piece.base, piece.result, data))
+            store.encoded(piece.bucket, (piece, data))
 
         slots = [arena.slot(index) for index in range(made.slots)]
         pull = TcpReceiver(manifest, slots, self._config, delta_came, security)
@@ -119,8 +121,8 @@ class UpstreamEnd:
 
     def receive(self, message: m.Prepare) -> Receiving:
         """Fetch a version; the next daemon may fetch it from here at the same time."""
-        deadline = Deadline(self._deadline_s)
-        asked = self._hub.ask(m.AcquireSlot(version=message.version))
+        version, sums, deadline = message.version, message.checksums, Deadline(self._deadline_s)
+        asked = self._hub.ask(m.AcquireSlot(version=version))
         while not wait([asked], LOOK_S).done:
             if deadline.passed:
                 return Receipt(error=f"no slot was free within {self._deadline_s:g} s")
@@ -129,8 +131,8 @@ class UpstreamEnd:
         if not isinstance(granted, m.SlotGranted):
             return Receipt(error=granted.reason if isinstance(granted, m.Nack) else repr(granted))
         slot, waited = granted.slot, self._deadline_s - deadline.left_s
-        sums = message.checksums
-        self._store.offer(slot, self._arena.slot(slot), sums, range(len(sums)))
+        absent = set(range(len(sums)))
+        self._store.offer(StoredVersion(slot, self._arena.slot(slot), sums, absent))
         with closing(self._end.receive(message, slot)) as steps:
             while True:
                 try:
@@ -141,7 +143,7 @@ class UpstreamEnd:
                 if bucket is not None:
                     self._store.arrived(slot, bucket)
                 yield bucket
-        self._staged = m.Publish(version=message.version, slot=slot, checksums=sums, snapshot_s=0.0)
+        self._staged = m.Publish(version=version, slot=slot, checksums=sums, snapshot_s=0.0)
         return dataclasses.replace(done, stage_s=done.stage_s + waited)
 
     def publish(self, version: int) -> None:
@@ -155,12 +157,11 @@ class UpstreamEnd:
 
 
 def _answer(asked: Future[m.Message], kind: type[M], timeout_s: float) -> M:
-    start = time.monotonic()
     try:
         answer = asked.result(timeout_s)
     except TimeoutError:
-        spent = time.monotonic() - start
-        raise DeadlineError(f"no answer from this daemon's own hub within {spent:.3g} s") from None
+        reason = f"no answer from this daemon's own hub within {timeout_s:.3g} s"
+        raise DeadlineError(reason) from None
     if isinstance(answer, m.Nack):
         raise RejectedError(answer.reason, code=answer.code)
     assert isinstance(answer, kind)
@@ -200,16 +201,13 @@ class Daemon:
         self._gpu = gpu
         self._security = security
         self.hub: WeightHub | None = None  # while it runs
-        self._stack = ExitStack()
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._stack.callback(context.term)
-        self._server = Server(context, name, uuid.uuid4().hex[:12], security)
-        self._stack.callback(self._server.close)
-        with ExitStack() as failed:
-            failed.push(self._stack)
-            bound = self._server.bind(CHANNEL, config.listen, ACCEPTS)
-            self.endpoint = reachable(bound)
-            failed.pop_all()
+        with ExitStack() as stack:
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            stack.callback(context.term)
+            self._server = Server(context, name, uuid.uuid4().hex[:12], security)
+            stack.callback(self._server.close)
+            self.endpoint = reachable(self._server.bind(CHANNEL, config.listen, ACCEPTS))
+            self._stack = stack.pop_all()
 
     def run(
         self,
@@ -224,20 +222,18 @@ class Daemon:
             UmbraError: the hub above does not answer within `patience_s` seconds, or refuses.
         """
         with self._stack as stack:
-            metrics, security = self._metrics, self._security
-            config = self._config
-            if self._upstream:  # which chooses the plane of what comes
+            config, upstream, receiver = self._config, self._upstream, None
+            if upstream:  # which chooses the plane of what comes
                 config = msgspec.structs.replace(config, plane="auto")
-            hub = WeightHub(self._server, run_id, config, metrics, self._host, self._upstream)
+            hub = WeightHub(self._server, run_id, config, self._metrics, self._host, upstream)
             self.hub = hub
             stack.callback(hub.close)
-            receiver = None
-            if self._upstream:
-                link = IoThread(self._name, uuid.uuid4().hex[:12], security=security)
+            if upstream:
+                link = IoThread(self._name, uuid.uuid4().hex[:12], security=self._security)
                 stack.callback(link.close)
                 planes = UpstreamPlanes(self._config, hub, self._gpu)
                 receiver = Receiver(
-                    link.channel(self._upstream, "weight hub", server="weight_hub"),
+                    link.channel(upstream, "weight hub", server="weight_hub"),
                     planes,
                     self._host,
                     serves=self.endpoint,
@@ -274,8 +270,7 @@ class PartHub:
 
     The weight hub orders which arena it holds, a file of the whole layout with memory for its own
     buckets alone, and which slots it hands out. Ranks of its host write into that file, receivers
-    fetch from it: the same bytes at the same places as in the hub's own arena. It decides nothing,
-    and knows no receiver. When it is killed its file stays, and the next one adopts it.
+    fetch from it. When it is killed its file stays, and the next one adopts it.
 
     Use: `run` until it has to stop, then `close`.
 
@@ -341,12 +336,12 @@ class PartHub:
     # -- the hub ----------------------------------------------------------------------------------
 
     def _state(self, stopping: threading.Event) -> bool:
-        known = self._order is not None and (self._arena is not None or self._error)
+        known = self._order if self._arena is not None or self._error else None
         state = m.PartState(
             owner=self._owner,
             host=self._host,
             buckets=self.buckets,
-            path=self._order.path if self._order is not None and known else "",
+            path=known.path if known is not None else "",
             error=self._error,
         )
         try:
@@ -378,10 +373,9 @@ class PartHub:
     # -- the arena --------------------------------------------------------------------------------
 
     def _hold(self, order: m.HoldArena) -> None:
-        before = self._order
-        if before is not None and not self._error:
-            if (before.path, before.manifest) == (order.path, order.manifest):
-                return
+        before = self._order if not self._error else None
+        if before is not None and (before.path, before.manifest) == (order.path, order.manifest):
+            return
         self._drop()
         if order.path:
             self._order = order
@@ -415,15 +409,16 @@ class PartHub:
     def _offer(self, message: m.OfferSlot) -> None:
         if self._arena is None or self._order is None or self._order.path != message.path:
             return  # of an arena before
-        buckets = len(self._order.manifest.buckets)
-        if not 0 <= message.slot < self._arena.slots:
-            log.warning("the weight hub offers slot %d, which does not exist", message.slot)
-        elif not message.checksums:
-            self._tcp.granted(message.slot)
-        elif len(message.checksums) != buckets:
-            log.warning("got %d checksums for %d buckets", len(message.checksums), buckets)
+        slot, count, buckets = message.slot, len(message.checksums), self._order.manifest.buckets
+        if not 0 <= slot < self._arena.slots or count not in (0, len(buckets)):
+            log.warning(
+                "the weight hub offers slot %d of %d with %d checksums for %d buckets",
+                *(slot, self._arena.slots, count, len(buckets)),
+            )
+        elif count == 0:
+            self._tcp.granted(slot)
         else:
-            self._tcp.offer(message.slot, message.checksums, deltas=message.deltas)
+            self._tcp.offer(slot, message.checksums, deltas=message.deltas)
 
 
 def _arena(order: m.HoldArena, owner: int) -> Arena:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from umbra.proto.errors import RejectedError, UmbraError
 from umbra.proto.messages import Subscribe
 from umbra.proto.net.keys import OPEN, Security
-from umbra.proto.records import BucketsAt, Manifest
+from umbra.proto.records import Manifest
 from umbra.proto.sockets import next_port
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.weight_hub.push import HubPeer
@@ -46,40 +46,23 @@ class HubPlanes:
         security: Security = OPEN,
         wake: Callable[[], object] = lambda: None,
     ) -> None:
+        self.ends: dict[str, HubEnd] = {}  # by plane
+        self.chosen: dict[str, HubEnd] = {}  # by receiver, until it leaves
+        self.tcp: TcpHub | None = None  # that among `ends`
         self._config = config
         self._wake = wake
         self._security = security
-        self._chosen: dict[str, HubEnd] = {}  # by receiver, until it leaves
-        self._ends: dict[str, HubEnd] = {}
-        self._tcp: TcpHub | None = None  # that among them
         self._broken: dict[str, str] = {}
         self._side = Side(host)
         self._layout: tuple[Arena, Manifest] | None = None
 
-    @property
-    def deltas(self) -> bool:
-        return self._tcp is not None and self._tcp.links_are_slow
-
-    @property
-    def ends(self) -> list[HubEnd]:
-        return list(self._ends.values())
-
-    @property
-    def refused(self) -> int:
-        return 0 if self._tcp is None else self._tcp.server.refusals.counts.total()
-
-    def of(self, name: str) -> HubEnd | None:
-        """Return the end of a receiver's plane; None if it has left."""
-        return self._chosen.get(name)
-
     def plane_of(self, name: str) -> str:
-        end = self._chosen.get(name)
-        return "" if end is None else end.plane
+        return self.chosen[name].plane if name in self.chosen else ""
 
     def left(self, name: str) -> None:
         """Note that a receiver is not subscribed any longer."""
-        self._chosen.pop(name, None)
-        for end in self._ends.values():
+        self.chosen.pop(name, None)
+        for end in self.ends.values():
             end.left(name)
 
     def subscribe(self, peer: HubPeer, message: Subscribe) -> str:
@@ -89,9 +72,12 @@ class HubPlanes:
             RejectedError: there is no plane that both ends have.
             StartupError, UsageError: as `open_tcp`.
         """
-        offered = message.planes
-        if self._is_divided:
-            if relay := self._relay_beside(message):
+        offered, relay = message.planes, ""
+        if not message.serves and self.tcp is not None:
+            relay = self.tcp.relay_at(message.host)
+            relay = "" if relay == message.avoid else relay
+        if self._layout is not None and self._layout[1].owners:
+            if relay:
                 return relay
             if "tcp" not in offered:
                 raise RejectedError(
@@ -101,38 +87,33 @@ class HubPlanes:
                     code="no_plane",
                 )
             offered = ["tcp"]
-        theirs = Side(message.host, message.gpu)
-        if message.gpu is not None and not self._is_divided:
+        elif message.gpu is not None:
             self._look_at_gpu()
-        broken = self._broken | {name: end.broken for name, end in self._ends.items() if end.broken}
+        theirs = Side(message.host, message.gpu)
+        broken = self._broken | {name: end.broken for name, end in self.ends.items() if end.broken}
         plane = choose_plane(self._config.plane, self._side, theirs, offered, broken)
-        if plane in ("tcp", "nccl") and (relay := self._relay_beside(message)):
+        if plane in ("tcp", "nccl") and relay:
             return relay
         end = self._open(plane)
-        for other, before in self._ends.items():
+        for other, before in self.ends.items():
             if other != plane and (other, plane) != ("tcp", "nccl"):
                 before.left(peer.name)
         end.subscribed(peer.name, peer.incarnation, message)
-        self._chosen[peer.name] = end
+        self.chosen[peer.name] = end
         return ""
 
     def open_tcp(self) -> TcpHub:
         """Return the end of plane `tcp`, opened if need be; raises as `BucketServer`."""
-        if self._tcp is None:
+        if self.tcp is None:
             endpoint = next_port(self._config.listen)
-            self._tcp = TcpHub(endpoint, self._config, self._security)
-            self._add(self._tcp)
-        return self._tcp
+            self.tcp = TcpHub(endpoint, self._config, self._security)
+            self._add(self.tcp)
+        return self.tcp
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
         self._layout = arena, manifest
-        for end in self._ends.values():
+        for end in self.ends.values():
             end.layout(arena, manifest)
-
-    def set_parts(self, parts: Mapping[int, BucketsAt]) -> None:
-        """Set the buckets endpoints of the trainer's other hosts."""
-        if self._tcp is not None:
-            self._tcp.parts = parts
 
     def check_layout(self, manifest: Manifest) -> None:
         """Check that versions of `manifest` can be pushed by the plane that is set.
@@ -153,20 +134,8 @@ class HubPlanes:
             )
 
     def close(self) -> None:
-        for end in self._ends.values():
+        for end in self.ends.values():
             end.close()
-
-    @property
-    def _is_divided(self) -> bool:
-        """Return whether versions lie on several hosts, so that receivers need plane `tcp`."""
-        return self._layout is not None and bool(self._layout[1].owners)
-
-    def _relay_beside(self, message: Subscribe) -> str:
-        """Return the weights endpoint of the relay on a receiver's host, or ""."""
-        if message.serves or self._tcp is None:
-            return ""
-        relay = self._tcp.relay_at(message.host)
-        return "" if relay == message.avoid else relay
 
     def _look_at_gpu(self) -> None:
         """Find out about our own GPU, for the first receiver that has one."""
@@ -185,25 +154,22 @@ class HubPlanes:
 
         Then one that hangs in NCCL takes no device memory with it when it is killed.
         """
-        if name in self._ends:
-            return self._ends[name]
-        config = self._config
-        match name:
-            case "tcp":
-                return self.open_tcp()
-            case "cuda_ipc":
-                worker = GpuWorkerProcess(config.device)
-                end: HubEnd = IpcHub(worker, config.pace, self._wake)
-            case "nccl":
+        config, wake = self._config, self._wake
+        if name == "tcp":
+            self.open_tcp()
+        elif name not in self.ends:
+            if name == "cuda_ipc":
+                end: HubEnd = IpcHub(GpuWorkerProcess(config.device), config.pace, wake)
+            elif name == "nccl":
                 tcp, worker = self.open_tcp(), GpuWorkerProcess(config.device)
                 epoch = int(time.time() * 1000)
-                end = NcclHub(worker, config.chunk_bytes, config.pace, epoch, tcp, self._wake)
-            case _:
-                end = ShmHub(self._wake)
-        self._add(end)
-        return end
+                end = NcclHub(worker, config.chunk_bytes, config.pace, epoch, tcp, wake)
+            else:
+                end = ShmHub(wake)
+            self._add(end)
+        return self.ends[name]
 
     def _add(self, end: HubEnd) -> None:
-        self._ends[end.plane] = end
+        self.ends[end.plane] = end
         if self._layout is not None:
             end.layout(*self._layout)

@@ -15,6 +15,7 @@ file is gone as well, so is a part of every version: then the layout has to be r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -27,6 +28,7 @@ from umbra.services.weight_hub.push import HubPeer, Publication
 SILENT_S = 6.0  # without a word from a part hub, which says one every second: it is gone
 
 NOTHING = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
+NO_ARENA = HoldArena(manifest=NOTHING, path="", slots=0, fresh=False)
 
 
 @dataclass(slots=True)
@@ -36,17 +38,6 @@ class _PartHub:
     last_state_at: float
     held: str | None = None  # path of the arena that it was told to hold; None: nothing said yet
     offered: dict[int, int] = field(default_factory=dict[int, int])  # slot -> publication's number
-
-
-@dataclass(slots=True)
-class _HeldLayout:
-    """The arena that all part hubs must hold."""
-
-    manifest: Manifest
-    path: str
-    slots: int
-    owners: frozenset[int]
-    made: set[int]  # owners that have, or had, the arena at `path`
 
 
 class Parts:
@@ -59,7 +50,9 @@ class Parts:
     def __init__(self, host: str) -> None:
         self._host = host
         self._parts: dict[int, _PartHub] = {}  # by owner
-        self._layout: _HeldLayout | None = None
+        self._wanted: HoldArena | None = None  # the arena that all owners must hold
+        self._owners: frozenset[int] = frozenset()  # of its buckets, without the hub's host
+        self._made: set[int] = set()  # owners that have, or had, that arena
 
     # -- what it knows ----------------------------------------------------------------------------
 
@@ -70,20 +63,17 @@ class Parts:
     @property
     def missing(self) -> str:
         """Return why no version is whole now, or ""."""
-        for owner in sorted(self._layout.owners if self._layout else ()):
-            if why := self._lacks(owner):
-                return why
-        return ""
+        return next(filter(None, map(self._lacks, sorted(self._owners))), "")
 
     @property
     def broken(self) -> str:
         """Return why a part hub cannot make the arena, or ""."""
-        return self._error(made=False)
+        return self._error(self._owners - self._made)
 
     @property
     def loss(self) -> str:
         """Return why the published versions are lost with the memory of a host, or ""."""
-        return self._error(made=True)
+        return self._error(self._made)
 
     def next_deadline(self) -> float | None:
         return min((part.last_state_at + SILENT_S for part in self._parts.values()), default=None)
@@ -92,15 +82,15 @@ class Parts:
 
     def begin(self, manifest: Manifest, path: str, slots: int, *, made: bool) -> None:
         """Set the arena to hold; `made`: the hosts have it from a hub before."""
-        owners = frozenset(manifest.owners) - {0}
-        had = set(owners) if made else set[int]()
-        self._layout = _HeldLayout(manifest, path, slots, owners, had)
+        self._wanted = HoldArena(manifest=manifest, path=path, slots=slots, fresh=True)
+        self._owners = frozenset(manifest.owners) - {0}
+        self._made = set(self._owners if made else ())
         for part in self._parts.values():
             part.held = None
             part.offered.clear()
 
     def forget(self) -> None:
-        self._layout = None
+        self._wanted, self._owners, self._made = None, frozenset(), set()
 
     def ask_again(self) -> None:
         """Let part hubs that could not make the arena retry."""
@@ -110,28 +100,26 @@ class Parts:
 
     def record(self, peer: HubPeer, state: PartState, now: float) -> Nack | None:
         """Record the state of a part hub; returns why it is refused, if it is."""
-        if not 0 < state.owner < OWNERS:
+        owner = state.owner
+        if not 0 < owner < OWNERS:
             return _bad(f"trainer hosts with a part hub count from 1, below {OWNERS}")
-        before = self._parts.get(state.owner)
-        if before is not None and before.peer.name != peer.name:
-            name = before.peer.name
-            return _bad(f"trainer host {state.owner} has a part hub already: {name}")
-        others = {owner: p for owner, p in self._parts.items() if owner != state.owner}
-        if any(part.peer.name == peer.name for part in others.values()):
+        part = self._parts.get(owner)
+        if part is not None and part.peer.name != peer.name:
+            return _bad(f"trainer host {owner} has a part hub already: {part.peer.name}")
+        others = {other: p for other, p in self._parts.items() if other != owner}
+        if any(p.peer.name == peer.name for p in others.values()):
             return _bad(f"{peer.name} is the part hub of another trainer host")
-        hosts = {part.state.host: owner for owner, part in others.items()} | {self._host: 0}
-        if (owner := hosts.get(state.host)) is not None:
+        hosts = {p.state.host: other for other, p in others.items()} | {self._host: 0}
+        if (other := hosts.get(state.host)) is not None:
             return _bad(
-                f"trainer hosts {owner} and {state.owner} share /dev/shm: a part hub is for "
+                f"trainer hosts {other} and {owner} share /dev/shm: a part hub is for "
                 "a machine without the weight hub and without another part hub"
             )
-        if before is None or before.peer != peer:
-            self._parts[state.owner] = _PartHub(peer, state, now)
-        else:
-            before.state, before.last_state_at = state, now
-        layout = self._layout
-        if layout is not None and self._holds(self._parts[state.owner]):
-            layout.made.add(state.owner)
+        if part is None or part.peer != peer:
+            part = self._parts[owner] = _PartHub(peer, state, now)
+        part.state, part.last_state_at = state, now
+        if self._holds(part):
+            self._made.add(owner)
         return None
 
     def lost(self, name: str) -> None:
@@ -148,46 +136,34 @@ class Parts:
     ) -> list[tuple[str, HoldArena | OfferSlot]]:
         """Return the news for part hubs, by name, where slots hold `held`."""
         messages: list[tuple[str, HoldArena | OfferSlot]] = []
-        if self._layout is None:
+        if (wanted := self._wanted) is None:
             return []  # a trainer may still come back to what they hold
         for owner, part in self._parts.items():
-            order = self._order(self._layout, owner)
-            if part.held != order.path:
-                part.held = order.path
+            name, path = part.peer.name, wanted.path if owner in self._owners else ""
+            if part.held != path:
+                part.held = path
                 part.offered.clear()
-                messages.append((part.peer.name, order))
+                order = replace(wanted, fresh=owner not in self._made)
+                messages.append((name, order if path else NO_ARENA))
             if not self._holds(part):
                 continue
             for slot in [slot for slot in part.offered if slot not in held]:
                 del part.offered[slot]
-                nothing = OfferSlot(path=order.path, slot=slot, checksums=[])
-                messages.append((part.peer.name, nothing))
+                messages.append((name, OfferSlot(path=path, slot=slot, checksums=[])))
             for slot, publication in sorted(held.items(), key=lambda pair: pair[1].number):
                 if part.offered.get(slot) != publication.number:
                     part.offered[slot] = publication.number
                     sums = publication.checksums
-                    offer = OfferSlot(path=order.path, slot=slot, checksums=sums, deltas=deltas)
-                    messages.append((part.peer.name, offer))
+                    offer = OfferSlot(path=path, slot=slot, checksums=sums, deltas=deltas)
+                    messages.append((name, offer))
         return messages
 
     # -- inside -----------------------------------------------------------------------------------
 
-    @staticmethod
-    def _order(layout: _HeldLayout, owner: int) -> HoldArena:
-        if owner not in layout.owners:
-            return HoldArena(manifest=NOTHING, path="", slots=0, fresh=False)
-        return HoldArena(
-            manifest=layout.manifest,
-            path=layout.path,
-            slots=layout.slots,
-            fresh=owner not in layout.made,
-        )
-
     def _holds(self, part: _PartHub) -> bool:
-        layout = self._layout
-        if layout is None or part.state.owner not in layout.owners:
-            return False
-        return part.state.path == layout.path and not part.state.error
+        state, wanted = part.state, self._wanted
+        is_path = wanted is not None and state.path == wanted.path
+        return is_path and state.owner in self._owners and not state.error
 
     def _lacks(self, owner: int) -> str:
         part = self._parts.get(owner)
@@ -201,13 +177,12 @@ class Parts:
         problem = part.state.error or "it is still making its shared memory"
         return f"the part hub of trainer host {owner}, {part.peer.name}: {problem}"
 
-    def _error(self, *, made: bool) -> str:
-        layout = self._layout
+    def _error(self, owners: AbstractSet[int]) -> str:
+        """Return why one of the part hubs of `owners` has no arena, for good."""
         for owner, part in self._parts.items():
-            if layout is None or owner not in layout.owners or (owner in layout.made) != made:
-                continue
-            if part.state.error and part.state.path == layout.path and part.held == layout.path:
-                return self._lacks(owner)
+            if owner in owners and part.state.error and self._wanted is not None:
+                if part.state.path == part.held == self._wanted.path:
+                    return self._lacks(owner)
         return ""
 
 

@@ -1,4 +1,4 @@
-"""The push protocol: events in, effects out. No socket, file, thread or clock of its own.
+"""The push protocol: calls in, `effects` out. No socket, file, thread or clock of its own.
 
 Versions are published into slots of the arena, and every receiver is pushed the newest one:
 
@@ -32,9 +32,11 @@ to a receiver; epochs count up and are never used again, so its epoch alone show
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from msgspec import structs
 
 from umbra.proto import messages as m
 from umbra.proto.deadline import Pace
@@ -48,7 +50,7 @@ LOADS = 2  # the trainer waits for a slot that is loaded at most as long as so m
 LOAD_S = 1.0  # or so long, if that is longer
 
 
-Ticket = object  # a request that is answered later; opaque here
+Ticket = Any  # a request that is answered later; opaque here
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,7 @@ class PushProtocol:
         if slots < 2:
             raise ValueError("a hub needs two slots: one is served while the other is written")
         self.counters: Counter[str] = Counter()
+        self.effects: deque[Effect] = deque()  # to be carried out in this order
         self.digest = ""
         self.held_back = ""  # why no push may begin; empty where one may
         self.newest: Publication | None = None
@@ -170,7 +173,6 @@ class PushProtocol:
         self._receivers: dict[str, ReceiverState] = {}
         self._epoch = first_epoch
         self._publications = 0
-        self._effects: list[Effect] = []
 
     # -- what it knows ----------------------------------------------------------------------------
 
@@ -207,7 +209,7 @@ class PushProtocol:
         now: float,
         published: m.Publish | None = None,
         nbytes: int = 0,
-    ) -> list[Effect]:
+    ) -> None:
         """Register the trainer's layout, by which a version has `nbytes` bytes.
 
         `published` is the version of the hub before this one, if its arena was taken over.
@@ -220,96 +222,85 @@ class PushProtocol:
             self._change_layout(digest, "the trainer registered another layout")
             self._deadline_s = self._pace.limit_s(nbytes)
             if published is not None:
-                self._add(published.version, published.slot, published.checksums, 0.0, now)
-        return self._settle(now)
+                self._add(structs.replace(published, snapshot_s=0.0), now)
+        self._settle(now)
 
-    def withdraw(self, reason: str, now: float) -> list[Effect]:
+    def withdraw(self, reason: str, now: float) -> None:
         """Forget the layout and all versions, until a trainer registers again."""
         self._refuse_parked(reason)
         self._publisher = None
         self._change_layout("", reason)
-        return self._settle(now)
+        self._settle(now)
 
-    def hold_back(self, reason: str, now: float) -> list[Effect]:
+    def hold_back(self, reason: str, now: float) -> None:
         """Start no push from now on, for this reason; an empty one allows them again."""
-        if reason == self.held_back:
-            return []
         self.held_back = reason
-        return self._settle(now)
+        self._settle(now)
 
-    def acquire(self, ticket: Ticket, publisher: HubPeer, version: int, now: float) -> list[Effect]:
-        if not self._may_write(ticket, publisher):
-            return self._settle(now)
-        self._refuse_parked("the trainer asked again")
-        if self._grant is not None:  # its last answer was lost, or it gave that version up
-            self._grant = self._grant[0], version
-            self._answer(ticket, m.SlotGranted(slot=self._grant[0]))
-        else:
-            self._parked, self._loads_awaited = (ticket, version, now), True
-        return self._settle(now)
+    def acquire(self, ticket: Ticket, publisher: HubPeer, version: int, now: float) -> None:
+        if self._may_write(ticket, publisher):
+            self._refuse_parked("the trainer asked again")
+            if self._grant is not None:  # its last answer was lost, or it gave that version up
+                self._grant = self._grant[0], version
+                self._answer(ticket, m.SlotGranted(slot=self._grant[0]))
+            else:
+                self._parked, self._loads_awaited = (ticket, version, now), True
+            self._settle(now)
 
-    def publish(
-        self, ticket: Ticket, publisher: HubPeer, message: m.Publish, now: float
-    ) -> list[Effect]:
+    def publish(self, ticket: Ticket, publisher: HubPeer, message: m.Publish, now: float) -> None:
         if not self._may_write(ticket, publisher):
-            return self._settle(now)
+            return
         if self._grant != (message.slot, message.version):
             reason = f"slot {message.slot} was not granted for version {message.version}"
             self._nack(ticket, "not_granted", reason)
-            return self._settle(now)
-        if self.held_back:  # the slot stays granted: it can be published later
+        elif self.held_back:  # the slot stays granted: it can be published later
             self._nack(ticket, "part_missing", self.held_back)
-            return self._settle(now)
-        self._grant = None
-        self._add(message.version, message.slot, message.checksums, message.snapshot_s, now)
-        self.counters["published"] += 1
-        self._answer(ticket, m.Ok())
-        return self._settle(now)
+        else:
+            self._grant = None
+            self._add(message, now)
+            self.counters["published"] += 1
+            self._answer(ticket, m.Ok())
+            self._settle(now)
 
     # -- receivers --------------------------------------------------------------------------------
 
-    def subscribe(self, peer: HubPeer, now: float) -> list[Effect]:
+    def subscribe(self, peer: HubPeer, now: float) -> None:
         """Push every new version of the layout to a receiver; a second call starts it afresh."""
         self._receivers[peer.name] = ReceiverState(peer, now)
-        return self._settle(now)
+        self._settle(now)
 
-    def ready(self, peer: HubPeer, message: m.Ready, now: float) -> list[Effect]:
+    def ready(self, peer: HubPeer, message: m.Ready, now: float) -> None:
         """Commit the version that a receiver has staged, or count its failure."""
-        receiver, push = self._under_way(peer, message.epoch, "staging")
-        if receiver and push:
-            if message.error:
-                self._failed(receiver, push, message.error, now)
-            else:
-                self._longest_s = max(self._longest_s, now - push.deadline + self._deadline_s)
-                push.phase, push.ready = "committing", message
-                push.deadline = now + self._deadline_s
-                self._send(receiver, m.Commit(epoch=push.epoch, version=push.publication.version))
-        return self._settle(now)
+        if (found := self._under_way(peer, message, "staging", now)) is not None:
+            receiver, push = found
+            self._longest_s = max(self._longest_s, now - push.deadline + self._deadline_s)
+            push.phase, push.ready = "committing", message
+            push.deadline = now + self._deadline_s
+            self._send(receiver, m.Commit(epoch=push.epoch, version=push.publication.version))
+        self._settle(now)
 
-    def committed(self, peer: HubPeer, message: m.Committed, now: float) -> list[Effect]:
-        receiver, push = self._under_way(peer, message.epoch, "committing")
-        if receiver and push and push.ready:
-            if message.error:
-                self._failed(receiver, push, message.error, now)
-            else:
-                if push.ready.in_place:
-                    known = self._longest_load_s if self.counters["loads"] else 0.0
-                    self._longest_load_s = max(known, message.commit_s)
-                    self.counters["loads"] += 1
-                published = push.publication
-                receiver.push, receiver.served = None, published
-                self.counters["pushes"] += 1
-                total_s, name = now - max(published.at, receiver.since), peer.name
-                pushed = Pushed(name, push.epoch, published, push.ready, message.commit_s, total_s)
-                self._effects.append(pushed)
-        return self._settle(now)
+    def committed(self, peer: HubPeer, message: m.Committed, now: float) -> None:
+        if (found := self._under_way(peer, message, "committing", now)) is not None:
+            receiver, push = found
+            assert push.ready is not None
+            if push.ready.in_place:
+                known = self._longest_load_s if self.counters["loads"] else 0.0
+                self._longest_load_s = max(known, message.commit_s)
+                self.counters["loads"] += 1
+            published = push.publication
+            receiver.push, receiver.served = None, published
+            self.counters["pushes"] += 1
+            total_s = now - max(published.at, receiver.since)
+            measured = push.ready, message.commit_s, total_s
+            self.effects.append(Pushed(peer.name, push.epoch, published, *measured))
+        self._settle(now)
 
-    def lost(self, name: str, reason: str, now: float) -> list[Effect]:
+    def lost(self, name: str, reason: str, now: float) -> None:
         if (receiver := self._receivers.get(name)) is not None:
             self._drop(receiver, reason, tell=False)
-        return self._settle(now)
+        self._settle(now)
 
-    def tick(self, now: float) -> list[Effect]:
+    def tick(self, now: float) -> None:
         """Drop receivers that missed the deadline of their phase, or block the trainer."""
         while self._impatience and now >= self._halved_at + RECOVERS_S:
             self._impatience -= 1
@@ -331,7 +322,7 @@ class PushProtocol:
         if impatient or any(receiver in late for receiver in holding_up):
             self._impatience += self._patience_s > LEAST_PATIENCE_S
             self._halved_at = now
-        return self._settle(now)
+        self._settle(now)
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -343,10 +334,10 @@ class PushProtocol:
         self._grant = None
         self.held.clear()
 
-    def _add(self, version: int, slot: int, sums: list[int], snapshot_s: float, now: float) -> None:
+    def _add(self, said: m.Publish, now: float) -> None:
         self._publications += 1
-        made = Publication(self._publications, version, slot, sums, snapshot_s, now)
-        self.newest = self.held[slot] = made
+        what = said.version, said.slot, said.checksums, said.snapshot_s
+        self.newest = self.held[said.slot] = Publication(self._publications, *what, now)
 
     def _may_write(self, ticket: Ticket, publisher: HubPeer) -> bool:
         if publisher == self._publisher:
@@ -359,16 +350,18 @@ class PushProtocol:
         return False
 
     def _under_way(
-        self, peer: HubPeer, epoch: int, phase: str
-    ) -> tuple[ReceiverState, PushInProgress] | tuple[None, None]:
-        """Return the push that an answer belongs to; late answers are counted."""
+        self, peer: HubPeer, answer: m.Ready | m.Committed, phase: str, now: float
+    ) -> tuple[ReceiverState, PushInProgress] | None:
+        """Return the push that `answer` carries on; count a late answer, handle a failure."""
         receiver = self._receivers.get(peer.name)
-        if receiver is not None and receiver.peer == peer:
-            push = receiver.push
-            if push is not None and push.epoch == epoch and push.phase == phase:
-                return receiver, push
-        self.counters["late"] += 1
-        return None, None
+        push = receiver.push if receiver is not None and receiver.peer == peer else None
+        if receiver is None or push is None or (push.epoch, push.phase) != (answer.epoch, phase):
+            self.counters["late"] += 1
+            return None
+        if answer.error:
+            self._failed(receiver, push, answer.error, now)
+            return None
+        return receiver, push
 
     def _failed(
         self, receiver: ReceiverState, push: PushInProgress, reason: str, now: float
@@ -379,7 +372,7 @@ class PushProtocol:
             return
         name, version = receiver.peer.name, push.publication.version
         self._send(receiver, m.Abort(epoch=push.epoch, version=version, reason=reason))
-        self._effects.append(Failed(name, version, push.phase, reason, dropped=False))
+        self.effects.append(Failed(name, version, push.phase, reason, dropped=False))
         receiver.push = None
         # Else `_settle` starts with a newer version.
         if push.publication is self.newest and not self.held_back:
@@ -394,7 +387,7 @@ class PushProtocol:
             epoch, about = (push.epoch, push.publication.version) if push else (0, -1)
             self._send(receiver, m.Abort(epoch=epoch, version=about, reason=reason, dropped=True))
         phase = push.phase if push else "idle"
-        self._effects.append(Failed(receiver.peer.name, version, phase, reason, dropped=True))
+        self.effects.append(Failed(receiver.peer.name, version, phase, reason, dropped=True))
 
     def _start(
         self, receiver: ReceiverState, publication: Publication, attempt: int, now: float
@@ -409,8 +402,8 @@ class PushProtocol:
             receiver, m.Prepare(epoch=self._epoch, version=version, slot=slot, checksums=sums)
         )
 
-    def _settle(self, now: float) -> list[Effect]:
-        """Start what can start now; returns the effects of this event."""
+    def _settle(self, now: float) -> None:
+        """Start what can start now."""
         newest = self.newest
         if newest is not None and not self.held_back:
             for receiver in self._receivers.values():
@@ -424,8 +417,6 @@ class PushProtocol:
                 self.held.pop(slot, None)
                 self._grant = slot, version
                 self._answer(ticket, m.SlotGranted(slot=slot))
-        effects, self._effects = self._effects, []
-        return effects
 
     def _free_slot(self) -> int | None:
         """Return an unused slot: an empty one, else that of the oldest version."""
@@ -462,10 +453,10 @@ class PushProtocol:
             self._parked = None
 
     def _send(self, receiver: ReceiverState, message: m.Prepare | m.Commit | m.Abort) -> None:
-        self._effects.append(Send(receiver.peer.name, message))
+        self.effects.append(Send(receiver.peer.name, message))
 
     def _answer(self, ticket: Ticket, message: m.Message) -> None:
-        self._effects.append(HubReply(ticket, message))
+        self.effects.append(HubReply(ticket, message))
 
     def _nack(self, ticket: Ticket, code: str, reason: str) -> None:
-        self._effects.append(HubReply(ticket, m.Nack(code=code, reason=reason)))
+        self.effects.append(HubReply(ticket, m.Nack(code=code, reason=reason)))

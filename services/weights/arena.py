@@ -1,18 +1,13 @@
 """Shared memory that holds versions of the weights: a file in /dev/shm, divided into slots.
 
-Not `multiprocessing.shared_memory`: its resource tracker is one more process, and it removes
-segments that others still use. Pages are allocated when the arena is made, because the first touch
-of a tmpfs page costs 20 to 60 times a copy, and because a full tmpfs must be an error here and not
-a SIGBUS later.
+Pages are allocated when the arena is made: the first touch of a tmpfs page costs 20 to 60 times a
+copy, and a full tmpfs must be an error here and not a SIGBUS later. Where the trainer runs on
+several hosts, each has the file of the whole layout, with memory for the bytes of its own ranks:
+every byte has the same place on all hosts, and the holes must not be read.
 
-Where the trainer runs on several hosts, each has the file of the whole layout, of which only the
-bytes of its own ranks have memory: so every byte has the same place on all hosts. The rest is a
-hole, which must not be read: it would take memory.
-
-After the slots comes a page with a sequence number for each of them, odd while the slot is written.
-The hub sets it: when it grants the slot, and when the slot is published.
-
-Mappings outlive the file's name, so that an arena may be removed while somebody still reads it.
+After the slots comes a page with a sequence number for each of them, odd while the slot is written:
+the hub sets it. Mappings outlive the file's name. Not `multiprocessing.shared_memory`: its resource
+tracker removes segments that others still use.
 """
 
 from __future__ import annotations
@@ -24,8 +19,8 @@ import mmap
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from umbra.proto.errors import StartupError
@@ -48,10 +43,9 @@ log = logging.getLogger(__name__)
 def shm_host() -> str:
     """Name the very /dev/shm that this process sees: the same string means shared memory works.
 
-    A random token in a file there, which the first process of a user makes; arenas are of one user
-    as well. Neither host nor mount would do: containers with a /dev/shm each on one disk have both
-    in common. A process that cannot have the file shares memory with nobody, and says so by a name
-    of its own.
+    A random token in a file there, which the first process of a user makes. Neither host nor mount
+    would do: containers with a /dev/shm each on one disk have both in common. A process that cannot
+    have the file shares memory with nobody, and returns a name of its own.
     """
     path = SHM / f".umbra-host-{os.geteuid()}"
     token = secrets.token_hex(TOKEN_CHARS // 2)
@@ -72,9 +66,8 @@ def shm_host() -> str:
 class Arena:
     """`slots` slots of `slot_bytes` bytes, mapped writable into this process.
 
-    Made by `create` (the hub, which also unlinks), by `adopt` (a restarted hub, likewise), by
-    `attach` (the trainer, which writes, and receivers, which read), or without a name by
-    `anonymous`, which other processes see by `inherited` alone.
+    The hub makes it by `create`, or by `adopt` after a restart; trainer and receivers `attach`. One
+    without a name, made by `anonymous`, other processes get by `inherited` alone.
     """
 
     def __init__(
@@ -130,7 +123,7 @@ class Arena:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StartupError(f"cannot make shared memory {path}: {error.strerror}") from error
-        try:
+        with _closed_on_error(fd, made=path):
             fcntl.flock(fd, fcntl.LOCK_EX)  # for as long as we live: see `remove_leftovers`
             os.ftruncate(fd, size)
             _allocate(fd, ranges)
@@ -138,10 +131,6 @@ class Arena:
             if own is not None:
                 arena._populate(ranges)  # they are no extents yet
             return arena
-        except BaseException:
-            os.close(fd)
-            os.unlink(path)
-            raise
 
     @classmethod
     def adopt(cls, run_id: str, path: str | Path, *, slot_bytes: int) -> Arena:
@@ -155,14 +144,12 @@ class Arena:
         if not path.name.startswith(_prefix(run_id)):
             raise StartupError(f"{path} is no arena of run {run_id}")
         fd, slots = _open(path, slot_bytes)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return cls(path, fd, slot_bytes, slots)
-        except BaseException as error:
-            os.close(fd)
-            if isinstance(error, OSError):
+        with _closed_on_error(fd):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
                 raise StartupError(f"another weight hub holds {path}") from error
-            raise
+            return cls(path, fd, slot_bytes, slots)
 
     @classmethod
     def attach(cls, path: str | Path, *, slot_bytes: int, populate: bool = True) -> Arena:
@@ -175,13 +162,10 @@ class Arena:
             StartupError: it is not there, or not one of slots of `slot_bytes` bytes.
         """
         fd, slots = _open(Path(path), slot_bytes)
-        try:
+        with _closed_on_error(fd):
             arena = cls(Path(path), fd, slot_bytes, slots, populate=populate)
             share(arena._map, len(arena._view), fd)
             return arena
-        except BaseException:
-            os.close(fd)
-            raise
 
     @classmethod
     def anonymous(cls, *, slot_bytes: int, slots: int) -> Arena:
@@ -193,14 +177,14 @@ class Arena:
         size = _size(slot_bytes, slots)
         ask_for(size, "the slots of the weights", SMALLER)
         fd = os.memfd_create("umbra-weights", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(fd, 0, size)
-            arena = cls(Path(), fd, slot_bytes, slots)
+        with _closed_on_error(fd):
+            try:
+                os.posix_fallocate(fd, 0, size)
+                arena = cls(Path(), fd, slot_bytes, slots)
+            except OSError as error:
+                raise StartupError(f"cannot allocate {size} bytes: {error.strerror}") from error
             share(arena._map, size, fd)
             return arena
-        except OSError as error:
-            os.close(fd)
-            raise StartupError(f"cannot allocate {size} bytes: {error.strerror}") from error
 
     @classmethod
     def inherited(cls, fd: int, *, slot_bytes: int) -> Arena:
@@ -269,6 +253,18 @@ class Arena:
                 self._map.madvise(MADV_POPULATE_WRITE, start, end - start)
 
 
+@contextmanager
+def _closed_on_error(fd: int, made: Path | None = None) -> Generator[None]:
+    """Close `fd` if the block fails, and remove the file that was made for it."""
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        if made is not None:
+            made.unlink()
+        raise
+
+
 def run_and_suffix(path: str) -> tuple[str, str]:
     """Return run id and suffix from which `Arena.create` makes `path`; StartupError without."""
     run_id, _, suffix = path.removeprefix(f"{SHM}/umbra-").rpartition("-")
@@ -278,10 +274,9 @@ def run_and_suffix(path: str) -> tuple[str, str]:
 
 
 def remove_leftovers(run_id: str) -> list[str]:
-    """Remove the arenas of a run whose hub could not do it (it was killed); return their paths.
+    """Remove the arenas of a run whose hub was killed; return their paths.
 
-    A running hub holds a lock on its arena, which is left alone: two runs on one machine may have
-    the same id.
+    A running hub holds a lock on its own: two runs on one machine may have the same id.
     """
     removed: list[str] = []
     for path in SHM.glob(f"{_prefix(run_id)}*"):
@@ -367,10 +362,8 @@ def _open(path: Path, slot_bytes: int) -> tuple[int, int]:
             "and the hub must run on one host, as one user, and share /dev/shm"
         ) from error
     size = os.fstat(fd).st_size
-    slots, rest = (0, size)
-    if slot_bytes > 0:
-        slots, rest = divmod(size - PAGE_BYTES, _stride(slot_bytes))
-    if slots < 1 or rest:
+    slots, rest = divmod(size - PAGE_BYTES, _stride(max(1, slot_bytes)))
+    if slot_bytes < 1 or slots < 1 or rest:
         os.close(fd)
         raise StartupError(f"{path} has {size} bytes, which do not fit slots of {slot_bytes}")
     return fd, slots

@@ -1,22 +1,21 @@
 """The layout of one version of the weights in memory, and the checksums over it.
 
-Tensors lie in the caller's order (layer by layer), each at a multiple of 64 bytes. Buckets are the
-units of transfer and verification: consecutive byte ranges, cut between tensors and, within a
-tensor that is larger than a bucket, between rows.
-
-Where the trainer runs on several hosts, each bucket has an owner: the host whose ranks write it,
-and whose hub hands it out. No bucket has bytes of two hosts.
+Tensors lie in the caller's order, each at a multiple of 64 bytes. Buckets are the units of transfer
+and verification: consecutive byte ranges, cut between tensors and, within larger ones, between
+rows. Where the trainer runs on several hosts, each bucket has an owner: the host whose ranks write
+it, and whose hub hands it out.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import cast
 
 import msgspec
 import xxhash
+from msgspec.structs import replace
 
 from umbra.proto.bounds import BUCKETS, DIMENSIONS, OWNERS, TENSORS
 from umbra.proto.errors import UsageError, WireError
@@ -65,17 +64,10 @@ def build_manifest(
         if len(shape) > DIMENSIONS:
             raise ValueError(f"tensor {name} has {len(shape)} dimensions, at most {DIMENSIONS}")
         names.add(name)
-        nbytes = prod(shape) * ITEM_BYTES[dtype]
-        entries.append(
-            TensorEntry(
-                name=name,
-                dtype=cast(DType, dtype),
-                shape=list(shape),
-                offset=offset,
-                nbytes=nbytes,
-            )
-        )
-        offset = _aligned(offset + nbytes)
+        nbytes, kind, sizes = prod(shape) * ITEM_BYTES[dtype], cast(DType, dtype), list(shape)
+        entry = TensorEntry(name=name, dtype=kind, shape=sizes, offset=offset, nbytes=nbytes)
+        entries.append(entry)
+        offset += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
     if offset == 0:
         raise ValueError("a manifest needs at least one tensor that is not empty")
     if len(entries) > TENSORS:
@@ -89,17 +81,15 @@ def build_manifest(
             "weight_hub.bucket_bytes"
             + (", or spread the trainer over fewer hosts" if owners else "")
         )
-    buckets = [(start, end) for start, end, _ in cut]
-    owned = [owner for _, _, owner in cut]
-    owned = owned if any(owned) else []
-    return Manifest(
+    made = Manifest(
         tensors=entries,
-        buckets=buckets,
+        buckets=[(start, end) for start, end, _ in cut],
         total_bytes=offset,
-        digest=_digest(entries, buckets, owned, adapter),
-        owners=owned,
+        digest="",
+        owners=[owner for *_, owner in cut] if any(owner for *_, owner in cut) else [],
         adapter=adapter,
     )
+    return replace(made, digest=_digest(made))
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -135,7 +125,7 @@ def check_manifest(manifest: Manifest) -> None:
             f"buckets; each bucket has one below {OWNERS}",
             path="owners",
         )
-    if manifest.digest != _digest(manifest.tensors, manifest.buckets, owners, manifest.adapter):
+    if manifest.digest != _digest(manifest):
         raise WireError("manifest: the digest is not that of the layout", path="digest")
 
 
@@ -164,8 +154,8 @@ def held_whole(manifest: Manifest) -> Manifest:
     """Return the same layout without owners, for a relay, which holds whole versions."""
     if not manifest.owners:
         return manifest
-    digest = _digest(manifest.tensors, manifest.buckets, [], manifest.adapter)
-    return msgspec.structs.replace(manifest, owners=[], digest=digest)
+    whole = replace(manifest, owners=[])
+    return replace(whole, digest=_digest(whole))
 
 
 def check_dtype(manifest: Manifest, dtype: str) -> None:
@@ -197,34 +187,19 @@ def checksums(manifest: Manifest, view: memoryview) -> list[int]:
 
 def item_bytes(manifest: Manifest) -> list[int]:
     """Return the element size of each bucket: 4 where all are fp32, else 2."""
-    sizes: list[int] = []
-    index = 0
-    for start, end in manifest.buckets:
-        while manifest.tensors[index].offset + manifest.tensors[index].nbytes <= start:
-            if index + 1 == len(manifest.tensors):
-                break
-            index += 1
-        least, at = ITEM_BYTES["F32"], index
-        while at < len(manifest.tensors) and manifest.tensors[at].offset < end:
-            least = min(least, ITEM_BYTES[manifest.tensors[at].dtype])
-            at += 1
-        sizes.append(least)
-    return sizes
-
-
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Bytes `[start, end)` of one tensor and one owner, padding included."""
-
-    entry: TensorEntry
-    start: int
-    end: int
-    owner: int
+    starts = [entry.offset for entry in manifest.tensors]
+    ends = [entry.offset + entry.nbytes for entry in manifest.tensors]
+    sizes = [ITEM_BYTES[entry.dtype] for entry in manifest.tensors]
+    return [
+        min(sizes[bisect_right(ends, start) : bisect_left(starts, end)], default=4)
+        for start, end in manifest.buckets
+    ]
 
 
 def _stretches(
     entries: list[TensorEntry], total: int, owners: Mapping[str, RowOwners]
-) -> Iterator[_Stretch]:
+) -> Iterator[tuple[TensorEntry, int, int]]:
+    """Yield tensor, end (padding included) and owner of all bytes of one tensor and one owner."""
     ends = [*(entry.offset for entry in entries[1:]), total]
     for entry, end in zip(entries, ends, strict=True):
         rows = entry.shape[0] if entry.shape else 1
@@ -238,21 +213,23 @@ def _stretches(
         for row, owner in row_owners:
             stop = entry.offset + row * row_bytes if row < rows else end
             if start < stop:
-                yield _Stretch(entry, start, stop, owner)
+                yield entry, stop, owner
                 start = stop
 
 
-def _buckets(stretches: Iterable[_Stretch], bound: int) -> Iterator[tuple[int, int, int]]:
+def _buckets(
+    stretches: Iterable[tuple[TensorEntry, int, int]], bound: int
+) -> Iterator[tuple[int, int, int]]:
     """Yield start, end and owner of each bucket."""
     start = end = owner = 0
-    for stretch in stretches:
-        if start < end and (stretch.owner != owner or stretch.end - start > bound):
+    for entry, stop, its_owner in stretches:
+        if start < end and (its_owner != owner or stop - start > bound):
             yield start, end, owner
             start = end
-        end, owner = stretch.end, stretch.owner
+        end, owner = stop, its_owner
         if end - start <= bound:
             continue  # the bucket stays open for what follows
-        step = _step(stretch.entry, bound - ALIGN_BYTES)  # room for the padding after the last row
+        step = _step(entry, bound - ALIGN_BYTES)  # room for the padding after the last row
         while end - start > bound:
             yield start, start + step, owner
             start += step
@@ -266,17 +243,8 @@ def _step(entry: TensorEntry, room: int) -> int:
     return room // unit * unit
 
 
-def _digest(
-    entries: list[TensorEntry],
-    buckets: list[tuple[int, int]],
-    owners: list[int],
-    adapter: AdapterFacts | None,
-) -> str:
-    layout: list[object] = [entries, buckets]
-    layout += [owners] * bool(owners)
-    layout += [adapter] * (adapter is not None)
+def _digest(manifest: Manifest) -> str:
+    layout: list[object] = [manifest.tensors, manifest.buckets]
+    layout += [manifest.owners] * bool(manifest.owners)
+    layout += [manifest.adapter] * (manifest.adapter is not None)
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(layout))
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES

@@ -59,9 +59,9 @@ def copy(source: bytes | memoryview, target: memoryview) -> None:
     size = len(target)
     if len(source) != size:
         raise ValueError(f"{len(source)} bytes do not fill {size}")
-    if size == 0:
-        return
-    ctypes.memmove(_place(target), source if isinstance(source, bytes) else _place(source), size)
+    if size:
+        origin = source if isinstance(source, bytes) else _place(source)
+        ctypes.memmove(_place(target), origin, size)
 
 
 def _place(memory: memoryview) -> Any:
@@ -131,15 +131,13 @@ class MappedBlocks:
             ) from error
         try:
             status = os.fstat(fd)
-            known = self._maps.get(path)
-            if known is not None and known[0] == status.st_ino:
-                return known[1]
             # The number of a closed file is given to the next one.
-            self._maps = {at: held for at, held in self._maps.items() if os.path.exists(at)}
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            view = memoryview(Mapping(fd, status.st_size, flags=flags))
-            self._maps[path] = (status.st_ino, view)
-            return view
+            if path not in self._maps or self._maps[path][0] != status.st_ino:
+                self._maps = {at: held for at, held in self._maps.items() if os.path.exists(at)}
+                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                view = memoryview(Mapping(fd, status.st_size, flags=flags))
+                self._maps[path] = (status.st_ino, view)
+            return self._maps[path][1]
         finally:
             os.close(fd)
 
@@ -169,8 +167,7 @@ class HeapTrimmer:
     def give_back(self, now: float) -> None:
         """Trim the heaps if the last time is long enough ago; `now` is monotonic, in seconds.
 
-        That takes 30 ms for 150 MB in pieces, during which a server does not answer: so it waits a
-        thousand times as long before the next one.
+        That takes 30 ms for 150 MB in pieces, during which a server does not answer.
         """
         if self._trim is None or now < self._due:
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -36,25 +35,11 @@ M = TypeVar("M", bound=m.Message)
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _ArenaVersion:
-    """A version in an arena: the one being written, or the one published last."""
-
-    arena: Arena
-    slot: int
-    version: int
-
-    @property
-    def data(self) -> memoryview:
-        return self.arena.slot(self.slot)
-
-
 class Publisher:
     """A publisher of versions of one layout.
 
     Use: `register` once, then for each version `slot`, write all tensors at their offsets, and
-    `publish`. When the hub is restarted, a thread of its own registers again at once, so that the
-    receivers get the newest version also while the trainer waits for data. The new hub takes over
+    `publish`. When the hub is restarted, a thread registers again at once. The new hub takes over
     the arena of the old one; where it cannot, the version is copied into the new arena.
 
     Where the trainer runs on several hosts, nothing is published while a part hub is away, and a
@@ -79,8 +64,8 @@ class Publisher:
         self._stopping = stopping or threading.Event()
         self._channel = channel
         self._arena: Arena | None = None
-        self._granted: _ArenaVersion | None = None
-        self._last: tuple[_ArenaVersion, m.Publish] | None = None
+        self._granted: tuple[Arena, int, int] | None = None  # slot and version that are written
+        self._last: tuple[Arena, m.Publish] | None = None
         self._failure: UmbraError | None = None
         self._lock = threading.Lock()  # one exchange with the hub at a time
         self._moved = threading.Event()
@@ -93,7 +78,8 @@ class Publisher:
     def place(self) -> tuple[str, int]:
         if self._granted is None:
             raise ValueError("no slot is acquired")
-        return str(self._granted.arena.path), self._granted.slot
+        arena, slot, _ = self._granted
+        return str(arena.path), slot
 
     @property
     def _answer_s(self) -> float:
@@ -141,8 +127,8 @@ class Publisher:
                 self._register(deadline.left_s)  # with a hub that has been restarted
                 slot = self._acquire(version, deadline.left_s)
             assert self._arena is not None
-            self._granted = _ArenaVersion(self._arena, slot, version)
-            return self._granted.data
+            self._granted = self._arena, slot, version
+            return self._arena.slot(slot)
 
     def publish(self, version: int, snapshot_s: float, sums: list[int]) -> None:
         """Publish the content of the slot of `version`; returns before it is pushed.
@@ -153,29 +139,26 @@ class Publisher:
 
         Raises:
             ValueError: no slot was acquired for `version`.
-            RejectedError: another trainer has registered, or a part hub is gone and does not come
-                back within `PARTS_BACK_S` seconds and the time for its arena.
+            RejectedError: another trainer has registered, or a part hub stays away.
             DeadlineError: the hub does not answer.
         """
         with self._lock:
-            place = self._granted
-            if place is None or place.version != version:
+            if self._granted is None or self._granted[2] != version:
                 raise ValueError(f"no slot was acquired for version {version}")
-            message = m.Publish(
-                version=version, slot=place.slot, checksums=sums, snapshot_s=snapshot_s
-            )
+            arena, slot, _ = self._granted
+            message = m.Publish(version=version, slot=slot, checksums=sums, snapshot_s=snapshot_s)
             try:
                 self._insist(message, m.Ok, self._answer_s, Deadline(PARTS_BACK_S + self._answer_s))
             except RejectedError as error:
                 if error.code not in FORGOTTEN:
                     raise
                 log.warning("the weight hub was restarted: publishing version %d again", version)
-                self._register(self._answer_s)
-                place, message = self._move(place, message)
+                target = self._register(self._answer_s)
+                arena, message = target, self._move(arena, message, target)
             self._granted = None
-            before, self._last = self._last, (place, message)
-            if before is not None and before[0].arena is not self._arena:
-                before[0].arena.close()
+            before, self._last = self._last, (arena, message)
+            if before is not None and before[0] is not arena:
+                before[0].close()
 
     def publish_soon(self, version: int, snapshot_s: float, sums: list[int]) -> None:
         """Publish as `publish` does, in a thread, while training continues.
@@ -203,7 +186,7 @@ class Publisher:
         if self._thread.is_alive():
             self._thread.join()  # ends with its current exchange, which has a deadline
         if self._last is not None:
-            self._last[0].arena.close()
+            self._last[0].close()
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -232,46 +215,45 @@ class Publisher:
         with self._lock:
             if self._granted is not None or self._last is None:
                 return True
-            place, message = self._last
+            arena, message = self._last
             try:
-                self._register(self._answer_s)
-                if self._arena is not place.arena:
-                    self._last = self._move(place, message)
-                    place.arena.close()
+                target = self._register(self._answer_s)
+                if target is not arena:
+                    self._last = target, self._move(arena, message, target)
+                    arena.close()
             except UmbraError as error:
                 if isinstance(error, PeerLostError) and not isinstance(error, DeadlineError):
                     self._failure = error
                     return True
-                log.warning("cannot announce version %d to the hub: %s", place.version, error)
+                log.warning("cannot announce version %d to the hub: %s", message.version, error)
                 return False
-            log.info("the weight hub has version %d again", place.version)
+            log.info("the weight hub has version %d again", message.version)
             return True
 
-    def _move(self, place: _ArenaVersion, message: m.Publish) -> tuple[_ArenaVersion, m.Publish]:
-        """Publish the version in `place` again, from where the restarted hub wants it."""
-        if self.manifest.owners and self._arena is not place.arena:
+    def _move(self, arena: Arena, message: m.Publish, target: Arena) -> m.Publish:
+        """Publish the version in `arena` again, from where the restarted hub wants it."""
+        if self.manifest.owners and target is not arena:
             self._failure = PeerLostError(
-                f"version {place.version} is lost with the shared memory of a trainer host: the "
+                f"version {message.version} is lost with the shared memory of a trainer host: the "
                 "trainer has to start again from its newest checkpoint"
             )
             raise self._failure
-        slot = self._acquire(place.version, self._answer_s)
-        assert self._arena is not None
-        target = _ArenaVersion(self._arena, slot, place.version)
-        if target != place:
-            copy(place.data, target.data)
+        slot = self._acquire(message.version, self._answer_s)
+        if target is not arena or slot != message.slot:
+            copy(arena.slot(message.slot), target.slot(slot))
         message = msgspec.structs.replace(message, slot=slot, snapshot_s=0.0)
         self._call(message, m.Ok, self._answer_s)
-        return target, message
+        return message
 
-    def _register(self, timeout_s: float) -> None:
+    def _register(self, timeout_s: float) -> Arena:
         known = str(self._arena.path) if self._arena is not None else ""
         published = self._last[1] if self._last is not None else None
         message = m.RegisterManifest(manifest=self.manifest, path=known, published=published)
         ready = self._insist(message, m.ArenaReady, timeout_s, Deadline(timeout_s))
-        if ready.path != known:
+        if self._arena is None or ready.path != known:
             # The old one stays mapped: the last published version is in it.
             self._arena = Arena.attach(ready.path, slot_bytes=self.manifest.total_bytes)
+        return self._arena
 
     def _acquire(self, version: int, timeout_s: float) -> int:
         message = m.AcquireSlot(version=version)

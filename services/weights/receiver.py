@@ -51,8 +51,8 @@ class Receiver:
     Args:
         planes: those that the hub can choose from; closed with this.
         host: names the /dev/shm of this process; empty = find out (`shm_host`).
-        serves: endpoint at which a daemon serves others; told to the hub.
-        buckets: where it hands out buckets; told to the hub.
+        serves: endpoint at which a daemon serves others.
+        buckets: where it hands out buckets.
         load: called on the receiver's thread with each version that is committed, in place of
             `poll`; what goes wrong is reported to the hub.
         dtype: required of versions, as `weight_hub.dtype` names it; empty = any.
@@ -122,16 +122,14 @@ class Receiver:
         Then closing the link ends the request.
         """
         executor = ThreadPoolExecutor(1, thread_name_prefix="subscribe")
-        try:
-            subscribed = executor.submit(self.subscribe, timeout_s)
-            while not subscribed.done():
-                waiting()
-                if stopping.wait(LOOK_S):
-                    return False
-            subscribed.result()
-            return True
-        finally:
-            executor.shutdown(wait=False)
+        subscribed = executor.submit(self.subscribe, timeout_s)
+        executor.shutdown(wait=False)
+        while not subscribed.done():
+            waiting()
+            if stopping.wait(LOOK_S):
+                return False
+        subscribed.result()
+        return True
 
     def check(self) -> None:
         """Raise an error if no more versions can come: the hub is gone, or our thread failed."""
@@ -168,25 +166,24 @@ class Receiver:
         """
         changed = ""
         while True:
-            began, error = time.perf_counter(), ""
-            if staged.guard is not None and not staged.guard.is_readable:
-                error = "its slot was written again before it was loaded"
-                if not changed:
-                    self.committed(staged, 0.0, error)
-                    return None
-            else:
-                try:
+            began, error, guard = time.perf_counter(), "", staged.guard
+            try:
+                if guard is not None and not guard.is_readable:
+                    error = "its slot was written again before it was loaded"
+                else:
                     apply(staged)
-                    if staged.guard is not None and not staged.guard.is_verified:
-                        staged.guard.verify()
-                except ChangedError as problem:
-                    changed = error = f"version {staged.version} changed under the load: {problem}"
-                except UmbraError as problem:
-                    self.committed(staged, time.perf_counter() - began, str(problem))
-                    raise
+                    if guard is not None and not guard.is_verified:
+                        guard.verify()
+            except ChangedError as problem:
+                changed = error = f"version {staged.version} changed under the load: {problem}"
+            except UmbraError as problem:
+                self.committed(staged, time.perf_counter() - began, str(problem))
+                raise
             self.committed(staged, time.perf_counter() - began, error)
             if not error:
                 return staged
+            if not changed:
+                return None
             log.warning("%s; nothing is served before another version is loaded", error)
             following = self.wait_first(timeout_s, stopping)
             if following is None:
@@ -213,16 +210,12 @@ class Receiver:
         """
         deadline = Deadline(timeout_s, f"no weights from the {self._channel.peer}")
         while not stopping.is_set():
-            staged = self.poll()
-            if staged is not None:
+            if (staged := self.poll()) is not None:
                 return staged
             deadline.check(": has the trainer published its first version?")
-            self.wait(WAKE_S)
+            with self._changed:
+                self._changed.wait(WAKE_S)
         return None
-
-    def wait(self, timeout_s: float) -> None:
-        with self._changed:
-            self._changed.wait(timeout_s)
 
     def close(self) -> None:
         """Stop staging. Versions that were handed out stay valid."""
@@ -245,34 +238,31 @@ class Receiver:
 
     def _serve(self) -> None:
         check_at = time.monotonic() + self._check_s
-        subscribe_at: float | None = None
+        subscribe_at = math.inf  # while it is subscribed, or has asked to be
         while not self._closing.is_set() and self.failure is None:
-            message = self._next_message()
+            try:
+                idle_s = min(WAKE_S, self._retry_s) if self._receiving is None else 0.0
+                message = self._channel.pushes.get(timeout=idle_s)
+            except queue.Empty:
+                message = None
             now = time.monotonic()
             if message is not None:
                 check_at = now + self._check_s
                 self._handle(message)
-            if dropped := self._take_dropped():
+            with self._changed:
+                dropped, self._dropped = self._dropped, ""
+            if dropped:
                 log.info("not subscribed any longer: %s", dropped)
                 self._give_up()
                 subscribe_at = now + self._retry_s
-            elif message is None and subscribe_at is not None and now >= subscribe_at:
-                subscribe_at, check_at = None, math.inf  # until there is an answer
+            elif message is None and now >= subscribe_at:
+                subscribe_at = check_at = math.inf  # until there is an answer
                 self._ask(self._request())
-            elif message is None and subscribe_at is None and now >= check_at:
+            elif message is None and subscribe_at == math.inf and now >= check_at:
                 # A hub that could not reach us for a moment has dropped us without a message.
                 check_at = math.inf
                 self._ask(m.HubStatusRequest())
             self._receive()
-
-    def _next_message(self) -> m.Message | None:
-        """Return the next message; waits for it if there is nothing else to do."""
-        try:
-            if self._receiving is not None:
-                return self._channel.pushes.get_nowait()
-            return self._channel.pushes.get(timeout=min(WAKE_S, self._retry_s))
-        except queue.Empty:
-            return None
 
     def _handle(self, message: m.Message) -> None:
         match message:
@@ -287,7 +277,12 @@ class Receiver:
                         self._changed.notify_all()
                 self.on_news()
                 if self._load is not None and (staged := self.poll()) is not None:
-                    self._load_now(self._load, staged)
+                    began, error = time.perf_counter(), ""
+                    try:
+                        self._load(staged)
+                    except UmbraError as problem:
+                        error = str(problem)
+                    self.committed(staged, time.perf_counter() - began, error)
             case m.Abort():
                 log.info("version %d was aborted: %s", message.version, message.reason)
                 under_way = self._receiving[0] if self._receiving is not None else self._waiting
@@ -307,23 +302,10 @@ class Receiver:
             case _:
                 log.warning("the weight hub pushed an unexpected %s", type(message).__name__)
 
-    def _load_now(self, load: Callable[[StagedVersion], None], staged: StagedVersion) -> None:
-        began, error = time.perf_counter(), ""
-        try:
-            load(staged)
-        except UmbraError as problem:
-            error = str(problem)
-        self.committed(staged, time.perf_counter() - began, error)
-
     def _drop(self, reason: str) -> None:
         """Note that we are unsubscribed; from any thread."""
         with self._changed:
             self._dropped = reason
-
-    def _take_dropped(self) -> str:
-        with self._changed:
-            reason, self._dropped = self._dropped, ""
-        return reason
 
     def _request(self) -> m.Subscribe:
         return m.Subscribe(
@@ -337,13 +319,12 @@ class Receiver:
 
     def _ask(self, body: m.Message) -> None:
         """Send a request whose reply arrives among the pushes, in their order."""
-        channel = self._channel
-        parked = channel is self._hub or isinstance(body, m.Subscribe)
-        timeout_s = self._timeout_s if parked else min(RELAY_SILENT_S, self._timeout_s)
+        channel, timeout_s = self._channel, self._timeout_s
+        if channel is not self._hub and not isinstance(body, m.Subscribe):
+            timeout_s = min(RELAY_SILENT_S, timeout_s)
 
         def answered(future: Future[m.Message]) -> None:
-            error = future.exception()
-            if error is None:
+            if (error := future.exception()) is None:
                 channel.pushes.put(future.result())
             elif channel is not self._hub:
                 log.warning("leaves the relay for the weight hub: %s", error)
@@ -426,18 +407,18 @@ class Receiver:
 
     def _subscribed(self, reply: m.Subscribed) -> None:
         if reply.plane == "relay":
-            endpoint = reply.path
-            self._channel = self._relays.get(endpoint) or self._hub.beside(
-                endpoint, "relay", "relay"
-            )
-            self._relays[endpoint] = self._channel
+            if (relay := self._relays.get(reply.path)) is None:
+                relay = self._relays[reply.path] = self._hub.beside(reply.path, "relay", "relay")
+            self._channel = relay
             self._ask(m.HubStatusRequest())
             return
-        check_manifest(reply.manifest)
+        manifest = reply.manifest
+        check_manifest(manifest)
         if self._dtype:
-            check_dtype(reply.manifest, self._dtype)
-        if self._end is not None:
-            if _is_same(self._reply, reply):
+            check_dtype(manifest, self._dtype)
+        if self._end is not None and (before := self._reply) is not None:
+            is_same = before.plane == reply.plane and before.manifest.digest == manifest.digest
+            if is_same and (reply.plane != "shm" or before.path == reply.path):
                 return  # versions received still count
             self._end.close()  # first, since it may hold what its successor needs
             self._end = None
@@ -452,11 +433,3 @@ class Receiver:
         with self._changed:
             # A load under way keeps its memory alive by itself.
             self._staged, self._loading, self._committed = None, None, False
-
-
-def _is_same(before: m.Subscribed | None, now: m.Subscribed) -> bool:
-    """Return whether a receiving end made for `before` can serve `now`."""
-    if before is None or before.plane != now.plane:
-        return False
-    same_layout = before.manifest.digest == now.manifest.digest
-    return same_layout and (now.plane != "shm" or before.path == now.path)

@@ -1,9 +1,8 @@
 """Checksums of a version, computed from the very bytes that its writer and its reader copy.
 
-A receiver on the hub's host has no copy of a version: its engine loads it from the arena. Each slot
-has a sequence number, odd while the slot is written. A load counts if the number is the same before
-and after it, and if the bytes that the engine has now have the same checksums as the bytes that
-the trainer had: so neither a writer nor any other process that touched the memory goes unnoticed.
+A receiver on the hub's host loads from the arena itself. A load counts if the sequence number of
+the slot is the same before and after it, and if the engine's bytes have the checksums of the
+trainer's: so nobody who touched the memory goes unnoticed.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ Piece = tuple[int, int, int]
 class Checksums:
     """The checksums of a version's buckets, computed by the threads that copy it, in order.
 
-    `copy` hashes bytes while they are copied. What a GPU copies is not seen on its way: `until` has
-    it read from the version's memory afterwards, as `result` does with all the rest.
+    `copy` hashes bytes while they are copied. `until`, for what a GPU copies, and `result`, for all
+    the rest, have them read from the version's memory.
 
     Args:
         threads: that copy and read at the same time; with one, the caller does it.
@@ -105,11 +104,11 @@ class Checksums:
     def result(self) -> list[int]:
         """Return the checksum of every bucket, once all of the version is in place."""
         buckets = self._manifest.buckets
-        whole = {(start, end) for start, end, _ in self.pieces()}
+        whole = {piece[:2] for piece in self.pieces()}
         for bucket, place in enumerate(buckets):
             if place not in whole:
                 self._read(bucket)
-        sums = {(start, end): made for start, end, made in self.pieces()}
+        sums = {piece[:2]: piece[2] for piece in self.pieces()}
         return [sums[place] for place in buckets]
 
     def wrong(self, wanted: Sequence[int]) -> str:
@@ -156,7 +155,7 @@ class SlotGuard:
 
     Args:
         sequence: the sequence number of the slot, a view of one u64 in shared memory.
-        check: raises an OSError or an error of ours if the memory is gone.
+        check: raises an OSError or an UmbraError if the memory is gone.
     """
 
     def __init__(

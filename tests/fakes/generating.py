@@ -131,7 +131,8 @@ class Generating:
         if staged is not None:
             self._load(staged)
         if self.engine.version < 0:
-            self._receiver.wait(0.01)
+            with self._receiver._changed:
+                self._receiver._changed.wait(0.01)
             return
         if not self.engine.busy:
             self.engine.submit([EngineRequest("r", [5, 6, 7], Sampling(), TOKENS)])

@@ -128,7 +128,7 @@ class GpuWorld:
 
 
 def hub_worker(bench: Bench, plane: str) -> int:
-    for end in bench.hub.planes.ends:
+    for end in bench.hub.planes.ends.values():
         if isinstance(end, IpcHub | NcclHub) and end.plane == plane and end.worker.pid:
             return end.worker.pid
     raise AssertionError(f"no worker runs for {plane}")

@@ -96,7 +96,7 @@ class Bench:
         self._kills = False
         arena = self.hub._arena
         assert arena is not None
-        for end in self.hub.planes.ends:
+        for end in self.hub.planes.ends.values():
             for slot in range(arena.slots):
                 end.granted(slot)  # views of the arena keep its lock, while this process lives
             end.close()
@@ -161,7 +161,8 @@ def publish(publisher: Publisher, version: int) -> None:
 
 def publish_slot(publisher: Publisher, version: int, snapshot_s: float = 0.0) -> None:
     assert publisher._granted is not None
-    sums = checksums(publisher.manifest, publisher._granted.data)
+    arena, slot, _ = publisher._granted
+    sums = checksums(publisher.manifest, arena.slot(slot))
     publisher.publish(version, snapshot_s, sums)
 
 

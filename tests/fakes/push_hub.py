@@ -13,22 +13,36 @@ DEADLINE_S = 10.0
 PACE = Pace(DEADLINE_S, least_rate=100.0)
 
 
+def taken(protocol: PushProtocol) -> list[Effect]:
+    """Take the effects since the last call."""
+    effects = list(protocol.effects)
+    protocol.effects.clear()
+    return effects
+
+
 class Hub:
     def __init__(self, slots: int = 2) -> None:
         self.protocol = PushProtocol(slots, PACE)
         self.now = 100.0
 
     def registered(
-        self, digest: str = "d1", publisher: HubPeer = TRAINER, nbytes: int = 0
+        self,
+        digest: str = "d1",
+        publisher: HubPeer = TRAINER,
+        nbytes: int = 0,
+        had: m.Publish | None = None,
     ) -> list[Effect]:
-        return self.protocol.register(publisher, digest, self.now, nbytes=nbytes)
+        self.protocol.register(publisher, digest, self.now, had, nbytes)
+        return taken(self.protocol)
 
     def acquire(self, version: int, publisher: HubPeer = TRAINER) -> list[Effect]:
-        return self.protocol.acquire(f"acquire {version}", publisher, version, self.now)
+        self.protocol.acquire(f"acquire {version}", publisher, version, self.now)
+        return taken(self.protocol)
 
     def publish(self, version: int, slot: int, publisher: HubPeer = TRAINER) -> list[Effect]:
         message = m.Publish(version=version, slot=slot, checksums=[version], snapshot_s=0.5)
-        return self.protocol.publish("publish", publisher, message, self.now)
+        self.protocol.publish("publish", publisher, message, self.now)
+        return taken(self.protocol)
 
     def new_version(self, version: int) -> list[Effect]:
         """Acquire and publish; the effects of both but the answers."""
@@ -39,7 +53,8 @@ class Hub:
         return [effect for effect in effects if not isinstance(effect, HubReply)]
 
     def subscribe(self, peer: HubPeer) -> list[Effect]:
-        return self.protocol.subscribe(peer, self.now)
+        self.protocol.subscribe(peer, self.now)
+        return taken(self.protocol)
 
     def ready(
         self, peer: HubPeer, epoch: int, version: int, error: str = "", *, in_place: bool = False
@@ -47,13 +62,27 @@ class Hub:
         message = m.Ready(
             epoch=epoch, version=version, wire_s=1.0, stage_s=2.0, error=error, in_place=in_place
         )
-        return self.protocol.ready(peer, message, self.now)
+        self.protocol.ready(peer, message, self.now)
+        return taken(self.protocol)
 
     def committed(
         self, peer: HubPeer, epoch: int, version: int, error: str = "", commit_s: float = 3.0
     ) -> list[Effect]:
         message = m.Committed(epoch=epoch, version=version, commit_s=commit_s, error=error)
-        return self.protocol.committed(peer, message, self.now)
+        self.protocol.committed(peer, message, self.now)
+        return taken(self.protocol)
+
+    def hold_back(self, reason: str) -> list[Effect]:
+        self.protocol.hold_back(reason, self.now)
+        return taken(self.protocol)
+
+    def withdraw(self, reason: str) -> list[Effect]:
+        self.protocol.withdraw(reason, self.now)
+        return taken(self.protocol)
+
+    def lost(self, peer: HubPeer, reason: str) -> list[Effect]:
+        self.protocol.lost(peer.name, reason, self.now)
+        return taken(self.protocol)
 
     @property
     def epoch(self) -> int:
@@ -61,7 +90,8 @@ class Hub:
 
     def tick(self, seconds: float) -> list[Effect]:
         self.now += seconds
-        return self.protocol.tick(self.now)
+        self.protocol.tick(self.now)
+        return taken(self.protocol)
 
 
 def pushing(*versions: int, slots: int = 2) -> Hub:
@@ -87,6 +117,13 @@ def granted(effects: list[Effect]) -> int | None:
         if isinstance(effect, HubReply) and isinstance(effect.message, m.SlotGranted):
             return effect.message.slot
     return None
+
+
+def refusal(effects: list[Effect]) -> tuple[object, str]:
+    """The ticket of the one request that is refused, and the code."""
+    nacks = [(e.ticket, e.message) for e in effects if isinstance(e, HubReply)]
+    ((ticket, code),) = [(ticket, said.code) for ticket, said in nacks if isinstance(said, m.Nack)]
+    return ticket, code
 
 
 def sent(effects: list[Effect], name: str) -> list[m.Message]:

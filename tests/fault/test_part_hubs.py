@@ -6,10 +6,9 @@ are killed in each phase of a push and started again.
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, SmallFrames, content, publish, take, whole
@@ -23,7 +22,7 @@ from umbra.proto.net.keys import OPEN, Security
 from umbra.services.weight_hub.daemon import PartHub
 from umbra.services.weights.manifest import owned_ranges
 from umbra.services.weights.planes import tcp
-from umbra.services.weights.planes.bucket_fetch import BucketSource, Transfer
+from umbra.services.weights.planes.bucket_fetch import Assembly, BucketSource, fetch_together
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
 
@@ -102,14 +101,13 @@ def relay_of(bench: Bench, name: str) -> Relay:
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
     """How many bytes were fetched in this process from a source, by its endpoint."""
-    made: list[tuple[str, Transfer]] = []
+    made: list[tuple[str, Assembly]] = []
 
-    class Noted(Transfer):
-        def __init__(self, source: BucketSource, *args: Any, **named: Any) -> None:
-            super().__init__(source, *args, **named)
-            made.append((source.at.endpoint, self))
+    def noted(fetches: Sequence[tuple[BucketSource, Assembly]]) -> Iterator[int | None]:
+        made.extend((source.at.endpoint, assembly) for source, assembly in fetches)
+        return fetch_together(fetches)
 
-    monkeypatch.setattr(tcp, "Transfer", Noted)
+    monkeypatch.setattr(tcp, "fetch_together", noted)
     return lambda endpoint: sum(one.wire_bytes for source, one in made if source == endpoint)
 
 

@@ -223,7 +223,7 @@ def test_only_a_relay_may_serve(bench: Bench, hub: Hub) -> None:
             with pytest.raises(RejectedError, match=f"only relays serve others, not the {role}"):
                 hub(f"evil-{role}", role).call(ask, m.Subscribed, timeout_s=WAIT_S)
     assert bench.hub.stats()["refused"] == 4
-    assert bench.hub.planes.open_tcp().chain == []
+    assert bench.hub.planes.open_tcp().chain == {}
     assert bench.hub.planes.open_tcp().relay_at("h") == ""
 
 

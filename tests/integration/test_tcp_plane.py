@@ -220,7 +220,7 @@ def test_relays_hand_on_what_they_get(bench: Bench) -> None:
         version = weights.publish(publisher, 0.01)
         for receiver in receivers:
             weights.load(receiver, version)
-    assert bench.hub.planes.open_tcp().chain == ["node-0", "node-1", "node-2"]
+    assert list(bench.hub.planes.open_tcp().chain) == ["node-0", "node-1", "node-2"]
     nodes[0].stop()
     for _ in range(3):
         version = weights.publish(publisher, 0.01)

@@ -23,8 +23,8 @@ from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import BucketsAt
 from umbra.services.weights.manifest import build_manifest, checksums
 from umbra.services.weights.planes import bucket_fetch, bucket_server, bucket_wire
-from umbra.services.weights.planes.bucket_fetch import Assembly, BucketSource, Holdings, Transfer
-from umbra.services.weights.planes.bucket_server import BucketServer, BucketStore
+from umbra.services.weights.planes.bucket_fetch import Assembly, BucketSource, Holdings
+from umbra.services.weights.planes.bucket_server import BucketServer, BucketStore, StoredVersion
 from umbra.services.weights.planes.bucket_wire import (
     HEAD,
     HELLO_BYTES,
@@ -68,19 +68,23 @@ def raw(server: BucketServer) -> socket.socket:
     return socket.create_connection((host, int(port)), WAIT_S)
 
 
-def transfer(source: BucketSource) -> tuple[Transfer, memoryview]:
+def assembly() -> tuple[Assembly, memoryview]:
     memory = memoryview(bytearray(LAYOUT.total_bytes))
-    return Transfer(
-        source, Assembly(Holdings(LAYOUT, [memory]), 0, SUMS, deltas=False), 1 << 17
-    ), memory
+    return Assembly(Holdings(LAYOUT, [memory]), 0, SUMS, deltas=False), memory
 
 
-def fetch(source: BucketSource) -> list[int]:
+def source_of(at: BucketsAt, *, sealed: bool = False) -> BucketSource:
+    source = BucketSource(1 << 17, sealed=sealed)
+    source.use(at)
+    return source
+
+
+def fetch(source: BucketSource, stopping: threading.Event | None = None) -> list[int]:
     """Fetch a version; the buckets in the order in which they came."""
     came: list[int] = []
-    fetching, memory = transfer(source)
-    fetching.run(came.append, threading.Event())
-    assert memory == DATA
+    fetching, memory = assembly()
+    source.fetch(fetching, came.append, stopping or threading.Event())
+    assert memory == DATA or stopping
     return came
 
 
@@ -88,30 +92,27 @@ def fetch(source: BucketSource) -> list[int]:
 def test_what_is_ordered_comes_as_soon_as_it_is_there(keys: Path, keyed: bool) -> None:
     """One connection serves one version after the other."""
     security = of(keys, "weight_hub") if keyed else OPEN
-    source = BucketSource(sealed=keyed)
     with serving(security) as (server, store):
-        source.use(at(server))
-        store.offer(0, DATA, SUMS, absent=range(1, COUNT))
+        source = source_of(at(server), sealed=keyed)
+        store.offer(StoredVersion(0, DATA, SUMS, set(range(1, COUNT))))
         arrivals = [threading.Timer(0.1 * b, store.arrived, (0, b)) for b in range(1, COUNT)]
         for arrival in arrivals:
             arrival.start()
         assert fetch(source) == list(range(COUNT))
-        connection = source.connected(threading.Event())
+        (peer,) = server._peers
         assert fetch(source) == list(range(COUNT))
-        assert source.connected(threading.Event()) is connection
+        assert list(server._peers) == [peer]
         assert not server.refusals.counts
-    source.close()
+        source.close()
 
 
 def test_who_gives_up_stops_at_once() -> None:
     with serving() as (server, store):
-        source, stopping = BucketSource(), threading.Event()
-        source.use(at(server))
-        fetching, _ = transfer(source)
+        source, stopping = source_of(at(server)), threading.Event()
         threading.Timer(0.2, stopping.set).start()
-        fetching.run(lambda _bucket: None, stopping)
+        assert fetch(source, stopping) == []
         until(lambda: not server._peers, "its thread is there still")
-        store.offer(0, DATA, SUMS)
+        store.offer(StoredVersion(0, DATA, SUMS))
         assert fetch(source)
         source.close()
 
@@ -120,28 +121,26 @@ def test_a_source_that_says_nothing_is_not_waited_for(monkeypatch: pytest.Monkey
     """It hangs; or it is well, and has no bucket."""
     monkeypatch.setattr(bucket_fetch, "STILL_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as hanging:
-        source = BucketSource()
         endpoint = f"tcp://127.0.0.1:{hanging.getsockname()[1]}"
-        source.use(BucketsAt(endpoint=endpoint, key=grant(bytes(32))))
+        source = source_of(BucketsAt(endpoint=endpoint, key=grant(bytes(32))))
         with pytest.raises(bucket_fetch.SourceLostError, match="is silent"):
-            transfer(source)[0].run(lambda _: None, threading.Event())
+            fetch(source)
     monkeypatch.setattr(bucket_fetch, "STILL_S", WAIT_S)
     monkeypatch.setattr(bucket_fetch, "SILENT_S", 0.1)
     monkeypatch.setattr(bucket_server, "BEAT_S", 0.1)
     with serving() as (server, _):
         source.use(at(server))
         with pytest.raises(WireError, match="no bucket came within"):
-            transfer(source)[0].run(lambda _: None, threading.Event())
+            fetch(source)
     source.close()
 
 
 def test_another_layout_ends_an_order() -> None:
     with serving() as (server, _):
-        source = BucketSource()
-        source.use(at(server))
+        source = source_of(at(server))
         threading.Timer(0.2, server.serve, (build_manifest([("a", "F32", [16])], 128),)).start()
         with pytest.raises(WireError, match="a bucket is not below 1"):
-            transfer(source)[0].run(lambda _: None, threading.Event())
+            fetch(source)
         source.close()
 
 
@@ -168,7 +167,7 @@ def opened(change: Callable[[list[bytes]], Sequence[bytes]]) -> list[bytes]:
             changed = change([sent[i * size : (i + 1) * size] for i in range(3)])
             theirs.sendall(b"".join(changed))
         for _ in changed:
-            piece, data, _ = receiver.next(lambda *_: None)
+            piece, data = receiver.next()
             assert bytes(data) == bytes([piece.bucket]) * 100
             taken.append(bytes(data))
     return taken
@@ -212,14 +211,14 @@ def test_a_record_that_ends_early_is_a_broken_connection(kept: int) -> None:
 def test_sealed_bytes_are_seen_by_nobody(keys: Path) -> None:
     """Nor do the bytes that let a receiver in do so again: its records are sealed afresh."""
     with serving(of(keys, "weight_hub")) as (server, store):
-        store.offer(0, DATA, SUMS)
+        store.offer(StoredVersion(0, DATA, SUMS))
         seen: list[bytes] = []
         with socket.create_server(("127.0.0.1", 0)) as tap:
             tapping = threading.Thread(target=_tap, args=(tap, server, seen))
             tapping.start()
-            source = BucketSource(sealed=True)
             port = tap.getsockname()[1]
-            source.use(BucketsAt(endpoint=f"tcp://127.0.0.1:{port}", key=at(server).key))
+            where = BucketsAt(endpoint=f"tcp://127.0.0.1:{port}", key=at(server).key)
+            source = source_of(where, sealed=True)
             assert fetch(source)
             source.close()
             tapping.join(WAIT_S)
@@ -255,7 +254,7 @@ def test_a_head_cannot_ask_for_more_memory_than_a_record_has() -> None:
     with ours, theirs:
         theirs.sendall(HEAD.pack(0, 1, 0, 0, (64 << 20) + 1))
         with pytest.raises(WireError, match="a record of 67108865 bytes"):
-            Records(ours, lambda: None).next(lambda *_: None)
+            Records(ours, lambda: None).next()
 
 
 @pytest.mark.parametrize(
@@ -283,7 +282,7 @@ def test_bytes_that_are_no_order_end_the_connection() -> None:
         records.begin(at(server).key, sealed=False)
         records.send(Piece(ORDER), b"\xc1")
         records.flush()
-        _, said, _ = records.next(lambda *_: None)
+        _, said = records.next()
         assert b"malformed request" in bytes(said)
         assert ended(connection)
 
@@ -299,15 +298,14 @@ def ended(connection: socket.socket) -> bool:
 @pytest.mark.parametrize("shown", [bytes(HELLO_BYTES), b"GET / HTTP/1.1\r\n" * 4])
 def test_an_outsider_gets_nothing(shown: bytes) -> None:
     with serving() as (server, store):
-        store.offer(0, DATA, SUMS)
+        store.offer(StoredVersion(0, DATA, SUMS))
         with raw(server) as outsider:
             outsider.sendall(shown)
             assert ended(outsider)
         assert server.refusals.counts == {
             "a connection without a grant, from 127.0.0.1 on buckets": 1
         }
-        source = BucketSource()
-        source.use(at(server, bytes(32)))  # of another source
+        source = source_of(at(server, bytes(32)))  # of another source
         with pytest.raises(WireError, match=r"was closed|reset"):
             fetch(source)
         source.use(at(server))
@@ -325,7 +323,7 @@ def test_a_silent_outsider_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_slow_hello_is_waited_for_and_a_known_peer_is_never_late() -> None:
     with serving() as (server, store), raw(server) as connection:
-        store.offer(0, DATA, SUMS)
+        store.offer(StoredVersion(0, DATA, SUMS))
         time.sleep(4 * LOOK_S)
         records = Records(connection, lambda: None)
         records.begin(grant(server.secret), sealed=False)
@@ -335,7 +333,7 @@ def test_a_slow_hello_is_waited_for_and_a_known_peer_is_never_late() -> None:
         order = BucketOrder(wanted=[0], contents=[SUMS[0]], frame_bytes=1 << 18)
         records.send(Piece(ORDER), msgspec.msgpack.encode(order))
         records.flush()
-        piece, data, _ = records.next(lambda _piece, _nbytes: None)
+        piece, data = records.next()
         assert (piece.bucket, data) == (0, DATA[slice(*LAYOUT.buckets[0])])
 
 
@@ -356,10 +354,8 @@ def test_outsiders_crowd_out_only_one_another(monkeypatch: pytest.MonkeyPatch) -
 def test_no_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket_server, "CONNECTIONS", 1)
     with serving() as (server, store):
-        store.offer(0, DATA, SUMS)
-        one, other = BucketSource(), BucketSource()
-        one.use(at(server))
-        other.use(at(server))
+        store.offer(StoredVersion(0, DATA, SUMS))
+        one, other = source_of(at(server)), source_of(at(server))
         assert fetch(one)
         with pytest.raises(WireError):
             fetch(other)
@@ -371,7 +367,7 @@ def test_who_does_not_read_or_is_gone_leaves_no_thread() -> None:
     """The thread ends when the time for the bytes is over."""
     with closing(BucketServer(BIND, pace=Pace(0.05, 1e9))) as server:
         big = build_manifest([("a", "BF16", [16 << 20])], 16 << 20)
-        server.serve(big).offer(0, memoryview(bytes(big.total_bytes)), [1, 2])
+        server.serve(big).offer(StoredVersion(0, memoryview(bytes(big.total_bytes)), [1, 2]))
         with raw(server) as idle:
             idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             records = Records(idle, lambda: None)

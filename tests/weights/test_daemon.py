@@ -25,6 +25,7 @@ from umbra.services.weight_hub.command import _identify
 from umbra.services.weight_hub.daemon import PartHub, UpstreamEnd
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import checksums, owned_buckets, owned_ranges
+from umbra.services.weights.planes.bucket_server import BucketStore, StoredVersion
 from umbra.services.weights.planes.bucket_wire import grant
 from umbra.services.weights.planes.plane import Receipt, Receiving
 from umbra.services.weights.planes.tcp import TcpReceiver
@@ -70,6 +71,11 @@ class World:
             self.part.run(self.stopping, WAIT_S, cast(Any, session))
         except UmbraError as error:
             self.error = error
+
+    @property
+    def store(self) -> BucketStore:
+        assert self.part._tcp.store is not None
+        return self.part._tcp.store
 
     def close(self) -> None:
         self.stopping.set()
@@ -142,14 +148,14 @@ def test_a_part_hub_holds_its_own_rows_and_hands_out_what_it_is_told(
             (1, sums, "x"),
         ):
             world.offer(index, given, path)
-            assert world.part._tcp._last is None
-        assert "offers slot 2, which does not exist" in caplog.text
+            assert world.store._last is None
+        assert "offers slot 2 of 2" in caplog.text and "offers slot -1 of 2" in caplog.text
         assert f"{len(sums) - 1} checksums for {len(sums)} buckets" in caplog.text
         world.offer(1, sums)
         data = world.fetch(sums)
         assert all(data[start:end] == slot[start:end] for start, end in owned_ranges(MANIFEST, 1))
         world.offer(1, [])
-        assert world.part._tcp._last is None, "it is about to be written"
+        assert world.store._last is None, "it is about to be written"
         slot.release()
     world.order(m.Ok())  # nothing that it knows
     assert world.hold(path="") and not Path(world.path).exists()
@@ -220,8 +226,8 @@ class Own:
             answer.set_result(self.answers.pop())
         return answer
 
-    def offer(self, slot: int, _data: memoryview, sums: list[int], absent: range) -> None:
-        self.offered.append((slot, sums, set(absent)))
+    def offer(self, version: StoredVersion) -> None:
+        self.offered.append((version.slot, list(version.contents), version.absent))
 
     def arrived(self, slot: int, bucket: int) -> None:
         self.there.append((slot, bucket))

@@ -153,9 +153,9 @@ def test_a_receiver_that_left_has_no_plane() -> None:
     planes.subscribe(HubPeer("a", "1"), Subscribe(host="here", planes=["shm"]))
     assert planes.plane_of("a") == "shm"
     planes.left("a")
-    assert (planes.of("a"), planes.plane_of("a"), planes._chosen) == (None, "", {})
+    assert (planes.plane_of("a"), planes.chosen) == ("", {})
     planes.subscribe(HubPeer("a", "1"), Subscribe(host="elsewhere", planes=["tcp"]))
-    assert planes.open_tcp()._subscribed == {"a"}
+    assert list(planes.open_tcp()._fetchers) == ["a"]
     planes.subscribe(HubPeer("a", "2"), Subscribe(host="here", planes=["shm"]))
-    assert not planes.open_tcp()._subscribed, "it has another plane now"
+    assert not planes.open_tcp()._fetchers, "it has another plane now"
     planes.close()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+from fakes.push_hub import taken
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from umbra.proto.deadline import Pace
 from umbra.proto.messages import Abort, Commit, Committed, Ok, Prepare, Publish, Ready, SlotGranted
 from umbra.services.weight_hub.push import (
-    Effect,
     Failed,
     HubPeer,
     HubReply,
@@ -66,8 +66,8 @@ class PushMachine(RuleBasedStateMachine):
 
     # -- what the hub asks for --------------------------------------------------------------------
 
-    def apply(self, effects: list[Effect]) -> None:
-        for effect in effects:
+    def apply(self) -> None:
+        for effect in taken(self.hub):
             match effect:
                 case HubReply(ticket=ticket, message=SlotGranted(slot=slot)):
                     assert self.waiting is not None
@@ -129,7 +129,8 @@ class PushMachine(RuleBasedStateMachine):
             self.granted = self.newest = None
             self.held.clear()
         self.registered = True
-        self.apply(self.hub.register(self.trainer, self.digest, self.now))
+        self.hub.register(self.trainer, self.digest, self.now)
+        self.apply()
 
     @precondition(lambda self: self.registered)
     @rule()
@@ -137,7 +138,8 @@ class PushMachine(RuleBasedStateMachine):
         self.tickets += 1
         self.waiting = (self.tickets, self.version)
         self.granted = None
-        self.apply(self.hub.acquire(self.tickets, self.trainer, self.version, self.now))
+        self.hub.acquire(self.tickets, self.trainer, self.version, self.now)
+        self.apply()
 
     @precondition(lambda self: self.granted is not None)
     @rule()
@@ -147,12 +149,14 @@ class PushMachine(RuleBasedStateMachine):
         self.version = version + 1
         self.contents += 1
         message = Publish(version=version, slot=slot, checksums=[self.contents], snapshot_s=0.0)
-        self.apply(self.hub.publish(0, self.trainer, message, self.now))
+        self.hub.publish(0, self.trainer, message, self.now)
+        self.apply()
 
     @rule()
     def a_part_goes_or_comes(self) -> None:
         self.held_back = not self.held_back
-        self.apply(self.hub.hold_back("gone" if self.held_back else "", self.now))
+        self.hub.hold_back("gone" if self.held_back else "", self.now)
+        self.apply()
 
     @rule()
     def all_is_lost(self) -> None:
@@ -160,7 +164,8 @@ class PushMachine(RuleBasedStateMachine):
         self.held.clear()
         self.digest = ""
         self.registered = False
-        self.apply(self.hub.withdraw("lost", self.now))
+        self.hub.withdraw("lost", self.now)
+        self.apply()
 
     @precondition(lambda self: self.registered)
     @rule()
@@ -172,7 +177,8 @@ class PushMachine(RuleBasedStateMachine):
     @rule(version=st.integers(0, 3), slot=st.integers(0, 3))
     def zombie_publishes(self, version: int, slot: int) -> None:
         message = Publish(version=version, slot=slot, checksums=[], snapshot_s=0.0)
-        for effect in self.hub.publish(0, HubPeer("trainer", "old"), message, self.now):
+        self.hub.publish(0, HubPeer("trainer", "old"), message, self.now)
+        for effect in taken(self.hub):
             assert isinstance(effect, HubReply)
             assert not isinstance(effect.message, Ok)
 
@@ -190,7 +196,8 @@ class PushMachine(RuleBasedStateMachine):
             self.stops_reading(name)
         model.serves = None
         model.subscribed = True
-        self.apply(self.hub.subscribe(model.peer, self.now))
+        self.hub.subscribe(model.peer, self.now)
+        self.apply()
 
     @rule(name=st.sampled_from(NAMES), fails=st.lists(st.booleans(), min_size=1, max_size=4))
     def act(self, name: str, fails: list[bool]) -> None:
@@ -211,12 +218,14 @@ class PushMachine(RuleBasedStateMachine):
                 under_way = self.reading.get(name, (0, 0))[0] == epoch
                 if under_way:
                     del self.reading[name]
-                self.apply(self.hub.ready(model.peer, ready, self.now))
+                self.hub.ready(model.peer, ready, self.now)
+                self.apply()
             case Commit():
                 if not error:
                     model.serves = self.published[epoch]
                 done = Committed(epoch=epoch, version=message.version, commit_s=0, error=error)
-                self.apply(self.hub.committed(model.peer, done, self.now))
+                self.hub.committed(model.peer, done, self.now)
+                self.apply()
             case Abort():
                 pass
 
@@ -229,21 +238,24 @@ class PushMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def is_unreachable(self, name: str) -> None:
         self.stops_reading(name)
-        self.apply(self.hub.lost(name, "unreachable", self.now))
+        self.hub.lost(name, "unreachable", self.now)
+        self.apply()
 
     @rule(name=st.sampled_from(NAMES), back=st.integers(0, 3))
     def late_answers(self, name: str, back: int) -> None:
         old = HubPeer(name, "older")
         epoch = max(self.published, default=0) - back
         ready = Ready(epoch=epoch, version=0, wire_s=0, stage_s=0)
-        assert self.hub.ready(old, ready, self.now) == []
+        self.hub.ready(old, ready, self.now)
         done = Committed(epoch=epoch, version=0, commit_s=0)
-        assert self.hub.committed(old, done, self.now) == []
+        self.hub.committed(old, done, self.now)
+        assert taken(self.hub) == []
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 6.0, DEADLINE_S]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.apply(self.hub.tick(self.now))
+        self.hub.tick(self.now)
+        self.apply()
 
     # -- always -----------------------------------------------------------------------------------
 
@@ -280,7 +292,8 @@ class PushMachine(RuleBasedStateMachine):
             while model.inbox and model.alive:
                 self.answer(model, model.inbox.pop(0), "")
         self.now += DEADLINE_S  # ends what the dead have not answered
-        self.apply(self.hub.tick(self.now))
+        self.hub.tick(self.now)
+        self.apply()
         for model in self.receivers.values():
             while model.inbox and model.alive:
                 self.answer(model, model.inbox.pop(0), "")
@@ -291,7 +304,8 @@ class PushMachine(RuleBasedStateMachine):
                 assert self.newest is None or model.serves == self.publications
         if self.registered:
             self.now += DEADLINE_S
-            self.apply(self.hub.tick(self.now))
+            self.hub.tick(self.now)
+            self.apply()
             self.acquire()
             assert self.granted is not None
 

@@ -98,6 +98,11 @@ class World:
         self.ends.append(End())
         return self.ends[-1]
 
+    def dropped(self) -> str:
+        """Return why it was unsubscribed since the last call."""
+        reason, self.receiver._dropped = self.receiver._dropped, ""
+        return reason
+
     @property
     def end(self) -> End:
         return self.ends[-1]
@@ -173,7 +178,7 @@ def test_an_abort_ends_its_own_push_alone() -> None:
     world.hear(aborted(2))
     assert not world.end.given_up
     world.hear(aborted(1))
-    assert world.end.given_up == 1 and not world.receiver._take_dropped()
+    assert world.end.given_up == 1 and not world.dropped()
     world.staged(3)
     world.hear(aborted(2))
     assert world.receiver._staged is not None
@@ -184,7 +189,7 @@ def test_an_abort_ends_its_own_push_alone() -> None:
     world.prepared(5)  # waits until 4 is loaded
     world.hear(aborted(5, dropped=True))
     assert world.receiver._waiting is None
-    assert world.receiver._take_dropped() == "because" and not world.receiver._take_dropped()
+    assert world.dropped() == "because" and not world.dropped()
 
 
 def test_a_version_with_other_buckets_is_refused() -> None:
@@ -286,11 +291,11 @@ def test_a_relay_that_is_gone_is_avoided_and_a_hub_that_is_gone_is_an_error() ->
     done.set_result(m.HubStatus(subscribed=False))
     answer(done)
     world.hear(relay.pushes.get_nowait())
-    assert "no subscription" in world.receiver._take_dropped()
+    assert "no subscription" in world.dropped()
     lost: Future[m.Message] = Future()
     lost.set_exception(DeadlineError("silent"))
     answer(lost)
-    assert world.receiver._take_dropped() == "the relay is gone"
+    assert world.dropped() == "the relay is gone"
     assert world.receiver._request().avoid == "tcp://relay"
     world.receiver._ask(world.receiver._request())
     ((request, timeout_s, answer),) = world.wire.asked
@@ -307,7 +312,7 @@ def test_a_relay_that_is_gone_is_avoided_and_a_hub_that_is_gone_is_an_error() ->
 def test_one_that_is_still_subscribed_goes_on() -> None:
     world = World()
     world.hear(m.HubStatus(subscribed=True), m.Ok())
-    assert not world.receiver._take_dropped()
+    assert not world.dropped()
     request = world.receiver._request()
     assert (request.host, request.planes, request.avoid) == ("host", ["shm"], "")
 

@@ -1,9 +1,7 @@
 """CUDA for the planes `nccl` and `cuda_ipc`: memory, streams, communicators. All CuPy is in here.
 
-CuPy is imported when something here is first used, never with this module. What CUDA and NCCL
-raise leaves here as errors of ours, whatever CuPy makes of it. NCCL is entered by worker
-processes only (`worker`): a communicator whose peer is gone may block for ever inside C code, and
-then only the end of its process helps.
+CuPy is imported when it is first used. NCCL is entered by worker processes only (`worker`): a
+communicator whose peer is gone may block for ever, and then only the end of its process helps.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import ctypes
 import importlib.util
 import os
 import re
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -113,8 +112,7 @@ def facts(device: int) -> GpuFacts:
 def index_of(gpu: GpuFacts) -> int:
     """Return the number in this process of a GPU that a worker has looked at.
 
-    A worker knows the CUDA_VISIBLE_DEVICES of its start; this process, if CUDA began before that
-    was set, another.
+    It may be another there: CUDA may have begun here before CUDA_VISIBLE_DEVICES was set.
 
     Raises:
         StartupError: this process does not see it.
@@ -140,10 +138,7 @@ def _identity(device: int) -> str:
 
 
 def unique_id() -> bytes:
-    """Return a fresh id for one communicator; each serves once.
-
-    Made by rank 0: the process that makes it listens for the others.
-    """
+    """Return a fresh id for one communicator. Rank 0 makes it, and listens for the others."""
     from cupy.cuda import nccl
 
     with _nccl("NCCL: no id for a communicator"):
@@ -208,13 +203,10 @@ class CudaEvent:
 
 
 class Device:
-    """A GPU, with a stream for copies and one for collectives.
+    """A GPU, with a stream for copies and one for collectives; its methods raise GpuError.
 
-    Memory comes from CUDA itself and not from a pool: NCCL and IPC want whole allocations. CUDA
-    remembers the current device by thread: a thread that was not the one to make this calls `use`.
-
-    Raises:
-        GpuError: from any method: CUDA failed.
+    Memory comes from CUDA itself and not from a pool: NCCL and IPC want whole allocations. A thread
+    that did not make this calls `use` first: CUDA remembers the current device by thread.
     """
 
     def __init__(self, index: int) -> None:
@@ -256,11 +248,7 @@ class Device:
             self._runtime.free(address)
 
     def pin(self, memory: memoryview) -> int:
-        """Register host memory (writable) with the driver, so that copies run at full speed.
-
-        Raises:
-            StartupError: the driver refuses.
-        """
+        """Register writable host memory, for copies at full speed; StartupError if refused."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         action = f"{len(memory)} bytes of host memory cannot be pinned for GPU {self.index}"
         with _cuda(action, StartupError):
@@ -300,7 +288,7 @@ class Device:
             return self._runtime.ipcGetMemHandle(address)
 
     def open(self, handle: bytes) -> int:
-        """Map another process's allocation; once per handle, since opening is slow.
+        """Map another process's allocation; slow.
 
         Raises:
             StartupError: it cannot be mapped: another GPU or machine, or its owner is gone.
@@ -327,10 +315,9 @@ class Device:
 
 
 class DeviceMemory:
-    """`size` bytes on a GPU, given back when nobody refers to them any more.
+    """`size` bytes on a GPU, or the memory of a `handle`, given back with the last reference.
 
-    Torch and CuPy take it as an array of bytes without a copy (`__cuda_array_interface__`). With
-    the `handle` of another process's memory it is that, mapped here.
+    Torch and CuPy take it as an array of bytes without a copy (`__cuda_array_interface__`).
     """
 
     def __init__(self, device: Device, size: int, handle: bytes = b"") -> None:
@@ -347,12 +334,8 @@ class DeviceMemory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.size,),
-            "typestr": "|u1",
-            "data": (self.address, False),
-            "version": 3,
-        }
+        place = (self.address, False)
+        return {"shape": (self.size,), "typestr": "|u1", "data": place, "version": 3}
 
     @cached_property
     def handle(self) -> bytes:
@@ -379,7 +362,7 @@ class NcclCommunicator:
     """A communicator of one epoch.
 
     Making it blocks until all ranks are there, for ever if one never comes: that is what the worker
-    is killed for. Once made, nothing here blocks. Bytes travel as UINT8, for NCCL needs no dtype.
+    is killed for. Once made, nothing here blocks.
 
     Args:
         device: whose stream `collectives` is used.
@@ -399,7 +382,8 @@ class NcclCommunicator:
         # An abort comes from another thread, and frees what the calls of this one would still use.
         self._entering = threading.Lock()
         self._stream = device.collectives
-        token = uid if int(cupy.__version__.split(".")[0]) >= 14 else _signed(uid)
+        is_signed = int(cupy.__version__.split(".")[0]) < 14
+        token = struct.unpack(f"{len(uid)}b", uid) if is_signed else uid
         with _nccl("NCCL: the communicator could not be made"):
             self._comm: nccl.NcclCommunicator | None = nccl.NcclCommunicator(size, token, rank)
         # The first collective connects the ranks, which may block; later ones are only enqueued.
@@ -415,11 +399,7 @@ class NcclCommunicator:
             device.free(warm_up)
 
     def broadcast(self, address: int, size: int) -> None:
-        """Enqueue: `size` bytes at `address` go from rank 0 to the same place in all others.
-
-        Raises:
-            PeerLostError: the communicator was aborted, or NCCL refuses.
-        """
+        """Enqueue: `size` bytes go from rank 0 to `address` in all others; raises PeerLostError."""
         with self._entering, _nccl("NCCL broadcast"):
             comm = self._working_comm()
             comm.bcast(address, size, self._nccl.NCCL_UINT8, 0, self._stream.ptr)
@@ -440,16 +420,12 @@ class NcclCommunicator:
         return self._comm
 
     def abort(self) -> bool:
-        """End it, without the other ranks; False if even that fails, and the process has to go.
-
-        Never left to the garbage collector: it would `destroy`, which waits for the other ranks.
-        """
+        """End it, without the other ranks; False if even that fails, and the process has to go."""
+        # Not left to the garbage collector: it would `destroy`, which waits for the other ranks.
         if not self._entering.acquire(timeout=ABORT_DEADLINE_S):
             return False  # a call hangs in NCCL
-        try:
-            comm, self._comm = self._comm, None
-        finally:
-            self._entering.release()
+        comm, self._comm = self._comm, None
+        self._entering.release()
         if comm is None:
             return True
         ended = threading.Event()
@@ -461,7 +437,3 @@ class NcclCommunicator:
 
         threading.Thread(target=abort, name="nccl-abort", daemon=True).start()
         return ended.wait(ABORT_DEADLINE_S)
-
-
-def _signed(uid: bytes) -> tuple[int, ...]:
-    return tuple(byte - 256 if byte > 127 else byte for byte in uid)

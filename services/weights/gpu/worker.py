@@ -1,7 +1,6 @@
 """The process that enters NCCL: `python -m umbra.services.weights.gpu.worker DEVICE`.
 
-It receives orders over a `Pipe`: each order is a map, each answer too, in the order of the
-orders. NCCL itself prints to stdout as it likes.
+It receives orders over a `Pipe` and answers in their order; each is a map.
 
     {"op": "facts"}                                        -> {"facts": {...}}
     {"op": "attach", "slot_bytes": N, "chunk_bytes": N}, with the arena's file descriptor
@@ -14,11 +13,9 @@ orders. NCCL itself prints to stdout as it likes.
 
 In a transfer rank 0 sends a slot of its arena, the others receive into one of theirs. `export`
 gives a handle of device memory with as many slots as the arena, which `upload` fills, and later
-transfers that receive. An answer
-with "error" says what went wrong; with "broken", that the process is of no more use, and its owner
-starts another. A thread receives while an order is carried out:
-`abort` works at any time, and the process ends at once when its owner is gone. If it hangs in NCCL,
-its owner kills it.
+transfers that receive. An answer with "error" says what went wrong; with "broken", that the process
+is of no more use. A thread receives while an order is carried out: `abort` works at any time, and
+the process ends with its owner. If it hangs in NCCL, its owner kills it.
 """
 
 from __future__ import annotations
@@ -57,8 +54,7 @@ log = logging.getLogger(__name__)
 def result(steps: Generator[object, None, T], interrupted: Callable[[], bool] = lambda: False) -> T:
     """Run all steps of a generator, which wait by themselves; return its result.
 
-    Raises:
-        PeerLostError: `interrupted`, asked between two steps, said that nobody wants it any longer.
+    Raises PeerLostError once `interrupted`, which is asked between two steps.
     """
     while True:
         try:
@@ -98,10 +94,7 @@ class GpuWorkerProcess:
         return self._process.pid if self._process is not None else None
 
     def use(self, arena: Arena, chunk_bytes: int, pace: Pace) -> None:
-        """Work on `arena` from now on, in chunks of `chunk_bytes`; starts to pin it.
-
-        `pace` bounds how long that may take, with the seconds of a start in place of its own.
-        """
+        """Work on `arena` from now on, in chunks of `chunk_bytes`; starts to pin it, at `pace`."""
         if self._state != "none":
             self.kill()  # it would hold the memory of the arena before
         self._arena, self._chunk_bytes = arena, chunk_bytes
@@ -116,11 +109,7 @@ class GpuWorkerProcess:
             self.order("attach", fd, slot_bytes=size, chunk_bytes=self._chunk_bytes)
 
     def attached(self) -> Generator[None, None, None]:
-        """Wait, step by step, until the worker runs and has pinned the arena.
-
-        Raises:
-            UmbraError: as `answer`.
-        """
+        """Wait, step by step, until the worker runs and has pinned the arena; as `answer`."""
         self.begin()
         if self._state == "attaching":
             try:
@@ -131,11 +120,7 @@ class GpuWorkerProcess:
             self._state = "attached"
 
     def exported(self) -> Generator[None, None, bytes]:
-        """Return the handle of device memory with a place for each slot, made once in a worker.
-
-        Raises:
-            UmbraError: as `attached`; or there is no room on the GPU.
-        """
+        """Return the handle of device memory with a place for each slot; as `answer`."""
         yield from self.attached()
         if self.memory is None:
             self.order("export")
@@ -161,10 +146,8 @@ class GpuWorkerProcess:
     ) -> Generator[None, None, dict[str, Any]]:
         """Return the answer to the oldest order that has none yet; each step waits for `LOOK_S`.
 
-        Closing it before the answer is there aborts the order.
-
-        Args:
-            abortable: whether it can be aborted; if not, the worker is killed instead.
+        Closing it before the answer is there aborts the order, or kills the worker if the order is
+        not `abortable`.
 
         Raises:
             DeadlineError: none came in time; the worker was killed.
@@ -240,6 +223,15 @@ ORDERS = ("facts", "unique_id", "attach", "join", "transfer", "export", "upload"
 RING = 2  # device buffers
 
 
+def reached(mark: cuda.CudaEvent, limit_s: float, complaint: str) -> Generator[None, None, None]:
+    """Wait, step by step, until the GPU has come to `mark`; DeadlineError after `limit_s`."""
+    deadline = Deadline(limit_s, complaint)
+    while not mark.done:
+        deadline.check()
+        yield
+        time.sleep(POLL_S)
+
+
 def chunks(total: int, chunk_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(start + chunk_bytes, total)) for start in range(0, total, chunk_bytes)]
 
@@ -259,8 +251,7 @@ def broadcast(
     """Send a version from host memory, or receive it there; all ranks with the same `ranges`.
 
     Copies of one chunk run beside the broadcast of another. After any failure the communicator is
-    aborted and of no more use, the bytes in `host` are incomplete, and nothing writes there any
-    more.
+    aborted, the bytes in `host` are incomplete, and nothing writes there any more.
 
     Args:
         ranges: byte ranges of the version, from `chunks`.
@@ -300,9 +291,7 @@ def broadcast(
             wait(index)
     except BaseException:
         communicator.abort()
-        # The kernels have ended, and with them what waits for them: copies into `host`, which is
-        # about to be filled in another way.
-        device.drain()
+        device.drain()  # `host` is about to be filled in another way
         raise
 
 
@@ -394,11 +383,7 @@ class GpuWorker:
         device, size = self._device, self._arena.slot_bytes
         target = self._exported + slot * cuda.device_stride(size)
         device.to_device(target, self._pinned[slot], size)
-        mark = device.mark_copies()
-        deadline = Deadline(deadline_s, f"slot {slot} was not on the GPU")
-        while not mark.done:
-            deadline.check()
-            time.sleep(POLL_S)
+        result(reached(device.mark_copies(), deadline_s, f"slot {slot} was not on the GPU"))
         return {}
 
     def abort(self) -> None:

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,28 +46,44 @@ THREADS = 4  # of the encoder, at most
 LONGEST_PAUSE = 16  # versions for which a bucket whose deltas do not pay is not tried again
 DELTA_SHARE = 0.5  # of a bucket's size: deltas that are larger together do not pay
 
+CLOSE_DEADLINE_S = 5.0
+PACE = Pace(30.0, LEAST_RATE)
+ORDER_BYTES = 4 << 20  # at most
+CONNECTIONS = 4096  # at a time
+SHOW_S = HANDSHAKE_MS / 1000  # for a connection to show its grant
+UNKNOWN_PEERS = 256  # connections that have shown none, at a time
+BACKLOG = 128
+# Of a connection without an order, whose other end may be a host that has lost its power.
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+
 Part = tuple[Piece, bytes | memoryview]
 """A piece and its bytes."""
 
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """The delta from a bucket's content `base` to its content `result`."""
-
-    base: int
-    result: int
-    data: bytes
+log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _ServedSlot:
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredVersion:
+    """A version in its slot, with the content of every bucket.
+
+    `absent`: buckets that have not arrived, or that another host has.
+    """
+
+    slot: int
     data: memoryview
     contents: Sequence[int]
-    absent: set[int]  # buckets that have not arrived, or that another host has
+    absent: set[int] = field(default_factory=set[int])
 
 
 class BucketStore:
     """Versions in their slots, and the deltas between consecutive ones. Thread-safe.
+
+    One thread publishes and withdraws; deltas are made in threads of the store's own.
 
     Args:
         notify: called, from any thread, when something can be handed out that could not before.
@@ -76,27 +92,48 @@ class BucketStore:
     def __init__(self, manifest: Manifest, notify: Callable[[], None]) -> None:
         self.manifest = manifest
         self._notify = notify
-        self._lock = threading.Lock()
-        self._slots: dict[int, _ServedSlot] = {}
+        self._lock = threading.Lock()  # guards these three
+        self._slots: dict[int, StoredVersion] = {}
         # By bucket; each delta starts where the one before it ends.
-        self._deltas: list[deque[Delta]] = [deque() for _ in manifest.buckets]
-        self._encoding: set[int] = set()
+        self._deltas: list[deque[Part]] = [deque() for _ in manifest.buckets]
+        self._encoding: set[int] = set()  # buckets with a delta to come
+        self._last: StoredVersion | None = None  # published, while its slot holds it
+        self._todo: list[int] = []  # of them, last first
+        self._read: set[int] = set()  # slots that deltas are made of
+        self._workers: list[Future[None]] = []
+        self._items = item_bytes(manifest)
+        self._pauses = [(0, 0)] * len(manifest.buckets)  # versions left, and how many the next time
+        self._threads = min(THREADS, os.cpu_count() or 1)
+        self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="umbra-delta")
 
-    def offer(
-        self, slot: int, data: memoryview, contents: Sequence[int], absent: Iterable[int] = ()
-    ) -> None:
-        """Serve the version in `slot`: its bytes, content ids of its buckets, all but `absent`.
-
-        Nothing changes if it is served already: some of those may have arrived.
-        """
+    def offer(self, version: StoredVersion) -> None:
+        """Serve a version; if it is served already, nothing changes: more of it may be there."""
         with self._lock:
-            if slot in self._slots and self._slots[slot].contents == contents:
+            served = self._slots.get(version.slot)
+            if served is not None and served.contents == version.contents:
                 return
-            self._slots[slot] = _ServedSlot(data, contents, set(absent))
+            self._slots[version.slot] = version
         self._notify()
 
+    def publish(self, version: StoredVersion, *, deltas: bool) -> None:
+        """Serve a version; with `deltas`, make those from the one before, if that is there."""
+        before = self._last
+        if before is None or (before.slot, before.contents) != (version.slot, version.contents):
+            self._last = version
+            if deltas and before is not None:
+                # Before the bytes are offered, so that those who wait for them get the deltas.
+                self._encode(before, version)
+        self.offer(version)
+
     def withdraw(self, slot: int) -> None:
-        """Stop handing out `slot`: it is about to be written."""
+        """Stop handing out and reading `slot`: it is about to be written.
+
+        That takes no longer than the delta of one bucket; those without a delta are sent whole.
+        """
+        if slot in self._read:
+            self._stop()
+        if self._last is not None and self._last.slot == slot:
+            self._last = None
         with self._lock:
             self._slots.pop(slot, None)
 
@@ -107,36 +144,25 @@ class BucketStore:
                 self._slots[slot].absent.discard(bucket)
         self._notify()
 
-    def encode_later(self, buckets: Iterable[int]) -> None:
-        """Have receivers with a base wait: deltas of `buckets` are being made."""
-        with self._lock:
-            self._encoding.update(buckets)
-
-    def encoded(self, bucket: int, delta: Delta | None) -> None:
+    def encoded(self, bucket: int, link: Part | None) -> None:
         """Add the delta of `bucket`; None if it would not be smaller."""
         with self._lock:
             self._encoding.discard(bucket)
             chain = self._deltas[bucket]
-            if delta is None or (chain and chain[-1].result != delta.base):
+            if link is None or (chain and chain[-1][0].result != link[0].base):
                 chain.clear()
-            if delta is not None:
-                chain.append(delta)
-                bound = DELTA_SHARE * self._size(bucket)
-                while sum(len(link.data) for link in chain) > bound:
+            if link is not None:
+                chain.append(link)
+                start, end = self.manifest.buckets[bucket]
+                while sum(len(data) for _, data in chain) > DELTA_SHARE * (end - start):
                     chain.popleft()
             worth_it = len(self._encoding) % ENCODED_TOGETHER == 0
         if worth_it:
             self._notify()
 
-    def not_encoded(self, buckets: Iterable[int]) -> None:
-        """Stop waiting for deltas of `buckets`."""
-        with self._lock:
-            self._encoding.difference_update(buckets)
-        self._notify()
-
     def parts(
         self, bucket: int, content: int, bases: Sequence[int], part_bytes: int
-    ) -> Iterable[Part] | None:
+    ) -> Sequence[Part] | None:
         """Return the pieces for a receiver that wants `content` of `bucket` and holds `bases`.
 
         Deltas if there are any from a base, else all bytes, in parts of `part_bytes`. None while
@@ -144,135 +170,74 @@ class BucketStore:
         """
         with self._lock:
             if any(bases):
-                chain = self._chain(bucket, content, bases)
-                if chain is not None:
-                    return [(Piece(bucket, link.result, link.base, 0), link.data) for link in chain]
+                chain: list[Part] = []
+                for link in reversed(self._deltas[bucket]):
+                    if chain or link[0].result == content:
+                        chain.insert(0, link)
+                        if link[0].base in bases:
+                            return chain
                 if bucket in self._encoding:
                     return None
-            data = self._dense(bucket, content)
-        if data is None:
-            return None
-        return (
-            (Piece(bucket, content, 0, offset), data[offset : offset + part_bytes])
-            for offset in range(0, len(data), part_bytes)
-        )
-
-    def _chain(self, bucket: int, content: int, bases: Sequence[int]) -> list[Delta] | None:
-        chain: list[Delta] = []
-        for link in reversed(self._deltas[bucket]):
-            if chain or link.result == content:
-                chain.insert(0, link)
-                if link.base in bases:
-                    return chain
+            start, end = self.manifest.buckets[bucket]
+            for held in self._slots.values():
+                if held.contents[bucket] == content and bucket not in held.absent:
+                    data = held.data[start:end]
+                    return [
+                        (Piece(bucket, content, 0, at), data[at : at + part_bytes])
+                        for at in range(0, len(data), part_bytes)
+                    ]
         return None
-
-    def _dense(self, bucket: int, content: int) -> memoryview | None:
-        start, end = self.manifest.buckets[bucket]
-        for slot in self._slots.values():
-            if slot.contents[bucket] == content and bucket not in slot.absent:
-                return slot.data[start:end]
-        return None
-
-    def _size(self, bucket: int) -> int:
-        start, end = self.manifest.buckets[bucket]
-        return end - start
-
-
-@dataclass(frozen=True, slots=True)
-class StoredVersion:
-    """A version in its slot, with the content of every bucket."""
-
-    slot: int
-    data: memoryview
-    contents: Sequence[int]
-
-
-@dataclass(slots=True)
-class _EncodingJob:
-    old: StoredVersion
-    new: StoredVersion
-    todo: list[int]  # last first
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    workers: list[Future[None]] = field(default_factory=list["Future[None]"])
-
-
-class DeltaEncoder:
-    """A maker of the deltas between two versions in their slots, in threads of its own."""
-
-    def __init__(self, store: BucketStore, manifest: Manifest) -> None:
-        self._store = store
-        self._buckets = manifest.buckets
-        self._items = item_bytes(manifest)
-        self._pauses = [(0, 0)] * len(manifest.buckets)  # versions left, and how many the next time
-        self._threads = min(THREADS, os.cpu_count() or 1)
-        self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="umbra-delta")
-        self._job: _EncodingJob | None = None
-
-    def start(self, old: StoredVersion, new: StoredVersion, buckets: Iterable[int]) -> None:
-        """Encode `buckets`; both versions must stay as they are until `stop` or the end."""
-        self.stop()
-        todo = [bucket for bucket in buckets if old.contents[bucket] != new.contents[bucket]]
-        self._store.encode_later(todo)
-        self._job = _EncodingJob(old, new, todo[::-1])
-        # Receivers wait for these deltas: a thread that fails must not leave them waiting.
-        work = ends_process(self._work, "the encoder of deltas")
-        self._job.workers = [self._executor.submit(work, self._job) for _ in range(self._threads)]
-
-    def let_go(self, slot: int) -> None:
-        """Stop reading a slot; buckets that have no delta yet are sent whole."""
-        if self._job is not None and slot in (self._job.old.slot, self._job.new.slot):
-            self.stop()
-
-    def stop(self) -> None:
-        """End the encoding under way, within the time that a bucket takes."""
-        if (job := self._job) is None:
-            return
-        job.cancelled.set()
-        for worker in job.workers:
-            worker.result()
-        self._store.not_encoded(job.todo)
-        self._job = None
 
     def close(self) -> None:
-        self.stop()
+        """End the encoding under way."""
+        self._stop()
         self._executor.shutdown()
 
-    def _work(self, job: _EncodingJob) -> None:
-        compressor = delta.compressor()
-        while not job.cancelled.is_set():
-            try:
-                bucket = job.todo.pop()
-            except IndexError:
-                return
-            self._store.encoded(bucket, self._encode(job, bucket, compressor))
+    def _stop(self) -> None:
+        self._todo.clear()
+        for worker in self._workers:
+            worker.result()
+        self._read.clear()
+        with self._lock:
+            self._encoding.clear()
+        self._notify()
 
-    def _encode(self, job: _EncodingJob, bucket: int, compressor: Any) -> Delta | None:
+    def _encode(self, old: StoredVersion, new: StoredVersion) -> None:
+        self._stop()
+        places = enumerate(zip(old.contents, new.contents, strict=True))
+        todo = [bucket for bucket, (was, now) in places if was != now and bucket not in new.absent]
+        with self._lock:
+            self._encoding.update(todo)
+        self._todo, self._read = todo[::-1], {old.slot, new.slot}
+
+        def work() -> None:
+            compressor = delta.compressor()
+            while True:
+                try:
+                    bucket = self._todo.pop()
+                except IndexError:
+                    return
+                made = self._delta(bucket, old.data, new.data, compressor)
+                piece = Piece(bucket, new.contents[bucket], old.contents[bucket])
+                self.encoded(bucket, None if made is None else (piece, made))
+
+        # Receivers wait for these deltas: a thread that fails must not leave them waiting.
+        guarded = ends_process(work, "the encoder of deltas")
+        self._workers = [self._executor.submit(guarded) for _ in range(self._threads)]
+
+    def _delta(
+        self, bucket: int, old: memoryview, new: memoryview, compressor: Any
+    ) -> bytes | None:
         left, longest = self._pauses[bucket]
         if left:
             self._pauses[bucket] = (left - 1, longest)
             return None
-        start, end = self._buckets[bucket]
-        old, new = job.old.data[start:end], job.new.data[start:end]
+        start, end = self.manifest.buckets[bucket]
         limit = int((end - start) * DELTA_SHARE)
-        data = delta.encode(old, new, self._items[bucket], limit, compressor)
-        longest = 0 if data is not None else min(LONGEST_PAUSE, 2 * longest or 1)
+        made = delta.encode(old[start:end], new[start:end], self._items[bucket], limit, compressor)
+        longest = 0 if made is not None else min(LONGEST_PAUSE, 2 * longest or 1)
         self._pauses[bucket] = (longest, longest)
-        if data is None:
-            return None
-        return Delta(job.old.contents[bucket], job.new.contents[bucket], data)
-
-
-CLOSE_DEADLINE_S = 5.0
-PACE = Pace(30.0, LEAST_RATE)
-ORDER_BYTES = 4 << 20  # at most
-CONNECTIONS = 4096  # at a time
-SHOW_S = HANDSHAKE_MS / 1000  # for a connection to show its grant
-UNKNOWN_PEERS = 256  # connections that have shown none, at a time
-BACKLOG = 128
-# Of a connection without an order, whose other end may be a host that has lost its power.
-KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
-
-log = logging.getLogger(__name__)
+        return made
 
 
 @dataclass(slots=True, eq=False)
@@ -386,9 +351,8 @@ class BucketServer:
                 peer.known = sum(p.known for p in self._peers) < CONNECTIONS
             if not peer.known:
                 raise WireError(f"more than {CONNECTIONS} connections", code="too_many")
-            peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in KEEPALIVE:
-                peer.connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            for option in KEEPALIVE:
+                peer.connection.setsockopt(*option)
             while True:
                 self._answer(records)
         except (OSError, WireError) as error:
@@ -409,7 +373,7 @@ class BucketServer:
         Raises:
             OSError: the receiver is gone, or takes too long; or there is another layout.
         """
-        _, raw, _ = records.next(lambda _piece, _nbytes: None, ORDER_BYTES)
+        _, raw = records.next(most=ORDER_BYTES)
         with self._news:
             store = self._store
         try:

@@ -155,23 +155,25 @@ class Records:
             self.flush(timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        if self._waiting:
-            self._send_now(self._waiting, timeout_s)
-            self._waiting.clear()
+        self._send_now(self._waiting, timeout_s)
+        self._waiting.clear()
 
     def _send_now(self, data: bytes | bytearray | memoryview, timeout_s: float | None) -> None:
-        self.connection.settimeout(timeout_s)  # of all of it
-        self.connection.sendall(data)
-        self.connection.settimeout(None)
+        if data:
+            self.connection.settimeout(timeout_s)  # of all of it
+            self.connection.sendall(data)
+            self.connection.settimeout(None)
 
     def next(
-        self, room: Callable[[Piece, int], memoryview | None], most: int = RECORD_BYTES
-    ) -> tuple[Piece, memoryview, bool]:
-        """Receive a record: its piece, its bytes, and whether they are where `room` said.
+        self,
+        room: Callable[[Piece, int], memoryview | None] = lambda _piece, _nbytes: None,
+        most: int = RECORD_BYTES,
+    ) -> tuple[Piece, memoryview]:
+        """Receive a record: its piece and its bytes.
 
         Args:
-            room: gives the memory for a piece of so many bytes, or None if it has none; its
-                errors pass.
+            room: gives the memory for a piece of so many bytes, None for fresh memory; its errors
+                pass.
             most: bytes that it may have.
 
         Raises:
@@ -180,20 +182,19 @@ class Records:
         head = bytes(self._fill(memoryview(bytearray(HEAD.size))))
         *fields, nbytes = HEAD.unpack(head)
         if nbytes > most:
-            raise WireError(f"a record of {nbytes} bytes, at most {RECORD_BYTES}", code="too_large")
+            raise WireError(f"a record of {nbytes} bytes, at most {most}", code="too_large")
         piece = Piece(*fields)
-        memory = room(piece, nbytes)
-        place = memoryview(bytearray(nbytes)) if memory is None else memory
+        if (place := room(piece, nbytes)) is None:
+            place = memoryview(bytearray(nbytes))
         if self._seals is None:
-            self._fill(place)
-            return piece, place, memory is not None
+            return piece, self._fill(place)
         sealed = self._fill(self._room(nbytes + TAG_BYTES))
         self._came += 1
         try:
             self._seals[1].decrypt_into(self._came.to_bytes(12, "little"), sealed, head, place)
         except InvalidTag:
             raise WireError("a record is not what was sealed for this connection") from None
-        return piece, place, memory is not None
+        return piece, place
 
     def _room(self, size: int) -> memoryview:
         if len(self._block) < size:

@@ -1,9 +1,7 @@
 """Plane `cuda_ipc`: the hub's device memory, mapped once, copied and verified on the same GPU.
 
-The engine loads from the copy, so that a hub that goes on (or is restarted) cannot change a version
-under its hands. The copy is verified where CPUs can see it: it is read back through two pinned
-buffers, which costs its bytes over the bus and one thread's xxh3, beside decoding and not in a
-pause.
+The engine loads from the copy, which a hub that goes on cannot change. It is verified where CPUs
+can see it, read back through two pinned buffers, beside decoding and not in a pause.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from umbra.proto.deadline import Deadline, Pace
+from umbra.proto.deadline import Pace
 from umbra.proto.errors import PeerLostError, StartupError, UmbraError
 from umbra.proto.messages import Prepare, Subscribe
 from umbra.proto.records import Manifest
@@ -26,7 +24,7 @@ from umbra.services.weights.gpu.cuda import (
     GpuError,
     device_stride,
 )
-from umbra.services.weights.gpu.worker import POLL_S, GpuWorkerProcess, result
+from umbra.services.weights.gpu.worker import GpuWorkerProcess, reached, result
 from umbra.services.weights.manifest import checksum, wrong_checksum
 from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes.plane import (
@@ -41,15 +39,15 @@ from umbra.services.weights.planes.plane import (
 READ_BACK_BYTES = 32 << 20  # read back at once
 BUFFERS = 2  # one is verified while the next is read
 COPY_DEADLINE_S = 30.0  # for a copy within a GPU, whose memory bounds it, and for each buffer
+STUCK = "a copy on the GPU did not end"
 FAILURES = 2  # uploads that may fail one after the other
 
 
 class IpcHub(OncePerVersion):
     """The hub's end: uploads versions, and sends receivers their places.
 
-    Slot i of the device memory is a copy of slot i of the arena, made when the first receiver of
-    this plane is to get what lies there; so the protocol's rule of when a slot may be written holds
-    for it as well.
+    Slot i of the device memory is a copy of slot i of the arena, made for the first receiver of
+    this plane; so the protocol's rule of when a slot may be written holds for it as well.
 
     Args:
         pace: of a phase of a push, half of which an upload may take.
@@ -147,7 +145,7 @@ class IpcReceiver:
             self._device.use()
             source = self._map(message.memory) + message.slot * device_stride(size)
             self._device.within(self._memory.address, source, size)
-            yield from _done(self._device.mark_copies())
+            yield from reached(self._device.mark_copies(), COPY_DEADLINE_S, STUCK)
             copied = time.perf_counter()
             yield from self._verify(message)
         except GpuError:
@@ -179,7 +177,7 @@ class IpcReceiver:
     def _verify(self, message: Prepare) -> Generator[int | None, None, None]:
         marks = [self._read_back(group) for group in range(min(BUFFERS, len(self._groups)))]
         for group, (first, last) in enumerate(self._groups):
-            yield from _done(marks[group])
+            yield from reached(marks[group], COPY_DEADLINE_S, STUCK)
             buffer, base = self._buffers[group % BUFFERS], self._manifest.buckets[first][0]
             for bucket in range(first, last + 1):
                 start, end = self._manifest.buckets[bucket]
@@ -195,15 +193,6 @@ class IpcReceiver:
         buffer = self._pinned[group % BUFFERS]
         self._device.to_host(buffer, self._memory.address + start, end - start)
         return self._device.mark_copies()
-
-
-def _done(mark: CudaEvent) -> Generator[None, None, None]:
-    """Wait until the GPU has come to `mark`."""
-    deadline = Deadline(COPY_DEADLINE_S, "a copy on the GPU did not end")
-    while not mark.done:
-        deadline.check()
-        yield
-        time.sleep(POLL_S)
 
 
 def _groups(buckets: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:

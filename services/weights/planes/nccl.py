@@ -3,31 +3,25 @@
 That is host memory, whose checksums are verified. For an engine on one GPU a version lies in device
 memory of the worker too: the host has what was read back from there, and the engine loads from it.
 
-A version that everyone waits for comes as a broadcast. What a broadcast did not bring (it broke
-off, or the receiver joined later) is fetched bucket by bucket, as over plane `tcp`, into the same
-memory; so nothing that one receiver lacks ever makes another one wait.
-
-`Rounds` and `NcclGroup` decide, without I/O, when a version is broadcast, by which communicator,
-and who fetches it instead.
-
 A broadcast needs all ranks at the same time, a push waits for nobody. So a round begins when all
 who are in the group wait for the same version. Who waits while another cannot take part (it is slow
-to load, or has that version already) fetches the version instead, at once or after a short while.
+to load, or has that version already), or whose broadcast broke off, fetches the version bucket by
+bucket into the same memory, as over plane `tcp`.
 
 A communicator cannot lose or gain a rank: every change of membership, and every failure, makes
-another one, with a fresh id and the next epoch.
+another one, with a fresh id and the next epoch. When one cannot be built, all its ranks hang alike,
+so nobody can say whose fault it was. It is found by trial: from then on a communicator has those
+who were in one that worked, and one other; if that fails, it was this one, who stays out, and
+fetches, until its process is another.
 
-When a communicator cannot be built, all its ranks hang alike, so nobody can say whose fault it was.
-It is found by trial: from then on a communicator has those who were in one that worked, and one
-other; if that fails, it was this one, who stays out until its process is another. Those who are out
-miss nothing: they fetch each version, as over plane `tcp`.
+`Rounds` and `NcclGroup` decide this without I/O.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -48,9 +42,6 @@ GATHER_S = 1.0  # at most, for others to be ready for a broadcast
 TRANSFER_DEADLINES = 3  # of a chunk, that a whole transfer may take
 
 log = logging.getLogger(__name__)
-
-
-Content = tuple[int, tuple[int, ...]]  # slot, and checksum of every bucket
 
 
 @dataclass(slots=True)
@@ -96,10 +87,10 @@ class NcclGroup:
         return names
 
     def join(self, name: str, incarnation: str) -> None:
-        before = self._members.pop(name, None)
+        before = self._members.get(name)
+        self.leave(name)
         out = before is not None and before.out and before.incarnation == incarnation
         self._members[name] = _GroupMember(incarnation, out=out)
-        self._ranks.pop(name, None)
 
     def leave(self, name: str) -> None:
         self._members.pop(name, None)
@@ -107,13 +98,13 @@ class NcclGroup:
 
     def begin(self) -> CommunicatorRanks:
         names = self.eligible
-        if self._whole and set(names) == set(self._ranks) and self._size == len(names) + 1:
-            return CommunicatorRanks(self.epoch, dict(self._ranks), fresh=False)
-        self.epoch += 1
-        self._whole = False
-        self._ranks = {name: rank for rank, name in enumerate(names, start=1)}
-        self._size = len(names) + 1
-        return CommunicatorRanks(self.epoch, dict(self._ranks), fresh=True)
+        fresh = not self._whole or set(names) != set(self._ranks) or self._size != len(names) + 1
+        if fresh:
+            self.epoch += 1
+            self._whole = False
+            self._ranks = {name: rank for rank, name in enumerate(names, start=1)}
+            self._size = len(names) + 1
+        return CommunicatorRanks(self.epoch, dict(self._ranks), fresh)
 
     def worked(self) -> None:
         """Note a broadcast that reached all ranks."""
@@ -124,23 +115,18 @@ class NcclGroup:
             not member.proven and not member.out for member in self._members.values()
         )
 
-    def broke(self, *, left: bool = False) -> list[str]:
-        """Note that a broadcast or building its communicator failed; return the members now out.
-
-        `left`: because a member did, so that it is nobody else's fault.
-        """
+    def broke(self, *, left: bool = False) -> None:
+        """Note that a broadcast or building its communicator failed; `left`: as a member left."""
         was_whole, self._whole = self._whole, False
         if was_whole or left:
-            return []  # if somebody hangs, that will show when the next one is built
+            return  # if somebody hangs, that will show when the next one is built
         self._careful = True
-        suspects = [name for name in self._ranks if not self._members[name].proven]
+        ranks = [self._members[name] for name in self._ranks]
+        suspects = [member for member in ranks if not member.proven]
         if len(suspects) == 1:
-            self._members[suspects[0]].out = True
-            return suspects
-        if not suspects:
-            for name in self._ranks:
-                self._members[name].proven = False
-        return []
+            suspects[0].out = True
+        for member in ranks if not suspects else ():
+            member.proven = False
 
 
 @dataclass(slots=True)
@@ -152,121 +138,109 @@ class Round:
     prepares: dict[str, Prepare]
     open: set[str]
     sent: bool = False  # the hub's own worker is done
-    failed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingPush:
-    prepare: Prepare
-    content: Content
-    since: float
 
 
 @dataclass(slots=True)
 class Rounds:
-    """Rounds of one hub."""
+    """Rounds of one hub. What makes the current one fail returns it: it was in vain for `open`."""
 
     group: NcclGroup
     gather_s: float
     start_s: float
     ready_at: float | None = None  # since when the hub's own worker can take part
     current: Round | None = None
-    _waiting: dict[str, _PendingPush] = field(default_factory=dict[str, _PendingPush])
-    _delivered: dict[str, Content] = field(default_factory=dict[str, Content])
+    # Who waits for a version, since when; and what was given to each last.
+    waiting: dict[str, tuple[Prepare, float]] = field(
+        default_factory=dict[str, tuple[Prepare, float]]
+    )
+    _given: dict[str, Prepare] = field(default_factory=dict[str, Prepare])
 
     def offer(self, name: str, prepare: Prepare, now: float) -> None:
-        content = (prepare.slot, tuple(prepare.checksums))
-        self._waiting[name] = _PendingPush(prepare, content, now)
+        self.waiting[name] = prepare, now
 
     def settle(self, now: float, *, idle: bool) -> tuple[list[tuple[str, Prepare]], Round | None]:
         """Return who must fetch now, and the round that begins if the hub's worker is `idle`."""
         eligible = self.group.eligible
+        had = [self._given[name] for name in eligible if name in self._given]
         fetch = [
             name
-            for name, waiting in self._waiting.items()
+            for name, (prepare, since) in self.waiting.items()
             if name not in eligible
-            or now >= self._limit(waiting)
-            or any(self._delivered.get(other) == waiting.content for other in eligible)
+            or now >= self._limit(since)
+            or any(_is_same(prepare, other) for other in had)
         ]
-        pulled = [(name, self._give(name)) for name in fetch]
-        contents = {self._waiting[name].content for name in eligible if name in self._waiting}
+        fetching = [(name, self._give(name)) for name in fetch]
+        gathered = [self.waiting[name][0] for name in eligible if name in self.waiting]
         if (
             not idle
             or self.ready_at is None
             or self.current is not None
-            or len(contents) != 1
-            or not all(name in self._waiting for name in eligible)
+            or not gathered
+            or len(gathered) < len(eligible)
+            or not all(_is_same(prepare, gathered[0]) for prepare in gathered)
         ):
-            return pulled, None
+            return fetching, None
         prepares = {name: self._give(name) for name in eligible}
-        (content,) = contents
-        self.current = Round(self.group.begin(), content[0], prepares, set(prepares))
-        return pulled, self.current
+        self.current = Round(self.group.begin(), gathered[0].slot, prepares, set(prepares))
+        return fetching, self.current
 
-    @property
-    def waiting(self) -> bool:
-        """Return whether somebody waits, so that `settle` must be called again."""
-        return bool(self._waiting)
-
-    def reported(self, name: str, epoch: int, *, well: bool) -> Sequence[str]:
-        """Note that `name` has its version, or failed; return others whose round failed with it.
-
-        `epoch`: of its push.
-        """
+    def reported(self, name: str, epoch: int, *, well: bool) -> Round | None:
+        """Note that `name` has the version of its push `epoch`; else the round fails."""
         current = self.current
         if current is None or name not in current.open or current.prepares[name].epoch != epoch:
-            return []
+            return None
         current.open.discard(name)
-        return self._end() if well else self.failed()
+        if not well:
+            return self.failed()
+        self._end()
+        return None
 
-    def dropped(self, name: str) -> Sequence[str]:
-        """Remove `name`; returns the other members whose round ends with it."""
+    def dropped(self, name: str) -> Round | None:
+        """Remove `name`, and with it the round that it was to take part in."""
         concerned = self.current is not None and name in self.current.open
-        self._waiting.pop(name, None)
-        self._delivered.pop(name, None)
+        self.waiting.pop(name, None)
+        self._given.pop(name, None)
         self.group.leave(name)
-        return self.failed(leaver=name) if concerned else []
+        return self.failed(leaver=name) if concerned else None
 
     def sent(self) -> None:
         if self.current is not None:
             self.current.sent = True
             self._end()
 
-    def failed(self, *, leaver: str = "") -> Sequence[str]:
-        """End the round as failed; return the members that it came to nothing for.
-
-        `leaver`: the one who left and took the others down with it.
-        """
+    def failed(self, *, leaver: str = "") -> Round | None:
+        """End the round as failed; `leaver` left, and took the others down with it."""
         current, self.current = self.current, None
-        if current is None:
-            return []
-        current.failed = True
-        self.group.broke(left=bool(leaver))
-        return sorted(current.open - {leaver})
+        if current is not None:
+            current.open.discard(leaver)
+            self.group.broke(left=bool(leaver))
+        return current
 
-    def _limit(self, waiting: _PendingPush) -> float:
+    def _limit(self, since: float) -> float:
         if self.ready_at is None:
-            return waiting.since + self.start_s
-        return max(waiting.since, self.ready_at) + self.gather_s
+            return since + self.start_s
+        return max(since, self.ready_at) + self.gather_s
 
-    def _end(self) -> Sequence[str]:
+    def _end(self) -> None:
         if self.current is not None and self.current.sent and not self.current.open:
             self.group.worked()
             self.current = None
-        return []
 
     def _give(self, name: str) -> Prepare:
-        waiting = self._waiting.pop(name)
-        self._delivered[name] = waiting.content
-        return waiting.prepare
+        prepare, _ = self.waiting.pop(name)
+        self._given[name] = prepare
+        return prepare
+
+
+def _is_same(one: Prepare, other: Prepare) -> bool:
+    return (one.slot, one.checksums) == (other.slot, other.checksums)
 
 
 class NcclHub(HubEnd):
     """The hub's end: its worker is rank 0, and sends from the hub's arena.
 
     The worker's orders run on a thread, one round after another: get an id if a communicator is to
-    be built, tell the receivers, enter the communicator, send. What a round does not bring to a
-    receiver, it fetches over the plane `tcp` of this same hub.
+    be built, tell the receivers, enter the communicator, send.
 
     Args:
         chunk_bytes: of device memory, and of a broadcast.
@@ -287,12 +261,11 @@ class NcclHub(HubEnd):
         tcp: TcpHub,
         wake: Callable[[], object] = lambda: None,
     ) -> None:
-        self.group = NcclGroup(first_epoch)
+        self.worker = worker
         self._pace = pace
         self._wait_s = pace.limit_s(chunk_bytes, parts=PATIENCE)
         self._transfer_s = 0.0  # of a version, known with its layout
-        self._rounds = Rounds(self.group, min(GATHER_S, self._wait_s), self._wait_s)
-        self.worker = worker
+        self._rounds = Rounds(NcclGroup(first_epoch), min(GATHER_S, self._wait_s), self._wait_s)
         self._chunk_bytes = chunk_bytes
         self._tcp = tcp
         self._thread: Background[bytes] = Background("umbra-nccl", wake)
@@ -302,11 +275,10 @@ class NcclHub(HubEnd):
 
     @property
     def busy(self) -> bool:
-        return self._rounds.waiting
+        return bool(self._rounds.waiting)
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
-        current = self._rounds.current
-        self._give_up(current, self._rounds.failed(), "the trainer registered another layout")
+        self._give_up(self._rounds.failed(), "the trainer registered another layout")
         self._thread.finish(cancel=True)  # so that the worker is free
         self._rounds.ready_at = None
         nbytes, slots = manifest.total_bytes, arena.slots
@@ -318,25 +290,23 @@ class NcclHub(HubEnd):
     def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
         self.left(name)
         self._tcp.serves_beside(name, message)
-        self.group.join(name, incarnation)
+        self._rounds.group.join(name, incarnation)
 
     def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
         self._rounds.offer(name, prepare, now)
         return ()
 
     def staged(self, name: str, message: Ready) -> None:
-        current = self._rounds.current
-        others = self._rounds.reported(name, message.epoch, well=not message.error)
-        self._give_up(current, others, f"{name} could not receive: {message.error}")
+        failed = self._rounds.reported(name, message.epoch, well=not message.error)
+        self._give_up(failed, f"{name} could not receive: {message.error}")
 
     def left(self, name: str) -> None:
-        current = self._rounds.current
-        self._give_up(current, self._rounds.dropped(name), f"{name} has left the broadcast")
+        self._give_up(self._rounds.dropped(name), f"{name} has left the broadcast")
 
     def granted(self, slot: int) -> None:
         current = self._rounds.current
         if current is not None and current.slot == slot:
-            self._give_up(current, self._rounds.failed(), "the version was overtaken")
+            self._give_up(self._rounds.failed(), "the version was overtaken")
 
     def poll(self, now: float) -> list[Settled]:
         """Return the Prepares that go out now, and the Prepares of failed rounds."""
@@ -345,8 +315,10 @@ class NcclHub(HubEnd):
             self._step_done(done, now)
         fetching, begun = self._rounds.settle(now, idle=not self._thread.busy)
         self._outcomes += [Settled(name, self._tcp.complete(name, held)) for name, held in fetching]
-        if begun is not None:
-            self._begin(begun)
+        if begun is not None and begun.communicator.fresh:
+            self._thread.start(self._new_id)
+        elif begun is not None:
+            self._announce(begun)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -355,13 +327,6 @@ class NcclHub(HubEnd):
         self.worker.kill()
 
     # -- a round ----------------------------------------------------------------------------------
-
-    def _begin(self, begun: Round) -> None:
-        self._announced = None
-        if begun.communicator.fresh:
-            self._thread.start(self._new_id)
-        else:
-            self._announce(begun)
 
     def _step_done(self, done: bytes | UmbraError, now: float) -> None:
         current = self._rounds.current
@@ -372,39 +337,36 @@ class NcclHub(HubEnd):
             self._rounds.ready_at = now
         elif current is None:
             log.debug("the hub's worker has left a broadcast: %s", done)
-        elif self._announced is current and isinstance(done, UmbraError):
-            self._give_up(current, self._rounds.failed(), f"the hub's own worker: {done}")
+        elif isinstance(done, UmbraError):
+            self._give_up(self._rounds.failed(), f"the hub's own worker: {done}")
         elif self._announced is current:
             self._rounds.sent()
-        elif isinstance(done, UmbraError):
-            self._give_up(current, self._rounds.failed(), f"no id for a communicator: {done}")
         else:
             self._uid = done
             self._announce(current)
 
     def _announce(self, current: Round) -> None:
-        self._announced = current
-        communicator = current.communicator
-        for name, prepare in current.prepares.items():
-            if name in current.open:
-                group = NcclRound(
-                    epoch=communicator.epoch,
-                    uid=self._uid,
-                    rank=communicator.ranks[name],
-                    size=communicator.size,
-                    chunk_bytes=self._chunk_bytes,
-                    deadline_s=self._wait_s,
-                )
-                self._outcomes.append(Settled(name, msgspec.structs.replace(prepare, round=group)))
+        self._announced, communicator = current, current.communicator
+        for name in sorted(current.open):
+            group = NcclRound(
+                epoch=communicator.epoch,
+                uid=self._uid,
+                rank=communicator.ranks[name],
+                size=communicator.size,
+                chunk_bytes=self._chunk_bytes,
+                deadline_s=self._wait_s,
+            )
+            prepare = msgspec.structs.replace(current.prepares[name], round=group)
+            self._outcomes.append(Settled(name, prepare))
         self._thread.start(lambda: self._send(current, self._uid))
 
-    def _give_up(self, current: Round | None, names: Sequence[str], reason: str) -> None:
-        if current is None or not current.failed:
-            return  # there is none, or it goes on, or it went well
+    def _give_up(self, failed: Round | None, reason: str) -> None:
+        if failed is None:
+            return
         self._thread.cancelled.set()
-        log.warning("broadcast of epoch %d was given up: %s", current.communicator.epoch, reason)
-        for name in names:
-            self._outcomes.append(Settled(name, current.prepares[name], reason))
+        log.warning("broadcast of epoch %d was given up: %s", failed.communicator.epoch, reason)
+        for name in sorted(failed.open):
+            self._outcomes.append(Settled(name, failed.prepares[name], reason))
 
     # -- on the thread ----------------------------------------------------------------------------
 
@@ -417,19 +379,13 @@ class NcclHub(HubEnd):
         return bytes.fromhex(self.worker.call("unique_id", self._wait_s)["uid"])
 
     def _send(self, current: Round, uid: bytes) -> bytes:
-        communicator, cancelled = current.communicator, self._thread.cancelled.is_set
+        group, cancelled, wait_s = current.communicator, self._thread.cancelled.is_set, self._wait_s
         try:
-            if communicator.fresh:
-                self.worker.order(
-                    "join", epoch=communicator.epoch, uid=uid.hex(), rank=0, size=communicator.size
-                )
-                result(self.worker.answer(self._wait_s, abortable=False), cancelled)
-            self.worker.order(
-                "transfer",
-                epoch=communicator.epoch,
-                slot=current.slot,
-                deadline_s=self._wait_s,
-            )
+            if group.fresh:
+                self.worker.order("join", epoch=group.epoch, uid=uid.hex(), rank=0, size=group.size)
+                result(self.worker.answer(wait_s, abortable=False), cancelled)
+            slot = current.slot
+            self.worker.order("transfer", epoch=group.epoch, slot=slot, deadline_s=wait_s)
             result(self.worker.answer(self._transfer_s), cancelled)
         except UmbraError:
             self.worker.begin()  # if it was killed, so that it is there for the next round
@@ -470,7 +426,7 @@ class NcclReceiver:
         """Receive a version into slot `target` and verify it there."""
         if message.round is None:
             receipt = yield from self._pull.receive(message, target)
-            if not receipt.error:
+            if not receipt.error and self._gpu is not None:
                 receipt = yield from self._upload(receipt, target)
             return receipt
         began = time.perf_counter()
@@ -487,8 +443,7 @@ class NcclReceiver:
             if right:
                 yield bucket
             elif not error:
-                wrong = wrong_checksum(self._pull.manifest, bucket)
-                error = f"{wrong} after a broadcast"
+                error = f"{wrong_checksum(self._pull.manifest, bucket)} after a broadcast"
         stage_s = time.perf_counter() - began - wire_s
         data, size = self._memory or self._arena.slot(target), self._arena.slot_bytes
         return Receipt(wire_s, stage_s, size, error, data=data)
@@ -502,14 +457,14 @@ class NcclReceiver:
     def _broadcast(self, group: NcclRound, slot: int) -> Generator[None, None, None]:
         entered, self._entered = self._entered, b""  # if this breaks off, it is in none
         yield from self._export()
+        epoch, worker = group.epoch, self._worker
         if group.uid != entered:
-            self._worker.order(
-                "join", epoch=group.epoch, uid=group.uid.hex(), rank=group.rank, size=group.size
-            )
-            yield from self._worker.answer(group.deadline_s, abortable=False)
-        self._worker.order("transfer", epoch=group.epoch, slot=slot, deadline_s=group.deadline_s)
+            uid = group.uid.hex()
+            worker.order("join", epoch=epoch, uid=uid, rank=group.rank, size=group.size)
+            yield from worker.answer(group.deadline_s, abortable=False)
+        worker.order("transfer", epoch=epoch, slot=slot, deadline_s=group.deadline_s)
         limit = self._pace.after(TRANSFER_DEADLINES * group.deadline_s)
-        yield from self._worker.answer(limit.limit_s(self._arena.slot_bytes))
+        yield from worker.answer(limit.limit_s(self._arena.slot_bytes))
         self._entered = group.uid
 
     def _export(self) -> Generator[None, None, None]:
@@ -529,8 +484,6 @@ class NcclReceiver:
 
     def _upload(self, receipt: Receipt, slot: int) -> Generator[None, None, Receipt]:
         """Return the receipt of a version in `slot` with the same bytes on the GPU, if they fit."""
-        if self._gpu is None:
-            return receipt
         limit_s = self._pace.limit_s(self._arena.slot_bytes)
         try:
             yield from self._export()

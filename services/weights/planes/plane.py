@@ -1,8 +1,7 @@
 """Planes: ways for the bytes of a version to get from the hub to a receiver, and their choice.
 
-Plane `shm`, which is here, is the plain one: engines load versions from the hub's arena in
-/dev/shm, and nothing is copied before. The hub verifies a version where it lies, once for all
-receivers of its host. They map its pages while they stage it, so that the load is one copy.
+Plane `shm` is here: engines load versions from the hub's arena in /dev/shm, and nothing is copied
+before. The hub verifies a version where it lies, once for all receivers of its host.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The outcome of one version: seconds of transfer and of verifying, and the error, if any.
+    """The outcome of one version.
 
     `data`: its bytes, as an engine loads them; with a `guard` in memory that others may write.
     `unusable`: this plane will never work between the hub and us.
@@ -48,8 +47,8 @@ class Receipt:
 Receiving = Generator[int | None, None, Receipt]
 """A receipt of a version, step by step; no step blocks for long.
 
-It yields each bucket that is in place and verified, as soon as it is, or None while it waits.
-Closing it gives the version up: nothing is written any more when `close` returns.
+It yields each bucket that is in place and verified, or None while it waits. Closing it gives the
+version up: nothing is written any more when `close` returns.
 """
 
 
@@ -59,10 +58,7 @@ class ReceiverEnd(Protocol):
     def receive(self, message: Prepare) -> Receiving:
         """Receive the version that `message` names, in place of the one before.
 
-        What goes wrong is in the receipt.
-
-        Raises:
-            GpuError: CUDA failed in this process, which is of no more use.
+        What goes wrong is in the receipt. Raises GpuError if CUDA failed in this process.
         """
         ...
 
@@ -81,14 +77,10 @@ class Settled:
 
 
 class HubEnd:
-    """The hub's end of a plane, for all of its receivers. Used by one thread; nothing blocks.
-
-    What a plane does not override is enough for receivers that read the arena by themselves.
-    """
+    """The hub's end of a plane, for all of its receivers. Used by one thread; nothing blocks."""
 
     plane: str
-    broken = ""
-    """Why it does not work after all; empty while it does."""
+    broken = ""  # why it does not work after all; empty while it does
 
     @property
     def busy(self) -> bool:
@@ -102,14 +94,11 @@ class HubEnd:
         """Note that a receiver was given this plane."""
 
     def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
-        """Prepare a version for `name`; return outcomes that are due at once, not from `poll`.
-
-        It replaces the one before.
-        """
-        return (Settled(name, prepare),)
+        """Prepare a version for `name` in place of the one before; return outcomes due at once."""
+        raise NotImplementedError
 
     def poll(self, now: float) -> Iterable[Settled]:
-        """Return the outcomes due now. Receivers may leave between two of them."""
+        """Return the other outcomes due now. Receivers may leave between two of them."""
         return ()
 
     def staged(self, name: str, message: Ready) -> None:
@@ -153,25 +142,20 @@ class Background(Generic[T]):
         self._future.add_done_callback(lambda _: self._wake())
 
     def take(self) -> T | UmbraError | None:
-        """Return the result of a call that has ended, once; None while there is none.
-
-        Raises:
-            Exception: what the call raised, if it was no UmbraError.
-        """
+        """Return the result of a call that has ended, or its UmbraError, once; else None."""
         if self._future is None or not self._future.done():
             return None
         future, self._future = self._future, None
-        error = future.exception()
-        if isinstance(error, UmbraError):
+        try:
+            return future.result()
+        except UmbraError as error:
             return error
-        return future.result()
 
     def finish(self, *, cancel: bool = False) -> T | UmbraError | None:
         """Wait for the call under way, if there is one, and return as `take` does."""
         if cancel:
             self.cancelled.set()
-        if self._future is not None:
-            wait([self._future])
+        wait([self._future] if self._future is not None else [])
         return self.take()
 
     def close(self) -> None:
@@ -345,7 +329,7 @@ def obstacle(plane: str, hub: Side, receiver: Side) -> str | None:
             return "the hub has no GPU"
         if plane == "nccl":
             return mismatch(hub.gpu, receiver.gpu)
-    if hub.host != receiver.host:  # there may be a GPU at the same place on its bus
+    if hub.host != receiver.host:  # which may have a GPU at the same place on its bus
         return "the hub's /dev/shm is not the receiver's"
     if plane == "cuda_ipc" and hub.gpu and receiver.gpu and hub.gpu.device != receiver.gpu.device:
         return "the receiver is on another GPU than the hub"
@@ -361,20 +345,14 @@ def mismatch(hub: GpuFacts, receiver: GpuFacts) -> str | None:
     if hub.cuda_major != receiver.cuda_major:
         return f"CUDA {receiver.cuda_major} and the hub's {hub.cuda_major} differ"
     if hub.environment != receiver.environment:
-        names = sorted(hub.variables.keys() | receiver.variables.keys())
-        differing = [
-            name for name in names if hub.variables.get(name) != receiver.variables.get(name)
-        ]
+        differing = sorted({name for name, _ in hub.variables.items() ^ receiver.variables.items()})
         return f"NCCL's environment variables differ: {', '.join(differing) or 'unknown ones'}"
     return None
 
 
 def check_plane(configured: str) -> None:
     """Raise UsageError if `weight_hub.plane` names a plane that this hub cannot use."""
-    if configured == AUTO:
-        return
-    reason = unavailable(configured) if configured in PLANES else "there is no such plane"
-    if reason is not None:
+    if configured != AUTO and (reason := unavailable(configured)) is not None:
         usable = ", ".join(plane for plane in PLANES if unavailable(plane) is None)
         raise UsageError(
             f'weight_hub.plane = "{configured}" cannot be used: {reason}; set "{AUTO}" or one of: '

@@ -83,9 +83,8 @@ class GpuReceiving:
 def gpu_for(config: WeightHubConfig, device: str, gpus: int = 1) -> GpuReceiving | None:
     """Return the GPU of a receiver that computes on `device` (torch's name: cpu, cuda, cuda:1).
 
-    With `weight_hub.plane` "auto" None where there is none; with a plane that needs no GPU, None.
-    `gpus` are those that its engine is divided over, from `device` on: plane `cuda_ipc` puts a
-    version on one.
+    None where `weight_hub.plane` needs no GPU, or is "auto" and there is none. `gpus` are those
+    that its engine is divided over, from `device` on: plane `cuda_ipc` puts a version on one.
 
     Raises:
         UsageError: a GPU plane is set by name and cannot be used here.
@@ -113,10 +112,8 @@ def find_gpu(
     Raises:
         UsageError: one of them is set by name and cannot be used here.
     """
-    by_name = config.plane != "auto"
-    asked = [plane for plane in asked if not by_name or config.plane == plane]
-    reasons = {plane: unavailable(plane) for plane in asked}
-    planes: list[GpuPlane] = [plane for plane in asked if reasons[plane] is None]
+    reasons = {plane: unavailable(plane) for plane in asked if config.plane in ("auto", plane)}
+    planes: list[GpuPlane] = [plane for plane in asked if reasons.get(plane, "") is None]
     reason = "; ".join(text for text in reasons.values() if text)
     if planes:
         try:
@@ -124,7 +121,7 @@ def find_gpu(
         except UmbraError as error:
             reason = str(error)
             log.warning("no GPU planes for weights: %s", error)
-    if asked and by_name:
+    if reasons and config.plane != "auto":
         raise UsageError(
             f'weight_hub.plane = "{config.plane}" cannot be used here: {reason}; set "auto", "shm" '
             'or "tcp"'
@@ -145,12 +142,8 @@ def open_planes(
     allocate: Callable[[int], memoryview] = private_memory,
     gpus: int = 1,
 ) -> StagedPlanes:
-    return StagedPlanes(
-        host_planes(config.plane),
-        gpu=gpu_for(config, device, gpus),
-        config=config,
-        allocate=allocate,
-    )
+    gpu = gpu_for(config, device, gpus)
+    return StagedPlanes(host_planes(config.plane), gpu=gpu, config=config, allocate=allocate)
 
 
 class StagedPlanes:

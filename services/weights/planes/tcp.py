@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 
 import msgspec
 
@@ -24,21 +25,27 @@ from umbra.services.weights.planes.bucket_fetch import (
     DeltaCame,
     Holdings,
     SourceLostError,
-    Transfer,
-    run_together,
+    fetch_together,
 )
-from umbra.services.weights.planes.bucket_server import (
-    BucketServer,
-    BucketStore,
-    DeltaEncoder,
-    StoredVersion,
-)
+from umbra.services.weights.planes.bucket_server import BucketServer, BucketStore, StoredVersion
 from umbra.services.weights.planes.bucket_wire import grant
 from umbra.services.weights.planes.plane import HubEnd, Receipt, Receiving, Settled
 
 FAST_LINK = 1e9  # bytes per second; encoding on two cores is hardly faster
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Fetcher:
+    """A receiver that fetches by plane tcp, or a relay to which others may be sent."""
+
+    host: str
+    serves: str  # weights endpoint, of a relay that was not lost
+    buckets: BucketsAt | None  # of such a relay
+    by_tcp: bool
+    source: str = ""  # the relay that it was last sent to
+    rate: float = inf  # of its link, bytes per second
 
 
 class TcpHub(HubEnd):
@@ -63,134 +70,106 @@ class TcpHub(HubEnd):
         owner: int = 0,
     ) -> None:
         self.parts: Mapping[int, BucketsAt] = {}  # of the other owners of buckets
+        self.store: BucketStore | None = None  # of the layout
         self._owner = owner
-        self._own: frozenset[int] = frozenset()  # buckets
-        self._config = config
+        self._absent: set[int] = set()  # buckets of others
+        self._always = config.delta == "always"
         self.server = BucketServer(endpoint, security, config.pace)
         self.buckets = BucketsAt(endpoint=reachable(self.server.endpoint), key=self.server.secret)
-        self._lock = threading.Lock()  # guards the layout: a relay sets it from another thread
-        self._relays: dict[str, Subscribe] = {}  # receivers of their hosts may be sent to them
-        self._chain: dict[str, BucketsAt] = {}  # of them those that get versions by this plane
-        self._relay_of: dict[str, str] = {}  # receiver -> the relay that it was last sent to
-        self._subscribed: set[str] = set()  # receivers that get every version by this plane
+        self._fetchers: dict[str, _Fetcher] = {}
         self._arena: Arena | None = None
-        self._manifest: Manifest | None = None
-        self._store: BucketStore | None = None
-        self._encoder: DeltaEncoder | None = None
-        self._last: StoredVersion | None = None  # while its slot holds it
-        self._rates: dict[str, float] = {}  # of each receiver's link, bytes per second
         self._deltas = config.delta != "off" and delta.available()
         if config.delta != "off" and not self._deltas:
             log.info("no deltas: they need numpy and zstandard (pip install 'umbra-rl[delta]')")
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
-        self._close_encoder()
+        self._close_store()
         self._arena = arena
-        self.store_of(manifest)
+        mine = owned_buckets(manifest).get(self._owner, [])
+        self._absent = set(range(len(manifest.buckets))).difference(mine)
+        self.store = self.server.serve(manifest)
 
     @property
-    def chain(self) -> list[str]:
+    def chain(self) -> dict[str, BucketsAt]:
         """Return the relays that fetch from one another, in order."""
-        return list(self._chain)
+        return {n: one.buckets for n, one in self._fetchers.items() if one.by_tcp and one.buckets}
 
     def relay_at(self, host: str) -> str:
-        return next((r.serves for r in self._relays.values() if r.host == host), "")
-
-    def store_of(self, manifest: Manifest) -> BucketStore:
-        """Return the store of a layout, which all pushes use from now on."""
-        with self._lock:
-            if self._store is not None and self._manifest is not None:
-                if self._manifest.digest == manifest.digest:
-                    return self._store
-            self._close_encoder()
-            self._manifest = manifest
-            self._own = frozenset(owned_buckets(manifest).get(self._owner, []))
-            self._store = self.server.serve(manifest)
-            return self._store
+        relays = (one for one in self._fetchers.values() if one.buckets is not None)
+        return next((one.serves for one in relays if one.host == host), "")
 
     def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
-        self._subscribed.add(name)
-        self.serves_beside(name, message)
+        before = self._fetchers.pop(name, None)
+        rate = before.rate if before is not None else inf
+        where = message.host, message.serves, message.buckets
+        self._fetchers[name] = _Fetcher(*where, by_tcp=True, rate=rate)
         if message.buckets is not None:
-            self._chain.pop(name, None)
-            self._chain[name] = message.buckets
-            log.info("chain of relays: %s", ", ".join(self._chain))
+            log.info("chain of relays: %s", ", ".join(self.chain))
 
     def serves_beside(self, name: str, message: Subscribe) -> None:
         """Note a relay whose receivers other planes may send here."""
+        self._fetchers.pop(name, None)
         if message.buckets is not None:
-            self._relays[name] = message
+            where = message.host, message.serves, message.buckets
+            self._fetchers[name] = _Fetcher(*where, by_tcp=False)
 
     def prepare(self, name: str, prepare: Prepare, now: float) -> Sequence[Settled]:
         return (Settled(name, self.complete(name, prepare)),)
 
     def complete(self, name: str, message: Prepare) -> Prepare:
         """Return `message` with the sources from which `name` fetches the version."""
-        assert self._manifest is not None
+        assert self.store is not None
         self.offer(message.slot, message.checksums, deltas=self.links_are_slow)
-        before, nowhere = "", BucketsAt(endpoint="", key=b"")
-        if name in self._chain:
-            names = list(self._chain)
-            before = names[names.index(name) - 1] if name != names[0] else ""
-        self._relay_of[name] = before
-        sources = [self._chain[before] if before else self.buckets]
-        if not before and self._manifest.owners:
-            others = range(1, max(self._manifest.owners) + 1)
-            sources += [self.parts.get(owner, nowhere) for owner in others]
+        chain = self.chain
+        names = list(chain)
+        before = names[names.index(name) - 1] if name in names[1:] else ""
+        if fetcher := self._fetchers.get(name):
+            fetcher.source = before
+        sources = [chain[before] if before else self.buckets]
+        if not before and (owners := self.store.manifest.owners):
+            nowhere = BucketsAt(endpoint="", key=b"")
+            sources += [self.parts.get(owner, nowhere) for owner in range(1, max(owners) + 1)]
         granted = [BucketsAt(endpoint=s.endpoint, key=grant(s.key)) for s in sources]
         return msgspec.structs.replace(message, sources=granted)
 
     def offer(self, slot: int, checksums: Sequence[int], *, deltas: bool) -> None:
         """Hand out our buckets of the version in `slot`, with deltas to the one before."""
-        assert self._store is not None and self._arena is not None and self._manifest is not None
-        version, before = StoredVersion(slot, self._arena.slot(slot), checksums), self._last
-        if before is None or (before.slot, before.contents) != (slot, checksums):
-            self._last = version
-            if self._deltas and deltas and before is not None:
-                # Before the bytes are offered, so that those who wait for them get the deltas.
-                if self._encoder is None:
-                    self._encoder = DeltaEncoder(self._store, self._manifest)
-                self._encoder.start(before, version, self._own)
-        self._store.offer(slot, version.data, checksums, set(range(len(checksums))) - self._own)
+        assert self.store is not None and self._arena is not None
+        version = StoredVersion(slot, self._arena.slot(slot), checksums, set(self._absent))
+        self.store.publish(version, deltas=self._deltas and deltas)
 
     def staged(self, name: str, message: Ready) -> None:
         """Measure the rate of a link over which all bytes of a version travelled."""
-        if message.source_lost:
+        if (fetcher := self._fetchers.get(name)) is None:
+            return
+        if message.source_lost and (relay := fetcher.source):
             # Until it subscribes again; the one who has lost the hub has lost no relay.
-            if relay := self._relay_of.get(name, ""):
-                self._chain.pop(relay, None)
-                self._relays.pop(relay, None)
-                log.warning("%s has lost %s, which leaves the chain", name, relay)
-        nbytes = self._manifest.total_bytes if self._manifest is not None else 0
-        if name in self._subscribed and message.wire_s > 0 and message.wire_bytes >= nbytes:
-            self._rates[name] = message.wire_bytes / message.wire_s
+            if lost := self._fetchers.get(relay):
+                lost.serves, lost.buckets = "", None
+            log.warning("%s has lost %s, which leaves the chain", name, relay)
+        nbytes = self.store.manifest.total_bytes if self.store is not None else 0
+        if fetcher.by_tcp and message.wire_s > 0 and message.wire_bytes >= nbytes:
+            fetcher.rate = message.wire_bytes / message.wire_s
 
     @property
     def links_are_slow(self) -> bool:
-        slow = any(rate < FAST_LINK for rate in self._rates.values())
-        return slow or self._config.delta == "always"
+        return self._always or any(one.rate < FAST_LINK for one in self._fetchers.values())
 
     def left(self, name: str) -> None:
-        self._subscribed.discard(name)
-        for known in (self._chain, self._relay_of, self._relays, self._rates):
-            known.pop(name, None)
+        self._fetchers.pop(name, None)
 
     def granted(self, slot: int) -> None:
-        if self._encoder is not None:
-            self._encoder.let_go(slot)
-        if self._last is not None and self._last.slot == slot:
-            self._last = None
-        if self._store is not None:
-            self._store.withdraw(slot)
+        if self.store is not None:
+            self.store.withdraw(slot)
 
     def close(self) -> None:
-        self._close_encoder()
+        self._close_store()
         self.server.close()
 
-    def _close_encoder(self) -> None:
-        if self._encoder is not None:
-            self._encoder.close()
-        self._encoder = self._last = None
+    def _close_store(self) -> None:
+        store, self.store = self.store, None
+        if store is not None:
+            store.close()
 
 
 class TcpReceiver:
@@ -222,65 +201,65 @@ class TcpReceiver:
 
         Connection i of n to a source fetches buckets i, i+n, i+2n, ... of it.
         """
-        began, count = time.perf_counter(), self._config.connections
+        began, count, sums = time.perf_counter(), self._config.connections, message.checksums
         owned = owned_buckets(self.manifest)
         if len(message.sources) < 2:
-            owned = {0: range(len(self.manifest.buckets))}
+            owned = {0: range(len(sums))}
         assemblies = {
             (owner, connection): Assembly(
                 self._holdings,
                 target,
-                message.checksums,
+                sums,
                 deltas=self._deltas,
                 buckets=buckets[connection::count],
             )
             for owner, buckets in owned.items()
             for connection in range(count)
         }
-        held_s = time.perf_counter() - began
-        transfers: list[Transfer] = []
+        stage_s = time.perf_counter() - began
+        fetches: list[tuple[BucketSource, Assembly]] = []
         error, lost = "", False
         try:
             missing = {b for assembly in assemblies.values() for b in assembly.missing}
-            for bucket in range(len(message.checksums)):
-                if bucket not in missing:
-                    yield bucket
+            yield from (bucket for bucket in range(len(sums)) if bucket not in missing)
             for (owner, connection), assembly in assemblies.items():
                 if assembly.missing:
-                    at = message.sources[owner] if owner < len(message.sources) else None
-                    if at is None or not at.endpoint:
-                        raise WireError(f"no source has the buckets of trainer host {owner}")
-                    source = self._sources.setdefault(
-                        (owner, connection), BucketSource(sealed=self._sealed)
-                    )
-                    source.use(at)
-                    frame_bytes = self._config.receive_bucket_bytes
-                    transfers.append(Transfer(source, assembly, frame_bytes, self._delta_came))
-            yield from run_together(transfers)
+                    source = self._source(owner, connection, message.sources)
+                    fetches.append((source, assembly))
+            yield from fetch_together(fetches)
         except SourceLostError as problem:
             error, lost = str(problem), True
         except WireError as problem:
             error = str(problem)
         if corrupted := sum(assembly.corrupted for assembly in assemblies.values()):
             log.warning("%d buckets of version %d came wrong", corrupted, message.version)
-        # The transfers verified at the same time.
-        stage_s = held_s + sum(transfer.stage_s for transfer in transfers) / max(1, len(transfers))
+        # They verified at the same time.
+        stage_s += sum(assembly.stage_s for _, assembly in fetches) / max(1, len(fetches))
         wire_s = max(0.0, time.perf_counter() - began - stage_s)
-        wire_bytes = sum(transfer.wire_bytes for transfer in transfers)
+        wire_bytes = sum(assembly.wire_bytes for _, assembly in fetches)
         data = self._holdings.buffers[target]
         return Receipt(wire_s, stage_s, wire_bytes, error, lost, data=data)
 
+    def _source(self, owner: int, connection: int, sources: Sequence[BucketsAt]) -> BucketSource:
+        if owner >= len(sources) or not sources[owner].endpoint:
+            raise WireError(f"no source has the buckets of trainer host {owner}")
+        if (source := self._sources.get((owner, connection))) is None:
+            frame_bytes = self._config.receive_bucket_bytes
+            source = BucketSource(frame_bytes, self._delta_came, sealed=self._sealed)
+            self._sources[owner, connection] = source
+        source.use(sources[owner])
+        return source
+
     def overwritten(self, target: int) -> None:
         """Forget the contents of buffer `target`: a broadcast fills it."""
-        self._holdings.contents[target] = [0] * len(self.manifest.buckets)
+        self._holdings.contents[target][:] = [0] * len(self.manifest.buckets)
 
     def verify(self, target: int, checksums: Sequence[int]) -> Iterator[tuple[int, bool]]:
         """Check each bucket that a broadcast has filled; yields bucket and result."""
-        data = self._holdings.buffers[target]
-        for bucket, (start, end) in enumerate(self.manifest.buckets):
-            right = checksum(data[start:end]) == checksums[bucket]
+        for bucket, wanted in enumerate(checksums):
+            right = checksum(self._holdings.area(target, bucket)) == wanted
             if right:
-                self._holdings.contents[target][bucket] = checksums[bucket]
+                self._holdings.contents[target][bucket] = wanted
             yield bucket, right
 
     def close(self) -> None:
