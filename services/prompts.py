@@ -9,13 +9,14 @@ import importlib
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from io import IOBase
 from pathlib import Path
 from typing import Any, cast
 
 import msgpack
+import msgspec
 
 from umbra.proto.bounds import ROW_KEYS
 from umbra.proto.errors import StartupError, UsageError
@@ -24,6 +25,7 @@ from umbra.services.process.files import read_numbered
 ROW_BYTES = 16 << 20  # as it is sent; a lease of one such row fits into a frame
 INTEGERS = range(-(1 << 63), 1 << 64)  # MessagePack's
 _UNREAD = ("m", "M", "V")  # of dtypes: times become bare nanoseconds, records lose their names
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,53 +120,37 @@ def plain_row(row: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise UsageError(f"{source}: cannot be sent to a generator: nested too deeply") from None
 
 
-def _plain(value: Any, source: str) -> Any:
+def _plain(value: Any, place: str) -> Any:
     """Return `value` as JSON has it."""
+    fault = f"a {type(value).__name__} is no JSON value: write text, a number, a list or an object"
     match value:
         case None | bool():
             return value
-        case str():
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                raise UsageError(
-                    f"{source}: a lone surrogate is no text that can be written as UTF-8"
-                ) from None
+        case str() if not _SURROGATE.search(value):
             return str.__str__(value)  # of an Enum its value
-        case int():
-            if value not in INTEGERS:
-                digits = str(value)[:20]
-                raise UsageError(f"{source}: {digits}... has more than 64 bits: write text")
+        case str():
+            fault = "a lone surrogate is no text that can be written as UTF-8"
+        case int() if value in INTEGERS:
             return int(value)
-        case float():
-            if not math.isfinite(value):
-                raise UsageError(
-                    f"{source}: {value} is no number of JSON: fill it in or leave it out"
-                )
+        case int():
+            fault = f"{str(value)[:20]}... has more than 64 bits: write text"
+        case float() if math.isfinite(value):
             return float(value)
+        case float():
+            fault = f"{value} is no number of JSON: fill it in or leave it out"
         case Mapping():
             items = cast(Mapping[Any, Any], value).items()
-            return {
-                _key(name, source): _plain(item, f"{source}.{name}")
-                for name, item in items
-                if item is not None
-            }
+            inner = ((_key(name, place), item) for name, item in items if item is not None)
+            return {name: _plain(item, f"{place}.{name}") for name, item in inner}
         case list() | tuple():
-            items = enumerate(cast(list[Any], value))
-            return [_plain(item, f"{source}[{i}]") for i, item in items]
-        case _ if getattr(getattr(value, "dtype", None), "kind", "") in _UNREAD:
-            raise _no_json(value, source)
+            entries = enumerate(cast(list[Any], value))
+            return [_plain(item, f"{place}[{index}]") for index, item in entries]
         case _ if hasattr(value, "dtype") and hasattr(value, "tolist"):
-            return _plain(value.tolist(), source)
+            if getattr(value.dtype, "kind", "") not in _UNREAD:
+                return _plain(value.tolist(), place)
         case _:
-            raise _no_json(value, source)
-
-
-def _no_json(value: object, source: str) -> UsageError:
-    kind = type(value).__name__
-    return UsageError(
-        f"{source}: a {kind} is no JSON value: write text, a number, a list or an object"
-    )
+            pass
+    raise UsageError(f"{place}: {fault}")
 
 
 def _key(name: Any, source: str) -> str:
@@ -173,16 +159,16 @@ def _key(name: Any, source: str) -> str:
     return name
 
 
+class _Turn(msgspec.Struct):
+    role: str
+    content: str
+
+
 def _is_prompt(value: object) -> bool:
-    if not isinstance(value, list):
-        return isinstance(value, str) and bool(value)
-    turns = cast(list[Any], value)
-    return bool(turns) and all(
-        isinstance(turn, dict)
-        and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str)
-        for turn in cast(list[dict[str, object]], turns)
-    )
+    try:
+        return bool(msgspec.convert(value, str | list[_Turn]))
+    except msgspec.ValidationError:
+        return False
 
 
 DATASETS = "datasets:"
@@ -213,20 +199,30 @@ def read_source(
         raise UsageError(
             f"{section}.prompts is not set: name a JSONL file with one prompt per line"
         )
-    rows, columns = list(_rows(name)), columns or {}
+    _refuse_url(name)
+    columns, unit = columns or {}, "row"
+    if name.startswith(DATASETS):
+        rows = list(enumerate(_read_dataset(name), start=1))
+    elif is_parquet(name):
+        rows = list(enumerate(_read_parquet(name), start=1))
+    elif is_function(name):
+        rows = list(enumerate(_call(name), start=1))
+    else:
+        rows, unit = read_numbered(name), "line"
     if not rows:
         raise UsageError(f"{name} has no rows")
-    _, first, place = rows[0]
+    number, first = rows[0]
     if "prompt" not in columns and "prompt" not in first:
-        names = ", ".join(map(str, first))
         raise UsageError(
-            f'{place}: there is no "prompt", only {names}: name the column that holds '
-            f'the prompts, {section}.columns = {{ prompt = "..." }}'
+            f'{name}, {unit} {number}: there is no "prompt", only {", ".join(map(str, first))}: '
+            f'name the column that holds the prompts, {section}.columns = {{ prompt = "..." }}'
         )
-    return [
-        Prompt(f"{prefix}{number}", check_row(rename_columns(row, columns, place), place))
-        for number, row, place in rows
-    ]
+    prompts: list[Prompt] = []
+    for number, row in rows:
+        place = f"{name}, {unit} {number}"
+        row = check_row(rename_columns(row, columns, place), place)
+        prompts.append(Prompt(f"{prefix}{number}", row))
+    return prompts
 
 
 def is_elsewhere(name: str) -> bool:
@@ -259,22 +255,6 @@ def pin_source(name: str) -> str:
     except (errors.OfflineModeIsEnabled, errors.HTTPError, OSError):
         return name
     return ":".join([f"{DATASETS}{path}@{commit}", *(part for part in others if part)])
-
-
-def _rows(name: str) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """Yield number and content of each row, and what errors call its place."""
-    _refuse_url(name)
-    unit = "row"
-    if name.startswith(DATASETS):
-        rows = enumerate(_read_dataset(name), start=1)
-    elif is_parquet(name):
-        rows = enumerate(_read_parquet(name), start=1)
-    elif is_function(name):
-        rows = enumerate(_call(name), start=1)
-    else:
-        rows, unit = read_numbered(name), "line"
-    for number, row in rows:
-        yield number, row, f"{name}, {unit} {number}"
 
 
 def _refuse_url(name: str) -> None:

@@ -10,8 +10,7 @@ the store of an earlier one continues its run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping
 
 from umbra.proto import messages as m
 from umbra.proto.access import QUESTIONS, SENDERS, may_send, needs_membership
@@ -29,8 +28,6 @@ STOP_S = 8.0  # the same after a signal: supervisors kill after 10 s
 STILL = frozenset({*QUESTIONS, m.Ok, m.Heartbeat})
 # Frequent messages of generators: parked requests are served once for all that came together.
 TOGETHER = frozenset({m.LeaseTasks, m.SubmitResults, m.RenewLeases})
-
-Handler: TypeAlias = Callable[[Request, Any, float], None]
 
 log = logging.getLogger(__name__)
 
@@ -58,28 +55,10 @@ class Broker:
         self._deadline = 0.0  # for the others to leave, once the run is ending
         self._finish_request: Request | None = None  # waits for an evaluation
         self._moved = True  # since the last `save`
-        self._workers = workers = WorkerEndpoint(run)
-        self._training = training = TrainerEndpoint(run, missing=StallReport(run).missing)
+        self._workers = WorkerEndpoint(run)
+        self._training = TrainerEndpoint(run, missing=StallReport(run).missing)
         self._recovery = Recovery(run, welcome.run_id)
         self.room = DiskQuota(run)
-        self._handlers: dict[type[m.Message], Handler] = {
-            m.Ok: self._stray,
-            m.Nack: self._undecoded,
-            m.Ping: self._ping,
-            m.StatusRequest: self._status,
-            m.Operate: self._operate,
-            m.Join: self._join,
-            m.Heartbeat: self._beat,
-            m.Leave: self._leave,
-            m.LeaseTasks: workers.lease,
-            m.SubmitResults: workers.submit,
-            m.RenewLeases: workers.renew,
-            m.ReturnTasks: workers.hand_back,
-            m.LeaseBatch: training.lease,
-            m.CommitBatch: training.commit,
-            m.CheckpointSaved: training.checkpoint,
-            m.FinishRun: self._finish,
-        }
         self._resume(now)
         wire = {} if wire_counters is None else wire_counters
         self._page = StatusPage(run, self.room, welcome.run_id, events, now, wire, self._refusals)
@@ -97,16 +76,14 @@ class Broker:
         settled = True
         for request in requests:
             kind = type(request.body)
-            handler = self._handlers.get(kind, self._unexpected)
             try:
                 if needs_membership(kind):
                     self._check_member(request, now)
-                handler(request, request.body, now)
+                self._dispatch(request, now)
             except NackError as refusal:
                 if refusal.code == "not_allowed":
                     what = f"{kind.__name__} of {request.header.sender!r}: {refusal}"
                     self._refusals.add(what)
-                log.debug("refused %s: %s", kind.__name__, refusal)
                 self._outbox.refuse(request, refusal)
             if kind in TOGETHER:
                 settled = False
@@ -116,6 +93,48 @@ class Broker:
         if not settled:
             self._settle(now)
         return self._outbox.take()
+
+    def _dispatch(self, request: Request, now: float) -> None:
+        workers, training = self._workers, self._training
+        match request.body:  # the most frequent ones first
+            case m.SubmitResults() as body:
+                workers.submit(request, body, now)
+            case m.LeaseTasks() as body:
+                workers.lease(request, body, now)
+            case m.RenewLeases() as body:
+                workers.renew(request, body, now)
+            case m.Heartbeat() as body:
+                self._beat(request, body, now)
+            case m.ReturnTasks() as body:
+                workers.hand_back(request, body)
+            case m.LeaseBatch() as body:
+                training.lease(request, body, now)
+            case m.CommitBatch() as body:
+                training.commit(request, body, now)
+            case m.CheckpointSaved() as body:
+                training.checkpoint(request, body)
+            case m.StatusRequest():
+                self._outbox.reply(request, self._page.recent(now))
+            case m.Join() as body:
+                self._join(request, body, now)
+            case m.Leave(reason=reason):
+                peer = self.members.peers[request.header.sender]
+                log.info("%s has left: %s", peer.name, reason)
+                self._remove(peer, reason, lost=False)
+                self._outbox.reply(request, m.Ok())
+            case m.FinishRun(reason=reason):
+                self._finish(request, reason, now)
+            case m.Operate() as body:
+                self._operate(request, body, now)
+            case m.Ping():
+                self._outbox.reply(request, m.Pong(role="buffer", state=self.run.state))
+            case m.Ok():
+                self.counters["stray_replies"] += 1
+            case m.Nack() as body:
+                self._check_member(request, now)  # unlike others, an operator may send this
+                workers.undecoded(request, body)
+            case body:
+                raise NackError("unexpected", f"unexpected message {type(body).__name__}", "type")
 
     def tick(self, now: float) -> list[Effect]:
         """Handle the passing of time: expired leases, dead members, waits that are over."""
@@ -180,8 +199,6 @@ class Broker:
         if run.finished:
             self._begin_end(run.finished, now, FINISH_S)
 
-    # -- operators ---------------------------------------------------------------------------------
-
     def _operate(self, request: Request, body: m.Operate, now: float) -> None:
         reason, done = body.reason, m.Ok()
         match body.kind:
@@ -215,8 +232,6 @@ class Broker:
         peer.drained = reason
         self._outbox.push(peer.identity, m.Command(kind="drain", reason=reason))
 
-    # -- members -----------------------------------------------------------------------------------
-
     def _join(self, request: Request, body: m.Join, now: float) -> None:
         if self.run.state != "ready":
             raise NackError("run_ending", "the run is ending", "role")
@@ -236,28 +251,6 @@ class Broker:
             needed = " or a ".join(SENDERS[kind])
             reason = f"{kind.__name__} is for a {needed}, {peer.name} is a {peer.role}"
             raise NackError("wrong_role", reason, "type")
-
-    def _unexpected(self, _request: Request, body: m.Message, _now: float) -> None:
-        raise NackError("unexpected", f"unexpected message {type(body).__name__}", "type")
-
-    def _stray(self, _request: Request, _body: m.Ok, _now: float) -> None:
-        self.counters["stray_replies"] += 1
-
-    def _undecoded(self, request: Request, body: m.Nack, now: float) -> None:
-        self._check_member(request, now)  # unlike others, an operator may send this
-        self._workers.undecoded(request, body)
-
-    def _ping(self, request: Request, _body: m.Ping, _now: float) -> None:
-        self._outbox.reply(request, m.Pong(role="buffer", state=self.run.state))
-
-    def _status(self, request: Request, _body: m.StatusRequest, now: float) -> None:
-        self._outbox.reply(request, self._page.recent(now))
-
-    def _leave(self, request: Request, body: m.Leave, _now: float) -> None:
-        peer = self.members.peers[request.header.sender]
-        log.info("%s has left: %s", peer.name, body.reason)
-        self._remove(peer, body.reason, lost=False)
-        self._outbox.reply(request, m.Ok())
 
     def _beat(self, request: Request, body: m.Heartbeat, now: float) -> None:
         peer = self.members.peers[request.header.sender]
@@ -285,15 +278,13 @@ class Broker:
         if peer.role == "trainer":
             self._training.forget()
 
-    # -- the end -----------------------------------------------------------------------------------
-
-    def _finish(self, request: Request, body: m.FinishRun, now: float) -> None:
+    def _finish(self, request: Request, reason: str, now: float) -> None:
         run = self.run
         run.evals.advance(now)
         if run.evals.open and run.state == "ready":
             self._finish_request = request
             return
-        run.finished = f"run finished: {body.reason}"
+        run.finished = f"run finished: {reason}"
         run.finished_of = run.config.run.steps
         run.cancel()
         ledger = self.pool.ledger.snapshot()
@@ -326,4 +317,4 @@ class Broker:
         if request is not None and not self.run.evals.open:
             self._finish_request = None
             assert isinstance(request.body, m.FinishRun)
-            self._finish(request, request.body, now)
+            self._finish(request, request.body.reason, now)

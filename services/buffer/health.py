@@ -63,9 +63,10 @@ class StepCurves:
         self._stretches.append(own)
         if len(self._stretches) > KEPT:
             self._length *= 2
-            for earlier, later in zip(self._stretches[0::2], self._stretches[1::2], strict=False):
+            kept = self._stretches[0::2]
+            for earlier, later in zip(kept, self._stretches[1::2], strict=False):
                 earlier.join(later)
-            self._stretches = self._stretches[0::2]
+            self._stretches = kept
 
     def cut(self, step: int) -> None:
         """Forget `step` and what follows, which the trainer repeats."""
@@ -94,13 +95,12 @@ class Meter:
 
     def see(self, total: int, now: float) -> None:
         """Set the count; a lower one restarts the measurement."""
-        newest = self._marks[-1]
-        if total == newest[1]:
+        newest = self._marks[-1][1]
+        if total == newest:
             return
-        if total < newest[1]:
-            self._marks = deque([(now, total)])
-            return
-        if len(self._marks) > 2 and now - self._marks[-2][0] < RESOLUTION_S:
+        if total < newest:
+            self._marks.clear()
+        elif len(self._marks) > 2 and now - self._marks[-2][0] < RESOLUTION_S:
             self._marks.pop()
         self._marks.append((now, total))
         while len(self._marks) > 2 and self._marks[1][0] <= now - WINDOW_S:
@@ -145,7 +145,7 @@ NAMES = (
 )  # fmt: skip
 SHARES = ("equal_rewards", "truncated", "failed_samples")
 
-_VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # what differs between failures of one kind
+_VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
 class Share:
@@ -157,27 +157,30 @@ class Share:
 
     def __init__(self, part: int) -> None:
         self.hits = self.seen = 0  # of the whole run
-        self.parts: deque[tuple[int, int]] = deque(maxlen=BATCHES)  # complete ones
         self._part = part
-        self._open = (0, 0)
+        self._parts = deque([(0, 0)], maxlen=BATCHES + 1)  # the last one is incomplete
 
     def add(self, hits: int, seen: int) -> None:
         self.hits += hits
         self.seen += seen
-        self._open = (self._open[0] + hits, self._open[1] + seen)
-        if self._open[1] >= self._part:
-            self.parts.append(self._open)
-            self._open = (0, 0)
+        before = self._parts.pop()
+        self._parts.append((before[0] + hits, before[1] + seen))
+        if self._parts[-1][1] >= self._part:
+            self._parts.append((0, 0))
+
+    @property
+    def batches(self) -> int:
+        return len(self._parts) - 1
 
     @property
     def share(self) -> float:
         """Return the recent share; 0 before anything was seen."""
-        pairs = [*self.parts, self._open]
-        return sum(hits for hits, _ in pairs) / max(sum(seen for _, seen in pairs), 1)
+        hits, seen = map(sum, zip(*self._parts, strict=True))
+        return hits / max(seen, 1)
 
     @property
     def known(self) -> float:
-        return self.share if self.parts else 0.0
+        return self.share if self.batches else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +240,7 @@ class Health:
         self._samples.add(failure.samples, failure.samples)
         self._failures.append(failure)
         limit = self._config.buffer.max_failed_share
-        if len(self._samples.parts) == BATCHES and self._samples.share > limit:
+        if self._samples.batches == BATCHES and self._samples.share > limit:
             self.verdict = (
                 f"{self._failed_text()}. That is more than buffer.max_failed_share = {limit:g}, "
                 "and the remaining samples are biased: fix the cause, or raise that share"
@@ -346,16 +349,13 @@ class Health:
         text = f"{self._samples.share:.0%} of recent samples ended as failed"
         if not self._failures:
             return text
-        kind, count = Counter(map(_kind, self._failures)).most_common(1)[0]
-        example = next(failure for failure in reversed(self._failures) if _kind(failure) == kind)
-        often = f"{count} of the last {len(self._failures)}" if len(self._failures) > 1 else "it"
+        # Reasons of one kind differ in numbers and quoted text only.
+        kinds = [_VARYING.sub("…", failure.reason)[:REASON_CHARS] for failure in self._failures]
+        kind, count = Counter(kinds).most_common(1)[0]
+        example = self._failures[len(kinds) - 1 - kinds[::-1].index(kind)]
+        often = f"{count} of the last {len(kinds)}" if len(kinds) > 1 else "it"
         return (
             f"{text}, alone or with their group (buffer.straggler_s would keep the others); most "
             f"often ({often}): {example.reason[:REASON_CHARS]} (for example sample "
             f"{example.sample_id} of prompt {example.prompt_id})"
         )
-
-
-def _kind(failure: SampleFailure) -> str:
-    """Return the reason without numbers and quoted text, which vary."""
-    return _VARYING.sub("…", failure.reason)[:REASON_CHARS]

@@ -16,10 +16,7 @@ from umbra.services.prompts import Prompt, read_source
 
 
 def open_prompts(
-    data: DataConfig,
-    *,
-    seed: int,
-    environments: Sequence[NamedEnvironment] = (),
+    data: DataConfig, *, seed: int, environments: Sequence[NamedEnvironment] = ()
 ) -> PromptFeed:
     """Open the prompts that a configuration asks for.
 
@@ -30,20 +27,18 @@ def open_prompts(
     Raises:
         UsageError: no prompts are named, or a source cannot be read; names the key and the place.
     """
-    shuffle, columns, weights = data.shuffle, data.columns, data.prompts
+    weights = None if isinstance(data.prompts, str) else data.prompts
     if environments:
         rows = _rows_by_environment(data, environments)
         weights = {environment.name: environment.weight for environment in environments}
-    elif isinstance(weights, str):
-        rows = {"": read_source(weights, columns=columns)}
-        return PromptFeed(rows, shuffle=shuffle, seed=seed)
+    elif isinstance(data.prompts, str):
+        rows = {"": read_source(data.prompts, columns=data.columns)}
     else:
-        if bad := [name for name, weight in weights.items() if weight <= 0]:
+        if bad := [name for name, weight in data.prompts.items() if weight <= 0]:
             raise UsageError(f"data.prompts: the weight of {bad[0]} must be more than 0")
-        rows = {
-            name: read_source(name, f"{number}/", columns) for number, name in enumerate(weights)
-        }
-    return PromptFeed(rows, weights, shuffle=shuffle, seed=seed)
+        names = enumerate(data.prompts)
+        rows = {name: read_source(name, f"{number}/", data.columns) for number, name in names}
+    return PromptFeed(rows, weights, shuffle=data.shuffle, seed=seed)
 
 
 def rows_to_try(
@@ -86,12 +81,9 @@ def _rows_by_environment(
         raise UsageError(f'{data.prompts} has no row whose "{ENVIRONMENT}" is {empty[0]!r}')
     for environment in environments:
         if environment.prompts:
-            rows[environment.name] = [
-                _named(prompt, environment)
-                for prompt in read_source(
-                    environment.prompts, environment_prefix(environment.name), data.columns
-                )
-            ]
+            prefix = environment_prefix(environment.name)
+            own = read_source(environment.prompts, prefix, data.columns)
+            rows[environment.name] = [_named(prompt, environment) for prompt in own]
     return rows
 
 

@@ -24,8 +24,9 @@ import secrets
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import lmdb
 import msgspec
@@ -48,6 +49,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # There a memory map may differ from the data written, and a lock may not hold.
 NETWORK = ("nfs", "cifs", "smb", "9p", "afs", "coda", "ncp", "fuse.")
 DIGEST_BYTES = 8
+OPTIONS: dict[str, Any] = {"mode": FILE_MODE, "lock": False, "lib_version": 0}  # of LMDB
 
 Value: TypeAlias = bytes | memoryview
 Group: TypeAlias = dict[str, bytes | None]  # None deletes the key
@@ -124,6 +126,7 @@ class LmdbStore:
                 "commit may be lost: set buffer.store to a folder on a disk of this machine"
             )
         self.directory = directory
+        self._data = directory / DATA
         self.waiting_bytes = 0  # put since the last commit began
         self.size_bytes = 0  # in use; the file may be larger, as it never shrinks
         self._pending: Group = {}
@@ -133,13 +136,11 @@ class LmdbStore:
                 held.enter_context(folder_lock(directory))
             except HeldError as error:
                 raise StoreError(f"the store in {directory} is in use by {error}") from error
-            if not (directory / DATA).exists():
+            if not self._data.exists():
                 self._make()
             self._check_pages()
             with _system_errors():
-                self._env = lmdb.open(
-                    str(directory), map_bytes, mode=FILE_MODE, lock=False, lib_version=0
-                )
+                self._env = lmdb.open(str(directory), map_bytes, **OPTIONS)
             held.enter_context(closing(self._env))
             self._settle_file()
             header = self._check_values()
@@ -167,10 +168,9 @@ class LmdbStore:
         """
         values: list[Value] = []
         for key in keys:
-            if key in self._pending:
-                value = self._pending[key]
-            elif key in self._frozen:
-                value = self._frozen[key]
+            changes = self._pending if key in self._pending else self._frozen
+            if key in changes:
+                value = changes[key]
             else:
                 name = key.encode()
                 sealed = self._reader.get(name)
@@ -186,13 +186,11 @@ class LmdbStore:
         self._pending[key] = None
 
     def keys(self, prefix: str) -> list[str]:
-        names: set[str] = set()
+        first = prefix.encode()
         with self._reader.cursor() as cursor:
-            cursor.set_range(prefix.encode()) if prefix else cursor.first()
-            for name in cursor.iternext(values=False):
-                if not name.startswith(prefix.encode()):
-                    break
-                names.add(name.decode())
+            cursor.set_range(first)
+            stored = takewhile(lambda name: name.startswith(first), cursor.iternext(values=False))
+            names = {name.decode() for name in stored}
         for key, value in (*self._frozen.items(), *self._pending.items()):
             if key.startswith(prefix):
                 (names.discard if value is None else names.add)(key)
@@ -256,8 +254,6 @@ class LmdbStore:
     def close(self) -> None:
         self._held.close()
 
-    # -- commits -----------------------------------------------------------------------------------
-
     def _write(self, group: Group, filled: lmdb.Transaction) -> None:
         try:
             self._commit(filled)
@@ -266,7 +262,7 @@ class LmdbStore:
                 raise
             # A full disk takes a part of a write at first, which LMDB calls an error of the disk.
             # Allocating the room shows which it was; if there is room, the second try shows it.
-            with DISK.opened(self.directory / DATA) as fd:
+            with DISK.opened(self._data) as fd:
                 os.posix_fallocate(fd, 0, self._file_bytes(group))
             self._commit(self._fill(group))
         with suppress(OSError):  # then it names an earlier commit, which loses nothing
@@ -306,29 +302,22 @@ class LmdbStore:
         pages = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
         self.size_bytes = pages * stat["psize"]
 
-    # -- checks at the start -----------------------------------------------------------------------
-
     def _make(self) -> None:
         """Make an empty store, whose file gets its name once it is whole on the disk."""
         if (self.directory / ACKNOWLEDGED).exists():
             raise self._damaged(f"{DATA} is missing")
         part = self.directory / f"{DATA}.part"
         part.unlink(missing_ok=True)
-        with (
-            _system_errors(),
-            closing(
-                lmdb.open(str(part), subdir=False, lock=False, mode=FILE_MODE, lib_version=0)
-            ) as env,
-            env.begin(write=True) as transaction,
-        ):
-            StoreHeader(SCHEMA, secrets.token_hex(8), 1).put(transaction)
-        DISK.rename(part, self.directory / DATA)
+        with _system_errors(), closing(lmdb.open(str(part), subdir=False, **OPTIONS)) as env:
+            with env.begin(write=True) as transaction:
+                StoreHeader(SCHEMA, secrets.token_hex(8), 1).put(transaction)
+        DISK.rename(part, self._data)
         DISK.sync_directory(self.directory)
 
     def _check_pages(self) -> None:
         """Check that all pages are there and fit together: a memory map would crash on others."""
         try:
-            problems = cast("list[str]", verify_file(str(self.directory / DATA), subdir=False))
+            problems = cast("list[str]", verify_file(str(self._data), subdir=False))
         except VerifyError as error:
             problems = [str(error)]
         if problems:
@@ -342,7 +331,7 @@ class LmdbStore:
         the disk, and what it has written must not be lost once this one has told of it.
         """
         size = self._file_bytes({})
-        with DISK.opened(self.directory / DATA) as fd:
+        with DISK.opened(self._data) as fd:
             if os.fstat(fd).st_size < size:
                 DISK.truncate(fd, size)
             DISK.sync(fd)

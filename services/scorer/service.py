@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -92,10 +92,8 @@ def _score(
             break
         for score in ready:
             del pending[score.sample_id]
-        if len(ready) > 1:
-            client.deliver_together(ready)  # of a group, which is taken as a whole
-        else:
-            client.submit(ready)
+        # Those of a group are taken as a whole.
+        (client.deliver_together if len(ready) > 1 else client.submit)(ready)
         alive(len(ready))
     client.deliver()
 
@@ -113,17 +111,13 @@ class RewardWorker:
     def score(self, tasks: Sequence[Task], alive: Callable[[], None]) -> Iterator[list[Score]]:
         """Return a reward for each of `tasks`, as the environments answer."""
         groups: dict[str, list[Task]] = {}  # by what the environment calls a sample
+        plays: dict[str, tuple[Row, list[ParsedTurn | str]]] = {}
         for task in tasks:
             key = task.group_id if self.whole else task.sample_id
             groups.setdefault(key, []).append(task)
-        plays: dict[str, tuple[Row, list[ParsedTurn | str]]] = {}
-        for key, group in groups.items():
-            responses: list[ParsedTurn | str] = []
-            for task in group:
-                prompt = unpack_int32(task.made.prompt_ids)
-                response = unpack_int32(task.made.response_ids)
-                responses.append(self.chat.parse(response, prompt, stops=self.stops(task.row)))
-            plays[key] = group[0].row, responses
+            prompt, response = task.made.prompt_ids, unpack_int32(task.made.response_ids)
+            turn = self.chat.parse(response, unpack_int32(prompt), stops=self.stops(task.row))
+            plays.setdefault(key, (task.row, []))[1].append(turn)
 
         def wait() -> None:
             alive()
@@ -141,21 +135,16 @@ def _scores(tasks: Sequence[Task], outcome: EpisodeOutcome) -> list[Score]:
     value, error = outcome.value, outcome.error
     values = value if isinstance(value, list) else [value]
     results = [result for result in values if isinstance(result, StepResult)]
-    if len(results) != len(tasks):
+    if len(results) != len(tasks) and not error:
         answers = f"{len(results)} rewards for {len(tasks)} samples"
-        error = error or f"the environment returned {answers}: it must return one for each"
+        error = f"the environment returned {answers}: it must return one for each"
     for result in results:
         error = error or reward_fault(result.reward, result.reward_parts) or ""
-    if error:
-        return [Score(sample_id=t.sample_id, attempt=t.attempt, error=error) for t in tasks]
+    found = [{"reward": r.reward, "reward_parts": r.reward_parts} for r in results]
+    each: list[dict[str, Any]] = [{"error": error}] * len(tasks) if error else found
     return [
-        Score(
-            sample_id=task.sample_id,
-            attempt=task.attempt,
-            reward=result.reward,
-            reward_parts=result.reward_parts,
-        )
-        for task, result in zip(tasks, results, strict=True)
+        Score(sample_id=task.sample_id, attempt=task.attempt, **own)
+        for task, own in zip(tasks, each, strict=True)
     ]
 
 
@@ -166,21 +155,21 @@ def run(context: ServiceContext) -> int:
         UsageError: no model or reward where the configuration says.
         UmbraError: a peer was lost.
     """
-    config = context.config
     stage = context.options["stage"]
-    if stage == "reward":
-        context.begin("stage reward, without a model")
-    reward = reward_worker(config) if stage == "reward" else None
-    with context.join("scorer") as session:
+    with ExitStack() as held:
+        reward = None
+        if stage == "reward":
+            context.begin("stage reward, without a model")
+            reward = held.enter_context(closing(reward_worker(context.config)))
+        session = held.enter_context(context.join("scorer"))
         if reward is not None:
             context.ready({"stage": stage})
-            with closing(reward):
-                score_stage(context, session, reward)
+            score_stage(context, session, reward)
         else:
             _score_logprobs(context, session)
         if session.failure is not None:
             raise session.failure
-        return 0
+    return 0
 
 
 def reward_worker(config: RunConfig) -> RewardWorker:
@@ -217,7 +206,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     longest = config.longest_turn
     context.begin(f"stage {stage} on {device} ({dtype})", f"plane {config.weight_hub.plane}")
 
-    def load(path: str, source: str) -> Any:
+    def model_of(path: str, source: str) -> Any:
         return load_model(path, device, getattr(torch, dtype), source, config.model.checked)
 
     if stage == "ref_logp":
@@ -226,7 +215,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         def reference(path: str) -> LogprobWorker:
             source = "scorer.model" if scorer.models else "model.path"
             check_tokens(config, path)
-            return LogprobWorker(load(path, source), config.trainer, max_tokens=longest)
+            return LogprobWorker(model_of(path, source), config.trainer, max_tokens=longest)
 
         models = scorer.models or {"": config.model.name}
         references = ReferenceWorker({name: reference(path) for name, path in models.items()})
@@ -234,7 +223,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         score_stage(context, session, references)
         return
     path = config.model.name
-    model = load(path, "model.path")
+    model = model_of(path, "model.path")
     limit_s = config.weight_hub.first_version_s(weights_bytes(path))
     channel = session.weights(deadline_s=limit_s)
     table = weight_table(model, config)
@@ -243,22 +232,22 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     expected = config.weight_hub.expected_on(device.type)
     with closing(Receiver(channel, planes, dtype=expected)) as receiver:
         receiver.subscribe(limit_s)
-        staged: StagedVersion | None = None
 
         def apply(staged: StagedVersion) -> None:
             table.load(staged.manifest, staged.data, staged.guard)
 
-        def refresh() -> int:
-            nonlocal staged, version
-            staged = staged or receiver.poll()
+        def load(staged: StagedVersion | None) -> None:
+            nonlocal version
             if staged is not None:
                 loaded = receiver.load(staged, apply, limit_s, session.stopping)
-                version, staged = loaded.version if loaded is not None else version, None
+                version = loaded.version if loaded is not None else version
+
+        def refresh() -> int:
+            load(receiver.poll())
             return version
 
         while version < 0 and not session.stopping.is_set():
-            staged = staged or receiver.wait_first(limit_s, session.stopping)
-            refresh()
+            load(receiver.wait_first(limit_s, session.stopping))
         context.ready({"stage": stage, "version": version})
         replay = config.trainer.router_replay  # as the policy that it stands for
         worker = LogprobWorker(model, config.trainer, refresh, replay=replay, max_tokens=longest)

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from fakes.broker_world import World, give_back, trajectory, world
+from fakes.broker_world import World, trajectory, world
 
 from umbra.proto.bounds import BRANCHES
-from umbra.proto.messages import ReturnedSample, SubmitResults, TaskLeases
+from umbra.proto.messages import SubmitResults, TaskLeases
 from umbra.proto.records import (
     Branch,
     Score,
@@ -75,8 +75,7 @@ def test_a_stale_token_of_any_branch_makes_the_sample_stale(old: int) -> None:
     late = made.lease("b", 2, 0)
     for step in (1, 2, 3):
         made.produce("a", step - 1, 4)
-        made.batch(step)
-        made.commit(step)
+        made.train(step)
     versions = [3, 3, 3]
     versions[old] = 0
     for task in late:
@@ -120,13 +119,7 @@ def test_a_partial_is_one_line() -> None:
     made = world()
     task = made.lease("a", 1, 0)[0]
     partial = branched(task, 0, 0, finish_reason="partial")
-    give_back(
-        made,
-        "a",
-        ReturnedSample(
-            sample_id=task.sample_id, attempt=task.attempt, reason="moved", partial=partial
-        ),
-    )
+    made.back("a", task, partial=partial)
     assert made.broker.counters["malformed_partial"] == 1
     assert made.lease("b", 1, 0)[0].trajectory is None, "it restarts"
     assert tokens_of(partial, partial.sampling) is None

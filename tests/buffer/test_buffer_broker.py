@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import msgspec
 import pytest
-from fakes.broker_world import as_sent, give_back, trajectory, world
+from fakes.broker_world import as_sent, trajectory, world
 
 from umbra.proto import messages as m
 from umbra.proto.access import SENDERS
-from umbra.services.buffer.effects import Reply
+from umbra.services.buffer.effects import NackError, Reply
 
 
-def test_whatever_may_be_sent_to_the_buffer_is_answered_by_somebody() -> None:
-    assert set(world().broker._handlers) == {
-        kind for kind in (*m.ANY, *m.CONTROL, *m.DATA) if kind in SENDERS
-    }
+@pytest.mark.parametrize("kind", [k for k in (*m.ANY, *m.CONTROL, *m.DATA) if k in SENDERS])
+def test_whatever_may_be_sent_to_the_buffer_is_answered_by_somebody(kind: type[m.Message]) -> None:
+    run = world()
+    empty = kind(**{one.name: None for one in msgspec.structs.fields(kind) if one.required})
+    with suppress(AttributeError, TypeError):  # of what is None
+        try:
+            run.broker._dispatch(run.request("a", empty), 0.0)
+        except NackError as refusal:
+            assert refusal.code != "unexpected"
 
 
 def test_a_run_from_the_first_sample_to_the_final_ledger() -> None:
@@ -43,19 +51,17 @@ def test_without_run_ahead_batches_are_strictly_on_policy() -> None:
 
 def test_a_bound_below_run_ahead_holds_samples_back_and_never_deadlocks() -> None:
     run = world(run_ahead=3, max_staleness=1)
-    assert len(run.lease("a", 1000, 0)) == 8  # batches 0 and 1; batch 2 needs version 1
+    first, *others = run.lease("a", 1000, 0)
+    assert len(others) == 7  # batches 0 and 1; batch 2 needs version 1
     # A group of the very batch that is due fails: its replacement must still be leasable now.
-    first = next(iter(run.pool.samples.values()))
-    failed = m.ReturnedSample(sample_id=first.sample_id, attempt=1, reason="x", failed=True)
-    give_back(run, "a", failed)
+    run.back("a", first, failed=True)
     assert len(run.lease("a", 1000, 0)) == 2
 
 
 def test_a_generator_with_old_weights_gets_no_sample_that_they_would_make_stale() -> None:
     run = world(run_ahead=1, max_staleness=1)
     run.produce("a", 0)
-    run.batch(1)
-    run.commit(1)
+    run.train(1)
     assert run.lease("a", 4, 0) == []  # batch 2, bound 1: version 1 or newer
     assert len(run.lease("a", 4, 1)) == 4
 
@@ -64,8 +70,7 @@ def test_the_first_to_ask_leaves_a_share_to_those_that_wait() -> None:
     run = world(run_ahead=0)
     run.produce("a", 0)
     run.ask("b", m.LeaseTasks(capacity=100, version=0, wait_s=9))
-    run.batch(1)
-    run.commit(1)
+    run.train(1)
     assert len(run.lease("a", 100, 1)) == 2  # half of 4; b waits too, if for newer weights
     assert len(run.lease("a", 100, 1)) == 1
 
@@ -76,8 +81,7 @@ def test_a_share_is_of_all_that_want_work() -> None:
     run.produce("a", 0)
     for name in "bc":
         run.ask(name, m.LeaseTasks(capacity=100, version=0, wait_s=9))
-    run.batch(1)
-    run.commit(1)
+    run.train(1)
     assert len(run.lease("a", 100, 1)) == 4  # a third of 12
 
 
@@ -86,8 +90,7 @@ def test_parked_questions_are_answered_by_a_commit_with_fair_shares() -> None:
     run.produce("a", 0)
     for name in "ab":
         assert run.ask(name, m.LeaseTasks(capacity=100, version=0, wait_s=9)) is None
-    run.batch(1)
-    run.commit(1)
+    run.train(1)
     for name in "ab":
         (lease,) = run.late[name]
         assert isinstance(lease, m.TaskLeases) and len(lease.tasks) == 2
@@ -136,8 +139,7 @@ def test_only_the_lease_that_was_answered_counts_as_answered() -> None:
     assert not run.submit("b", trajectory(again, 0)).refused
     for over in (False, True):
         if over:
-            run.batch(1)
-            run.commit(1)
+            run.train(1)
         assert run.submit("b", trajectory(again, 0)).accepted == 1  # repeated
         assert run.submit("a", trajectory(first, 0)).refused
         for attempt, lost in ((2, False), (1, True), (0, True), (3, True)):
@@ -164,7 +166,7 @@ def test_what_a_gone_generator_held_is_leased_first_and_oldest_first(how: str) -
     held = run.lease("a", 3, 0)
     if how == "leave":
         assert run.ask("a", m.Leave(reason="done")) == m.Ok()
-        assert run.broker.status(run.now).departed == {"a": "done"}
+        assert run.status.departed == {"a": "done"}
     elif how == "restart":
         assert isinstance(run.join("generator", "a", "a-2"), m.Welcome)
     else:
@@ -172,7 +174,7 @@ def test_what_a_gone_generator_held_is_leased_first_and_oldest_first(how: str) -
         run.beat("b")
         run.beat("trainer")
         run.pass_time(2)
-        assert run.broker.status(run.now).departed == {"a": "dead: silent for 6 s"}
+        assert run.status.departed == {"a": "dead: silent for 6 s"}
     again = run.lease("b", 5, 0)
     assert [t.sample_id for t in again[:3]] == [t.sample_id for t in held]
     assert [t.attempt for t in again] == [2, 2, 2, 1, 1]
@@ -195,7 +197,7 @@ def test_handing_back_is_no_failure() -> None:
     for attempt in (1, 2, 3):
         (task,) = run.lease("a", 1, 0)
         assert (task.sample_id, task.attempt) == ("s-0", attempt)
-        give_back(run, "a", m.ReturnedSample(sample_id="s-0", attempt=attempt, reason="drain"))
+        run.back("a", task)
 
 
 def test_a_failed_environment_ends_the_group_at_once_and_each_reason_is_logged_once(
@@ -204,10 +206,7 @@ def test_a_failed_environment_ends_the_group_at_once_and_each_reason_is_logged_o
     run = world()
     tasks = run.lease("a", 4, 0)
     for task in tasks[::2]:
-        failed = m.ReturnedSample(
-            sample_id=task.sample_id, attempt=1, reason="reward timed out", failed=True
-        )
-        give_back(run, "a", failed)
+        run.back("a", task, "reward timed out", failed=True)
     assert run.pool.ledger.ended == {"failed": 4}
     assert run.broker.counters["failed: reward timed out"] == 2
     (record,) = [r for r in caplog.records if "timed out" in r.getMessage()]
@@ -218,9 +217,7 @@ def test_a_partial_is_continued_by_any_generator() -> None:
     run = world(run_ahead=1, max_staleness=1)
     (task,) = run.lease("a", 1, 0)
     partial = trajectory(task, 0, finish_reason="partial")
-    give_back(
-        run, "a", m.ReturnedSample(sample_id="s-0", attempt=1, reason="drain", partial=partial)
-    )
+    run.back("a", task, partial=partial)
     (again,) = run.lease("b", 1, 0)
     assert again.trajectory == partial and again.attempt == 2
     # It survives the death of the second holder, who returned nothing.
@@ -233,10 +230,9 @@ def test_a_partial_too_old_is_dropped_and_the_sample_starts_from_scratch() -> No
     (task,) = run.lease("a", 1, 0)
     for step in (1, 2):
         run.produce("b", step - 1)
-        run.batch(step)
-        run.commit(step)
+        run.train(step)
     partial = trajectory(task, 0, finish_reason="partial")
-    give_back(run, "a", m.ReturnedSample(sample_id="s-0", attempt=1, reason="x", partial=partial))
+    run.back("a", task, partial=partial)
     (again,) = run.lease("b", 1, 2)
     assert (again.sample_id, again.attempt, again.trajectory) == ("s-0", 2, None)
     assert run.broker.counters["partials_too_old"] == 1
@@ -293,8 +289,7 @@ def test_a_delivery_is_acknowledged_at_once_where_there_is_no_work() -> None:
     done = m.SubmitResults(trajectories=[trajectory(task, 0) for task in mine], capacity=3)
     ack = run.get("a", done, m.TaskLeases)
     assert (ack.accepted, ack.tasks) == (4, [])
-    run.batch(1)
-    run.commit(1)
+    run.train(1)
     assert not run.late["a"], "nothing waits that could be answered later"
 
 

@@ -18,8 +18,7 @@ def test_a_straggler_past_the_bound_ends_its_group_as_stale_and_is_replaced() ->
     run.submit("a", trajectory(sibling, 0))
     run.produce("b", 0)  # three groups
     for step in (1, 2):
-        run.batch(step)
-        run.commit(step)
+        run.train(step)
         run.produce("b", step)
     assert run.pool.ledger.ended == {"stale": 2}  # swept with the commit of step 2
     refused = run.submit("a", trajectory(straggler, 0)).refused
@@ -31,8 +30,7 @@ def test_a_stale_answer_ends_its_group() -> None:
     straggler, _ = run.lease("a", 2, 0)
     run.produce("b", 0)
     for step in (1, 2):
-        run.batch(step)
-        run.commit(step)
+        run.train(step)
         run.produce("b", step)
     refused = run.submit("a", trajectory(straggler, 0)).refused
     assert "stale: a token of version 0, the trainer is at 2" in refused[straggler.sample_id]
@@ -43,14 +41,12 @@ def test_staleness_of_trained_samples_is_split_by_where_it_arose() -> None:
     run = world(run_ahead=1, max_staleness=2)
     tasks = run.lease("a", 8, 0)
     run.submit("a", *(trajectory(task, 0) for task in tasks[:4]))
-    run.batch(1)
-    run.commit(1)
+    run.train(1)
     # Half of the second batch has seen the update, half has not.
     run.submit("a", *(trajectory(task, 0, 1) for task in tasks[4:6]))
     run.submit("a", *(trajectory(task, 0) for task in tasks[6:]))
-    run.batch(2)
-    run.commit(2)
-    status = run.broker.status(run.now)
+    run.train(2)
+    status = run.status
     # 4 samples of staleness 0, then 2 in flight and 2 in queue of staleness 1.
     assert status.staleness == {
         "mean": 0.5,
@@ -253,7 +249,7 @@ def test_of_those_that_have_left_the_last_ones_are_remembered(
     for number in range(5):
         run.join("monitor", f"m{number}")
         run.ask(f"m{number}", m.Leave(reason="done"))
-    assert list(run.broker.status(run.now).departed) == ["m3", "m4"]
+    assert list(run.status.departed) == ["m3", "m4"]
 
 
 def test_the_status_names_what_is_overdue() -> None:
@@ -264,7 +260,7 @@ def test_the_status_names_what_is_overdue() -> None:
         run.pass_time(5)
         run.ask("a", m.RenewLeases(leases=[(task.sample_id, 1)]))
         run.beat("a", idle_s=run.now)
-    stuck = {item.what: item for item in run.broker.status(run.now).stuck}
+    stuck = {item.what: item for item in run.status.stuck}
     sample = stuck["sample s-0 of group g-0, attempt 1"]
     assert (sample.holder, sample.age_s) == ("a", 125)
     assert stuck["no progress in 'x'"].holder == "a"
@@ -298,7 +294,7 @@ def test_finishing_cancels_what_is_in_flight_and_asks_everyone_to_leave() -> Non
     assert run.broker.is_over(run.now)  # the monitor need not leave
     run.take(run.broker.close(run.now))
     assert run.rows[-1].kind == "ledger"
-    assert run.broker.status(run.now).state == "stopped"
+    assert run.status.state == "stopped"
 
 
 def test_the_end_does_not_wait_for_ever() -> None:

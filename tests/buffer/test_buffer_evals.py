@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fakes.broker_world import World, trajectory
 
-from umbra.proto.messages import FinishRun, ReturnedSample, ReturnTasks, RunFinished
+from umbra.proto.messages import FinishRun, RunFinished
 from umbra.proto.records import EvalReport, Task
 from umbra.services.config import EvalConfig
 from umbra.services.prompts import Prompt
@@ -34,17 +34,12 @@ def evaluated(mode: Any, **options: Any) -> World:
     run.join("trainer", "trainer")
     for number in (1, 2):
         run.produce("a", number - 1)
-        step(run, number)
+        run.train(number)
     return run
 
 
-def step(run: World, number: int) -> None:
-    assert run.batch(number).trajectories
-    run.commit(number)
-
-
 def report(run: World) -> EvalReport:
-    return run.broker.status(run.now).evals[-1]
+    return run.status.evals[-1]
 
 
 def pinned(tasks: list[Task]) -> list[Task]:
@@ -62,11 +57,11 @@ def test_training_pauses_for_an_evaluation() -> None:
     assert not reply.trajectories and "evaluation" in reply.waiting_for
     before = run.pool.ledger.issued
     run.answer("a", tasks, 2, 1.0, 0.0)
-    (found,) = run.broker.status(run.now).evals
+    (found,) = run.status.evals
     assert (found.version, found.done, found.answered) == (2, True, SAMPLES)
     assert found.accuracy == pytest.approx(2 / 3)
     assert run.pool.ledger.issued == before  # a ledger of their own
-    assert run.broker.status(run.now).eval_ledger.ended == {"evaluated": SAMPLES}
+    assert run.status.eval_ledger.ended == {"evaluated": SAMPLES}
     assert run.lease("a", 9, 2)
     assert [row.fields["version"] for row in run.rows if row.kind == "eval"] == [2]
 
@@ -77,30 +72,29 @@ def test_an_evaluation_goes_on_when_the_buffer_starts_again(mode: str) -> None:
     run = evaluated(mode)
     first, second = run.lease("a", 2, 2)
     run.answer("a", [first], 2)
-    back = ReturnedSample(sample_id=second.sample_id, attempt=1, reason="x", failed=True)
-    run.ask("a", ReturnTasks(samples=[back]))
-    before, ledger = report(run), run.broker.status(run.now).eval_ledger
+    run.back("a", second, failed=True)
+    before, ledger = report(run), run.status.eval_ledger
     assert (before.answered, before.ended) == (1, {"failed": 1})
     run.restart_broker()
     assert report(run) == before
-    assert run.broker.status(run.now).eval_ledger == ledger
+    assert run.status.eval_ledger == ledger
     (third,) = pinned(run.lease("a", 1, 2))
     run.restart_broker()
     run.answer("a", [third], 2)  # its lease has outlived the buffer
     assert (report(run).done, report(run).answered) == (True, 2)
-    assert run.broker.status(run.now).eval_ledger.balance == 0
+    assert run.status.eval_ledger.balance == 0
     assert not run.store.keys("t/e") and not run.store.keys("g/e")
     run.restart_broker()
-    assert [one.done for one in run.broker.status(run.now).evals] == [True]
+    assert [one.done for one in run.status.evals] == [True]
 
 
 def test_an_evaluation_that_takes_long_names_its_holders() -> None:
     run = evaluated("pause", stall_s=20.0)
     run.lease("a", 2, 2)
     run.now += 20.0
-    assert not [one for one in run.broker.status(run.now).stuck if "evaluation" in one.what]
+    assert not [one for one in run.status.stuck if "evaluation" in one.what]
     run.now += 1.0
-    (found,) = [one for one in run.broker.status(run.now).stuck if "evaluation" in one.what]
+    (found,) = [one for one in run.status.stuck if "evaluation" in one.what]
     assert found.what == f"evaluation of version 2: {SAMPLES} samples are missing"
     assert (found.holder, found.age_s) == ("a", 21.0)
     assert found.action == "the rest ends as overdue in 29 s"
@@ -111,7 +105,7 @@ def test_training_goes_on_beside_an_evaluation() -> None:
     tasks = run.lease("a", 2, 2)
     assert [t.pinned_version for t in tasks] == [2, 2]
     run.produce("b", 1)
-    step(run, 3)
+    run.train(3)
     assert not pinned(run.lease("b", 9, 3))  # newer weights than those it is pinned to
     run.answer("a", tasks, 2)
     run.answer("a", pinned(run.lease("a", 9, 2)), 2)
@@ -123,7 +117,7 @@ def test_an_evaluation_is_pinned_to_the_first_version_that_is_served() -> None:
     run = evaluated("concurrent")
     assert not pinned(run.lease("b", 4, 1))
     run.produce("a", 1)
-    step(run, 3)
+    run.train(3)
     tasks = pinned(run.lease("a", 9, 3))
     assert [t.pinned_version for t in tasks] == [3] * SAMPLES
     assert not pinned(run.lease("b", 9, 2))
@@ -140,7 +134,7 @@ def test_an_evaluation_that_nobody_can_finish_begins_again_with_newer_weights() 
     tasks = run.lease("a", 2, 2)
     run.answer("a", tasks[:1], 2)
     run.produce("b", 1)
-    step(run, 3)
+    run.train(3)
     run.lease("b", 1, 3)
     run.join("generator", "a", "a-2")
     assert run.lease("a", 0, 3) == []
@@ -150,7 +144,7 @@ def test_an_evaluation_that_nobody_can_finish_begins_again_with_newer_weights() 
     run.restart_broker()
     run.answer("a", pinned(run.lease("a", 9, 3)), 3)
     assert (report(run).version, report(run).done, report(run).answered) == (3, True, SAMPLES)
-    ledger = run.broker.status(run.now).eval_ledger
+    ledger = run.status.eval_ledger
     assert (ledger.ended, ledger.balance) == ({"evaluated": SAMPLES}, 0)
 
 
@@ -165,7 +159,7 @@ def test_an_evaluation_is_scored_by_the_reward_stage_alone() -> None:
         run.join(role, name)  # type: ignore[arg-type]
     run.answer("a", run.lease("a", 1, 0), 0)
     run.give("r", run.to_score("r"), 0.5)
-    step(run, 1)
+    run.train(1)
     run.answer("a", pinned(run.lease("a", 1, 1)), 1)
     run.restart_broker()  # while it waits for its reward
     run.give("r", run.to_score("r"), 0.5)
@@ -196,7 +190,7 @@ def test_an_evaluation_that_is_open_when_the_buffer_ends_is_cancelled() -> None:
     run.answer("a", run.lease("a", 1, 2), 2)
     assert not report(run).done
     run.take(run.broker.close(run.now))
-    status = run.broker.status(run.now)
+    status = run.status
     assert status.eval_ledger.ended == {"cancelled": SAMPLES}
     assert status.eval_ledger.balance == 0
     last = status.evals[-1]
@@ -209,10 +203,10 @@ def test_an_evaluation_of_a_version_that_is_taken_back_is_cancelled() -> None:
     run.answer("a", run.lease("a", 1, 2), 2)
     run.join("trainer", "trainer", "trainer-2")
     run.batch(1)
-    assert run.broker.status(run.now).eval_ledger.ended == {"cancelled": SAMPLES}
+    assert run.status.eval_ledger.ended == {"cancelled": SAMPLES}
     assert not run.broker.run.evals.pool.groups
     for number in (1, 2):
-        step(run, number)
+        run.train(number)
     run.answer("a", pinned(run.lease("a", 9, 2)), 2)
     assert (report(run).version, report(run).answered) == (2, SAMPLES)
 
@@ -225,7 +219,7 @@ def test_the_weights_of_the_beginning_are_evaluated_first(mode: Any) -> None:
     run.join("generator", "a")
     run.join("trainer", "trainer")
     run.pass_time(200)
-    assert not run.broker.status(run.now).evals
+    assert not run.status.evals
     tasks = run.lease("a", 9, 0)
     assert [task.pinned_version for task in tasks[:2]] == [0, 0]
     assert len(tasks) == (2 if mode == "pause" else 9), "and training samples beside them"
@@ -247,8 +241,7 @@ def test_several_answers_to_each_prompt() -> None:
     run.join("trainer", "trainer")
     tasks = run.lease("a", 8, 0)
     assert [task.prompt_id for task in tasks] == ["0"] * 4 + ["1"] * 4
-    back = ReturnedSample(sample_id=tasks[7].sample_id, attempt=1, reason="x", failed=True)
-    run.ask("a", ReturnTasks(samples=[back]))
+    run.back("a", tasks[7], failed=True)
     run.restart_broker()
     run.answer("a", tasks[:4], 0, 1.0, 1.0, 0.5, 1.0)
     assert set(report(run).scores) == {"pass@1", "pass@2", "pass@4", "mean@4"}, "as far as it is"

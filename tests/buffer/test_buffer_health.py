@@ -52,11 +52,11 @@ def held(watcher: Health, version: int = 1) -> dict[str, m.RunWarning]:
 
 def test_a_share_is_of_the_last_batches_and_of_the_whole_run() -> None:
     share = Share(10)
-    assert (share.share, len(share.parts)) == (0.0, 0)
+    assert (share.share, share.batches) == (0.0, 0)
     for _ in range(BATCHES):
-        assert len(share.parts) < BATCHES
+        assert share.batches < BATCHES
         share.add(10, 10)
-    assert len(share.parts) == BATCHES and share.share == 1.0
+    assert share.batches == BATCHES and share.share == 1.0
     share.add(0, 5)
     assert share.share == pytest.approx(40 / 45), "what has come since counts, too"
     for _ in range(BATCHES):
@@ -172,13 +172,6 @@ def test_updates_that_are_left_out() -> None:
     assert not held(watcher)
 
 
-def fail(run: World, task: Task, reason: str) -> None:
-    back = m.ReturnedSample(
-        sample_id=task.sample_id, attempt=task.attempt, reason=reason, failed=True
-    )
-    run.ask("a", m.ReturnTasks(samples=[back]))
-
-
 def test_a_run_whose_reward_always_raises_ends_with_a_balanced_ledger() -> None:
     run = World(group_size=4, batch_groups=4)
     run.join("generator", "a")
@@ -186,13 +179,13 @@ def test_a_run_whose_reward_always_raises_ends_with_a_balanced_ledger() -> None:
     for _ in range(16):
         assert run.broker.run.state == "ready" and not run.broker.failure
         (task,) = run.lease("a", 1, 0)
-        fail(run, task, "reward raised KeyError: 'answer'")
+        run.back("a", task, "reward raised KeyError: 'answer'", failed=True)
     assert "reward raised KeyError: 'answer'" in run.broker.failure
-    status = run.broker.status(run.now)
+    status = run.status
     assert (status.state, status.ending) == ("draining", run.broker.failure)
     assert not status.finished, "it can go on from its store"
     run.broker.close(run.now)
-    ledger = run.broker.status(run.now).ledger
+    ledger = run.status.ledger
     assert ledger.ended["failed"] == 64 and ledger.balance == 0
     assert sum(ledger.in_flight.values()) == 0
 
@@ -206,7 +199,7 @@ def test_samples_that_nobody_can_finish_end_no_run() -> None:
         run.now += 11.0
         run.beat("a")
         run.pass_time(0.0)
-    status = run.broker.status(run.now)
+    status = run.status
     assert status.ledger.ended["failed"] == 120
     assert status.state == "ready" and not run.broker.failure
     assert status.health["failed_samples/run"] == 0.0
@@ -230,9 +223,9 @@ def test_scores_that_fail(own: bool) -> None:
             run.beat("a")
             run.beat("r")
             run.pass_time(0.0)
-    assert run.broker.status(run.now).ledger.ended["failed"] == 64
+    assert run.status.ledger.ended["failed"] == 64
     assert ("reward: it raised" in run.broker.failure) == own
-    assert (run.broker.status(run.now).health["failed_samples/run"] == 1.0) == own
+    assert (run.status.health["failed_samples/run"] == 1.0) == own
 
 
 def test_the_status_has_figures_and_warnings_and_the_metrics_a_row() -> None:
@@ -247,7 +240,7 @@ def test_the_status_has_figures_and_warnings_and_the_metrics_a_row() -> None:
     assert run.batch(1).trajectories
     run.ask("trainer", m.CommitBatch(step=1, metrics={"updates": 0.0}))
     run.pass_time(0.1)
-    status = run.broker.status(run.now)
+    status = run.status
     assert [one.name for one in status.warnings] == [
         "constant_reward", "equal_rewards", "truncated", "zero_gradient",
     ]  # fmt: skip
@@ -279,8 +272,7 @@ def test_the_broker_tells_of_stored_answers_that_became_stale() -> None:
     run.submit("a", trajectory(first, 0))
     for step in (1, 2):
         run.produce("b", step - 1)
-        run.batch(step)
-        run.commit(step)
+        run.train(step)
     assert run.pool.ledger.snapshot().ended["stale"] == 2
     tokens = run.broker.run.health._tokens
     assert (len(tokens["stale"]), len(tokens["trained"])) == (1, 4)
@@ -380,27 +372,26 @@ def test_the_first_status_has_the_speed_of_what_was_done() -> None:
     """Who asks once is told as much as who has watched; waiting for generators does not count."""
     run = world(run_ahead=1)
     run.pass_time(5.0)
-    assert run.broker.status(run.now).rates.issued_per_s == 0.0
+    assert run.status.rates.issued_per_s == 0.0
     tasks = run.produce("a", 0)
     run.pass_time(1.0)
     run.pass_time(1.0)
-    rates = run.broker.status(run.now).rates
+    rates = run.status.rates
     assert rates.issued_per_s == rates.answers_per_s == len(tasks)  # all within a second
     assert rates.samples_per_s == rates.steps_per_s == 0.0
-    run.batch(1)
-    run.commit(1)
-    rates = run.broker.status(run.now).rates
+    run.train(1)
+    rates = run.status.rates
     assert rates.samples_per_s == pytest.approx(4 / 2.0), "of 4 samples, since work began"
     assert rates.steps_per_s == pytest.approx(1 / 2.0)
 
 
 def test_the_progress_of_a_member_has_a_rate() -> None:
     run = world()
-    (member,) = [m for m in run.broker.status(run.now).members if m.name == "a"]
+    (member,) = [m for m in run.status.members if m.name == "a"]
     assert member.progress_per_s == 0.0
 
     for second in range(1, 6):
         run.now = float(second)
         run.ask("a", Heartbeat(state="ready", activity="x", progress=7 * second, idle_s=0.0))
-    (member,) = [m for m in run.broker.status(run.now).members if m.name == "a"]
+    (member,) = [m for m in run.status.members if m.name == "a"]
     assert member.progress_per_s == pytest.approx(7.0)

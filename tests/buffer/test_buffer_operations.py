@@ -37,7 +37,7 @@ def test_the_trainer_is_told_that_the_run_is_paused() -> None:
     assert "paused (maintenance)" in lease.waiting_for
     assert run.ask("trainer", m.LeaseBatch(step=1, wait_s=1e6)) is None
     run.pass_time(3600.0)  # long, but nothing is stuck: somebody wanted it so
-    assert "batch" not in " ".join(stuck.what for stuck in run.broker.status(run.now).stuck)
+    assert "batch" not in " ".join(stuck.what for stuck in run.status.stuck)
     run.join("trainer", "trainer", "trainer-2")
     run.ask("op", m.Operate(kind="resume"))
     assert len(run.batch(1).trajectories) == 4
@@ -48,7 +48,7 @@ def test_a_pause_outlives_the_buffer() -> None:
     run.join("generator", "a")
     run.ask("op", m.Operate(kind="pause", reason="later"))
     run.restart_broker()
-    assert run.broker.status(run.now).paused == "later"
+    assert run.status.paused == "later"
     assert run.lease("a", 4, version=0) == []
 
 
@@ -105,7 +105,7 @@ def test_the_whole_run_is_drained_and_can_go_on() -> None:
     run.lease("a", 4, version=0)
     assert run.ask("op", m.Operate(kind="drain", reason="enough for today")) == m.Ok()
     assert sorted(name for name, _ in run.pushes) == ["a", "b", "trainer"]
-    status = run.broker.status(run.now)
+    status = run.status
     assert (status.state, status.ending, status.finished) == ("draining", "enough for today", False)
     run.restart_broker()
     assert run.broker.run.state == "ready"
@@ -120,7 +120,7 @@ def test_an_evaluation_on_request() -> None:
     tasks = [task for task in run.lease("a", 100, version=0) if task.pinned_version == 0]
     assert len(tasks) == 3
     run.submit("a", *(trajectory(task, 0) for task in tasks))
-    (report,) = run.broker.status(run.now).evals
+    (report,) = run.status.evals
     assert (report.version, report.done, report.accuracy) == (0, True, 1.0)
     assert isinstance(run.ask("op", m.Operate(kind="evaluate")), m.Ok)  # as often as one likes
 

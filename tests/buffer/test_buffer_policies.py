@@ -16,11 +16,6 @@ from umbra.services.buffer.samples.staleness import StalenessPolicy, split
 from umbra.services.config import GeneratorConfig
 
 
-def step(run: World, number: int) -> None:
-    assert run.batch(number).trajectories
-    run.commit(number)
-
-
 def test_a_flushed_partial_is_kept_and_its_lease_goes_on() -> None:
     run = world(lease_s=10, dead_after_s=1000)
     (task,) = run.lease("a", 1, 0)
@@ -50,7 +45,7 @@ def overtaken() -> tuple[World, list[Task]]:
     tasks = run.lease("a", 1000, 0)
     run.answer("a", tasks[1:5], 0, 1.0, 0.0)  # groups 1 and half of 0 and 2
     run.answer("a", tasks[5:8], 0, 1.0, 0.0)
-    step(run, 1)  # groups 1 and 2 or 3; group 0 lacks its first sample
+    run.train(1)  # groups 1 and 2 or 3; group 0 lacks its first sample
     return run, tasks
 
 
@@ -83,8 +78,7 @@ def test_a_failed_sample_does_not_end_a_group_that_may_survive() -> None:
     run = world(group_size=3, batch_groups=1, straggler_s=20)
     tasks = run.lease("a", 3, 0)
     run.answer("a", tasks[:2], 0, 1.0, 0.0)
-    back = m.ReturnedSample(sample_id="s-2", attempt=1, reason="x", failed=True)
-    run.ask("a", m.ReturnTasks(samples=[back]))
+    run.back("a", tasks[2], failed=True)
     assert len(run.batch(1).trajectories) == 2
     assert run.pool.ledger.ended == {"failed": 1}
 
@@ -117,7 +111,7 @@ def scored(**options: Any) -> World:
 def test_trajectories_go_through_their_stages_in_order() -> None:
     run = scored(batch_groups=1)
     run.answer("a", run.lease("a", 2, 0), 0, 0.0)
-    assert run.broker.status(run.now).ledger.in_flight["scoring"] == 2
+    assert run.status.ledger.in_flight["scoring"] == 2
     assert not run.to_score("r", "logp")
     rewards = run.to_score("r", "reward")
     assert rewards[0].row == {"prompt": "row 1"}
@@ -183,16 +177,16 @@ def test_stages_without_a_scorer_of_their_own_and_busy_ones_are_named() -> None:
     assert not run.to_score("r", "ref_logp") and not run.to_score("q", "logp")
     run.answer("a", run.lease("a", 2, 0), 0, 1.0, 0.0)
     run.pass_time(1)
-    (found,) = run.broker.status(run.now).stuck
+    (found,) = run.status.stuck
     assert "stage reward" in found.what and "no scorer of it" in found.what
     assert len(run.to_score("q", "reward", 1)) == 1
-    assert not run.broker.status(run.now).stuck
+    assert not run.status.stuck
     run.pass_time(5)
-    (found,) = [s for s in run.broker.status(run.now).stuck if "samples wait" in s.what]
+    (found,) = [s for s in run.status.stuck if "samples wait" in s.what]
     assert (found.holder, found.age_s) == ("q", 6.0)
     assert found.action == "none: start more of `umbra scorer --stage reward`"
     run.join("scorer", "q", "q-2")  # has not asked for anything yet
-    assert any("no scorer of it" in s.what for s in run.broker.status(run.now).stuck)
+    assert any("no scorer of it" in s.what for s in run.status.stuck)
 
 
 def test_reasons_of_failure_are_counted_by_name_as_far_as_that_is_bounded() -> None:
@@ -202,10 +196,7 @@ def test_reasons_of_failure_are_counted_by_name_as_far_as_that_is_bounded() -> N
     for number in range(120):
         (task,) = run.lease("a", 1, 0)
         if number % 2:
-            back = m.ReturnedSample(
-                sample_id=task.sample_id, attempt=task.attempt, reason=f"a {number}", failed=True
-            )
-            run.ask("a", m.ReturnTasks(samples=[back]))
+            run.back("a", task, f"a {number}", failed=True)
         else:
             run.answer("a", [task], 0)
             run.give("r", run.to_score("r", "reward"), error=f"b {number}")
@@ -241,8 +232,7 @@ def test_batches_go_while_no_checkpoint_could_use_them() -> None:
     run = world(run_ahead=1, max_staleness=2, durable=True)
     run.produce("a", 0)
     for step in (1, 2):
-        run.batch(step)
-        run.commit(step)
+        run.train(step)
     assert len(run.broker.batches.kept) == 2
     counted(run)
     run.store.size_bytes = 2 * run.config.buffer.store_max_bytes
@@ -259,8 +249,8 @@ def test_a_store_full_of_batches_has_a_checkpoint_made() -> None:
     run = world(run_ahead=1, max_staleness=2, durable=True)
     run.ask("trainer", m.CheckpointSaved(step=0, newest=0))
     run.produce("a", 0)
-    step(run, 1)
-    step(run, 2)
+    run.train(1)
+    run.train(2)
     assert not run.batch(3).checkpoint
     run.store.size_bytes = run.config.buffer.store_max_bytes
     run.pass_time(0.1)
@@ -277,11 +267,11 @@ def test_a_run_whose_batch_does_not_fit_into_the_store_is_told_so() -> None:
     run.store.size_bytes = run.config.buffer.store_max_bytes
     for seconds in (0.1, 70.0):
         run.pass_time(seconds)
-    (full,) = (one for one in run.broker.status(run.now).stuck if one.hopeless)
+    (full,) = (one for one in run.status.stuck if one.hopeless)
     assert full.age_s == pytest.approx(70.0) and "no room for a batch" in full.hopeless
     run.store.size_bytes = 0
     run.pass_time(0.1)
-    assert not any(one.hopeless for one in run.broker.status(run.now).stuck)
+    assert not any(one.hopeless for one in run.status.stuck)
 
 
 def test_a_store_that_is_full() -> None:
@@ -375,11 +365,11 @@ def test_generators_of_others_that_are_gone_are_named(count: int, reason: str, n
     run.ask("b", m.Leave(reason=reason))
     hopeless: list[str] = []
     for _ in range(2):
-        found = [one for one in run.broker.status(run.now).stuck if one.holder == "nobody"]
+        found = [one for one in run.status.stuck if one.holder == "nobody"]
         assert [one.what for one in found] == named * [f"no generator is left (b: {reason})"]
         hopeless = [one.hopeless for one in found if one.hopeless]
         assert not hopeless or run.now
         run.pass_time(601.0)
     assert bool(hopeless) == bool(reason)
     run.join("generator", "c")
-    assert not [one for one in run.broker.status(run.now).stuck if one.holder == "nobody"]
+    assert not [one for one in run.status.stuck if one.holder == "nobody"]

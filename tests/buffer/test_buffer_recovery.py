@@ -50,7 +50,7 @@ def test_a_copied_folder_of_a_run_has_a_name_of_its_own() -> None:
             continue
         for _ in range(2):
             world.restart_broker()
-        assert world.broker.status(world.now).run_id == "copied"
+        assert world.status.run_id == "copied"
         assert world.submit("a", *(trajectory(task, 0) for task in tasks)).accepted == 3
 
 
@@ -64,11 +64,10 @@ def test_what_an_earlier_life_did_is_no_speed_of_this_one() -> None:
     """Rates of 7,798 to 11,528 samples/s were shown after a resume, where 420 were made."""
     world = started()
     world.produce("a", 0)
-    world.batch(1)
-    world.commit(1)
+    world.train(1)
     world.restart_broker()
     world.pass_time(1.0)
-    rates = world.broker.status(world.now).rates
+    rates = world.status.rates
     assert rates.samples_per_s == rates.issued_per_s == rates.steps_per_s == 0.0
 
 
@@ -91,8 +90,7 @@ def test_no_prompt_is_skipped_or_repeated() -> None:
     tasks = world.lease("a", 100, 0)
     world.answer("a", tasks, 0)
     for step in (1, 2, 3):
-        world.batch(step)
-        world.commit(step)
+        world.train(step)
     assert world.pool.ledger.ended["stale"] == 4
     seen = [task.prompt_id for task in [*tasks, *world.lease("a", 4, 3)]]
     world.restart_broker()
@@ -104,10 +102,7 @@ def test_a_partial_outlives_the_buffer() -> None:
     world = started()
     (task,) = world.lease("a", 1, 0)
     partial = trajectory(task, 0, finish_reason="partial")
-    given = m.ReturnedSample(
-        sample_id=task.sample_id, attempt=task.attempt, reason="x", partial=partial
-    )
-    world.get("a", m.ReturnTasks(samples=[given]), m.Ok)
+    world.back("a", task, partial=partial)
     world.restart_broker()
     (again,) = world.lease("a", 1, 0)
     assert (again.sample_id, again.trajectory) == (task.sample_id, partial)
@@ -118,8 +113,7 @@ def trained(world: World, steps: int) -> list[m.BatchLease]:
     batches: list[m.BatchLease] = []
     for step in range(1, steps + 1):
         world.produce("a", step - 1)
-        batches.append(world.batch(step))
-        world.commit(step)
+        batches.append(world.train(step))
     return batches
 
 
@@ -222,8 +216,7 @@ def test_a_finished_run_goes_on_when_it_gets_more_steps() -> None:
     world.join("trainer", "trainer")
     world.join("generator", "a")
     world.produce("a", 0)
-    world.batch(1)
-    world.commit(1)
+    world.train(1)
     world.get("trainer", m.FinishRun(reason="done"), m.RunFinished)
     world.restart_broker()
     assert world.broker.run.state == "draining"

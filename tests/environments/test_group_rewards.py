@@ -7,10 +7,9 @@ from collections.abc import Awaitable
 from typing import Any
 
 import pytest
-from fakes.broker_world import World, give_back, trajectory
+from fakes.broker_world import World, trajectory
 
 from umbra.proto.errors import UsageError
-from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import Task
 from umbra.services.buffer.status import StallReport
 from umbra.services.config import EvalConfig
@@ -164,8 +163,7 @@ def test_a_sample_that_fails_ends_its_group_which_nobody_scores() -> None:
     run = world()
     tasks = run.lease("a", 3, 0)
     answer(run, *tasks[:2])
-    back = ReturnedSample(sample_id="s-2", attempt=1, reason="x", failed=True)
-    give_back(run, "a", back)
+    run.back("a", tasks[2], failed=True)
     assert run.to_score("x") == []
     assert run.pool.ledger.ended == {"failed": 3}
 
@@ -216,9 +214,8 @@ def test_all_samples_of_a_prompt_are_rewarded_at_once_in_evaluations() -> None:
     assert [task.row["prompt"][-1] for task in tasks] == ["0", "0", "1", "1"]
     answer(run, *tasks[:3], version=1)
     run.give("x", run.to_score("x"), 1.0, 0.0)
-    back = ReturnedSample(sample_id=tasks[3].sample_id, attempt=1, reason="x", failed=True)
-    give_back(run, "a", back)
-    (report,) = run.broker.status(run.now).evals
+    run.back("a", tasks[3], failed=True)
+    (report,) = run.status.evals
     assert (report.done, report.answered, report.ended) == (True, 2, {"failed": 2})
     assert report.accuracy == 0.25  # what failed is worth nothing
     run.broker.run.check()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes.broker_world import World, give_back, trajectory
+from fakes.broker_world import World, trajectory
 
 from umbra.proto.errors import UsageError
-from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import Task
 from umbra.services.buffer.status import StallReport
 from umbra.services.config import (
@@ -126,10 +125,9 @@ def test_a_failure_in_an_evaluation_costs_a_group_only_where_groups_are_rewarded
     assert [task.row["environment"] for task in tasks] == ["ranked"] * 2 + ["alone"] * 2
     assert len({task.group_id for task in tasks}) == 3
     answer(run, *tasks[:3], version=1)
-    back = ReturnedSample(sample_id=tasks[3].sample_id, attempt=1, reason="x", failed=True)
-    give_back(run, "a", back)
+    run.back("a", tasks[3], failed=True)
     give(run, run.to_score("x"))
-    (report,) = run.broker.status(run.now).evals
+    (report,) = run.status.evals
     assert (report.done, report.answered, report.ended) == (True, 3, {"failed": 1})
     assert report.accuracy == (1.0 + 2.0 + OWN) / 4
     run.broker.run.check()

@@ -242,6 +242,24 @@ class World:
         """The trainer commits `step`."""
         return self.get("trainer", m.CommitBatch(step=step), m.CommitAck)
 
+    def train(self, step: int) -> m.BatchLease:
+        """The trainer gets and commits the batch of `step`."""
+        batch = self.batch(step)
+        assert batch.trajectories
+        self.commit(step)
+        return batch
+
+    def back(self, name: str, task: Task, reason: str = "x", **said: Any) -> None:
+        """`name` hands back the sample of `task`; `said` are fields of `ReturnedSample`."""
+        sample = m.ReturnedSample(
+            sample_id=task.sample_id, attempt=task.attempt, reason=reason, **said
+        )
+        assert self.ask(name, m.ReturnTasks(samples=[sample])) == m.Ok()
+
+    @property
+    def status(self) -> m.Status:
+        return self.broker.status(self.now)
+
     def _take(self, effect: Effect) -> None:
         match effect:
             case Reply(request, body):
@@ -259,8 +277,3 @@ def world(**options: Any) -> World:
     made.join("generator", "b")
     made.join("trainer", "trainer")
     return made
-
-
-def give_back(made: World, name: str, sample: m.ReturnedSample) -> None:
-    """`name` hands `sample` back."""
-    assert made.ask(name, m.ReturnTasks(samples=[sample])) == m.Ok()

@@ -98,7 +98,7 @@ class TrainerEndpoint:
         ledger = run.pool.ledger.snapshot()
         run.outbox.reply(request, m.CommitAck(version=self._batches.version, ledger=ledger))
 
-    def checkpoint(self, request: Request, body: m.CheckpointSaved, _now: float) -> None:
+    def checkpoint(self, request: Request, body: m.CheckpointSaved) -> None:
         version = self._batches.version
         if not 0 <= body.step <= version:
             reason = f"no checkpoint can cover step {body.step}: {version} steps are committed"

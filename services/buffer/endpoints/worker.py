@@ -54,8 +54,6 @@ class WorkerEndpoint:
         self._generators = self._parked[SAMPLE]
         self._served_at = (-1, -1, -1)  # openings and version when generators were last served
 
-    # -- requests ----------------------------------------------------------------------------------
-
     def lease(self, request: Request, body: m.LeaseTasks, now: float) -> None:
         scores, newest = body.kind != SAMPLE, self._run.batches.newest
         peer = self._sender(request, "scorer" if scores else "generator")
@@ -70,7 +68,7 @@ class WorkerEndpoint:
             raise _malformed(peer.name)
         if scores:
             peer.stage = body.kind
-        grant = self._grant(request, body, peer, now)
+        grant = self._grant_new(request, body, now)
         if grant.tasks or self.closed or body.wait_s <= 0 or body.capacity <= 0:
             self._outbox.reply(request, self._reply(grant))
         else:
@@ -102,7 +100,7 @@ class WorkerEndpoint:
         grant = Grant(peer.name, request.header.id, 0, now, body.version)
         if body.capacity > 0 and not scores and peer.strikes < STRIKES:
             if 0 <= body.version <= self._run.batches.newest:
-                grant = self._grant(request, body, peer, now)
+                grant = self._grant_new(request, body, now)
             else:
                 self._counters["wrong_version"] += 1
         self._outbox.reply(request, self._reply(grant, accepted, refused))
@@ -124,7 +122,7 @@ class WorkerEndpoint:
         lost = sound and len({sample.group.group_id for sample in samples}) == 1
         self._requeue(name, samples, lost=lost, why=f"{name} cannot decode it: {body.reason}")
 
-    def hand_back(self, request: Request, body: m.ReturnTasks, _now: float) -> None:
+    def hand_back(self, request: Request, body: m.ReturnTasks) -> None:
         for returned in body.samples:
             self._hand_back(returned, request.header.sender)
         self._outbox.reply(request, m.Ok())
@@ -149,15 +147,13 @@ class WorkerEndpoint:
             self._leases.renew(sample, now)
         self._outbox.reply(request, m.TaskLeases(lost=lost))
 
-    # -- time and members --------------------------------------------------------------------------
-
     def serve(self, now: float) -> None:
         """Retry parked requests; generators' only if samples became available since."""
-        for stage in self._run.buffer.stages:
-            if self._parked[stage] and self._run.waiting(stage):
+        run = self._run
+        for stage in run.buffer.stages:
+            if self._parked[stage] and run.waiting(stage):
                 for question in list(self._parked[stage].values()):
                     self._serve(question, 0, now)
-        run = self._run
         state = (run.pool.openings, run.evals.pool.openings, run.batches.version)
         if state == self._served_at:
             return
@@ -193,8 +189,6 @@ class WorkerEndpoint:
         self.closed = True
         self._answer_parked(math.inf)
 
-    # -- leases ------------------------------------------------------------------------------------
-
     def _sender(self, request: Request, role: m.Role) -> Participant:
         peer = self._run.members.peers[request.header.sender]
         if peer.role != role:
@@ -222,18 +216,31 @@ class WorkerEndpoint:
                 pool = self._run.pool_of(sample.sample_id)
                 pool.take_back(sample, lost=lost, reason=why or gone)
 
-    def _grant(
-        self, request: Request, body: m.LeaseTasks | m.SubmitResults, peer: Participant, now: float
+    def _grant_new(
+        self, request: Request, body: m.LeaseTasks | m.SubmitResults, now: float
     ) -> Grant:
-        """Lease for a new request, which replaces a parked one.
+        """Lease for a new request, which replaces a parked one."""
+        if older := self._unpark(request.header.sender):
+            self._outbox.reply(older.request, NOTHING)
+        return self._grant(request, body, len(self._generators), now)
+
+    def _serve(self, question: Parked[m.LeaseTasks], waiting: int, now: float) -> None:
+        grant = self._grant(question.request, question.body, waiting, now)
+        if grant.tasks:
+            del self._parked[question.body.kind][grant.holder]
+            self._outbox.reply(question.request, self._reply(grant))
+
+    def _grant(
+        self, request: Request, body: m.LeaseTasks | m.SubmitResults, waiting: int, now: float
+    ) -> Grant:
+        """Lease what there is, while `waiting` other generators want work.
 
         A request whose answer was lost with an earlier life of the buffer gets the same samples
         again: the server recognises resends, but forgets them at a restart. Request numbers count
         up, so one above all that got work is new.
         """
-        if older := self._unpark(peer.name):
-            self._outbox.reply(older.request, NOTHING)
-        number = request.header.id
+        run, number = self._run, request.header.id
+        peer = run.members.peers[request.header.sender]
         grant = Grant(peer.name, number, min(body.capacity, peer.most), now, body.version)
         if peer.granted is None or number <= peer.granted:
             held = self._leases.of(peer.name)
@@ -241,27 +248,9 @@ class WorkerEndpoint:
                 peer.granted = max((sample.asked for sample in held), default=0)
             for sample in held:
                 if sample.asked == number:
-                    self._run.pool_of(sample.sample_id).hand_out(sample, grant)
-        if not grant.tasks:
-            self._take(body, grant, peer, len(self._generators))
-        return grant
-
-    def _serve(self, question: Parked[m.LeaseTasks], waiting: int, now: float) -> None:
-        request, body = question.request, question.body
-        peer = self._run.members.peers[request.header.sender]
-        capacity = min(body.capacity, peer.most)
-        grant = Grant(peer.name, request.header.id, capacity, now, body.version)
-        self._take(body, grant, peer, waiting)
-        if grant.tasks:
-            del self._parked[body.kind][peer.name]
-            self._outbox.reply(request, self._reply(grant))
-
-    def _take(
-        self, body: m.LeaseTasks | m.SubmitResults, grant: Grant, peer: Participant, waiting: int
-    ) -> None:
-        run = self._run
-        if self.closed:
-            return
+                    run.pool_of(sample.sample_id).hand_out(sample, grant)
+        if grant.tasks or self.closed:
+            return grant
         if isinstance(body, m.LeaseTasks) and body.kind != SAMPLE:
             scoring.take(run, body.kind, grant)
         elif not run.paused:
@@ -269,7 +258,8 @@ class WorkerEndpoint:
             if not run.evals.pausing:
                 run.batches.take(grant, waiting)
         if grant.tasks:
-            peer.granted = max(grant.request, peer.granted or 0)
+            peer.granted = max(number, peer.granted)
+        return grant
 
     def _reply(
         self, grant: Grant, accepted: int = 0, refused: dict[str, str] | None = None
@@ -280,8 +270,6 @@ class WorkerEndpoint:
             accepted=accepted,
             refused=refused or {},
         )
-
-    # -- answers -----------------------------------------------------------------------------------
 
     def _accept(
         self, trajectory: Trajectory, packed: Packed, peer: Participant, now: float

@@ -71,8 +71,6 @@ class Batches:
         """Return u of the staleness rules: groups issued, but neither ended nor committed."""
         return len(self._pool.groups) + sum(len(batch.groups) for batch in self.formed.values())
 
-    # -- admission ---------------------------------------------------------------------------------
-
     def take(self, grant: Grant, waiting: int) -> None:
         """Lease samples to a generator, by the admission, lease and partial rules of `staleness`.
 
@@ -114,8 +112,6 @@ class Batches:
 
     def required_version(self, sample: Sample) -> int:
         return self._policy.required_version(sample.group.due, self.version)
-
-    # -- batches -----------------------------------------------------------------------------------
 
     def form(self, now: float) -> StoredBatch | None:
         if self.leased is None:
@@ -259,8 +255,6 @@ class Batches:
                 for sample in group.samples
             ):
                 self._pool.end(group, "stale")
-
-    # -- in the store ------------------------------------------------------------------------------
 
     def _open(self, batch: StoredBatch) -> None:
         """Keep a new batch, written as the names of its groups, which are live and kept as such."""

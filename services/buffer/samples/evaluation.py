@@ -1,11 +1,10 @@
 """Evaluations within a run: samples of held-out prompts, all of one policy version.
 
-They have a pool and a ledger of their own, and go before training samples. A group is one sample,
-or all of a prompt where these are scored at once. An evaluation is due every `eval.every` versions,
-and with `eval.at_ends` when a generator first asks for work and when the last step is done. It is
-pinned to the version of the first generator that asks for work and serves at least that. In mode
-"pause" that is the version that is due, since no training samples are leased until it is done; in
-mode "concurrent" it may be a later one.
+They have a pool and a ledger of their own, and go before training samples. An evaluation is due
+every `eval.every` versions, and with `eval.at_ends` when a generator first asks for work and when
+the last step is done. It is pinned to the version of the first generator that asks for work and
+serves at least that: in mode "pause" the due one, as no training samples are leased until it is
+done; in mode "concurrent" perhaps a later one.
 
 In mode "concurrent" a generator defers newer weights while it has pinned samples, or more of them
 wait for it, at most for `eval.timeout_s`; the trainer never waits. If every generator serves newer
@@ -92,11 +91,10 @@ class Evaluations:
         Raises:
             NackError: there are no prompts, or an evaluation is under way.
         """
-        if not self.prompts:
-            why = "the run has no held-out prompts: set eval.prompts before it starts"
-            raise NackError("no_eval", why)
+        why = "the run has no held-out prompts: set eval.prompts before it starts"
         if self.open is not None:
             why = f"the evaluation of version {self.open.version} is under way: wait for it"
+        if self.open is not None or not self.prompts:
             raise NackError("no_eval", why)
         self._asked = True
         return self.config.samples
@@ -107,7 +105,6 @@ class Evaluations:
         if self.open is not None and self.open.due > version:
             self._end_all("cancelled")  # the trainer starts again before that version
             self.open = None
-            self.pool.openings += 1
         if self.open is None and not self._over and (self._is_due(version) or self._asked):
             self._begin(version, now)
         if self.open is not None:

@@ -1,10 +1,8 @@
 """Samples, the groups they form, and their leases.
 
-All plain fields of `Sample` and `Group` survive a restart of the buffer, the times excepted, which
-are seconds of the broker's clock.
-
-A sample has at most one lease, to a generator or to a scorer, as its state says. A lease is named
-by `(sample_id, attempt)`: each sort of lease counts its attempts, so that results under an older
+All plain fields of `Sample` and `Group` survive a restart of the buffer, but for times (seconds
+of the broker's clock). A sample has at most one lease, to a generator or to a scorer, as its state
+says, named by `(sample_id, attempt)`: each sort counts its attempts, so that results under an older
 one are told apart.
 """
 
@@ -94,8 +92,8 @@ class Group:
     @property
     def oldest(self) -> int | None:
         if self.moved:
-            versions = [s.oldest_possible for s in self.samples]
-            self._age = min((version for version in versions if version is not None), default=None)
+            versions = (sample.oldest_possible for sample in self.samples)
+            self._age = min((v for v in versions if v is not None), default=None)
             self.moved = False
         return self._age
 
@@ -149,16 +147,15 @@ class LeaseTable:
         # All take equally long: the order in which they were made or renewed is that of the ends.
         self.deadlines: OrderedDict[Sample, float] = OrderedDict()
 
-    def add(self, sample: Sample, holder: str, now: float) -> None:
-        """Lease `sample`, whose state and attempt are set, to `holder`."""
-        sample.holder = holder
-        sample.leased_at = now
-        self.held.setdefault(holder, {})[sample.sample_id] = sample
-        self.deadlines[sample] = now + self.lease_s
+    def add(self, sample: Sample, grant: Grant) -> None:
+        """Lease `sample`, whose state and attempt are set, to the holder of `grant`."""
+        sample.holder, sample.asked = grant.holder, grant.request
+        sample.leased_at = grant.now
+        self.held.setdefault(grant.holder, {})[sample.sample_id] = sample
+        self.deadlines[sample] = grant.now + self.lease_s
 
     def find(self, sample_id: str, attempt: int, holder: str) -> Sample | None:
-        held = self.held.get(holder)
-        sample = held.get(sample_id) if held else None
+        sample = self.held.get(holder, {}).get(sample_id)
         return sample if sample is not None and sample.lease_attempt == attempt else None
 
     def of(self, holder: str) -> list[Sample]:

@@ -112,8 +112,6 @@ class Journal:
         except KeyError:
             return None
 
-    # -- trajectories ------------------------------------------------------------------------------
-
     def put(self, sample_id: str, packed: Packed) -> None:
         self.store.put(f"t/{sample_id}", packed)
 
@@ -158,8 +156,6 @@ class Journal:
                 stages += 1
             counts[name] = stages
         return counts
-
-    # -- groups ------------------------------------------------------------------------------------
 
     def touch(self, group: Group) -> None:
         """Note that `group` or a sample of it has changed."""

@@ -3,11 +3,9 @@
     queued -> generating -> scoring -> ready -> training -> trained
        ^----------'       any of the first five -> ended(reason)
 
-A generator or scorer works on a sample under a lease (`LeaseTable`). A sample that is taken back is
-queued before those that nobody has had yet, oldest first, and keeps its last partial. Groups are
-trained as a whole; they end as a whole too, unless they may go on with the survivors.
-
-Every operation costs O(1) or O(log n) on average.
+A sample that is taken back is queued before those that nobody has had yet, oldest first, and keeps
+its last partial. Groups are trained as a whole; they end as a whole too, unless they may go on with
+the survivors. Every operation costs O(1) or O(log n) on average.
 """
 
 from __future__ import annotations
@@ -115,8 +113,7 @@ class SamplePool:
 
     def lease(self, sample: Sample, grant: Grant) -> None:
         """Lease `sample`, the next queued one."""
-        _, first = heapq.heappop(self._queue)
-        assert first is sample
+        heapq.heappop(self._queue)
         self._move(sample, State.GENERATING)
         sample.attempt += 1
         sample.leased_version = grant.version
@@ -130,18 +127,16 @@ class SamplePool:
         self.journal.touch(samples[0].group)
 
     def _lease(self, sample: Sample, grant: Grant) -> None:
-        self.leases.add(sample, grant.holder, grant.now)
-        sample.asked = grant.request
+        self.leases.add(sample, grant)
         self.hand_out(sample, grant)
 
     def hand_out(self, sample: Sample, grant: Grant) -> None:
         """Add the task of the leased `sample` to `grant`."""
         group, scoring = sample.group, sample.state is State.SCORING
         row: Any = msgspec.Raw(group.packed_row())
-        packed: bytes | memoryview = b""
-        if sample.oldest is not None:
-            packed = self.journal.packed(sample.sample_id)
-        trajectory: Any = msgspec.Raw(packed) if packed else None
+        has_any = sample.oldest is not None
+        packed = self.journal.packed(sample.sample_id) if has_any else b""
+        trajectory: Any = msgspec.Raw(packed) if has_any else None
         task = Task(
             kind=self.stage_of(sample) if scoring else SAMPLE,
             sample_id=sample.sample_id,
@@ -333,7 +328,7 @@ class SamplePool:
                 sample.leased_at = sample.unscored_since = now
                 self.ledger.in_flight[sample.state] += 1
                 if sample.holder:
-                    self.leases.add(sample, sample.holder, now)
+                    self.leases.add(sample, Grant(sample.holder, sample.asked, 0, now))
                 elif sample.state is State.QUEUED:
                     heapq.heappush(self._queue, (sample.serial, sample))
                 elif sample.state is State.SCORING and self.scored_with(sample):
@@ -350,11 +345,11 @@ class SamplePool:
 
     def _advance(self, sample: Sample, now: float) -> None:
         group = sample.group
-        if sample.stage < len(self.stages) and self.stage_of(sample) == self._together:
-            if not self.scores_together(group.prompt):  # the stage is for other environments
-                nothing = pack(Score(sample_id=sample.sample_id, attempt=0))
-                self.journal.put_score(sample.sample_id, self._together, nothing)
-                sample.stage += 1
+        stages = self.stages[sample.stage :]
+        if stages and stages[0] == self._together and not self.scores_together(group.prompt):
+            nothing = pack(Score(sample_id=sample.sample_id, attempt=0))
+            self.journal.put_score(sample.sample_id, stages[0], nothing)
+            sample.stage += 1
         if sample.stage < len(self.stages):
             if sample.state is not State.SCORING:
                 self._move(sample, State.SCORING)
