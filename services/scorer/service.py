@@ -92,7 +92,7 @@ def _score(
             break
         for score in ready:
             del pending[score.sample_id]
-        # Those of a group are taken as a whole.
+        # The scores of a group are taken as a whole.
         (client.deliver_together if len(ready) > 1 else client.submit)(ready)
         alive(len(ready))
     client.deliver()

@@ -17,7 +17,7 @@ from umbra.services.buffer.effects import NackError, Reply
 def test_whatever_may_be_sent_to_the_buffer_is_answered_by_somebody(kind: type[m.Message]) -> None:
     run = world()
     empty = kind(**{one.name: None for one in msgspec.structs.fields(kind) if one.required})
-    with suppress(AttributeError, TypeError):  # of what is None
+    with suppress(AttributeError, TypeError):  # fields are None
         try:
             run.broker._dispatch(run.request("a", empty), 0.0)
         except NackError as refusal:

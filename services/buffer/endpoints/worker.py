@@ -233,7 +233,7 @@ class WorkerEndpoint:
     def _grant(
         self, request: Request, body: m.LeaseTasks | m.SubmitResults, waiting: int, now: float
     ) -> Grant:
-        """Lease what there is, while `waiting` other generators want work.
+        """Lease available tasks, while `waiting` other generators want work.
 
         A request whose answer was lost with an earlier life of the buffer gets the same samples
         again: the server recognises resends, but forgets them at a restart. Request numbers count
