@@ -128,15 +128,11 @@ class AgentPool:
         Raises ApiError if this is not the endpoint of `environment`; "" = any.
         """
         if self._workers is not None:
-            raise ApiError(
-                "environment.agent is set: this run starts its agents", status=404, code="no_work"
-            )
-        if environment and environment != (own := offered_name(self._config)):
-            raise ApiError(
-                f"this endpoint serves {own}, not {environment}",
-                status=404,
-                code="other_environment",
-            )
+            own = "environment.agent is set: this run starts its agents"
+            raise ApiError(own, status=404, code="no_work")
+        if environment and environment != (served := offered_name(self._config)):
+            other = f"this endpoint serves {served}, not {environment}"
+            raise ApiError(other, status=404, code="other_environment")
         deadline = Deadline(wait_s)
         while (session := self.sessions.lease(time.monotonic(), lease_s)) is None:
             if deadline.passed or self._stopping:
@@ -180,9 +176,6 @@ class AgentPool:
             self._workers.forget(key)  # an earlier attempt of the same sample
             url = f"{self.url}/sessions/{session.id}"
             self._workers.play_agent(key, row, url, self._key)
-        self._rouse()
-
-    def _rouse(self) -> None:
         self._arrival.set()
         self._arrival = asyncio.Event()
 
@@ -245,7 +238,7 @@ class AgentPool:
         if self._watch is not None:
             self._watch.cancel()
         self._stopping = True
-        self._rouse()
+        self._arrival.set()
         self.sessions.close_all("the generator stops")
         if self._workers is not None:
             await self._workers.close()

@@ -164,12 +164,10 @@ class Edge:
         return JSONResponse(entry if name else {"object": "list", "data": [entry]})
 
     async def _no_session(self, request: Request) -> Response:
-        raise ApiError(
-            "completions are asked for in a session: POST /sessions, and use the base_url that it "
-            "answers with",
-            status=404,
-            code="session_not_found",
+        where = (
+            "ask for completions in a session: POST /sessions, and use the base_url of the reply"
         )
+        raise ApiError(where, status=404, code="session_not_found")
 
     def _session(self, request: Request) -> AgentSession:
         return self.pool.sessions.find(request.path_params["session"])
@@ -214,13 +212,13 @@ def bind(address: str, key: str) -> socket.socket:
     Raises UsageError for no address, or one that others reach while there is no key.
     """
     bound = listen(address or _ANY_PORT, "generator.serve =", ports=_PORTS_TRIED)
-    if not key and not is_local(bound):
-        bound.close()
-        raise UsageError(
-            f"generator.serve = {address} is reached from other machines: set {KEY_VARIABLE}, or "
-            "use 127.0.0.1"
-        )
-    return bound
+    if key or is_local(bound):
+        return bound
+    bound.close()
+    raise UsageError(
+        f"generator.serve = {address} is reached from other machines: set {KEY_VARIABLE}, or use "
+        "127.0.0.1"
+    )
 
 
 def url_of(bound: socket.socket, advertise: str = "") -> str:

@@ -1,14 +1,9 @@
 """Sessions: an agent's conversation becomes one sample. No IO, no thread, no clock of its own.
 
-    waiting -> thinking <-> asking -> over
-
-The messages are a tree: each turn of the model is a place to go on from. A request goes on from the
-place whose history it repeats; of several from the longest. Where it repeats none, its history was
-edited: it is refused, because a trajectory is one line of tokens, or begins a branch. What an edit
-has left of the model's later turns is text to the branch: a chat template writes such turns as it
-likes, so they can't be appended to tokens that were sampled.
-
-The model answers one request at a time; with branches others wait for their turn.
+The messages are a tree: each turn of the model is a place to go on from, and a request goes on from
+the longest place whose history it repeats. Where it repeats none, its history was edited: it is
+refused, or begins a branch, to which the model's turns behind the edit are text, since a chat
+template writes such turns as it likes. The model answers one request at a time.
 """
 
 from __future__ import annotations
@@ -65,6 +60,11 @@ class _Place:
                 f"session has {len(self.history)}: repeat these, and append to them"
             )
         return ""
+
+    def is_before(self, call: Call) -> bool:
+        """Return whether `call` goes on from here, without another turn of the model."""
+        later = call.messages[len(self.history) :]
+        return not self.gap(call) and all(message["role"] != "assistant" for message in later)
 
     def news(self, call: Call) -> tuple[Call, News]:
         """Return `call` with this history's messages for its own, and its new messages.
@@ -139,8 +139,7 @@ class AgentSession:
     def ask(self, call: Call, *, repeated: bool = False) -> Future[Answer]:
         """Pass a call on, once those before are answered; its answer may be an ApiError.
 
-        A call that the client has `repeated`, because it did not get the reply, gets the reply of
-        the first time.
+        A call that the client has `repeated`, for want of the reply, gets that of the first time.
 
         Raises:
             ApiError: the call does not continue the conversation, or comes while another is open.
@@ -162,7 +161,7 @@ class AgentSession:
                 '(environment.branches = "train")',
                 code="request_under_way",
             )
-        self._answers.pop(mark, None)
+        self._answers.pop(mark, None)  # the newest come last
         self._answers[mark] = pending.answer
         return pending.answer
 
@@ -261,22 +260,18 @@ class AgentSession:
         """
         places = self._places[-1:]
         if call.follows:
-            named = [p for p in self._places if call.follows == response_id(self.id, p.number)]
-            if not named:
+            places = [p for p in self._places if call.follows == response_id(self.id, p.number)]
+            if not places:
                 which = "a response of this session" if self.branches else "the last response"
                 raise _edited(f"previous_response_id is not that of {which}")
-            places, messages = named, call.messages
-            if messages[0] == named[0].history[0] and messages[0]["role"] == "system":
+            history, messages = places[0].history, call.messages
+            if messages[0] == history[0] and messages[0]["role"] == "system":
                 messages = messages[1:]  # instructions are sent each time
-            call = replace(
-                call, messages=[*named[0].history, *messages], tools=call.tools or named[0].tools
-            )
+            tools = call.tools or places[0].tools
+            call = replace(call, messages=[*history, *messages], tools=tools)
         elif self.branches:
-            for place in sorted(self._places, key=lambda p: (len(p.history), p.number))[::-1]:
-                later = call.messages[len(place.history) :]
-                if not place.gap(call) and all(message["role"] != "assistant" for message in later):
-                    return place.news(call)
-            places = []
+            ordered = sorted(self._places, key=lambda p: (-len(p.history), -p.number))
+            places = [place for place in ordered if place.is_before(call)][:1]
         if not places:
             return call, News(call.messages)
         if gap := places[0].gap(call):
@@ -324,21 +319,16 @@ class SessionRegistry:
 
     def find(self, session_id: str) -> AgentSession:
         """Return the session of that id, over or not; raises ApiError if there is none."""
-        session = self._by_id.get(session_id)
-        if session is None:
-            raise ApiError(
-                "there is no such session here: POST /sessions gives one",
-                status=404,
-                code="session_not_found",
-            )
-        return session
+        if session_id not in self._by_id:
+            unknown = "there is no such session here: POST /sessions gives one"
+            raise ApiError(unknown, status=404, code="session_not_found")
+        return self._by_id[session_id]
 
     def of(self, key: str) -> AgentSession | None:
         return self._by_key.get(key)
 
     def close(self, key: str, why: str = "") -> None:
-        session = self._by_key.pop(key, None)
-        if session is None:
+        if (session := self._by_key.pop(key, None)) is None:
             return
         self._over.append(session.id)
         if len(self._over) > _REMEMBERED:
