@@ -25,11 +25,7 @@ from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import EnvironmentConfig, RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.environments.pool import open_pool, outcomes_of
-from umbra.services.environments.protocol import (
-    Opening,
-    StepResult,
-    prompt_messages,
-)
+from umbra.services.environments.protocol import Opening, StepResult, prompt_messages
 from umbra.services.environments.tools import calculator
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.pretrained import (
@@ -58,13 +54,8 @@ REMEDY = (
 
 
 class RowsToTry(msgspec.Struct, frozen=True):
-    """The `first` row of each environment, and `long` ones by their places.
-
-    A first row comes with the key of its prompts, and the environment's name; "" if it has none.
-    """
-
-    first: list[tuple[str, str, dict[str, Any]]]
-    long: dict[str, dict[str, Any]]
+    first: list[tuple[str, str, dict[str, Any]]]  # key of the prompts, environment's name or ""
+    long: dict[str, dict[str, Any]]  # by their places
 
 
 def row_bytes(row: dict[str, Any]) -> int:
@@ -74,8 +65,7 @@ def row_bytes(row: dict[str, Any]) -> int:
 def open_chat(config: RunConfig, model: Any = None, source: str = "model.path") -> Chat:
     """Return the chat of a run's model, which is not built if it is not given.
 
-    Raises:
-        UsageError: no model or tokenizer, or settings that don't fit it; names `source`.
+    Raises UsageError: no model or tokenizer, or settings that don't fit it; names `source`.
     """
     from umbra.services.modeling.chat import Chat  # brings Transformers
 
@@ -152,8 +142,8 @@ def check_chat(config: RunConfig, rows: RowsToTry, model: Any = None) -> list[st
 
 
 def _prompt_warnings(config: RunConfig, chat: Chat, rows: RowsToTry) -> Iterator[str]:
-    key, context = f"generator.max_context = {config.generator.max_context}", 0
-    limit = config.generator.max_context
+    limit, context = config.generator.max_context, 0
+    key = f"generator.max_context = {limit}"
     for of, _, row in rows.first:
         tokens = context = _prompt_tokens(chat, row)
         _check_room(config, tokens, of)
@@ -166,9 +156,9 @@ def _prompt_warnings(config: RunConfig, chat: Chat, rows: RowsToTry) -> Iterator
                 "answers are cut off"
             )
     # A token is a byte at least; the first prompt has what the template adds.
-    able = {place: row for place, row in rows.long.items() if row_bytes(row) + context >= limit}
-    counts = {place: _prompt_tokens(chat, row) for place, row in able.items()}
-    too_long = [(place, tokens) for place, tokens in counts.items() if tokens >= limit]
+    able = [(place, row) for place, row in rows.long.items() if row_bytes(row) + context >= limit]
+    counts = [(place, _prompt_tokens(chat, row)) for place, row in able]
+    too_long = [(place, tokens) for place, tokens in counts if tokens >= limit]
     for where, tokens in too_long[:1]:
         more = f", as in {len(too_long) - 1} more" if len(too_long) > 1 else ""
         yield (
@@ -218,9 +208,8 @@ def check_environment(config: RunConfig, row: dict[str, Any], *, light: bool = F
             for text in (() if environment.asks else ([], [""] * size))
             for outcome in outcomes_of(pool, {"first": (row, text)}, lambda: time.sleep(_LOOK_S))
         ]
-    for outcome in plays:
-        if outcome.error:
-            raise UsageError(f"{key} fails on an empty answer to the first prompt: {outcome.error}")
+    for error in [outcome.error for outcome in plays if outcome.error]:
+        raise UsageError(f"{key} fails on an empty answer to the first prompt: {error}")
     match [outcome.value for outcome in plays]:
         case [Opening() as opening, StepResult() as answer]:
             if not opening.tools and (environment.max_turns == 1 or answer.done):

@@ -27,7 +27,8 @@ from umbra.services.prompts import read_source
 from umbra.services.reporting import shown_scores
 
 ANSWER_S = 10.0
-DEMOS, HELD_OUT = 22_400, 1024
+DEMOS = 22_400  # of our own tasks
+_SOME = click.IntRange(1)
 
 if TYPE_CHECKING:
     from umbra.services.generator.evaluate import EvalResult
@@ -46,21 +47,9 @@ command = service_command("generator", _run, load=load_service)
 @click.argument("task")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws.")
-@click.option(
-    "--prompts", type=click.IntRange(1), default=8192, show_default=True, help="Training prompts."
-)
-@click.option(
-    "--heldout",
-    type=click.IntRange(1),
-    default=HELD_OUT,
-    show_default=True,
-    help="Held-out prompts.",
-)
-@click.option(
-    "--demos",
-    type=click.IntRange(0),
-    help=f"Worked examples.  [default: {DEMOS}; of gym:NAME none]",
-)
+@click.option("--prompts", type=_SOME, default=8192, show_default=True, help="Training prompts.")
+@click.option("--heldout", type=_SOME, default=1024, show_default=True, help="Held-out prompts.")
+@click.option("--demos", type=click.IntRange(0), help=f"Worked examples.  [default: {DEMOS}, or 0]")
 @click.option("--environment", default="", help="The one of [[environments]] that rows are for.")
 @click.option("--python", default="", help="Python that has the library, for verifiers:ID.")
 @click.option(
@@ -82,9 +71,8 @@ def make_task(
     """Write the data of TASK: prompts.jsonl, heldout.jsonl and demos.jsonl.
 
     sort: sort a list of digits. guess: find a digit in four tries, told only higher or lower.
-    gym:NAME: a dataset of reasoning-gym; its demos are the
-    dataset's own answers. verifiers:ID: tasks of an environment or taskset of verifiers, without
-    demos.
+    gym:NAME: a dataset of reasoning-gym; its demos, none by default, are the dataset's own answers.
+    verifiers:ID: tasks of an environment or taskset of verifiers, without demos.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file: name a directory")
@@ -108,16 +96,10 @@ def make_task(
 @click.argument("model", type=click.Path(path_type=Path), required=False)
 @click.option("--broker", envvar="UMBRA_BROKER", help="Address of a run, instead of MODEL.")
 @keys_of("operator", "monitor")
-@click.option(
-    "--prompts",
-    help="Prompts, as eval.prompts; columns as eval.columns.  [default: from --config]",
-)
-@click.option(
-    "--config",
-    help="Run file whose environment, sampling and generator are used; the engine is torch's.",
-)
+@click.option("--prompts", help="As eval.prompts, with eval.columns.  [default: from --config]")
+@click.option("--config", help="Run file of environment, sampling and generator; engine: torch.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key.")
-@click.option("--samples", type=click.IntRange(1), help="Samples drawn.  [default: one per prompt]")
+@click.option("--samples", type=_SOME, help="Samples drawn.  [default: one per prompt]")
 @click.option("--greedy", is_flag=True, help="Take the most likely token instead of sampling.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(
@@ -163,11 +145,8 @@ def evaluate(
     from umbra.services.generator.evaluate import evaluate_model  # brings torch
 
     result = evaluate_model(model, rows, settings, samples=samples or len(rows), greedy=greedy)
-    if as_json:
-        click.echo(json.dumps(asdict(result)))
-    else:
-        decoding = "greedy" if greedy else f"temperature {settings.sampling.temperature:g}"
-        click.echo(_sentence(result, decoding))
+    decoding = "greedy" if greedy else f"temperature {settings.sampling.temperature:g}"
+    click.echo(json.dumps(asdict(result)) if as_json else _sentence(result, decoding))
 
 
 def _sentence(result: EvalResult, decoding: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,11 @@ def evaluate_model(
     engine.version = 0
     prompts = [number % len(rows) for number in range(samples)]  # of each sample
     played = _with_processes(config)
-    # Agents may name the run's sampling, however their answers are drawn here.
-    pool = open_environments(played, played.environment, chat)
-    runner = RolloutRunner(engine, pool, settings_for(config, chat, greedy=greedy))
     start = time.perf_counter()
     finished: list[Trajectory] = []
     failures: list[str] = []
-    try:
+    with closing(engine), closing(open_environments(played, played.environment, chat)) as pool:
+        runner = RolloutRunner(engine, pool, settings_for(config, chat, greedy=greedy))
         runner.add(
             Task(
                 sample_id=str(index),
@@ -92,9 +91,6 @@ def evaluate_model(
             failures += [sample.reason for sample in failed]
             if runner.active and not engine.busy:
                 time.sleep(_LOOK_S)  # all wait for their environments, each with a deadline
-    finally:
-        pool.close()
-        engine.close()
     seconds = time.perf_counter() - start
     if not finished:
         raise UmbraError(f"all {samples} samples failed; the first: {failures[0]}")

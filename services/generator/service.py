@@ -7,8 +7,9 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace as replace_fields
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -101,17 +102,15 @@ def _subscribe(session: Session, config: RunConfig, opened: OpenEngine) -> Recei
 
 
 def unrewarded(config: RunConfig) -> RunConfig:
+    """Return `config` without the rewards that scorers compute."""
 
     def bare(environment: T) -> T:
         if environment not in config.rewarded_by_scorers:
             return environment
         return replace(environment, kind=UNREWARDED, options={}, python="", reward_scope="sample")
 
-    return replace(
-        config,
-        environment=bare(config.environment),
-        environments=tuple(bare(environment) for environment in config.environments),
-    )
+    several = tuple(map(bare, config.environments))
+    return replace(config, environment=bare(config.environment), environments=several)
 
 
 def settings_for(
@@ -122,26 +121,20 @@ def settings_for(
     `generator` is the name of the process, for trajectories; `greedy` takes the most likely token.
     """
 
-    def settings(
-        environment: EnvironmentConfig, several: Mapping[str, RolloutSettings]
-    ) -> RolloutSettings:
+    def settings(environment: EnvironmentConfig) -> RolloutSettings:
         sampling = config.sampling_for(environment)
+        branches = environment.max_branches if environment.branches == "train" else 1
         return RolloutSettings(
             chat=chat,
             sampling=sampling_of(sampling, greedy=greedy),
             max_context=config.generator.max_context,
-            limits=Limits(
-                environment.max_turns,
-                environment.max_tokens,
-                environment.max_branches if environment.branches == "train" else 1,
-            ),
+            limits=Limits(environment.max_turns, environment.max_tokens, branches),
             stops=tuple(sampling.stop),
             generator=generator,
-            several=several,
         )
 
-    several = {each.name: settings(each, {}) for each in config.environments}
-    return settings(config.environment, several)
+    several = {each.name: settings(each) for each in config.environments}
+    return replace_fields(settings(config.environment), several=several)
 
 
 def open_environments(
@@ -164,8 +157,7 @@ def open_environments(
     """
     if config.environments and not isinstance(environment, NamedEnvironment):
         return EnvironmentSet.opened(
-            config.environments,
-            lambda member: open_environments(config, member, chat, wake=wake),
+            config.environments, lambda each: open_environments(config, each, chat, wake=wake)
         )
     check_template(environment, chat)
     if not environment.asks:

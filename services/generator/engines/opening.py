@@ -46,15 +46,13 @@ def open_engine(config: RunConfig, name: str) -> OpenEngine:
         UsageError: no usable model or tokenizer, or settings that the engine does not have.
         StartupError: vLLM's processes did not come up.
     """
-    generator = config.generator
     engine = engine_here(config)
+    seed = zlib.crc32(f"{config.run.seed}/{name}".encode())
     if engine == "vllm":
-        return _vllm(config, name)
-    if fault := next(generator.engine_faults(engine), ""):
+        return _vllm(config, seed)
+    if fault := next(config.generator.engine_faults(engine), ""):
         raise UsageError(fault)
-    if engine == "vllm-http":
-        return _servers(config)
-    return open_torch(config, _seed(config, name))
+    return _servers(config) if engine == "vllm-http" else open_torch(config, seed)
 
 
 def engine_here(config: RunConfig) -> str:
@@ -75,7 +73,7 @@ def computes(config: RunConfig) -> tuple[str, str]:
     return f"engine {engine_here(config)} on {on}", f"plane {config.weight_hub.plane}"
 
 
-def _vllm(config: RunConfig, name: str) -> OpenEngine:
+def _vllm(config: RunConfig, seed: int) -> OpenEngine:
     from umbra.services.generator.vllm.options import require_vllm, set_environment
 
     require_vllm()
@@ -91,7 +89,7 @@ def _vllm(config: RunConfig, name: str) -> OpenEngine:
         dtype=config.weight_hub.dtype_on(platform()),  # it computes in what it is served
         stop_ids=chat.stop_ids,
         pace=config.weight_hub.pace.after(config.buffer.engine_stall_s),
-        seed=_seed(config, name),
+        seed=seed,
         tell_routing=config.trainer.router_replay,
         tell_head=config.trainer.score_centering,
         adapter=put_adapter(outline, config),
@@ -123,10 +121,6 @@ def _servers(config: RunConfig) -> OpenEngine:
             f"{config.weight_hub.dtype}, or set weight_hub.dtype to {engine.dtype}"
         )
     return OpenEngine(engine, chat, "cpu", shared_memory, engine.dtype)
-
-
-def _seed(config: RunConfig, name: str) -> int:
-    return zlib.crc32(f"{config.run.seed}/{name}".encode())
 
 
 def open_torch(config: RunConfig, seed: int, source: str = "model.path") -> OpenEngine:
