@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -118,24 +119,23 @@ def to_toml(
         text = tomli_w.dumps({section: {k: v for k, v in values.items() if v is not None}})
         if remarks and section in remarks:
             heading, implied = remarks[section]
-            lines = [f"{heading}:", *tomli_w.dumps(implied).splitlines()]
-            text += "".join(f"# {line}\n" for line in lines)
+            text += f"# {heading}:\n"
+            text += "".join(f"# {line}\n" for line in tomli_w.dumps(implied).splitlines())
         sections.append(text)
     return "\n".join(sections)
 
 
 def decode_json(text: str | bytes, kind: Any = Any) -> Any:
     """Return JSON as `kind`; raises an error of `UNREADABLE`, also where a key is given twice."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        for name, times in Counter(name for name, _ in pairs).items():
+            if times > 1:
+                raise ValueError(f'"{name}" is given twice')
+
     value = msgspec.json.decode(text, type=kind)
-    json.loads(text, object_pairs_hook=_unique)
+    json.loads(text, object_pairs_hook=check)
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> None:
-    names = [name for name, _ in pairs]
-    if len({*names}) < len(names):
-        duplicate = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f'"{duplicate}" is given twice')
 
 
 def read_run_file(path: Path, title: str = "run file") -> Any:
@@ -204,14 +204,13 @@ def _environments(entries: Any, source: str) -> list[dict[str, Any]]:
             raise UsageError(f"{source}: every one of [[{ENVIRONMENTS}]] needs a name")
         if name in checked:
             raise UsageError(f"{source}: two of [[{ENVIRONMENTS}]] have the name {name}")
-        sampling = environment.get("sampling", {})
-        if "stop_tokens" in sampling:
-            raise UsageError(
-                f"{source}: {ENVIRONMENTS}.{name}: sampling.stop_tokens end turns in all "
-                "environments: set them in [sampling], or texts of its own as stop"
-            )
-        if sampling:
+        if sampling := environment.get("sampling"):
             place = f"{source}: {ENVIRONMENTS}.{name}"
+            if "stop_tokens" in sampling:
+                raise UsageError(
+                    f"{place}: sampling.stop_tokens end turns in all environments: set them in "
+                    "[sampling], or texts of its own as stop"
+                )
             environment["sampling"] = _keys("sampling", {}, sampling, place)
         checked[name] = environment
     return list(checked.values())
@@ -270,11 +269,9 @@ def choices(schema: dict[str, Any]) -> list[str]:
     """Return the values that a key of this schema may have, if they can be listed."""
     if options := [choices(option) for option in schema.get("anyOf", ())]:
         return [value for values in options for value in values] if all(options) else []
-    return (
-        ["true", "false"]
-        if schema.get("type") == "boolean"
-        else [*map(str, schema.get("enum", ()))]
-    )
+    if schema.get("type") == "boolean":
+        return ["true", "false"]
+    return [*map(str, schema.get("enum", ()))]
 
 
 def _convert(section: str, key: str, value: Any, old: Any, source: str) -> Any:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import accumulate, compress
 
 from umbra.proto.bounds import SUPPORT_BYTES, TOKENS
-from umbra.proto.records import Routing, Sampling, Support, Trajectory, unpack_int32
+from umbra.proto.records import Sampling, Support, Trajectory, unpack_int32
 from umbra.services.config import NamedEnvironment, RunConfig, SamplingConfig
 from umbra.services.config.generation import environment_of
 
@@ -70,9 +70,8 @@ class RunFacts:
         An environment may say more after the last turn than fits the context, hence the factor.
         """
         tokens = min(MOST_TOKENS, 2 * config.generator.max_context)
-        trainer = config.trainer
-        centered = trainer.score_centering > 0
-        return cls(vocabulary, tokens, routing=trainer.router_replay, centered=centered)
+        centered = config.trainer.score_centering > 0
+        return cls(vocabulary, tokens, routing=config.trainer.router_replay, centered=centered)
 
     def sampling_of(self, prompt_id: str) -> Sampling | None:
         return self.samplings.get(environment_of(prompt_id)) or self.samplings.get("")
@@ -159,14 +158,12 @@ def reward_fault(reward: float, parts: dict[str, float], reason: str = "stop") -
         return f"reward is {reward}, which is not within {MOST_REWARD:g}"
     if not _is_name(reason):
         return f"reason must be a short name, not {reason[:MOST_NAME]!r}"
-    if not parts:
-        return None
     if len(parts) > MOST_PARTS:
         return f"reward_parts has {len(parts)} names, {MOST_PARTS} at most are kept"
     for name, value in parts.items():
         if not -MOST_REWARD <= value <= MOST_REWARD:
             return f"reward part {name[:MOST_NAME]!r} is {value}, not within {MOST_REWARD:g}"
-        if not 0 < len(name) <= MOST_NAME or not name.isprintable():
+        if not name or not _is_name(name):
             return f"reward part {name[:MOST_NAME]!r} has no short, printable name"
     return None
 
@@ -201,11 +198,8 @@ def _span_fault(trajectory: Trajectory, version: int) -> str | None:
 
 
 def _token_fault(trajectory: Trajectory, facts: RunFacts) -> str | None:
-    for name, data in (
-        ("prompt_ids", trajectory.prompt_ids),
-        ("response_ids", trajectory.response_ids),
-    ):
-        if not _all_below(data, facts.vocabulary):
+    for name in ("prompt_ids", "response_ids"):
+        if not _all_below(data := getattr(trajectory, name), facts.vocabulary):
             values = unpack_int32(data)
             return (
                 f"{name} reach from {min(values)} to {max(values)}, but the model has "
@@ -287,12 +281,11 @@ def _sampling_fault(sampling: Sampling, expected: Sampling | None, trained: bool
     top_p, top_k, min_p = sampling.top_p, sampling.top_k, sampling.min_p
     if not (0 < top_p <= 1 and 0 <= top_k < MOST_VOCABULARY and 0 <= min_p <= 1):
         return f"top_p, top_k or min_p is out of range: {sampling}"
-    if expected is None or sampling.distribution == expected.distribution:
+    drawn = sampling.distribution
+    if expected is None or drawn == expected.distribution:
         return None
-    return (
-        f"(temperature, top_p, top_k, min_p) are {sampling.distribution}, the run samples with "
-        f"{expected.distribution}"
-    )
+    runs = expected.distribution
+    return f"(temperature, top_p, top_k, min_p) are {drawn}, the run samples with {runs}"
 
 
 def _plain_fault(trajectory: Trajectory) -> str | None:
@@ -311,51 +304,42 @@ def _plain_fault(trajectory: Trajectory) -> str | None:
 def _routing_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> str | None:
     routing = trajectory.routing
     if routing is None:
-        if facts.routing and trained:
-            return "it has no routing, which trainer.router_replay needs"
-        return None
+        needed = facts.routing and trained
+        return "it has no routing, which trainer.router_replay needs" if needed else None
     if facts.routing is False:
         return "it has routing, but trainer.router_replay is off"
-    actual = (routing.layers, routing.choices, routing.experts)
+    actual = layers, choices, experts = (routing.layers, routing.choices, routing.experts)
     if facts.routers is not None and actual != facts.routers:
         return (
             f"(layers, experts of a token, experts of a layer) of its routing are {actual}, of "
             f"the trainer's model {facts.routers}: do generator and trainer use the same model?"
         )
-    return _shape_fault(routing) or _covered_fault(trajectory, routing)
-
-
-def _shape_fault(routing: Routing) -> str | None:
-    layers, choices, experts = routing.layers, routing.choices, routing.experts
     if not (0 < layers <= MOST_ROUTERS and 0 < choices <= experts <= MOST_EXPERTS):
         return f"routing of {layers} layers to {choices} of {experts} experts"
-    if len(routing.chosen) % routing.token_bytes:
+    covered, rest = divmod(len(routing.chosen), routing.token_bytes)
+    if rest:
         return f"routing has {len(routing.chosen)} bytes, no multiple of {routing.token_bytes}"
     if experts > 256:
         in_range = _lanes_below(routing.chosen, experts, 16)
     else:
         in_range = not routing.chosen.translate(None, _NUMBERS[:experts])
-    return None if in_range else f"routing names experts beyond {experts - 1}"
-
-
-def _covered_fault(trajectory: Trajectory, routing: Routing) -> str | None:
-    """Require routing of all tokens before a learned one; the last token needs none."""
-    covered = len(routing.chosen) // routing.token_bytes
+    if not in_range:
+        return f"routing names experts beyond {experts - 1}"
+    # Of all tokens before a learned one; the last token needs none.
     prompt = len(trajectory.prompt_ids) // 4
-    minimum = prompt + trajectory.loss_mask.rfind(1)
-    maximum = prompt + trajectory.response_tokens - 1
-    if minimum <= covered <= maximum:
+    least = prompt + trajectory.loss_mask.rfind(1)
+    most = prompt + trajectory.response_tokens - 1
+    if least <= covered <= most:
         return None
-    return f"routing is of {covered} tokens, {minimum} to {maximum} are needed"
+    return f"routing is of {covered} tokens, {least} to {most} are needed"
 
 
 def _support_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> str | None:
     support, cut = trajectory.support, trajectory.sampling.cuts_off
     if support is None:
-        if trained and (cut or facts.centered):
-            key = "top_p, top_k, min_p" if cut else "trainer.score_centering"
-            return f"it has no support, which {key} needs"
-        return None
+        key = "top_p, top_k, min_p" if cut else "trainer.score_centering"
+        needed = trained and (cut or facts.centered)
+        return f"it has no support, which {key} needs" if needed else None
     if len(support.sizes) != 2 * trajectory.response_tokens:
         return f"support.sizes has {len(support.sizes)} bytes, which do not match the response"
     sizes = memoryview(support.sizes).cast("H")
