@@ -55,8 +55,7 @@ def load_config(
 
     `file` is TOML, or the JSON that `to_json` writes.
 
-    Raises:
-        UsageError: unreadable file, unknown key (with the nearest name), or a bad value.
+    Raises UsageError: unreadable file, unknown key (with the nearest name), or a bad value.
     """
     return msgspec.convert(load_tree(file, overrides=overrides, environ=environ), RunConfig)
 

@@ -48,8 +48,7 @@ def implied_staleness(config: RunConfig) -> Staleness:
 def check_feasible(config: RunConfig) -> None:
     """Refuse settings that never fill a batch, deadlock, or contradict each other.
 
-    Raises:
-        UsageError: all that is wrong, each with the numbers to change.
+    Raises UsageError: all that is wrong, each with the numbers to change.
     """
     sections = [getattr(config, name) for name in config.__struct_fields__]
     faults = [

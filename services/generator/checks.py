@@ -116,8 +116,7 @@ def _check(chat: Chat, role: str, opening: Opening = _PLAIN) -> None:
 def check_model(config: RunConfig, rows: RowsToTry) -> list[str]:
     """Try adapter, engine arguments and chat template, and write prompts; return warnings.
 
-    Raises:
-        UsageError: one does not fit the model, or a first prompt leaves no room for an answer.
+    Raises UsageError: one does not fit the model, or a first prompt leaves no room for an answer.
     """
     from umbra.services.modeling.models import outline_model  # brings torch
 
@@ -194,8 +193,7 @@ def check_environment(config: RunConfig, row: dict[str, Any], *, light: bool = F
     turns, the chat template must be able to write them; for that a `light` process does without
     torch. Agents are only loaded: they ask a model.
 
-    Raises:
-        UsageError: the environment fails at that.
+    Raises UsageError: the environment fails at that.
     """
     environment = config.environment
     if environment.asks and not environment.starts_agents:

@@ -66,35 +66,29 @@ class RolloutSettings:
 
 
 class Rollout:
-    """A sample under way.
-
-    Attributes:
-        begun: an agent works on it.
-        ask: the turn that is asked for.
-        turns: of the model that have ended, without the current one.
-        saved: response tokens that the buffer has.
-        due: tokens of the engine with which a partial is due.
-        leaving: why it is to be handed back; "" = it is not.
-        lost: its environment or agent is gone, and begins again once the turn has ended.
-        losses: agents that were lost.
-    """
+    """A sample under way."""
 
     def __init__(self, task: Task, settings: RolloutSettings) -> None:
         self.task = task
-        self.leaving = ""
-        self.losses = self.due = 0
+        self.leaving = ""  # why it is to be handed back; "" = it is not
+        self.losses = 0  # agents that were lost
+        self.due = 0  # tokens of the engine with which a partial is due
         self._settings = settings
         self._reason = "partial"
         self._started = settings.clock()
-        self._restart(task.trajectory)
-        self.saved = self.tokens
+        self.restart(task.trajectory)
+        self.saved = self.tokens  # response tokens that the buffer has
 
-    def _restart(self, partial: Trajectory | None = None) -> None:
-        """Begin the conversation, with the tokens of `partial` if they can be used."""
+    def restart(self, partial: Trajectory | None = None) -> None:
+        """Begin the conversation, with the tokens of `partial` if they can be used.
+
+        Its turns are replayed while the asks are the same.
+        """
         self.phase = Phase.RESET
-        self.begun = self.lost = False
-        self.ask: Ask | None = None
-        self.turns = 0
+        self.begun = False  # an agent works on it
+        self.lost = False  # its environment or agent is gone: it begins again after the turn
+        self.ask: Ask | None = None  # the turn that is asked for
+        self.turns = 0  # of the model that have ended, without the current one
         self._line = Line(Opening([]))  # which the model continues
         self._lines = [self._line]
         # Of the turns before the current one: where they ended, and whether the model ended them.
@@ -148,7 +142,7 @@ class Rollout:
         if self.phase is Phase.RESET:
             prompt = self._asked_prompt(ask)
             if self._line.prompt and prompt != self._line.prompt:
-                self._restart()  # the tokens so far belong to another prompt
+                self.restart()  # the tokens so far belong to another prompt
             self._line.prompt = prompt
             self._line.opening = Opening(ask.messages, ask.tools)
         elif self._replay:
@@ -157,10 +151,11 @@ class Rollout:
             if ask.after != self.turns or (
                 self._asked_ids(ask, self._line, ids[turn_end - 1]) != ids[turn_end:answer_end]
             ):  # the conversation goes another way now: the sample starts again
-                self._restart()
+                self.restart()
                 return
             self._replay.pop(0)
-            self._end_turn(turn_end, complete=True)
+            self._turn_ends.append((self._line, turn_end, True))
+            self.turns += 1
             self._line.turn_start = answer_end
         else:
             self._asked_more(ask)
@@ -178,16 +173,12 @@ class Rollout:
     def finish(self, result: StepResult) -> None:
         """End the sample; a turn of the model that was cut counts as cut by its length."""
         if self._replay:  # it did not end here before: it restarts
-            self._restart()
+            self.restart()
             return
         self.credit(result)
         self.turns += 1
         self._reason = result.reason if self._turn_complete() else "length"
         self.phase = Phase.DONE
-
-    def begin_again(self) -> None:
-        """Begin the conversation again; replay its turns while the asks are the same."""
-        self._restart(self.partial())
 
     def turn(self) -> Turn:
         """Return the model's last turn, for who asked for it (phase STEP)."""
@@ -242,7 +233,7 @@ class Rollout:
 
     @property
     def tokens(self) -> int:
-        """Return the count of response tokens without the model's current turn."""
+        """Return the count of response tokens without those that the engine has."""
         return len(self._line.tokens.ids)
 
     def trajectory(self, under_way: EngineOutput | None = None) -> Trajectory:
@@ -302,7 +293,8 @@ class Rollout:
                     f"{len(line.prompt)} prompt tokens and {total} more leave no room for an "
                     "answer in the context length: post the reward"
                 )
-        self._end_turn(len(self._line.tokens.ids), self._turn_complete())
+        self._turn_ends.append((self._line, self.tokens, self._turn_complete()))
+        self.turns += 1
         if line not in self._lines:
             self._lines.append(line)
         self._line = line
@@ -319,7 +311,7 @@ class Rollout:
         if ask.after < self.turns:
             line, end, complete = self._turn_ends[ask.after]
         else:
-            line, end, complete = self._line, len(self._line.tokens.ids), self._turn_complete()
+            line, end, complete = self._line, self.tokens, self._turn_complete()
         if not complete:
             raise _full(
                 "the model's last turn was cut off at a token limit or the context length: post "
@@ -353,12 +345,8 @@ class Rollout:
 
     def _asked_ids(self, ask: Ask, line: Line, last_token: int) -> list[int]:
         """Return the tokens between the end of a turn of `line` and the turn that is asked for."""
-        chat, opening = self._settings.chat, line.opening
-        return self._encoded(
-            ask,
-            "a later turn",
-            lambda: chat.turn_ids(ask.messages, last_token, ask.calls, opening),
-        )
+        args = ask.messages, last_token, ask.calls, line.opening
+        return self._encoded(ask, "a later turn", lambda: self._settings.chat.turn_ids(*args))
 
     def _encoded(self, ask: Ask, what: str, templated: Callable[[], list[int]]) -> list[int]:
         """Return the tokens of an ask; `what` it is, for errors of the chat template."""
@@ -375,14 +363,9 @@ class Rollout:
         except Exception as error:
             raise SampleError(f"the chat template failed on {what}: {error}") from error
 
-    def _end_turn(self, end: int, complete: bool) -> None:
-        """End the current turn at `end` of its line; another one of the model follows."""
-        self._turn_ends.append((self._line, end, complete))
-        self.turns += 1
-
     @property
     def _said_tokens(self) -> int:
-        return len(self._line.tokens.ids) - self._line.turn_start
+        return self.tokens - self._line.turn_start
 
     def _stop_search(self) -> StopSearch | None:
         if self._search is None and (stops := self.stops):
@@ -395,18 +378,17 @@ class Rollout:
             return output
         assert self._search is not None and self._search.end is not None
         count = self._search.end - self._said_tokens
-        return shortened(output, count, len(self._line.prompt) + len(self._line.tokens.ids))
+        return shortened(output, count, len(self._line.prompt) + self.tokens)
 
     def _continue_turn(self) -> None:
         over = bool(self._replay) or self._turn_complete() or self._room() <= 0
         self.phase = Phase.STEP if over else Phase.GENERATE
 
     def _room(self) -> int:
-        sampled = len(self._line.tokens.ids)
         limit = self._settings.sampling.max_tokens
         if self.ask is not None and self.ask.max_tokens:
             limit = min(limit, self.ask.max_tokens)
-        return min(self._most(self._line) - sampled, limit - (sampled - self._line.turn_start))
+        return min(self._most(self._line) - self.tokens, limit - self._said_tokens)
 
     def _most(self, line: Line) -> int:
         context = self._settings.max_context - len(line.prompt)

@@ -179,7 +179,7 @@ class RolloutRunner:
 
     def _advance(self, rollout: Rollout) -> None:
         if rollout.lost and rollout.phase is not Phase.GENERATE:
-            rollout.begin_again()
+            rollout.restart(rollout.partial())
             rollout.saved = min(rollout.saved, rollout.tokens)
         match rollout.phase:
             case Phase.RESET:

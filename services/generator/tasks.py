@@ -65,8 +65,7 @@ def write_task(
         options: of the library's environment or dataset.
         environment: what every prompt row names as its environment, if that is not "".
 
-    Raises:
-        UsageError: no such task, or one whose dataset has no answers for demos.
+    Raises UsageError: no such task, or one whose dataset has no answers for demos.
     """
     if name.startswith(GYM):
         drawn = gym_rows(name.removeprefix(GYM), prompts + heldout + demos, seed, options or {})
@@ -108,8 +107,7 @@ def _library_rows(
 ) -> list[Row]:
     """Return up to `count` rows of "verifiers:ID", made by the Python environment of `python`.
 
-    Raises:
-        UsageError: it can't be loaded, or has no tasks.
+    Raises UsageError: it can't be loaded, or has no tasks.
     """
     with tempfile.TemporaryDirectory(prefix="umbra-tasks-") as folder:
         file = Path(folder) / "rows.jsonl"

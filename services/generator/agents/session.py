@@ -141,8 +141,8 @@ class AgentSession:
 
         A call that the client has `repeated`, for want of the reply, gets that of the first time.
 
-        Raises:
-            ApiError: the call does not continue the conversation, or comes while another is open.
+        Raises ApiError: the call does not continue the conversation, or comes while another is
+        open.
         """
         self._check_open()
         mark = hashlib.blake2b(msgspec.json.encode(call), digest_size=16).digest()
@@ -255,8 +255,7 @@ class AgentSession:
     def _joined(self, call: Call) -> tuple[Call, News]:
         """Return `call` with the whole history, and its new messages.
 
-        Raises:
-            ApiError: it goes on from nothing that was said, and must.
+        Raises ApiError: it goes on from nothing that was said, and must.
         """
         places = self._places[-1:]
         if call.follows:

@@ -78,38 +78,31 @@ def take(
 
 
 class Engine(Protocol):
-    """An inference engine with continuous batching.
+    """An inference engine with continuous batching."""
 
-    Attributes:
-        version: of the weights that it serves; -1 until `load` was called.
-        slots: sequences decoded at once.
-        max_context: prompt plus new tokens of a sequence at most.
-        decoded_tokens: tokens sampled so far, for throughput.
-        cache: figures of its KV cache.
-        live: sequences being decoded.
-        fits: sequences at once, the live ones included, for which there is cache, going by recent
-            lengths; between 1 and `slots`.
-        busy: `poll` has something to do.
-    """
-
-    version: int
-    slots: int
-    max_context: int
+    version: int  # of the weights that it serves; -1 until `load` was called
+    slots: int  # sequences decoded at once
+    max_context: int  # prompt plus new tokens of a sequence at most
 
     @property
-    def decoded_tokens(self) -> int: ...
+    def decoded_tokens(self) -> int: ...  # sampled so far, for throughput
 
     @property
     def cache(self) -> CacheFigures: ...
 
     @property
-    def live(self) -> int: ...
+    def live(self) -> int: ...  # sequences being decoded
 
     @property
-    def fits(self) -> int: ...
+    def fits(self) -> int:
+        """Return the sequences, live ones included, that the cache holds by recent lengths.
+
+        Between 1 and `slots`.
+        """
+        ...
 
     @property
-    def busy(self) -> bool: ...
+    def busy(self) -> bool: ...  # `poll` has something to do
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
         """Queue `requests`.
@@ -143,8 +136,7 @@ class Engine(Protocol):
             guard: verifies bytes loaded from memory that others can write, before a token is
                 sampled; its errors pass. None where nobody can.
 
-        Raises:
-            UsageError: the version does not fit the model; the old one is served, whole.
+        Raises UsageError: the version does not fit the model; the old one is served, whole.
         """
         ...
 
@@ -173,8 +165,8 @@ class Engine(Protocol):
 def check_request(request: EngineRequest, max_context: int, vocabulary: int) -> int:
     """Return the most tokens that `request` may get of an engine with these limits.
 
-    Raises:
-        ValueError: it has no prompt, no room, unknown tokens, or sampling out of range; says which.
+    Raises ValueError: it has no prompt, no room, unknown tokens, or sampling out of range; says
+    which.
     """
     prompt, sampling = request.prompt_ids, request.sampling
     room = max_context - len(prompt)

@@ -159,10 +159,6 @@ class _Row:
         return (*self.request.prompt_ids, *self.tokens)[:-1]
 
     @property
-    def newest(self) -> int:
-        return self.tokens[-1] if self.tokens else self.request.prompt_ids[-1]
-
-    @property
     def length(self) -> int:
         return len(self.request.prompt_ids) + len(self.tokens)
 
@@ -187,8 +183,7 @@ class TorchEngine:
 
     `weights` says where versions go, if that is not all of `model`. `tell_head`: as of `Sampler`.
 
-    Raises:
-        UsageError: `tell_routing` of a model without routers, or too many of their choices.
+    Raises UsageError: `tell_routing` of a model without routers, or too many of their choices.
     """
 
     def __init__(
@@ -265,8 +260,7 @@ class TorchEngine:
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
         """Fill free slots, make one pass over all live rows, return the finished requests.
 
-        Raises:
-            EngineError: torch failed, or the logits are not finite.
+        Raises EngineError: torch failed, or the logits are not finite.
         """
         try:
             self._rows += self._admit(self.slots - len(self._rows))
@@ -348,7 +342,8 @@ class TorchEngine:
         lengths = [row.length for row in self._rows]
         self._longest = max(lengths)
         self._cache.reserve(len(self._rows), self._longest)
-        fed = [row.newest for row in self._rows] + [length - 1 for length in lengths]
+        fed = [(row.tokens or row.request.prompt_ids)[-1] for row in self._rows]
+        fed += [length - 1 for length in lengths]
         newest = torch.tensor(fed, device=self._device).view(2, -1)
         readings = self._unread()
         self._cache.clear([slot for slot, row in enumerate(self._rows) if row.unread])
