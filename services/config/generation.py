@@ -45,8 +45,7 @@ class EnvironmentConfig(Section):
     )
     reward_scope: Literal["sample", "group"] = key(
         "sample",
-        "what a function with the parameter completions is called with: one sample, or (group; "
-        "kind reward, scorers do it) all samples of a prompt's group at once",
+        "what a function with the parameter completions gets: one, or (kind reward) a group",
     )
     id: str = key(
         "",
@@ -59,10 +58,7 @@ class EnvironmentConfig(Section):
     max_turns: int = key(0, "turns of the model; 0 = any number", ge=0)
     max_tokens: int = key(0, "response tokens, the environment's included; 0 = any", ge=0)
     workers: int = key(
-        4,
-        "processes that run user code, per generator or scorer; 0 = none, since `umbra run-agents` "
-        "runs the environment elsewhere",
-        ge=0,
+        4, "processes for user code, of a generator or scorer; 0 = `umbra run-agents` has it", ge=0
     )
     memory_mb: int = key(4096, "MiB of address space for the plays of a process; 0 = any", ge=0)
     sandbox: str = key(
@@ -70,9 +66,7 @@ class EnvironmentConfig(Section):
     )
     sandbox_options: dict[str, Any] = key({}, "image and limits of containers, or class arguments")
     branches: Literal["refuse", "train"] = key(
-        "refuse",
-        "an agent that changes its history, or asks several times at once, is refused, or its "
-        "sample becomes several branches that are trained on with weights that sum to one",
+        "refuse", "an edited history, or asks at once: refused, or branches with weights 1 / k"
     )
     max_branches: ClassVar[int] = 16  # of a sample; changes of the history are refused after
     python: str = key("", "Python (>= 3.10) of these processes, needs no Umbra; empty = this one")
@@ -155,11 +149,7 @@ class NamedEnvironment(EnvironmentConfig):
     name: str = key("", "its name in rows and metrics", pattern="^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     weight: float = key(1.0, "share of the groups, relative to the others'", gt=0)
     prompts: str = key("", "as data.prompts; empty = the rows of data.prompts with its name")
-    sampling: dict[str, Any] = key(
-        {},
-        "keys of [sampling] that are others for its samples, such as { temperature = 0.7, "
-        "max_tokens = 512 }; all but stop_tokens",
-    )
+    sampling: dict[str, Any] = key({}, "its own keys of [sampling], all but stop_tokens")
 
     @property
     def where(self) -> str:
@@ -191,8 +181,7 @@ class GeneratorConfig(Section):
 
     count: int = key(
         1,
-        "generator processes that `umbra up` starts; with generator.device = cuda:N each gets "
-        "the next tensor_parallel GPUs, from N on; 0 = none: one runs where generator.urls are",
+        "that `umbra up` starts, on cuda:N each the next tensor_parallel GPUs; 0 = elsewhere",
         ge=0,
     )
     engine: Literal["auto", "torch", "vllm", "vllm-http"] = key(
@@ -203,12 +192,7 @@ class GeneratorConfig(Section):
     slots: int = key(128, "sequences decoded at once", ge=1)
     max_context: int = key(1024, "prompt + response tokens per slot", ge=8)
     sessions: int = key(0, "samples under way, waiting for tools too; 0 = 4.25 x slots", ge=0)
-    partial_flush_tokens: int = key(
-        512,
-        "tokens between saves of a partial rollout in the buffer, the most that a crash loses of "
-        "it; 0 = no saves",
-        ge=0,
-    )
+    partial_flush_tokens: int = key(512, "tokens between saves of a partial; 0 = none", ge=0)
     threads: int = key(0, "CPU threads; 0 = a share of the cores in `umbra up`, else all", ge=0)
     kv_policy: Literal["keep", "recompute", "abort", "drain"] = key(
         "keep",
@@ -218,14 +202,11 @@ class GeneratorConfig(Section):
     tensor_parallel: int = key(1, "GPUs (on CPUs: processes) of one engine; vLLM only", ge=1)
     engine_args: dict[str, Any] = key({}, "vLLM's own engine arguments, by their names")
     serve: str = key(
-        "",
-        'address HOST:PORT where agents ask for completions, for environment.kind "agent"; a '
-        "taken port is passed over; empty = a free port for our own agents",
+        "", "HOST:PORT, or a next free port, where agents ask for turns; empty = for our own only"
     )
     serve_advertise: str = key(
         "",
-        "HOST or HOST:PORT by which agents reach generator.serve, if it is another name "
-        "(containers, a proxy); without a port: that of generator.serve",
+        "HOST or HOST:PORT that agents are told instead of generator.serve (containers, a proxy)",
     )
 
     @property
@@ -287,9 +268,7 @@ class ScorerConfig(Section):
         {}, "processes of a stage that `umbra up` starts, such as { reward = 4 }; else one", ge=0
     )
     model: str | dict[str, str] = key(
-        "",
-        "reference model or teacher, a directory or ORG/NAME[@REVISION] on the hub; empty = "
-        "model.path. Or one for each of [[environments]], by name",
+        "", "reference model or teacher, as model.path, which is the default; or one by environment"
     )
     capacity: ClassVar[int] = 32  # trajectories leased at once
     device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")

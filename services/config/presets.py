@@ -47,9 +47,7 @@ class ObjectiveSpec(Section):
         "behaviour", "policy below the ratio: that sampled, or the trainer's before this batch"
     )
     proximal: Literal["recompute", "stage", "interpolate"] = key(
-        "recompute",
-        "logprobs of the proximal policy: a forward pass, the scoring stage logp, or log-linear"
-        " between behaviour and current policy",
+        "recompute", "its logprobs: a forward pass, stage logp, or between behaviour and current"
     )
     clip: Clip = "ppo"
     clip_low: float = key(0.2, "ratio clip below: 1 - clip_low", gt=0)
@@ -62,17 +60,12 @@ class ObjectiveSpec(Section):
     is_floor: float = key(0.0, "least such weight; 0 = none", ge=0)
     is_cap: float = key(2.0, "largest such weight; 0 = none", ge=0)
     mask: Literal["none", "token", "sequence", "geometric", "m2po", "opsm", "probability"] = key(
-        "none",
-        "masked out: tokens, sequences by product or by geometric mean with proximal / "
-        "behaviour outside mask_low..mask_high; or by a rule with mask_threshold",
+        "none", "masks tokens or sequences by ratio (mask_low..mask_high) or by mask_threshold"
     )
     mask_low: float = key(0.5, "least ratio that is kept", ge=0)
     mask_high: float = key(2.0, "largest ratio that is kept", gt=0)
     mask_threshold: float = key(
-        0.2,
-        "m2po: mean squared log ratio; opsm: mean log ratio of a sequence; probability: change "
-        "of a token's probability",
-        gt=0,
+        0.2, "m2po: mean squared log ratio; opsm: mean log ratio; probability: its change", gt=0
     )
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "token_sum"] = (
         key(

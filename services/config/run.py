@@ -19,8 +19,7 @@ class RunSection(Section):
     broker: str = key("tcp://127.0.0.1:*", "address the buffer binds; port * picks a free one")
     advertise: str = key(
         "",
-        "host name or address by which others reach this process, where it is not the one that "
-        "is bound (containers); empty = the bound one, or this host's name",
+        "host by which others reach this process (containers); empty = the bound one, or its name",
     )
     broker_grace_s: float = key(60.0, "seconds without buffer until a process gives up", gt=0)
 
@@ -35,10 +34,7 @@ class ModelConfig(Section):
     chat_template: str = key("", "file of a chat template instead of the model's own")
     chat_template_kwargs: dict[str, Any] = key({}, "template variables: enable_thinking = false")
     parser: str = key(
-        "auto",
-        "how reasoning and tool calls are read: auto (by the chat template's family), none, a "
-        "family's name, vllm/TOOLS or vllm/TOOLS+REASONING",
-        min_length=1,
+        "auto", "of reasoning and calls: auto, none, a family, vllm/TOOLS[+REASONING]", min_length=1
     )
 
     @property
@@ -79,10 +75,7 @@ class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = key("info", "least level")
     format: Literal["console", "json"] = key("console", "one line or one object")
     samples: int = key(
-        4,
-        "rollouts of each step, from the worst to the best, that are written as text to "
-        "samples.jsonl in the run's folder; 0 = none",
-        ge=0,
+        4, "rollouts of a step, from worst to best, as text in samples.jsonl; 0 = none", ge=0
     )
 
 
@@ -146,8 +139,7 @@ class BufferConfig(Section):
     max_staleness: int = key(2, "versions that a token may be behind the trainer", ge=0, le=65535)
     stale_policy: Literal["drop", "wait"] = key(
         "wait",
-        "training waits so that no group gets past max_staleness, or one that does is dropped and "
-        "replaced, which favours short answers",
+        "keep groups within max_staleness by waiting, or drop them, which favours short answers",
     )
     oversample: int = key(0, "groups issued beyond those that batches need", ge=0)
     on_batch: Literal["continue", "interrupt"] = key(
@@ -170,10 +162,7 @@ class BufferConfig(Section):
     max_attempts: int = key(5, "leases of one sample until it ends as failed", ge=1)
     dead_after_s: float = key(15.0, "seconds of silence until a member counts as dead", gt=0)
     stall_s: float = key(
-        60.0,
-        "seconds without progress until a member counts as stuck; a generator whose engine makes"
-        " no token in ten times as many ends with exit code 6",
-        gt=0,
+        60.0, "seconds until a member without progress is stuck; engines end after 10 times", gt=0
     )
     store: str = key("", 'folder of the durable store; empty = <run dir>/store, or "memory"')
     store_max_bytes: int = key(8 << 30, "bytes in use until no group is issued", ge=64 << 20)

@@ -55,8 +55,7 @@ class TrainerConfig(ObjectiveKeys):
     rank_timeout_s: float = key(120.0, "seconds of a rank's silence until others give up", gt=0)
     activation_checkpointing: bool | str = key(
         "auto",
-        "recompute layers in the backward pass, to save memory: all (true), one of N ('every "
-        "N'), or of all but products and attention ('selective'); auto = all on a GPU",
+        "recompute layers: all, 'every N', or 'selective' (not products); auto = all on a GPU",
         pattern="^(auto|selective|every [1-9][0-9]*)$",
     )
     deterministic: bool = key(False, "only algorithms whose results are the same in every run")
@@ -159,9 +158,7 @@ class MetricsConfig(Section):
     """Metrics of the training steps; they are always in <run dir>/metrics.jsonl."""
 
     also: list[Tracker] = key(
-        [],
-        "also write them for TensorBoard, to <run dir>/tensorboard, or log them with a tracker, "
-        "whose variables are read (WANDB_MODE, MLFLOW_TRACKING_URI, SWANLAB_PROJECT, ...)",
+        [], "also to <run dir>/tensorboard, or to a tracker, by its variables (WANDB_MODE, ...)"
     )
 
 
