@@ -27,17 +27,14 @@ from umbra.services.process.files import (
 from umbra.services.process.metrics import parse_row
 from umbra.services.reporting import number
 
-LAST_LINES_BYTES = 16 << 10
 LINE_CHARS = 64 << 20  # of a row at most, in files that others may have written
-CHECK = "environment-check"
-"""Name of the stage, and of its logs, that tries the environment before a run begins."""
+CHECK = "environment-check"  # the stage, and its logs, that tries the environment before a run
 Row = dict[str, Any]
 
 
-def new_run_id(name: str, now: float | None = None) -> str:
+def new_run_id(name: str) -> str:
     """Return `<name>-<date>-<time>-<4 hex digits>`: sorts by time, and two at once differ."""
-    moment = time.localtime(time.time() if now is None else now)
-    return f"{name}-{time.strftime('%Y%m%d-%H%M%S', moment)}-{secrets.token_hex(2)}"
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 class _Below:
@@ -85,15 +82,14 @@ class RunFolder:
 
     def write_origin(self, search: Iterable[Path]) -> None:
         origin = {"search": [*map(str, search)], "folder": f"{self.path}/"}
-        text = json.dumps(origin, ensure_ascii=False)
-        DISK.replace(self.origin, text.encode() + b"\n", mode=READABLE_MODE)
+        text = json.dumps(origin, ensure_ascii=False) + "\n"
+        DISK.replace(self.origin, text.encode(), mode=READABLE_MODE)
 
     @classmethod
     def existing(cls, path: str | Path, *, extends: bool = False) -> RunFolder:
         """Return the folder of a run that is to resume; `extends`: also beyond its end.
 
-        Raises:
-            UsageError: it is none, or the run has reached its end.
+        UsageError says that it is none, or that the run has reached its end.
         """
         folder = cls(Path(path).resolve())
         if not folder.config.is_file():
@@ -185,25 +181,15 @@ def read_object(path: Path, remedy: str = "") -> dict[str, Any]:
     raise UsageError(f"{path} cannot be read ({reason}): {remedy}")
 
 
-def tail(path: Path, limit: int) -> list[str]:
-    """Return the lines in the last `limit` bytes of a file; none if it cannot be read."""
+def tail(path: Path, limit: int = 16 << 10) -> list[str]:
+    """Return the lines in the last `limit` bytes of a file, but empty ones; none if unreadable."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             file.seek(max(0, file.seek(0, 2) - limit))
-            return file.read().decode(errors="replace").splitlines()
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
-
-
-def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last `count` lines that are not empty; none if there is no file."""
-    lines = tail(path, LAST_LINES_BYTES)
-    return [line.rstrip() for line in lines if line.strip()][-count:]
-
-
-def step_row(line: str) -> Row | None:
-    """Return the row of a step in a line of metrics; None for others, most of which are spans."""
-    return parse_row(line) if '"kind":"step"' in line else None
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 class StepFollower:
@@ -230,10 +216,7 @@ class StepFollower:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of metrics in a file; lines that a crash or a full disk has cut are left out.
-
-    No file has no rows.
-    """
+    """Yield the rows of metrics in a file, if there is one, without lines that a crash has cut."""
     try:
         fd = open_regular(path)
     except FileNotFoundError:
@@ -266,9 +249,6 @@ def rewritten(path: Path) -> Iterator[TextIO]:
     with part.open("x", encoding="utf-8") as file:
         yield file
     part.replace(path)
-
-
-# -- rollouts -------------------------------------------------------------------------------------
 
 
 def read_rollouts(folder: RunFolder) -> Iterator[Row]:

@@ -7,8 +7,9 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -34,10 +35,7 @@ def shown_name(name: str) -> str:
 
 @contextmanager
 def best_effort_output() -> Iterator[None]:
-    """Continue when standard output is closed or its disk is full.
-
-    Whatever it does not take is lost from then on: a run is worth more than what it says.
-    """
+    """Continue when standard output is closed or its disk is full: a run is worth more."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, _BestEffort(stream)) for stream in before)
     try:
@@ -52,26 +50,17 @@ class _BestEffort:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def write(self, text: str) -> int:
-        with self._lost_if_refused():
-            self._stream.write(text)
-        return len(text)
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._stream, name)
+        return partial(self._attempt, method) if name in ("write", "flush") else method
 
-    def flush(self) -> None:
-        with self._lost_if_refused():
-            self._stream.flush()
-
-    @contextmanager
-    def _lost_if_refused(self) -> Iterator[None]:
+    def _attempt(self, method: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            yield
+            return method(*arguments)
         except OSError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())  # with what Python has not written yet
             os.close(nowhere)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def shown_command() -> str:

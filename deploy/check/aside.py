@@ -27,11 +27,7 @@ from umbra.services.modeling.pretrained import loading, read_transformers_config
 
 
 def count(build: Build) -> Counts:
-    """Return the counts of a model in a directory, with the adapter that its trainer puts in.
-
-    Raises:
-        UsageError: it cannot be built, or has no such layers.
-    """
+    """Return a model's counts with the adapter of its trainer; UsageError if it can't be built."""
     directory = Path(build.directory)
     with loading(directory, build.source):
         return count_of(read_transformers_config(directory), build.trainer)
@@ -59,14 +55,14 @@ def count_of(model_config: Any, trainer: TrainerConfig) -> Counts:
         adapter += size * (".lora_" in name)
         largest = max(largest, size)
     parameters, trained = map(sum, zip(*counts.values(), strict=True))
-    outside = counts.pop(-1)
-    layer = max(counts.values(), default=[0, 0])
+    outside, outside_trained = counts.pop(-1)
+    layer, layer_trained = max(counts.values(), default=[0, 0])
     return Counts(
         parameters=parameters - adapter,
         adapter=adapter,
         trained=trained,
-        outside=(outside[0], outside[1]),
-        layer=(layer[0], layer[1]),
+        outside=(outside, outside_trained),
+        layer=(layer, layer_trained),
         largest=largest,
         eager=attention == "eager",
     )
@@ -85,11 +81,9 @@ def look() -> GpuReport:
         node = any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg"))  # dxg: of WSL
         version, visible = str(torch.__version__), os.environ.get("CUDA_VISIBLE_DEVICES")
         return GpuReport([], why_not, version, torch.version.cuda or "", node, visible)
-    gpus: list[Gpu] = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        gpus.append(Gpu(torch.cuda.get_device_name(index), total, free))
-    return GpuReport(gpus)
+    devices = range(torch.cuda.device_count())
+    sizes = [(torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)) for i in devices]
+    return GpuReport([Gpu(name, total, free) for name, (free, total) in sizes])
 
 
 if __name__ == "__main__":
@@ -97,10 +91,8 @@ if __name__ == "__main__":
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))  # the clock counts others' work too
         request = msgspec.json.decode(data, type=ChoiceRequest | Build)
         try:
-            if isinstance(request, Build):
-                answer = count(request)
-            else:
-                answer = for_hardware(request.config, request.set_keys, request.machine)
+            builds = isinstance(request, Build)
+            answer = count(request) if builds else for_hardware(*msgspec.structs.astuple(request))
         except UmbraError as error:
             print(error, file=sys.stderr)
             sys.exit(error.exit_code)

@@ -34,10 +34,8 @@ CONTEXT, TOKENS = "generator.max_context", "sampling.max_tokens"
 
 
 class ChoiceRequest(msgspec.Struct, frozen=True, tag=True):
-    """A run, the keys that its user has set, and the machine."""
-
     config: RunConfig
-    set_keys: list[str]
+    set_keys: list[str]  # by the user
     machine: Machine
 
 
@@ -121,8 +119,11 @@ def for_hardware(config: RunConfig, set_keys: Collection[str], machine: Machine)
         faults.append(
             f"{CONTEXT} = {context} is beyond the {longest} positions of model.path: lower it"
         )
-    refusal = "; ".join(faults)
-    if not refusal and _may_need_room(resolved) and machine.gpus:
+    refusal, generator = "; ".join(faults), resolved.generator
+    # Memory of a GPU is divided: with the trainer, or the torch engine's into slots.
+    divided = generator.engine == "torch" or _shares_gpu(resolved, len(machine.gpus))
+    on_gpu = machine.gpus and kind_of(generator.device, gpu=True) == "cuda"
+    if not refusal and divided and on_gpu:
         with suppress(ModuleNotFoundError):  # without torch nothing is estimated
             from umbra.deploy.check.estimate import divide
 
@@ -138,38 +139,42 @@ def choose(
     The model was made for `positions` tokens; 0: unknown.
     """
     generator, trainer, sampling = config.generator, config.trainer, config.sampling
+    change, count = msgspec.structs.replace, len(machine.gpus)
     if generator.engine == "vllm-http":  # computes nothing itself
-        generator = msgspec.structs.replace(generator, device="cpu")
-    count = len(machine.gpus)
+        generator = change(generator, device="cpu")
     on_gpu = kind_of(generator.device, gpu=count > 0) == "cuda"
     trains_on_gpu = kind_of(trainer.device, gpu=count > 0) == "cuda"
     engine = generator.engine_on("cuda" if on_gpu else "cpu", vllm=machine.vllm)
-    generator = msgspec.structs.replace(generator, engine=engine)
+    generator = change(generator, engine=engine)
     if on_gpu:
         spare = count >= trainer.ranks + generator.count * generator.tensor_parallel
         if generator.device == "auto" and trains_on_gpu and spare:
-            generator = msgspec.structs.replace(generator, device=f"cuda:{trainer.ranks}")
+            generator = change(generator, device=f"cuda:{trainer.ranks}")
         if CONTEXT not in set_keys:
             lengths = [sampling.max_tokens] if TOKENS in set_keys else []
             lengths += [n for e in config.environments if (n := e.sampling.get("max_tokens"))]
             target = max(MOST_CONTEXT, 2 * max(lengths, default=0))
-            context = min(positions or target, target)
-            generator = msgspec.structs.replace(generator, max_context=context)
+            generator = change(generator, max_context=min(positions or target, target))
+        longest = generator.max_context
         if TOKENS not in set_keys:  # a quarter is the prompt's
-            limit = max(1, 3 * generator.max_context // 4)
-            sampling = msgspec.structs.replace(sampling, max_tokens=limit)
+            sampling = change(sampling, max_tokens=max(1, 3 * longest // 4))
         rows = {"trainer.pack_tokens", "trainer.micro_tokens"}
-        shares_gpu = trains_on_gpu and first_gpu(generator.device) < trainer.ranks
-        if shares_gpu and rows.isdisjoint(set_keys):
-            longest = generator.max_context
-            trainer = msgspec.structs.replace(trainer, pack_tokens=longest, micro_tokens=longest)
+        shared = _shares_gpu(change(config, generator=generator), count)
+        if shared and rows.isdisjoint(set_keys):
+            trainer = change(trainer, pack_tokens=longest, micro_tokens=longest)
     # Processes that compute on CPUs beside each other are several times slower with all threads.
     computing = (not on_gpu) * generator.count + (not trains_on_gpu) * trainer.ranks
     if computing > 1 and (share := machine.cores // computing):
-        trainer = msgspec.structs.replace(trainer, threads=trainer.threads or share)
+        trainer = change(trainer, threads=trainer.threads or share)
         if not on_gpu:
-            generator = msgspec.structs.replace(generator, threads=generator.threads or share)
-    return msgspec.structs.replace(config, generator=generator, trainer=trainer, sampling=sampling)
+            generator = change(generator, threads=generator.threads or share)
+    return change(config, generator=generator, trainer=trainer, sampling=sampling)
+
+
+def _shares_gpu(config: RunConfig, gpus: int) -> bool:
+    """True if the trainer is on the GPU of a generator that is on one."""
+    trains_on_gpu = kind_of(config.trainer.device, gpu=gpus > 0) == "cuda"
+    return trains_on_gpu and first_gpu(config.generator.device) < config.trainer.ranks
 
 
 def positions(model: str) -> int:
@@ -179,22 +184,11 @@ def positions(model: str) -> int:
     except (UsageError, StartupError):
         return 0  # it is refused where the run is checked
     text: Any = config.get("text_config") or config
-    if not isinstance(text, Mapping) or not isinstance(
-        count := text.get("max_position_embeddings"), int
-    ):
+    count = text.get("max_position_embeddings") if isinstance(text, Mapping) else None
+    if not isinstance(count, int):
         return 0
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return int(count * max(1, rope.get("factor") or 1))
-
-
-def _may_need_room(config: RunConfig) -> bool:
-    """True if memory of a GPU is divided: with the trainer, or the torch engine's into slots."""
-    generator, trainer = config.generator, config.trainer
-    if kind_of(generator.device, gpu=True) != "cuda":
-        return False
-    trains_on_gpu = kind_of(trainer.device, gpu=True) == "cuda"
-    shared = trains_on_gpu and first_gpu(generator.device) < trainer.ranks
-    return generator.engine == "torch" or shared
 
 
 def _changes(before: RunConfig, after: RunConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from umbra.deploy.check.choose import for_hardware
-from umbra.deploy.check.estimate import PHASES, Estimate, Need, judge, peak
+from umbra.deploy.check.estimate import Estimate, Need, fullest_phase, judge, peak
 from umbra.deploy.check.machine import (
     GPUS,
     Finding,
@@ -111,17 +111,16 @@ def command(
     except UsageError as error:
         level = "not looked at" if run.trainer.expert_parallel > 1 else "problem"
         checks.append(Finding("memory", level, str(error)))
+    sums: dict[str, int] = {}
+    if needed is not None:
+        gpus = 1 + max(needed.loads, default=-1)
+        sums = {"gpus": gpus, "shm": needed.arena.bytes, "host": needed.host}
     if gpu is None:
-        sums: dict[str, int] = {}
-        if needed is not None:
-            gpus = 1 + max(needed.loads, default=-1)
-            sums = {"gpus": gpus, "shm": needed.arena.bytes, "host": needed.host}
         checks += findings(run, **sums)
     checks += [Finding(name, "warning", text) for name, text in warnings]
     state = "has a problem, see below" if has_problem(checks) else "good"
     lines = [f"{run_file}: {state}", *_summary(run, changes, needed)]
-    if memory and needed is not None:
-        lines += ["", *_memory(needed)]
+    lines += ["", *_memory(needed)] if memory and needed is not None else []
     extra = {"chosen": changes, "estimate": needed.as_dict() if needed else None}
     return _finish(lines, checks, extra, json_wanted)
 
@@ -193,7 +192,7 @@ def _table(need: Need) -> list[str]:
     gpus = f", GPU {', '.join(map(str, indices))}" if indices else ""
     rows: list[tuple[str, str]] = []
     for place, items in (("GPU", need.device), ("host", need.host)):
-        phase = max(PHASES, key=lambda name: sum(i.bytes for i in items if name in i.during))
+        phase = fullest_phase(items)
         rows += [(f"  {place}", size(peak(items)))] if items else []
         for item in items:
             amount = size(item.bytes) if phase in item.during else f"({size(item.bytes)})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -43,7 +43,7 @@ VLLM_WORK = 3 * GIB  # CUDA graphs, and the pass that vLLM profiles
 UNKNOWN_GPU = 80 * 10**9  # of a GPU that is asked for by name on a machine without any
 MASK = 5  # bytes of a pair of positions in a dense mask, and in tensors made of it
 SHARD = "raise trainer.ranks, or train an adapter (trainer.lora_rank)"
-FETCHED = ("tcp", "nccl")  # planes whose receivers hold a version of their own
+SLOTS = "lower generator.slots"
 NO_KEY = "there is no key for it; a GPU with more memory"
 
 
@@ -57,10 +57,17 @@ class Item:
     remedy: str = ""
 
 
-def peak(items: Iterable[Item]) -> int:
+def taken(items: Collection[Item], phase: str) -> int:
+    return sum(item.bytes for item in items if phase in item.during)
+
+
+def fullest_phase(items: Collection[Item]) -> str:
+    return max(PHASES, key=lambda phase: taken(items, phase))
+
+
+def peak(items: Collection[Item]) -> int:
     """Return the most that `items` take together in any phase."""
-    items = list(items)
-    return max(sum(item.bytes for item in items if phase in item.during) for phase in PHASES)
+    return taken(items, fullest_phase(items))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +86,12 @@ def needs(config: RunConfig, sizes: ModelSizes, *, gpu: int, host: int | None) -
 
     `gpu` is the memory of a GPU in bytes, 0 without any; `host` the host's, None this machine's.
     """
+    generator = _generator(config, sizes, gpu=gpu > 0)
     return [
         _trainer(config, sizes, gpu, host),
-        _generator(config, sizes, gpu=gpu > 0),
+        generator,
         *_scorers(config, sizes, gpu, host),
-        *_planes(config, sizes, gpu),
+        *_planes(config, published(config, sizes, gpu=gpu > 0), generator.gpus),
     ]
 
 
@@ -107,8 +115,8 @@ def _trainer(config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | 
     memory = _memory(kind, gpu, host_memory, ranks)
     fits = fitting_tokens(trainer, sizes.config, sizes.parameters // ranks, memory, kind)
     rows = rows_within(trainer, sizes.config, fits, kind, config.longest_turn)
-    tokens, width = fullest(*rows, config.generator.max_context)
-    device, host = _rank(trainer, sizes, kind, tokens, width)
+    shape = fullest(*rows, config.generator.max_context)
+    device, host = _rank(trainer, sizes, kind, *shape)
     if trainer.pieces.needs_critic:
         # Its passes and the policy's may be under way at the same time. It is float32, and on the
         # host only where FSDP puts it there.
@@ -116,12 +124,10 @@ def _trainer(config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | 
         critic = msgspec.structs.replace(
             trainer, weights="float32", optimizer="adamw", offload=offload
         )
-        for place, items in zip(
-            (device, host), _rank(critic, sizes, kind, tokens, width), strict=True
-        ):
+        own = _rank(critic, sizes, kind, *shape)
+        for place, items in zip((device, host), own, strict=True):
             place += [replace(item, name=f"critic: {item.name}") for item in items]
-    trained = sizes.trained // ranks
-    largest = max(sizes.largest, sizes.layer[0]) // ranks
+    trained, largest = sizes.trained // ranks, max(sizes.largest, sizes.layer[0]) // ranks
     host.append(Item("rows of a layer while it is read", 4 * largest, (LOADING,)))
     if config.checkpoint.every:
         state = 4 * trained + moments(trainer, sizes)
@@ -206,14 +212,12 @@ def _pass(
     itemsize, layers = ITEM_BYTES[trainer.precision_on(kind)], sizes.layers
     tokens //= trainer.sequence_parallel
     autocast = itemsize == 2 and trainer.weights == "float32" and trainer.ranks == 1
-    stream = 4 if autocast else itemsize
-    residual = 10 * sizes.hidden
+    stream, residual, pairs = 4 if autocast else itemsize, 10 * sizes.hidden, tokens * width
     layer = tokens * (residual * stream + (sizes.activations - residual) * itemsize)
     layer = layer * 21 // 20  # tensors not in `layer_numbers`
-    pairs = tokens * width
-    scores = (sizes.scores * itemsize + 2) * pairs
+    scores = (sizes.scores * itemsize + 2) * pairs if sizes.scores else 0
     recompute = trainer.recomputes_on(kind)
-    text = str(recompute)
+    text = str(recompute)  # of "every N", layer for layer; "selective" keeps as much as none
     every = 1 if recompute is True else int(text.split()[1]) if "every" in text else 0
     recomputed = layers // every if every else 0
     inputs, layers_kept = recomputed * tokens * sizes.hidden * stream, layers - recomputed
@@ -221,7 +225,7 @@ def _pass(
     activations = inputs - offload + layers_kept * layer
     if autocast:
         activations += 2 * (sizes.layer[0] * layers + sizes.outside[0])
-    masks = (MASK * pairs if kind == "cpu" else 0) + (layers_kept * scores if sizes.scores else 0)
+    masks = (MASK * pairs if kind == "cpu" else 0) + layers_kept * scores
     chunk = min(4 * tokens * sizes.vocabulary, int(trainer.logits_mib * 2**20))
     head = sizes.vocabulary * sizes.hidden if sizes.outside[1] else 0
     shape = f"{tokens:,} tokens in rows of {width:,}"
@@ -231,12 +235,11 @@ def _pass(
     elif tokens <= width:
         remedy = "lower generator.max_context or trainer.pack_tokens"
     full = (LOGITS, LAST)
-    working = layer + (scores if sizes.scores else 0)
     device = [
         Item(f"activations, {shape}", activations, full, remedy),
         Item("masks and scores", masks, full, "lower trainer.pack_tokens"),
         Item("logits", 4 * chunk + 6 * head, (LOGITS,), NO_KEY),
-        Item("a layer's forward and backward pass", working, (LAST, FIRST), remedy),
+        Item("a layer's forward and backward pass", layer + scores, (LAST, FIRST), remedy),
     ]
     return device, [Item(f"activations, {shape}", offload, full, remedy)] if offload else []
 
@@ -265,17 +268,16 @@ def _generator(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Need:
     slots, context, vllm = generator.slots, generator.max_context, generator.engine == "vllm"
     version = sizes.parameters * itemsize
     weights = version // 2 if arguments.get("quantization") else version
-    cached = 1 if "fp8" in str(arguments.get("kv_cache_dtype", "")) else itemsize
-    cache = Item(
-        f"KV cache, {slots} x {context:,} tokens",
-        slots * (cached * sizes.cache * context + 4 * sizes.states) // parallel,
-        remedy="lower generator.slots or generator.max_context",
-    )
+    name, remedy = f"weights, {config.weight_hub.dtype_on(kind)}", "raise generator.tensor_parallel"
+    device = [Item(name, weights // parallel, remedy=remedy)]
     if cache_bytes := arguments.get("kv_cache_memory_bytes"):
         remedy = "lower generator.engine_args.kv_cache_memory_bytes"
-        cache = Item("KV cache", int(cache_bytes), remedy=remedy)
-    name = f"weights, {config.weight_hub.dtype_on(kind)}"
-    device = [Item(name, weights // parallel, remedy="raise generator.tensor_parallel"), cache]
+        device.append(Item("KV cache", int(cache_bytes), remedy=remedy))
+    else:
+        cached = 1 if "fp8" in str(arguments.get("kv_cache_dtype", "")) else itemsize
+        cache = slots * (cached * sizes.cache * context + 4 * sizes.states) // parallel
+        name, remedy = f"KV cache, {slots} x {context:,} tokens", SLOTS
+        device.append(Item(name, cache, remedy=f"{remedy} or generator.max_context"))
     if config.trainer.lora_publish == "adapter":
         device.append(Item("adapter", sizes.adapter * itemsize))
     if vllm:
@@ -284,10 +286,8 @@ def _generator(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Need:
         prefill = context * max(1, min(slots, reading_tokens(kind, sizes.parameters) // context))
         sampled = 4 * 4 * slots * sizes.vocabulary  # logits, their softmax, sorted, drawn
         device.append(Item("prefill", _forward(sizes, prefill, context, itemsize, kind)))
-        device.append(Item("sampling", sampled, remedy="lower generator.slots"))
-    host: list[Item] = []
-    if config.weight_hub.plane in FETCHED:
-        host.append(Item("a fetched version", published(config, sizes, gpu=gpu), LOADED))
+        device.append(Item("sampling", sampled, remedy=SLOTS))
+    host = _fetched(config, published(config, sizes, gpu=gpu))
     if generator.engine == "vllm-http":  # whose servers others start
         return _need("generator", (), [], host, 1)
     if kind == "cuda" and not vllm:
@@ -298,18 +298,22 @@ def _generator(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Need:
     return _need("generator", gpus if kind == "cuda" else (), device, host, generator.count)
 
 
-def _planes(config: RunConfig, sizes: ModelSizes, gpu: int) -> Iterator[Need]:
-    """Yield the processes that move versions on GPUs, if such a plane is set and not `auto`."""
-    plane, gpus = config.weight_hub.plane, _generator(config, sizes, gpu=gpu > 0).gpus
+def _fetched(config: RunConfig, version: int) -> list[Item]:
+    own = config.weight_hub.plane in ("tcp", "nccl")  # of which receivers hold a version
+    return [Item("a fetched version", version, LOADED)] if own else []
+
+
+def _planes(config: RunConfig, version: int, gpus: Sequence[tuple[int, ...]]) -> Iterator[Need]:
+    """Yield the processes that move versions to `gpus`, if such a plane is set and not `auto`."""
+    plane, remedy = config.weight_hub.plane, "set weight_hub.plane = shm"
     if plane not in GPU_PLANES or not gpus:
         return
     copies = config.weight_hub.slots + 1 if plane == "cuda_ipc" else 0
-    version = published(config, sizes, gpu=gpu > 0)
-    device = [Item("versions", copies * version, remedy="set weight_hub.plane = shm")]
+    device = [Item("versions", copies * version, remedy=remedy)]
     yield _need("weight hub", (gpus[0][:1] if copies else (0,),), device, [], 1)
     if plane == "nccl":
         loaded = version if len(gpus[0]) == 1 else 0  # from there, by an engine on one GPU
-        device = [Item("a version until it is loaded", loaded, remedy="set weight_hub.plane = shm")]
+        device = [Item("a version until it is loaded", loaded, remedy=remedy)]
         yield _need("weight receiver", tuple(ids[:1] for ids in gpus), device, [], len(gpus))
 
 
@@ -329,16 +333,15 @@ def _scorers(
             tokens, width = fullest(*rows, config.generator.max_context)
             logits = 4 * min(4 * tokens * model.vocabulary, int(config.trainer.logits_mib * 2**20))
             work = max(work, _forward(model, tokens, width, itemsize, kind) + logits)
+        weights = [itemsize * model.parameters for model in models]
         device = [
-            Item("weights", itemsize * sum(model.parameters for model in models)),
+            Item("weights", sum(weights)),
             Item("forward pass", work, remedy="lower trainer.micro_tokens"),
         ]
-        host: list[Item] = []
-        if kind == "cuda":
-            largest = itemsize * max(model.parameters for model in models)
-            host.append(Item("the whole model while it is read", largest, (LOADING,)))
-        if stage == "logp" and config.weight_hub.plane in FETCHED:
-            host.append(Item("a fetched version", published(config, sizes, gpu=gpu > 0), LOADED))
+        reading = [Item("the whole model while it is read", max(weights), (LOADING,))]
+        host = reading if kind == "cuda" else []
+        if stage == "logp":
+            host += _fetched(config, published(config, sizes, gpu=gpu > 0))
         gpus = ((first_gpu(scorer.device),),) * count if kind == "cuda" else ()
         yield _need(f"scorer {stage}", gpus, device, host, count)
 
@@ -365,7 +368,7 @@ class Estimate:
     host: int
     faults: tuple[str, ...]
     notes: tuple[str, ...]
-    room: float | None  # in vLLM's KV cache, as `vllm_room`
+    room: float | None  # in vLLM's KV cache, as `_vllm_room`
     largest: Item  # that a user can change, on the fullest GPU or the host
 
     def places(self) -> list[tuple[str, int, int | None, str]]:
@@ -387,9 +390,8 @@ class Estimate:
         if self.room is not None:
             sums.append(f"vLLM's KV cache has {self.room:.0f} full contexts")
         item, text = self.largest, ", ".join(sums)
-        if not item.remedy:
-            return text
-        return f"{text}; for more room, {item.remedy} ({item.name}: {size(item.bytes)})"
+        advice = f"; for more room, {item.remedy} ({item.name}: {size(item.bytes)})"
+        return text + (advice if item.remedy else "")
 
     def as_dict(self) -> dict[str, Any]:
         """Return values for JSON; sizes in bytes."""
@@ -424,10 +426,10 @@ def judge(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Estimate:
     for need in all_needs:
         for index in (index for gpus in need.gpus for index in gpus):
             by_gpu[index].append(need)
-    loads = {i: sum(gpu_bytes(config, n, machine) for n in own) for i, own in by_gpu.items()}
+    loads = {i: sum(_gpu_bytes(config, n, machine) for n in own) for i, own in by_gpu.items()}
     host = peak([arena, *(item for need in all_needs for item in need.host * need.count)])
     faults = [*_gpu_faults(by_gpu, loads, machine), *_host_faults(all_needs, arena, host, machine)]
-    slots, room = config.generator.slots, vllm_room(config, all_needs, machine)
+    slots, room = config.generator.slots, _vllm_room(config, all_needs, machine)
     notes: list[str] = []
     if room is not None and room < max(1, slots / SLOTS_PER_CONTEXT):
         has = (
@@ -435,36 +437,35 @@ def judge(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Estimate:
             f"generator.max_context = {config.generator.max_context} tokens, of generator.slots = "
             f"{slots}{', so vLLM would refuse to start' if room < 1 else ''}"
         )
-        shared = any(len(group) > 1 for group in by_gpu.values())  # the trainer, on the same GPU
-        adapter = "train an adapter (trainer.lora_rank), which takes less beside it"
-        advice = adapter if shared else "raise generator.tensor_parallel"
+        advice = "raise generator.tensor_parallel"
+        if any(len(group) > 1 for group in by_gpu.values()):  # with the trainer, on the same GPU
+            advice = "train an adapter (trainer.lora_rank), which takes less beside it"
         (faults if room < 1 else notes).append(f"{has}: lower generator.max_context, or {advice}")
     # vLLM takes its share whatever it needs.
     group = by_gpu[max(loads, key=loads.__getitem__)] if loads else all_needs
     choosable = [need for need in group if room is None or need.name != "generator"] or group
-    largest = _largest(tuple(i for n in choosable for i in (n.device if loads else n.host)))
+    largest = _largest(item for n in choosable for item in (n.device if loads else n.host))
     messages = tuple(faults), tuple(notes)
     return Estimate(machine, tuple(all_needs), arena, loads, host, *messages, room, largest)
 
 
-def gpu_bytes(config: RunConfig, need: Need, machine: Machine) -> int:
+def _gpu_bytes(config: RunConfig, need: Need, machine: Machine) -> int:
     """Return the bytes of each of its GPUs; vLLM takes its share whatever it needs."""
     if need.name == "generator" and config.generator.engine == "vllm" and machine.gpu:
-        share = config.generator.engine_args.get(SHARE, VLLM_SHARE)
-        return int(share * machine.gpu)
+        return int(config.generator.engine_args.get(SHARE, VLLM_SHARE) * machine.gpu)
     return peak(need.device)
 
 
-def vllm_room(config: RunConfig, all_needs: list[Need], machine: Machine) -> float | None:
+def _vllm_room(config: RunConfig, all_needs: list[Need], machine: Machine) -> float | None:
     """Return how many full contexts vLLM's KV cache has room for; None where it need not be."""
     generator = config.generator
     need = next((need for need in all_needs if need.name == "generator" and need.gpus), None)
     fixed_cache = generator.engine_args.get("kv_cache_memory_bytes")
     if need is None or generator.engine != "vllm" or fixed_cache or not machine.gpu:
         return None
-    weights, cache = need.device[0].bytes, need.device[1].bytes
-    free = gpu_bytes(config, need, machine) - weights - VLLM_WORK
-    return max(0.0, free / (cache / generator.slots))
+    weights, cache, *_ = need.device
+    free = _gpu_bytes(config, need, machine) - weights.bytes - VLLM_WORK
+    return max(0.0, free / (cache.bytes / generator.slots))
 
 
 def _gpu_faults(
@@ -498,16 +499,17 @@ def _host_faults(all_needs: list[Need], arena: Item, host: int, machine: Machine
             "2 or a smaller weight_hub.dtype"
         )
     if machine.host is not None and host > machine.host:
-        largest = _largest(tuple(item for need in all_needs for item in need.host))
+        largest = _largest(item for need in all_needs for item in need.host)
         yield (
             f"the host has {size(machine.host)} of memory, the run needs {size(host)}, most of it "
             f"{largest.name} ({size(largest.bytes)} per process): {largest.remedy}"
         )
 
 
-def _largest(items: tuple[Item, ...]) -> Item:
+def _largest(items: Iterable[Item]) -> Item:
     """Return the largest item that a user can change, in the phase that needs most."""
-    phase = max(PHASES, key=lambda name: sum(i.bytes for i in items if name in i.during))
+    items = list(items)
+    phase = fullest_phase(items)
     adjustable = [item for item in items if item.remedy and phase in item.during]
     return max(adjustable or items, key=lambda item: item.bytes)
 
@@ -519,8 +521,7 @@ def divide(config: RunConfig, set_keys: Collection[str], machine: Machine) -> tu
     as fit. A run that is refused, not estimated yet, or wrong in another way is returned as it is.
     """
     try:
-        before = estimate(config, machine)
-        part = _generator_part(config, before, set_keys)
+        part = _generator_part(config, estimate(config, machine), set_keys)
         divided = msgspec.structs.replace(config, generator=part)
         faults = estimate(divided, machine).faults
     except UsageError:

@@ -6,6 +6,7 @@ Nothing here needs torch: `aside.py` is asked in a process of its own.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import resource
 import shutil
@@ -49,9 +50,8 @@ T = TypeVar("T")
 class Machine(msgspec.Struct, frozen=True):
     """Bytes of a host's memory and /dev/shm (None: unknown), and of each of its GPUs.
 
-    `name` is that of the first GPU, `vllm` is whether vLLM is installed, `blind` why torch sees no
-    GPU though there is a driver, and the remedy (see `why_blind`), `cores` how many CPUs this
-    process may use (0: unknown).
+    `name` is that of the first GPU, `vllm` whether vLLM is installed, `blind` why torch sees no GPU
+    of a driver (see `why_blind`), `cores` how many CPUs this process may use (0: unknown).
     """
 
     gpus: tuple[int, ...] = ()
@@ -98,12 +98,10 @@ class GpuReport(msgspec.Struct, frozen=True):
 
 def ask_aside(kind: type[T], request: object = None, *, timeout_s: float = PROGRAM_S) -> T:
     """Return the answer of `aside` to a request; UmbraError with the reason if there is none."""
-    command = python_argv("umbra.deploy.check.aside")
+    argv = python_argv("umbra.deploy.check.aside")
     data = b"" if request is None else msgspec.json.encode(request)
     try:
-        process = subprocess.run(
-            command, input=data, capture_output=True, timeout=timeout_s, check=False
-        )
+        process = subprocess.run(argv, input=data, capture_output=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         raise UmbraError(f"it took longer than {timeout_s:g} s") from None
     if code := process.returncode:
@@ -120,8 +118,9 @@ def gpu_report() -> GpuReport:
 
 def why_blind(report: GpuReport, driver: str) -> str:
     """Return why torch sees no GPU of this driver, and after the last semicolon the remedy."""
-    minimum = LEAST_DRIVER.get(int(report.cuda.partition(".")[0] or 0), 0)
-    major = driver.partition(".")[0]
+    least = LEAST_DRIVER.get(int(report.cuda.partition(".")[0] or 0), 0)
+    major, visible = driver.partition(".")[0], report.visible
+    variable = f'CUDA_VISIBLE_DEVICES = "{visible}"'
     if not report.cuda:
         return (
             f"torch {report.torch} is built for CPUs; install one from PyPI (CUDA 13, driver 580 "
@@ -132,16 +131,15 @@ def why_blind(report: GpuReport, driver: str) -> str:
             "this process has no /dev/nvidiactl, as in a container without GPUs; give it GPUs "
             "(docker: --gpus all, SLURM: --gres=gpu:1, Kubernetes: nvidia.com/gpu)"
         )
-    variable = f'CUDA_VISIBLE_DEVICES = "{report.visible}"'
-    if report.visible is not None and report.visible.strip() in ("", "-1", "NoDevFiles"):
+    if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
         return f"{variable} hides all GPUs; unset it, or name some that nvidia-smi lists"
-    if major.isdigit() and int(major) < minimum:
+    if major.isdigit() and int(major) < least:
         return (
             f"driver {driver} is too old for torch {report.torch}, which is built for CUDA "
-            f"{report.cuda} and needs {minimum} or newer ({report.why_not}); update the driver, or "
+            f"{report.cuda} and needs {least} or newer ({report.why_not}); update the driver, or "
             "install a torch from PyTorch's index for a CUDA that this driver has"
         )
-    hidden = f" with {variable}" if report.visible else ""
+    hidden = f" with {variable}" if visible else ""
     return f"{report.why_not}{hidden}; see whether nvidia-smi lists the GPUs, and which"
 
 
@@ -153,19 +151,22 @@ def silent(error: UmbraError) -> str:
 def this_machine() -> Machine:
     """Return this machine's hardware; `blind` is set also if torch does not answer."""
     stats = os.statvfs(SHM)
-    host, shm = host_bytes(), stats.f_blocks * stats.f_frsize
-    cores = len(os.sched_getaffinity(0))
+    machine = Machine(
+        host=host_bytes(),
+        shm=stats.f_blocks * stats.f_frsize,
+        cores=len(os.sched_getaffinity(0)),
+    )
     if not (driver := driver_version()):
-        return Machine(host=host, shm=shm, cores=cores)
+        return machine
+    change, vllm = msgspec.structs.replace, importlib.util.find_spec("vllm") is not None
     try:
-        report, blind = gpu_report(), ""
+        report = gpu_report()
     except UmbraError as error:
-        report, blind = GpuReport([]), silent(error)
-    vllm = importlib.util.find_spec("vllm") is not None
+        return change(machine, vllm=vllm, blind=silent(error))
+    if not report.gpus:
+        return change(machine, vllm=vllm, blind=why_blind(report, driver))
     sizes = tuple(gpu.total for gpu in report.gpus)
-    name = report.gpus[0].name if report.gpus else ""
-    blind = "" if sizes else blind or why_blind(report, driver)
-    return Machine(sizes, name, host, shm, vllm, blind, cores)
+    return change(machine, vllm=vllm, gpus=sizes, name=report.gpus[0].name)
 
 
 def kind_of(device: str, *, gpu: bool) -> str:
@@ -189,7 +190,6 @@ SMALL_SHM = GIB  # Docker gives 64 MiB unless told otherwise
 DISK_FULL, DISK_LOW = 2 * GIB, 20 * GIB
 SLOW_SYNC_S = 0.1  # the buffer waits for one before it acknowledges
 
-
 Level = Literal["ok", "warning", "problem", "not looked at"]
 
 
@@ -201,6 +201,13 @@ class Finding:
     level: Level
     text: str
     remedy: str = ""
+
+
+def graded(
+    subject: str, text: str, remedy: str, *, problem: bool, warning: bool = False
+) -> Finding:
+    level: Level = "problem" if problem else "warning" if warning else "ok"
+    return Finding(subject, level, text, remedy if level != "ok" else "")
 
 
 def refusal(subject: str, sentence: str) -> Finding:
@@ -216,13 +223,9 @@ def has_problem(checks: Sequence[Finding]) -> bool:
 def as_text(checks: Sequence[Finding]) -> list[str]:
     """Return lines for people: the findings, then what to do, problems first."""
     lines = aligned((check.subject, check.level, check.text) for check in checks)
-    todo = [
-        f"- {check.subject}: {check.remedy}"
-        for level in ("problem", "warning")
-        for check in checks
-        if check.level == level and check.remedy
-    ]
-    return [*lines, "", *(["What to do:", *todo] if todo else ["Nothing to do."])]
+    todo = [check for level in ("problem", "warning") for check in checks if check.level == level]
+    remedies = [f"- {check.subject}: {check.remedy}" for check in todo if check.remedy]
+    return [*lines, "", *(["What to do:", *remedies] if remedies else ["Nothing to do."])]
 
 
 def findings(
@@ -250,8 +253,8 @@ def findings(
     yield host_memory(available_bytes(), host_bytes(), host)
     yield open_files()
     if config is not None:
-        endpoints = run_endpoints(config)
-        folder = Path(config.security.keys) if config.security.keys else None
+        endpoints, own = run_endpoints(config), config.security.keys
+        folder = Path(own) if own else None
         yield from ports(endpoints)
         yield keys(folder, next((address for address in endpoints if not is_local(address)), ""))
         yield disk(Path(config.run.dir))
@@ -291,36 +294,32 @@ def judge_gpus(report: GpuReport, driver: str, needed: int) -> Finding:
 
 
 def shared_memory(free: int, total: int, needed: int | None) -> Finding:
-    level: Level = "ok" if free >= (needed or SMALL_SHM) else "problem" if needed else "warning"
     remedy = (
         "make it larger (docker: --shm-size, compose: shm_size, or mount -o remount,size=...), or "
         "remove what ended runs left there (/dev/shm/umbra-*)"
     )
-    return _memory("/dev/shm", level, free, total, needed, remedy)
+    text, small = _amount(free, total, needed), not needed and free < SMALL_SHM
+    return graded("/dev/shm", text, remedy, problem=free < (needed or 0), warning=small)
 
 
 def host_memory(available: int, total: int, needed: int | None) -> Finding:
-    level: Level = "problem" if available < (needed or 0) else "ok"
     remedy = "end what else runs here, or see `umbra check --memory` for what takes most"
-    return _memory("host memory", level, available, total, needed, remedy)
+    text = _amount(available, total, needed)
+    return graded("host memory", text, remedy, problem=available < (needed or 0))
 
 
-def _memory(
-    subject: str, level: Level, free: int, total: int, needed: int | None, remedy: str
-) -> Finding:
+def _amount(free: int, total: int, needed: int | None) -> str:
     demand = "" if needed is None else f", the run needs {size(needed)}"
-    text = f"{size(free)} free of {size(total)}{demand}"
-    return Finding(subject, level, text, "" if level == "ok" else remedy)
+    return f"{size(free)} free of {size(total)}{demand}"
 
 
 def open_files() -> Finding:
     """Check the hard limit of open files, to which Umbra raises its own."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY or limit >= ENOUGH_FILES:
-        return Finding("open files", "ok", f"at most {limit} per process")
+    most = math.inf if limit == resource.RLIM_INFINITY else limit
     remedy = "raise it: ulimit -Hn 65536 (docker: --ulimit nofile=65536, systemd: LimitNOFILE)"
-    level = "problem" if limit < LEAST_FILES else "warning"
-    return Finding("open files", level, f"at most {limit} per process", remedy)
+    few, text = most < LEAST_FILES, f"at most {limit} per process"
+    return graded("open files", text, remedy, problem=few, warning=most < ENOUGH_FILES)
 
 
 def disk(folder: Path) -> Finding:
@@ -340,26 +339,24 @@ def disk(folder: Path) -> Finding:
 
 def judge_disk(folder: str, free: int, sync_s: float) -> Finding:
     text = f"{size(free)} free at {folder}, a sync takes {1000 * sync_s:.1f} ms"
-    if free < DISK_LOW:
+    low, slow = free < DISK_LOW, sync_s > SLOW_SYNC_S
+    remedy = "set run.dir to a faster disk: the buffer syncs before it acknowledges answers"
+    if low:
         remedy = "free some, or set run.dir elsewhere: checkpoints and the store go there"
-        return Finding("disk", "problem" if free < DISK_FULL else "warning", text, remedy)
-    if sync_s > SLOW_SYNC_S:
-        remedy = "set run.dir to a faster disk: the buffer syncs before it acknowledges answers"
-        return Finding("disk", "warning", text, remedy)
-    return Finding("disk", "ok", text)
+    return graded("disk", text, remedy, problem=free < DISK_FULL, warning=low or slow)
 
 
 def ports(endpoints: Sequence[str]) -> Iterator[Finding]:
     """Check that nobody listens at the `endpoints` that name a port."""
-    fixed = [address for address in endpoints if address.rpartition(":")[2] not in ("*", "0")]
+    numbers = {endpoint: endpoint.rpartition(":")[2] for endpoint in endpoints}
+    fixed = [endpoint for endpoint in endpoints if numbers[endpoint] not in ("*", "0")]
     for endpoint in fixed:
         try:
             check_port_free(endpoint)
-        except StartupError as error:
-            remedy = f"see who it is with: ss -tlnp | grep {endpoint.rpartition(':')[2]}"
-            yield Finding("port", "problem", str(error), remedy)
-        else:
             yield Finding("port", "ok", f"{endpoint} is free")
+        except StartupError as error:
+            remedy = f"see who it is with: ss -tlnp | grep {numbers[endpoint]}"
+            yield Finding("port", "problem", str(error), remedy)
     if not fixed:
         yield Finding("port", "ok", "free ones are chosen")
 

@@ -37,10 +37,10 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
-    """A model to count by building it without weights; `source` is the key that names it."""
+    """A model to count by building it without weights."""
 
     directory: str
-    source: str
+    source: str  # the key that names it
     trainer: TrainerConfig
 
 
@@ -116,10 +116,9 @@ def read_sizes(config: RunConfig) -> ModelSizes:
     """Return the sizes of a run's models; raise UsageError if one is missing or refused."""
     if not config.model.path:
         raise UsageError("model.path is empty: name a directory with the model's config.json")
+    names, frozen = {*config.scorer.models.values()}, replace(config.trainer, lora_rank=0)
+    teachers = (_model_sizes(config, name, "scorer.model", frozen) for name in sorted(names))
     policy = _model_sizes(config, config.model.name, "model.path", config.trainer)
-    names = dict.fromkeys(config.scorer.models.values())
-    frozen = replace(config.trainer, lora_rank=0)
-    teachers = (_model_sizes(config, name, "scorer.model", frozen) for name in names)
     return replace(policy, teachers=tuple(teachers))
 
 
@@ -130,17 +129,14 @@ def _model_sizes(config: RunConfig, name: str, source: str, trainer: TrainerConf
         model = read_transformers_config(directory)
         counts = count_plain(model, trainer)
     if counts is None:
-        counts = count_built(Build(str(directory), source, trainer))
+        build = Build(str(directory), source, trainer)
+        if torch_is_hidden():  # then another process builds it
+            counts = ask_aside(Counts, build, timeout_s=ROOM_S)
+        else:
+            from umbra.deploy.check.aside import count
+
+            counts = count(build)
     return sizes_of(model, counts, latent=config.generator.engine == "vllm")
-
-
-def count_built(build: Build) -> Counts:
-    """Build a model to count it, in another process if this one does without torch."""
-    if torch_is_hidden():
-        return ask_aside(Counts, build, timeout_s=ROOM_S)
-    from umbra.deploy.check.aside import count
-
-    return count(build)
 
 
 def sizes_of(model_config: Any, counts: Counts, *, latent: bool = False) -> ModelSizes:

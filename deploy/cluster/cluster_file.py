@@ -20,27 +20,24 @@ NAME = r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$"  # of hosts; what else needs nam
 LINE = r"^[^\x00-\x1f]*$"
 # What async-rl's settings are called here.
 FOREIGN = {
-    "sperated_node_tasks": "groups",
-    "separated_node_tasks": "groups",
-    "sperated_node_ratios": "ratios",
-    "separated_node_ratios": "ratios",
+    **dict.fromkeys(("sperated_node_tasks", "separated_node_tasks"), "groups"),
+    **dict.fromkeys(("sperated_node_ratios", "separated_node_ratios"), "ratios"),
 }
 FOREIGN_TASKS = {"actor-train": "train", "actor_train": "train", "rollout": "generate"}
 
 
-class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the cluster file; docs/cluster.md describes the keys."""
-
-
-Count = Annotated[int, Meta(ge=0)]
 Text = Annotated[str, Meta(min_length=1)]
 Line = Annotated[str, Meta(pattern=LINE)]
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True):
+    """A table of the cluster file; docs/cluster.md describes the keys."""
 
 
 class Node(_Table, frozen=True):
     name: Annotated[str, Meta(pattern=NAME)]  # its host name for SLURM and Kubernetes
     address: Text  # by which the others reach it
-    gpus: Count = 0  # that the run may use: 0 to n - 1
+    gpus: Annotated[int, Meta(ge=0)] = 0  # that the run may use: 0 to n - 1
     joins: bool = False  # has generators alone, which may come and go while the run goes on
 
 
@@ -129,46 +126,43 @@ def load_cluster(path: Path) -> ClusterFile:
         UsageError: it cannot be read, or a key is unknown (with the nearest name) or bad.
     """
     tree = read_run_file(path, "cluster file")
-    for section in tree:
-        if section not in ("cluster", "nodes"):
-            hint = nearest(section, ["cluster", "nodes"])
-            if section in SECTIONS:
-                hint = ", which is of run files: give the cluster file first, then the run file"
-            raise UsageError(f"{path}: unknown section [{section}]{hint}")
+    if section := next((name for name in tree if name not in ("cluster", "nodes")), ""):
+        hint = nearest(section, ["cluster", "nodes"])
+        if section in SECTIONS:
+            hint = ", which is of run files: give the cluster file first, then the run file"
+        raise UsageError(f"{path}: unknown section [{section}]{hint}")
     listed = tree.get("nodes", [])
     if not isinstance(listed, list) or not listed:
         raise UsageError(f"{path}: there are no nodes: write a table [[nodes]] for each")
-    file = ClusterFile(
-        cluster=_convert(ClusterSpec, tree.get("cluster", {}), f"{path}: cluster"),
-        nodes=[_convert(Node, n, f"{path}: nodes[{i}]") for i, n in enumerate(listed)],
-    )
-    cluster, names, tasks = file.cluster, [node.name for node in file.nodes], get_args(Task)
-    dotless = [name.replace(".", "-") for name in names]
+    cluster = _convert(ClusterSpec, tree.get("cluster", {}), f"{path}: cluster")
+    nodes = [_convert(Node, n, f"{path}: nodes[{i}]") for i, n in enumerate(listed)]
+    names = [node.name for node in nodes]
     for sentence, values in (
         ("two nodes have the name {}", names),
-        ("two nodes have the address {}", [node.address for node in file.nodes]),
-        ("two nodes are {} where no dots are allowed: name them otherwise", dotless),
+        ("two nodes have the address {}", [node.address for node in nodes]),
+        (
+            "two nodes are {} where no dots are allowed: name them otherwise",
+            [name.replace(".", "-") for name in names],
+        ),
     ):
         value, count = Counter(values).most_common(1)[0]
         if count > 1:
             raise UsageError(f"{path}: {sentence.format(value)}")
-    for key in ("memory_gib", "cpus"):
-        for task in getattr(cluster, key):
-            if task not in tasks:
-                hint = nearest(task, list(tasks))
-                raise UsageError(f"{path}: cluster.{key}: unknown task {task}{hint}")
-    joining = [node.name for node in file.nodes if node.joins]
+    tasks = list(get_args(Task))
+    for key, limits in (("memory_gib", cluster.memory_gib), ("cpus", cluster.cpus)):
+        if task := next((name for name in limits if name not in tasks), ""):
+            raise UsageError(f"{path}: cluster.{key}: unknown task {task}{nearest(task, tasks)}")
+    joining = [node.name for node in nodes if node.joins]
     if len(joining) == len(names):
         raise UsageError(f"{path}: all nodes have joins = true, which only generate: remove one")
+    broker = f"{path}: cluster.broker = {cluster.broker}"
     if cluster.broker and cluster.broker not in names:
-        hint = nearest(cluster.broker, names)
-        raise UsageError(f"{path}: cluster.broker = {cluster.broker} is no node{hint}")
+        raise UsageError(f"{broker} is no node{nearest(cluster.broker, names)}")
     if cluster.broker in joining:
         raise UsageError(
-            f"{path}: cluster.broker = {cluster.broker} has joins = true, so it may go while "
-            "the run goes on: name another node"
+            f"{broker} has joins = true, so it may go while the run goes on: name another node"
         )
-    return file
+    return ClusterFile(cluster=cluster, nodes=nodes)
 
 
 def _convert(kind: type[S], values: Any, source: str) -> S:
@@ -186,8 +180,7 @@ def _convert(kind: type[S], values: Any, source: str) -> S:
         return msgspec.convert(dict(values), kind)
     except msgspec.ValidationError as error:
         fault, _, place = str(error).partition(" - at `$")
-        key = place.rstrip("`")
-        raise UsageError(f"{source}{key}: {fault[0].lower()}{fault[1:]}") from error
+        raise UsageError(f"{source}{place.rstrip('`')}: {fault[0].lower()}{fault[1:]}") from error
 
 
 def nearest(name: str, choices: list[str]) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 import click
-import msgspec
 
 from umbra.deploy.cluster.cluster_file import load_cluster
 from umbra.deploy.cluster.containers import KEYS_FOLDER, compose_files, keys_command, manifests
@@ -64,27 +63,25 @@ def command(
     config, _ = load_given(run_file, overrides)
     plan = make_plan(cluster, config, run_id or new_run_id(config.run.name))
     check_feasible(plan.config)
-    modules, keys_folder, folder = modules_of(config, run_file), config.security.keys, None
-    if keys_folder or not config.security.insecure:
-        folder = Path(keys_folder) if keys_folder else out.resolve() / FOLDER
-    files = render(plan, formats, modules, out.resolve(), folder)
+    modules, security, target = modules_of(config, run_file), config.security, out.resolve()
+    folder = Path(security.keys) if security.keys else target / FOLDER
+    folder = None if security.insecure and not security.keys else folder
+    files = render(plan, formats, modules, target, folder)
     click.echo(table(plan), nl=False)
     if dry_run:
         return EXIT_DONE
-    write(files, out.resolve())
-    if folder is not None:
-        if not keys_folder and not folder.exists():  # the same in every plan of this folder
-            make_keys(folder)
-        if "compose" in formats:
-            copy_keys(plan, folder, out.resolve())
+    write(files, target)
+    if folder and not security.keys and not folder.exists():  # the same in every plan of `out`
+        make_keys(folder)
+    if folder and "compose" in formats:
+        copy_keys(plan, folder, target)
     click.echo(f"{len(files)} files written to {out}")
     if folder and "kubernetes" in formats:
         click.echo(f"make the secret of the keys: {keys_command(plan, str(folder))}")
     for name in formats:
         click.echo(f"next: {NEXT[name].format(out=out)}")
     if folder and modules and set(formats) != {"slurm"}:
-        exposed = [place for place in (folder, out.resolve()) if place.is_relative_to(modules)]
-        if exposed:
+        if exposed := [place for place in (folder, target) if place.is_relative_to(modules)]:
             click.echo(
                 f"note: containers that import your modules see all of {modules}, and with it "
                 f"secret keys of other roles in {exposed[0]}: set another --out or security.keys",
@@ -95,17 +92,13 @@ def command(
 
 @click.command()
 @click.argument(
-    "folder",
-    type=click.Path(path_type=Path, file_okay=False),
+    "folder", type=click.Path(path_type=Path, file_okay=False),
     default=Path(RunSection().dir) / FOLDER,
-)
+)  # fmt: skip
 @click.option(
-    "--role",
-    "roles",
-    type=click.Choice(KEY_ROLES),
-    multiple=True,
+    "--role", "roles", type=click.Choice(KEY_ROLES), multiple=True,
     help="Only the key of this role.  [default: all]",
-)
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace keys that are there.")
 def keys(folder: Path, roles: tuple[KeyRole, ...], force: bool) -> int:
     """Make the CURVE keys of a run in FOLDER [default: runs/keys], a pair for each role.
@@ -120,7 +113,7 @@ def keys(folder: Path, roles: tuple[KeyRole, ...], force: bool) -> int:
 
 
 def render(
-    plan: Plan, formats: Iterable[str], modules: str, out: Path, keys: Path | None
+    plan: Plan, formats: Collection[str], modules: str, out: Path, keys: Path | None
 ) -> dict[str, str]:
     """Return the texts of `formats` by their path below `out`, which is absolute.
 
@@ -129,19 +122,16 @@ def render(
     Raises:
         UsageError: the plan cannot be rendered so.
     """
-    replace = msgspec.structs.replace
-    security = replace(plan.config.security, keys="")  # the nodes' environment says where they are
-    config = to_toml(as_dict(replace(plan.config, security=security)))
-    paths = container_paths(plan, modules, keys=keys is not None)
+    tree = as_dict(plan.config)
+    tree["security"]["keys"] = ""  # the nodes' environment says where they are
+    config, paths = to_toml(tree), container_paths(plan, modules, keys=keys is not None)
     files: dict[str, str] = {}
-    for name in formats:
-        match name:
-            case "compose":
-                files |= compose_files(plan, paths, config)
-            case "slurm":
-                files |= slurm_files(plan, config, out=out, keys=keys, modules=modules)
-            case _:
-                files["kubernetes.yaml"] = manifests(plan, paths, config)
+    if "compose" in formats:
+        files |= compose_files(plan, paths, config)
+    if "slurm" in formats:
+        files |= slurm_files(plan, config, out=out, keys=keys, modules=modules)
+    if "kubernetes" in formats:
+        files["kubernetes.yaml"] = manifests(plan, paths, config)
     return files
 
 
@@ -181,8 +171,11 @@ def copy_keys(plan: Plan, keys: Path, out: Path) -> None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.chown(folder, user, -1)
             for name in sorted(names):
-                _copy_private(keys / name, folder / name)
-                os.chown(folder / name, user, -1)
+                path = folder / name
+                path.unlink(missing_ok=True)
+                path.touch(mode=0o600, exist_ok=False)
+                path.write_bytes((keys / name).read_bytes())
+                os.chown(path, user, -1)
         except OSError as error:
             raise UsageError(
                 f"cannot copy the run's keys from {keys} to {folder}: {error.strerror}: "
@@ -190,29 +183,17 @@ def copy_keys(plan: Plan, keys: Path, out: Path) -> None:
             ) from error
 
 
-def _copy_private(source: Path, target: Path) -> None:
-    target.unlink(missing_ok=True)
-    with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(source.read_bytes())
-
-
 def table(plan: Plan) -> str:
     """Return the plan as columns, and below it each group's share and the idle rest."""
     rows: list[tuple[str, ...]] = [HEADINGS]
     for node in plan.nodes:
-        cells = [
-            (_span(p.gpus), p.name, p.task.replace("_", "-"), _ports(plan, p))
-            for p in plan.on(node)
-        ]
-        if (idle := plan.idle(node)) or not cells:
-            cells.append((_span(tuple(idle)) if idle else "", "-", "idle", ""))
-        places = [(node.name, node.address), *[("", "")] * (len(cells) - 1)]
-        rows += [(*place, *cell) for place, cell in zip(places, cells, strict=True)]
-    lines = [
-        *aligned(rows),
-        "",
-        *(f"{group.describe()}: {group.arithmetic}" for group in plan.groups),
-    ]
+        place = (node.name, node.address)  # on the first line of a node
+        for p in plan.on(node):
+            rows.append((*place, _span(p.gpus), p.name, p.task.replace("_", "-"), _ports(plan, p)))
+            place = ("", "")
+        if (idle := plan.idle(node)) or any(place):
+            rows.append((*place, _span(tuple(idle)) if idle else "", "-", "idle", ""))
+    lines = [*aligned(rows), "", *(f"{g.describe()}: {g.arithmetic}" for g in plan.groups)]
     trainers, trainer = plan.trainers(), plan.config.trainer
     if len(trainers) > 1:
         names = ", ".join(process.node.name for process in trainers)

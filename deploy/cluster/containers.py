@@ -10,6 +10,7 @@ import ipaddress
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import yaml
@@ -24,26 +25,33 @@ ENVIRONMENT_FILE = "umbra.env"
 KEYS_FOLDER = "keys"
 # Taken from the shell that starts the containers, if they are set there: no secret is in a plan.
 HUB_VARIABLES = ["HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"]
+Tree = dict[str, Any]
 
 
 def compose_files(plan: Plan, paths: Paths, config: str) -> dict[str, str]:
     """Return the texts of all nodes by path; `config` is that of the run's configuration."""
-    variables, launched = environment(plan, paths).items(), launches(plan, paths)
+    variables = "".join(f"{k}={v}\n" for k, v in environment(plan, paths).items())
     files: dict[str, str] = {}
-    for node in plan.nodes:
-        if local := [launch for launch in launched if launch.process.node == node]:
-            files[f"{node.name}/{COMPOSE_FILE}"] = to_yaml(_compose(plan, node, local, paths))
-            files[f"{node.name}/{ENVIRONMENT_FILE}"] = "".join(f"{k}={v}\n" for k, v in variables)
-            files[f"{node.name}/{CONFIG_FILE}"] = config
+    for node, local in _by_node(plan, paths):
+        files[f"{node.name}/{COMPOSE_FILE}"] = to_yaml(_compose(plan, node, local, paths))
+        files[f"{node.name}/{ENVIRONMENT_FILE}"] = variables
+        files[f"{node.name}/{CONFIG_FILE}"] = config
     return files
 
 
-def _compose(plan: Plan, node: Node, local: list[Launch], paths: Paths) -> dict[str, Any]:
+def _by_node(plan: Plan, paths: Paths) -> list[tuple[Node, list[Launch]]]:
+    """Return the nodes that are used, with what starts there."""
+    every = launches(plan, paths)
+    nodes = ((node, [one for one in every if one.process.node == node]) for node in plan.nodes)
+    return [(node, local) for node, local in nodes if local]
+
+
+def _compose(plan: Plan, node: Node, local: list[Launch], paths: Paths) -> Tree:
     user, group = plan.cluster.owner
     memory = f"size={plan.cluster.shm_gib}g,uid={user},gid={group},mode=0700"
     shm = {"driver_opts": {"type": "tmpfs", "device": "tmpfs", "o": memory}}
     volumes = sorted({name for launch in local for name in launch.volumes})
-    tree: dict[str, Any] = {
+    tree: Tree = {
         "name": f"umbra-{node.name.replace('.', '-')}",
         "services": {launch.process.name: _service(plan, launch, local, paths) for launch in local},
         "volumes": {name: shm if name == "shm" else {} for name in volumes},
@@ -54,9 +62,9 @@ def _compose(plan: Plan, node: Node, local: list[Launch], paths: Paths) -> dict[
     return tree
 
 
-def _service(plan: Plan, launch: Launch, others: list[Launch], paths: Paths) -> dict[str, Any]:
-    node, task = launch.process.node, launch.process.task
-    service: dict[str, Any] = {
+def _service(plan: Plan, launch: Launch, local: list[Launch], paths: Paths) -> Tree:
+    node, published = launch.process.node, Tree()
+    service: Tree = {
         "image": launch.image,
         "command": launch.command,
         "env_file": [ENVIRONMENT_FILE],
@@ -64,7 +72,7 @@ def _service(plan: Plan, launch: Launch, others: list[Launch], paths: Paths) -> 
         "init": True,
         # Not `unless-stopped`, which would run processes again that are done.
         "restart": f"on-failure:{launch.restarts}",
-        "stop_grace_period": "40s",  # a trainer may have to end its step
+        "stop_grace_period": f"{GRACE_S}s",
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges=true"],
         "healthcheck": {
@@ -85,51 +93,38 @@ def _service(plan: Plan, launch: Launch, others: list[Launch], paths: Paths) -> 
         service["network_mode"] = "host"
     else:
         service["hostname"] = node.name  # by which `umbra drain --node` finds it
-        if launch.ports:
-            service["ports"] = [
-                {**_interface(node), "target": port, "published": str(port), "protocol": "tcp"}
-                for port in launch.ports
-            ]
-    if task != "buffer" and any(other.process.task == "buffer" for other in others):
+        with suppress(ValueError):  # a number: the address alone, else all interfaces
+            published["host_ip"] = str(ipaddress.ip_address(node.address))
+        ports = (
+            {"target": port, "published": str(port), "protocol": "tcp"} for port in launch.ports
+        )
+        service |= {"ports": [published | port for port in ports]} if launch.ports else {}
+    if launch.role != "buffer" and any(other.role == "buffer" for other in local):
         service["depends_on"] = {"buffer": {"condition": "service_healthy"}}
     if paths.keys:
-        service["secrets"] = [
-            {"source": name, "target": f"{paths.keys}/{name}"} for name in launch.key_files
-        ]
+        files = ({"source": name, "target": f"{paths.keys}/{name}"} for name in launch.key_files)
+        service["secrets"] = [*files]
     if launch.fetches:
         service["environment"] = HUB_VARIABLES
-    if resources := _resources(launch):
-        service["deploy"] = {"resources": resources}
-    return service
-
-
-def _interface(node: Node) -> dict[str, Any]:
-    """Return where ports are published: the node's address alone, if it is a number."""
-    try:
-        return {"host_ip": str(ipaddress.ip_address(node.address))}
-    except ValueError:
-        return {}
-
-
-def _resources(launch: Launch) -> dict[str, Any]:
-    limits: dict[str, str] = {}
+    limits, resources = Tree(), Tree()
     if launch.memory_mib is not None:
         limits["memory"] = f"{launch.memory_mib}m"
     if launch.cpus is not None:
         limits["cpus"] = f"{launch.cpus:g}"
-    resources: dict[str, Any] = {"limits": limits} if limits else {}
+    if limits:
+        resources["limits"] = limits
     if ids := [str(gpu) for gpu in launch.process.gpus]:
         device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
         resources["reservations"] = {"devices": [device]}
-    return resources
+    return service | ({"deploy": {"resources": resources}} if resources else {})
 
 
-def _bind(source: str, target: str) -> dict[str, Any]:
+def _bind(source: str, target: str) -> Tree:
     mount = {"type": "bind", "source": source, "target": target, "read_only": True}
     return {**mount, "bind": {"create_host_path": False}}
 
 
-GRACE_S = 40
+GRACE_S = 40  # a trainer may have to end its step
 KEY_MODE = 0o440  # for the group of the pod
 KEPT_S = 86_400  # until Kubernetes removes a Job that has ended
 LONGEST = 63  # characters of a label, and of the names that become host names
@@ -158,12 +153,9 @@ def manifests(plan: Plan, paths: Paths, config: str) -> str:
         raise UsageError("cluster.network = host is not rendered for Kubernetes: use bridge")
     plan = plan.readdressed(lambda node: _name(plan, node.name))
     labels = {"app.kubernetes.io/name": "umbra", "app.kubernetes.io/instance": _label(plan.run_id)}
-    config_map = _object("v1", "ConfigMap", _name(plan, "config"), labels)
-    documents = [config_map | {"data": {CONFIG_FILE: config}}]
-    launched = launches(plan, paths)
-    for node in plan.nodes:
-        if local := [launch for launch in launched if launch.process.node == node]:
-            documents += _node_documents(plan, node, local, paths, labels)
+    documents = [_object("ConfigMap", _name(plan, "config"), labels, data={CONFIG_FILE: config})]
+    for node, local in _by_node(plan, paths):
+        documents += _node_documents(plan, node, local, paths, {**labels, "umbra/node": node.name})
     if namespace := plan.cluster.kubernetes.namespace:
         for document in documents:
             document["metadata"]["namespace"] = namespace
@@ -172,34 +164,30 @@ def manifests(plan: Plan, paths: Paths, config: str) -> str:
 
 def _node_documents(
     plan: Plan, node: Node, local: list[Launch], paths: Paths, labels: dict[str, str]
-) -> list[dict[str, Any]]:
+) -> list[Tree]:
     spec, (user, group) = plan.cluster.kubernetes, plan.cluster.owner
-    node_labels = {**labels, "umbra/node": node.name}
-    documents: list[dict[str, Any]] = []
+    documents: list[Tree] = []
     if ports := [port for launch in local for port in launch.ports]:
-        service: dict[str, Any] = {
+        service: Tree = {
             "clusterIP": "None",  # the name leads straight to the pod
             "publishNotReadyAddresses": True,
-            "selector": node_labels,
+            "selector": labels,
             "ports": [{"name": f"port-{port}", "port": port} for port in ports],
         }
-        documents.append(_object("v1", "Service", node.address, node_labels) | {"spec": service})
-    volumes: list[dict[str, Any]] = [
+        documents.append(_object("Service", node.address, labels, spec=service))
+    volumes: list[Tree] = [
         {"name": "config", "configMap": {"name": _name(plan, "config")}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{plan.cluster.shm_gib}Gi"}},
     ]
+    storage: Tree = {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": spec.storage}},
+        **({"storageClassName": spec.storage_class} if spec.storage_class else {}),
+    }
     for volume in sorted({name for launch in local for name in launch.volumes} - {"shm"}):
         claim = _label(f"{node.address}-{volume}")
-        storage: dict[str, Any] = {
-            "accessModes": ["ReadWriteOnce"],
-            "resources": {"requests": {"storage": spec.storage}},
-        }
-        if spec.storage_class:
-            storage["storageClassName"] = spec.storage_class
-        kind = "PersistentVolumeClaim"
-        documents.append(_object("v1", kind, claim, node_labels) | {"spec": storage})
+        documents.append(_object("PersistentVolumeClaim", claim, labels, spec=storage))
         volumes.append({"name": volume, "persistentVolumeClaim": {"claimName": claim}})
-    variables = environment(plan, paths)
     inputs = sorted({path for launch in local for path in launch.inputs})
     if not spec.inputs_claim:
         volumes += [
@@ -212,7 +200,7 @@ def _node_documents(
         secret = {"secretName": _name(plan, "keys"), "defaultMode": KEY_MODE}
         items = [{"key": file, "path": file} for file in launch.key_files]
         volumes.append({"name": _keys_volume(launch), "secret": {**secret, "items": items}})
-    pod: dict[str, Any] = {
+    pod: Tree = {
         "restartPolicy": "OnFailure",  # of each container by itself; a Job counts the restarts
         "hostname": _label(node.name),  # by which `umbra drain --node` finds its processes
         "nodeSelector": {"kubernetes.io/hostname": node.name},
@@ -225,27 +213,21 @@ def _node_documents(
             "fsGroup": group,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "containers": [_container(plan, launch, paths, inputs, variables) for launch in local],
+        "containers": [_container(plan, launch, paths, inputs) for launch in local],
         "volumes": volumes,
+        **({"tolerations": spec.tolerations} if spec.tolerations else {}),
     }
-    if spec.tolerations:
-        pod["tolerations"] = spec.tolerations
-    job = {
-        "backoffLimit": RESTARTS,
-        "ttlSecondsAfterFinished": KEPT_S,
-        "template": {"metadata": {"labels": node_labels}, "spec": pod},
-    }
-    return [*documents, _object("batch/v1", "Job", node.address, node_labels) | {"spec": job}]
+    template = {"metadata": {"labels": labels}, "spec": pod}
+    job = {"backoffLimit": RESTARTS, "ttlSecondsAfterFinished": KEPT_S, "template": template}
+    return [*documents, _object("Job", node.address, labels, spec=job)]
 
 
-def _container(
-    plan: Plan, launch: Launch, paths: Paths, inputs: list[str], variables: dict[str, str]
-) -> dict[str, Any]:
-    env: list[dict[str, Any]] = [{"name": k, "value": v} for k, v in variables.items()]
+def _container(plan: Plan, launch: Launch, paths: Paths, inputs: list[str]) -> Tree:
+    env: list[Tree] = [{"name": k, "value": v} for k, v in environment(plan, paths).items()]
     if launch.fetches:  # an optional Secret, whose token reads private models
         token = {"name": _name(plan, "hub"), "key": "HF_TOKEN", "optional": True}
         env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token}})
-    mounts: list[dict[str, Any]] = [
+    mounts: list[Tree] = [
         {"name": "config", "mountPath": paths.config, "subPath": CONFIG_FILE, "readOnly": True},
         *({"name": name, "mountPath": path} for name, path in launch.volumes.items()),
     ]
@@ -257,7 +239,7 @@ def _container(
             inside = _in_claim(plan, path)
             mount = {"name": "inputs", **({"subPath": inside} if inside else {})}
         mounts.append({**mount, "mountPath": path, "readOnly": True})
-    container: dict[str, Any] = {
+    container: Tree = {
         "name": _label(launch.process.name),
         "image": launch.image,
         "args": launch.command,
@@ -270,7 +252,7 @@ def _container(
         },
         "volumeMounts": mounts,
     }
-    amounts: dict[str, Any] = {}
+    amounts: Tree = {}
     if launch.memory_mib is not None:
         amounts["memory"] = f"{launch.memory_mib}Mi"
     if launch.cpus is not None:
@@ -299,8 +281,10 @@ def _keys_volume(launch: Launch) -> str:
     return f"keys-{launch.role.replace('_', '-')}"
 
 
-def _object(version: str, kind: str, name: str, labels: dict[str, str]) -> dict[str, Any]:
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": labels}}
+def _object(kind: str, name: str, labels: dict[str, str], **content: Tree) -> Tree:
+    version = "batch/v1" if kind == "Job" else "v1"
+    metadata = {"name": name, "labels": labels}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
 
 def _name(plan: Plan, part: str) -> str:
@@ -322,9 +306,7 @@ def _label(text: str) -> str:
     return name
 
 
-# -- YAML -----------------------------------------------------------------------------------------
-
-# What no reader, of YAML 1.1 or 1.2, takes for anything but text: PyYAML itself would leave `1e3`
+# Text that no reader, of YAML 1.1 or 1.2, takes for anything else: PyYAML itself would leave `1e3`
 # and `y` bare, which compose and Kubernetes read as a number and as true.
 PLAIN = re.compile(r"(--)?[A-Za-z/][A-Za-z0-9_./-]*")
 WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from umbra.deploy.cluster.cluster_file import Port, Task
-from umbra.deploy.cluster.plan import Plan, Process
+from umbra.deploy.cluster.plan import STAGES, Plan, Process
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.net.keys import PUBLIC, SECRET
 from umbra.services.config import RunConfig
@@ -15,28 +16,33 @@ from umbra.services.process.child import with_fast_copies
 from umbra.services.process.parent import SEARCH_VARIABLE
 from umbra.services.prompts import DATASETS, is_function, is_parquet
 
-# The ports of what serves others, which needs no torch unless it broadcasts from GPUs.
-PORTS: dict[Task, tuple[Port, ...]] = {
-    "buffer": (Port.CONTROL, Port.DATA, Port.EVENTS),
-    "weight_hub": (Port.WEIGHTS, Port.BUCKETS),
-    "relay": (Port.WEIGHTS, Port.BUCKETS),
-    "part": (Port.PART,),
+
+class TaskKind(NamedTuple):
+    """A task's command, which is its section of the run file; its keys; the ports that it serves.
+
+    `health` are the flags of `umbra status` for an address; without any its member is asked for.
+    """
+
+    section: str
+    role: KeyRole
+    ports: tuple[Port, ...] = ()
+    health: tuple[str, ...] = ()
+
+
+KINDS: dict[Task, TaskKind] = {
+    "buffer": TaskKind(
+        "buffer", "buffer", (Port.CONTROL, Port.DATA, Port.EVENTS), ("--ping", "--broker")
+    ),
+    "weight_hub": TaskKind("weight_hub", "weight_hub", (Port.WEIGHTS, Port.BUCKETS), ("--hub",)),
+    "relay": TaskKind("weight_hub", "relay", (Port.WEIGHTS, Port.BUCKETS), ("--relay",)),
+    "part": TaskKind("weight_hub", "part", (Port.PART,)),
+    "train": TaskKind("trainer", "trainer"),
+    "generate": TaskKind("generator", "generator"),
+    **dict.fromkeys(STAGES, TaskKind("scorer", "scorer")),
 }
-KEYS: dict[Task, KeyRole] = {
-    "buffer": "buffer",
-    "weight_hub": "weight_hub",
-    "relay": "relay",
-    "part": "part",
-    "train": "trainer",
-    "generate": "generator",
-    "ref_logp": "scorer",
-    "logp": "scorer",
-    "reward": "scorer",
-}
-# How often the launcher starts a process again. A trainer repeats its steps since the last
-# checkpoint; over several nodes it also has to wait for one that is away.
-TRAINER_RESTARTS = 3
-RESTARTS = 20
+# How often a process is started again. A trainer repeats its steps since the last checkpoint; over
+# several nodes it also has to wait for one that is away.
+TRAINER_RESTARTS, RESTARTS = 3, 20
 ROOT = "/srv/umbra"  # of a run's files in containers
 CONFIG_FILE = "run.toml"
 
@@ -112,14 +118,11 @@ def launch(plan: Plan, process: Process, paths: Paths) -> Launch:
     if paths.modules and task in ("buffer", "generate", "reward"):
         inputs.add(paths.modules)
     volumes = {"results": str(Path(paths.results).parent)}
-    if task == "buffer":
-        volumes["store"] = str(Path(paths.store).parent)
-    else:
-        volumes["shm"] = "/dev/shm"
+    volumes |= {"store": str(Path(paths.store).parent)} if task == "buffer" else {"shm": "/dev/shm"}
     if any(map(_is_elsewhere, sources)):
         volumes["cache"] = paths.cache
     memory = cluster.memory_gib.get(task)
-    if memory is not None and task in ("weight_hub", "relay", "part"):
+    if memory is not None and KINDS[task].section == "weight_hub":
         memory += cluster.shm_gib
     return Launch(
         process,
@@ -132,7 +135,7 @@ def launch(plan: Plan, process: Process, paths: Paths) -> Launch:
         host_network=cluster.network == "host" or several_nodes,
         inputs=sorted(inputs),
         volumes=volumes,
-        role=KEYS[task],
+        role=KINDS[task].role,
         memory_mib=None if memory is None else round(memory * 1024),
         cpus=cluster.cpus.get(task),
     )
@@ -141,7 +144,7 @@ def launch(plan: Plan, process: Process, paths: Paths) -> Launch:
 def ports(plan: Plan, process: Process) -> list[int]:
     """Return the ports that `process` binds and others reach."""
     is_rendezvous = process.task == "train" and len(plan.trainers()) > 1 and not process.node_rank
-    kinds = (Port.RENDEZVOUS,) if is_rendezvous else PORTS.get(process.task, ())
+    kinds = (Port.RENDEZVOUS,) if is_rendezvous else KINDS[process.task].ports
     return [plan.cluster.port(kind) for kind in kinds]
 
 
@@ -161,32 +164,31 @@ def environment(plan: Plan, paths: Paths) -> dict[str, str]:
 
 
 def _command(plan: Plan, process: Process, paths: Paths) -> list[str]:
-    port, trainer = plan.cluster.port, plan.config.trainer
-    section, keys, flags = process.task, dict[str, object](), list[str]()
-    match process.task:
+    port, trainer, task = plan.cluster.port, plan.config.trainer, process.task
+    section, served = KINDS[task].section, KINDS[task].ports
+    keys, flags = dict[str, object](), list[str]()
+    match section:
         case "buffer":
             flags = ["--broker", f"tcp://0.0.0.0:{port(Port.CONTROL)}"]
-            keys = {"ports": [port(kind) for kind in PORTS["buffer"][1:]], "store": paths.store}
-        case "weight_hub" | "relay" | "part":
-            section = "weight_hub"
-            keys = {"listen": f"tcp://0.0.0.0:{port(PORTS[process.task][0])}"}
-            if process.task != "weight_hub":
+            keys = {"ports": [port(kind) for kind in served[1:]], "store": paths.store}
+        case "weight_hub":
+            keys = {"listen": f"tcp://0.0.0.0:{port(served[0])}"}
+            if task != "weight_hub":
                 address = plan.the("weight_hub").node.address
                 flags = ["--upstream", f"tcp://{address}:{port(Port.WEIGHTS)}"]
-            if process.task == "part":
+            if task == "part":
                 flags += ["--owner", str(process.node_rank)]
-        case "train":
-            section = "trainer"
+        case "trainer":
             keys["ranks"] = trainer.ranks
             if trainer.nodes > 1:
                 rendezvous = f"{plan.the('train').node.address}:{port(Port.RENDEZVOUS)}"
                 keys |= {"nodes": trainer.nodes, "rendezvous": rendezvous}
                 flags = ["--node-rank", str(process.node_rank)]
-        case "generate":
-            section = "generator"
-        case "ref_logp" | "logp" | "reward":
-            section, flags = "scorer", ["--stage", process.task]
-    if section in ("buffer", "weight_hub"):
+        case "scorer":
+            flags = ["--stage", task]
+        case _:
+            pass
+    if served:
         flags += ["--advertise", process.node.address]
     else:
         keys["device"] = "cuda" if process.gpus else "cpu"
@@ -197,29 +199,21 @@ def _command(plan: Plan, process: Process, paths: Paths) -> list[str]:
 
 
 def _health(plan: Plan, process: Process) -> list[str]:
-    local = [f"tcp://127.0.0.1:{port}" for port in ports(plan, process)[:1]]
-    match process.task:
-        case "buffer":
-            return ["status", "--ping", "--broker", *local]
-        case "weight_hub":
-            return ["status", "--hub", *local]
-        case "relay":
-            return ["status", "--relay", *local]
-        case "train":  # only rank 0 is a member of the run; all ranks live and die with it
-            return ["status", "--member", plan.the("train").name]
-        case _:
-            return ["status", "--member", process.name]
+    if flags := KINDS[process.task].health:
+        return ["status", *flags, f"tcp://127.0.0.1:{ports(plan, process)[0]}"]
+    # Of a trainer only rank 0 is a member of the run; all ranks live and die with it.
+    name = plan.the("train").name if process.task == "train" else process.name
+    return ["status", "--member", name]
 
 
 def _image(plan: Plan, process: Process, sources: list[str]) -> str:
     data_sets = any(name.startswith(DATASETS) or is_parquet(name) for name in sources)
-    reads_them = process.task == "buffer" and data_sets
-    if process.task in PORTS and not process.gpus and not reads_them:
+    serves = KINDS[process.task].ports and not process.gpus  # without torch
+    target = "generator" if process.task == "generate" else "trainer"
+    if serves and not (process.task == "buffer" and data_sets):
         target = "broker"
     elif not plan.on_gpus:
         target = "cpu"
-    else:
-        target = "generator" if process.task == "generate" else "trainer"
     return f"{plan.cluster.image}-{target}:{plan.cluster.tag}"
 
 
@@ -229,17 +223,19 @@ def _is_elsewhere(name: str) -> bool:
 
 def _sources(config: RunConfig, task: Task) -> list[str]:
     """Return the models, prompts and other files of the run file that `task` reads."""
-    chat = [config.model.path, config.model.chat_template]
-    sources: dict[Task, list[str]] = {
-        "buffer": [name for name in _prompts_of(config) if not is_function(name)],
-        "relay": [],
-        "part": [],
-        "train": [config.model.path, config.critic.path],
-        "generate": chat,
-        "reward": chat,
-        "ref_logp": [config.model.path, *config.scorer.models.values()],
-    }
-    return sources.get(task, [config.model.path])
+    match task:
+        case "relay" | "part":
+            return []
+        case "buffer":
+            return [name for name in _prompts_of(config) if not is_function(name)]
+        case "train":
+            return [config.model.path, config.critic.path]
+        case "generate" | "reward":
+            return [config.model.path, config.model.chat_template]
+        case "ref_logp":
+            return [config.model.path, *config.scorer.models.values()]
+        case _:
+            return [config.model.path]
 
 
 def modules_of(config: RunConfig, run_file: Path) -> str:

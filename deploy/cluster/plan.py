@@ -30,7 +30,8 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 
 TOLERANCE = Fraction(1, 1000)  # ratios are written with a few digits: 0.333
-TASKS = ("train", "generate", "ref_logp", "logp", "reward")
+STAGES: tuple[Task, ...] = ("ref_logp", "logp", "reward")
+TASKS = ("train", "generate", *STAGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,6 @@ class TaskGroup:
     nodes: tuple[Node, ...]
     gpus: tuple[tuple[int, ...], ...]
     arithmetic: str
-
-    @property
-    def has_gpus(self) -> bool:
-        return any(self.gpus)
 
     def describe(self) -> str:
         return f"group [{', '.join(self.tasks)}]"
@@ -71,13 +68,17 @@ def place_groups(file: ClusterFile, config: RunConfig) -> list[TaskGroup]:
     unit, needed = file.cluster.unit, config.trainer.nodes
     if not with_gpus and unit == "gpu":
         raise UsageError("cluster.unit = gpu, but no node has GPUs: write gpus = N in [[nodes]]")
-    if not with_gpus and len(nodes) < len(tasks):
-        groups = _deal_nodes(tasks, nodes)
+    if not with_gpus and len(nodes) < len(tasks):  # dealt in turn
+        homes = [nodes[index % len(nodes)] for index in range(len(tasks))]
+        groups = [
+            TaskGroup(names, (node,), ((),), f"node {node.name}, as there are no GPUs to divide")
+            for names, node in zip(tasks, homes, strict=True)
+        ]
     elif not with_gpus or unit == "node" or (unit == "auto" and len(with_gpus) >= len(tasks)):
         groups = _divide_nodes(tasks, ratios, with_gpus or nodes, needed)
     else:
         groups = _divide_gpus(tasks, ratios, with_gpus, needed)
-    (training,) = (group for group in groups if "train" in group.tasks)
+    training = _group_of("train", groups)
     if needed > 1 and len(training.nodes) != needed:
         raise UsageError(
             f"trainer.nodes = {needed}, but {training.describe()} gets {len(training.nodes)} "
@@ -86,8 +87,12 @@ def place_groups(file: ClusterFile, config: RunConfig) -> list[TaskGroup]:
     return groups
 
 
+def _group_of(task: str, groups: Sequence[TaskGroup]) -> TaskGroup:
+    return next(group for group in groups if task in group.tasks)
+
+
 def _check_tasks(groups: Sequence[tuple[str, ...]], config: RunConfig) -> None:
-    tasks = [task for group in groups for task in group]
+    tasks, stages = [task for group in groups for task in group], config.buffer.stages
     for task in tasks:
         if task in FOREIGN_TASKS:
             raise UsageError(f"cluster.groups: {task} is called {FOREIGN_TASKS[task]} here")
@@ -95,14 +100,13 @@ def _check_tasks(groups: Sequence[tuple[str, ...]], config: RunConfig) -> None:
             raise UsageError(f"cluster.groups: unknown task {task!r}; known: {', '.join(TASKS)}")
         if tasks.count(task) > 1:
             raise UsageError(f"cluster.groups names {task} twice")
-        if task not in ("train", "generate", *config.buffer.stages):
+        if task not in ("train", "generate", *stages):
             raise UsageError(
-                f"cluster.groups names {task}, but buffer.stages = {config.buffer.stages}: remove "
+                f"cluster.groups names {task}, but buffer.stages = {stages}: remove "
                 "it, or add the stage to the run file"
             )
-    needed = ["train", "generate", *(s for s in config.buffer.stages if s != "reward")]
-    for task in needed:
-        if task not in tasks:
+    for task in ("train", "generate", *stages):
+        if task not in tasks and task != "reward":
             raise UsageError(f"cluster.groups lacks {task}: add it as a group, or to one")
     if not all(groups):
         raise UsageError("cluster.groups has an empty group")
@@ -114,40 +118,34 @@ def _check_tasks(groups: Sequence[tuple[str, ...]], config: RunConfig) -> None:
 
 
 def _divide_nodes(
-    groups: Sequence[tuple[str, ...]],
-    ratios: Sequence[Fraction],
-    nodes: Sequence[Node],
-    trainer_nodes: int,
+    groups: Sequence[tuple[str, ...]], ratios: Sequence[Fraction], nodes: list[Node], most: int
 ) -> list[TaskGroup]:
-    """Divide whole nodes; the trainer's share is rounded up only to `trainer_nodes`."""
+    """Divide whole nodes; the trainer's share is rounded up to `most` alone."""
     if len(nodes) < len(groups):
         raise UsageError(
             f"{len(groups)} groups need {len(groups)} nodes with GPUs, and there are {len(nodes)}: "
             "set cluster.unit to gpu, or join groups"
         )
     limits = [
-        max(trainer_nodes, int((ratio + TOLERANCE) * len(nodes))) if "train" in tasks else None
+        max(most, int((ratio + TOLERANCE) * len(nodes))) if "train" in tasks else None
         for tasks, ratio in zip(groups, ratios, strict=True)
     ]
+    free, task_groups = iter(nodes), list[TaskGroup]()
     counts = divide(ratios, len(nodes), limits)
-    task_groups: list[TaskGroup] = []
-    start = 0
     for tasks, ratio, count in zip(groups, ratios, counts, strict=True):
-        own_nodes = tuple(nodes[start : start + count])
-        start += count
-        arithmetic = _arithmetic(ratio, len(nodes), count, "nodes")
-        gpus = tuple(tuple(range(node.gpus)) for node in own_nodes)
-        task_groups.append(TaskGroup(tasks, own_nodes, gpus, arithmetic))
+        own = tuple(next(free) for _ in range(count))
+        gpus = tuple(tuple(range(node.gpus)) for node in own)
+        task_groups.append(TaskGroup(tasks, own, gpus, _arithmetic(ratio, nodes, count)))
     return task_groups
 
 
 def _divide_gpus(
-    groups: Sequence[tuple[str, ...]],
-    ratios: Sequence[Fraction],
-    nodes: Sequence[Node],
-    trainer_nodes: int,
+    groups: Sequence[tuple[str, ...]], ratios: Sequence[Fraction], nodes: list[Node], spread: int
 ) -> list[TaskGroup]:
-    """Divide GPUs; the trainer's are on as few nodes as possible, equally many on each."""
+    """Divide GPUs; the trainer's are on as few nodes as possible (or `spread`), equally many each.
+
+    The group that trains gets its GPUs before the others.
+    """
     total = sum(node.gpus for node in nodes)
     if total < len(groups):
         raise UsageError(
@@ -156,56 +154,43 @@ def _divide_gpus(
         )
     counts = divide(ratios, total, [None] * len(groups))
     free = {node.name: list(range(node.gpus)) for node in nodes}
-    order = sorted(range(len(groups)), key=lambda i: "train" not in groups[i])
     task_groups: dict[int, TaskGroup] = {}
-    for index in order:
+    for index in sorted(range(len(groups)), key=lambda i: "train" not in groups[i]):
         tasks, count = groups[index], counts[index]
-        arithmetic = _arithmetic(ratios[index], total, count, "GPUs")
+        arithmetic = _arithmetic(ratios[index], nodes, count, "GPUs")
+        homes, each = nodes, count
         if "train" in tasks:
-            homes = _fewest_nodes(count, nodes, trainer_nodes)
+            homes = _fewest_nodes(count, nodes, spread)
             if not homes:
-                over = f"over {trainer_nodes} nodes (trainer.nodes) " if trainer_nodes > 1 else ""
+                over = f"over {spread} nodes (trainer.nodes) " if spread > 1 else ""
                 raise UsageError(
                     f"group [{', '.join(tasks)}] gets {count} GPUs ({arithmetic}), which cannot be "
                     f"divided {over}in equal parts, as a trainer's must be; the nodes have "
                     f"{', '.join(str(node.gpus) for node in nodes)}: change its ratio"
                 )
-            shares = {node.name: _take(free[node.name], count // len(homes)) for node in homes}
-        else:
-            shares = {}
-            for node in nodes:
-                shares[node.name] = _take(free[node.name], count - sum(map(len, shares.values())))
-        own_nodes = tuple(node for node in nodes if shares.get(node.name))
-        gpus = tuple(tuple(shares[node.name]) for node in own_nodes)
+            each = count // len(homes)
+        shares: list[tuple[Node, tuple[int, ...]]] = []
+        for node in homes:
+            own = free[node.name][: min(each, count)]
+            del free[node.name][: len(own)]
+            count -= len(own)
+            shares += [(node, tuple(own))] if own else []
+        own_nodes, gpus = zip(*shares, strict=True)
         task_groups[index] = TaskGroup(tasks, own_nodes, gpus, arithmetic)
     return [task_groups[index] for index in range(len(groups))]
 
 
-def _fewest_nodes(count: int, nodes: Sequence[Node], trainer_nodes: int) -> list[Node]:
-    """Return the fewest nodes (or `trainer_nodes`) that have `count` GPUs in equal parts."""
-    for number in [trainer_nodes] if trainer_nodes > 1 else range(1, len(nodes) + 1):
+def _fewest_nodes(count: int, nodes: list[Node], spread: int) -> list[Node]:
+    """Return the fewest nodes (or `spread`) that have `count` GPUs in equal parts."""
+    for number in [spread] if spread > 1 else range(1, len(nodes) + 1):
         candidates = [node for node in nodes if node.gpus * number >= count]
         if count % number == 0 and len(candidates) >= number:
             return candidates[:number]
     return []
 
 
-def _deal_nodes(groups: Sequence[tuple[str, ...]], nodes: Sequence[Node]) -> list[TaskGroup]:
-    """Deal nodes in turn, where there are fewer nodes than groups and no GPUs."""
-    return [
-        TaskGroup(tasks, (node,), ((),), f"node {node.name}, as there are no GPUs to divide")
-        for index, tasks in enumerate(groups)
-        for node in [nodes[index % len(nodes)]]
-    ]
-
-
-def _take(free: list[int], count: int) -> list[int]:
-    indices = free[:count]
-    del free[:count]
-    return indices
-
-
-def _arithmetic(ratio: Fraction, units: int, count: int, unit: str) -> str:
+def _arithmetic(ratio: Fraction, nodes: list[Node], count: int, unit: str = "nodes") -> str:
+    units = len(nodes) if unit == "nodes" else sum(node.gpus for node in nodes)
     share = ratio * units
     rounded = "" if share == count else f", rounded to {count}"
     return f"ratio {float(ratio):.3g} x {units} {unit} = {float(share):.3g}{rounded}"
@@ -258,9 +243,6 @@ def divide(ratios: Sequence[Fraction], units: int, limits: Sequence[int | None])
     return counts
 
 
-STAGES: tuple[Task, ...] = ("ref_logp", "logp", "reward")
-
-
 @dataclass(frozen=True, slots=True)
 class Process:
     """One process: what it does, on which node, and with which of its GPUs.
@@ -304,12 +286,8 @@ class Plan:
         return [gpu for gpu in range(node.gpus) if gpu not in busy]
 
     def shares_gpus(self) -> bool:
-        assigned = [
-            (process.node.name, gpu)
-            for process in self.processes
-            if process.task not in ("weight_hub", "relay", "part")
-            for gpu in process.gpus
-        ]
+        computing = [p for p in self.processes if p.task not in ("weight_hub", "relay", "part")]
+        assigned = [(process.node.name, gpu) for process in computing for gpu in process.gpus]
         return len(assigned) != len(set(assigned))
 
     def readdressed(self, address: Callable[[Node], str]) -> Plan:
@@ -354,50 +332,36 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
             "weight_hub.plane = nccl opens ports of its own: set cluster.network to host, or leave "
             "the plane on auto"
         )
-    groups = place_groups(file, config)
-    nodes = tuple(file.nodes)
-    staying = [node for node in nodes if not node.joins]
+    groups, staying = place_groups(file, config), [node for node in file.nodes if not node.joins]
     broker = next((node for node in staying if node.name == file.cluster.broker), staying[0])
-    (training,) = (group for group in groups if "train" in group.tasks)
-    home = training.nodes[0]
+    training = _group_of("train", groups)
+    home, *others = training.nodes
     ranks = _ranks_per_node(config, training)
     config = _spread_config(config, training, ranks, file.cluster)
+    # Hub and relays send from a GPU where plane `nccl` may be chosen for them. It never is where no
+    # host has all of a version: with several trainer nodes.
+    several = len(file.nodes) > 1 and not others
+    on_gpu = plane == "nccl" or (plane == "auto" and file.cluster.network == "host" and several)
+    receiving = [n for g in groups if {"generate", "logp"} & {*g.tasks} for n in g.nodes]
     processes = [
         Process("buffer", "buffer", broker),
-        Process("weight-hub", "weight_hub", home, _first_gpu(file, config, home)),
-        *_relays(file, config, groups, home),
-        *_parts(training),
-        *_trainers(training, ranks),
-        *_generators(config, groups),
-        *_joining(config, nodes, groups),
+        Process("weight-hub", "weight_hub", home, (0,) if on_gpu and home.gpus else ()),
+        *(
+            Process(f"relay-{node.name}", "relay", node, (0,) if on_gpu and node.gpus else ())
+            for node in file.nodes
+            if node != home and (node.joins or node in receiving)
+        ),
+        *(Process(f"part-{n.name}", "part", n, node_rank=k) for k, n in enumerate(others, 1)),
+        *(
+            Process(
+                f"trainer-{node.name}" if rank else "trainer", "train", node, gpus[:ranks], rank
+            )
+            for rank, (node, gpus) in enumerate(zip(training.nodes, training.gpus, strict=True))
+        ),
+        *_generators(config, [node for node in file.nodes if node.joins], groups),
         *_scorers(config, groups, broker),
     ]
-    return Plan(run_id, config, file.cluster, nodes, tuple(groups), tuple(processes))
-
-
-def _first_gpu(file: ClusterFile, config: RunConfig, node: Node) -> tuple[int, ...]:
-    """Return the GPU that hub and relays send from, where plane `nccl` may be chosen for them.
-
-    It never is where no host has all of a version: with several trainer nodes.
-    """
-    several = len(file.nodes) > 1 and config.trainer.nodes == 1
-    uses_nccl = {"nccl": True, "auto": file.cluster.network == "host" and several}
-    return (0,) if uses_nccl.get(config.weight_hub.plane, False) and node.gpus else ()
-
-
-def _relays(
-    file: ClusterFile, config: RunConfig, groups: list[TaskGroup], home: Node
-) -> Iterator[Process]:
-    """Yield a relay for every node but the hub's that receives weights."""
-    receiving = {
-        node.name
-        for group in groups
-        if "generate" in group.tasks or "logp" in group.tasks
-        for node in group.nodes
-    }
-    for node in file.nodes:
-        if node != home and (node.joins or node.name in receiving):
-            yield Process(f"relay-{node.name}", "relay", node, _first_gpu(file, config, node))
+    return Plan(run_id, config, file.cluster, tuple(file.nodes), tuple(groups), tuple(processes))
 
 
 def _ranks_per_node(config: RunConfig, group: TaskGroup) -> int:
@@ -406,10 +370,8 @@ def _ranks_per_node(config: RunConfig, group: TaskGroup) -> int:
     smallest, largest = min(map(len, group.gpus)), max(map(len, group.gpus))
     if largest and ranks == 1:
         if smallest != largest:
-            has = ", ".join(
-                f"{node.name} {len(gpus)}"
-                for node, gpus in zip(group.nodes, group.gpus, strict=True)
-            )
+            pairs = zip(group.nodes, group.gpus, strict=True)
+            has = ", ".join(f"{node.name} {len(gpus)}" for node, gpus in pairs)
             raise UsageError(
                 f"a trainer has as many ranks on each of its nodes, but the nodes of "
                 f"{group.describe()} have different numbers of GPUs ({has}): set trainer.ranks to "
@@ -434,12 +396,12 @@ def _spread_config(
     config: RunConfig, group: TaskGroup, ranks: int, cluster: ClusterSpec
 ) -> RunConfig:
     """Return `config` with the trainer's nodes, all its ranks, and its rendezvous."""
-    nodes, trainer = len(group.nodes), config.trainer
+    nodes, trainer, plane = len(group.nodes), config.trainer, config.weight_hub.plane
     rendezvous = trainer.rendezvous
     if nodes > 1:
-        if trainer.rendezvous:
+        if rendezvous:
             raise UsageError(
-                f"trainer.rendezvous = {trainer.rendezvous}, but the plan chooses where a "
+                f"trainer.rendezvous = {rendezvous}, but the plan chooses where a "
                 "trainer's ranks meet: leave it out"
             )
         if ranks % trainer.sequence_parallel:
@@ -448,63 +410,42 @@ def _spread_config(
                 f"{ranks} ranks on each node of {group.describe()}: ranks that share the tokens of "
                 "a row have to be on one node"
             )
-        if config.weight_hub.plane in ("shm", "nccl"):
+        if plane in ("shm", "nccl"):
             raise UsageError(
-                f"weight_hub.plane = {config.weight_hub.plane} sends from one host, and the "
+                f"weight_hub.plane = {plane} sends from one host, and the "
                 f"trainer's weights are on {nodes}: leave it on auto"
             )
         rendezvous = f"{group.nodes[0].address}:{cluster.port(Port.RENDEZVOUS)}"
-    replace = msgspec.structs.replace
-    resolved = replace(trainer, nodes=nodes, ranks=nodes * ranks, rendezvous=rendezvous)
-    return replace(config, trainer=resolved)
+    change = msgspec.structs.replace
+    resolved = change(trainer, nodes=nodes, ranks=nodes * ranks, rendezvous=rendezvous)
+    return change(config, trainer=resolved)
 
 
-def _parts(group: TaskGroup) -> Iterator[Process]:
-    """Yield a part hub for each node of the trainer but the hub's."""
-    for rank, node in enumerate(group.nodes[1:], 1):
-        yield Process(f"part-{node.name}", "part", node, node_rank=rank)
+def _generators(
+    config: RunConfig, joining: list[Node], groups: list[TaskGroup]
+) -> Iterator[Process]:
+    """Yield as many as the GPUs of each node allow, joining ones included.
 
-
-def _trainers(group: TaskGroup, ranks: int) -> Iterator[Process]:
-    for rank, (node, gpus) in enumerate(zip(group.nodes, group.gpus, strict=True)):
-        name = f"trainer-{node.name}" if rank else "trainer"
-        yield Process(name, "train", node, gpus[:ranks], node_rank=rank)
-
-
-def _generators(config: RunConfig, groups: list[TaskGroup]) -> Iterator[Process]:
-    """Yield as many as the GPUs of each node allow; generator.count without GPUs."""
-    (group,) = (group for group in groups if "generate" in group.tasks)
-    if not group.has_gpus:
-        yield from _on_cpus(group, "generate", "generator", config.generator.count)
-        return
-    size = config.generator.tensor_parallel
+    Without GPUs there are generator.count, and one on each node that joins.
+    """
+    group, size = _group_of("generate", groups), config.generator.tensor_parallel
     largest = max(map(len, group.gpus))
-    if largest < size:
+    if 0 < largest < size:
         raise UsageError(
             f"a generator needs {size} GPUs (generator.tensor_parallel), but "
             f"{group.describe()} has at most {largest} on one node ({group.arithmetic}): raise its "
             "ratio, or lower it"
         )
-    for node, gpus in zip(group.nodes, group.gpus, strict=True):
-        yield from _on_gpus("generate", "generator", node, gpus, size)
-
-
-def _joining(
-    config: RunConfig, nodes: tuple[Node, ...], groups: list[TaskGroup]
-) -> Iterator[Process]:
-    """Yield generators for all GPUs of nodes that join; one each on a run without GPUs."""
-    on_gpus = any(group.has_gpus for group in groups if "generate" in group.tasks)
-    size = config.generator.tensor_parallel
-    for node in (node for node in nodes if node.joins):
-        if not on_gpus:
-            yield Process(f"generator-{node.name}-0", "generate", node)
-        elif node.gpus < size:
+    count = config.generator.count
+    yield from _spread("generate", "generator", group.nodes, group.gpus, count, size)
+    for node in joining:
+        if largest and node.gpus < size:
             raise UsageError(
                 f"node {node.name} joins to generate, and a generator needs {size} GPUs "
                 f"(generator.tensor_parallel): it has {node.gpus}"
             )
-        else:
-            yield from _on_gpus("generate", "generator", node, tuple(range(node.gpus)), size)
+        gpus = tuple(range(node.gpus)) if largest else ()
+        yield from _spread("generate", "generator", [node], [gpus], 1, size)
 
 
 def _scorers(config: RunConfig, groups: list[TaskGroup], broker: Node) -> Iterator[Process]:
@@ -514,27 +455,26 @@ def _scorers(config: RunConfig, groups: list[TaskGroup], broker: Node) -> Iterat
             continue
         name, count = stage.replace("_", "-"), config.scorer.processes(stage)
         group = next((group for group in groups if stage in group.tasks), None)
-        if group is None:  # of rewards alone: `place_groups` has checked it
-            for index in range(count):
-                yield Process(f"{name}-{broker.name}-{index}", stage, broker)
-        elif stage == "reward" or not group.has_gpus:
-            yield from _on_cpus(group, stage, name, count)
-        else:
-            for node, gpus in zip(group.nodes, group.gpus, strict=True):
-                yield from _on_gpus(stage, name, node, gpus, 1)
+        nodes = group.nodes if group else (broker,) * (count > 0)
+        gpus = group.gpus if group and stage != "reward" else ()
+        yield from _spread(stage, name, nodes, gpus, count)
 
 
-def _on_gpus(
-    task: Task, name: str, node: Node, gpus: tuple[int, ...], size: int
+def _spread(
+    task: Task,
+    name: str,
+    nodes: Sequence[Node],
+    gpus: Sequence[tuple[int, ...]],
+    count: int,
+    size: int = 1,
 ) -> Iterator[Process]:
-    for index in range(len(gpus) // size):
-        share = gpus[index * size : (index + 1) * size]
-        yield Process(f"{name}-{node.name}-{index}", task, node, share)
-
-
-def _on_cpus(group: TaskGroup, task: Task, name: str, count: int) -> Iterator[Process]:
-    """Yield `count` processes without GPUs, dealt to the group's nodes, one each at least."""
-    nodes = group.nodes
-    for index in range(max(count, len(nodes))):
-        node = nodes[index % len(nodes)]
-        yield Process(f"{name}-{node.name}-{index // len(nodes)}", task, node)
+    """Yield a process for every `size` GPUs; without any `count`, at least one on each node."""
+    if not any(gpus):
+        for index in range(max(count, len(nodes))):
+            turn, place = divmod(index, len(nodes))
+            yield Process(f"{name}-{nodes[place].name}-{turn}", task, nodes[place])
+        return
+    for node, own in zip(nodes, gpus, strict=True):
+        for index in range(len(own) // size):
+            share = own[index * size : (index + 1) * size]
+            yield Process(f"{name}-{node.name}-{index}", task, node, share)

@@ -24,7 +24,7 @@ DRAIN_S = 120  # between SIGTERM and the end of the time limit: a trainer may ha
 FINISH_S = 60  # for the others to leave once the trainer has
 KILL_WAIT_S = 25  # SLURM kills 30 s after SIGTERM, unless its KillWait says otherwise
 
-HEAD = """\
+SCRIPT = """\
 #!/bin/bash
 # Submit with: sbatch {file}
 {options}
@@ -51,9 +51,7 @@ if [ "${{#hosts[@]}}" -ne {count} ]; then
     exit {usage}
 fi
 
-"""
-
-STEPS = """
+{exports}
 mkdir -p {logs}
 
 # step NODE GPUS NAME RESTARTS COMMAND...: runs COMMAND on the host of a node, and again when it
@@ -103,9 +101,7 @@ await() {{
 trap 'kill "${{steps[@]}}" 2>/dev/null || true; await {kill_wait}' EXIT
 trap 'exit 143' TERM
 
-"""
-
-TAIL = """
+{steps}
 # The trainer ends the run; the others then leave by themselves.
 code=0
 wait "$trainer" || code=$?
@@ -129,34 +125,32 @@ def slurm_files(
     paths = Paths(str(out / CONFIG_FILE), str(results), store, folder, modules)
     components = _components(plan)
     order = [node.name for nodes in components for node in nodes]
-    indexed = plan.readdressed(lambda node: f"\0{order.index(node.name)}\0")  # see `_quoted`
-    takes = [
-        f'take "$SLURM_JOB_NODELIST_HET_GROUP_{index}" --het-group={index}'
-        if len(components) > 1
-        else 'take "$SLURM_JOB_NODELIST" ""'
-        for index in range(len(components))
-    ]
-    head = HEAD.format(
+    # See `_quoted`; an idle node has no host, and nobody asks for its address.
+    places = {name: f"\0{index}\0" for index, name in enumerate(order)}
+    indexed = plan.readdressed(lambda node: places.get(node.name, node.address))
+    takes = ['take "$SLURM_JOB_NODELIST" ""']
+    if len(components) > 1:
+        takes = [
+            f'take "$SLURM_JOB_NODELIST_HET_GROUP_{index}" --het-group={index}'
+            for index in range(len(components))
+        ]
+    addresses = (f"{shlex.quote(n.name)}) echo {shlex.quote(n.address)} ;;" for n in plan.nodes)
+    variables = environment(indexed, paths).items()
+    script = SCRIPT.format(
         file=_line(file),
         options="".join(_options(plan, components, file)),
-        addresses="\n".join(
-            f"        {shlex.quote(node.name)}) echo {shlex.quote(node.address)} ;;"
-            for node in plan.nodes
-        ),
+        addresses="\n".join(f"        {line}" for line in addresses),
         takes="\n".join(takes),
         count=len(order),
         usage=UsageError.exit_code,
-    )
-    variables = environment(indexed, paths).items()
-    exports = "".join(f"export {name}={_quoted(value)}\n" for name, value in variables)
-    body = STEPS.format(
+        exports="".join(f"export {name}={_quoted(value)}\n" for name, value in variables),
         logs=shlex.quote(f"{results}/logs"),
         pattern=shlex.quote(_pattern(f"{results}/logs")),
-        kill_wait=KILL_WAIT_S,
         final="|".join(map(str, (0, *FINAL_CODES))),
+        kill_wait=KILL_WAIT_S,
+        steps="".join(_step(indexed, order, process, paths) for process in indexed.processes),
+        finish=FINISH_S,
     )
-    steps = "".join(_step(indexed, order, process, paths) for process in indexed.processes)
-    script = head + exports + body + steps + TAIL.format(finish=FINISH_S)
     return {SLURM_FILE: script, CONFIG_FILE: config}
 
 
@@ -167,21 +161,18 @@ def _components(plan: Plan) -> list[list[Node]]:
     else take nodes that have them.
     """
     by_gpus: dict[int, list[Node]] = {}
-    for node in plan.nodes:
-        if plan.on(node):
-            by_gpus.setdefault(node.gpus, []).append(node)
-    return [by_gpus[gpus] for gpus in sorted(by_gpus, reverse=True)]
+    for node in sorted(filter(plan.on, plan.nodes), key=lambda node: -node.gpus):
+        by_gpus.setdefault(node.gpus, []).append(node)
+    return list(by_gpus.values())
 
 
 def _options(plan: Plan, components: list[list[Node]], file: str) -> Iterator[str]:
-    slurm = plan.cluster.slurm
-    folder = file.rpartition("/")[0]  # it is there when the job begins: the script lies in it
+    slurm, folder = plan.cluster.slurm, file.rpartition("/")[0]  # is there when the job begins
     yield _option("job-name", f"umbra-{plan.config.run.name}")
     yield _option("output", f"{_pattern(folder)}/slurm-%j.log")
     yield "#SBATCH --open-mode=append\n#SBATCH --requeue\n"
     for index, nodes in enumerate(components):
-        if index:
-            yield "#SBATCH hetjob\n"
+        yield "#SBATCH hetjob\n" if index else ""
         for name in ("time", "account", "partition"):
             if value := getattr(slurm, name):
                 yield _option(name, value)

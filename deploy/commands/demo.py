@@ -6,10 +6,9 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from msgspec.structs import replace
@@ -39,8 +38,7 @@ from umbra.services.process.fork_server import ForkServer
 DEMOS = Path(__file__).parents[1] / "demos"
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
+class Recipe(NamedTuple):
     prompts: int
     demos: int
     sft_steps: int
@@ -68,53 +66,53 @@ def run_demo(
 
     Buffer and weight hub start, and environment and model are tried, during the warm start.
     """
-    began, recipe, data = time.monotonic(), RECIPES[task], folder.path / "task"
+    start, recipe, data = time.monotonic(), RECIPES[task], folder.path / "task"
     random, base, environ = str(folder.path / "random"), str(folder.path / "base"), child_environ()
-    both: dict[str, Any] = {"interrupts": interrupts, "server": server}
-    seeded = ("--seed", str(seed))
+    shared: dict[str, Any] = {"interrupts": interrupts, "server": server}
+    seed_flag = ("--seed", str(seed))
 
-    def said(what: str, started: float) -> None:
-        view.say(f"{what} ({time.monotonic() - started:.1f} s)")
+    def report(activity: str, since: float) -> None:
+        view.say(f"{activity} ({time.monotonic() - since:.1f} s)")
 
-    view.doing(what := f"task {task}: prompts, held-out prompts, worked examples")
+    view.doing(activity := f"task {task}: prompts, held-out prompts, worked examples")
     write_task(task, data, seed=seed, prompts=recipe.prompts, heldout=HELDOUT, demos=recipe.demos)
-    said(what, began)
+    report(activity, start)
     run_file = folder.path / "run.toml"
-    chosen = (
+    keys = (
         f"run.seed={seed}",
         f"run.dir={folder.path.parent}",
         f"model.path={base}",
         f"data.prompts={data / 'prompts.jsonl'}",
         f"eval.prompts={data / 'heldout.jsonl'}",
     )
-    config = load_config(DEMOS / f"{task}.toml", overrides=(*chosen, *overrides))
+    config = load_config(DEMOS / f"{task}.toml", overrides=(*keys, *overrides))
     run_file.write_text(to_toml(as_dict(config)), encoding="utf-8")
     config = located(config, run_file)
-    started, what = time.monotonic(), "model: random weights, character tokenizer"
-    words, waiting = ("make-model", random, *seeded), partial(view.doing, what)
-    run_stage("make-model", words, folder=folder, environ=environ, waiting=waiting, **both)
-    said(what, started)
-    started = time.monotonic()
-    what = f"warm start: {recipe.sft_steps} supervised steps on a poor teacher"
-    words = (
-        *("sft", random, "--data", str(data / "demos.jsonl"), "--out", base, *seeded),
+    stage_start, activity = time.monotonic(), "model: random weights, character tokenizer"
+    arguments, waiting = ("make-model", random, *seed_flag), partial(view.doing, activity)
+    run_stage("make-model", arguments, folder=folder, environ=environ, waiting=waiting, **shared)
+    report(activity, stage_start)
+    stage_start = time.monotonic()
+    activity = f"warm start: {recipe.sft_steps} supervised steps on a poor teacher"
+    arguments = (
+        *("sft", random, "--data", str(data / "demos.jsonl"), "--out", base, *seed_flag),
         *("--steps", str(recipe.sft_steps), "--schedule", recipe.sft_schedule),
         *("--threads", "1", "--device", "cpu"),
     )
-    warm_start = begin_stage("sft", words, folder, environ, server)
+    warm_start = begin_stage("sft", arguments, folder, environ, server)
 
-    def made() -> bool:
+    def model_made() -> bool:
         if done := has_ended(warm_start, "sft", folder):
-            said(what, started)
+            report(activity, stage_start)
         else:
             detail = last_said(folder, "sft")
-            view.doing(what, detail if detail.startswith("step ") else "")
+            view.doing(activity, detail if detail.startswith("step ") else "")
         return done
 
+    shared |= {"started": start, "model_made": model_made, "stand_in": random}
     try:
         check_run(replace(config, model=replace(config.model, path=random)))
-        up = Up(config, folder, view=view, started=began, model_made=made, stand_in=random, **both)
-        return up.run()
+        return Up(config, folder, view=view, **shared).run()
     finally:
         warm_start.kill()
         warm_start.wait(math.inf)
@@ -122,12 +120,9 @@ def run_demo(
 
 @click.command()
 @click.option(
-    "--task",
-    type=click.Choice(list(RECIPES)),
-    default="sort",
-    show_default=True,
+    "--task", type=click.Choice(list(RECIPES)), default="sort", show_default=True,
     help="What to learn.",
-)
+)  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of everything.")
 @click.option(
     "--dir", "parent", type=click.Path(path_type=Path), default=Path("runs"), show_default=True,
@@ -137,12 +132,7 @@ def run_demo(
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.option("--quiet", is_flag=True, help="Show only the outcome.")
 def command(
-    task: str,
-    seed: int,
-    parent: Path,
-    overrides: tuple[str, ...],
-    as_json: bool,
-    quiet: bool,
+    task: str, seed: int, parent: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool
 ) -> int:
     """Train a tiny model on this machine's CPU, with every process and socket of a real run.
 
@@ -173,12 +163,10 @@ def command(
 def closing_words(run: RunFolder) -> Iterator[str]:
     """Yield where the figures are explained, the next commands, and a picture of the reward."""
     yield "\nwhat the figures mean: docs/operate.md; next: open the report in a browser, or"
-    for what, line in (
-        ("read rollouts that earned little", command_line("runs", run.path, "--worst")),
-        ("begin with a model and prompts of your own", f"{shown_command()} init my-run"),
-    ):
-        yield f"  {line}"
-        yield f"      # {what}"
+    yield f"  {command_line('runs', run.path, '--worst')}"
+    yield "      # read rollouts that earned little"
+    yield f"  {shown_command()} init my-run"
+    yield "      # begin with a model and prompts of your own"
     rewards = [float(row.get("reward/mean") or 0.0) for row in StepFollower(run.metrics).new()]
     if rewards:
         curve = f"{rewards[0]:.2f} {sparkline(rewards)} {rewards[-1]:.2f}"

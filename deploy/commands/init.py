@@ -122,11 +122,7 @@ DEVICES = Path("/dev")
 @click.option("--reward", type=click.Choice(list(REWARDS)), help="What answers are worth.")
 @click.option("--gpus", type=click.IntRange(0), help="That will run it.  [default: those here]")
 def command(
-    folder: Path,
-    model: str | None,
-    prompts: str | None,
-    reward: str | None,
-    gpus: int | None,
+    folder: Path, model: str | None, prompts: str | None, reward: str | None, gpus: int | None
 ) -> int:
     """Write run.toml, and what it needs, to FOLDER [default: this one]; overwrite nothing.
 
@@ -156,25 +152,9 @@ def command(
         texts[REWARD_FILE] = REWARD
     if not prompts:
         texts[PROMPTS_FILE] = PROMPTS
-    _write(folder, texts)
-    if not Path(model).is_dir() and not is_hub_name(model):
-        click.echo(f"{model} is not there yet: hf download NAME --local-dir {model}")
-    click.echo(f"next:\n  {shown_command()} check {run}\n  {shown_command()} up {run}")
-    return EXIT_DONE
-
-
-def _write(folder: Path, texts: dict[str, str]) -> None:
-    """Write `texts` to files of `folder`; all, or none if one is there.
-
-    Raises:
-        UsageError: one is there, or the folder cannot be written to.
-    """
-    present = [name for name in texts if (folder / name).exists()]
+    present = " and ".join(str(folder / name) for name in texts if (folder / name).exists())
     if present:
-        raise UsageError(
-            f"{' and '.join(str(folder / name) for name in present)} would be overwritten: name "
-            "another folder, or move it away"
-        )
+        raise UsageError(f"{present} would be overwritten: name another folder, or move it away")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -183,6 +163,10 @@ def _write(folder: Path, texts: dict[str, str]) -> None:
             click.echo(f"wrote {shown_path((folder / name).absolute())}")
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror}") from error
+    if not Path(model).is_dir() and not is_hub_name(model):
+        click.echo(f"{model} is not there yet: hf download NAME --local-dir {model}")
+    click.echo(f"next:\n  {shown_command()} check {run}\n  {shown_command()} up {run}")
+    return EXIT_DONE
 
 
 def _ask(

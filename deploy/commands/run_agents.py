@@ -19,13 +19,9 @@ from umbra.services.process.command import setup_logging
 @click.command("run-agents")
 @click.option("--config", required=True, metavar="FILE", help="Run file (TOML).")
 @click.option(
-    "--generator",
-    "urls",
-    required=True,
-    multiple=True,
-    metavar="URL",
+    "--generator", "urls", required=True, multiple=True, metavar="URL",
     help="Endpoint for agents, as a generator logs it; can be repeated.",
-)
+)  # fmt: skip
 @click.option(
     "--workers", default=4, show_default=True, help="Processes for agents, per environment."
 )
@@ -38,12 +34,12 @@ def command(config: str, urls: tuple[str, ...], workers: int) -> None:
     run = load_service(config, overrides=())
     setup_logging(run.log, "run-agents")
     outside = [e for e in run.all_environments if e.asks and not e.workers]
-    if not outside or workers < 1:
+    if not outside:
         raise UsageError(
-            f"--workers {workers}: use 1 or more"
-            if outside
-            else f"{config} leaves no agent to runners: set workers = 0 in its [environment]"
+            f"{config} leaves no agent to runners: set workers = 0 in its [environment]"
         )
+    if workers < 1:
+        raise UsageError(f"--workers {workers}: use 1 or more")
     if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
         raise UsageError(f"--generator {wrong[0]}: write it as http://HOST:PORT")
     playable = [msgspec.structs.replace(e, workers=workers) for e in outside]

@@ -23,7 +23,6 @@ from umbra.deploy.run_folder import (
     read_object,
     read_rollouts,
     rollout_text,
-    step_row,
     tail,
 )
 from umbra.deploy.shown import shown_name
@@ -33,14 +32,14 @@ from umbra.services.config import RunSection
 from umbra.services.config.loader import load_config
 from umbra.services.monitor.run_address import find_run
 from umbra.services.process.files import is_held
+from umbra.services.process.metrics import parse_row
 from umbra.services.reporting import aligned, size
 
 TAIL_BYTES = 1 << 20  # of the metrics, in which a run without a summary has its last steps
+STEP = '"kind":"step"'  # in a line of metrics, most of which are spans
 RECENT = 10  # steps, of which the mean reward is shown
 SIGNALLED = 128  # exit codes above it are of signals
 LATEST_S = 253_402_214_400  # the end of the year 9999: files may have any time
-
-State = Literal["under way", "ended", "failed", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class RunEntry:
 
     id: str
     name: str
-    state: State
+    state: Literal["under way", "ended", "failed", "interrupted"]
     steps: int
     goal: int | None
     reward: float | None  # mean of the last steps
@@ -114,15 +113,12 @@ def _print_rollouts(
             click.echo(json.dumps(row) if as_json else printable(rollout_text(row)))
     if rows:
         return EXIT_DONE
+    reason = f"has no rollouts yet: {folder.samples.name} comes with its first step"
     if folder.samples.is_file():
-        raise UsageError(
-            f"run {folder.id} has no rollouts" + (f" of step {step}" if step else " yet")
-        )
-    if load_config(folder.config, environ={}).log.samples == 0:
-        raise UsageError(f"run {folder.id} keeps no rollouts: log.samples is 0")
-    raise UsageError(
-        f"run {folder.id} has no rollouts yet: {folder.samples.name} comes with its first step"
-    )
+        reason = f"has no rollouts of step {step}" if step else "has no rollouts yet"
+    elif load_config(folder.config, environ={}).log.samples == 0:
+        reason = "keeps no rollouts: log.samples is 0"
+    raise UsageError(f"run {folder.id} {reason}")
 
 
 def list_runs(parent: Path) -> Iterator[RunEntry]:
@@ -136,19 +132,16 @@ def list_runs(parent: Path) -> Iterator[RunEntry]:
 def _entry(folder: RunFolder) -> RunEntry:
     config, summary = read_object(folder.config), read_object(folder.summary)
     run = section if isinstance(section := config.get("run"), dict) else {}
-    rows = (step_row(line) for line in reversed(tail(folder.metrics, TAIL_BYTES)))
-    steps = list(islice((row for row in rows if row is not None), RECENT))  # newest first
+    lines = (line for line in reversed(tail(folder.metrics, TAIL_BYTES)) if STEP in line)
+    steps = list(islice(filter(None, map(parse_row, lines)), RECENT))  # newest first
     rewards = [r for row in steps if (r := _number(row.get("reward/mean"))) is not None]
     goal, code = _number(run.get("steps")), summary.get("exit_code")
-    state: State = "failed" if code else "ended"
-    if is_held(folder.path):
-        state = "under way"
-    elif not isinstance(code, int) or code > SIGNALLED:
-        state = "interrupted"
+    signalled = not isinstance(code, int) or code > SIGNALLED
+    state = "interrupted" if signalled else "failed" if code else "ended"
     return RunEntry(
         id=folder.id,
         name=str(run.get("name", "")),
-        state=state,
+        state="under way" if is_held(folder.path) else state,
         steps=int((_number(steps[0].get("step")) or 0) if steps else 0),
         goal=None if goal is None else int(goal),
         reward=sum(rewards) / len(rewards) if rewards else None,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -66,7 +64,7 @@ def check_model(path: Path, layers: int = 0, *, vllm: bool = True, workers: int 
     try:
         with TemporaryDirectory(prefix="umbra-check-") as scratch:
             subject = take(directory, Path(scratch), layers, [kind])
-            rows = list(_compare(directory, subject.directory, Path(scratch), kind))
+            rows = list(_compare(directory, subject.directory, Path(scratch), [kind]))
             if vllm:
                 compared = compare_vllm(subject.directory, subject.config, [kind], workers)
                 rows += _tried("vLLM", compared)
@@ -75,8 +73,7 @@ def check_model(path: Path, layers: int = 0, *, vllm: bool = True, workers: int 
     return Outcome(str(path), architecture(config), kind, subject.cuts, rows)
 
 
-def _compare(original: Path, directory: Path, scratch: Path, kind: str) -> Iterator[Row]:
-    checked = [kind]
+def _compare(original: Path, directory: Path, scratch: Path, checked: list[str]) -> Iterator[Row]:
     reference = Reference(directory)
     policy, tokenizer = load_policy(directory, "PATH", checked)
     yield from _tried("training", compare_training(policy, reference))
@@ -101,60 +98,30 @@ def _tried(name: str, rows: Iterator[Row]) -> Iterator[Row]:
         yield Row(name, math.nan, 0, "", f"{type(error).__name__}: {first}")
 
 
-# What vLLM has on GPUs alone, and how to do without: environment variables, engine arguments.
-SWITCHES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
-    "VLLM_USE_V2_MODEL_RUNNER=0": ({"VLLM_USE_V2_MODEL_RUNNER": "0"}, {}),
-    "generator.engine_args.async_scheduling=false": ({}, {"async_scheduling": False}),
-}
-
-
 def compare_vllm(
     directory: Path, config: Any, checked: Collection[str] = (), workers: int = 1
 ) -> Iterator[Row]:
-    """Yield rows about vLLM on the model in `directory`; one if vLLM is left out.
-
-    Where something differs or breaks off on a GPU there is a row for each of the `SWITCHES`.
-    """
-
-    def compare(**arguments: Any) -> Iterator[Row]:
-        try:
-            result = vllm_check.vllm_differences(
-                directory,
-                lambda model: whole_weights(model).items(),
-                checked=checked,
-                threads=torch.get_num_threads(),
-                tensor_parallel=workers,
-                **arguments,
-            )
-        except (UsageError, StartupError) as error:
-            if isinstance(error, StartupError) and vllm_check.on_gpu():
-                raise
-            yield Row("logprobs of vLLM", None, 0.0, "nats", str(error).partition("\n")[0])
-            return
-        bound = vllm_bound(config, result.dtype)
-        unit = "nats" if result.dtype == "float32" else "nats in the mean"
-        yield Row("logprobs of vLLM, from disk", result.from_disk, bound, unit)
-        yield Row("logprobs of vLLM, the same weights published", result.same, bound, unit)
-        yield Row("logprobs of vLLM, others published", result.changed, bound, unit)
-        place, names = f"weights in {result.workers} of vLLM's workers", ", ".join(result.stale[:3])
-        yield Row(place, len(result.stale), 0.0, "parameters", names)
-
-    rows = list(_tried("vLLM", compare()))
-    yield from rows
-    if all(row.outcome != "different" for row in rows) or not vllm_check.on_gpu():
+    """Yield rows about vLLM on the model in `directory`; one if vLLM is left out."""
+    try:
+        result = vllm_check.vllm_differences(
+            directory,
+            lambda model: whole_weights(model).items(),
+            checked=checked,
+            threads=torch.get_num_threads(),
+            tensor_parallel=workers,
+        )
+    except (UsageError, StartupError) as error:
+        if isinstance(error, StartupError) and vllm_check.on_gpu():
+            raise
+        yield Row("logprobs of vLLM", None, 0.0, "nats", str(error).partition("\n")[0])
         return
-    for switch, (variables, arguments) in SWITCHES.items():
-        if variables and variables.items() <= os.environ.items():
-            continue  # the user has set it
-        os.environ |= variables
-        try:
-            rows_again = list(_tried("vLLM", compare(**arguments)))
-        finally:
-            for name in variables:
-                del os.environ[name]
-        differing = next((row for row in rows_again if row.outcome == "different"), None)
-        note = "not the cause" if differing else "isolates the difference: set it"
-        yield replace(differing or rows_again[-1], name=f"vLLM, {switch}", note=note)
+    bound = vllm_bound(config, result.dtype)
+    unit = "nats" if result.dtype == "float32" else "nats in the mean"
+    yield Row("logprobs of vLLM, from disk", result.from_disk, bound, unit)
+    yield Row("logprobs of vLLM, the same weights published", result.same, bound, unit)
+    yield Row("logprobs of vLLM, others published", result.changed, bound, unit)
+    place, names = f"weights in {result.workers} of vLLM's workers", ", ".join(result.stale[:3])
+    yield Row(place, len(result.stale), 0.0, "parameters", names)
 
 
 class Subject(NamedTuple):
@@ -166,15 +133,9 @@ class Subject(NamedTuple):
 
 
 def take(original: Path, scratch: Path, layers: int, checked: Collection[str]) -> Subject:
-    """Return the model in `original`, or a copy of it below `scratch`.
+    """Return the model in `original`, or a copy of it below `scratch`; UsageError if it won't load.
 
-    Args:
-        layers: keep the first so many; 0 = all, or as few as have every kind of layer where the
-            model is `LARGE`.
-        checked: see `check_architecture`.
-
-    Raises:
-        UsageError: it cannot be loaded.
+    Keeps so many `layers`; 0 = all, or as few as have every kind of layer of a `LARGE` model.
     """
     with loading(original, "PATH"):
         config = read_transformers_config(original)
@@ -191,17 +152,14 @@ def take(original: Path, scratch: Path, layers: int, checked: Collection[str]) -
         cuts.append(f"windows of {WINDOW} tokens instead of {window}")
     if not cuts:
         return Subject(original, config, cuts)
-    copy = scratch / "copy"
+    copy, kind = scratch / "copy", AutoModelForCausalLM
     copy.mkdir(parents=True)
     (copy / "config.json").write_text(json.dumps(_cut(config, remaining)), encoding="utf-8")
     with loading(original, "PATH"):
         smaller = read_transformers_config(copy)
-        model = read_weights(
-            AutoModelForCausalLM, original, torch.float32, "PATH", checked, config=smaller
-        )
+        model = read_weights(kind, original, torch.float32, "PATH", checked, config=smaller)
         model.save_pretrained(copy)
-        tokenizer = AutoTokenizer.from_pretrained(original, **AS_IT_IS)
-        tokenizer.save_pretrained(copy)
+        AutoTokenizer.from_pretrained(original, **AS_IT_IS).save_pretrained(copy)
     return Subject(copy, smaller, cuts)
 
 
@@ -210,11 +168,9 @@ def fewest_layers(config: PreTrainedConfig) -> int:
 
     Kinds of attention don't count: `_cut` gives the copy all of them.
     """
-    fields, count = config.to_dict(), config.num_hidden_layers
-    kinds = layer_kinds(config)
-    fewest = max(2, len(set(kinds)))
-    if keeps_state(config):
-        fewest = max(2, *(kinds.index(kind) + 1 for kind in kinds))
+    fields, count, kinds = config.to_dict(), config.num_hidden_layers, layer_kinds(config)
+    last = max((kinds.index(kind) + 1 for kind in kinds), default=0)
+    fewest = max(2, last if keeps_state(config) else len(set(kinds)))
     fewest = max(fewest, int(fields.get("first_k_dense_replace") or 0) + 1)
     for key, values in fields.items():
         if key != "layer_types" and isinstance(values, list) and len(values) == count:

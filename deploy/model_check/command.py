@@ -13,21 +13,14 @@ from umbra.proto.errors import EXIT_DONE, UsageError
 @click.command("check-model")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option(
-    "--layers",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
+    "--layers", type=click.IntRange(0), default=0, show_default=True,
     help="Compare a copy with the first so many layers; 0 = all, or few if the model is large.",
-)
+)  # fmt: skip
 @click.option("--vllm/--no-vllm", default=True, help="Compare vLLM too, if it is installed.")
 @click.option(
-    "--tensor-parallel",
-    "workers",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
+    "--tensor-parallel", "workers", type=click.IntRange(1), default=1, show_default=True,
     help="GPUs (without any: processes) that divide the model in vLLM.",
-)
+)  # fmt: skip
 @click.option(
     "--threads", type=click.IntRange(0), default=0, show_default=True, help="CPU threads; 0 = all."
 )
@@ -37,9 +30,8 @@ def command(path: Path, layers: int, vllm: bool, workers: int, threads: int, as_
 
     Logprobs and gradients of packed rows, tokens that the engines sample before and after their
     weights change, weights that are published and exported: each has a row of the table. In
-    float32 on the CPU; vLLM on GPUs in bfloat16, where more rows say which of its switches isolates
-    a difference. The exit code is 0 if nothing differs, and 2 if something does or the model
-    is refused.
+    float32 on the CPU; vLLM on GPUs in bfloat16. The exit code is 0 if nothing differs, and 2 if
+    something does or the model is refused.
     """
     import torch
 

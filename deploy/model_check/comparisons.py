@@ -9,7 +9,7 @@ times below these bounds; a wrong mask is thousands of times above.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +40,27 @@ _GRADIENTS = 3e-5  # of a gradient's norm
 _VLLM = 1e-4  # nats, whatever the logits
 _VLLM_BFLOAT16 = 0.05  # nats, in the mean over tokens
 _HIDDEN, _LAYERS = 64, 2  # at which these were measured
+_FAMILIES = ((5, 4), (19, 3), (11, 1))  # tokens of each prompt, and how many responses it has
+_PACK_TOKENS = 96
+_TEMPERATURE = 0.8  # of every second sequence
+
+_ALL_TOKENS, _CHUNK = 1 << 20, 24
+_LAYOUTS: tuple[tuple[str, int, bool, int], ...] = (
+    # Tokens of a row, shared prompts, tokens whose logits are computed at a time.
+    ("rows of one sequence", 1, False, _ALL_TOKENS),
+    ("packed rows", _PACK_TOKENS, False, _ALL_TOKENS),
+    ("packed rows, shared prompts", _PACK_TOKENS, True, _ALL_TOKENS),
+    ("packed rows, logits in chunks", _PACK_TOKENS, True, _CHUNK),
+)
+_UNPACKED = (_LAYOUTS[0], ("rows of one sequence, logits in chunks", 1, False, _CHUNK))
+
+_CPU = torch.device("cpu")
+_PROMPTS = (1, 30, 12, 3, 21, 12, 7)  # tokens of each; more prompts than slots
+_SLOTS, _TOKENS, _CONTEXT = 4, 24, 64  # of the engine; tokens are sampled for each prompt
+_STEPS = 6  # made before the weights change
+_CHANGE = 0.2  # how far another version is from the first, in each tensor's own spread
+_BUCKET_BYTES = 1 << 20
+_NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +112,7 @@ class Outcome:
     def as_dict(self) -> dict[str, Any]:
         rows = [{**asdict(row), "outcome": row.outcome} for row in self.rows]
         for row in rows:
-            if row["worst"] is not None and not math.isfinite(row["worst"]):
+            if not math.isfinite(row["worst"] or 0):
                 row["worst"] = None  # JSON has no name for it
         return {**asdict(self), "cuts": list(self.cuts), "rows": rows, "equal": self.equal}
 
@@ -110,11 +131,6 @@ def difference(name: str, logprobs: Tensor, expected: Expected, config: Any) -> 
     return Row(name, float(off[at]), float(bounds[at]), "nats")
 
 
-def gradient_bound(config: Any) -> float:
-    """Return the largest norm of a difference of gradients, relative to the gradient's norm."""
-    return _GRADIENTS * _growth(config)
-
-
 def vllm_bound(config: Any, dtype: str = "float32") -> float:
     """Return the bound for logprobs of vLLM's kernels, in nats."""
     return _VLLM * _growth(config) if dtype == "float32" else _VLLM_BFLOAT16
@@ -125,21 +141,6 @@ def _growth(config: Any) -> float:
     # A gated delta net solves for the updates of 64 tokens at once, and rounding grows as it does.
     solved = 10 if hasattr(config, "linear_key_head_dim") else 1
     return solved * (terms / (_HIDDEN * _LAYERS)) ** 0.5
-
-
-_FAMILIES = ((5, 4), (19, 3), (11, 1))  # tokens of each, and how many responses it has
-_PACK_TOKENS = 96
-_TEMPERATURE = 0.8  # of every second sequence
-
-_ALL_TOKENS, _CHUNK = 1 << 20, 24
-_LAYOUTS: tuple[tuple[str, int, bool, int], ...] = (
-    # Tokens of a row, shared prompts, tokens whose logits are computed at a time.
-    ("rows of one sequence", 1, False, _ALL_TOKENS),
-    ("packed rows", _PACK_TOKENS, False, _ALL_TOKENS),
-    ("packed rows, shared prompts", _PACK_TOKENS, True, _ALL_TOKENS),
-    ("packed rows, logits in chunks", _PACK_TOKENS, True, _CHUNK),
-)
-_UNPACKED = (_LAYOUTS[0], ("rows of one sequence, logits in chunks", 1, False, _CHUNK))
 
 
 def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[Row]:
@@ -169,18 +170,18 @@ def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[
 def _tokens(vocabulary: int) -> Tokens:
     """Return prompts of several lengths with responses of 2 to 40 tokens."""
     generator = torch.Generator().manual_seed(1)
-    ids: list[Tensor] = []
+    ids, learned = list[Tensor](), list[Tensor]()
     rows: list[tuple[int, int, int]] = []  # tokens of prompt and response, and which prompt it is
+    end = 0
     for family, (size, responses) in enumerate(_FAMILIES):
         prompt = torch.randint(vocabulary, (size,), generator=generator)
         for _ in range(responses):
             count = int(torch.randint(2, 40, (), generator=generator))
             ids += [prompt, torch.randint(vocabulary, (count,), generator=generator)]
+            end += size + count
+            learned.append(torch.arange(end - count, end))
             rows.append((size, count, family))
     prompts, counts, families = torch.tensor(rows).unbind(1)
-    ends = (prompts + counts).cumsum(0)
-    spans = zip((ends - counts).tolist(), ends.tolist(), strict=True)
-    learned = [torch.arange(start, end) for start, end in spans]
     return Tokens(
         ids=torch.cat(ids),
         lengths=prompts + counts,
@@ -198,26 +199,25 @@ def _reference(
     assert tokens.prompts is not None
     reference.model.zero_grad()
     expected: list[Expected] = []
-    counts = (tokens.lengths - tokens.prompts).tolist()
-    for number, (ids, prompt, sequence_weights) in enumerate(
-        zip(
-            tokens.ids.split(tokens.lengths.tolist()),
-            tokens.prompts.tolist(),
-            weights.split(counts),
-            strict=True,
-        )
-    ):
+    sequences = zip(
+        tokens.ids.split(tokens.lengths.tolist()),
+        tokens.prompts.tolist(),
+        weights.split((tokens.lengths - tokens.prompts).tolist()),
+        strict=True,
+    )
+    for number, (ids, prompt, own_weights) in enumerate(sequences):
         temperature = _TEMPERATURE if number % 2 else 1.0
         logprobs, scale = reference.logprobs(ids.tolist(), prompt, temperature)
-        (logprobs * sequence_weights).sum().backward()
+        (logprobs * own_weights).sum().backward()
         expected.append(Expected(logprobs.detach(), scale))
-    gradients = {
-        name: parameter.grad
-        for name, parameter in reference.model.named_parameters()
-        if parameter.grad is not None
-    }
+    parameters = reference.model.named_parameters()
+    gradients = {name: p.grad for name, p in parameters if p.grad is not None}
     reference.model.zero_grad()
-    return Expected(*(torch.cat(parts) for parts in zip(*expected, strict=True))), gradients
+    return _joined(expected), gradients
+
+
+def _joined(parts: Iterable[tuple[Tensor, Tensor]]) -> Expected:
+    return Expected(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _gradients(name: str, policy: PreTrainedModel, expected: dict[str, Tensor]) -> Row:
@@ -229,8 +229,7 @@ def _gradients(name: str, policy: PreTrainedModel, expected: dict[str, Tensor]) 
     total = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     worst, at = torch.zeros(()), ""
     for parameter_name, parameter in policy.named_parameters():
-        gradient = parameter.grad
-        target = expected.get(parameter_name)
+        gradient, target = parameter.grad, expected.get(parameter_name)
         if gradient is None and target is None:
             continue
         gradient = torch.zeros_like(parameter) if gradient is None else gradient
@@ -238,19 +237,8 @@ def _gradients(name: str, policy: PreTrainedModel, expected: dict[str, Tensor]) 
         share = (gradient - target).norm() / torch.maximum(target.norm(), total / 1000)
         if not share <= worst:
             worst, at = share, parameter_name
-    bound = gradient_bound(policy.config)
+    bound = _GRADIENTS * _growth(policy.config)
     return Row(name, float(worst), bound, "of a norm", "" if worst <= bound else at)
-
-
-_CPU = torch.device("cpu")
-_PROMPTS = (1, 30, 12, 3, 21, 12, 7)  # tokens of each; more prompts than slots
-_SLOTS = 4
-_TOKENS = 24  # sampled for each
-_CONTEXT = 64
-_STEPS = 6  # made before the weights change
-_CHANGE = 0.2  # how far another version is from the first, in each tensor's own spread
-_BUCKET_BYTES = 1 << 20
-_NAMES_SHOWN = 3
 
 
 class Version(NamedTuple):
@@ -288,11 +276,9 @@ def compare_torch_engine(
     """
     model = load_model(directory, _CPU, torch.float32, "PATH", checked)
     engine = TorchEngine(model, stop_ids=(), slots=_SLOTS, max_context=_CONTEXT, version=0)
-    vocabulary, generator = (
-        model.get_input_embeddings().num_embeddings,
-        torch.Generator().manual_seed(2),
-    )
-    prompts = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _PROMPTS]
+    words: int = model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(words, (n,), generator=generator).tolist() for n in _PROMPTS]
     base, changed = versions
     runs: list[tuple[str, Version, Version, KvPolicy]] = [
         ("torch engine", base, base, "keep"),
@@ -306,8 +292,7 @@ def compare_torch_engine(
             _expected(reference, prompt, output, old, new, policy)
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
-        combined = Expected(*(torch.cat(parts) for parts in zip(*expected, strict=True)))
-        yield difference(f"logprobs of the {name}", logprobs, combined, model.config)
+        yield difference(f"logprobs of the {name}", logprobs, _joined(expected), model.config)
 
 
 def compare_publishing(
@@ -346,9 +331,7 @@ def _generate(
 ) -> list[EngineOutput]:
     """Return an output for each prompt; after some steps the weights become `new`."""
     sampling = Sampling(max_tokens=_TOKENS)
-    engine.submit(
-        EngineRequest(str(index), prompt, sampling, _TOKENS) for index, prompt in enumerate(prompts)
-    )
+    engine.submit(EngineRequest(str(i), p, sampling, _TOKENS) for i, p in enumerate(prompts))
     outputs = [output for _ in range(_STEPS) for output in engine.poll()]
     engine.load(new.manifest, new.memory, engine.version + 1, policy)
     while engine.busy:
@@ -385,11 +368,8 @@ def _same(name: str, expected: Mapping[str, Tensor], tensors: Mapping[str, Tenso
     """Count tensors that differ in any bit, cast to the type of `tensors`."""
     wrong = sorted(set(expected) ^ set(tensors))
     for key in expected.keys() & tensors.keys():
-        target = expected[key].to(tensors[key].dtype)
-        bits = (
-            one.detach().contiguous().view(-1).view(torch.uint8) for one in (target, tensors[key])
-        )
-        if not torch.equal(*bits):
+        pair = expected[key].to(tensors[key].dtype), tensors[key]
+        if not torch.equal(*(one.detach().contiguous().view(-1).view(torch.uint8) for one in pair)):
             wrong.append(key)
     return Row(name, len(wrong), 0, "tensors", _shortened(sorted(wrong)))
 

@@ -16,7 +16,7 @@ from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
 from umbra.proto.net.keys import open_security
-from umbra.proto.sockets import check_address, check_port_free
+from umbra.proto.sockets import check_address
 from umbra.services.buffer.prompts import open_prompts
 from umbra.services.config import RunConfig
 from umbra.services.config.generation import ENVIRONMENT
@@ -105,15 +105,14 @@ def check_packages(
     check_plane(config.weight_hub.plane)
     trainer, metrics = config.trainer, config.metrics
     kinds = {config.environment.kind, *(e.kind for e in config.environments)}
-    needs = (
+    for setting, needed, package, extra in (
         ("trainer.lora_rank", trainer.lora_rank > 0, "peft", "lora"),
         ('generator.engine = "vllm"', config.generator.engine == "vllm", "vllm", "vllm"),
         ('environment.kind = "math"', "math" in kinds, "math_verify", "tasks"),
         ('environment.kind = "reasoning-gym"', "reasoning-gym" in kinds, "reasoning_gym", "tasks"),
         *(("metrics.also", True, name, name) for name in metrics.also),
-    )
-    for setting, set_so, package, extra in needs:
-        if set_so and find(package) is None:
+    ):
+        if needed and find(package) is None:
             raise UsageError(
                 f"{setting} needs {package.replace('_', '-')}, which is not installed: "
                 f"pip install 'umbra-rl[{extra}]'"
@@ -135,12 +134,6 @@ def check_room(config: RunConfig) -> None:
         )
 
 
-def check_ports_free(config: RunConfig) -> None:
-    """Raise StartupError if another process listens at a port that the run names."""
-    for endpoint in run_endpoints(config):
-        check_port_free(endpoint)
-
-
 def run_endpoints(config: RunConfig) -> list[str]:
     host = config.run.broker.rpartition(":")[0]
     others = [f"{host}:{port}" for port in config.buffer.ports]
@@ -150,32 +143,29 @@ def run_endpoints(config: RunConfig) -> list[str]:
 def _check_security(config: RunConfig) -> None:
     """Check that all keys for processes here exist, and that public binds have keys."""
     roles: tuple[KeyRole, ...] = get_args(Role)
-    for key, endpoint in (
-        ("run.broker", config.run.broker),
-        ("weight_hub.listen", config.weight_hub.listen),
-    ):
+    binds = {"run.broker": config.run.broker, "weight_hub.listen": config.weight_hub.listen}
+    for key, endpoint in binds.items():
         if not endpoint.endswith(":*"):
             check_address(endpoint, key)
         elif not endpoint.startswith("tcp://"):
             raise UsageError(f"{key} = {endpoint}: write it as tcp://host:port")
     for role in roles:
         security = open_security(config.security.keys, [role], insecure=config.security.insecure)
-        for endpoint in (config.run.broker, config.weight_hub.listen):
+        for endpoint in binds.values():
             security.check_bind(endpoint)
     for url in config.generator.urls if config.generator.count else ():
         check_private(url)
 
 
 def _check_eval(config: RunConfig) -> None:
-    heldout = config.eval
     try:
-        prompts = read_source(heldout.prompts, columns=heldout.columns, section="eval")
+        prompts = read_source(config.eval.prompts, columns=config.eval.columns, section="eval")
     except UsageError as error:
         raise UsageError(f"eval.prompts: {error}") from error
     names = [environment.name for environment in config.environments]
-    for prompt in prompts if names else ():
-        if prompt.row.get(ENVIRONMENT) not in names:
-            raise UsageError(
-                f'eval.prompts, row {prompt.prompt_id}: "{ENVIRONMENT}" must be one of '
-                f"[[environments]]: {', '.join(names)}"
-            )
+    strays = (p.prompt_id for p in prompts if names and p.row.get(ENVIRONMENT) not in names)
+    if (row := next(strays, None)) is not None:
+        raise UsageError(
+            f'eval.prompts, row {row}: "{ENVIRONMENT}" must be one of '
+            f"[[environments]]: {', '.join(names)}"
+        )

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from umbra.deploy.run_folder import CHECK, RunFolder, last_lines
+from umbra.deploy.run_folder import CHECK, RunFolder, tail
 from umbra.proto.errors import ERROR_PREFIX, UmbraError
 from umbra.services.buffer.prompts import rows_to_try
 from umbra.services.config import RunConfig
@@ -31,7 +31,7 @@ from umbra.services.process.child import (
 from umbra.services.process.command import SignalCounter
 from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.process.fork_server import ForkServer
-from umbra.services.prompts import Prompt, read_source
+from umbra.services.prompts import read_source
 
 POLL_S = 0.02
 Waiting = Callable[[], None]  # called again and again while a stage runs
@@ -52,17 +52,16 @@ def run_stage(
     interrupts: SignalCounter | None = None,
     module: str = UMBRA,
     server: ForkServer | None = None,
-    waiting: Waiting | None = None,
+    waiting: Waiting = lambda: None,
 ) -> str:
-    """Run `umbra <arguments>`, logging to `logs/<name>.log`; return what it printed.
+    """Run `umbra <arguments>`, logging to `logs/<name>.log`; return its output.
 
-    `server` forks it, if it is given. ChildError has the last line that it said; StageInterrupted
+    `server` forks it, if it is given. ChildError has the last line of its log; StageInterrupted
     (KeyboardInterrupt without `interrupts`) means that the child is dead.
     """
 
     def turn() -> None:
-        if waiting is not None:
-            waiting()
+        waiting()
         if interrupts is None:
             time.sleep(POLL_S)
         elif interrupts.count:
@@ -99,11 +98,11 @@ def has_ended(stage: ChildProcess, name: str, folder: RunFolder) -> bool:
     """Return whether a stage has ended well; ChildError has the last line that it said."""
     if not (code := stage.poll()):
         return code == 0
-    said = last_said(folder, name)
-    if said and code in FORESEEN_CODES:
-        raise child_error(said, code)
-    how = f"{name} failed ({describe_exit(code)})"
-    raise child_error(f"{how}: {said}" if said else how, own_exit_code(code))
+    reason = last_said(folder, name)
+    if reason and code in FORESEEN_CODES:
+        raise child_error(reason, code)
+    failure = f"{name} failed ({describe_exit(code)})"
+    raise child_error(f"{failure}: {reason}" if reason else failure, own_exit_code(code))
 
 
 def last_object(text: str) -> dict[str, Any]:
@@ -115,8 +114,7 @@ def last_object(text: str) -> dict[str, Any]:
 
 
 def last_said(folder: RunFolder, name: str) -> str:
-    lines = last_lines(folder.log(name), 1)
-    return lines[0].removeprefix(ERROR_PREFIX) if lines else ""
+    return next(iter(tail(folder.log(name))[-1:]), "").removeprefix(ERROR_PREFIX)
 
 
 def try_environment(
@@ -124,7 +122,7 @@ def try_environment(
     folder: RunFolder,
     environ: Mapping[str, str],
     interrupts: SignalCounter,
-    waiting: Waiting | None = None,
+    waiting: Waiting = lambda: None,
     *,
     model: bool = True,
     stand_in: str = "",
@@ -139,7 +137,7 @@ def try_environment(
     DISK.replace(folder.config, to_json(config), mode=READABLE_MODE)
     rows = folder.logs / f"{CHECK}.rows"
     rows.write_bytes(msgspec.json.encode(find_rows(config)))
-    said = run_stage(
+    output = run_stage(
         CHECK,
         (str(folder.config), str(rows), *(["model", stand_in] if model else [])),
         folder=folder,
@@ -149,7 +147,7 @@ def try_environment(
         waiting=waiting,
         server=server,
     )
-    return said.splitlines()
+    return output.splitlines()
 
 
 def find_rows(config: RunConfig) -> RowsToTry:
@@ -157,17 +155,19 @@ def find_rows(config: RunConfig) -> RowsToTry:
 
     Rows of eval.prompts are included.
     """
-    found = {"data.prompts": rows_to_try(config.data, config.environments)}
+    prompts = {
+        ("data.prompts", name): rows
+        for name, rows in rows_to_try(config.data, config.environments).items()
+    }
     if heldout := config.eval.prompts:
-        rows = found["eval.prompts"] = dict[str, list[Prompt]]()
         where, columns = "eval.prompts, row ", config.eval.columns
-        for one in read_source(heldout, where, columns, section="eval"):
-            name = str(one.row.get(ENVIRONMENT)) if config.environments else ""
-            rows.setdefault(name, []).append(one)
-    first = [(of, name, own[0].row) for of, rows in found.items() for name, own in rows.items()]
+        for prompt in read_source(heldout, where, columns, section="eval"):
+            name = str(prompt.row.get(ENVIRONMENT)) if config.environments else ""
+            prompts.setdefault(("eval.prompts", name), []).append(prompt)
+    first = [(key, name, rows[0].row) for (key, name), rows in prompts.items()]
     half = config.generator.max_context // 2  # a template adds the rest
-    every = (one for rows in found.values() for own in rows.values() for one in own)
-    return RowsToTry(first, {one.prompt_id: one.row for one in every if row_bytes(one.row) >= half})
+    long = (p for rows in prompts.values() for p in rows if row_bytes(p.row) >= half)
+    return RowsToTry(first, {prompt.prompt_id: prompt.row for prompt in long})
 
 
 def try_aside(config: RunConfig, search: Sequence[Path], *, model: bool = False) -> list[str]:

@@ -49,8 +49,7 @@ class RunChild:
     """`umbra up FOLDER` as our child: it ends, in order, when this process does.
 
     Its output goes to the terminal, where it draws its live screen, or as lines through
-    `sys.stdout`, which a notebook shows below its cell. `error` keeps the
-    sentence of an error with which it ends, for the exception.
+    `sys.stdout`, which a notebook shows below its cell. `error` is the sentence that it ends with.
     """
 
     def __init__(self, folder: Path, *flags: str, show: bool = True) -> None:
@@ -60,13 +59,13 @@ class RunChild:
         direct = sys.stdout is sys.__stdout__ and sys.stdout.isatty()  # not put in its place
         take = partial(print, flush=True) if show else len  # `--quiet` prints the outcome
         out = None if direct and show else self._through(take)
-        err = self._through(self._take_line)
+        err = self._through(self._take_error)
         try:
             self._child = ChildProcess(argv, environ=child_environ(), stdout=out, stderr=err)
         finally:
-            for fd in (out, err):
-                if fd is not None:
-                    os.close(fd)
+            os.close(err)
+            if out is not None:
+                os.close(out)
 
     def poll(self) -> int | None:
         code = self._child.poll()
@@ -91,7 +90,7 @@ class RunChild:
         self._readers[-1].start()
         return writing
 
-    def _take_line(self, line: str) -> None:
+    def _take_error(self, line: str) -> None:
         if line.startswith(ERROR_PREFIX):
             self.error = line.removeprefix(ERROR_PREFIX)
         else:
@@ -106,22 +105,13 @@ class Run:
 
     def __init__(self, path: str | Path, child: RunChild | None = None) -> None:
         self._folder = RunFolder(Path(path).resolve())
+        self.path, self.id = self._folder.path, self._folder.id
         self._child = child
         self._follower = StepFollower(self._folder.metrics)
         self._by_number: dict[int, Step] = {}
 
-    @property
-    def id(self) -> str:
-        return self._folder.id
-
-    @property
-    def path(self) -> Path:
-        return self._folder.path
-
     def __repr__(self) -> str:
         return f"<umbra.Run {self.id}: {'under way' if self.under_way else 'over'}>"
-
-    # -- what it has done -------------------------------------------------------------------------
 
     def _steps(self) -> list[Step]:
         """Return all steps so far; of those that a trainer has repeated the newest."""
@@ -188,13 +178,11 @@ class Run:
         text = run_stage("evaluate", tuple(arguments), folder=self._folder, environ=child_environ())
         return last_object(text)
 
-    # -- while it is under way --------------------------------------------------------------------
-
     @property
     def under_way(self) -> bool:
         if self._child is not None:
             return self._child.poll() is None
-        return is_held(self._folder.path)
+        return is_held(self.path)
 
     def wait(self, timeout_s: float = math.inf) -> dict[str, Any]:
         """Return the summary, when the run has ended.
@@ -207,8 +195,8 @@ class Run:
         summary, child = self.summary, self._child
         if summary is None:
             reason = f"run {self.id} ended without a summary: see {self._folder.logs}"
-            sentence, code = (child.error, child.poll()) if child is not None else ("", None)
-            raise child_error(sentence or reason, code or 6)
+            code = child.poll() if child else None
+            raise child_error((child and child.error) or reason, code or 6)
         if summary["exit_code"]:
             raise child_error(summary["exit_reason"], int(summary["exit_code"]))
         return summary
@@ -250,11 +238,10 @@ class Run:
             return status_dict(client.status(ANSWER_S))
 
     def _client(self, *roles: KeyRole) -> StatusClient:
-        address = RunAddress.read(self._folder.path)
+        address = RunAddress.read(self.path)
         if address is None:
             raise UsageError(f"run {self.id} is not under way, or its buffer is not up yet")
-        security = open_security(address.keys, roles)
-        return StatusClient(address.broker, security)
+        return StatusClient(address.broker, open_security(address.keys, roles))
 
     def _repr_html_(self) -> str:
         """Return the run for a notebook: its state in a line, and the curve of its reward."""
@@ -269,7 +256,6 @@ class Run:
 def attach(run: str | Path = "") -> Run:
     """Return a run of this machine: by its folder or its id in `runs/`; if empty, the newest one.
 
-    Raises:
-        UsageError: there is none.
+    UsageError says that there is none.
     """
     return Run(find_run(str(run)))

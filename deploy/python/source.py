@@ -14,14 +14,14 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from umbra.proto.errors import UsageError
 
-MODULE = "umbra_main"
-"""The module that receives what was copied."""
+MODULE = "umbra_main"  # receives the copies
 
 _TOOLSET = "UmbraTools"
 _HEADING = '"""Copied from the program that began this run, with what it uses."""\n'
@@ -47,9 +47,7 @@ class CopiedSource:
 
     @property
     def text(self) -> str:
-        if not self._pieces:
-            return ""
-        return "\n".join([_HEADING, _FUTURE, *self._pieces.values()])
+        return "\n".join([_HEADING, _FUTURE, *self._pieces.values()]) if self._pieces else ""
 
     def target(self, definition: Callable[..., Any], argument: str) -> str:
         """Return "module:name" of `definition`, the `argument`; its source is copied if needed.
@@ -66,9 +64,11 @@ class CopiedSource:
             raise UsageError(f"{argument}: a lambda has no name: write it with def")
         if (place := _importable(definition)) is not None:
             module, name = place
-            folder = _folder(sys.modules[module])
-            if folder is not None and folder not in self.search:
-                self.search.append(folder)
+            file = getattr(sys.modules[module], "__file__", None)  # of what not every Python has
+            if file is not None:
+                path = Path(file).resolve()
+                folder = path.parents[module.count(".") + (path.name == "__init__.py")]
+                self.search += [folder] if folder not in self.search else []
             return f"{module}:{name}"
         self._copy(definition, argument)
         return f"{MODULE}:{definition.__name__}"
@@ -87,11 +87,14 @@ class CopiedSource:
         self._pieces[_TOOLSET] = f"\nclass {_TOOLSET}:\n{methods}\n{reset}"
         return f"{MODULE}:{_TOOLSET}"
 
+    def _is_bound(self, name: str, value: Any, argument: str) -> bool:
+        if name in self._bound and self._bound[name] is not value:
+            raise UsageError(f"{argument}: two things are called {name!r}; rename one of them")
+        return name in self._bound
+
     def _copy(self, definition: Any, argument: str) -> None:
         name = definition.__name__
-        if name in self._bound:
-            if self._bound[name] is not definition:
-                raise UsageError(f"{argument}: two things are called {name!r}; rename one of them")
+        if self._is_bound(name, definition, argument):
             return
         self._bound[name] = definition
         try:
@@ -110,18 +113,17 @@ class CopiedSource:
 
     def _bind(self, bound: str, value: Any, argument: str, user: str, *, needed: bool) -> None:
         """Have the module bind `bound` to `value`; unless `needed`, it may be left out."""
-        if bound in self._bound and self._bound[bound] is value:
+        if self._is_bound(bound, value, argument):
             return
-        if bound in self._bound:
-            raise UsageError(f"{argument}: two things are called {bound!r}; rename one of them")
-        if (line := _line(bound, value)) is not None:
+        line = _line(bound, value)
+        if line is None and (inspect.isfunction(value) or inspect.isclass(value)):
+            self._copy(value, argument)
+            if value.__name__ == bound:
+                return
+            line = f"{bound} = {value.__name__}"
+        if line is not None:
             self._bound[bound] = value
             self._pieces[bound] = line
-        elif inspect.isfunction(value) or inspect.isclass(value):
-            self._copy(value, argument)
-            if value.__name__ != bound:
-                self._bound[bound] = value
-                self._pieces[bound] = f"{bound} = {value.__name__}"
         elif needed:
             raise UsageError(
                 f"{argument}: {user!r} uses {bound!r}, a {type(value).__name__}, which cannot be "
@@ -143,16 +145,6 @@ def _importable(definition: Any) -> tuple[str, str] | None:
     return (str(module_name), str(name)) if value is definition else None
 
 
-def _folder(module: ModuleType) -> Path | None:
-    """Return the folder from which `module` is imported; None if every Python has it."""
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return None
-    path = Path(file).resolve()
-    levels = module.__name__.count(".") + (path.name == "__init__.py")
-    return path.parents[levels]
-
-
 def _scope(definition: Any) -> dict[str, Any]:
     """Return the values of global and closure names in a function, or in a class's methods."""
     scope = dict(vars(sys.modules[definition.__module__]))
@@ -170,13 +162,8 @@ def _scope(definition: Any) -> dict[str, Any]:
 def _names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
     """Yield the names that `tree` reads, and whether they are needed (annotations' are not)."""
     nodes = list(ast.walk(tree))
-    annotations = [
-        annotation
-        for node in nodes
-        for field in ("annotation", "returns")
-        if (annotation := getattr(node, field, None)) is not None
-    ]
-    optional = {id(inner) for annotation in annotations for inner in ast.walk(annotation)}
+    fields = (getattr(node, name, None) for node in nodes for name in ("annotation", "returns"))
+    optional = {id(inner) for field in fields if field is not None for inner in ast.walk(field)}
     for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             yield node.id, id(node) not in optional
@@ -194,9 +181,7 @@ def _line(name: str, value: Any) -> str | None:
     if isinstance(value, re.Pattern):
         return f"import re\n{name} = re.compile({value.pattern!r}, {value.flags})"
     if isinstance(value, _LITERALS):
-        try:
+        with suppress(ValueError, SyntaxError):
             if ast.literal_eval(repr(value)) == value:
                 return f"{name} = {value!r}"
-        except (ValueError, SyntaxError):
-            return None
     return None

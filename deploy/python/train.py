@@ -34,6 +34,7 @@ Reward: TypeAlias = str | Callable[..., Any] | Mapping[str | Callable[..., Any],
 each with its weight."""
 
 SHOW_EVERY_S = 1.0
+MODULE_FILE = f"{MODULE}.py"
 
 
 def train(
@@ -93,23 +94,26 @@ def train(
         )
     if tools is not None:
         _set(tree, "environment", **_with_tools(tree.get("environment", {}), tools, source))
-    if tree.get("environment", {}).get("reward_scope") == "group":  # which scorers give
-        stages = tree.setdefault("buffer", {}).setdefault("stages", [])
-        if "reward" not in stages:
-            tree["buffer"]["stages"] = ["reward", *stages]
-    section = tree.get("run", {})
-    folder = RunFolder.create(
-        str(section.get("dir", "runs")), str(section.get("name") or RunConfig().run.name)
-    )
+    stages = tree.get("buffer", {}).get("stages", [])
+    group = tree.get("environment", {}).get("reward_scope") == "group"  # which scorers give
+    if group and "reward" not in stages:
+        _set(tree, "buffer", stages=["reward", *stages])
+    run_keys, defaults = tree.get("run", {}), RunConfig().run
+    parent, title = run_keys.get("dir", defaults.dir), run_keys.get("name") or defaults.name
+    folder = RunFolder.create(str(parent), str(title))
     say: Say = print if show else lambda text: None
     try:
         _set(tree, "data", prompts=_write_prompts(prompts, folder, "prompts"))
         if eval_prompts is not None:
             _set(tree, "eval", prompts=_write_prompts(eval_prompts, folder, "eval_prompts"))
-        run_config = config_of(tree, "umbra.train")
-        located_config = located(run_config, Path.cwd() / "run.toml", say)
-        resolved, changes = ready(located_config, tree)
-        _write(folder, resolved, source)
+        given = located(config_of(tree, "umbra.train"), Path.cwd() / "run.toml", say)
+        resolved, changes = ready(given, tree)
+        search = source.search
+        if source.text:
+            _write_input(folder, MODULE_FILE, source.text.encode())
+            search = [folder.inputs, *search]
+        DISK.replace(folder.config, to_json(resolved), mode=READABLE_MODE)
+        folder.write_origin(search)
     except BaseException:
         shutil.rmtree(folder.path)
         raise
@@ -117,8 +121,8 @@ def train(
     if changes:
         say(f"chosen for this machine: {', '.join(changes)}")
     if source.text:
-        module = shown_path(folder.inputs / f"{MODULE}.py")
-        say(f"{', '.join(source.copied)}: copied as source to {module}")
+        path = shown_path(folder.inputs / MODULE_FILE)
+        say(f"{', '.join(source.copied)}: copied as source to {path}")
     run = Run(folder.path, RunChild(folder.path, show=show))
     if wait:
         see_through(run, show=show)
@@ -161,8 +165,7 @@ def _notebook_display() -> Callable[[Any], None] | None:
         return None
     from IPython.display import display  # pyright: ignore
 
-    handle = display("", display_id=True)
-    return handle.update
+    return display("", display_id=True).update
 
 
 def _sections(
@@ -196,12 +199,10 @@ def _environment(
             "umbra.train: give reward or environment, not both: an environment rewards"
         )
     if isinstance(reward, str) and ":" not in reward:  # "exact", "math", ...
-        environment, reward = reward, None
+        return {"kind": reward}
     if reward is not None:
         return {"kind": "reward", "reward": _named(reward, source, "reward")}
-    if environment is None or isinstance(environment, str):
-        return {"kind": environment}
-    return {"kind": source.target(environment, "environment")}
+    return {"kind": _named(environment, source)}
 
 
 def _named(value: Any, source: CopiedSource, argument: str = "environment") -> Any:
@@ -238,19 +239,11 @@ def _write_prompts(prompts: Prompts, folder: RunFolder, argument: str) -> str:
         raise UsageError(f"{argument} has no rows")
     # The column that holds the prompts may have another name, by data.columns.
     rows = [plain_row(row, f"{argument}, row {number}") for number, row in enumerate(raw, start=1)]
-    folder.inputs.mkdir(exist_ok=True)
-    path = folder.inputs / f"{argument}.jsonl"
     lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
-    DISK.replace(path, lines, mode=READABLE_MODE)
-    return str(path)
+    return _write_input(folder, f"{argument}.jsonl", lines)
 
 
-def _write(folder: RunFolder, config: RunConfig, source: CopiedSource) -> None:
-    search: Sequence[Path] = source.search
-    if source.text:
-        folder.inputs.mkdir(exist_ok=True)
-        module = folder.inputs / f"{MODULE}.py"
-        DISK.replace(module, source.text.encode(), mode=READABLE_MODE)
-        search = [folder.inputs, *search]
-    DISK.replace(folder.config, to_json(config), mode=READABLE_MODE)
-    folder.write_origin(search)
+def _write_input(folder: RunFolder, name: str, content: bytes) -> str:
+    folder.inputs.mkdir(exist_ok=True)
+    DISK.replace(folder.inputs / name, content, mode=READABLE_MODE)
+    return str(folder.inputs / name)

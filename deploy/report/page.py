@@ -46,15 +46,11 @@ def page(look: Mapping[str, Any]) -> str:
     """Return the page, which needs nothing else: its scripts and its data are in itself."""
     html, style, script = (page_file(f"page.{kind}") for kind in ("html", "css", "js"))
     data = json.dumps(look, separators=(",", ":")).replace("<", "\\u003c")
-    policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<title>'
+    recorded = f'<script type="application/json" id="recorded">{data}</script>\n'
     for old, new in (
-        ("<title>", policy),
+        ("<title>", f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<title>'),
         ('<link rel="stylesheet" href="page.css">', f"<style>\n{style}</style>"),
-        (
-            '<script src="page.js"></script>',
-            f'<script type="application/json" id="recorded">{data}</script>\n'
-            f"<script>\n{script}</script>",
-        ),
+        ('<script src="page.js"></script>', f"{recorded}<script>\n{script}</script>"),
     ):
         html = html.replace(old, new, 1)
     return html
@@ -152,24 +148,17 @@ def command(run: Path, others: tuple[Path, ...]) -> int:
 
 
 def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
-    """Write the page and the timeline of the run in `folder`; where they are.
-
-    Raises:
-        UsageError: a folder is not that of a run.
-    """
+    """Write the page and the timeline of a run, and return where; UsageError if it is none."""
     folders, trace = [folder.path, *others], folder.path / "trace.json"
     write_trace(recorded(folders), trace)
-    summary, config = (
-        read_object(path, "restore it, or remove it") for path in (folder.summary, folder.config)
-    )
-    figures = gather(recorded(folders))
+    summary = read_object(folder.summary, remedy := "restore it, or remove it")
+    config, figures = read_object(folder.config, remedy), gather(recorded(folders))
+    warnings = [("warning", f"{row['name']}: {row['text']}") for row in figures.warnings]
     look = recorded_look(
         folder.path.resolve().name,
         figures,
         summary=summary,
-        facts=summary_rows(summary)
-        if summary
-        else [("warning", f"{row['name']}: {row['text']}") for row in figures.warnings],
+        facts=summary_rows(summary) if summary else warnings,
         status=read_object(folder.buffer),
         config=config,
         rollouts=_rollouts(folder),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,8 +70,8 @@ class Figures:
     spans: dict[tuple[str, bool], list[Interval]] = field(
         default_factory=dict[tuple[str, bool], list[Interval]]
     )
-    first_decode: float = float("inf")
-    last_train: float = float("-inf")
+    first_decode: float = math.inf
+    last_train: float = -math.inf
 
     def busy(self, doing: str) -> list[Interval]:
         """Return when the services that ever do `doing` were not idle."""
@@ -82,35 +82,33 @@ class Figures:
             for span in self.spans.get((service, True), ())
         ]
 
+    def add_span(self, row: Row) -> None:
+        service, name, start, end = row["service"], row["name"], row["start"], row["end"]
+        seconds, activity = self.seconds.setdefault(service, {}), span_name(row)
+        seconds[activity] = seconds.get(activity, 0.0) + max(0.0, end - start)
+        spans = self.spans.setdefault((service, not is_idle(name)), [])
+        if spans and 0 <= start - spans[-1][1] < JOIN_S:
+            start = spans.pop()[0]
+        spans.append((start, end))
+        if name == "decode":
+            self.first_decode = min(self.first_decode, row["start"])
+        elif name == "train_step":
+            self.last_train = max(self.last_train, end)
+
 
 def gather(rows: Iterable[Row]) -> Figures:
     """Return the figures of `rows`; of a step that a trainer has repeated the last one counts."""
     figures, steps = Figures(), dict[int, Row]()
     lists = {"push": figures.pushes, "eval": figures.evals, "warning": figures.warnings}
     for row in rows:
-        if row["kind"] == "step":
+        if (kind := row["kind"]) == "step":
             steps[row["step"]] = row
-        elif row["kind"] == "span":
-            _add(figures, row)
-        elif row["kind"] in lists:
-            lists[row["kind"]].append(row)
+        elif kind == "span":
+            figures.add_span(row)
+        elif kind in lists:
+            lists[kind].append(row)
     figures.steps = [steps[number] for number in sorted(steps)]
     return figures
-
-
-def _add(figures: Figures, row: Row) -> None:
-    service, name, start, end = row["service"], row["name"], row["start"], row["end"]
-    seconds, activity = figures.seconds.setdefault(service, {}), span_name(row)
-    seconds[activity] = seconds.get(activity, 0.0) + max(0.0, end - start)
-    spans = figures.spans.setdefault((service, not is_idle(name)), [])
-    if spans and 0 <= start - spans[-1][1] < JOIN_S:
-        spans[-1] = (spans[-1][0], end)
-    else:
-        spans.append((start, end))
-    if name == "decode":
-        figures.first_decode = min(figures.first_decode, start)
-    elif name == "train_step":
-        figures.last_train = max(figures.last_train, end)
 
 
 def write_trace(rows: Iterable[Row], path: Path) -> None:
@@ -136,8 +134,7 @@ def _events(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
         if service not in numbers:
             numbers[service] = {}
             yield _name_event("process", len(numbers), 0, service)
-        tracks = numbers[service]
-        process = list(numbers).index(service) + 1
+        tracks, process = numbers[service], list(numbers).index(service) + 1
         if track not in tracks:
             tracks[track] = len(tracks) + 1
             yield _name_event("thread", process, tracks[track], track)
@@ -158,48 +155,44 @@ def _name_event(what: str, process: int, thread: int, name: str) -> dict[str, An
     return {"ph": "M", "name": f"{what}_name", **place, "args": {"name": name}}
 
 
-@dataclass(frozen=True, slots=True)
-class RunOutcome:
-    exit_reason: str
-    exit_code: int
-    total_s: float
-    usage: Mapping[str, Usage] = field(default_factory=dict)
-    restarts: Mapping[str, int] = field(default_factory=dict)
-    last_status: Mapping[str, Any] = field(default_factory=dict)  # of the buffer
+def summarise(
+    folder: RunFolder,
+    exit_reason: str,
+    exit_code: int,
+    total_s: float,
+    *,
+    usage: Mapping[str, Usage] = {},
+    restarts: Mapping[str, int] = {},
+    last_status: Mapping[str, Any] = {},
+) -> dict[str, Any]:
+    """Return the summary of the run in `folder`; unknown values are None.
 
-
-def summarise(folder: RunFolder, outcome: RunOutcome) -> dict[str, Any]:
-    """Return the summary of the run in `folder`; unknown values are None."""
+    `last_status` is the last one that the buffer was asked for.
+    """
     figures = gather(recorded([folder.path]) if folder.metrics.exists() else [])
     accuracy = {row["version"]: row["accuracy"] for row in figures.evals}
     steps = (read_object(folder.config).get("run") or {}).get("steps")
     status = read_object(folder.buffer)  # empty if the buffer was killed before it could write it
-    last_seen = status.get("ledger") is None and "ledger" in outcome.last_status
-    ledger = balanced(outcome.last_status["ledger"] if last_seen else status.get("ledger"))
+    last_seen = status.get("ledger") is None and "ledger" in last_status
+    scored = ("version", "accuracy", "answered", "samples", "scores")
     return {
         "run_id": folder.id,
-        "exit_reason": outcome.exit_reason,
-        "exit_code": outcome.exit_code,
+        "exit_reason": exit_reason,
+        "exit_code": exit_code,
         "accuracy_before": accuracy.get(0),
         "accuracy_after": accuracy.get(steps),
         **measure(figures),
         "staleness": status.get("staleness"),
         "health": status.get("health"),
         "warnings": status.get("warnings", []),
-        "ledger": ledger,
+        "ledger": balanced(last_status["ledger"] if last_seen else status.get("ledger")),
         "ledger_last_seen": last_seen,  # the buffer was killed: samples went on after this
-        "evals": [
-            {key: report[key] for key in ("version", "accuracy", "answered", "samples", "scores")}
-            for report in status.get("evals", [])
-        ],
+        "evals": [{key: report[key] for key in scored} for report in status.get("evals", [])],
         "seconds": {
-            "total": outcome.total_s,
-            "services": {
-                name: {"wall": usage.wall_s, "cpu": usage.cpu_s}
-                for name, usage in outcome.usage.items()
-            },
+            "total": total_s,
+            "services": {name: {"wall": u.wall_s, "cpu": u.cpu_s} for name, u in usage.items()},
         },
-        "restarts": dict(outcome.restarts),
+        "restarts": dict(restarts),
         "model": str(folder.model) if (folder.model / "config.json").exists() else None,
     }
 
@@ -224,28 +217,27 @@ def measure(figures: Figures) -> dict[str, Any]:
     before = [end for end in first if steps and end < steps[0].get("time", math.inf)]
     window = (max([figures.first_decode, *before]), figures.last_train)
     shares = None
-    if window[0] < window[1] < float("inf"):
+    if window[0] < window[1] < math.inf:
         running = [span for spans in figures.spans.values() for span in spans]
         shares = overlap(figures.busy("train_step"), figures.busy("decode"), running, window)
-    window_s = shares.window_s if shares else 0.0
+    window_s = shares["window_s"] if shares else 0.0
 
     def total(name: str, by: str = "") -> float:
         return sum((row.get(name) or 0) * ((row.get(by) or 0) if by else 1) for row in steps)
 
-    k3 = [row.get("mismatch/k3_on_policy") for row in steps]
+    k3 = [value for row in steps if (value := row.get("mismatch/k3_on_policy")) is not None]
+    medians = {
+        phase: median(row.get(f"{phase}_s", 0.0) for row in pushes or [{}]) for phase in PHASES
+    }
     samples, tokens = total("samples"), total("samples", by="response_length/mean")
     return {
         "steps": len(steps),
         "samples": int(samples),
         "pushes": len(pushes),
-        "push_seconds": {
-            phase: median(row.get(f"{phase}_s", 0.0) for row in pushes) for phase in PHASES
-        }
-        if pushes
-        else {},
+        "push_seconds": medians if pushes else {},
         "mixed_version_trajectories": round(total("multi_version", by="samples")),
-        "overlap": asdict(shares) if shares else None,
-        "mismatch_k3_on_policy": max((value for value in k3 if value is not None), default=None),
+        "overlap": shares,
+        "mismatch_k3_on_policy": max(k3, default=None),
         "mismatch_compared": int(total("mismatch/compared")),
         "outlier_tokens": int(total("outliers")),
         "tokens_per_s": tokens / window_s if window_s else None,
@@ -260,13 +252,11 @@ def write_summary(folder: RunFolder, summary: Mapping[str, Any]) -> None:
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the summary as names and values for people, the unknown left out."""
-    rows: list[tuple[str, str]] = []
+    rows = [("run", summary["run_id"]), ("ended", summary["exit_reason"])]
 
-    def add(name: str, *texts: str) -> None:
-        rows.append((name, "".join(texts)))
+    def add(name: str, text: str) -> None:
+        rows.append((name, text))
 
-    add("run", summary["run_id"])
-    add("ended", summary["exit_reason"])
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     if before is not None or after is not None:
         add("accuracy", f"{_share(before)} -> {_share(after)}")
@@ -296,13 +286,13 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         add("ledger", f"{ledger['issued']} issued = {sums}, {balance}{note}")
     if health := summary["health"]:
         add("health", health_text(health, "/run"))
-    rows += [("warning", warning_text(report)) for report in summary["warnings"]]
+    for report in summary["warnings"]:  # of a run that has ended
+        until = "the end" if report["until"] < 0 else f"step {report['until']}"
+        text = f"{report['name']}, from step {report['since']} to {until}: {report['text']}"
+        add("warning", text)
     if shares := summary["overlap"]:
-        add(
-            "busy",
-            f"generation {shares['generator_busy']:.0%}, training {shares['trainer_busy']:.0%}, ",
-            f"both at once {shares['both_busy']:.0%}",
-        )
+        sides = zip(("generation", "training", "both at once"), shares.values(), strict=False)
+        add("busy", ", ".join(f"{side} {share:.0%}" for side, share in sides))
     if (rate := summary["samples_per_s"]) is not None:
         add("speed", f"{number(rate)} samples/s, {number(summary['tokens_per_s'])} tokens/s")
     if summary["restarts"]:
@@ -313,24 +303,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def warning_text(warning: Mapping[str, Any]) -> str:
-    """Return a warning of a run that has ended: its steps, and its last sentence."""
-    until = "the end" if warning["until"] < 0 else f"step {warning['until']}"
-    return f"{warning['name']}, from step {warning['since']} to {until}: {warning['text']}"
-
-
 def _share(value: float | None) -> str:
     return "?" if value is None else f"{value:.3f}"
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """Shares of the window in which each side, and both at once, were busy."""
-
-    generator_busy: float
-    trainer_busy: float
-    both_busy: float
-    window_s: float
 
 
 def overlap(
@@ -338,19 +312,12 @@ def overlap(
     generation: Iterable[Interval],
     running: Iterable[Interval],
     window: Interval,
-) -> Overlap | None:
-    """Return how busy both sides were in `window`, without the time in which nothing ran.
+) -> dict[str, float] | None:
+    """Return shares of `window` in which each side, and both, were busy; None if nothing ran.
 
-    Several generators count once: a side is busy while any of its processes is.
-
-    Args:
-        training, generation: when the sides did anything but wait.
-        running: when any process of the run did anything at all, waiting included. A run that was
-            ended and taken up again has a gap in it, which does not count.
-        window: from where to where.
-
-    Returns:
-        None for a window in which nothing ran.
+    Several generators count once: a side is busy while any of its processes is. The time in which
+    nothing was `running`, waiting included, does not count: a run that was ended and taken up again
+    has such a gap.
     """
     # Of generation, training and the run: how many processes are at it, and since when.
     edges = [
@@ -367,7 +334,9 @@ def overlap(
             seconds[column] += (moment - since) * passes
         at_work[index] += step
         since = moment
-    generator, trainer, window_s, together = seconds
+    *sides, window_s, both = seconds
     if window_s <= 0:
         return None
-    return Overlap(generator / window_s, trainer / window_s, together / window_s, window_s)
+    names = ("generator_busy", "trainer_busy", "both_busy")
+    shares = (side / window_s for side in (*sides, both))
+    return {**dict(zip(names, shares, strict=True)), "window_s": window_s}

@@ -12,9 +12,9 @@ import click
 
 from umbra.deploy.check.choose import in_one_line, ready
 from umbra.deploy.prepare.preflight import (
-    check_ports_free,
     load_given,
     note,
+    run_endpoints,
     run_file_argument,
     search_path,
     set_option,
@@ -25,6 +25,7 @@ from umbra.deploy.run.up import Up
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.shown import best_effort_output, print_facts, shown_command, shown_path
 from umbra.proto.errors import ERROR_PREFIX, EXIT_DONE, UsageError
+from umbra.proto.sockets import check_port_free
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.config.rules import cautions
@@ -44,12 +45,7 @@ SIGNALLED = 128  # exit codes above it are of signals
 @set_option
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.option("--quiet", is_flag=True, help="Show only the outcome.")
-def up(
-    run_file: Path,
-    overrides: tuple[str, ...],
-    as_json: bool,
-    quiet: bool,
-) -> int:
+def up(run_file: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> int:
     """Start a whole run on this machine and see it through.
 
     Starts the buffer, the weight hub, the trainer and the generators of RUN_FILE, restarts
@@ -76,7 +72,8 @@ def up(
             note(f"model: {size(missing)} of weights to download")
         config, changes = ready(config, tree)  # before a folder is made
         search = search_path(run_file)
-        check_ports_free(config)
+        for endpoint in run_endpoints(config):
+            check_port_free(endpoint)
         view = choose_view(quiet=quiet, as_json=as_json)
         interrupts = stack.enter_context(SignalCounter())
         folder = before or RunFolder.create(config.run.dir, config.run.name)
@@ -99,11 +96,7 @@ def up(
 
 
 def check_extension(folder: RunFolder, config: RunConfig) -> str:
-    """Check that a finished run can be extended; return what its learning rate then does.
-
-    Raises:
-        UsageError: it can't; says why.
-    """
+    """Return how the learning rate of a finished run goes on; UsageError if it cannot."""
     done = load_config(folder.config, environ={}).run.steps
     if config.run.steps <= done:
         raise UsageError(

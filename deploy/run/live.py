@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import click
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -25,6 +25,7 @@ LINE_S = 5.0
 POLL_S = 0.5
 IDLE_S = 5.0  # without a step, after which it is looked less often
 ANSWER_S = 2.0
+Clock = Callable[[], float]
 
 log = logging.getLogger(__name__)
 
@@ -44,18 +45,18 @@ class Progress:
         self._moved_at = time.monotonic()
 
     def watch(self, broker: str, security: Security) -> None:
-        self._client = StatusClient(broker, security)
-        args = (self._client,)
-        threading.Thread(target=self._ask, args=args, name="status-watcher", daemon=True).start()
+        client = self._client = StatusClient(broker, security)
 
-    def _ask(self, client: StatusClient) -> None:
-        while not self._closing.wait(2 * POLL_S if self.idle else POLL_S):
-            try:
-                self.status = client.status(ANSWER_S)
-            except UmbraError:
-                pass  # not there yet, busy, or ending: the last status still stands
-            except Exception:
-                log.exception("the status cannot be read")  # no reason to end a run
+        def ask() -> None:
+            while not self._closing.wait(2 * POLL_S if self.idle else POLL_S):
+                try:
+                    self.status = client.status(ANSWER_S)
+                except UmbraError:
+                    pass  # not there yet, busy, or ending: the last status still stands
+                except Exception:
+                    log.exception("the status cannot be read")  # no reason to end a run
+
+        threading.Thread(target=ask, name="status-watcher", daemon=True).start()
 
     def poll(self) -> None:
         rows = self._steps.new()
@@ -99,11 +100,7 @@ class PlainView(View):
     """Lines, one about progress every `every_s` seconds and at the last step."""
 
     def __init__(
-        self,
-        *,
-        err: bool = False,
-        every_s: float = LINE_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, err: bool = False, every_s: float = LINE_S, clock: Clock = time.monotonic
     ) -> None:
         self._err = err
         self._every_s = every_s
@@ -158,30 +155,27 @@ class TerminalView(View):
         if activity != self._doing[0]:
             self.close()
             self._doing = (activity, now)
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
         elif now < self._next:
             return
-        self._next = now + FRAME_S
-        assert self._live is not None
         took = f"{now - self._doing[1]:.0f} s"
-        parts = (activity, detail, took) if detail else (activity, took)
-        line = Text("  ".join(parts), style="dim")
+        line = Text("  ".join(filter(None, (activity, detail, took))), style="dim")
         line.truncate(self._console.width - 1, overflow="ellipsis")
-        self._live.update(line, refresh=True)
+        self._draw(line, now, transient=True)
 
     def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
         now = time.monotonic()
         if progress.status is None or now < self._next:
             return
-        self._next = now + FRAME_S
         if self._doing[0]:
             self.close()
+        self._draw(screen(Look(progress.status), self._console.width, processes), now)
+
+    def _draw(self, picture: RenderableType, now: float, *, transient: bool = False) -> None:
+        self._next = now + FRAME_S
         if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False)
+            self._live = Live(console=self._console, auto_refresh=False, transient=transient)
             self._live.start()
-        table = screen(Look(progress.status), self._console.width, processes)
-        self._live.update(table, refresh=True)
+        self._live.update(picture, refresh=True)
 
     def close(self) -> None:
         self._doing = ("", 0.0)

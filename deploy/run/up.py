@@ -8,23 +8,18 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from umbra.deploy.prepare.stage import (
-    FORESEEN_CODES,
-    StageInterrupted,
-    last_said,
-    try_environment,
-)
+from umbra.deploy.prepare.stage import FORESEEN_CODES, StageInterrupted, last_said, try_environment
 from umbra.deploy.report.page import write_report
-from umbra.deploy.report.summary import RunOutcome, summarise, write_summary
+from umbra.deploy.report.summary import summarise, write_summary
 from umbra.deploy.run.live import Progress, View
-from umbra.deploy.run_folder import RunFolder, last_lines, read_object
+from umbra.deploy.run_folder import RunFolder, read_object, tail
 from umbra.deploy.shown import command_line, shown_path
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
@@ -73,16 +68,12 @@ class Up:
         model_made: Callable[[], bool] | None = None,
         stand_in: str = "",
     ) -> None:
-        self.config = config
-        self.folder = folder
+        self.config, self.folder = config, folder
         self.environ: Mapping[str, str] = child_environ(search)
-        self._search = search
-        self._view = view
-        self._interrupts = interrupts
-        self._server = server
+        self._search, self._server = search, server
+        self._view, self._interrupts = view, interrupts
         self._started = time.monotonic() if started is None else started
-        self._model_made = model_made
-        self._stand_in = stand_in
+        self._model_made, self._stand_in = model_made, stand_in
         self._outcome: dict[str, Any] = {}
         self._addressed = False  # somebody was told where the buffer is
         self._trained = False  # a step in this life of the run
@@ -99,15 +90,9 @@ class Up:
         try:
             self.folder.write_origin(self._search)
             waiting = partial(self._doing, "trying environment and model on the first prompt")
-            for warning in try_environment(
-                self.config,
-                self.folder,
-                self.environ,
-                self._interrupts,
-                waiting,
-                stand_in=self._stand_in,
-                server=self._server,
-            ):
+            where = (self.config, self.folder, self.environ, self._interrupts, waiting)
+            stand_in, server = self._stand_in, self._server
+            for warning in try_environment(*where, stand_in=stand_in, server=server):
                 self._view.say(f"warning: {warning}")
         except (UmbraError, StageInterrupted) as error:
             if before is not None:
@@ -132,8 +117,7 @@ class Up:
         if not self.folder.config.is_file():
             raise ChildError(reason, code)
         total_s = time.monotonic() - self._started
-        outcome = RunOutcome(exit_reason=reason, exit_code=code, total_s=total_s, **self._outcome)
-        summary = summarise(self.folder, outcome)
+        summary = summarise(self.folder, reason, code, total_s, **self._outcome)
         if code == EXIT_DONE and (bad := _contradiction(summary)):
             summary["exit_reason"], summary["exit_code"] = bad, UmbraError.exit_code
         try:
@@ -144,14 +128,10 @@ class Up:
             self._view.say(f"no summary or no report was written: {error.strerror}")
         return summary
 
-    # -- the loop ---------------------------------------------------------------------------------
-
     def _supervise(self) -> tuple[str, int]:
+        last_line = partial(last_said, self.folder)
         supervisor = Supervisor(
-            self._spawn,
-            goal=TRAINER,
-            report=self._view.say,
-            last_line=lambda name: last_said(self.folder, name),
+            self._spawn, goal=TRAINER, report=self._view.say, last_line=last_line
         )
         progress = Progress(self.folder)
         progress.poll()
@@ -165,11 +145,11 @@ class Up:
                         "with it: all processes were stopped"
                     )
                 self._turn(supervisor, progress)
-                for one in progress.status.stuck if progress.status is not None else ():
-                    if one.hopeless and one.age_s > HELP_S:
+                for stuck in progress.status.stuck if progress.status is not None else ():
+                    if stuck.hopeless and stuck.age_s > HELP_S:
                         raise UmbraError(
-                            f"{one.hopeless} for {one.age_s:.0f} s; after that is mended, resume "
-                            f"with `umbra up {shown_path(self.folder.path)}`"
+                            f"{stuck.hopeless} for {stuck.age_s:.0f} s; after that is mended, "
+                            f"resume with `umbra up {shown_path(self.folder.path)}`"
                         )
         finally:
             progress.poll()
@@ -181,8 +161,7 @@ class Up:
             supervisor.close()
             RunAddress.forget(self.folder.path)
             remove_leftovers(self.folder.id)
-        self._outcome["usage"] = supervisor.usage()
-        self._outcome["restarts"] = supervisor.restarts()
+        self._outcome |= {"usage": supervisor.usage(), "restarts": supervisor.restarts()}
         return self._verdict(supervisor)
 
     def _spawn(self, program: Program) -> ChildProcess:
@@ -195,7 +174,9 @@ class Up:
 
     def _start(self, supervisor: Supervisor, progress: Progress) -> None:
         """Start the buffer, and the others once it has said where it is."""
-        supervisor.start(buffer_program(self.config, self.folder))
+        # With a durable store the buffer can be started again: it goes on at the same address.
+        durable, argv = self.config.buffer.store != "memory", _argv(BUFFER, BUFFER, self.folder)
+        supervisor.start(Program(BUFFER, argv, wave=2, recovers=durable))
         deadline = Deadline(START_S, "the buffer was not up", error=StartupError)
         while (facts := supervisor.ready(BUFFER)) is None:
             if not supervisor.poll() or supervisor.draining:
@@ -241,12 +222,11 @@ class Up:
         self._interrupts.wait(IDLE_POLL_S if idle else POLL_S)
 
     def _verdict(self, supervisor: Supervisor) -> tuple[str, int]:
-        failure = supervisor.failure
-        if failure is not None:
+        if (failure := supervisor.failure) is not None:
             if failure.exit_code not in FORESEEN_CODES:
-                self._view.say(f"-- the end of {self.folder.log(failure.program)}")
-                for line in last_lines(self.folder.log(failure.program), LOG_LINES):
-                    self._view.say(f"   {line}")
+                log = self.folder.log(failure.program)
+                for line in (f"-- the end of {log}", *(f"   {t}" for t in tail(log)[-LOG_LINES:])):
+                    self._view.say(line)
             return failure.reason, failure.exit_code
         if supervisor.done:
             ended = read_object(self.folder.buffer)
@@ -267,56 +247,31 @@ def _contradiction(summary: Mapping[str, Any]) -> str:
     return ""
 
 
-def buffer_program(config: RunConfig, folder: RunFolder) -> Program:
-    """Return the buffer, which binds the address that all others are given; so it starts first.
-
-    With a durable store it can be started again: it goes on where it was, at the same address.
-    """
-    durable = config.buffer.store != "memory"
-    return Program(BUFFER, _argv(BUFFER, BUFFER, folder), wave=2, recovers=durable)
-
-
 def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Program]:
     """Return all programs but the buffer, which are told its address."""
-    connect = ("--broker", broker)
-    return [
-        Program(HUB, _argv(HUB, HUB, folder, *connect), wave=1, recovers=True),
-        Program(
-            TRAINER,
-            _argv(TRAINER, TRAINER, folder, *connect),
-            wave=0,
-            recovers=config.buffer.store != "memory",  # its steps can be repeated
-            restarts=TRAINER_RESTARTS,
-            window_s=math.inf,
-            forked=True,
-        ),
-        *(
-            Program(
-                name,
-                _argv(command, name, folder, *connect, *more),
-                wave=0,
-                elastic=True,
-                # vLLM settles much while it is imported.
-                forked=command != "generator" or config.generator.engine != "vllm",
-            )
-            for command, name, more in _elastic(config)
-        ),
+    generator, connect = config.generator, ("--broker", broker)
+    repeats = config.buffer.store != "memory"  # steps
+    hub, trainer = (_argv(name, name, folder, *connect) for name in (HUB, TRAINER))
+    limits: dict[str, Any] = {"restarts": TRAINER_RESTARTS, "window_s": math.inf}
+    programs = [
+        Program(HUB, hub, wave=1, recovers=True),
+        Program(TRAINER, trainer, wave=0, recovers=repeats, forked=True, **limits),
     ]
 
+    def add(command: str, name: str, *more: str, forked: bool = True) -> None:
+        argv = _argv(command, name, folder, *connect, *more)
+        programs.append(Program(name, argv, wave=0, elastic=True, forked=forked))
 
-def _elastic(config: RunConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield command, name and flags of generators and scorers.
-
-    With generator.device cuda:N each generator gets GPUs of its own, from N.
-    """
-    generator = config.generator
     kind, _, first = generator.device.partition(":")
-    for index in range(generator.count):
+    for index in range(generator.count):  # with device cuda:N each gets GPUs of its own, from N
         own = f"{kind}:{int(first) + index * generator.tensor_parallel}" if first and index else ""
-        yield "generator", f"generator-{index}", ("--set", f"generator.device={own}") if own else ()
+        more = ("--set", f"generator.device={own}") if own else ()
+        # vLLM settles much while it is imported.
+        add("generator", f"generator-{index}", *more, forked=generator.engine != "vllm")
     for stage in config.buffer.stages:
         for index in range(config.scorer.processes(stage)):
-            yield "scorer", f"{stage.replace('_', '-')}-{index}", ("--stage", stage)
+            add("scorer", f"{stage.replace('_', '-')}-{index}", "--stage", stage)
+    return programs
 
 
 def _argv(command: str, name: str, folder: RunFolder, *more: str) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from fakes.clusters import (
 from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node
 from umbra.deploy.cluster.command import render as render_plan
 from umbra.deploy.cluster.command import write
-from umbra.deploy.cluster.launch import KEYS, container_paths, environment, launch, ports
+from umbra.deploy.cluster.launch import KINDS, container_paths, environment, launch, ports
 from umbra.deploy.cluster.plan import Plan, make_plan
 from umbra.services.config.loader import load_config
 
@@ -105,7 +105,7 @@ def check_service(plan: Plan, service: dict[str, Any], name: str, volumes: dict[
     assert ("/srv/umbra/store" in mounted) == (process.task == "buffer")
     assert ("/data/prompts.jsonl" in mounted) == (process.task == "buffer")
     secret = [s["source"] for s in service["secrets"] if s["source"].endswith("_secret")]
-    assert secret == sorted({f"{KEYS[process.task]}.key_secret", "monitor.key_secret"})
+    assert secret == sorted({f"{KINDS[process.task].role}.key_secret", "monitor.key_secret"})
     reserved = service.get("deploy", {}).get("resources", {}).get("reservations", {})
     ids = [gpu for device in reserved.get("devices", []) for gpu in device["device_ids"]]
     assert ids == [str(gpu) for gpu in process.gpus]

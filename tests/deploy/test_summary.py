@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.deploy.report.summary import (
-    RunOutcome,
     gather,
     measure,
     overlap,
@@ -125,14 +124,8 @@ def test_summary_of_a_good_run(folder: RunFolder) -> None:
     evals = [eval_row(version, accuracy, 0.5 + version) for version, accuracy in ends]
     fill(folder, [*ROWS, *evals])
     folder.config.write_text('{"run": {"steps": 3}}')
-    outcome = RunOutcome(
-        exit_reason="finished",
-        exit_code=0,
-        total_s=12.5,
-        usage={"trainer": Usage(10.0, 8.0)},
-        restarts={"generator-0": 1},
-    )
-    summary = summarise(folder, outcome)
+    known: dict[str, Any] = {"usage": {"trainer": Usage(10.0, 8.0)}, "restarts": {"generator-0": 1}}
+    summary = summarise(folder, "finished", 0, 12.5, **known)
     assert summary["run_id"] == folder.id
     assert summary["ledger"]["balance"] == 0
     assert summary["staleness"]["max"] == 2.0
@@ -158,7 +151,7 @@ def test_summary_of_a_good_run(folder: RunFolder) -> None:
 
 
 def test_summary_of_a_run_that_never_began(folder: RunFolder) -> None:
-    summary = summarise(folder, RunOutcome(exit_reason="interrupted", exit_code=130, total_s=0.1))
+    summary = summarise(folder, "interrupted", 130, 0.1)
     assert summary["ledger"] is None
     assert summary["model"] is None
     assert summary["steps"] == 0
@@ -188,7 +181,7 @@ def test_the_ledger_of_a_buffer_that_was_killed_is_the_one_last_seen(tmp_path: P
     folder = RunFolder.create(tmp_path, "run")
     flight = {"generating": 3, "ready": 0}
     seen = {"ledger": {"issued": 11, "trained": 8, "ended": {}, "in_flight": flight}}
-    summary = summarise(folder, RunOutcome("interrupted", 130, 1.0, last_status=seen))
+    summary = summarise(folder, "interrupted", 130, 1.0, last_status=seen)
     rows = dict(summary_rows(summary))
     assert rows["ledger"] == "11 issued = 8 trained + 3 generating, balanced when last asked"
 
@@ -210,7 +203,8 @@ def test_time_in_which_nothing_ran_does_not_count() -> None:
     work = [(0.0, 4.0), (day, day + 4.0)]
     result = overlap([(2.0, 4.0), (day + 2.0, day + 4.0)], work, work, (0.0, day + 4.0))
     assert result is not None
-    assert (result.window_s, result.generator_busy, result.trainer_busy) == (8.0, 1.0, 0.5)
+    shares = {"generator_busy": 1.0, "trainer_busy": 0.5, "both_busy": 0.5, "window_s": 8.0}
+    assert result == shares
 
 
 @given(spans, spans)
@@ -225,7 +219,7 @@ def test_it_is_the_time_that_is_covered(
         assert result is None
         return
     assert result is not None
-    assert result.window_s == len(running)
-    assert result.generator_busy * result.window_s == pytest.approx(len(generating))
-    assert result.trainer_busy * result.window_s == pytest.approx(len(training))
-    assert result.both_busy * result.window_s == pytest.approx(len(generating & training))
+    assert result["window_s"] == len(running)
+    assert result["generator_busy"] * result["window_s"] == pytest.approx(len(generating))
+    assert result["trainer_busy"] * result["window_s"] == pytest.approx(len(training))
+    assert result["both_busy"] * result["window_s"] == pytest.approx(len(generating & training))

@@ -1,4 +1,4 @@
-"""vLLM on a GPU after publishes; where it differs, which of its switches isolates that."""
+"""vLLM on a GPU after publishes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from umbra.deploy.model_check.check import compare_vllm
 pytest.importorskip("vllm", reason='vLLM is not installed (pip install "umbra-rl[vllm]")')
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),  # a start for each switch, with kernels to compile
+    pytest.mark.timeout(600),  # with kernels to compile
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
 ]
 
