@@ -211,11 +211,10 @@ class Recovery:
         journal, members = self._journal, self._run.members
         for name in members.changed:
             key = MEMBER + xxhash.xxh3_128_hexdigest(name.encode())
-            record = members.record(name)
-            if record is None:
-                journal.store.delete(key)
-            else:
+            if record := members.record(name):
                 journal.write(key, record)
+            else:
+                journal.store.delete(key)
         members.changed.clear()
         changed = [pool.journal.save() for pool in self._run.pools]
         now = pack_run(self._run)
@@ -250,7 +249,7 @@ class Recovery:
             ) from error
         trajectories = journal.scored()
         groups = journal.load(trajectories)
-        run.batches.restore({group.group_id: group for group in groups}, trajectories, now)
+        run.batches.restore(groups, trajectories, now)
         run.pool.restore(groups, now)
         run.evals.restore(now)
         run.members.restore([journal.read(key) for key in journal.store.keys(MEMBER)], now)
@@ -313,8 +312,8 @@ class DiskQuota:
         hopeless = f"{blocked} (free some)" if self.disk else ""
         if not hopeless and self._hopeless_since is not None:
             age_s = now - self._hopeless_since
-            hopeless = f"no room for a batch in buffer.store_max_bytes = {self._max_bytes} "
-            hopeless += "(raise it)"
-        what, action = f"new groups: {blocked}", "none are issued until there is room; "
-        action += "samples in flight go on"
+            limit = f"buffer.store_max_bytes = {self._max_bytes} (raise it)"
+            hopeless = f"no room for a batch in {limit}"
+        what = f"new groups: {blocked}"
+        action = "none are issued until there is room; samples in flight go on"
         return [Stuck(what=what, holder="buffer", age_s=age_s, action=action, hopeless=hopeless)]

@@ -1,4 +1,4 @@
-"""Commands of operators: pause, resume, drain, evaluate."""
+"""Commands of operators: pause, resume, drain, evaluate, checkpoint."""
 
 from fakes.broker_world import World, trajectory, world
 
@@ -9,22 +9,17 @@ from umbra.services.prompts import Prompt
 
 
 def test_a_paused_run_hands_out_nothing_but_takes_in_what_there_is() -> None:
-    run = world()
+    run = world(durable=True)
     (task, *_) = run.lease("a", 4, version=0)
     assert run.ask("op", m.Operate(kind="pause", reason="disk is full")) == m.Ok()
     assert run.get("op", m.StatusRequest(), m.Status).paused == "disk is full"
-    assert run.lease("b", 4, version=0) == []
     assert run.submit("a", trajectory(task, 0)).accepted == 1
-
-
-def test_parked_questions_are_answered_when_the_run_goes_on() -> None:
-    run = world()
-    run.ask("op", m.Operate(kind="pause"))
-    assert run.ask("a", m.LeaseTasks(capacity=4, version=0, wait_s=60)) is None
+    run.restart_broker()  # which the pause outlives
+    assert run.status.paused == "disk is full" and run.lease("b", 4, version=0) == []
+    assert run.ask("b", m.LeaseTasks(capacity=4, version=0, wait_s=60)) is None
     assert run.ask("op", m.Operate(kind="resume")) == m.Ok()
-    (answer,) = run.late["a"]
-    assert isinstance(answer, m.TaskLeases)
-    assert len(answer.tasks) == 4
+    (answer,) = run.late["b"]
+    assert isinstance(answer, m.TaskLeases) and len(answer.tasks) == 4
 
 
 def test_the_trainer_is_told_that_the_run_is_paused() -> None:
@@ -32,8 +27,7 @@ def test_the_trainer_is_told_that_the_run_is_paused() -> None:
     run.produce("a", version=0)
     run.ask("op", m.Operate(kind="pause", reason="maintenance"))
     lease = run.batch(1)
-    assert lease.trajectories == []
-    assert lease.paused
+    assert lease.paused and not lease.trajectories
     assert "paused (maintenance)" in lease.waiting_for
     assert run.ask("trainer", m.LeaseBatch(step=1, wait_s=1e6)) is None
     run.pass_time(3600.0)  # long, but nothing is stuck: somebody wanted it so
@@ -41,15 +35,6 @@ def test_the_trainer_is_told_that_the_run_is_paused() -> None:
     run.join("trainer", "trainer", "trainer-2")
     run.ask("op", m.Operate(kind="resume"))
     assert len(run.batch(1).trajectories) == 4
-
-
-def test_a_pause_outlives_the_buffer() -> None:
-    run = World(durable=True)
-    run.join("generator", "a")
-    run.ask("op", m.Operate(kind="pause", reason="later"))
-    run.restart_broker()
-    assert run.status.paused == "later"
-    assert run.lease("a", 4, version=0) == []
 
 
 def test_a_member_is_asked_to_leave_until_it_does() -> None:
@@ -60,41 +45,25 @@ def test_a_member_is_asked_to_leave_until_it_does() -> None:
     assert len(run.pushes) == 2
     run.beat("a", state="draining")
     run.beat("b")
-    assert len(run.pushes) == 2
-    assert run.broker.run.state == "ready"
-
-
-def test_who_cannot_be_drained_is_named() -> None:
-    run = world()
-    unknown = run.get("op", m.Operate(kind="drain", member="c"), m.Nack)
-    assert unknown.code == "not_drainable"
-    assert "'c' is not a member: members are a, b, trainer" in unknown.reason
-    trainer = run.get("op", m.Operate(kind="drain", member="trainer"), m.Nack)
-    assert "drain the run as a whole" in trainer.reason
-    assert run.pushes == []
+    assert len(run.pushes) == 2 and run.broker.run.state == "ready"
 
 
 def test_relays_join_beside_the_hub_and_may_be_drained() -> None:
     run = World(durable=True)
-
-    def join(name: str, *, relay: bool) -> m.Message | None:
-        where = {} if relay else {"weights": f"tcp://{name}:1"}
-        body = m.Join(
-            role="relay" if relay else "weight_hub",
-            name=name, pid=1, host="h", endpoints=where,
-        )  # fmt: skip
-        return run.ask(name, body)
-
-    assert isinstance(join("relay-b", relay=True), m.Welcome)
-    assert isinstance(join("hub", relay=False), m.Welcome)
-    assert isinstance(join("relay-c", relay=True), m.Welcome)
-    other = join("hub-2", relay=False)
-    assert isinstance(other, m.Nack)
-    assert other.code == "duplicate_weight_hub"
+    where = {"weights": "tcp://hub:1"}
+    for role, name in (("relay", "relay-b"), ("weight_hub", "hub"), ("relay", "relay-c")):
+        body = m.Join(role=role, name=name, pid=1, host="h", endpoints=where)  # type: ignore[arg-type]
+        assert isinstance(run.ask(name, body), m.Welcome)
+    other = run.join("weight_hub", "hub-2")
+    assert isinstance(other, m.Nack) and other.code == "duplicate_weight_hub"
+    for name, words in [
+        ("hub", "drain the run as a whole"),
+        ("c", "members are hub, relay-b"),
+    ]:
+        refused = run.get("op", m.Operate(kind="drain", member=name), m.Nack)
+        assert refused.code == "not_drainable" and words in refused.reason
     assert run.ask("op", m.Operate(kind="drain", member="relay-b")) == m.Ok()
     assert run.pushes == [("relay-b", m.Command(kind="drain", reason="drained on request"))]
-    refused = run.get("op", m.Operate(kind="drain", member="hub"), m.Nack)
-    assert refused.code == "not_drainable"
     run.restart_broker()
     assert run.broker.members.hub[0] == "tcp://hub:1"
     assert run.ask("op", m.Operate(kind="drain", member="relay-c")) == m.Ok()
@@ -112,6 +81,8 @@ def test_the_whole_run_is_drained_and_can_go_on() -> None:
 
 
 def test_an_evaluation_on_request() -> None:
+    refused = world().get("op", m.Operate(kind="evaluate"), m.Nack)
+    assert "no held-out prompts: set eval.prompts" in refused.reason
     rows = [Prompt("1", {"prompt": "a"}), Prompt("2", {"prompt": "b"})]
     run = world(eval_config=EvalConfig(at_ends=False, prompts="x", samples=3), eval_prompts=rows)
     assert run.ask("op", m.Operate(kind="evaluate")) == m.Ok(version=0, samples=3)
@@ -119,7 +90,7 @@ def test_an_evaluation_on_request() -> None:
     assert "of version 0 is under way" in refused.reason
     tasks = [task for task in run.lease("a", 100, version=0) if task.pinned_version == 0]
     assert len(tasks) == 3
-    run.submit("a", *(trajectory(task, 0) for task in tasks))
+    run.answer("a", tasks, 0)
     (report,) = run.status.evals
     assert (report.version, report.done, report.accuracy) == (0, True, 1.0)
     assert isinstance(run.ask("op", m.Operate(kind="evaluate")), m.Ok)  # as often as one likes
@@ -143,42 +114,34 @@ def test_a_checkpoint_on_request() -> None:
     run.commit(1)
     assert run.ask("other op", m.Operate(kind="checkpoint")) is None
     lease = run.batch(2)
-    assert lease.checkpoint
-    assert lease.trajectories
+    assert lease.checkpoint and lease.trajectories
     assert run.ask("trainer", m.CheckpointSaved(step=0, newest=1)) == m.Ok()
     assert run.late["op"] == run.late["other op"] == [m.Ok(version=1)]
     assert not run.batch(2).checkpoint
     assert run.ask("op", m.Operate(kind="checkpoint")) == m.Ok(version=1)  # there is one already
 
 
-def test_a_waiting_trainer_hears_of_it_without_its_batch() -> None:
+def test_nobody_waits_for_a_checkpoint_for_ever() -> None:
+    """A waiting trainer is asked at once; it fails, or says nothing, or the run ends."""
     run = world()
     assert run.ask("trainer", m.LeaseBatch(step=1, wait_s=60)) is None
-    assert run.ask("op", m.Operate(kind="checkpoint")) is None
-    (lease,) = run.late["trainer"]
-    assert isinstance(lease, m.BatchLease)
-    assert (lease.trajectories, lease.checkpoint) == ([], True)
-
-
-def test_nobody_waits_for_a_checkpoint_for_ever() -> None:
-    run = world()
-    assert run.ask("op", m.Operate(kind="checkpoint")) is None
-    run.pass_time(2 * CHECKPOINT_S)
-    (late,) = run.late["op"]
-    assert isinstance(late, m.Nack)
-    assert "no checkpoint within" in late.reason
-    assert run.ask("op 2", m.Operate(kind="checkpoint")) is None
-    run.ask("op", m.Operate(kind="drain"))
-    (ending,) = run.late["op 2"]
-    assert isinstance(ending, m.Nack)
-    assert ending.reason == "the run is ending"
-
-
-def test_a_checkpoint_that_could_not_be_written_is_told() -> None:
-    run = world()
-    assert run.ask("op", m.Operate(kind="checkpoint")) is None
-    run.ask("trainer", m.CheckpointSaved(step=0, error="no space left on device"))
-    (late,) = run.late["op"]
-    assert isinstance(late, m.Nack)
-    assert late.reason == "the trainer could not save its state: no space left on device"
-    assert not run.batch(1).checkpoint  # it is not tried again and again
+    for name, words in [
+        ("op", "the trainer could not save its state: no space left on device"),
+        ("op 2", f"no checkpoint within {CHECKPOINT_S:g} s"),
+        ("op 3", "the run is ending"),
+    ]:
+        assert run.ask(name, m.Operate(kind="checkpoint")) is None
+        if name == "op":
+            (lease,) = run.late["trainer"]
+            assert isinstance(lease, m.BatchLease)
+            assert (lease.trajectories, lease.checkpoint) == ([], True)
+            run.ask("trainer", m.CheckpointSaved(step=0, error="no space left on device"))
+            assert not run.batch(1).checkpoint  # it is not tried again and again
+        elif name == "op 2":
+            run.pass_time(CHECKPOINT_S - 1)
+            assert not run.late[name]
+            run.pass_time(1)
+        else:
+            run.ask("op", m.Operate(kind="drain"))
+        (late,) = run.late[name]
+        assert isinstance(late, m.Nack) and words in late.reason

@@ -99,6 +99,39 @@ def test_a_row_that_no_generator_would_receive_is_refused() -> None:
         check_row(row | {"deep": deep}, "here")
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "not a JSON object"),
+        ("[1]", "not a JSON object"),
+        ('{"text": "x"}', 'no "prompt"'),
+        *((f'{{"prompt": {said}}}', "got ") for said in ("3", "true", "{}", "[]", '["x"]')),
+        ('{"prompt": "x", "n": 99999999999999999999999}', "more than 64 bits"),
+        ('{"prompt": "x", "prompt": "y"}', '"prompt" is given twice'),
+        ('{"prompt": "x", "n": [{"a": 1, "a": 1}]}', '"a" is given twice'),
+        ('{"prompt": "x", "n": ' + "[" * 99_999 + "]" * 99_999 + "}", "not a JSON object"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n\n{line}\n')
+    with pytest.raises(UsageError, match=r"prompts\.jsonl, line 3") as caught:
+        read_source(path)
+    assert words in str(caught.value)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    for name, words in [
+        ("", r"data\.prompts is not set"),
+        (tmp_path / "missing.jsonl", r"missing\.jsonl cannot be read"),
+        (tmp_path, "cannot be read"),
+        (tmp_path / "empty.jsonl", r"empty\.jsonl is empty"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            read_source(name)
+
+
 TABLES: dict[str, Callable[[], Any]] = {
     "rows": lambda: ROWS,
     "pandas": lambda: pandas.DataFrame(ROWS).to_dict("records"),
@@ -175,7 +208,8 @@ def test_columns_without_a_text_as_name_are_named(beside: Path) -> None:
 
 
 def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
-    """With a byte order mark, and lines that end as there."""
+    """With a byte order mark, and lines that end as there; ids are numbers of lines."""
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\r\n\r\n{"prompt": "two"}\r\n')
-    assert [prompt.row["prompt"] for prompt in read_source(str(path))] == ["one", "two"]
+    found = [(prompt.prompt_id, prompt.row["prompt"]) for prompt in read_source(str(path))]
+    assert found == [("1", "one"), ("3", "two")]

@@ -47,6 +47,11 @@ def test_every_epoch_has_all_rows_in_another_order_and_the_same_for_the_same_see
     assert draw(open_prompts(data, seed=2), 20) != first
 
 
+def test_without_shuffle_the_order_is_that_of_the_file(tmp_path: Path) -> None:
+    data = DataConfig(prompts=write(tmp_path / "p.jsonl", 10), shuffle=False)
+    assert draw(open_prompts(data, seed=0), 12) == [f"row {n % 10}" for n in range(12)]
+
+
 @pytest.mark.parametrize("kind", ["one", "mixture", "function"])
 def test_no_prompt_is_skipped_or_repeated_after_a_restart(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

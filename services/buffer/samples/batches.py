@@ -130,8 +130,7 @@ class Batches:
     def commit(self) -> StoredBatch:
         """End the leased batch as trained: the version goes up, and stale groups go.
 
-        The sweep is done here and at every answer, not when a batch is formed: staleness changes at
-        no other time, and what has to be replaced is replaced sooner.
+        Staleness changes at no other time, so that groups are replaced as soon as possible.
         """
         batch = self.formed.pop(self.next_step)
         keep = self._journal.store.durable
@@ -166,14 +165,9 @@ class Batches:
             self.trained.merge(staleness, -1)
         self.version = step - 1
 
-    def restore(
-        self, live: Mapping[str, Group], trajectories: Mapping[str, int], now: float
-    ) -> None:
-        """Read back the batches of `live` groups, by id; `trajectories` as of `check_whole`.
-
-        Raises:
-            StoreError: something is missing.
-        """
+    def restore(self, live: list[Group], trajectories: Mapping[str, int], now: float) -> None:
+        """Read back the batches of `live` groups; arguments and errors as of `check_whole`."""
+        groups_of = {group.group_id: group for group in live}
         for step in sorted(int(key[2:]) for key in self._journal.store.keys("b/")):
             record = self._journal.read(f"b/{step}")
             if not record["is_open"]:
@@ -182,10 +176,10 @@ class Batches:
                 self.kept.append(step)
                 continue
             names: list[str] = [group["group_id"] for group in record["groups"]]
-            if lost := set(names) - live.keys():
+            if lost := set(names) - groups_of.keys():
                 raise unfit(f"group {min(lost)} of the batch of step {step} is gone")
-            groups, staleness = [live[name] for name in names], record["staleness"]
-            batch = StoredBatch(step, groups, StalenessStats(**staleness), now)
+            groups = [groups_of[name] for name in names]
+            batch = StoredBatch(step, groups, StalenessStats(**record["staleness"]), now)
             for sample in batch.samples:
                 sample.state = State.TRAINING  # a formed batch does not write its groups again
             self.formed[step] = batch
@@ -241,19 +235,15 @@ class Batches:
 
     def _is_late(self, group: Group) -> bool:
         oldest = group.oldest if group.group_id in self._pool.groups else None
-        return oldest is not None and self._policy.is_stale(oldest, self.next_step)
+        return self._policy.is_stale(oldest, self.next_step)
 
     def _sweep(self) -> None:
         """End groups with stale samples; partials are judged when leased again."""
         if self.version <= self._policy.bound:
             return  # not even version 0 is
         for group in list(self._pool.groups.values()):
-            if any(
-                sample.state in (State.SCORING, State.READY)
-                and sample.oldest is not None
-                and self._policy.is_stale(sample.oldest, self.version)
-                for sample in group.samples
-            ):
+            made = (s.oldest for s in group.samples if s.state in (State.SCORING, State.READY))
+            if any(self._policy.is_stale(oldest, self.version) for oldest in made):
                 self._pool.end(group, "stale")
 
     def _open(self, batch: StoredBatch) -> None:

@@ -37,6 +37,7 @@ from umbra.services.reporting import eval_scores
 EVAL_PREFIX = "e"  # of the ids of eval samples
 REPORTS_KEPT = 100
 REPORTS_TOLD = 4  # to the trainer
+MEASURED = ("version", "accuracy", "samples", "answered", "ended")
 
 log = logging.getLogger(__name__)
 
@@ -157,10 +158,10 @@ class Evaluations:
         self.pool.restore(journal.load(journal.scored()), now)
 
     def _is_for(self, version: int) -> bool:
-        if self.open is None:
-            return False
-        due, pinned = self.open.due, self.open.pinned
-        return version == pinned if pinned >= 0 else version >= due
+        one = self.open
+        if one is None or one.pinned < 0:
+            return one is not None and version >= one.due
+        return version == one.pinned
 
     def _is_due(self, version: int) -> bool:
         if not self.prompts or version <= self.done:
@@ -227,16 +228,8 @@ class Evaluations:
         self.reports = [*self.reports, report][-REPORTS_KEPT:]
         self.done, self.open = open_.version, None
         self.pool.openings += 1
-        self.outbox.measure(
-            "eval",
-            version=report.version,
-            accuracy=report.accuracy,
-            samples=report.samples,
-            answered=report.answered,
-            ended=report.ended,
-            **report.scores,
-            seconds=now - self._begun_at,
-        )
+        told = {name: getattr(report, name) for name in MEASURED}
+        self.outbox.measure("eval", **told, **report.scores, seconds=now - self._begun_at)
 
     def _report(self, open_: OpenEvaluation) -> EvalReport:
         rewards: defaultdict[str, list[float]] = defaultdict(list)

@@ -112,11 +112,9 @@ class Journal:
         except KeyError:
             return None
 
-    def put(self, sample_id: str, packed: Packed) -> None:
-        self.store.put(f"t/{sample_id}", packed)
-
-    def put_score(self, sample_id: str, stage: str, packed: Packed) -> None:
-        self.store.put(score_key(sample_id, stage), packed)
+    def put(self, sample_id: str, packed: Packed, stage: str = "") -> None:
+        """Store a trajectory, or its score in `stage`."""
+        self.store.put(score_key(sample_id, stage) if stage else f"t/{sample_id}", packed)
 
     def packed(self, sample_id: str) -> bytes | memoryview:
         return self.store.get(f"t/{sample_id}")
@@ -134,11 +132,9 @@ class Journal:
                 checksum.update(value)
             return list(map(msgspec.Raw, values))
 
-        trajectories = raw([f"t/{sample.sample_id}" for sample in samples])
-        scores = {
-            stage: raw([score_key(sample.sample_id, stage) for sample in samples])
-            for stage in self.stages
-        }
+        names = [sample.sample_id for sample in samples]
+        trajectories = raw([f"t/{name}" for name in names])
+        scores = {stage: raw([score_key(name, stage) for name in names]) for stage in self.stages}
         return trajectories, scores, checksum.hexdigest()
 
     def drop(self, sample_id: str) -> None:

@@ -117,18 +117,16 @@ class SamplePool:
         self._move(sample, State.GENERATING)
         sample.attempt += 1
         sample.leased_version = grant.version
-        self._lease(sample, grant)
+        self.leases.add(sample, grant)
+        self.hand_out(sample, grant)
 
     def lease_scoring(self, samples: Sequence[Sample], grant: Grant) -> None:
         attempt = max(sample.score_attempts for sample in samples) + 1
         for sample in samples:
             sample.score_attempts = attempt
-            self._lease(sample, grant)
+            self.leases.add(sample, grant)
+            self.hand_out(sample, grant)
         self.journal.touch(samples[0].group)
-
-    def _lease(self, sample: Sample, grant: Grant) -> None:
-        self.leases.add(sample, grant)
-        self.hand_out(sample, grant)
 
     def hand_out(self, sample: Sample, grant: Grant) -> None:
         """Add the task of the leased `sample` to `grant`."""
@@ -218,7 +216,7 @@ class SamplePool:
 
     def scored(self, sample: Sample, packed: Packed, reward: float, now: float) -> None:
         self.leases.release(sample)
-        self.journal.put_score(sample.sample_id, self.stage_of(sample), packed)
+        self.journal.put(sample.sample_id, packed, self.stage_of(sample))
         sample.stage += 1
         sample.reward += reward
         sample.lost = 0
@@ -257,7 +255,8 @@ class SamplePool:
         group = sample.group
         if sample.state is State.READY:
             group.ready -= 1
-            self._reopen(group)
+            group.completed = 0
+            self.complete.pop(group.group_id, None)
         sample.stage = sample.lost = 0
         self._requeue(sample)
         self._score_again(group)
@@ -340,15 +339,15 @@ class SamplePool:
                     group.first_ready_at = now
                     self._waiting[group.group_id] = group
         complete = [group for group in self.groups.values() if group.completed]
-        for group in sorted(complete, key=lambda group: group.completed):
-            self.complete[group.group_id] = group
+        complete.sort(key=lambda group: group.completed)
+        self.complete = {group.group_id: group for group in complete}
 
     def _advance(self, sample: Sample, now: float) -> None:
         group = sample.group
         stages = self.stages[sample.stage :]
         if stages and stages[0] == self._together and not self.scores_together(group.prompt):
             nothing = pack(Score(sample_id=sample.sample_id, attempt=0))
-            self.journal.put_score(sample.sample_id, stages[0], nothing)
+            self.journal.put(sample.sample_id, nothing, stages[0])
             sample.stage += 1
         if sample.stage < len(self.stages):
             if sample.state is not State.SCORING:
@@ -383,20 +382,15 @@ class SamplePool:
         self.completions = group.completed = self.completions + 1
         self.complete[group.group_id] = group
 
-    def _reopen(self, group: Group) -> None:
-        """Make `group` incomplete, of which fewer samples are ready now."""
-        group.completed = 0
-        self.complete.pop(group.group_id, None)
-
     def _score_again(self, group: Group) -> None:
         """Void leases and scores of a group that is scored at once, if one response is new."""
         if self._together not in self.stages or not self.scores_together(group.prompt):
             return
         stage = self.stages.index(self._together)
         for sample in group.samples:
-            if sample.state is State.SCORING and sample.stage == stage:
-                if not self.scored_with(sample):
-                    self.leases.release(sample)
+            at_stage = sample.state is State.SCORING and sample.stage == stage
+            if at_stage and not self.scored_with(sample):
+                self.leases.release(sample)
         scored = [sample for sample in group.samples if sample.stage > stage]
         if not 0 < len(scored) < len(group.samples):
             return
@@ -408,7 +402,8 @@ class SamplePool:
             if sample.state is State.READY:
                 group.ready -= 1
                 self._move(sample, State.SCORING)
-        self._reopen(group)
+        group.completed = 0
+        self.complete.pop(group.group_id, None)
         if not group.ready:
             self._waiting.pop(group.group_id, None)
 

@@ -77,8 +77,9 @@ class StalenessPolicy:
         """Return the oldest version that may sample a token of a sample with b = `due`."""
         return max(due, version) - self.bound
 
-    def is_stale(self, oldest: int, version: int) -> bool:
-        return version - oldest > self.bound
+    def is_stale(self, oldest: int | None, version: int) -> bool:
+        """Judge a sample by the version of its oldest token; one without tokens (None) is not."""
+        return oldest is not None and version - oldest > self.bound
 
 
 @dataclass(slots=True)
