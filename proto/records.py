@@ -227,7 +227,10 @@ class Trajectory(Kept, frozen=True, kw_only=True):
 
     @property
     def _versions(self) -> list[int]:
-        return [span.version for line in (self, *self.branches) for span in line.spans]
+        versions = [span.version for span in self.spans]
+        for branch in self.branches:
+            versions += [span.version for span in branch.spans]
+        return versions
 
 
 def array_bytes(trajectory: Trajectory | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import secrets
 import threading
@@ -37,6 +38,7 @@ LOOK_S = 0.1  # how soon a waiting thread sees that it should stop
 STOPPING_S = 1.0
 RESEND_S = 3.0  # a lost connection costs at most this long; the server recognises the repetition
 CLOSE_DEADLINE_S = 5.0
+NOBLOCK = int(zmq.NOBLOCK)  # as a number: the enumeration is slow
 BURST = 256  # messages taken from one socket before the others get their turn
 
 FAILURES = 5  # broken handshakes in a row, before the first that succeeds, that are no accident
@@ -86,10 +88,8 @@ class Channel:
         self._link = link
         self._insists = insists
         self._pending: dict[int, _Pending] = {}
-        self._failures = 0  # of handshakes, in a row
-        self._connected = False  # at least once
+        self._failures = 0.0  # of handshakes, in a row; none counts once one has succeeded
         self._locked = ""  # why it will not be connected, to follow the name of the server
-        self._suspicion = ""  # why it is not, it seems; what stands between may do that as well
         curve = link.security.connecting(server)
         self.socket = sockets.dealer(link.context, "", link.identity, curve)
         # Its handshakes are watched from before there is a connection.
@@ -151,7 +151,13 @@ class Channel:
         return future
 
     def send(self, body: Message) -> None:
-        self._link.run(lambda: self._start_one_way(body))
+        def transmit() -> None:
+            try:
+                self._transmit(self._link.encoder.encode(body)[1])
+            except WireError:
+                log.exception("a message to %s was not sent", self.peer)
+
+        self._link.run(transmit)
 
     def beside(self, endpoint: str, peer: str, server: Role) -> Channel:
         """Open another channel; `peer` names its server, of role `server`, in errors."""
@@ -186,16 +192,10 @@ class Channel:
         )
         self._transmit(frames)
 
-    def _start_one_way(self, body: Message) -> None:
-        try:
-            self._transmit(self._link.encoder.encode(body)[1])
-        except WireError:
-            log.exception("a message to %s was not sent", self.peer)
-
     def _transmit(self, frames: list[bytes]) -> None:
         # If nobody reads at the other end: requests are resent, and their deadline ends that.
         with suppress(zmq.Again):
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
+            self.socket.send_multipart(frames, NOBLOCK)
 
     def receive(self) -> None:
         for frames in _burst(self.socket):
@@ -241,9 +241,10 @@ class Channel:
             if now >= pending.deadline:
                 del self._pending[number]
                 what = f"{type(pending.body).__name__} within {pending.timeout_s:g} s"
-                overdue = DeadlineError(f"no answer from {self.peer} to {what}")
-                locked = self._suspicion and self._locked_out(self._suspicion)
-                _fail(pending.future, locked or overdue)
+                error: UmbraError = DeadlineError(f"no answer from {self.peer} to {what}")
+                if self._failures >= FAILURES:  # it seems; what stands between may do that as well
+                    error = self._locked_out(f"breaks off the connection: {MISMATCH}")
+                _fail(pending.future, error)
                 continue
             if now >= pending.resend_at:
                 pending.resend_at = now + RESEND_S
@@ -255,14 +256,11 @@ class Channel:
         while self.handshakes.poll(0):
             event = recv_monitor_message(self.handshakes)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._connected, self._failures = True, 0
-                self._locked = self._suspicion = ""
+                self._failures, self._locked = -math.inf, ""
             elif event in LOCKED:
                 self._locked = LOCKED[event]
             else:
                 self._failures += 1
-                if self._failures >= FAILURES and not self._connected:
-                    self._suspicion = f"breaks off the connection: {MISMATCH}"
         if self._locked:
             self.fail_all(self._locked_out(self._locked))
 
@@ -404,9 +402,12 @@ class IoThread:
 
 
 def _burst(socket: Socket) -> Iterator[list[bytes]]:
-    with suppress(zmq.Again):
-        for _ in range(BURST):
-            yield socket.recv_multipart(zmq.NOBLOCK)
+    for _ in range(BURST):
+        try:
+            frames = socket.recv_multipart(NOBLOCK)
+        except zmq.Again:
+            return
+        yield frames
 
 
 def _hear(socket: Socket, on_event: Callable[[Header, Event], None]) -> None:

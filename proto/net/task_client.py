@@ -6,9 +6,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
 
 from msgspec.structs import replace
 
@@ -18,10 +17,10 @@ from umbra.proto.codec import portions
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError
 from umbra.proto.net.io_thread import Channel, UndecodedError
+from umbra.proto.net.session import GRACE_S
 from umbra.proto.records import SAMPLE, Score, Task, Trajectory, array_bytes
 
 WAIT_S = 1.0  # how long the buffer may keep a question for work open
-GRACE_S = 60.0  # without an answer for so long, the buffer is gone
 # For so long results wait for others to go with them: a message and the commit that it is answered
 # after cost as much as a dozen samples.
 GATHER_S = 0.02
@@ -58,7 +57,8 @@ class TaskClient:
         self._wake = wake
         self._clock = clock
         self._grace_s = grace_s
-        self._open: list[tuple[Future[m.Message], Callable[[Future[m.Message]], object]]] = []
+        # Requests without an answer; the leases that they name, the version if they ask for tasks.
+        self._open: list[tuple[Future[m.Message], m.Message, list[Lease], int | None]] = []
         self._tasks: list[Task] = []
         self._lost: list[Lease] = []
         self._undelivered: dict[str, int] = {}  # sample -> attempt, until the buffer has stored it
@@ -78,21 +78,8 @@ class TaskClient:
         New weights are worth a question of their own: the old one may wait for just them.
         """
         if capacity > 0 and version not in self._asked:
-            self._asked.add(version)
             body = m.LeaseTasks(kind=self.kind, capacity=capacity, version=version, wait_s=WAIT_S)
-            self._send(
-                body, lambda got: self._granted(version, _answer(got)), WAIT_S + self._grace_s
-            )
-
-    def _granted(self, version: int, answer: m.TaskLeases | None) -> None:
-        self._asked.discard(version)
-        self._pinned_to = version if answer is not None and answer.more_pinned else None
-        if answer is not None and answer.tasks:
-            self._tasks += answer.tasks
-            shortest = min(task.lease_s for task in answer.tasks)
-            if shortest < self._lease_s:
-                self._lease_s = shortest
-                self._renew_at = self._clock() + shortest / 3
+            self._send(body, asked=version, timeout_s=WAIT_S + self._grace_s)
 
     def submit(self, results: Sequence[Result], capacity: int = 0, version: int = 0) -> None:
         """Deliver finished tasks, gathered for `gather_s`; a lone one goes at once.
@@ -111,7 +98,7 @@ class TaskClient:
             self.give_back(mixed)
             results = list(filter(_fits, results))
         self._gathered += results
-        self._undelivered.update((result.sample_id, result.attempt) for result in results)
+        self._undelivered.update(map(_lease, results))
         if self._gathered and self._clock() >= self._send_at:
             self._send_at = self._clock() + self._gather_s
             self.deliver(capacity, version)
@@ -120,53 +107,33 @@ class TaskClient:
         """Send the gathered results now; with `capacity` ask for samples too, as `submit` does."""
         gathered, self._gathered = self._gathered, []
         for portion in portions(gathered, _bytes):
-            asks = capacity > 0 and version not in self._asked
-            if asks:
-                self._asked.add(version)
-            self.deliver_together(portion, capacity if asks else 0, version)
+            self.deliver_together(portion, capacity, version)
 
     def deliver_together(
         self, results: Sequence[Result], capacity: int = 0, version: int = 0
     ) -> None:
         """Send `results` now, in one message: a group scored as a whole needs that."""
-        leases = [(result.sample_id, result.attempt) for result in results]
+        leases = list(map(_lease, results))
         self._undelivered.update(leases)
+        asks = capacity > 0 and version not in self._asked
         body = m.SubmitResults(
             trajectories=[result for result in results if isinstance(result, Trajectory)],
             scores=[result for result in results if isinstance(result, Score)],
-            capacity=capacity,
+            capacity=capacity if asks else 0,
             version=version,
         )
-        self._send(body, partial(self._stored, leases, version if capacity else None))
-
-    def _stored(self, leases: list[Lease], asked: int | None, future: Future[m.Message]) -> None:
-        for sample_id, attempt in leases:
-            if self._undelivered.get(sample_id) == attempt:
-                del self._undelivered[sample_id]
-        try:
-            answer = future.result()  # undeliverable work ends this process
-        except UndecodedError as error:  # it is stored: the buffer answers after that
-            log.warning("%s", error)
-            answer = m.TaskLeases()
-        if asked is not None:
-            self._granted(asked, answer if isinstance(answer, m.TaskLeases) else None)
-        if isinstance(answer, m.TaskLeases):
-            self.accepted += answer.accepted
-            self.refused += len(answer.refused)
-            for sample_id, reason in answer.refused.items():
-                log.info("the buffer refused %s: %s", sample_id, reason)
+        self._send(body, leases, asked=version if asks else None)
 
     def give_back(self, samples: Sequence[m.ReturnedSample]) -> None:
         samples = [
             sample if _fits(sample.partial) else replace(sample, partial=None) for sample in samples
         ]
         for portion in portions(samples, lambda sample: array_bytes(sample.partial)):
-            self._send(m.ReturnTasks(samples=portion), _answer)
+            self._send(m.ReturnTasks(samples=portion))
 
     def save(self, partials: Sequence[Trajectory]) -> None:
         for portion in portions(list(filter(_fits, partials)), array_bytes):
-            held = [(t.sample_id, t.attempt) for t in portion]
-            self._send(m.RenewLeases(partials=portion), partial(self._renewed, held))
+            self._send(m.RenewLeases(partials=portion), map(_lease, portion))
 
     def interrupts(self) -> list[m.Interrupt]:
         pushes = self._channel.pushes
@@ -178,27 +145,19 @@ class TaskClient:
         if (now := self._clock()) < self._renew_at:
             return
         self._renew_at = now + self._lease_s / 3
-        held = [*leases(), *self._undelivered.items()]
-        for portion in portions(held, lambda _: 0, LEASES):
-            renewed = partial(self._renewed, portion)
-            self._send(m.RenewLeases(leases=portion), renewed, self._lease_s)
-
-    def _renewed(self, held: list[Lease], future: Future[m.Message]) -> None:
-        answer = _answer(future)
-        if answer is not None and answer.lost:
-            attempts = dict(held)
-            self._lost += [(s, attempts[s]) for s in answer.lost if s in attempts]
+        for portion in portions([*leases(), *self._undelivered.items()], lambda _: 0, LEASES):
+            self._send(m.RenewLeases(leases=portion), portion, timeout_s=self._lease_s)
 
     def poll(self) -> tuple[list[Task], list[Lease]]:
         """Return new tasks to work on, and leases that were lost, since the last call.
 
         UmbraError if the buffer refused a request or did not store a delivery.
         """
-        done = [entry for entry in self._open if entry[0].done()]
-        for entry in done:
-            self._open.remove(entry)
-        for future, handle in done:
-            handle(future)
+        done = [request for request in self._open if request[0].done()]
+        for request in done:
+            self._open.remove(request)
+        for request in done:
+            self._answered(*request)
         (tasks, self._tasks), (lost, self._lost) = (self._tasks, []), (self._lost, [])
         return tasks, lost
 
@@ -222,14 +181,55 @@ class TaskClient:
     def _send(
         self,
         body: m.Message,
-        handle: Callable[[Future[m.Message]], object],
+        leases: Iterable[Lease] = (),
+        *,
+        asked: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        timeout_s = timeout_s or self._grace_s
+        if asked is not None:
+            self._asked.add(asked)
         future = self._channel.request(
-            body, timeout_s=timeout_s, on_done=lambda _future: self._wake.set()
+            body, timeout_s=timeout_s or self._grace_s, on_done=lambda _future: self._wake.set()
         )
-        self._open.append((future, handle))
+        self._open.append((future, body, list(leases), asked))
+
+    def _answered(
+        self, future: Future[m.Message], body: m.Message, leases: list[Lease], asked: int | None
+    ) -> None:
+        is_delivery = isinstance(body, m.SubmitResults)
+        if is_delivery:
+            for sample_id, attempt in leases:
+                if self._undelivered.get(sample_id) == attempt:
+                    del self._undelivered[sample_id]
+        try:
+            answer = future.result()
+        except DeadlineError as error:
+            # The next question makes up for it. A delivery whose answer cannot be read is stored;
+            # undeliverable work ends this process.
+            if is_delivery and not isinstance(error, UndecodedError):
+                raise
+            log.warning("%s", error)
+            answer = None
+        if not isinstance(answer, m.TaskLeases):
+            answer = m.TaskLeases()
+        if asked is not None:
+            self._asked.discard(asked)
+            self._pinned_to = asked if answer.more_pinned else None
+            self._tasks += answer.tasks
+            shortest = min((task.lease_s for task in answer.tasks), default=math.inf)
+            if shortest < self._lease_s:
+                self._lease_s, self._renew_at = shortest, self._clock() + shortest / 3
+        self.accepted += answer.accepted
+        self.refused += len(answer.refused)
+        for sample_id, reason in answer.refused.items():
+            log.info("the buffer refused %s: %s", sample_id, reason)
+        if answer.lost:
+            attempts = dict(leases)
+            self._lost += [(name, attempts[name]) for name in answer.lost if name in attempts]
+
+
+def _lease(result: Result) -> Lease:
+    return result.sample_id, result.attempt
 
 
 def _fits(result: Result | None) -> bool:
@@ -242,13 +242,3 @@ def _bytes(result: Result) -> int:
     if isinstance(result, Trajectory):
         return array_bytes(result)
     return len(result.logprobs or b"")
-
-
-def _answer(future: Future[m.Message]) -> m.TaskLeases | None:
-    """Return the answer, or None if none came in time; the next question makes up for it."""
-    try:
-        answer = future.result()
-    except DeadlineError as error:
-        log.warning("%s", error)
-        return None
-    return answer if isinstance(answer, m.TaskLeases) else None

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import (
@@ -23,7 +23,7 @@ from umbra.proto.errors import (
     UsageError,
 )
 from umbra.proto.net.session import REPLACES_VARIABLE
-from umbra.services.process.child import Usage, describe_exit, own_exit_code
+from umbra.services.process.child import ChildProcess, Usage, describe_exit, own_exit_code
 
 _LOOK_S = 0.02
 FIRST_S = 0.5  # until the first restart
@@ -67,18 +67,6 @@ class Failure:
     code: int = 0  # with which the program ended itself; a signal's is negative
 
 
-class Child(Protocol):
-    """The supervisor's interface to a process; `child.ChildProcess` is one."""
-
-    pid: int
-    usage: Usage
-
-    def ready(self) -> dict[str, Any] | None: ...
-    def poll(self) -> int | None: ...
-    def terminate(self) -> None: ...
-    def kill(self) -> None: ...
-
-
 # Who ends because another process is gone names that one, and not what ended it.
 MESSENGER_CODE = PeerLostError.exit_code
 CAUSE_S = 180.0  # how long before such an end its cause may have come
@@ -89,7 +77,7 @@ GOAL_S = 600.0  # for the goal to be reached once another has left: it may write
 class _Slot:
     program: Program
     failed_at: deque[float] = field(default_factory=deque[float])  # and was started again
-    child: Child | None = None
+    child: ChildProcess | None = None
     pid: int = 0  # of the last child
     restart_at: float | None = None
     restarts: int = 0
@@ -116,7 +104,7 @@ class Supervisor:
 
     def __init__(
         self,
-        spawn: Callable[[Program], Child],
+        spawn: Callable[[Program], ChildProcess],
         *,
         goal: str = "",
         report: Callable[[str], None],

@@ -61,7 +61,7 @@ class Stage:
         for program in PROGRAMS:
             self.supervisor.start(program)
 
-    def _spawn(self, program: Program) -> FakeChild:
+    def _spawn(self, program: Program) -> Any:
         self.log.append(f"start {program.name}")
         self.environ[program.name] = dict(program.environ)
         before = self.children.setdefault(program.name, [])
