@@ -45,12 +45,7 @@ class AgentProgram:
     """
 
     def __init__(
-        self,
-        function: Program,
-        name: str,
-        *,
-        sandbox: Sandbox | None = None,
-        **options: Any,
+        self, function: Program, name: str, *, sandbox: Sandbox | None = None, **options: Any
     ) -> None:
         if sandbox is not None:
             options["sandbox"] = sandbox
@@ -63,9 +58,8 @@ class AgentProgram:
                 raise
             parameters.bind({}, **options)
             self._alone = True
-        self._function = function
+        self._function, self._options = function, options
         self._name = name
-        self._options = options
         self._sandbox = sandbox
         self._row: Row = {}
 
@@ -75,24 +69,21 @@ class AgentProgram:
 
     def step(self, response: str) -> StepResult | Awaitable[StepResult]:
         endpoint: dict[str, str] = json.loads(response)
-        bypass_proxy(os.environ, urlsplit(endpoint["base_url"]).hostname or "")
+        url = endpoint["base_url"]
+        bypass_proxy(os.environ, urlsplit(url).hostname or "")
         if not self.concurrent:
-            os.environ["OPENAI_BASE_URL"] = endpoint["base_url"]
-            os.environ["ANTHROPIC_BASE_URL"] = endpoint["base_url"].removesuffix("/v1")
+            os.environ |= {"OPENAI_BASE_URL": url, "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
             os.environ["OPENAI_API_KEY"] = os.environ["ANTHROPIC_API_KEY"] = endpoint["api_key"]
         arguments = (self._row,) if self._alone else (self._row, endpoint)
         value = self._function(*arguments, **self._options)
-        if not inspect.isawaitable(value):
-            return self._result(value)
-
-        async def later() -> StepResult:
-            return self._result(await value)
-
-        return later()
+        return self._later(value) if inspect.isawaitable(value) else self._result(value)
 
     async def close(self) -> None:
         if self._sandbox is not None:
             await self._sandbox.close()
+
+    async def _later(self, value: Awaitable[Any]) -> StepResult:
+        return self._result(await value)
 
     def _result(self, value: Any) -> StepResult:
         if value is None:
@@ -103,11 +94,7 @@ class AgentProgram:
 
 
 class NoTurnError(Exception):
-    """The model gets no more turns, but its sample can be rewarded; `reason` ended it."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """The model gets no more turns, but its sample can be rewarded; its text is the reason."""
 
 
 class Conversation:
@@ -122,16 +109,14 @@ class Conversation:
         self.messages = list(messages)
         self._turns = 0
         self._endpoint = endpoint
-        self._tools = list(tools)
+        self._options = {"model": "policy", **({"tools": list(tools)} if tools else {})}
 
     async def ask(self) -> Message:
         """Return the model's next turn, which is among `messages` now.
 
         Raises NoTurnError at a limit, also after a turn that was cut by it.
         """
-        body: dict[str, Any] = {"model": "policy", "messages": self.messages}
-        if self._tools:
-            body["tools"] = self._tools
+        body = {**self._options, "messages": self.messages}
         url = f"{self._endpoint['base_url']}/chat/completions"
         try:
             status, answer = await request(url, self._endpoint["api_key"], body)
@@ -155,7 +140,7 @@ class Conversation:
             while await answer(await self.ask()):
                 pass
         except NoTurnError as end:
-            return end.reason
+            return str(end)
         return "stop"
 
 

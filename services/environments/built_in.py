@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import logging
 import math
 import re
@@ -52,9 +53,7 @@ class ExactMatch(SingleTurn):
 
 
 class NumericMatch(SingleTurn):
-    """Reward 1 if the last number of the response is the row's "answer", within `tolerance`
-    relative to it.
-    """
+    """Reward 1 if the last number is the row's "answer", but for a relative `tolerance`."""
 
     def __init__(self, tolerance: float = 1e-6) -> None:
         super().__init__()
@@ -77,15 +76,9 @@ class MathVerify(SingleTurn):
 
     def __init__(self) -> None:
         super().__init__()
-        try:
-            import math_verify
-        except ModuleNotFoundError:
-            raise UsageError(
-                'environment.kind = "math" needs math-verify: pip install "umbra-rl[tasks]"'
-            ) from None
+        self._library = _imported("math_verify", "math")
         # It warns in every call that its own time limits are off: the pool's limit holds instead.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
-        self._library = math_verify
 
     def step(self, response: str) -> StepResult:
         library = self._library
@@ -101,7 +94,7 @@ class ReasoningGym(SingleTurn):
 
     def __init__(self) -> None:
         super().__init__()
-        _library()  # so that it is missed at once
+        _gym()  # so that it is missed at once
 
     def step(self, response: str) -> StepResult:
         entry = self.row.get("entry")
@@ -120,7 +113,7 @@ def gym_rows(
 
     Raises UsageError if the package is missing, or has no such dataset or parameter (`options`).
     """
-    library = _library()
+    library = _gym()
     if name not in library.factory.DATASETS:
         matches = difflib.get_close_matches(name, library.factory.DATASETS, n=1, cutoff=0.5)
         hint = f"; did you mean {matches[0]!r}?" if matches else ""
@@ -129,26 +122,27 @@ def gym_rows(
         dataset = library.create_dataset(name, size=count, seed=seed, **(options or {}))
     except (AssertionError, TypeError, ValueError) as error:
         raise UsageError(f"reasoning-gym cannot make dataset {name!r}: {error}") from error
-    return [
-        {"prompt": entry["question"], "answer": entry["answer"], "entry": entry}
-        for entry in dataset
-    ]
+    return [{"prompt": e["question"], "answer": e["answer"], "entry": e} for e in dataset]
 
 
 @cache
 def _verifier(dataset: str) -> Callable[[str, Row], float]:
     """Return a dataset's verifier, cached: the library rebuilds the whole dataset for it."""
-    return _library().get_score_answer_fn(dataset)
+    return _gym().get_score_answer_fn(dataset)
 
 
-def _library() -> Any:
+def _gym() -> Any:
+    return _imported("reasoning_gym", "reasoning-gym")
+
+
+def _imported(module: str, kind: str) -> Any:
     try:
-        import reasoning_gym
+        return importlib.import_module(module)
     except ModuleNotFoundError:
         raise UsageError(
-            'environment.kind = "reasoning-gym" needs it: pip install "umbra-rl[tasks]"'
+            f'environment.kind = "{kind}" needs {module.replace("_", "-")}: pip install '
+            '"umbra-rl[tasks]"'
         ) from None
-    return reasoning_gym
 
 
 class Guess:
@@ -174,7 +168,7 @@ class Guess:
         if self._remaining <= 0:
             return StepResult(reason="turns")
         hint = "?"
-        if len(text) == 1 and text.isascii() and text.isdigit():
+        if len(text) == 1 and text in "0123456789":
             hint = ">" if int(text) < self._secret else "<"
         return StepResult(done=False, messages=[{"role": "user", "content": hint}])
 
@@ -182,10 +176,7 @@ class Guess:
 def last_number(text: str) -> float | None:
     """Return the last number in `text`; commas between digits are skipped."""
     numbers = _NUMBER.findall(text)
-    try:
-        return float(numbers[-1].replace(",", "")) if numbers else None
-    except ValueError:
-        return None
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def same_number(value: float | None, expected: float, tolerance: float) -> bool:

@@ -15,15 +15,10 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from umbra.services.process.parent import (
-    PARENT_PID_VARIABLE,
-    inherit_orphans,
-    signal_at_death_of,
-)
+from umbra.services.process.parent import PARENT_PID_VARIABLE, inherit_orphans, signal_at_death_of
 
-BURST_BYTES = 1 << 20
-BYTES_PER_S = 1 << 10
-"""Output that is passed on: so much at once, and so much each second after that."""
+# Output that is passed on: so much at once, and so much each second after that.
+BURST_BYTES, BYTES_PER_S = 1 << 20, 1 << 10
 _END_S = 5.0  # for all processes to be gone
 _LOOK_S = 0.001
 _PIECE = 1 << 16
@@ -53,9 +48,8 @@ def _guard(worker: int, reads: int) -> None:
 
     def reap(*_: object) -> None:
         nonlocal code
-        for pid, status in _reaped():
-            if pid == worker:
-                code = os.waitstatus_to_exitcode(status)
+        for pid, ended in _reaped():
+            code = ended if pid == worker else code
 
     ticks, tick = os.pipe()  # readable once a child has ended
     os.set_blocking(tick, False)
@@ -92,19 +86,14 @@ class Output:
         now = time.monotonic()
         self._allowance = min(self._allowance + (now - self._updated_at) * BYTES_PER_S, BURST_BYTES)
         self._updated_at = now
-        fits = len(data) <= self._allowance
-        if fits:
-            self._allowance -= len(data)
-            _write(data)
-        elif not self._drops:
-            _write(b"\n(more output of an environment than its limit allows: it is dropped)\n")
-        self._drops = not fits
+        dropped, self._drops = self._drops, len(data) > self._allowance
+        with suppress(OSError):  # output is best effort
+            if not self._drops:
+                self._allowance -= len(data)
+                os.write(2, data)
+            elif not dropped:
+                os.write(2, b"\n(more output of an environment than its limit allows: dropped)\n")
         return bool(data)
-
-
-def _write(data: bytes) -> None:
-    with suppress(OSError):  # output is best effort
-        os.write(2, data)
 
 
 def _end_tree(code: int) -> None:
@@ -127,9 +116,10 @@ def _end_tree(code: int) -> None:
 
 
 def _reaped() -> Iterator[tuple[int, int]]:
+    """Yield the children that have ended, each with its exit code."""
     with suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
-            yield child
+            yield child[0], os.waitstatus_to_exitcode(child[1])
 
 
 def _children() -> list[int]:

@@ -11,15 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from umbra.proto.errors import UsageError
+from umbra.services.environments import built_in
 from umbra.services.environments.agent_program import AgentProgram, Program
-from umbra.services.environments.built_in import (
-    ExactMatch,
-    Guess,
-    MathVerify,
-    NumericMatch,
-    ReasoningGym,
-    Unrewarded,
-)
 from umbra.services.environments.openenv import openenv_program
 from umbra.services.environments.protocol import Environment, EnvironmentFactory
 from umbra.services.environments.rewards import (
@@ -37,16 +30,14 @@ from umbra.services.environments.verifiers import verifiers_program
 if TYPE_CHECKING:
     from umbra.services.config import EnvironmentConfig
 
-UNREWARDED = "none"
-"""The kind that a generator runs while a scoring stage gives the rewards."""
-
+UNREWARDED = "none"  # the kind that a generator runs while a scoring stage gives the rewards
 _KINDS: dict[str, Callable[..., Environment]] = {
-    "exact": ExactMatch,
-    "numeric": NumericMatch,
-    "math": MathVerify,
-    "guess": Guess,
-    "reasoning-gym": ReasoningGym,
-    UNREWARDED: Unrewarded,
+    "exact": built_in.ExactMatch,
+    "numeric": built_in.NumericMatch,
+    "math": built_in.MathVerify,
+    "guess": built_in.Guess,
+    "reasoning-gym": built_in.ReasoningGym,
+    UNREWARDED: built_in.Unrewarded,
 }
 _OTHERS = ("tools", "reward", "agent")
 _PROGRAMS = ("verifiers", "openenv", "trl")
@@ -64,15 +55,11 @@ def runs_inline(config: EnvironmentConfig) -> bool:
 
 def name_of(config: EnvironmentConfig) -> str:
     """Return the user's name of the environment, for errors."""
-    match config.kind:
-        case "reward":
-            return f"environment {', '.join(_functions(config))}"
-        case "agent":
-            return f"agent {config.agent}".strip()  # one from outside has no name
-        case kind if kind in _PROGRAMS:
-            return f"environment {kind}:{config.id}"
-        case kind:
-            return f"environment {kind}"
+    if config.kind == "reward":
+        return f"environment {', '.join(_functions(config))}"
+    if config.kind == "agent":
+        return f"agent {config.agent}".strip()  # one from outside has no name
+    return f"environment {config.kind}" + (f":{config.id}" if config.kind in _PROGRAMS else "")
 
 
 def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
@@ -96,7 +83,12 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
         make = partial(AgentProgram, _load(config.agent, "environment.agent"), name_of(config))
     elif kind == "tools":
         make = ToolUse
-        names = _names(options.get("tools", list(BUILT_IN)))
+        names = options.get("tools", list(BUILT_IN))
+        if not names or not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+            raise UsageError(
+                f"environment.options.tools must be a list of {', '.join(BUILT_IN)} or "
+                f'"module:function", not {names!r}'
+            )
         options["tools"] = [_tool(name) for name in names]
         if needing := [name for name in names if name in SANDBOXED]:
             if sandbox is None:
@@ -105,13 +97,13 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
                     'environment.sandbox to "docker", "podman" or a class as "module:Class"'
                 )
             runs_code, sandbox = True, partial(SandboxTools, sandbox)
-    elif kind in _KINDS:
-        make = _KINDS[kind]
     elif ":" in kind:
         make = _load(kind, "environment.kind")
         missing = [name for name in ("reset", "step") if not callable(getattr(make, name, None))]
         if missing:
             raise UsageError(f"environment.kind {kind!r} has no method {' and no '.join(missing)}")
+    elif kind in _KINDS:
+        make = _KINDS[kind]
     else:
         known = [*(kind for kind in _KINDS if kind != UNREWARDED), *_OTHERS, *_PROGRAMS]
         raise UsageError(
@@ -167,14 +159,12 @@ def _program(config: EnvironmentConfig) -> Program:
     _find_modules_here()
     name, options = name_of(config), config.options
     try:
-        match config.kind:
-            case "verifiers":
-                return verifiers_program(config.id, options, name)
-            case "openenv":
-                return openenv_program(config.id, name, **options)
-            case _:
-                make = _load(config.id, "environment.id")
-                return trl_program(make, _rewards(config), name, **options)
+        if config.kind == "verifiers":
+            return verifiers_program(config.id, options, name)
+        if config.kind == "openenv":
+            return openenv_program(config.id, name, **options)
+        make = _load(config.id, "environment.id")
+        return trl_program(make, _rewards(config), name, **options)
     except TypeError as error:
         raise UsageError(f"environment.options do not fit {config.kind!r}: {error}") from error
 
@@ -187,20 +177,10 @@ def _find_modules_here() -> str:
     return folder
 
 
-def _names(tools: Any) -> list[str]:
-    if isinstance(tools, list) and tools and all(isinstance(name, str) for name in tools):
-        return tools
-    raise UsageError(
-        f'environment.options.tools must be a list of {", ".join(BUILT_IN)} or "module:function", '
-        f"not {tools!r}"
-    )
-
-
 def _tool(name: str) -> Callable[..., Any] | str:
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if name in SANDBOXED:
-        return name  # of each sample's own
+    """Return a tool, or the name of one that is of each sample's own."""
+    if name in BUILT_IN or name in SANDBOXED:
+        return BUILT_IN.get(name, name)
     if ":" not in name:
         known = [*BUILT_IN, *SANDBOXED]
         raise UsageError(
@@ -212,29 +192,27 @@ def _tool(name: str) -> Callable[..., Any] | str:
 
 def _load(target: str, key: str) -> Callable[..., Any]:
     """Return the callable "module:name", which may lie in the working directory."""
-    module_name, separator, name = target.partition(":")
-    if not separator or not module_name or not name:
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
         raise UsageError(f'{key} {target!r}: write it as "module:name"')
     folder = _find_modules_here()
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name.split(".")[0] and error.name != module_name:
-            raise UsageError(f"{key} {target!r}: importing it failed: {error}") from error
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing not in (module_name.split(".")[0], module_name):
+            reason = f"{error}" if missing else f"{type(error).__name__}: {error}"
+            raise UsageError(f"{key} {target!r}: importing it failed: {reason}") from error
         files = [path.stem for path in Path(folder).glob("*.py")]
         raise UsageError(
             f"{key} {target!r}: no module {module_name!r} is installed or lies in {folder}"
             f"{_nearest(module_name, files)}"
         ) from error
-    except Exception as error:
-        raise UsageError(
-            f"{key} {target!r}: importing it failed: {type(error).__name__}: {error}"
-        ) from error
     value = getattr(module, name, None)
     if not callable(value):
+        known = [n for n, value in vars(module).items() if callable(value)]
         raise UsageError(
-            f"{key} {target!r}: {module_name} has no callable {name!r}"
-            f"{_nearest(name, [n for n, value in vars(module).items() if callable(value)])}"
+            f"{key} {target!r}: {module_name} has no callable {name!r}{_nearest(name, known)}"
         )
     return value
 

@@ -82,30 +82,40 @@ def openenv_program(
             if observed := _observation_text(result.observation, observation):
                 messages = with_observation(messages, f"\n{observed}")
             tools: list[dict[str, Any]] = []
-            if not text:
+            if mcp and not text:
+                listed = (await server.step({"type": "list_tools"})).observation["tools"]
+                tools = [_tool(t["name"], t["input_schema"], t["description"]) for t in listed]
+            elif not text:
                 tools = [_tool(_ACT, action)]
-                if mcp:
-                    listed = (await server.step({"type": "list_tools"})).observation["tools"]
-                    tools = [_tool(t["name"], t["input_schema"], t["description"]) for t in listed]
             conversation = Conversation(endpoint, messages, tools)
             total = _reward(result, name)
 
-            async def answer(turn: Message) -> bool:
+            async def act(payload: dict[str, Any], role: Message) -> bool:
+                """Take an action; return whether the environment is done."""
                 nonlocal total
-                actions = _actions(turn, text, mcp)
-                for call, payload in actions:
-                    reply, reached = await _step(server, payload)
-                    if reached is not None:
-                        reply = _observation_text(reached.observation, observation)
-                        total += _reward(reached, name)
-                    conversation.messages.append(
-                        {"role": "user", "content": reply}
-                        if call is None
-                        else tool_answer(call, reply)
-                    )
-                    if reached is not None and reached.done:
+                try:
+                    reached = await server.step(payload)
+                except RuntimeError as error:
+                    if not str(error).endswith(_INVALID):
+                        raise SampleError(f"the server failed: {error}") from error
+                    conversation.messages.append({**role, "content": f"error: {error}"})
+                    return False
+                shown = _observation_text(reached.observation, observation)
+                conversation.messages.append({**role, "content": shown})
+                total += _reward(reached, name)
+                return bool(reached.done)
+
+            async def answer(turn: Message) -> bool:
+                if text:
+                    return not await act({text: turn.get("content") or ""}, {"role": "user"})
+                calls = turn.get("tool_calls") or []
+                for call in calls:
+                    payload = _action(call, mcp=mcp)
+                    if isinstance(payload, str):
+                        conversation.messages.append(tool_answer(call, payload))
+                    elif await act(payload, tool_answer(call, "")):
                         return False
-                return bool(actions)  # an answer without a call is the last one
+                return bool(calls)  # an answer without a call is the last one
 
             reason = "stop" if result.done else await conversation.hold(answer)
             return StepResult(reward=total, reason=reason)
@@ -113,40 +123,16 @@ def openenv_program(
     return play
 
 
-def _actions(
-    turn: Message, text: str, mcp: bool
-) -> list[tuple[dict[str, Any] | None, dict[str, Any] | str]]:
-    """Return the actions in the model's turn, with their calls; a malformed one as its error."""
-    if text:
-        return [(None, {text: turn.get("content") or ""})]
-    actions: list[tuple[dict[str, Any] | None, dict[str, Any] | str]] = []
-    for call in turn.get("tool_calls") or []:
-        function = call["function"]["name"]
-        try:
-            arguments = arguments_of(call)
-        except ValueError as error:
-            actions.append((call, f"error: {error}"))
-            continue
-        if mcp:
-            action = {"type": "call_tool", "tool_name": function, "arguments": arguments}
-            actions.append((call, action))
-        elif function == _ACT:
-            actions.append((call, arguments))
-        else:
-            actions.append((call, f"error: there is no tool {function!r}, only {_ACT}"))
-    return actions
-
-
-async def _step(server: Any, action: dict[str, Any] | str) -> tuple[str, Any]:
-    """Return an error for the model and the result of an action; one of them is empty."""
-    if isinstance(action, str):
-        return action, None
+def _action(call: dict[str, Any], *, mcp: bool) -> dict[str, Any] | str:
+    """Return the action that the model calls for, or the error that it is told."""
+    function = call["function"]["name"]
     try:
-        return "", await server.step(action)
-    except RuntimeError as error:
-        if str(error).endswith(_INVALID):
-            return f"error: {error}", None
-        raise SampleError(f"the server failed: {error}") from error
+        arguments = arguments_of(call)
+    except ValueError as error:
+        return f"error: {error}"
+    if mcp:
+        return {"type": "call_tool", "tool_name": function, "arguments": arguments}
+    return arguments if function == _ACT else f"error: there is no tool {function!r}, only {_ACT}"
 
 
 def _tool(name: str, schema: dict[str, Any], description: str = "") -> dict[str, Any]:

@@ -86,10 +86,10 @@ class InlinePool:
 
     def play(self, key: str, row: Row, responses: Sequence[ParsedTurn | str]) -> None:
         try:
-            answer = _at_once(self._plays.play(key, row, responses))
-            self._outcomes.append(EpisodeOutcome(key, answer))
+            outcome = EpisodeOutcome(key, _at_once(self._plays.play(key, row, responses)))
         except SampleError as error:
-            self._outcomes.append(EpisodeOutcome(key, error=str(error)))
+            outcome = EpisodeOutcome(key, error=str(error))
+        self._outcomes.append(outcome)
 
     def forget(self, key: str) -> None:
         _at_once(self._plays.forget(key))
@@ -102,15 +102,15 @@ class InlinePool:
         pass
 
 
-class ProcessPool:
+class ProcessPool(Outcomes):
     """Environments in processes of their own; arguments and errors as of `open_pool`."""
 
     def __init__(
         self, config: EnvironmentConfig, *, wake: Callable[[], None] = lambda: None
     ) -> None:
-        self._outcomes = Outcomes(wake)
+        super().__init__(wake)
         self._thread = LoopThread("environments")
-        self._workers = WorkerPool(config, self._outcomes.deliver)
+        self._workers = WorkerPool(config, self.deliver)
         try:
             self._thread.wait(self._workers.start(), config.setup_s + _SLACK_S)
         except BaseException:
@@ -122,9 +122,6 @@ class ProcessPool:
 
     def forget(self, key: str) -> None:
         self._thread.call(self._workers.forget, key)
-
-    def collect(self) -> list[EpisodeOutcome]:
-        return self._outcomes.collect()
 
     def close(self) -> None:
         if not self._thread.closed:
@@ -158,8 +155,7 @@ class EnvironmentSet:
         home.play(key, row, responses)
 
     def forget(self, key: str) -> None:
-        home = self._homes.pop(key, None)
-        if home is not None:
+        if (home := self._homes.pop(key, None)) is not None:
             home.forget(key)
 
     def collect(self) -> list[EpisodeOutcome]:

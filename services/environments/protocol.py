@@ -19,10 +19,8 @@ from typing import Any, Protocol
 
 from umbra.proto.errors import UmbraError
 
-Message = dict[str, Any]
-"""A chat message: {"role": ..., "content": ...}."""
-Row = dict[str, Any]
-"""A line of the prompts file."""
+Message = dict[str, Any]  # {"role": ..., "content": ...}
+Row = dict[str, Any]  # a line of the prompts file
 Tool = Callable[..., Any]
 """A function that the model may call. Its name, its parameters with their types, and the first line
 of its docstring are sent to the model; its return value is answered as text."""
@@ -125,20 +123,18 @@ def tool_schema(
     return {"type": "function", "function": function}
 
 
-_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+_TYPES = {"int": "integer", "float": "number", "bool": "boolean"}
 
 
 def schema(function: Tool) -> dict[str, Any]:
     """Return the JSON schema of a function, as chat templates take it."""
-    properties: dict[str, Any] = {}
-    required: list[str] = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        kind = parameter.annotation
-        type_name = kind if isinstance(kind, str) else getattr(kind, "__name__", "str")
-        properties[name] = {"type": _TYPES.get(type_name, "string")}
-        if parameter.default is parameter.empty:
-            required.append(name)
-    parameters = {"type": "object", "properties": properties, "required": required}
+    named = inspect.signature(function).parameters
+    kinds = {name: getattr(p.annotation, "__name__", p.annotation) for name, p in named.items()}
+    parameters = {
+        "type": "object",
+        "properties": {name: {"type": _TYPES.get(k, "string")} for name, k in kinds.items()},
+        "required": [name for name, p in named.items() if p.default is p.empty],
+    }
     described = (inspect.getdoc(function) or "").partition("\n")[0]
     return tool_schema(function.__name__, described, parameters)
 
@@ -197,18 +193,15 @@ ENDS = {"turn_limit_reached": "turns", "context_length_exceeded": "length"}
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of the model, T tokens, as it was sampled.
-
-    `complete` is whether the model ended it itself; `version` is the newest token's.
-    """
+    """One turn of the model, T tokens, as it was sampled."""
 
     parsed: ParsedTurn
     token_ids: list[int]
     logprobs: list[float]
     pieces: list[str]  # the tokens as text, if they were asked for
     prompt_tokens: int  # all tokens before it
-    complete: bool
-    version: int
+    complete: bool  # the model ended it itself
+    version: int  # of the newest token
 
 
 Delivered = Opening | StepResult | list[StepResult]  # a list: one for each sample of a group
@@ -221,12 +214,9 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The environment or agent of the sample is gone: the sample begins again, for another one.
+    """The environment or agent of the sample is gone: the sample begins again, for another one."""
 
-    `reason` says why, if the sample may be what ended it.
-    """
-
-    reason: str = ""
+    reason: str = ""  # if the sample may be what ended it
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,33 +108,28 @@ class Rewards:
         }
         returned = [f.call(row, completions, texts, arguments) for f in self._functions]
 
-        def sums(lists: Sequence[list[Any]]) -> list[StepResult]:
-            each = zip(self._functions, lists, strict=True)
+        def sums() -> list[StepResult]:
+            each = zip(self._functions, returned, strict=True)
             values = [function.values(own, len(texts)) for function, own in each]
-            return [self._sum([own[n] for own in values], metrics) for n in range(len(texts))]
+            return [self._sum(of_sample, metrics) for of_sample in zip(*values, strict=True)]
 
         async def later() -> list[StepResult]:
-            return sums(
-                [
-                    await asyncio.gather(*each) if inspect.isawaitable(each[0]) else each
-                    for each in returned
-                ]
-            )
+            for number, values in enumerate(returned):
+                if inspect.isawaitable(values[0]):
+                    returned[number] = await asyncio.gather(*values)
+            return sums()
 
         waits = any(inspect.isawaitable(one) for each in returned for one in each)
-        return later() if waits else sums(returned)
+        return later() if waits else sums()
 
     def _sum(self, values: Sequence[float | None], metrics: dict[str, float]) -> StepResult:
-        total, parts, counted = 0.0, dict(metrics), 0
-        for function, value in zip(self._functions, values, strict=True):
-            if value is None:
-                continue
-            total, counted = total + function.weight * value, counted + 1
-            if self._named:
-                parts[function.part] = value
-        if self._functions and not counted:
+        pairs = zip(self._functions, values, strict=True)
+        known = [(function, value) for function, value in pairs if value is not None]
+        if not known:
             raise SampleError("no reward function has a reward for this sample: all returned None")
-        return StepResult(reward=total, reward_parts=parts)
+        parts = {function.part: value for function, value in known if self._named}
+        total = sum(function.weight * value for function, value in known)
+        return StepResult(reward=total, reward_parts={**metrics, **parts})
 
 
 class RewardedTurn(SingleTurn):
@@ -146,8 +141,14 @@ class RewardedTurn(SingleTurn):
         self.concurrent = rewards.waits
 
     def step(self, response: str) -> StepResult | Awaitable[StepResult]:
-        results = self._rewards.results(self.row, [completion_of(self.row, response)], [response])
+        results = self._results([response])
         return results[0] if isinstance(results, list) else _first(results)
+
+    def _results(self, texts: Sequence[str]) -> list[StepResult] | Awaitable[list[StepResult]]:
+        completions: Sequence[Any] = texts
+        if isinstance(self.row.get("prompt"), list):  # then TRL's completions are messages too
+            completions = [[{"role": "assistant", "content": text}] for text in texts]
+        return self._rewards.results(self.row, completions, texts)
 
 
 class RewardedGroup(RewardedTurn):
@@ -168,16 +169,8 @@ class RewardedGroup(RewardedTurn):
         raise SampleError("the samples of a group are rewarded at once, not one by one")
 
     def step_all(self, responses: Sequence[str]) -> list[StepResult] | Awaitable[list[StepResult]]:
-        completions = [completion_of(self.row, response) for response in responses]
-        return self._rewards.results(self.row, completions, responses)
+        return self._results(responses)
 
 
 async def _first(results: Awaitable[list[StepResult]]) -> StepResult:
     return (await results)[0]
-
-
-def completion_of(row: Row, text: str) -> Any:
-    """Return a turn of the model as TRL has it: messages if the row's prompt is, else text."""
-    if isinstance(row.get("prompt"), list):
-        return [{"role": "assistant", "content": text}]
-    return text

@@ -49,11 +49,10 @@ class Generators:
         PeerLostError if it cannot be reached.
         """
         pauses = list(_RETRY_S) if repeat else []
+        how: dict[str, Any] = {"method": method, "limit_s": _ANSWER_S}
         while True:
             try:
-                status, answer = await request(
-                    url, self.key, body, method=method, limit_s=_ANSWER_S
-                )
+                status, answer = await request(url, self.key, body, **how)
                 break
             except OSError as error:
                 if not pauses:
@@ -82,12 +81,12 @@ class AgentRunner:
         # silent agents.
         self.lease_s = min(LEASE_S, config.timeout_s / 2)
         self._generators = generators
-        self._workers = WorkerPool(config, self._note_end, agents=True)
+        self.workers = WorkerPool(config, self._note_end, agents=True)
         self._ends: dict[str, asyncio.Future[EpisodeOutcome]] = {}
 
     async def start(self) -> None:
-        await self._workers.start()
-        self._places = asyncio.Semaphore(self._workers.room)
+        await self.workers.start()
+        self._places = asyncio.Semaphore(self.workers.room)
 
     async def serve(self, generator: str) -> None:
         """Lease and play sessions of a generator for ever; cancelled, give back those begun."""
@@ -113,16 +112,13 @@ class AgentRunner:
                 task.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
 
-    async def close(self) -> None:
-        await self._workers.close()
-
     async def _play(self, generator: str, work: Any) -> None:
         """Have an agent play a session, renew its lease meanwhile, and report how it ended."""
         name = work["id"]
         url = f"{generator}/sessions/{name}"
         end = self._ends[name] = asyncio.get_running_loop().create_future()
         try:
-            self._workers.play_agent(name, work["row"], url, self._generators.key)
+            self.workers.play_agent(name, work["row"], url, self._generators.key)
             while not (await asyncio.wait({end}, timeout=self.lease_s / 3))[0]:
                 if not await self._renew(generator, name, self.lease_s):
                     return
@@ -136,7 +132,7 @@ class AgentRunner:
             raise
         finally:
             del self._ends[name]
-            self._workers.forget(name)
+            self.workers.forget(name)
             self._places.release()
 
     async def _renew(self, generator: str, name: str, lease_s: float) -> bool:
@@ -159,9 +155,13 @@ class AgentRunner:
         ask, value, reason = self._generators.ask, outcome.value, outcome.error or NO_REWARD
         try:
             if isinstance(value, StepResult) and value.done:
-                result = {"reward": value.reward, "parts": value.reward_parts}
+                result = {
+                    "reward": value.reward,
+                    "parts": value.reward_parts,
+                    "reason": value.reason,
+                }
                 try:
-                    await ask(f"{url}/reward", {**result, "reason": value.reason}, repeat=True)
+                    await ask(f"{url}/reward", result, repeat=True)
                     return
                 except RejectedError as refused:
                     reason = str(refused)
@@ -204,7 +204,7 @@ async def run_agents(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(runner.close() for runner in runners))
+        await asyncio.gather(*(runner.workers.close() for runner in runners))
 
 
 async def _until_gone(generators: Generators) -> None:

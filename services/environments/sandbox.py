@@ -10,12 +10,12 @@ The standard library only, of Python 3.10 or newer: an environment's process may
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -115,22 +115,20 @@ class Container:
             await self._start()
         inside = ["exec", "--interactive", self._name, *command]
         try:
-            outcome = await self._call(inside, stdin.encode(), self._limits.command_s)
+            code, output = await self._call(inside, stdin.encode(), self._limits.command_s)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
             await self.close()
             raise SandboxError(
                 f"the command took longer than {self._limits.command_s:g} s; the sandbox restarts "
                 "without its files"
             ) from None
-        if outcome.code == 137:
-            killed = "\n(killed: it may have needed more memory than there is)"
-            return CommandOutcome(outcome.code, outcome.output + killed)
-        return outcome
+        killed = "\n(killed: it may have needed more memory than there is)"
+        return CommandOutcome(code, output + (killed if code == 137 else ""))
 
     async def close(self) -> None:
         name, self._name = self._name, ""
         if name:
-            with contextlib.suppress(asyncio.TimeoutError):
+            with suppress(asyncio.TimeoutError):
                 await self._call(["rm", "--force", "--volumes", name], b"", _END_S)
 
     async def _start(self) -> None:
@@ -177,32 +175,23 @@ async def run_process(
         return await asyncio.wait_for(_outcome(process, stdin), limit_s)
     finally:
         if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
 
 async def _outcome(process: asyncio.subprocess.Process, stdin: bytes) -> CommandOutcome:
     assert process.stdin is not None and process.stdout is not None
-    feeding = asyncio.ensure_future(_feed(process.stdin, stdin))
+    process.stdin.write(stdin)
+    process.stdin.close()  # once all of it is written
     content, dropped = bytearray(), 0
-    try:
-        while piece := await process.stdout.read(_PIECE):
-            fits = piece[: OUTPUT_BYTES - len(content)]
-            content += fits
-            dropped += len(piece) - len(fits)
-        code = await process.wait()
-    finally:
-        feeding.cancel()
+    while piece := await process.stdout.read(_PIECE):
+        fits = piece[: OUTPUT_BYTES - len(content)]
+        content += fits
+        dropped += len(piece) - len(fits)
+    code = await process.wait()
     output = content.decode(errors="replace")
     return CommandOutcome(code, output + (f"\n({dropped} more bytes)" if dropped else ""))
-
-
-async def _feed(writer: asyncio.StreamWriter, data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        writer.write(data)
-        await writer.drain()
-    writer.close()
 
 
 def sandbox_factory(
@@ -211,11 +200,9 @@ def sandbox_factory(
     """Return the factory of sandboxes; `load` imports "module:Class" for a key."""
     if ":" in kind:
         make = load(kind, "environment.sandbox")
-        missing = [name for name in ("run", "close") if not callable(getattr(make, name, None))]
-        if missing:
-            raise UsageError(
-                f"environment.sandbox {kind!r} has no method {' and no '.join(missing)}"
-            )
+        lacks = [name for name in ("run", "close") if not callable(getattr(make, name, None))]
+        if lacks:
+            raise UsageError(f"environment.sandbox {kind!r} has no method {' and no '.join(lacks)}")
         return lambda: make(**options)
     if kind not in ("docker", "podman"):
         raise UsageError(
@@ -255,8 +242,7 @@ class SandboxTools:
             await sandbox.close()
 
     async def _output_of(self, command: Sequence[str], stdin: str) -> str:
-        if self._sandbox is None:
-            self._sandbox = self._make()
+        self._sandbox = self._sandbox or self._make()
         outcome = await self._sandbox.run(command, stdin)
         code = f"(exit code {outcome.code})" if outcome.code else ""
         return "\n".join(filter(None, (outcome.output.rstrip("\n"), code))) or "(no output)"

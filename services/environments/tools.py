@@ -13,7 +13,6 @@ from typing import Any
 
 from umbra.services.environments.built_in import last_number, same_number
 from umbra.services.environments.protocol import (
-    Message,
     Opening,
     Response,
     Row,
@@ -116,7 +115,7 @@ class ToolUse:
         parts = {"tool_calls": float(len(answers)), "malformed_calls": malformed}
         if self._remaining <= 0:
             return StepResult(reward_parts=parts, reason="turns")
-        messages: list[Message] = [{"role": "tool", "content": answer} for answer, _ in answers]
+        messages = [{"role": "tool", "content": answer} for answer, _ in answers]
         tool_calls = [{**call, "id": f"call_{index}"} for index, call in enumerate(calls)]
         return StepResult(done=False, messages=messages, reward_parts=parts, tool_calls=tool_calls)
 

@@ -73,12 +73,11 @@ def trl_program(
         columns = {key: value for key, value in row.items() if key != ENVIRONMENT}
         observation = await _call(environment.reset, **columns)
         messages = prompt_messages(row)
-        if observation is not None:
-            if not isinstance(observation, str):
-                raise SampleError(
-                    f"{name}: reset returned {type(observation).__name__}; only text can be shown"
-                )
+        if isinstance(observation, str):
             messages = with_observation(messages, observation)
+        elif observation is not None:
+            shown = type(observation).__name__
+            raise SampleError(f"{name}: reset returned {shown}; only text can be shown")
         conversation = Conversation(endpoint, messages, schemas)
         rounds = 0
         counts = {"tool_calls": 0.0, "failed_calls": 0.0} if tools else {}
@@ -97,24 +96,18 @@ def trl_program(
             return bool(calls)
 
         reason = await conversation.hold(answer)
-        completion = conversation.messages[len(messages) :]
-        scored = await _reward(environment, row, completion)
-        return StepResult(
-            reward=scored.reward, reward_parts={**counts, **scored.reward_parts}, reason=reason
-        )
-
-    async def _reward(environment: Any, row: Row, completion: list[Message]) -> StepResult:
-        total, parts = 0.0, {}
-        turns = [message for message in completion if message["role"] == "assistant"]
+        total, parts = 0.0, counts
         if rewards.any:
+            completion = conversation.messages[len(messages) :]
+            turns = [message for message in completion if message["role"] == "assistant"]
             text = turns[-1].get("content") or ""
             results = rewards.results(row, [completion], [text], {"environments": [environment]})
             (scored,) = await results if inspect.isawaitable(results) else results
-            total, parts = scored.reward, scored.reward_parts
+            total, parts = scored.reward, {**counts, **scored.reward_parts}
         if "get_reward" in methods:
             score = finite_number(await _call(environment.get_reward), f"{name}: get_reward")
             total, parts = total + score, {**parts, type(environment).__name__: score}
-        return StepResult(reward=total, reward_parts=parts)
+        return StepResult(reward=total, reward_parts=parts, reason=reason)
 
     return play
 

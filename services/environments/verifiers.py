@@ -19,19 +19,12 @@ from typing import Any
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.environments.agent_program import Program
-from umbra.services.environments.protocol import (
-    Row,
-    SampleError,
-    StepResult,
-    finite_number,
-)
+from umbra.services.environments.protocol import Row, SampleError, StepResult, finite_number
 
 _KEY_VARIABLE = "UMBRA_SESSION_KEY_"  # what their names begin with, see `_key_variable`
 _MOST_PARTS, _LONGEST_NAME = 64, 100  # of a reward, as `config/trajectory_rules.py` has them
 TASK_DATA = "task_data"  # the column with a task
-_DEFAULTS: dict[str, Any] = {
-    "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-}
+_DEFAULTS = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 
 
 def main(name: str, options: str, count: str, seed: str, out: str) -> None:

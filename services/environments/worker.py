@@ -15,6 +15,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,7 +41,7 @@ from umbra.services.process.parent import FRAME_HEAD, parents_end
 if TYPE_CHECKING:
     from umbra.services.config import EnvironmentConfig
 
-ASYNC_ROOM = 64  # plays at once, of an environment whose `step` is a coroutine
+ASYNC_ROOM = 64  # plays at once, of an environment that lets others play meanwhile
 
 
 def waits(environment: Environment) -> bool:
@@ -72,8 +73,8 @@ class EnvironmentHost:
                 opening = await _answer(environment, environment.reset, row)
                 if not isinstance(opening, Opening):
                     opening = Opening(opening)
-                self._check_messages(opening.messages, "reset")
-                self._check_tools(opening.tools)
+                self._check(opening.messages, _is_message, "reset gave", _MESSAGES)
+                self._check(opening.tools, _is_tool, "reset gave tools", "schemas")
                 if not responses:
                     return Opening(opening.messages, opening.tools)
             if step_all := getattr(environment, "step_all", None):
@@ -106,8 +107,8 @@ class EnvironmentHost:
             raise SampleError(
                 f"{self._name}: step returned {type(result).__name__} instead of a StepResult"
             )
-        self._check_messages(result.messages, "step")
-        self._check_calls(result.tool_calls)
+        self._check(result.messages, _is_message, "step gave", _MESSAGES)
+        self._check(result.tool_calls, _is_call, "step gave tool_calls", _CALLS)
         reward = finite_number(result.reward, f"{self._name}: step")
         parts = {
             str(part): finite_number(value, f"{self._name}: part {part!r}")
@@ -116,42 +117,33 @@ class EnvironmentHost:
         done, reason = bool(result.done), str(result.reason)
         return StepResult(reward, done, result.messages, parts, reason, result.tool_calls)
 
-    def _check_calls(self, calls: Any) -> None:
-        try:
-            functions = [call["function"] for call in calls]
-            if isinstance(calls, list) and all(
-                isinstance(f["name"], str) and isinstance(f["arguments"], dict) for f in functions
-            ):
-                return
-        except (TypeError, KeyError):
-            pass
-        raise SampleError(
-            f'{self._name}: step gave tool_calls {calls!r} instead of a list of {{"id": ..., '
-            '"type": "function", "function": {"name": ..., "arguments": {...}}}'
-        )
-
-    def _check_messages(self, messages: Any, method: str) -> None:
-        if not _are_objects(messages) or not all(map(_is_message, messages)):
-            raise SampleError(
-                f'{self._name}: {method} gave {messages!r} instead of a list of {{"role": ..., '
-                '"content": ...} whose contents are texts'
-            )
-
-    def _check_tools(self, tools: Any) -> None:
-        functions = [tool.get("function") for tool in tools] if _are_objects(tools) else [None]
-        if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
-            raise SampleError(f"{self._name}: reset gave tools {tools!r} instead of schemas")
+    def _check(
+        self, values: Any, fits: Callable[[dict[str, Any]], bool], gave: str, wanted: str
+    ) -> None:
+        """Raise SampleError unless `values` is a list of objects that are as they should be."""
+        if not isinstance(values, list) or not all(
+            isinstance(value, dict) and all(isinstance(key, str) for key in value) and fits(value)
+            for value in values
+        ):
+            raise SampleError(f"{self._name}: {gave} {values!r} instead of {wanted}")
 
 
-def _are_objects(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        isinstance(value, dict) and all(isinstance(key, str) for key in value) for value in values
-    )
+_MESSAGES = 'a list of {"role": ..., "content": ...} whose contents are texts'
+_CALLS = 'a list of {"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}'
 
 
 def _is_message(value: dict[str, Any]) -> bool:
     silent = value.get("content") is None and bool(value.get("tool_calls"))
     return isinstance(value.get("role"), str) and (silent or isinstance(value.get("content"), str))
+
+
+def _is_tool(value: dict[str, Any]) -> bool:
+    function = value.get("function")
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _is_call(value: dict[str, Any]) -> bool:
+    return _is_tool(value) and isinstance(value["function"].get("arguments"), dict)
 
 
 async def _answer(environment: Environment, method: Callable[..., Any], *args: Any) -> Any:
@@ -178,9 +170,8 @@ def _no_loop() -> Iterator[None]:
     `run_sync` of many libraries is the latter. Ours stands still while a plain method works, so
     nobody misses it.
     """
-    loop = asyncio._get_running_loop()
-    task = asyncio.current_task(loop) if loop is not None else None
-    assert loop is not None and task is not None
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
     if not _plain_loops or _plain_loops[0].is_closed():
         _plain_loops[:] = [asyncio.new_event_loop()]
     asyncio.tasks._leave_task(loop, task)
@@ -200,8 +191,6 @@ class Worker:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._under_way: dict[str, asyncio.Task[None]] = {}  # plays, by sample
-        self._closing: set[asyncio.Task[None]] = set()
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message; raises if MessagePack cannot encode it."""
@@ -219,71 +208,59 @@ class Worker:
 
     async def serve(self, host: EnvironmentHost, limit_s: float) -> None:
         """Play by `host`, each play for `limit_s` seconds at most."""
+        plays: dict[str, asyncio.Task[None]] = {}  # by sample, its newest
+        tasks: set[asyncio.Task[None]] = set()
         while (message := await self.receive()) is not None:
             key, number = message["key"], message["number"]
-            task = self._under_way.get(key)
             if message["type"] == "play":
-                play = asyncio.ensure_future(self._play(host, limit_s, message))
-                self._under_way[key] = play
-                play.add_done_callback(lambda done, key=key: self._discard(key, done))
-                continue
-            if task is not None:
-                task.cancel()
-            closing = asyncio.ensure_future(self._forget(host, limit_s, key, number, task))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-        for task in self._under_way.values():
-            task.cancel()
-        await asyncio.gather(*self._under_way.values(), *self._closing, return_exceptions=True)
+                task = plays[key] = asyncio.create_task(self._play(host, limit_s, message))
+            else:
+                if play := plays.pop(key, None):
+                    play.cancel()
+                task = asyncio.create_task(self._forget(host, limit_s, key, number, play))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        for play in plays.values():
+            play.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await host.close()
 
     async def _play(self, host: EnvironmentHost, limit_s: float, play: dict[str, Any]) -> None:
-        number = play["number"]
         responses = [r if isinstance(r, str) else ParsedTurn(**r) for r in play["responses"]]
         playing = asyncio.ensure_future(host.play(play["key"], play["row"], responses))
+        answered = partial(self.send, "played", number=play["number"])
         try:
             await asyncio.wait({playing}, timeout=limit_s)
             if not playing.done():
                 playing.cancel()
                 await asyncio.wait({playing})
-                self.send("played", number=number, overdue=True)
+                answered(overdue=True)
                 return
             answer = playing.result()
             if isinstance(answer, Opening):
-                self.send("played", number=number, opening=answer)
+                answered(opening=answer)
             else:
-                steps = answer if isinstance(answer, list) else [answer]
-                self.send("played", number=number, steps=steps)
+                answered(steps=answer if isinstance(answer, list) else [answer])
         except SampleError as error:
-            exhausted = isinstance(error.__cause__, MemoryError)
-            self.send("played", number=number, error=str(error), exhausted=exhausted)
+            answered(error=str(error), exhausted=isinstance(error.__cause__, MemoryError))
         except asyncio.CancelledError:
             playing.cancel()
             await asyncio.wait({playing})
-            self.send("played", number=number, error="its sample is over")
+            answered(error="its sample is over")
         except Exception as error:  # noqa: BLE001 - no MessagePack, or a bug: one sample's
-            self.send("played", number=number, error=f"the environment's answer: {error}")
+            answered(error=f"the environment's answer: {error}")
 
     async def _forget(
-        self,
-        host: EnvironmentHost,
-        limit_s: float,
-        key: str,
-        number: int,
-        under_way: asyncio.Task[None] | None,
+        self, host: EnvironmentHost, limit_s: float, key: str, number: int, play: Any
     ) -> None:
-        if under_way is not None:
-            await asyncio.wait({under_way})
+        if play is not None:
+            await asyncio.wait({play})
         try:
             await asyncio.wait_for(host.forget(key), limit_s)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
             print(f"close() of an environment took longer than {limit_s:g} s")
         if number:
             self.send("played", number=number, error="closed")
-
-    def _discard(self, key: str, task: asyncio.Task[None]) -> None:
-        if self._under_way.get(key) is task:
-            del self._under_way[key]
 
 
 def _plain(value: Any) -> Any:

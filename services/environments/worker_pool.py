@@ -8,6 +8,7 @@ again. A play that has not begun to hold anything is sent to another process ins
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -36,12 +37,7 @@ from umbra.services.environments.protocol import (
     StepResult,
 )
 from umbra.services.environments.run_module import command_line
-from umbra.services.process.child import (
-    ChildProcess,
-    child_environ,
-    describe_exit,
-    start_worker,
-)
+from umbra.services.process.child import ChildProcess, child_environ, describe_exit, start_worker
 from umbra.services.process.loop_thread import ends_with_it
 from umbra.services.process.pipe import AsyncPipe
 
@@ -54,12 +50,10 @@ _TREE_S = 10.0  # for a guard that was told so to end its processes
 _GRACE_S = 5.0  # a worker that can still answer says itself that a play is overdue
 
 NO_REWARD = "its agent returned no reward, and has posted none"
-_NO_KEY = "none"  # the client insists on one
 
 
 # What pool and worker say to each other, after the pool has sent the section of the environment.
-# The worker (`worker.py`) sends and receives the same as plain MessagePack maps: its Python
-# environment may have neither Umbra nor msgspec.
+# The worker (`worker.py`), whose Python may lack msgspec, has them as plain MessagePack maps.
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -121,6 +115,10 @@ class _Call:
     conversation: _Conversation
     timer: asyncio.TimerHandle | None = None
 
+    def end_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
 
 @dataclass(eq=False, slots=True)
 class _WorkerHandle:
@@ -178,7 +176,7 @@ class WorkerPool:
         self._agents = agents
         self._workers: list[_WorkerHandle] = []
         self._starting = 0
-        self._number = 0
+        self._numbers = itertools.count(1)
         self._closed = False
         self._conversations: dict[str, _Conversation] = {}
         self._queue: deque[_Call] = deque()  # that any process may play
@@ -189,10 +187,6 @@ class WorkerPool:
         """Return how many plays run at once in all processes; known once the first has started."""
         return self._config.workers * self._workers[0].room
 
-    async def start(self) -> None:
-        """Start the first process; UsageError or DeadlineError if the environment does not load."""
-        self._workers.append(await self._hire())
-
     def play(self, key: str, row: Row, responses: Sequence[ParsedTurn | str]) -> None:
         """Ask for the answer to the last of `responses`, or for the opening; it is delivered."""
         conversation = self._conversations.setdefault(key, _Conversation())
@@ -200,13 +194,13 @@ class WorkerPool:
             conversation.plays, conversation.finished, conversation.lost = 0, False, False
         elif conversation.lost:
             return  # which was delivered
-        call = _Call(Play(self._next_number(), key, dict(row), list(responses)), conversation)
+        call = _Call(Play(next(self._numbers), key, dict(row), list(responses)), conversation)
         (self._queue if conversation.worker is None else conversation.worker.waiting).append(call)
         self._pump()
 
     def play_agent(self, key: str, row: Row, session_url: str, api_key: str) -> None:
         """Have an agent play `row`, which asks the session at `session_url` for turns."""
-        endpoint = {"base_url": f"{session_url}/v1", "api_key": api_key or _NO_KEY}
+        endpoint = {"base_url": f"{session_url}/v1", "api_key": api_key or "none"}  # clients insist
         self.play(key, row, [json.dumps(endpoint)])
 
     def forget(self, key: str) -> None:
@@ -216,9 +210,12 @@ class WorkerPool:
         if worker is None:
             return
         self._release(worker, key)
-        if self._agents:
-            for call in [c for c in worker.calls.values() if c.conversation is conversation]:
-                self._end_soon(worker, call)
+        for call in [c for c in worker.calls.values() if c.conversation is conversation]:
+            if self._agents and worker.room == 1:
+                worker.end()
+            elif self._agents:  # it may end itself, and the others with it go on
+                worker.ending.add(call.play.number)
+                self._time(worker, call, _GRACE_S)
 
     async def close(self) -> None:
         """End all processes; environments that have to be closed get a few seconds for it."""
@@ -236,10 +233,6 @@ class WorkerPool:
             await asyncio.wait(self._tasks)
 
     # -- dispatch ---------------------------------------------------------------------------------
-
-    def _next_number(self) -> int:
-        self._number += 1
-        return self._number
 
     def _pump(self) -> None:
         if self._closed:
@@ -261,7 +254,7 @@ class WorkerPool:
             self._spawn(self._grow())
 
     def _send(self, worker: _WorkerHandle, call: _Call) -> None:
-        if not self._is_current(call):
+        if self._conversations.get(call.play.key) is not call.conversation:  # its sample is over
             worker.alone = None if worker.alone is call else worker.alone
             return
         call.conversation.worker = worker
@@ -270,20 +263,39 @@ class WorkerPool:
             worker.pipe.send(call.play)
         self._started(call.play.key)
 
+    def _begin(self, worker: _WorkerHandle, call: _Call) -> None:
+        worker.calls[call.play.number] = call
+        self._time(worker, call, self._config.timeout_s + (_GRACE_S if worker.room > 1 else 0.0))
+
+    def _time(self, worker: _WorkerHandle, call: _Call, limit_s: float) -> None:
+        """End `worker` unless it answers `call` within so many seconds."""
+        call.end_timer()
+        call.timer = asyncio.get_running_loop().call_later(limit_s, self._overdue, worker, call)
+
+    def _overdue(self, worker: _WorkerHandle, call: _Call) -> None:
+        worker.calls.pop(call.play.number, None)
+        call.conversation.worker = None
+        self._answer(call, None, self._overdue_error(call))
+        worker.end()
+
+    def _overdue_error(self, call: _Call) -> str:
+        config = self._config
+        activity = "its reward" if config.kind in JUDGED_AT_ONCE else "a step"
+        activity = activity if call.play.responses else "the opening (reset)"
+        limit = f"{config.where}.timeout_s = {config.timeout_s:g} s"
+        return f"{name_of(config)}: {activity} took longer than {limit}"
+
     def _take_answer(self, worker: _WorkerHandle, reply: Played) -> None:
         worker.ending.discard(reply.number)
         call = worker.calls.pop(reply.number, None)
         if call is None:
             return
-        if call.timer is not None:
-            call.timer.cancel()
-        if worker.alone is call:
-            worker.alone = None
-        conversation = call.conversation
+        call.end_timer()
+        worker.alone = None if worker.alone is call else worker.alone
+        conversation, config = call.conversation, self._config
         if conversation.suspect:
             conversation.crashed_at = -1
         conversation.plays += 1
-        config = self._config
         error = self._overdue_error(call) if reply.overdue else reply.error
         if reply.exhausted:
             error += f": it took more than {config.where}.memory_mb = {config.memory_mb}; raise it"
@@ -297,52 +309,58 @@ class WorkerPool:
         if reply.exhausted:
             worker.end()
 
+    def _answer(self, call: _Call, value: Delivered | None, error: str) -> None:
+        if self._conversations.get(call.play.key) is call.conversation:
+            self._deliver(EpisodeOutcome(call.play.key, value, error))
+
     def _release(self, worker: _WorkerHandle, key: str) -> None:
         """Have `worker` forget the sample; closing its environment is a play without an answer."""
         if not worker.alive:
             return
-        number = self._next_number() if worker.closes else 0
+        number = next(self._numbers) if worker.closes else 0
         if number:
             self._begin(worker, _Call(Play(number, key), _Conversation()))  # nobody wants it
         worker.pipe.send(Forget(key, number))
 
-    def _begin(self, worker: _WorkerHandle, call: _Call) -> None:
-        """Await the answer of `worker` within the time limit."""
-        worker.calls[call.play.number] = call
-        seconds = self._config.timeout_s + (_GRACE_S if worker.room > 1 else 0.0)
-        call.timer = asyncio.get_running_loop().call_later(seconds, self._overdue, worker, call)
-
-    def _is_current(self, call: _Call) -> bool:
-        return self._conversations.get(call.play.key) is call.conversation
-
-    def _answer(self, call: _Call, value: Delivered | None, error: str) -> None:
-        if self._is_current(call):
-            self._deliver(EpisodeOutcome(call.play.key, value, error))
-
-    def _overdue_error(self, call: _Call) -> str:
-        config = self._config
-        activity = "its reward" if config.kind in JUDGED_AT_ONCE else "a step"
-        activity = activity if call.play.responses else "the opening (reset)"
-        limit = f"{config.where}.timeout_s = {config.timeout_s:g} s"
-        return f"{name_of(config)}: {activity} took longer than {limit}"
-
     # -- processes --------------------------------------------------------------------------------
 
-    def _overdue(self, worker: _WorkerHandle, call: _Call) -> None:
-        worker.calls.pop(call.play.number, None)
-        call.conversation.worker = None
-        self._answer(call, None, self._overdue_error(call))
-        worker.end()
-
-    def _end_soon(self, worker: _WorkerHandle, call: _Call) -> None:
-        """End a play whose sample is over; one among others may end itself."""
-        if worker.room == 1:
+    async def start(self) -> None:
+        """Start a process; UsageError or DeadlineError if the environment does not load."""
+        config = self._config
+        process, end = start_worker(*apart(config.python, _WORKER))
+        pipe: AsyncPipe[Hello | Played] = AsyncPipe(end, Hello | Played)
+        pipe.send(config)
+        try:
+            async with asyncio.timeout(config.setup_s):
+                hello = await pipe.receive()
+        except TimeoutError:
+            _kill(process)
+            await _end(process, pipe)
+            raise DeadlineError(
+                f"a process for environments was not ready after {config.where}.setup_s = "
+                f"{config.setup_s:g} s: does importing {name_of(config)} hang?"
+            ) from None
+        if not isinstance(hello, Hello) or hello.usage_error:
+            how = await _end(process, pipe)
+            ended = f"a process for {name_of(config)} ended ({how}) when it was started"
+            raise UsageError(hello.usage_error if isinstance(hello, Hello) else ended)
+        worker = _WorkerHandle(process, pipe, hello.room, hello.closes)
+        self._workers.append(worker)
+        self._spawn(self._read(worker))
+        if self._closed:
             worker.end()
-        elif call.timer is not None:
-            call.timer.cancel()
-            loop = asyncio.get_running_loop()
-            call.timer = loop.call_later(_GRACE_S, self._overdue, worker, call)
-            worker.ending.add(call.play.number)
+
+    async def _grow(self) -> None:
+        try:
+            await self.start()
+        except (UsageError, DeadlineError, OSError) as error:
+            if not self._workers:
+                waiting, self._queue = self._queue, deque()
+                for call in waiting:
+                    self._answer(call, None, f"no process for environments: {error}")
+        finally:
+            self._starting -= 1
+        self._pump()
 
     async def _read(self, worker: _WorkerHandle) -> None:
         while isinstance(message := await worker.pipe.receive(), Played):
@@ -355,8 +373,7 @@ class WorkerPool:
         worker.alive = False
         self._workers.remove(worker)
         for call in worker.calls.values():
-            if call.timer is not None:
-                call.timer.cancel()
+            call.end_timer()
             conversation = call.conversation
             # Alone in its process, or there at two ends: it is the one.
             if not worker.condemned and (worker.room == 1 or conversation.suspect):
@@ -376,45 +393,6 @@ class WorkerPool:
                 if not conversation.finished:
                     conversation.lost = True
                     self._deliver(EpisodeOutcome(key, Lost(reason)))
-
-    async def _grow(self) -> None:
-        try:
-            worker = await self._hire()
-            self._workers.append(worker)
-            if self._closed:
-                worker.end()
-        except (UsageError, DeadlineError, OSError) as error:
-            if not self._workers:
-                waiting, self._queue = self._queue, deque()
-                for call in waiting:
-                    self._answer(call, None, f"no process for environments: {error}")
-        finally:
-            self._starting -= 1
-        self._pump()
-
-    async def _hire(self) -> _WorkerHandle:
-        config = self._config
-        process, end = start_worker(*apart(config.python, _WORKER))
-        pipe: AsyncPipe[Hello | Played] = AsyncPipe(end, Hello | Played)
-        pipe.send(config)
-        try:
-            async with asyncio.timeout(config.setup_s):
-                hello = await pipe.receive()
-        except TimeoutError:
-            _kill(process)
-            await _end(process, pipe)
-            raise DeadlineError(
-                f"a process for environments was not ready after {config.where}.setup_s = "
-                f"{config.setup_s:g} s: does importing {name_of(config)} hang?"
-            ) from None
-        if isinstance(hello, Hello) and not hello.usage_error:
-            worker = _WorkerHandle(process, pipe, hello.room, hello.closes)
-            self._spawn(self._read(worker))
-            return worker
-        how = await _end(process, pipe)
-        if isinstance(hello, Hello):
-            raise UsageError(hello.usage_error)
-        raise UsageError(f"a process for {name_of(config)} ended ({how}) when it was started")
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(coroutine, name="the keeper of environment processes")

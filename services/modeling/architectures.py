@@ -19,36 +19,30 @@ from umbra.proto.errors import UNREADABLE, UsageError
 
 # Transformers' `model_type`. In the first some layers carry a state from token to token.
 RECURRENT = frozenset(
-    """
-    bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 lfm2_moe mamba mamba2 nemotron_h
-    qwen3_5_moe_text qwen3_5_text qwen3_next zamba2
-    """.split()
+    "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 lfm2_moe mamba mamba2 nemotron_h "
+    "qwen3_5_moe_text qwen3_5_text qwen3_next zamba2".split()
 )
 PROVEN = RECURRENT | frozenset(
-    """
-    cohere cohere2 deepseek_v3 ernie4_5 exaone4 gemma gemma2 gemma3_text glm4 glm4_moe
-    gpt_oss granite llama ministral mistral mixtral olmo2 olmo3 olmoe phi3 qwen2
-    qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2
-    """.split()
+    "cohere cohere2 deepseek_v3 ernie4_5 exaone4 gemma gemma2 gemma3_text glm4 glm4_moe gpt_oss "
+    "granite llama ministral mistral mixtral olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3 "
+    "qwen3_moe seed_oss smollm3 starcoder2".split()
 )
 # Of those, the ones whose experts ranks can divide; and where a config says how many there are.
 _DIVISIBLE = frozenset("deepseek_v3 glm4_moe gpt_oss mixtral olmoe qwen2_moe qwen3_moe".split())
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Of `PROVEN`, the ones whose class looks at `layer_types`; all others give each layer one window.
 _BY_LAYER = frozenset(
-    """
-    cohere2 exaone4 gemma2 gemma3_text gpt_oss ministral olmo3 qwen2 qwen2_moe qwen3
-    smollm3
-    """.split()
+    "cohere2 exaone4 gemma2 gemma3_text gpt_oss ministral olmo3 qwen2 qwen2_moe qwen3 "
+    "smollm3".split()
 )
 _ATTENTION = {"full_attention", "sliding_attention"}
 # Of kinds of layers, those that carry a state; "hybrid" attends as well.
 _STATEFUL = {"linear_attention", "conv", "hybrid"}
 # Fields that only architectures with a running state have.
-_STATE = """
-    state_size ssm_state_size ssm_cfg mamba_d_state mamba_num_heads linear_num_value_heads
-    linear_attn_config conv_L_cache conv_kernel lru_width time_mix_extra_dim
-    """.split()
+_STATE = (
+    "state_size ssm_state_size ssm_cfg mamba_d_state mamba_num_heads linear_num_value_heads "
+    "linear_attn_config conv_L_cache conv_kernel lru_width time_mix_extra_dim".split()
+)
 _CHANGING_ROPE = ("dynamic", "longrope", "su")
 
 
@@ -172,12 +166,15 @@ def in_the_way(config: Mapping[str, Any]) -> str:
         return "limits time steps (time_step_limit), as Transformers does in whole sequences only"
     if config.get("use_bidirectional_attention"):
         return "attends to later tokens too (use_bidirectional_attention)"
-    for rope in _ropes(config):
+    # Settings of rotary positions, for all layers or for each kind of layer.
+    ropes = [r for k in ("rope_scaling", "rope_parameters") if isinstance(r := config.get(k), dict)]
+    ropes += [own for rope in ropes for own in rope.values() if isinstance(own, dict)]
+    for rope in ropes:
         kind = rope.get("rope_type", rope.get("type"))
         if kind in _CHANGING_ROPE:
             return (
-                f"turns positions by angles that depend on the longest sequence of a row (rope "
-                f"type {kind})"
+                "turns positions by angles that depend on the longest sequence of a row (rope type "
+                f"{kind})"
             )
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method", "") if isinstance(quantized, Mapping) else ""
@@ -187,13 +184,3 @@ def in_the_way(config: Mapping[str, Any]) -> str:
     if kind in PROVEN and kind not in _BY_LAYER and layers and windows:
         return "has layer_types that its class does not read"
     return ""
-
-
-def _ropes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the settings of rotary positions, for all layers or for each kind of layer."""
-    settings: list[Mapping[str, Any]] = []
-    for key in ("rope_scaling", "rope_parameters"):
-        value = config.get(key)
-        if isinstance(value, Mapping):
-            settings += [value, *(v for v in value.values() if isinstance(v, Mapping))]
-    return settings

@@ -52,11 +52,7 @@ Choice = Literal["auto", "sdpa", "flex"]
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The windows of a model's layers, and the backend of packed rows.
-
-    Positions count within a sequence, so that a window reaches from a response into the prompt
-    that it shares with others, wherever in the row that prompt lies.
-    """
+    """The windows of a model's layers, and the backend of packed rows."""
 
     windows: tuple[tuple[str, int | None], ...] = ((FULL, None),)
     """By kind of attention, how many tokens a position sees, itself included; None: all."""
@@ -83,10 +79,8 @@ class Attention:
             scales = (getattr(module, "scaling", None) for module in model.modules())
             scale = next((scaling for scaling in scales if isinstance(scaling, float)), None)
             shape = KernelShape.of(model.config, sinks=sinks, scale=scale)
-            windows = [window for _, window in attention.windows]
-            faults = (flex_fault(shape, w, device, torch.bfloat16) for w in windows)
-            fault = next((message for message in faults if message is not None), None)
-            if fault is not None:
+            faults = (flex_fault(shape, w, device, torch.bfloat16) for _, w in attention.windows)
+            if fault := next(filter(None, faults), None):
                 log.error(SLOW, fault)
             attention = replace(attention, flexes=fault is None)
         model.set_attn_implementation(NAME)
@@ -104,9 +98,9 @@ class Attention:
         """
         window: int | None = getattr(config, "sliding_window", None)
         recurrent = keeps_state(config)
-        sizes: dict[str, int | None] = (
-            dict.fromkeys(_BESIDE_STATES) if recurrent else {FULL: None, SLIDING: window}
-        )
+        sizes: dict[str, int | None] = {FULL: None, SLIDING: window}
+        if recurrent:
+            sizes = dict.fromkeys(_BESIDE_STATES)
         kinds = sorted(set(layer_kinds(config) or [SLIDING if window else FULL]))
         strange = [kind for kind in kinds if kind not in sizes]
         if strange:
@@ -130,10 +124,7 @@ class Attention:
         for kind, window in self.windows:
             reach = rows.within(window)
             masks[kind] = reach.blocks() if backend == "flex" else reach.allowed().unsqueeze(1)
-        if len(masks) > 1:
-            return masks
-        (mask,) = masks.values()
-        return mask
+        return masks if len(masks) > 1 else masks.popitem()[1]
 
     def _backend(self, rows: RowMask) -> Choice:
         if self.backend != "auto":
@@ -161,10 +152,9 @@ class KernelShape:
     @classmethod
     def of(cls, config: Any, *, sinks: bool, scale: float | None = None) -> KernelShape:
         known = config.get_text_config()
-        heads = known.num_attention_heads
-        groups = getattr(known, "num_key_value_heads", None) or heads
+        groups = getattr(known, "num_key_value_heads", None) or known.num_attention_heads
         cap = getattr(known, "attn_logit_softcapping", None)
-        return cls(heads, groups, *head_widths(known), cap, sinks, scale)
+        return cls(known.num_attention_heads, groups, *head_widths(known), cap, sinks, scale)
 
 
 @functools.cache
@@ -193,11 +183,16 @@ def differences(
     mask = micro.mask.within(None if window is None else min(window, WINDOW))
     assert micro.fed is not None
     shown = micro.fed.view(mask.positions.shape)
-    inputs = _inputs(shape, mask, device, dtype)
+    rows, length = mask.positions.shape
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(shape.heads, shape.width), (shape.groups, shape.width), (shape.groups, shape.values)]
+    inputs = [torch.randn(rows, heads, length, wide, generator=generator) for heads, wide in sizes]
+    inputs += [torch.linspace(-1, 2, shape.heads)] if shape.sinks else []
+    inputs = [t.to(device, dtype) for t in inputs]
     exact = _pass(shape, [t.double() for t in inputs], mask.allowed().unsqueeze(1), shown)
     values = _pass(shape, inputs, mask.blocks(), shown)
     with torch.no_grad():
-        attend(inputs[0], inputs[1], inputs[2], mask.blocks(), **_how(shape, inputs))
+        _attend(shape, inputs, mask.blocks())
     names = ["outputs", *(f"gradients of {name}" for name in INPUTS)]
     return {
         name: float((value.double() - reference).norm() / reference.norm())
@@ -238,27 +233,16 @@ def _rows() -> MicroBatch:
     return micro
 
 
-def _inputs(
-    shape: KernelShape, mask: RowMask, device: torch.device, dtype: torch.dtype
-) -> list[Tensor]:
-    rows, length = mask.positions.shape
-    generator = torch.Generator().manual_seed(0)
-    sizes = [(shape.heads, shape.width), (shape.groups, shape.width), (shape.groups, shape.values)]
-    tensors = [torch.randn(rows, heads, length, wide, generator=generator) for heads, wide in sizes]
-    if shape.sinks:
-        tensors.append(torch.linspace(-1, 2, shape.heads))
-    return [t.to(device, dtype) for t in tensors]
-
-
-def _how(shape: KernelShape, inputs: list[Tensor]) -> dict[str, Any]:
-    return {"scale": shape.scale, "cap": shape.cap, "sinks": inputs[3] if shape.sinks else None}
+def _attend(shape: KernelShape, inputs: list[Tensor], mask: Any) -> Tensor:
+    query, key, value, *sinks = inputs
+    how = {"scale": shape.scale, "cap": shape.cap, "sinks": sinks[0] if sinks else None}
+    return attend(query, key, value, mask, **how)
 
 
 def _pass(shape: KernelShape, inputs: list[Tensor], mask: Any, shown: Tensor) -> list[Tensor]:
     """Return outputs at positions `shown`, bool [R, L], and gradients of their weighted sum."""
     leaves = [t.detach().requires_grad_() for t in inputs]
-    query, key, value = leaves[:3]
-    outputs = attend(query, key, value, mask, **_how(shape, leaves)).transpose(1, 2)[shown]
+    outputs = _attend(shape, leaves, mask).transpose(1, 2)[shown]
     weights = torch.linspace(-1, 1, outputs.numel(), dtype=torch.float64, device=outputs.device)
     (outputs * weights.view_as(outputs).to(outputs.dtype)).sum().backward()
     grads = [t.grad for t in leaves if t.grad is not None]

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -120,7 +120,7 @@ def _slots(query: Tensor, key: Tensor, value: Tensor, mask: SlotMask, how: Score
         if how.plain:
             # Query heads that share a key head stand where its queries would: no key is copied.
             newest = newest.unflatten(1, (key.shape[1], -1))
-            output = torch.nn.functional.scaled_dot_product_attention(
+            output = scaled_dot_product_attention(
                 newest, key, value, attn_mask=mask.newest, scale=how.scale
             ).flatten(1, 2)
         else:
@@ -147,30 +147,22 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: 
     if groups > 1 and not grouped:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if how.plain:
-        return torch.nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None and query.shape[2] > 1,
-            scale=how.scale,
-            enable_gqa=grouped,
+        causal = mask is None and query.shape[2] > 1
+        return scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, scale=how.scale, enable_gqa=grouped
         )
     scores = query @ key.transpose(-1, -2) * how.scale
     if how.cap is not None:
         scores = torch.tanh(scores / how.cap) * how.cap
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    else:
-        scores = scores + mask
+    hides = mask.dtype == torch.bool
+    scores = scores.masked_fill(~mask, -torch.inf) if hides else scores + mask
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if how.sinks is not None:
         sink_scores = how.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, sink_scores], -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
+        scores = torch.cat([scores, sink_scores], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
     return weights.to(value.dtype) @ value
 
 

@@ -13,12 +13,7 @@ from typing import Any
 from umbra.proto.errors import UsageError
 from umbra.services.config import ModelConfig
 from umbra.services.environments.protocol import Message, Opening, ParsedTurn
-from umbra.services.modeling.chat_template import (
-    ChatTemplate,
-    Kind,
-    TurnsError,
-    end_of_turn,
-)
+from umbra.services.modeling.chat_template import ChatTemplate, TurnsError, end_of_turn
 from umbra.services.modeling.parsers import Parser, Tools, choose_parser
 
 _PLAIN = Opening([])  # no system message, no tools
@@ -46,9 +41,8 @@ class Chat:
     ) -> None:
         self._tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
-        self._template: ChatTemplate | None = None
-        if tokenizer.chat_template is not None:
-            self._template = ChatTemplate(tokenizer, self.stop_ids, options)
+        told = tokenizer.chat_template is not None
+        self._template = ChatTemplate(tokenizer, self.stop_ids, options) if told else None
         self._parser = parser
         # The samples of a group have one prompt, and environments say few different things.
         self._prompt = functools.lru_cache(maxsize=4096)(self._encode_prompt)
@@ -171,8 +165,9 @@ class Chat:
         Of the tokens `before` it the last few matter; `tools` are the ones in the model's prompt;
         `stops` are texts that end a turn, and no part of its text.
         """
-        finished = bool(token_ids) and token_ids[-1] in self.stop_ids
-        ids, stop = (token_ids[:-1], self.piece(token_ids[-1])) if finished else (token_ids, "")
+        ids, stop = token_ids, ""
+        if ids and ids[-1] in self.stop_ids:
+            ids, stop = ids[:-1], self.piece(ids[-1])
         text, stop_string = _cut(self.pieces(ids), stops)
         parser = self.parser
         if parser.plain and not tools:
@@ -181,9 +176,8 @@ class Chat:
             turn = parser.read(self._ending(tuple(before[-_CUE_TOKENS:])), text, tools, stop)
         except Exception as error:  # noqa: BLE001 - a library's, on whatever a model may say
             log.warning("parser %s failed on a turn: %r", parser.name, error)
-            turn = ParsedTurn(
-                text=text, content=text, problem=f"the turn cannot be read: {error!r}"
-            )
+            problem = f"the turn cannot be read: {error!r}"
+            turn = ParsedTurn(text=text, content=text, problem=problem)
         return replace(turn, stop=stop_string) if stop_string else turn
 
     def pieces(self, token_ids: Sequence[int]) -> str:
@@ -200,13 +194,13 @@ class Chat:
 
     def _encode_prompt(self, text: str, tools_text: str) -> tuple[int, ...]:
         messages: list[Message] = json.loads(text)
-        if self._template is None:
-            if len(messages) != 1:
-                raise UsageError(
-                    f"{self._tokenizer.name_or_path} has no chat template: prompts must be text"
-                )
-            return tuple(self.text_ids(messages[0]["content"], begins=True))
-        return tuple(self._template.encode(self._template.render(messages, json.loads(tools_text))))
+        if (template := self._template) is not None:
+            return tuple(template.encode(template.render(messages, json.loads(tools_text))))
+        if len(messages) != 1:
+            raise UsageError(
+                f"{self._tokenizer.name_or_path} has no chat template: prompts must be text"
+            )
+        return tuple(self.text_ids(messages[0]["content"], begins=True))
 
     def _encode_tail(self, text: str) -> tuple[int, ...]:
         return tuple(self._needs_template().tail(*json.loads(text))[1])
@@ -220,11 +214,8 @@ class Chat:
         return self._template
 
     def _find(self, roles: tuple[str, ...], calls: int, opening: Opening) -> bool:
-        template = self._needs_template()
-        first = opening.messages[0] if opening.messages else {}
-        outcome = template.find(
-            Kind(roles, calls, first.get("role") == "system", bool(opening.tools))
-        )
+        system = bool(opening.messages) and opening.messages[0].get("role") == "system"
+        outcome = self._needs_template().find(roles, calls, system, bool(opening.tools))
         if isinstance(outcome, TurnsError):
             raise TurnsError(str(outcome))
         return outcome

@@ -4,7 +4,7 @@ A conversation goes on by appending tokens: those that there are, the model's tu
 sampled, and its *tail*, which is what the template writes from the end of that turn to where the
 model speaks again. This is right if the template writes the same for the whole conversation, the
 model's own turns left aside. Reading a template does not tell, so it is tried: for every kind of
-tail that comes up (`Kind`) a conversation of marked words is rendered whole and compared.
+tail that comes up a conversation of marked words is rendered whole and compared (`find`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ import functools
 import json
 import re
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from umbra.proto.errors import UsageError
@@ -26,7 +23,6 @@ from umbra.services.environments.protocol import Message, tool_call, tool_schema
 
 RENDER_S = 20.0  # for a conversation, which takes milliseconds
 _ROUNDS = 2  # some templates write a second tool answer otherwise than the first
-_SHOWN = 40  # characters of a text in an error
 _ASKED = "UMBRAASKED"
 _HEARD = "UMBRAHEARD"
 _TRUSTED = ("system", "developer", "assistant")  # roles whose special tokens are meant
@@ -43,38 +39,22 @@ def trial_tool(**types: str) -> dict[str, Any]:
 
 
 _SCHEMA = trial_tool(mark="string")
+_USER: Message = {"role": "user", "content": _ASKED}
 
 
 class TurnsError(UsageError):
     """Turns can't be appended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """The facts that decide how a tail is written, its words aside.
-
-    `roles` are its messages' roles and `calls` the number of tools that the model called before;
-    `system` and `tools`: the conversation began with such.
-    """
-
-    roles: tuple[str, ...]
-    calls: int = 0
-    system: bool = False
-    tools: bool = False
-
-
 class ChatTemplate:
     """The chat template of a tokenizer; arguments as of `Chat`."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        stop_ids: Iterable[int],
-        options: Mapping[str, Any] | None = None,
+        self, tokenizer: Any, stop_ids: Iterable[int], options: Mapping[str, Any] | None = None
     ) -> None:
         self._tokenizer = tokenizer
         self._options = dict(options or {})
-        self._stops = {tokenizer.decode([token]): token for token in sorted(stop_ids)}
+        self._stops = [tokenizer.decode([token]) for token in sorted(stop_ids)]
         special = sorted(_special_tokens(tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join([*map(re.escape, special), _MARKS.pattern]))
         self.name = f"the chat template of {tokenizer.name_or_path}"
@@ -87,13 +67,13 @@ class ChatTemplate:
     @functools.cached_property
     def _writes_text(self) -> bool:
         """False for some vision models' templates, which drop contents that are no lists."""
-        return _ASKED in self._apply([_user()], (), cue=True)
+        return _ASKED in self._apply([_USER], (), cue=True)
 
     @functools.cached_property
     def tells_tools(self) -> bool:
         """True if it has words for tools; else plain text describes tools, calls and answers."""
         try:
-            return TOOL in self._apply([_user()], [_SCHEMA], cue=True)
+            return TOOL in self._apply([_USER], [_SCHEMA], cue=True)
         except TurnsError:
             return False
 
@@ -103,7 +83,7 @@ class ChatTemplate:
         turn = _said(0, _calls(1))
         answers = _addressed([{"role": "tool", "content": _HEARD}], turn["tool_calls"])
         try:
-            text = self._apply([_user(), turn, *answers], [_SCHEMA], cue=True)
+            text = self._apply([_USER, turn, *answers], [_SCHEMA], cue=True)
         except TurnsError:
             return False
         return self.tells_tools and _mark(0, 0) in text
@@ -134,22 +114,18 @@ class ChatTemplate:
         """
         ids: list[int] = []
         for number, part in enumerate(_QUOTED.split(text)):
-            plain = number % 2 == 1
-            ids += self._tokenizer(part, add_special_tokens=False, split_special_tokens=plain)[
-                "input_ids"
-            ]
+            how = {"add_special_tokens": False, "split_special_tokens": number % 2 == 1}
+            ids += self._tokenizer(part, **how)["input_ids"]
         return ids
 
     def turn_text(
         self, turn: Message, tools: Sequence[dict[str, Any]] = ()
     ) -> tuple[str, str, str]:
         """Return the text before `turn`, the turn, and its end token."""
-        history = [_user()]
-        prompt = self.render(history, tools)
-        whole = self.render([*history, turn], tools, cue=False)
-        if not whole.startswith(prompt):  # the cue is not what it writes before this turn
-            both = zip(prompt, whole, strict=False)
-            prompt = prompt[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))]
+        whole = self.render([_USER, turn], tools, cue=False)
+        prompt = self.render([_USER], tools)
+        while not whole.startswith(prompt):  # the cue is not what it writes before this turn
+            prompt = prompt[:-1]
         text = whole[len(prompt) :]
         ends = [(text.rfind(stop), stop) for stop in self._stops if stop in text]
         position, stop = max(ends, default=(len(text), ""))
@@ -157,50 +133,62 @@ class ChatTemplate:
 
     # -- trying -----------------------------------------------------------------------------------
 
-    def _find(self, kind: Kind) -> bool | TurnsError:
+    def _find(
+        self, roles: tuple[str, ...], calls: int, system: bool, tools: bool
+    ) -> bool | TurnsError:
         """Return whether the model's turn, its reasoning included, stays as it was sampled.
 
         If not, the template changes it afterwards (drops its reasoning, mostly), and appending does
         not. A TurnsError: such tails can't be appended.
+
+        Args:
+            roles: of the tail's messages.
+            calls: the number of tools that the model called before them.
+            system: the conversation began with a message of the system.
+            tools: it began with tools.
         """
+        opening = [{"role": "system", "content": "UMBRARULES"}, _USER] if system else [_USER]
+        schemas = [_SCHEMA] if tools else []
         try:
-            cues, _ = self._try(kind, "")
-            cues_with_thoughts, thoughts = self._try(kind, self.reasoning_field)
+            cues, _ = self._try(roles, calls, opening, schemas, "")
+            cues_with_thoughts, thoughts = self._try(
+                roles, calls, opening, schemas, self.reasoning_field
+            )
         except TurnsError as error:
             return error
         # A cue that ends the reasoning at once fits only a turn that has none.
         return thoughts if cues_with_thoughts else cues
 
-    def _try(self, kind: Kind, field: str) -> tuple[bool, bool]:
-        """Hold a conversation; the model's reasoning, if it has some, is in `field`.
+    def _try(
+        self,
+        roles: tuple[str, ...],
+        count: int,
+        history: list[Message],
+        tools: list[dict[str, Any]],
+        field: str,
+    ) -> tuple[bool, bool]:
+        """Go on from `history`; the model calls `count` tools, and `field` has its reasoning.
 
         Return whether later prompts keep the cue before the model's turns, and whether they keep
         its reasoning. Raises TurnsError if they change anything else of earlier turns.
         """
-        tools = [_SCHEMA] if kind.tools else []
-        after = "a message of role " + " and ".join(map(repr, kind.roles))
-        history = [{"role": "system", "content": "UMBRARULES"}] if kind.system else []
-        history.append(_user())
+        after = "a message of role " + " and ".join(map(repr, roles))
         spoken = self.encode(self.render(history, tools))
         cues = thoughts = True
         for number in range(_ROUNDS):
-            said = _said(number, _calls(kind.calls), field)
+            said = _said(number, _calls(count), field)
             calls = said.get("tool_calls", ())
-            answers = _addressed(
-                [
-                    {"role": role, "content": f"{_HEARD}{number}N{index}E"}
-                    for index, role in enumerate(kind.roles)
-                ],
-                calls,
-            )
+            words = [f"{_HEARD}{number}N{index}E" for index in range(len(roles))]
+            answers = [{"role": r, "content": word} for r, word in zip(roles, words, strict=True)]
+            answers = _addressed(answers, calls)
             before = self.encode(self.render(history, tools, cue=False))
             text, tail = self.tail(answers, calls)
-            for message in answers:
-                _, found, text = text.partition(message["content"])
+            for role, word in zip(roles, words, strict=True):
+                _, found, text = text.partition(word)
                 if not found:
-                    turn = "a tool call" if kind.calls else "an assistant's message"
-                    raise self._fault(f"drops a message of role {message['role']!r} after {turn}")
-            history += [said, *answers]
+                    turn = "a tool call" if count else "an assistant's message"
+                    raise self._fault(f"drops a message of role {role!r} after {turn}")
+            history = [*history, said, *answers]
             rendered = self.render(history, tools)
             whole = self.encode(rendered)
             if whole[-len(tail) :] != tail:
@@ -227,19 +215,19 @@ class ChatTemplate:
         Raises:
             TurnsError: the template writes no such turn, or does not end it.
         """
-        turn = _said(0, [_marked(0, i, call) for i, call in enumerate(calls)])
-        text = self.render([_user(), turn, *_addressed(messages, calls)])
-        complete, rest = True, text
+        turn = _said(0, calls)
+        rest = self.render([_USER, turn, *_addressed(messages, calls)])
         for index in range(max(1, len(calls))):
             _, mark, rest = rest.partition(_mark(0, index))
-            complete = complete and bool(mark)
-        if not complete:
-            many = f"{len(calls)} tool calls in one turn"
-            raise self._fault(f"does not write {many if calls else 'earlier assistant messages'}")
+            if not mark:
+                many = f"{len(calls)} tool calls in one turn"
+                raise self._fault(
+                    f"does not write {many if calls else 'earlier assistant messages'}"
+                )
         ends = [(rest.find(stop), stop) for stop in self._stops if stop in rest]
         if not ends:
             raise self._fault(
-                f"ends an assistant's turn by {rest.partition(_HEARD)[0][:_SHOWN]!r}, in which "
+                f"ends an assistant's turn by {rest.partition(_HEARD)[0][:40]!r}, in which "
                 "there is no token that ends the model's turns here "
                 f"({', '.join(map(repr, self._stops))}); if one does, name it in "
                 "sampling.stop_tokens"
@@ -265,9 +253,14 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, cue: bool
     ) -> str:
         try:
+            # Marks special tokens in what a user or a tool says; `encode` reads the marks.
+            quoted = [
+                {**_quote(m, _MARKS if m["role"] in _TRUSTED else self._special), "role": m["role"]}
+                for m in messages
+            ]
             with _time_limit():
                 return self._tokenizer.apply_chat_template(
-                    [self._quoted(message) for message in messages],
+                    quoted,
                     tools=_quote(list(tools), self._special) or None,
                     tokenize=False,
                     add_generation_prompt=cue,
@@ -280,18 +273,12 @@ class ChatTemplate:
             ) from None
         except Exception as error:
             if type(error).__name__ == "TemplateSyntaxError":  # of jinja2, imported where it is met
-                line = getattr(error, "lineno", "?")
                 raise UsageError(
-                    f"{self.name} is no Jinja template: line {line}: {error}; correct it, or name "
-                    "another one in model.chat_template"
+                    f"{self.name} is no Jinja template: line {getattr(error, 'lineno', '?')}: "
+                    f"{error}; correct it, or name another one in model.chat_template"
                 ) from error
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise self._fault(f"fails on messages of roles {roles}: {error}") from error
-
-    def _quoted(self, message: Message) -> Message:
-        """Mark special tokens in what a user or a tool says; `encode` reads the marks."""
-        pattern = _MARKS if message["role"] in _TRUSTED else self._special
-        return {**_quote(message, pattern), "role": message["role"]}
 
 
 class _TooLongError(BaseException):
@@ -301,37 +288,23 @@ class _TooLongError(BaseException):
 @contextmanager
 def _time_limit() -> Iterator[None]:
     """Raise _TooLongError in the block after `RENDER_S` seconds: a template is a program."""
-    global _watch
-    with _lock:
-        _due[threading.get_ident()] = time.monotonic() + RENDER_S
-        if not _watch.is_alive():  # one for each block would take longer than most of them
-            _watch = threading.Thread(target=_interrupt, name="umbra-templates", daemon=True)
-            _watch.start()
+    thread, lock, rendering = threading.get_ident(), threading.Lock(), True
+
+    def interrupt() -> None:
+        with lock:
+            if rendering:
+                raised = ctypes.py_object(_TooLongError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+
+    watch = threading.Timer(RENDER_S, interrupt)
+    watch.daemon = True
+    watch.start()
     try:
         yield
     finally:
-        with _lock:
-            _due.pop(threading.get_ident(), None)
-
-
-_lock = threading.Lock()
-_due: dict[int, float] = {}  # when the block of a thread has taken too long
-_watch = threading.Thread()
-
-
-def _interrupt() -> None:
-    """Interrupt blocks that take too long; end when there is none, so that nothing wakes idly."""
-    global _watch
-    raised = ctypes.py_object(_TooLongError)
-    while True:
-        time.sleep(RENDER_S / 20)
-        with _lock:
-            if not _due:
-                _watch = threading.Thread()
-                return
-            for thread in [thread for thread, due in _due.items() if due < time.monotonic()]:
-                del _due[thread]
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+        with lock:
+            rendering = False
+        watch.cancel()
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
@@ -341,7 +314,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
     """
     if tokenizer.chat_template is None:
         return None
-    messages = [_user(), {"role": "assistant", "content": _HEARD}]
+    messages = [_USER, {"role": "assistant", "content": _HEARD}]
     try:
         with _time_limit():
             text: str = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -367,17 +340,14 @@ def _special_tokens(tokenizer: Any) -> set[str]:
 def with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
     """Put a system message first that describes the tools and how to call them."""
     described = "\n".join(json.dumps(tool) for tool in tools)
-    system: Message = {
-        "role": "system",
-        "content": "You may call these tools:\n"
-        f"<tools>\n{described}\n</tools>\n"
+    text = (
+        f"You may call these tools:\n<tools>\n{described}\n</tools>\n"
         'Call one by writing <tool_call>{"name": ..., "arguments": {...}}</tool_call>. '
-        "Answer in plain text when you know the answer.",
-    }
+        "Answer in plain text when you know the answer."
+    )
     if messages and messages[0].get("role") == "system":
-        joined = f"{messages[0]['content']}\n\n{system['content']}"
-        return [{"role": "system", "content": joined}, *messages[1:]]
-    return [system, *messages]
+        text, messages = f"{messages[0]['content']}\n\n{text}", messages[1:]
+    return [{"role": "system", "content": text}, *messages]
 
 
 def as_text(messages: Sequence[Message]) -> list[Message]:
@@ -405,11 +375,7 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
     return plain
 
 
-# -- the marked conversation ----------------------------------------------------------------------
-
-
-def _user() -> Message:
-    return {"role": "user", "content": _ASKED}
+# The conversation to try templates with, in which every word is marked.
 
 
 def _mark(number: int, index: int) -> str:
@@ -424,16 +390,12 @@ def _calls(count: int) -> list[dict[str, Any]]:
     return [tool_call(TOOL, {}, f"call{index:05d}") for index in range(count)]
 
 
-def _marked(number: int, index: int, call: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": call["function"]["name"], "arguments": {"mark": _mark(number, index)}}
-    return {**call, "function": function}
-
-
 def _said(number: int, calls: Sequence[dict[str, Any]], field: str = "") -> Message:
     """Return a turn of the model, words or calls, with reasoning in `field` of the message."""
     turn: Message = {"role": "assistant", "content": "" if calls else _mark(number, 0)}
-    if calls:
-        turn["tool_calls"] = [_marked(number, i, call) for i, call in enumerate(calls)]
+    for index, call in enumerate(calls):
+        function = {**call["function"], "arguments": {"mark": _mark(number, index)}}
+        turn.setdefault("tool_calls", []).append({**call, "function": function})
     if field == "content":
         turn["content"] = f"<think>\n{_thought(number)}\n</think>\n\n{turn['content']}"
     elif field:
@@ -465,9 +427,8 @@ def _addressed(messages: Sequence[Message], calls: Sequence[dict[str, Any]]) -> 
     addressed: list[Message] = []
     for message in messages:
         if message.get("role") == "tool":
-            call = next(order, None)
-            call = by_id.get(message.get("tool_call_id"), call)
-            if call is not None:
+            following = next(order, None)
+            if call := by_id.get(message.get("tool_call_id"), following):
                 names = {"name": call["function"]["name"], "tool_call_id": call.get("id")}
                 message = {**names, **_given(message)}
         addressed.append(message)

@@ -47,21 +47,24 @@ class Routers:
 
     With replay, weights of the chosen experts are those that the router's own class makes of its
     scores for them, and have gradients: only its `topk` answers something else (arXiv 2510.11370).
-
-    Attributes:
-        places: the model's layers that have a router.
-        replay: int16 [n, L, k], experts for the n tokens of the next pass, and of its recomputation
-            in the backward pass; `UNKNOWN` where the router chooses itself.
-        noted: the chosen experts of the last pass [n, k], layer by layer; None: they are not noted.
-        counted: bool [n], the tokens of a pass that count in `load`; None: none of them.
-        load: int64 [L, E + 1], how many tokens each expert was given, and, in the last column, how
-            often the router would have chosen another one than it had to.
-        balance: float [n], the weight of each token of the next pass, and of its recomputation, in
-            the loss that balances the experts, whose gradients the backward pass adds.
+    What is set for the next pass holds for its recomputation in the backward pass too.
 
     Raises:
         UsageError: routers that differ from layer to layer.
     """
+
+    replay: Tensor | None = None
+    """int16 [n, L, k], experts of the next pass's n tokens; `UNKNOWN`: the router chooses."""
+    noted: list[Tensor] | None = None
+    """The chosen experts of the last pass [n, k], layer by layer; None: they are not noted."""
+    counted: Tensor | None = None
+    """bool [n], the tokens of a pass that count in `load`; None: none of them."""
+    load: Tensor | None = None
+    """int64 [L, E + 1], how many tokens each expert was given, and, in the last column, how often
+    the router would have chosen another one than it had to."""
+    balance: Tensor | None = None
+    """float [n], the weight of each token of the next pass in the loss that balances the experts,
+    whose gradients the backward pass adds."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Routers | None:
@@ -78,18 +81,10 @@ class Routers:
             raise UsageError("model.path: its layers have different numbers of experts")
         self.layers = len(named)
         self.choices, self.experts = kinds.pop()
-        self.places = [int(_LAYER.findall(name)[0]) for name in named]
-        self.replay: Tensor | None = None
-        self.noted: list[Tensor] | None = None
-        self.counted: Tensor | None = None
-        self.load: Tensor | None = None
-        self.balance: Tensor | None = None
+        self.kind = (self.layers, self.choices, self.experts)
+        self.places = [int(_LAYER.findall(name)[0]) for name in named]  # layers with a router
         for layer, router in enumerate(named.values()):
             router.forward = _RouterForward(self, layer, router)
-
-    @property
-    def kind(self) -> tuple[int, int, int]:
-        return self.layers, self.choices, self.experts
 
     def route(self, layer: int, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
         """Run the router of `layer` on hidden states [n, H], by the `forward` of its class.
@@ -121,8 +116,7 @@ class Routers:
     @torch.no_grad()
     def _count(self, layer: int, counted: Tensor, chosen: Tensor, choice: Tensor) -> None:
         if self.load is None:
-            zeros = (self.layers, self.experts + 1)
-            self.load = torch.zeros(zeros, dtype=torch.int64, device=chosen.device)
+            self.load = self._no_load(chosen.device)
         rerouted = (chosen[:, :, None] != choice[:, None, :]).all(-1)  # [n, k]
         weight = counted.to(self.load)[:, None].expand_as(chosen).flatten()
         self.load[layer].index_add_(0, chosen.flatten(), weight)
@@ -130,9 +124,10 @@ class Routers:
 
     def take_load(self) -> Tensor:
         load, self.load = self.load, None
-        if load is None:
-            return torch.zeros(self.layers, self.experts + 1, dtype=torch.int64)
-        return load.cpu()
+        return self._no_load() if load is None else load.cpu()
+
+    def _no_load(self, device: torch.device | None = None) -> Tensor:
+        return torch.zeros(self.layers, self.experts + 1, dtype=torch.int64, device=device)
 
 
 @dataclass
@@ -150,11 +145,7 @@ class _RouterForward:
 
 
 def check_routing_fits(kind: tuple[int, int, int], max_context: int) -> None:
-    """Refuse sequences whose routing no message would take; `kind` is as of `Routers`.
-
-    Raises:
-        UsageError: the longest one is too long.
-    """
+    """Raise UsageError if no message would take a sequence's routing of `kind` (of `Routers`)."""
     size = routing_bytes(*kind)
     if size * max_context > ROUTING_BYTES:
         raise UsageError(
@@ -200,8 +191,7 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,) = gradients
-        return gradient, torch.ones((), device=gradient.device)
+        return gradients[0], torch.ones((), device=gradients[0].device)
 
 
 class _TopK(TorchFunctionMode):
@@ -221,9 +211,8 @@ class _TopK(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk) or tuple(args[0].shape) != self._scores:
-            return result
-        if result.indices.shape != self._told.shape:
+        picks = func in (torch.topk, Tensor.topk) and tuple(args[0].shape) == self._scores
+        if not picks or result.indices.shape != self._told.shape:
             return result
         known = self._told != UNKNOWN
         self.own = result.indices

@@ -118,8 +118,8 @@ def _cached(name: HubName, patterns: list[str], *, weights: bool) -> Path | None
     except (StartupError, UsageError):  # a download does better, or says why not
         return None
     cut = any(not path.exists() and any(map(path.match, patterns)) for path in folder.iterdir())
-    there = (folder / "config.json").is_file() and (not weights or _has_weights(folder))
-    return folder if there and not cut else None
+    whole = (folder / "config.json").is_file() and not cut
+    return folder if whole and (not weights or _has_weights(folder)) else None
 
 
 def _has_weights(folder: Path) -> bool:
@@ -170,9 +170,8 @@ def _refusal(error: Exception, name: HubName, source: str) -> UmbraError:
         errors.RevisionNotFoundError: f"has no revision {name.revision!r} on {hub}",
         errors.HFValidationError: "is neither a directory here nor a name on a hub",
     }
-    for kind, sentence in sentences.items():
-        if isinstance(error, kind):
-            return UsageError(f"{where} {sentence}")
+    if sentence := next((s for kind, s in sentences.items() if isinstance(error, kind)), ""):
+        return UsageError(f"{where} {sentence}")
     if constants.HF_HUB_OFFLINE:
         return UsageError(
             f"{where} is no directory here, the cache has not all of {name.revision}, and "

@@ -95,8 +95,8 @@ def add_adapter(
         LoraModel(model, lora, _ADAPTER)
     except ValueError as error:
         raise UsageError(f"trainer.lora_targets: {error}") from error
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    strange = [name for name in names if ".lora_A." not in name and ".lora_B." not in name]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    strange = not all(map(is_adapter, trained))
     head: Any = model.get_output_embeddings()
     if strange or (merged and hasattr(head, "lora_A") and model.config.tie_word_embeddings):
         raise UsageError(
@@ -113,14 +113,12 @@ def add_adapter(
 def first_factors(model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Return A, drawn as peft does, and B, zeros, by the names of their parameters."""
     generator = torch.Generator().manual_seed(seed)
-    factors_by_name: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if not is_adapter(name):
-            continue
-        factors_by_name[name] = torch.zeros(parameter.shape, dtype=parameter.dtype)
+    adapter = {name: p for name, p in model.named_parameters() if is_adapter(name)}
+    first = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in adapter.items()}
+    for name, values in first.items():
         if ".lora_A." in name:
-            nn.init.kaiming_uniform_(factors_by_name[name], a=math.sqrt(5), generator=generator)
-    return factors_by_name
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    return first
 
 
 def adapter_targets(model: PreTrainedModel, targets: list[str]) -> tuple[list[str], list[str]]:
@@ -140,19 +138,15 @@ def adapter_targets(model: PreTrainedModel, targets: list[str]) -> tuple[list[st
     ]
     if not targets:
         return linear, experts
-    modules: list[str] = []
-    parameters: list[str] = []
     for target in targets:
-        of_modules = [name for name in named if f".{name}".endswith(f".{target}")]
-        of_experts = [name for name in experts if f".{name}".endswith(f".{target}")]
-        if not (of_modules or of_experts):
+        if not any(f".{name}".endswith(f".{target}") for name in (*named, *experts)):
             names = sorted({name.rpartition(".")[2] for name in (*linear, *experts)})
             raise UsageError(
                 f"trainer.lora_targets: {type(model).__name__} has no layer {target}; it has "
                 + ", ".join(names)
             )
-        modules += of_modules
-        parameters += of_experts
+    ends = tuple(f".{target}" for target in targets)
+    modules, parameters = ([n for n in of if f".{n}".endswith(ends)] for of in (named, experts))
     return modules, parameters
 
 
@@ -165,12 +159,12 @@ def factors(model: nn.Module) -> dict[str, Tensor]:
 
     Those are `<layer>.lora_A.weight`, of experts `<layer>.<parameter>.lora_A.weight`.
     """
-    factors_by_name: dict[str, Tensor] = {}
-    for name, layer in low_rank(model).items():
-        stem = name.removesuffix(".weight")
-        factors_by_name[f"{stem}.lora_A.weight"] = layer.a
-        factors_by_name[f"{stem}.lora_B.weight"] = layer.b
-    return factors_by_name
+    stems = {name.removesuffix(".weight"): layer for name, layer in low_rank(model).items()}
+    return {
+        f"{stem}.lora_{kind}.weight": factor
+        for stem, layer in stems.items()
+        for kind, factor in (("A", layer.a), ("B", layer.b))
+    }
 
 
 def adapter_facts(config: TrainerConfig, base: str) -> AdapterFacts | None:

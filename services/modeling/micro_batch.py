@@ -48,7 +48,7 @@ class RowMask:
         """Return bool [R, Q, L]: the positions that those from `start` to `stop` attend to."""
         width = self.positions.shape[1]
         index = torch.arange(width, device=self.positions.device)
-        rows = slice(start, width if stop is None else stop)
+        rows = slice(start, stop)
         allowed = index[None, None, :] <= index[None, rows, None]
         if self.segment is not None and self.prefix is not None:
             keys = self.segment[:, None, :]
@@ -68,18 +68,14 @@ class RowMask:
         mask = self._filled(max(self.positions.shape[1], 2 * BLOCK))
         rows, width = mask.positions.shape
         across = -(-width // BLOCK)
-        any_allowed: list[Tensor] = []
-        all_allowed: list[Tensor] = []
+        kinds: list[Tensor] = []
         for start in range(0, width, BLOCK):
-            allowed = mask.allowed(start, min(width, start + BLOCK))
-            allowed = pad(allowed, (0, across * BLOCK - width))
+            allowed = pad(mask.allowed(start, start + BLOCK), (0, across * BLOCK - width))
             cells = allowed.view(rows, -1, across, BLOCK)
-            any_allowed.append(cells.any(3).any(1))
             # A block at the edge is not full, though all of it that exists is seen.
-            full = cells.all(3).all(1)
-            all_allowed.append(full if start + BLOCK <= width else torch.zeros_like(full))
-        seen, full = torch.stack(any_allowed, 1), torch.stack(all_allowed, 1)  # [R, blocks, blocks]
-        partial, whole = _listed(seen & ~full), _listed(full)
+            full = cells.all(3).all(1) & (start + BLOCK <= width)
+            kinds.append(torch.stack([cells.any(3).any(1) & ~full, full]))
+        partial, whole = map(_listed, torch.stack(kinds, 2))  # [R, blocks, blocks]
         blocks = RowBlocks.from_kv_blocks(
             *partial, *whole, BLOCK_SIZE=BLOCK, mask_mod=mask._rule(), seq_lengths=(width, width)
         )
@@ -97,21 +93,12 @@ class RowMask:
         zeros = torch.zeros_like(self.positions, dtype=torch.int32)
         segment = zeros if self.segment is None else self.segment
         prefix = zeros if self.prefix is None else self.prefix
-        return RowMask(
-            pad(self.positions, padding),
-            pad(segment, padding, value=-1),
-            pad(prefix, padding, value=-1),
-            self.window,
-        )
+        segment, prefix = (pad(x, padding, value=-1) for x in (segment, prefix))
+        return RowMask(pad(self.positions, padding), segment, prefix, self.window)
 
     def _rule(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """Return `mask_mod` of flex_attention: `allowed` of a single pair."""
-        positions, segment, prefix, window = (
-            self.positions,
-            self.segment,
-            self.prefix,
-            self.window,
-        )
+        positions, segment, prefix, window = self.positions, self.segment, self.prefix, self.window
         assert segment is not None and prefix is not None
         # A number would be compiled into the kernel.
         reach = None if window is None else torch.full((), window, device=positions.device)
@@ -281,7 +268,7 @@ class MicroBatch:
 
 def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
     """Return `rows` as tensors; without any row a single cell, in which nothing is learned."""
-    width = max(1, max((sum(unit.fed for unit in row) for row in rows), default=1))
+    width = max([1, *(sum(unit.fed for unit in row) for row in rows)])
     count = max(1, len(rows))
     offset = (tokens.lengths.cumsum(0) - tokens.lengths).tolist()
     length = tokens.lengths.tolist()
@@ -304,8 +291,8 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
     table = torch.tensor(pieces, dtype=torch.int64).view(-1, 6)
     sizes = table[:, 2]
     within = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    columns = table.repeat_interleave(sizes, dim=0).unbind(1)
-    first_cell, sequence, _, first, segment, prefix_of = columns
+    by_token = table.repeat_interleave(sizes, dim=0)
+    first_cell, sequence, _, first, segment, prefix_of = by_token.unbind(1)
     place, position = first_cell + within, first + within
     start = torch.tensor(offset, dtype=torch.int64)
     input_ids = torch.zeros(count * width, dtype=torch.int64)
@@ -329,10 +316,8 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
     support = whole = None
     if tokens.support is not None:
         places, exists = tokens.support.rows(source)
-        support, whole = (
-            torch.where(exists, tokens.support.ids[places], -1),
-            tokens.support.whole[source],
-        )
+        support = torch.where(exists, tokens.support.ids[places], -1)
+        whole = tokens.support.whole[source]
     return MicroBatch(
         input_ids=input_ids.view(count, width),
         position_ids=position_ids.view(count, width),

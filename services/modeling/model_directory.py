@@ -63,12 +63,10 @@ def check_model_dir(
             if name.endswith(READ_SUFFIXES):
                 os.close(open_regular(directory / name))
     except OSError as error:
-        remedy = ""
-        if isinstance(error, PermissionError):
-            remedy = f": let the user with uid {os.geteuid()}, as whom this process runs, read it"
-        raise UsageError(
-            f"{source}: {error.filename} cannot be read: {error.strerror}{remedy}"
-        ) from error
+        remedy = f": let the user with uid {os.geteuid()}, as whom this process runs, read it"
+        remedy = remedy if isinstance(error, PermissionError) else ""
+        reason = f"{error.filename} cannot be read: {error.strerror}{remedy}"
+        raise UsageError(f"{source}: {reason}") from error
     if files is None and directory.suffix == ".gguf":
         raise UsageError(
             f"{source}: {directory} is a GGUF file, which is not read: name the directory of the "

@@ -48,26 +48,22 @@ _LAYER = re.compile(r".*?\.\d+\.")
 SHOWN = 3  # names in an error
 
 
-def _sees_gpu(key: str) -> bool:
-    if torch.cuda.is_available():
-        return True
-    if driver_version():  # a CPU would take days without a word
-        raise StartupError(
-            "there is an NVIDIA driver, but torch sees no GPU: `umbra check` says why; to compute "
-            f"on the CPU, set {key} to cpu"
-        )
-    return False
-
-
 def pick_device(device: str, key: str = "device") -> torch.device:
     """Return the torch device that `key` names, a GPU with its number; "auto" takes one.
 
     Raises:
         UsageError: an unknown name, or a GPU that is not there.
-        StartupError: see `_sees_gpu`.
+        StartupError: "auto" finds a driver, but torch no GPU: a CPU would take days without a word.
     """
     if device == "auto":
-        return torch.device("cuda", 0) if _sees_gpu(key) else torch.device("cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0)
+        if driver_version():
+            raise StartupError(
+                "there is an NVIDIA driver, but torch sees no GPU: `umbra check` says why; to "
+                f"compute on the CPU, set {key} to cpu"
+            )
+        return torch.device("cpu")
     if fault := device_fault(device, key, torch.cuda.device_count()):
         raise UsageError(fault)
     chosen = torch.device(device)
@@ -100,8 +96,7 @@ def read_weights(
     """Load the model in `directory` to the CPU, with an attention that computes all it asks for.
 
     `kind` is `AutoModelForCausalLM`, or `AutoModel` for one without its output layer; `config` is
-    Transformers', in place of the one in `directory`. For `source` and `checked` see
-    `check_architecture`.
+    Transformers', in place of the one in `directory`.
 
     Raises:
         UsageError: it cannot be loaded, or Umbra is not right for it; see `check_architecture`,
@@ -151,21 +146,20 @@ def open_weights(
 def _outline(kind: Any, directory: Path, source: str, checked: Collection[str], **how: Any) -> Any:
     check_architecture(directory, source, checked)
     transformers_logging.disable_progress_bar()
-    with loading(directory, source):
+    with loading(directory, source), torch.device("meta"):
         config = read_transformers_config(directory)
-        how = {**how, "attn_implementation": attention_implementation(config)}
-        with torch.device("meta"):
-            model = kind.from_config(config, trust_remote_code=False, **how)
+        how["attn_implementation"] = attention_implementation(config)
+        model = kind.from_config(config, trust_remote_code=False, **how)
         if model.can_generate():
             model.generation_config = read_generation(directory, config)
     return model
 
 
-def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the repeated blocks of `model`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    layers: list[torch.nn.Module] = []
-    within: set[torch.nn.Module] = set()
+    layers: list[nn.Module] = []
+    within: set[nn.Module] = set()
     for module in model.modules():
         # A sharded module is of a class that FSDP derives from the model's own.
         if module not in within and any(c.__name__ in names for c in type(module).__mro__):
@@ -220,11 +214,11 @@ class WeightFiles:
                 ]
                 for name in first.keys() - report.missing_keys if not faults else ():
                     place = places[first[name]]
-                    stored = local(attrgetter(name)(plain))
+                    rows, stored = local(place), local(attrgetter(name)(plain))
                     if first[name] in missing:
-                        local(place).copy_(stored)
+                        rows.copy_(stored)
                         missing.discard(first[name])
-                    elif not torch.equal(local(place), stored.to(local(place))):
+                    elif not torch.equal(rows, stored.to(rows)):
                         faults.append(
                             f"{name} is tied to {first[name]} by config.json, and another tensor "
                             "in the files: set tie_word_embeddings to false there"
@@ -237,10 +231,8 @@ class WeightFiles:
             faults += [fault for rule in rules if (fault := _not_by_rows(rule))]
         if faults:
             more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
-            raise UsageError(
-                f"{self._source}: {self._directory} cannot be loaded: "
-                f"{'; '.join(faults[:SHOWN])}{more}"
-            )
+            shown = "; ".join(faults[:SHOWN]) + more
+            raise UsageError(f"{self._source}: {self._directory} cannot be loaded: {shown}")
         # So that exports get the names of before.
         self._model._weight_conversions = plain._weight_conversions
 
@@ -263,11 +255,9 @@ class WeightFiles:
         options: Any = {"device_map": {"": "cpu"}, "dtype": torch.float32}
         config = LoadStateDictConfig(**options, weight_mapping=rules)
         with ExitStack() as stack:
-            files_open: dict[Path, Any] = {
-                path: stack.enter_context(safe_open(path, framework="pt"))
-                for path in set(keys.values())
-            }
-            slices = {key: files_open[path].get_slice(key) for key, path in keys.items()}
+            opened = {path: safe_open(path, framework="pt") for path in set(keys.values())}
+            files: dict[Path, Any] = {p: stack.enter_context(f) for p, f in opened.items()}
+            slices = {key: files[path].get_slice(key) for key, path in keys.items()}
             return convert_and_load_state_dict_in_model(self._plain, slices, config)[0]
 
 

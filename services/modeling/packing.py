@@ -15,6 +15,7 @@ have a long tail, the rank with the longest ones has so few tokens that it idles
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -60,13 +61,11 @@ def pack(
     """
     chosen = range(len(tokens.lengths)) if sequences is None else sequences.tolist()
     units = _units(tokens, chosen, pack_tokens, share_prompts, cost)
+    by_cost, by_tokens = attrgetter("cost"), attrgetter("fed")
     plans = min(
         (
-            _plans(shares, pack_tokens, micro_tokens)
-            for shares in (
-                _shares(units, world, lambda unit: unit.cost),
-                _shares(units, world, lambda unit: unit.fed),
-            )
+            _plans(_shares(units, world, by), pack_tokens, micro_tokens)
+            for by in (by_cost, by_tokens)
         ),
         # Each pass takes as long as on the slowest rank.
         key=lambda plans: sum(max(map(_cost, passes)) for passes in zip(*plans, strict=True)),

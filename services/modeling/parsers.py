@@ -12,7 +12,8 @@ import logging
 import tomllib
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.protocol import Message, ParsedTurn, tool_call
-from umbra.services.modeling.chat_template import TOOL, ChatTemplate, TurnsError, trial_tool
+from umbra.services.environments.protocol import ParsedTurn, tool_call
+from umbra.services.modeling.chat_template import TOOL, ChatTemplate, trial_tool
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +49,12 @@ TOLD: dict[str, Any] = {
 
 
 class Parser:
-    """A way of writing reasoning and calls; by this one all of a turn is words.
-
-    `calls`: it reads calls of tools. `marked`: it needs the special tokens in a turn's text.
-    `plain`: without tools all of a turn is words.
-    """
+    """A way of writing reasoning and calls; by this one all of a turn is words."""
 
     name = "none"
-    calls = marked = False
-    plain = True
+    calls = False  # it reads calls of tools
+    marked = False  # it needs the special tokens in a turn's text
+    plain = True  # without tools all of a turn is words
 
     def read(self, prompt: str, text: str, tools: Tools, stop: str = "") -> ParsedTurn:
         """Read the turn `text`.
@@ -83,10 +81,10 @@ class ResponseTemplateParser(Parser):
     """
 
     def __init__(self, name: str, template: dict[str, Any], *, told: bool = False) -> None:
-        fields = dict(template.get("fields", {})) if isinstance(template, dict) else {}
+        fields = dict(template.get("fields", {}))
         if told:
-            fields = {**fields, _CALLS: TOLD["fields"][_CALLS]}
-            template = {**template, "fields": fields}
+            fields[_CALLS] = TOLD["fields"][_CALLS]
+            template = {**template, "fields": dict(fields)}
         self.name = name
         self.calls = _CALLS in fields
         self.marked = set(fields) > {_CALLS, "content"}
@@ -149,9 +147,8 @@ def _fault(call: Any) -> str:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return "it must be an object with a name and arguments"
-    if not isinstance(function.setdefault("arguments", {}), dict):
-        return "its arguments must be an object"
-    return ""
+    an_object = isinstance(function.setdefault("arguments", {}), dict)
+    return "" if an_object else "its arguments must be an object"
 
 
 VLLM = "vllm/"  # begins the names of vLLM's parsers
@@ -195,9 +192,8 @@ def choose_parser(choice: str, tokenizer: Any, template: ChatTemplate | None) ->
 @functools.cache
 def response_templates() -> dict[str, dict[str, Any]]:
     """Load the response templates of Transformers by the name of their family."""
-    return tomllib.loads(
-        Path(__file__).with_name("response_templates.toml").read_text(encoding="utf-8")
-    )
+    file = Path(__file__).with_name("response_templates.toml")
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def _of_family(tokenizer: Any, template: ChatTemplate) -> Parser:
@@ -214,22 +210,20 @@ def _of_family(tokenizer: Any, template: ChatTemplate) -> Parser:
         return PLAIN
     for name in names:
         try:
-            parser = _named(name, tokenizer)
+            if _reads_back(parser := _named(name, tokenizer), template):
+                return parser
         except UsageError as error:
             log.warning("%s", error)
-            continue
-        if _reads_back(parser, template):
-            return parser
     return PLAIN
 
 
 def _named(choice: str, tokenizer: Any) -> Parser:
-    key = f"model.parser = {choice}"
-    if (known := response_templates().get(choice)) is not None:
-        return ResponseTemplateParser(choice, known)
+    key, known = f"model.parser = {choice}", response_templates()
+    if choice in known:
+        return ResponseTemplateParser(choice, known[choice])
     if not choice.startswith(VLLM):
         raise UsageError(
-            f"{key} is unknown; use auto, none, {', '.join(response_templates())}, or {VLLM}TOOLS "
+            f"{key} is unknown; use auto, none, {', '.join(known)}, or {VLLM}TOOLS "
             f"or {VLLM}TOOLS+REASONING (parsers of vLLM)"
         )
     if find_spec("vllm") is None:
@@ -245,34 +239,25 @@ def _named(choice: str, tokenizer: Any) -> Parser:
 
 def _reads_back(parser: Parser, template: ChatTemplate) -> bool:
     """Return whether `parser` reads a call and plain words as `template` writes them."""
-    called = _read(parser, template, {"role": "assistant", "content": "", "tool_calls": [_CALL]})
-    words = _read(parser, template, {"role": "assistant", "content": _WORDS})
-    return (
-        called is not None
-        and [call["function"] for call in called.tool_calls] == [_CALL["function"]]
-        and words is not None
-        and not words.tool_calls
-        and words.content.strip() == _WORDS
-    )
 
-
-def _read(parser: Parser, template: ChatTemplate, turn: Message) -> ParsedTurn | None:
-    try:
-        prompt, text, stop = template.turn_text(turn, [_SCHEMA])
+    def read(**turn: Any) -> ParsedTurn:
+        prompt, text, stop = template.turn_text({"role": "assistant", **turn}, [_SCHEMA])
         return parser.read(prompt, text, [_SCHEMA], stop)
-    except TurnsError:
-        return None
+
+    try:
+        called, words = read(content="", tool_calls=[_CALL]), read(content=_WORDS)
     except Exception as error:  # noqa: BLE001 - a parser of another family may fail anyhow
         log.debug("%s: %s", parser.name, error)
-        return None
+        return False
+    calls = [call["function"] for call in called.tool_calls]
+    said = words.content.strip()
+    return calls == [_CALL["function"]] and said == _WORDS and not words.tool_calls
 
 
 class VllmParser(Parser):
     """Parsers of vLLM: of tool calls, and if it is named, of reasoning.
 
-    Raises:
-        KeyError: vLLM has no such parser.
-        Exception: whatever vLLM says of a tokenizer that this parser is not for.
+    Raises whatever vLLM says of a name that it does not know, or of a tokenizer for another parser.
     """
 
     calls = marked = True
@@ -304,29 +289,23 @@ class VllmParser(Parser):
             reader.adjust_initial_state_from_prompt(list(prompt_ids))
             result, rest = reader.extract_reasoning(text, request)
             reasoning, content = result or "", rest or ""
+        turn = ParsedTurn(text=text, content=content, reasoning=reasoning.strip())
+        if not (tools and content):
+            return turn
+        maker: Any = self._calls
+        result = maker(self._tokenizer, request.tools).extract_tool_calls(content, request)
         calls: list[dict[str, Any]] = []
-        problem = ""
-        if tools and content:
-            maker: Any = self._calls
-            result = maker(self._tokenizer, request.tools).extract_tool_calls(content, request)
-            try:
-                calls = list(_calls(result.tool_calls))
-            except (TypeError, ValueError) as error:
-                problem = f"the tool call cannot be read: its arguments must be an object: {error}"
-            else:
-                content = (result.content or "").strip() if calls else content
-        return ParsedTurn(
-            text=text,
-            content=content,
-            reasoning=reasoning.strip(),
-            tool_calls=calls,
-            problem=problem,
+        try:
+            for call in result.tool_calls:
+                arguments = json.loads(call.function.arguments or "{}")
+                if not isinstance(arguments, dict):
+                    raise TypeError(f"{call.function.arguments!r}")
+                calls.append(tool_call(str(call.function.name), arguments))
+        except (TypeError, ValueError) as error:
+            problem = f"the tool call cannot be read: its arguments must be an object: {error}"
+            return replace(turn, problem=problem)
+        return (
+            replace(turn, content=(result.content or "").strip(), tool_calls=calls)
+            if calls
+            else turn
         )
-
-
-def _calls(tool_calls: Any) -> Iterator[dict[str, Any]]:
-    for call in tool_calls:
-        arguments = json.loads(call.function.arguments or "{}")
-        if not isinstance(arguments, dict):
-            raise TypeError(f"{call.function.arguments!r}")
-        yield tool_call(str(call.function.name), arguments)

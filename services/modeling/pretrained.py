@@ -32,14 +32,14 @@ def import_without_torch() -> None:
     if {"torch", "transformers"} & sys.modules.keys():
         return
     quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # that models can't be loaded
-    previous = os.environ.get(quiet)
+    previous = {quiet: os.environ[quiet]} if quiet in os.environ else {}
     os.environ[quiet] = "1"
     sys.modules["torch"] = None  # pyright: ignore - for importlib: there is no such module
     try:
         importlib.import_module("transformers").utils.is_torch_available()
     finally:
         del sys.modules["torch"], os.environ[quiet]
-        os.environ |= {} if previous is None else {quiet: previous}
+        os.environ |= previous
 
 
 def torch_is_hidden() -> bool:
@@ -124,16 +124,12 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     Raises:
         UsageError: there are none, so that no turn would ever end.
     """
-    config: GenerationConfig | None = model.generation_config
-    configured = config.eos_token_id if config is not None else None
-    ids: set[int] = {configured} if isinstance(configured, int) else set(configured or ())
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    if (end := end_of_turn(tokenizer)) is not None:
-        ids.add(end)
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    named = configured if isinstance(configured, list) else [configured]
+    ids = frozenset({*named, tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None})
     if not ids:
         raise UsageError(f"{tokenizer.name_or_path}: neither tokenizer nor model name an eos token")
-    return frozenset(ids)
+    return ids
 
 
 def named_tokens(tokenizer: Any, texts: Iterable[str]) -> frozenset[int]:

@@ -65,8 +65,7 @@ def scoring_rows(
 
     `weights` are numbers of `each` bytes; the device has `memory` bytes in all.
     """
-    room = room_for_tokens(memory, weights * each, config)
-    fits = room // (each * layer_numbers(model))
+    fits = room_for_tokens(memory, weights * each, config) // (each * layer_numbers(model))
     return rows_within(config, model, fits, kind, max_tokens, SCORING_PASS)
 
 
@@ -83,11 +82,11 @@ def room_for_tokens(memory: int, weights: int, config: TrainerConfig) -> int:
 
 def memory_of(device: torch.device, per_host: int) -> int:
     """Return the bytes of the GPU, or this process's share of the host's or container's."""
-    if device.type == "cuda":
-        import torch  # not above: `umbra check` estimates without it
+    if device.type != "cuda":
+        return host_bytes() // per_host
+    import torch  # not above: `umbra check` estimates without it
 
-        return torch.cuda.get_device_properties(device).total_memory
-    return host_bytes() // per_host
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> int:

@@ -18,13 +18,7 @@ from umbra.proto.errors import UsageError
 from umbra.proto.net.keys import FOLDER
 from umbra.services.config import ModelConfig, RunConfig
 from umbra.services.config.loader import load_config
-from umbra.services.modeling.hub import (
-    HubName,
-    is_hub_name,
-    looks_like_name,
-    pin,
-    refuse_misspelt,
-)
+from umbra.services.modeling.hub import HubName, is_hub_name, looks_like_name, pin, refuse_misspelt
 from umbra.services.process.parent import SEARCH_VARIABLE
 from umbra.services.prompts import locate_source, pin_source
 
@@ -60,16 +54,14 @@ def located(
     def located_path(path: str) -> Path:
         beside, local = run_file.parent / path, Path(path)
         if beside.exists() and local.exists() and not beside.samefile(local):
-            say(
-                f"{path} is taken from the run file's folder: {beside.absolute()}, not the one here"
-            )
+            taken = f"from the run file's folder: {beside.absolute()}"
+            say(f"{path} is taken {taken}, not the one here")
         return beside if beside.exists() else local
 
     def file(path: str) -> str:
         return str(located_path(path).resolve()) if path else ""
 
-    def program(python: str) -> str:
-        """Resolve a path like a file's, but follow no link of it."""
+    def program(python: str) -> str:  # links are not followed: they say which environment it is
         return str(located_path(python).absolute()) if "/" in python else python
 
     @cache

@@ -15,14 +15,9 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling.attention import Attention, neighbours
 from umbra.services.modeling.experts import Routers
 from umbra.services.modeling.micro_batch import MicroBatch
-from umbra.services.modeling.sequence_parallel import (
-    SequenceGroup,
-    SequenceParallel,
-    SequenceShare,
-)
+from umbra.services.modeling.sequence_parallel import SequenceGroup, SequenceParallel, SequenceShare
 
 _NOTHING = -1e4  # log of a probability of 0, times which it is 0
-_FACTORS = ("logit_scale", "lm_head_multiplier")
 _APART = 0.03  # nats: the same to the bit, but for experts, whose kernels may sum up otherwise
 
 
@@ -62,9 +57,6 @@ class Scorer(nn.Module):
         group: ranks that share the tokens of each row; all are given the same micro-batches and
             get the same results.
 
-    A model whose class transforms its logits in an unknown way, or of which a sequence's logprobs
-    depend on its neighbours, is refused in the first pass.
-
     Raises:
         UsageError: in the first pass, if the model's class transforms its logits in an unknown
             way, or a sequence's logprobs depend on its neighbours; or a model whose rows cannot be
@@ -84,7 +76,7 @@ class Scorer(nn.Module):
         self._parallel = SequenceParallel(model, self._attention, group) if group else None
         self.routers = Routers.of(model)
         config: Any = model.config.get_text_config()
-        self._logits = LogitTransform.of(config)
+        self._logits = LogitTransform(config)
         self._rows = max(1, chunk_bytes // (4 * config.vocab_size))
         self._request: _Request | None = None
         self._hidden: Tensor | None = None
@@ -138,16 +130,15 @@ class Scorer(nn.Module):
     def _run(self, request: _Request, rows: MicroBatch, share: SequenceShare | None = None) -> Any:
         """Run `request`; attention sees `rows`, and this rank may hold a `share` of them."""
         self._request = request
-        batch = request.batch
-        if self.routers is not None:
+        batch, routers = request.batch, self.routers
+        if routers is not None:
             # It stays until the next pass: layers that are recomputed in the backward pass of this
             # one have to find the same.
-            self.routers.replay = batch.routing
-            self.routers.balance = None
+            routers.replay, routers.balance = batch.routing, None
             if balance := request.how.get("balance"):
                 assert batch.fed is not None, "a batch without a layout"
-                self.routers.balance = batch.fed * balance
-            self.routers.counted = batch.fed if torch.is_grad_enabled() else None
+                routers.balance = batch.fed * balance
+            routers.counted = batch.fed if torch.is_grad_enabled() else None
         elif batch.routing is not None:
             raise UsageError("model.path has no experts, but the samples have routing")
         try:
@@ -163,8 +154,8 @@ class Scorer(nn.Module):
             return self._parallel.run(share, forward)
         finally:
             self._request = self._hidden = None
-            if self.routers is not None:
-                self.routers.counted = None
+            if routers is not None:
+                routers.counted = None
 
     def _take_hidden(self, _head: nn.Module, args: tuple[Tensor, ...]) -> Any:
         """Keep the hidden states of learned tokens, and let the output layer see at most one."""
@@ -181,24 +172,17 @@ class Scorer(nn.Module):
         if not self._compared and len(hidden):
             self._compare(hidden[:1], output.logits)
         batch, temperature = request.batch, request.temperature
-        parts: list[tuple[Tensor, Tensor]] = []
+        parts: list[Any] = []
         # All alike: CPUs add up a product of three rows ten times less exactly than one of seven.
         rows = -(-len(hidden) // max(1, -(-len(hidden) // self._rows)))
         for start in range(0, max(1, len(hidden)), max(1, rows)):
             chunk = slice(start, start + rows)
-            arguments = (
-                hidden[chunk],
-                batch.targets[chunk],
-                temperature[chunk],
-                None if batch.support is None else batch.support[chunk],
-                None if batch.whole is None else batch.whole[chunk],
-                request,
-            )
+            columns = (hidden, batch.targets, temperature, batch.support, batch.whole)
+            pieces = [None if column is None else column[chunk] for column in columns]
+            score: Any = self._score
             if torch.is_grad_enabled() and len(hidden) > self._rows:
-                scores: Any = checkpoint(self._score, *arguments, use_reentrant=False)
-            else:
-                scores = self._score(*arguments)
-            parts.append(scores)
+                score = partial(checkpoint, self._score, use_reentrant=False)
+            parts.append(score(*pieces, request.how))
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
@@ -209,7 +193,7 @@ class Scorer(nn.Module):
         temperature: Tensor,
         support: Tensor | None,
         whole: Tensor | None,
-        request: _Request,
+        how: ScoreOptions,
     ) -> tuple[Tensor, Tensor]:
         head: Any = self.model.get_output_embeddings()
         logits = self._logits(head(hidden)).float() / temperature.unsqueeze(-1)  # [n, V]
@@ -225,15 +209,15 @@ class Scorer(nn.Module):
             inside = logprobs[:, 1:].masked_fill(outside, -torch.inf).logsumexp(-1)
             logprobs = logprobs - torch.where(whole, inside, 0.0).unsqueeze(-1)
         entropy = logprobs.new_zeros(len(logprobs))
-        if request.how.get("with_entropy", True):
-            gradient = request.how.get("entropy_gradient", False)
+        if how.get("with_entropy", True):
+            gradient = how.get("entropy_gradient", False)
             with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
                 entropy = -(distribution.exp() * distribution).sum(-1)
                 if outside is not None and whole is not None:
                     support_logprobs = logprobs[:, 1:].masked_fill(outside, _NOTHING)
                     terms = support_logprobs.exp() * support_logprobs
                     entropy = torch.where(whole, -terms.sum(-1), entropy)
-        return logprobs if request.how.get("with_support") else logprobs[:, 0], entropy
+        return logprobs if how.get("with_support") else logprobs[:, 0], entropy
 
     @torch.no_grad()
     def _compare(self, hidden: Tensor, logits: Tensor) -> None:
@@ -248,21 +232,15 @@ class Scorer(nn.Module):
         self._compared = True
 
 
-@dataclass(frozen=True, slots=True)
 class LogitTransform:
     """The transform that a model's class applies to the output of its last layer."""
 
-    factor: float = 1.0  # Cohere, Falcon-H1
-    divisor: float = 1.0  # Granite
-    cap: float | None = None  # Gemma: cap * tanh(logit / cap)
-
-    @classmethod
-    def of(cls, config: Any) -> LogitTransform:
-        return cls(
-            factor=next(filter(None, (getattr(config, key, None) for key in _FACTORS)), 1.0),
-            divisor=getattr(config, "logits_scaling", None) or 1.0,
-            cap=getattr(config, "final_logit_softcapping", None),
-        )
+    def __init__(self, config: Any) -> None:
+        factors = [getattr(config, key, None) for key in ("logit_scale", "lm_head_multiplier")]
+        self.factor: float = next(filter(None, factors), 1.0)  # Cohere, Falcon-H1
+        self.divisor: float = getattr(config, "logits_scaling", None) or 1.0  # Granite
+        # Gemma: cap * tanh(logit / cap)
+        self.cap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Transform `logits` [n, V] in their own precision."""

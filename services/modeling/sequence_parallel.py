@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -43,10 +44,9 @@ class SequenceGroup:
 class SequenceShare:
     """One rank's part of a micro-batch with N learned tokens.
 
-    `rows` are the whole, padded to a multiple of the ranks; `own` has this rank's columns of them
-    and `learned`, int64 indices of the learned tokens predicted there; it has the segments and
-    prefixes of `rows`. No dataclass: FSDP, which casts the inputs of a layer, would hand each
-    layer a copy of it.
+    `rows` are the whole, padded to a multiple of the ranks; `own` has this rank's columns of them,
+    with the segments and prefixes of `rows`; `learned`, int64, are the learned tokens predicted
+    there. No dataclass: FSDP, which casts the inputs of a layer, would hand each layer a copy.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SequenceShare:
 class SequenceParallel:
     """A wrapper by which a model attends to whole rows while it gets a share of their tokens.
 
-    The model was prepared by `Attention.prepare`; its attention is put between two exchanges.
+    The attention of `Attention.prepare` is put between two exchanges.
 
     Raises:
         UsageError: the model's query heads cannot be divided by the ranks.
@@ -98,13 +98,16 @@ class SequenceParallel:
         row, column = rows.index // width, rows.index % width
         learned = (column // columns == group.rank).nonzero().squeeze(1)
         first = group.rank * columns
-        own_columns = slice(first, first + columns)
+
+        def cut(cells: Tensor) -> Tensor:
+            return cells[:, first : first + columns]
+
         own = replace(
             rows,
-            input_ids=rows.input_ids[:, own_columns],
-            position_ids=rows.position_ids[:, own_columns],
-            fed=_by_row(rows.fed, width, lambda x: x[:, own_columns]),
-            routing=_by_row(rows.routing, width, lambda x: x[:, own_columns]),
+            input_ids=cut(rows.input_ids),
+            position_ids=cut(rows.position_ids),
+            fed=_by_row(rows.fed, width, cut),
+            routing=_by_row(rows.routing, width, cut),
             index=(row * columns + column - first)[learned],
             targets=rows.targets[learned],
             support=None if rows.support is None else rows.support[learned],
@@ -130,7 +133,6 @@ def _padded(batch: MicroBatch, multiple: int) -> MicroBatch:
     padding = -width % multiple
     if not padding:
         return batch
-    pad = nn.functional.pad
     further = torch.arange(1, padding + 1, device=batch.position_ids.device)
     return replace(
         batch,

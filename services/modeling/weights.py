@@ -35,11 +35,10 @@ def tensors_in(manifest: Manifest, data: Part) -> Iterator[tuple[str, torch.Tens
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype:
-    try:
+    if entry.dtype in DTYPES:
         return DTYPES[entry.dtype]
-    except KeyError:
-        message = f"tensor {entry.name} has dtype {entry.dtype}; known: {', '.join(DTYPES)}"
-        raise UsageError(message) from None
+    known = ", ".join(DTYPES)
+    raise UsageError(f"tensor {entry.name} has dtype {entry.dtype}; known: {known}")
 
 
 class WeightTable:
@@ -88,7 +87,7 @@ class WeightTable:
         for names in self._aliases.values():
             present = [name for name in names if name in names_present]
             if 0 < len(present) < len(names):
-                missing[present[0]] = [name for name in names if name not in names_present]
+                missing[present[0]] = [name for name in names if name not in present]
         return missing
 
     def check(self, manifest: Manifest) -> None:
@@ -97,14 +96,13 @@ class WeightTable:
             _dtype(entry)
         _check_adapter(manifest.adapter, self._adapter)
         shapes = {entry.name: list(entry.shape) for entry in manifest.tensors}
-        missing = [
-            names[0] for names in self._aliases.values() if not any(n in shapes for n in names)
-        ]
-        unknown = [name for name in shapes if name not in self._places]
+        own = {name: list(place.shape) for name, place in self._places.items()}
+        missing = [names[0] for names in self._aliases.values() if shapes.keys().isdisjoint(names)]
+        unknown = [name for name in shapes if name not in own]
         wrong = [
-            f"{name} {shape} instead of {list(self._places[name].shape)}"
+            f"{name} {shape} instead of {own[name]}"
             for name, shape in shapes.items()
-            if name in self._places and shape != list(self._places[name].shape)
+            if shape != own.get(name, shape)
         ]
         faults = [
             f"{kind}: {_some(names)}"
@@ -124,17 +122,16 @@ def _hashed_copy(target: torch.Tensor, source: torch.Tensor) -> Move:
 
     What has another dtype, or does not lie in one piece, is copied now, through memory of our own.
     """
-    is_plain = target.dtype == source.dtype and target.is_contiguous()
-    buffer = target if is_plain else torch.empty(source.shape, dtype=source.dtype)
-    if not is_plain:
+    if target.dtype != source.dtype or not target.is_contiguous():
+        buffer = torch.empty(source.shape, dtype=source.dtype)
         fill(buffer, source)
         fill(target, buffer)
-    content = bytes_of(buffer)
+        copied = bytes_of(buffer)
+        return lambda start, end: copied[start:end]
+    content = bytes_of(target)
 
     def move(start: int, end: int) -> memoryview:
-        if is_plain:
-            size = end - start
-            ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, size)
+        ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, end - start)
         return content[start:end]
 
     return move
@@ -148,8 +145,7 @@ def weight_table(model: Any, config: RunConfig) -> WeightTable:
     are not rounded away.
     """
     device, dtype = model.device, model.dtype
-    adapter = put_adapter(model, config)
-    if adapter is not None:
+    if (adapter := put_adapter(model, config)) is not None:
         for factor in factors(model).values():
             factor.data = factor.data.to(device, dtype)  # peft has them in float32
     return WeightTable(model, adapter)
@@ -186,6 +182,5 @@ def _check_adapter(adapter: AdapterFacts | None, own: AdapterFacts | None) -> No
 
 
 def _some(names: list[str]) -> str:
-    text = ", ".join(names[:_NAMES_SHOWN])
     more = len(names) - _NAMES_SHOWN
-    return f"{text} and {more} more" if more > 0 else text
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.e2e
 USER_CODE = """
 import asyncio, os, signal, sys, time
 
+from umbra.services.environments.protocol import StepResult
+
 def score(prompt, completion, row):
     if completion == "raise":
         raise KeyError("gold")
@@ -34,9 +36,7 @@ def score(prompt, completion, row):
         sys.exit(3)
     if completion == "flood":
         return len(bytearray(8 << 30))
-    if completion == "text":
-        return "1.0"
-    return 0.5
+    return "1.0" if completion == "text" else 0.5
 
 class Count:
     # Answers with the sum of all turns; which process it is in does not matter.
@@ -45,14 +45,13 @@ class Count:
     def reset(self, row):
         return [{"role": "user", "content": row["prompt"]}]
     def step(self, response):
-        from umbra.services.environments.protocol import StepResult
         if response == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         self.sum += int(response)
         return StepResult(reward=1.0, done=False,
                           messages=[{"role": "user", "content": str(self.sum)}])
 
-MEETING = {}
+MEETING = {"n": 0}
 
 class Meeting:
     # A turn ends when as many samples have come as the row says.
@@ -60,7 +59,6 @@ class Meeting:
         self.row = row
         return []
     async def step(self, response):
-        from umbra.services.environments.protocol import StepResult
         if response == "die":
             os._exit(1)
         if "flag" in self.row:
@@ -68,7 +66,6 @@ class Meeting:
                 open(self.row["flag"], "w").close()
                 await asyncio.sleep(600)
             return StepResult(reward=2.0)
-        MEETING.setdefault("n", 0)
         MEETING["n"] += 1
         while MEETING["n"] < self.row["size"]:
             await asyncio.sleep(0.001)
@@ -86,7 +83,6 @@ class Waiting:
         return self.answer(response)
 
     def answer(self, response):
-        from umbra.services.environments.protocol import StepResult
         return StepResult(done=False, messages=[{"role": "user", "content": str(response)}])
 
 class Blocking(Waiting):
@@ -114,12 +110,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def start(module: str, closes: Closes) -> Callable[..., Player]:
 
     def make(kind: str, **changes: Any) -> Player:
-        values: dict[str, Any] = {"timeout_s": 20.0, "workers": 2, **changes}
-        if kind[0].islower():
-            config = EnvironmentConfig(kind="reward", reward=f"{module}:{kind}", **values)
-        else:
-            config = EnvironmentConfig(kind=f"{module}:{kind}", **values)
-        return closes(Player(config))
+        what = {"kind": f"{module}:{kind}"}
+        if kind == "score":
+            what = {"kind": "reward", "reward": f"{module}:score"}
+        values: dict[str, Any] = {"timeout_s": 20.0, "workers": 1, **what, **changes}
+        return closes(Player(EnvironmentConfig(**values)))
 
     return make
 
@@ -142,7 +137,7 @@ def text(outcome: EpisodeOutcome) -> str:
 def test_a_faulty_reward_costs_its_sample_only(
     start: Callable[..., Player], said: str, error: str
 ) -> None:
-    player = start("score", workers=1, memory_mb=2048)
+    player = start("score", memory_mb=2048)
     for name, completion in (("bad", said), ("good", "fine"), ("better", "fine")):
         player.pool.play(name, {"prompt": "p"}, [completion])
     outcomes = player.outcomes(3)
@@ -151,7 +146,7 @@ def test_a_faulty_reward_costs_its_sample_only(
 
 
 def test_async_environments_share_a_process(start: Callable[..., Player]) -> None:
-    player = start("Meeting", workers=1)
+    player = start("Meeting")
     for index in range(20):
         player.pool.play(str(index), {"size": 20}, ["x"])
     assert len(player.outcomes(20)) == 20
@@ -159,7 +154,7 @@ def test_async_environments_share_a_process(start: Callable[..., Player]) -> Non
 
 def test_one_of_many_in_a_process_kills_it(start: Callable[..., Player], tmp_path: Path) -> None:
     """The others are sent again; the one that does it twice, alone, is the one."""
-    player = start("Meeting", workers=1)
+    player = start("Meeting")
     player.pool.play("hangs once", {"flag": str(tmp_path / "flag")}, ["x"])
     player.pool.play("bad", {"size": 1}, ["die"])
     player.pool.play("late", {"size": 1}, ["x"])
@@ -169,7 +164,7 @@ def test_one_of_many_in_a_process_kills_it(start: Callable[..., Player], tmp_pat
 
 
 def test_conversations_are_lost_with_their_process(start: Callable[..., Player]) -> None:
-    player = start("Count", workers=1)
+    player = start("Count")
     player.play("a")
     assert text(player.play("a", "1")) == "1"
     player.pool.play("b", {"prompt": "p"}, ["die"])
@@ -194,7 +189,7 @@ def test_opening_and_step_have_a_limit(
 ) -> None:
     """The sentence names phase, seconds and key."""
     limit_s = seconds(0.5)  # in which the next one has to be opened
-    player = start(kind, workers=1, timeout_s=limit_s)
+    player = start(kind, timeout_s=limit_s)
     told = f"took longer than environment.timeout_s = {limit_s:g} s"
     opened = player.play("a", hangs="reset").error
     assert opened == f"environment {module}:{kind}: the opening (reset) {told}"
@@ -205,13 +200,12 @@ def test_opening_and_step_have_a_limit(
 
 def test_a_reward_that_hangs_costs_its_sample_only(start: Callable[..., Player]) -> None:
     limit_s = seconds(1.0)  # in which the good one has to be scored
-    player = start("score", workers=1, timeout_s=limit_s)
+    player = start("score", timeout_s=limit_s)
     player.pool.play("bad", {"prompt": "p"}, ["hang"])
     player.pool.play("good", {"prompt": "p"}, ["fine"])
     outcomes = player.outcomes(2)
-    assert f"its reward took longer than environment.timeout_s = {limit_s:g} s" in (
-        outcomes["bad"].error
-    )
+    told = f"its reward took longer than environment.timeout_s = {limit_s:g} s"
+    assert told in outcomes["bad"].error
     assert isinstance(outcomes["good"].value, StepResult)
 
 

@@ -1,5 +1,7 @@
 """Ready-made environments and the loader."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,14 @@ not_callable = 3
 
 
 @pytest.fixture
-def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write a module of a user's into the working directory and return its name."""
-    name = f"rewards_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(USER_CODE)
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Write a module of a user's, MODULE, into the working directory."""
+    (tmp_path / "MODULE.py").write_text(USER_CODE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return name
+    monkeypatch.delitem(sys.modules, "MODULE", raising=False)
+    yield
+    sys.modules.pop("MODULE", None)
 
 
 def test_exact_match_compares_stripped_text() -> None:
@@ -64,19 +67,17 @@ def test_guess_gives_hints_until_a_hit_or_the_last_try() -> None:
     assert (results[-1].reward, results[-1].reason) == (0.0, "turns")
 
 
-def test_a_reward_function_from_a_file_in_the_working_directory(user_module: str) -> None:
-    make = load_environment(EnvironmentConfig(kind="reward", reward=f"{user_module}:length"))
+@pytest.mark.usefixtures("user_module")
+@pytest.mark.parametrize(
+    ("function", "value"), [("length", 0.4), ("text", "'1.0'"), ("nothing", "nan")]
+)
+def test_a_reward_function_from_a_file_in_the_working_directory(function: str, value: Any) -> None:
+    make = load_environment(EnvironmentConfig(kind="reward", reward=f"MODULE:{function}"))
     environment = make()
     environment.reset({"prompt": "p", "most": 10})
-    assert environment.step("abcd") == StepResult(reward=0.4)
-
-
-@pytest.mark.parametrize(("function", "value"), [("text", "'1.0'"), ("nothing", "nan")])
-def test_a_reward_that_is_no_number(user_module: str, function: str, value: str) -> None:
-    environment = load_environment(
-        EnvironmentConfig(kind="reward", reward=f"{user_module}:{function}")
-    )()
-    environment.reset({"prompt": "p"})
+    if function == "length":
+        assert environment.step("abcd") == StepResult(reward=value)
+        return
     with pytest.raises(SampleError, match=f"{function} returned {value}, which is not a finite"):
         environment.step("abcd")
 
@@ -99,22 +100,11 @@ def test_a_reward_that_is_no_number(user_module: str, function: str, value: str)
         ("tools", "", {"tools": ["MODULE:lenght"]}, "did you mean 'length'"),
     ],
 )
-def test_usage_errors(
-    user_module: str, kind: str, reward: str, options: dict[str, Any], says: str
-) -> None:
-    config = EnvironmentConfig(
-        kind=kind.replace("MODULE", user_module),
-        reward=reward.replace("MODULE", user_module),
-        options={
-            key: [str(name).replace("MODULE", user_module) for name in value]
-            if isinstance(value, list)
-            else value
-            for key, value in options.items()
-        },
-    )
+@pytest.mark.usefixtures("user_module")
+def test_usage_errors(kind: str, reward: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError) as caught:
-        load_environment(config)
-    assert says.replace("MODULE", user_module) in str(caught.value)
+        load_environment(EnvironmentConfig(kind=kind, reward=reward, options=options))
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -186,12 +176,15 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [{"function": {"na
     ("messages", "tools", "says"),
     [
         ([USER, CALLED], [{"type": "function", "function": {"name": "f"}}], ""),
-        ([{"role": "user", "content": None}], [], "whose contents are texts"),
-        ([{"role": "user", "content": 5}], [], "whose contents are texts"),
-        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], [], "contents are texts"),
-        ([{"role": "user"}], [], "whose contents are texts"),
-        ([{**USER, 1: 2}], [], "whose contents are texts"),
-        (USER, [], "whose contents are texts"),
+        *(
+            (messages, [], "whose contents are texts")
+            for messages in (
+                *([{**USER, "content": c}] for c in (None, 5, [{"type": "text", "text": "x"}])),
+                [{"role": "user"}],
+                [{**USER, 1: 2}],
+                USER,
+            )
+        ),
         ([USER], None, "reset gave tools None"),
         ([USER], [{"name": "f"}], "instead of schemas"),
     ],

@@ -126,9 +126,7 @@ def test_scores_of_a_group_are_taken_all_or_not_at_all() -> None:
     assert refused == "malformed: 1 scores for the 3 samples of a group"
     assert {sample.state for sample in run.pool.samples.values()} == {"scoring"}
     again = run.to_score("y")
-    assert [(task.sample_id, task.attempt) for task in again] == [
-        ("s-0", 2), ("s-1", 2), ("s-2", 2),
-    ]  # fmt: skip
+    assert [(task.sample_id, task.attempt) for task in again] == [(f"s-{n}", 2) for n in range(3)]
     assert len(run.give("x", given, 1.0, 2.0, 3.0).refused) == 3  # too late
     assert run.give("y", again, 1.0, 2.0, 3.0).accepted == 3
     assert [sample.reward for sample in run.pool.samples.values()] == [1.0, 2.0, 3.0]

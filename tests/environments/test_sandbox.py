@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fakes.slowness import limit, seconds
+from msgspec.structs import replace
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
@@ -48,14 +49,9 @@ def calls(docker: Path) -> list[list[str]]:
     return [line.split() for line in (docker / "log").read_text().splitlines()]
 
 
-def tools(docker: Path, *names: str, **limits: Any) -> EnvironmentConfig:
-    del docker
-    return EnvironmentConfig(
-        kind="tools",
-        options={"tools": list(names)},
-        sandbox="docker",
-        sandbox_options=limits,
-    )
+def tools(*names: str, sandbox: str = "docker", **options: Any) -> EnvironmentConfig:
+    told = {"tools": list(names)}
+    return EnvironmentConfig(kind="tools", options=told, sandbox=sandbox, sandbox_options=options)
 
 
 def called(name: str, **arguments: str) -> ParsedTurn:
@@ -67,18 +63,15 @@ async def converse(config: EnvironmentConfig, *responses: ParsedTurn | str) -> l
     host = EnvironmentHost(load_environment(config), "tools")
     answers: list[Any] = [await host.play("s", {"prompt": "go", "answer": "3"}, [])]
     answers += [await host.play("s", {}, [response]) for response in responses]
-    forgotten: Any = host.forget("s")
-    if forgotten is not None:
-        await forgotten
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    await asyncio.gather(*others)
+    await host.forget("s")
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
     return answers
 
 
 def test_code_runs_in_a_container_of_its_sample(docker: Path) -> None:
     opening, first, second, last = asyncio.run(
         converse(
-            tools(docker, "python", "shell", "calculator", memory_mb=64, image="an-image"),
+            tools("python", "shell", "calculator", memory_mb=64, image="an-image"),
             called("python", code="print(1 + 1)"),
             called("shell", command="echo hello; exit 3"),
             "3",
@@ -109,10 +102,8 @@ def test_what_the_command_line_gets_of_our_environment(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     monkeypatch.setenv("UMBRA_AGENT_KEY", "secret")
-    container = Container("docker", ContainerLimits())
-    outcome = asyncio.run(container.run(["env"]))
-    assert "secret" not in outcome.output
-    assert "PATH=" in outcome.output
+    outcome = asyncio.run(Container("docker", ContainerLimits()).run(["env"]))
+    assert "PATH=" in outcome.output and "secret" not in outcome.output
 
 
 def test_a_command_that_takes_too_long_costs_its_container(docker: Path) -> None:
@@ -126,7 +117,7 @@ def test_a_command_that_takes_too_long_costs_its_container(docker: Path) -> None
     asyncio.run(slow())
     assert [call[0] for call in calls(docker)] == ["run", "exec", "rm"]
     (told,) = asyncio.run(
-        converse(tools(docker, "shell", command_s=0.2), called("shell", command="sleep 600"))
+        converse(tools("shell", command_s=0.2), called("shell", command="sleep 600"))
     )[1:]
     assert "error: shell: the command took longer than 0.2 s" in told.messages[0]["content"]
 
@@ -140,7 +131,7 @@ def test_what_is_printed_without_end_is_cut_off(docker: Path) -> None:
 
 def test_a_sandbox_that_does_not_start_is_told(docker: Path) -> None:
     (docker / "broken").touch()
-    (told,) = asyncio.run(converse(tools(docker, "python"), called("python", code="1")))[1:]
+    (told,) = asyncio.run(converse(tools("python"), called("python", code="1")))[1:]
     assert told.messages[0]["content"] == "error: python: no sandbox: docker: no such image"
     assert [call[0] for call in calls(docker)] == ["run", "rm"]
 
@@ -187,12 +178,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_sandbox_of_the_users_own(own: Any) -> None:
-    config = EnvironmentConfig(
-        kind="tools",
-        options={"tools": ["python"]},
-        sandbox="own_box:Box",
-        sandbox_options={"colour": "blue"},
-    )
+    config = tools("python", sandbox="own_box:Box", colour="blue")
     (told,) = asyncio.run(converse(config, called("python", code="1")))[1:]
     assert told.messages[0]["content"] == "blue 1"
     assert own.CLOSED == ["blue"]
@@ -224,17 +210,13 @@ def test_environments_and_agents_get_a_sandbox(own: Any) -> None:
     ],
 )
 def test_settings_that_cannot_be(docker: Path, changes: dict[str, Any], says: str) -> None:
-    values: dict[str, Any] = {
-        "kind": "tools", "options": {"tools": ["python"]}, "sandbox": "docker"
-    }  # fmt: skip
     with pytest.raises(UsageError, match=says):
-        load_environment(EnvironmentConfig(**{**values, **changes}))
+        load_environment(replace(tools("python"), **changes))
 
 
 def test_a_runtime_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    config = EnvironmentConfig(kind="tools", options={"tools": ["python"]}, sandbox="podman")
     with pytest.raises(
         UsageError, match=r"environment\.sandbox = podman: there is no such command"
     ):
-        load_environment(config)
+        load_environment(tools("python", sandbox="podman"))

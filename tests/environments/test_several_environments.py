@@ -34,6 +34,9 @@ options = { tolerance = 0.5 }
 """
 
 
+THEIRS = "[[environments]]\nname = 'x'\nkind = 'verifiers'\nid = 'y'\n"
+
+
 def loaded(tmp_path: Path, text: str = RUN) -> RunConfig:
     (tmp_path / "run.toml").write_text(text)
     return load_config(tmp_path / "run.toml", environ={})
@@ -95,14 +98,9 @@ def test_a_run_file_that_is_wrong_about_them_is_refused(
         ("[buffer]\nstages = ['reward']", "stages has reward: set reward_scope = group in"),
         ("[[environments]]\nname = 'x'\nkind = 'trl'", "environments.x.kind = trl needs"),
         ("[[environments]]\nname = 'x'\nid = 'm:C'", "environments.x.id = m:C has no effect"),
+        (f"{THEIRS}max_turns = 2", "environments.x.max_turns is not for verifiers"),
         (
-            "[[environments]]\nname = 'x'\nkind = 'verifiers'\nid = 'y'\nmax_turns = 2",
-            "environments.x.max_turns is not for verifiers",
-        ),
-        (
-            "[[environments]]\nname = 'x'\nkind = 'verifiers'\nid = 'y'\n"
-            "[[environments]]\nname = 'z'\nkind = 'verifiers'\nid = 'y'\n"
-            "[generator]\nserve_advertise = 'proxy:80'",
+            f"{THEIRS}{THEIRS.replace('x', 'z')}[generator]\nserve_advertise = 'proxy:80'",
             "proxy:80 has a port",
         ),
     ],
@@ -148,12 +146,11 @@ def test_rows_without_an_environment_are_refused(
 
 def test_each_sample_has_the_limits_of_its_environment(tmp_path: Path) -> None:
     chat: Any = None
-    config = RunConfig(
-        environments=(
-            NamedEnvironment(name="a", max_turns=3),
-            NamedEnvironment(name="b", kind="trl", id="m:C"),
-        )
+    named = (
+        NamedEnvironment(name="a", max_turns=3),
+        NamedEnvironment(name="b", kind="trl", id="m:C"),
     )
+    config = RunConfig(environments=named)
     settings = settings_for(config, chat)
     a, b = settings.of({"environment": "a"}), settings.of({"environment": "b"})
     assert (a.limits.turns, b.limits.turns) == (3, 0)

@@ -43,17 +43,15 @@ class Task:
     def model_validate(cls, _data: Any) -> Task:
         return cls()
 
-
-class Tasks:
     @classmethod
     def task_type(cls) -> type[Task]:
-        return Task
+        return cls
 
 
 class OneOfTheirs:
     def __init__(self) -> None:
         self.config = SimpleNamespace(taskset=SimpleNamespace(task=None))
-        self.taskset = Tasks()
+        self.taskset = Task()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

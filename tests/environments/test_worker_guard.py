@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fakes.slowness import limit, seconds
+from fakes.fixtures import Closes
+from fakes.players import Player
+from fakes.slowness import seconds
 from fakes.waiting import is_alive, until
 
 from umbra.services.config import EnvironmentConfig
@@ -51,6 +53,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def config(reward: str, **keys: Any) -> EnvironmentConfig:
+    return EnvironmentConfig(kind="reward", reward=f"starter:{reward}", workers=1, **keys)
+
+
 def started(project: Path, count: int) -> list[int]:
     path = project / "pids"
     until(lambda: path.exists() and path.read_text().count("\n") == count, "nothing was started")
@@ -59,10 +65,7 @@ def started(project: Path, count: int) -> list[int]:
 
 @pytest.mark.parametrize("how", ["fine", "hang", "die"])
 def test_what_a_reward_starts_ends_with_it(project: Path, how: str) -> None:
-    config = EnvironmentConfig(
-        kind="reward", reward="starter:score", workers=1, timeout_s=seconds(2.0)
-    )
-    pool = ProcessPool(config)
+    pool = ProcessPool(config("score", timeout_s=seconds(2.0)))
     try:
         pool.play("a", {"prompt": "p"}, [how])
         pids = started(project, 3)
@@ -108,19 +111,12 @@ def test_its_output_has_a_limit(project: Path) -> None:
     assert b"more output of an environment than its limit allows" in err
 
 
-def test_its_memory_is_limited_beyond_what_the_process_has(project: Path) -> None:
+@pytest.mark.usefixtures("project")
+def test_its_memory_is_limited_beyond_what_the_process_has(closes: Closes) -> None:
     """Python itself has more address space than this limit."""
-    config = EnvironmentConfig(kind="reward", reward="starter:hungry", workers=1, memory_mb=100)
-    pool = ProcessPool(config)
-    outcomes = {}
-    try:
-        for name in ("much", "little"):
-            pool.play(name, {"prompt": "p"}, [name])
-        deadline = time.monotonic() + limit(30.0)
-        while len(outcomes) < 2 and time.monotonic() < deadline:
-            outcomes |= {one.key: one for one in pool.collect()}
-            time.sleep(0.01)
-    finally:
-        pool.close()
+    player = closes(Player(config("hungry", memory_mb=100)))
+    for name in ("much", "little"):
+        player.pool.play(name, {"prompt": "p"}, [name])
+    outcomes: dict[str, Any] = player.outcomes(2)
     assert outcomes["little"].value.reward == 1.0
     assert "took more than environment.memory_mb = 100; raise it" in outcomes["much"].error

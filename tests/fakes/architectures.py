@@ -23,7 +23,6 @@ from umbra.services.trainer.make_model import END, PAD, SPECIAL_TOKENS, make_tok
 WINDOW = 8  # tokens; less than the sequences of the tests, so that windows matter
 CONTEXT = 256
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_ALL, _SOME = "windows in all layers", "windows in some layers"
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,9 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": SPECIAL_TOKENS.index(END),
 }
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SHARED: dict[str, Any] = {"num_experts": 4, "shared_expert_intermediate_size": 48}
+_FOUR: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_LAYERED: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]}
 _SSM: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
@@ -100,387 +102,268 @@ _DELTA: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-_HEADS = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
-_NO_ATTENTION = (*_HEADS, "max_position_embeddings")
-_STATES = "states"
+_ATTENTION = "intermediate_size num_attention_heads num_key_value_heads max_position_embeddings"
 _NOT_CAUSAL = {"qwen3-vl": "Qwen3VLForConditionalGeneration"}
 
 
 def _vision() -> dict[str, Any]:
     """A vision model and a text model, as Qwen3-VL has them."""
-    text = {**_COMMON, "num_hidden_layers": 2}
-    text["rope_parameters"] = {
-        "rope_type": "default",
-        "rope_theta": 10_000.0,
-        "mrope_section": [6, 5, 5],
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    }
-    return {"text_config": text, "vision_config": vision}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5]}
+    sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    more = {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    text = {**_COMMON, "num_hidden_layers": 2, "rope_parameters": rope}
+    return {"text_config": text, "vision_config": {**sizes, **more}}
 
 
-ARCHITECTURES: dict[str, Architecture] = {
-    architecture.name: architecture
-    for architecture in (
-        Architecture("qwen3", "Qwen3"),
-        Architecture("qwen3-tied", "Qwen3", {"tie_word_embeddings": True}, about="tied embeddings"),
-        Architecture("qwen2.5", "Qwen2"),
-        Architecture(
-            "qwen2.5-window",
-            "Qwen2",
-            {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-            about=_SOME,
-        ),
-        Architecture("llama", "Llama"),
-        Architecture(
-            "llama3-rope",
-            "Llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "llama3",
-                    "rope_theta": 10_000.0,
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 32,
-                }
-            },
-            about="rotary positions of Llama 3",
-        ),
-        Architecture("mistral", "Mistral", {"sliding_window": None}),
-        Architecture("mistral-window", "Mistral", {"sliding_window": WINDOW}, about=_ALL),
-        Architecture("phi3", "Phi3", drop=("head_dim",)),
-        Architecture(
-            "phi3-window", "Phi3", {"sliding_window": WINDOW}, drop=("head_dim",), about=_ALL
-        ),
-        Architecture("olmo2", "Olmo2", drop=("head_dim",)),
-        Architecture(
-            "olmo3",
-            "Olmo3",
-            {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]},
-            drop=("head_dim",),
-            about=_SOME,
-        ),
-        Architecture("glm4", "Glm4"),
-        Architecture(
-            "smollm3",
-            "SmolLM3",
-            {"no_rope_layers": [1, 0]},
-            drop=("head_dim",),
-            about="some layers without rotary positions",
-        ),
-        Architecture(
-            "granite",
-            "Granite",
-            {
-                "embedding_multiplier": 3.0,
-                "attention_multiplier": 0.3,
-                "residual_multiplier": 0.5,
-                "logits_scaling": 2.0,
-            },
-            drop=("head_dim",),
-            about="all four multipliers",
-        ),
-        Architecture(
-            "cohere", "Cohere", {"logit_scale": 0.5}, drop=("head_dim",), about="scaled logits"
-        ),
-        Architecture(
-            "cohere2",
-            "Cohere2",
-            {"logit_scale": 0.5, "sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]},
-            about=f"scaled logits, {_SOME}",
-        ),
-        Architecture(
-            "gemma2",
-            "Gemma2",
-            {
-                "sliding_window": WINDOW,
-                "layer_types": [_SLIDING, _FULL],
-                "query_pre_attn_scalar": 24,
-                "attn_logit_softcapping": 2.0,
-                "final_logit_softcapping": 3.0,
-            },
-            about=f"soft caps on scores and logits, {_SOME}",
-        ),
-        Architecture(
-            "gemma3",
-            "Gemma3Text",
-            {
-                "sliding_window": WINDOW,
-                "layer_types": [_SLIDING, _FULL],
-                "query_pre_attn_scalar": 24,
-            },
-            about=f"the text model, {_SOME}",
-        ),
-        Architecture(
-            "starcoder2", "Starcoder2", {"sliding_window": WINDOW}, drop=("head_dim",), about=_ALL
-        ),
-        Architecture("qwen3-moe", "Qwen3Moe", {**_EXPERTS, "num_experts": 4}),
-        Architecture(
-            "qwen2-moe",
-            "Qwen2Moe",
-            {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 48},
-            drop=("head_dim",),
-        ),
-        Architecture(
-            "mixtral",
-            "Mixtral",
-            {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": None},
-        ),
-        Architecture(
-            "mixtral-window",
-            "Mixtral",
-            {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": WINDOW},
-            about=_ALL,
-        ),
-        Architecture(
-            "deepseek-v3",
-            "DeepseekV3",
-            {
-                **_EXPERTS,
-                "n_routed_experts": 8,
-                "n_shared_experts": 1,
-                "n_group": 2,
-                "topk_group": 1,
-                "first_k_dense_replace": 1,
-                "num_key_value_heads": 2,
-                "q_lora_rank": 24,
-                "kv_lora_rank": 32,
-                "qk_rope_head_dim": 16,
-                "qk_nope_head_dim": 16,
-                "v_head_dim": 24,
-                "num_mtp_layers": 0,
-            },
-            drop=("head_dim",),
-            about="latent attention, without layers for multi-token prediction",
-        ),
-        Architecture(
-            "glm4-moe",
-            "Glm4Moe",
-            {
-                **_EXPERTS,
-                "n_routed_experts": 4,
-                "n_shared_experts": 1,
-                "first_k_dense_replace": 1,
-                "num_mtp_layers": 0,
-                "use_qk_norm": True,
-            },
-            about="without layers for multi-token prediction",
-        ),
-        Architecture(
-            "gpt-oss",
-            "GptOss",
-            {
-                "num_experts_per_tok": 2,
-                "num_local_experts": 4,
-                "sliding_window": WINDOW,
-                "layer_types": [_SLIDING, _FULL],
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-            },
-            about=f"sinks, {_SOME}",
-        ),
-        Architecture(
-            "llama4",
-            "Llama4Text",
-            {
-                "intermediate_size_mlp": 96,
-                "num_local_experts": 4,
-                "num_experts_per_tok": 1,
-                "interleave_moe_layer_step": 2,
-                "attention_chunk_size": WINDOW,
-                "no_rope_layers": [1, 0],
-            },
-        ),
-        Architecture(
-            "qwen3-next",
-            "Qwen3Next",
-            {**_EXPERTS, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 48},
-            about=_STATES,
-        ),
-        Architecture("qwen3.5", "Qwen3_5Text", _DELTA, about=f"the text model, {_STATES}"),
-        Architecture(
-            "qwen3.5-moe",
-            "Qwen3_5MoeText",
-            {**_EXPERTS, **_DELTA, "num_experts": 4, "shared_expert_intermediate_size": 48},
-            about=f"the text model, {_STATES}",
-        ),
-        Architecture(
-            "granite-hybrid",
-            "GraniteMoeHybrid",
-            {
-                **_SSM,
-                "layer_types": ["linear_attention", _FULL],
-                "num_local_experts": 4,
-                "num_experts_per_tok": 2,
-                "shared_intermediate_size": 48,
-                "attention_multiplier": 0.3,
-                "logits_scaling": 2.0,
-            },
-            drop=("head_dim",),
-            about=_STATES,
-        ),
-        Architecture(
-            "granite-hybrid-dense",
-            "GraniteMoeHybrid",
-            {
-                "layer_types": [_FULL, _FULL],
-                "num_local_experts": 0,
-                "shared_intermediate_size": 48,
-                "position_embedding_type": "rope",
-            },
-            drop=("head_dim",),
-            about="attention in all layers",
-        ),
-        Architecture(
-            "nemotron-h",
-            "NemotronH",
-            {
-                **_EXPERTS,
-                "layers_block_type": ["linear_attention", "moe", _FULL, "mlp"],
-                "mamba_num_heads": 8,
-                "mamba_head_dim": 16,
-                "ssm_state_size": 16,
-                "n_groups": 2,
-                "chunk_size": 16,
-                "n_routed_experts": 4,
-                "moe_shared_expert_intermediate_size": 48,
-            },
-            about=_STATES,
-        ),
-        Architecture(
-            "bamba",
-            "Bamba",
-            {**_SSM, "attn_layer_indices": [1]},
-            drop=("head_dim",),
-            about=_STATES,
-        ),
-        Architecture(
-            "falcon-h1",
-            "FalconH1",
-            {
-                **_SSM,
-                "mamba_d_ssm": 128,
-                "lm_head_multiplier": 0.5,
-                "embedding_multiplier": 2.0,
-                "key_multiplier": 0.7,
-                "ssm_out_multiplier": 0.6,
-                "mlp_multipliers": [0.8, 1.2],
-            },
-            drop=("head_dim",),
-            about=f"scaled logits, {_STATES}",
-        ),
-        Architecture(
-            "jamba",
-            "Jamba",
-            {
-                "mamba_d_state": 8,
-                "attn_layer_period": 2,
-                "attn_layer_offset": 1,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-            },
-            drop=("head_dim",),
-            about=_STATES,
-        ),
-        Architecture(
-            "zamba2",
-            "Zamba2",
-            {
-                "layers_block_type": ["linear_attention", "hybrid"],
-                "n_mamba_heads": 8,
-                "mamba_ngroups": 2,
-                "mamba_d_state": 16,
-                "chunk_size": 16,
-            },
-            drop=("head_dim", "num_key_value_heads"),
-            about=_STATES,
-        ),
-        Architecture(
-            "lfm2",
-            "Lfm2",
-            {"layer_types": ["conv", _FULL], "block_multiple_of": 16},
-            drop=("head_dim",),
-            about=_STATES,
-        ),
-        Architecture(
-            "lfm2-moe",
-            "Lfm2Moe",
-            {**_EXPERTS, "layer_types": ["conv", _FULL], "num_experts": 4, "num_dense_layers": 1},
-            drop=("head_dim",),
-            about=_STATES,
-        ),
-        Architecture(
-            "mamba",
-            "Mamba",
-            {"state_size": 8},
-            drop=(*_NO_ATTENTION, "head_dim"),
-            about=_STATES,
-        ),
-        Architecture(
-            "falcon-mamba",
-            "FalconMamba",
-            {"state_size": 8},
-            drop=(*_NO_ATTENTION, "head_dim"),
-            about=_STATES,
-        ),
-        Architecture(
-            "mamba2",
-            "Mamba2",
-            {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 16},
-            drop=_NO_ATTENTION,
-            about=_STATES,
-        ),
-        Architecture(
-            "minimax",
-            "MiniMax",
-            {
-                "layer_types": ["linear_attention", _FULL],
-                "num_local_experts": 4,
-                "num_experts_per_tok": 2,
-                "block_size": 16,
-            },
-        ),
-        Architecture("qwen3-vl", "Qwen3VL", _vision(), drop=tuple(_COMMON)),
-        Architecture("gemma", "Gemma"),
-        Architecture(
-            "ministral",
-            "Ministral",
-            {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]},
-            about=_SOME,
-        ),
-        Architecture(
-            "olmoe", "Olmoe", {"num_experts_per_tok": 2, "num_experts": 4}, drop=("head_dim",)
-        ),
-        Architecture("seed-oss", "SeedOss"),
-        Architecture("ernie4.5", "Ernie4_5"),
-        Architecture(
-            "exaone4",
-            "Exaone4",
-            {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]},
-            about=_SOME,
-        ),
-        Architecture(
-            "bloom",
-            "Bloom",
-            {"n_head": 2},
-            drop=(
-                "head_dim",
-                "num_key_value_heads",
-                "intermediate_size",
-                "max_position_embeddings",
-                "num_attention_heads",
-            ),
-            about="stands for any architecture that is not listed above",
-        ),
-    )
-}
+def _tiny(name: str, kind: str, about: str = "", *, drop: str = "", **own: Any) -> Architecture:
+    return Architecture(name, kind, own, tuple(drop.split()), about)
+
+
+_TABLE = (
+    _tiny("qwen3", "Qwen3"),
+    _tiny("qwen3-tied", "Qwen3", "tied embeddings", tie_word_embeddings=True),
+    _tiny("qwen2.5", "Qwen2"),
+    _tiny(
+        "qwen2.5-window",
+        "Qwen2",
+        "windows in some layers",
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
+    ),
+    _tiny("llama", "Llama"),
+    _tiny(
+        "llama3-rope",
+        "Llama",
+        "rotary positions of Llama 3",
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    _tiny("mistral", "Mistral", sliding_window=None),
+    _tiny("mistral-window", "Mistral", "windows in all layers", sliding_window=WINDOW),
+    _tiny("phi3", "Phi3", drop="head_dim"),
+    _tiny("phi3-window", "Phi3", "windows in all layers", drop="head_dim", sliding_window=WINDOW),
+    _tiny("olmo2", "Olmo2", drop="head_dim"),
+    _tiny("olmo3", "Olmo3", "windows in some layers", drop="head_dim", **_LAYERED),
+    _tiny("glm4", "Glm4"),
+    _tiny(
+        "smollm3",
+        "SmolLM3",
+        "some layers without rotary positions",
+        drop="head_dim",
+        no_rope_layers=[1, 0],
+    ),
+    _tiny(
+        "granite",
+        "Granite",
+        "all four multipliers",
+        drop="head_dim",
+        embedding_multiplier=3.0,
+        attention_multiplier=0.3,
+        residual_multiplier=0.5,
+        logits_scaling=2.0,
+    ),
+    _tiny("cohere", "Cohere", "scaled logits", drop="head_dim", logit_scale=0.5),
+    _tiny(
+        "cohere2", "Cohere2", "scaled logits, windows in some layers", logit_scale=0.5, **_LAYERED
+    ),
+    _tiny(
+        "gemma2",
+        "Gemma2",
+        "soft caps on scores and logits, windows in some layers",
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        **_LAYERED,
+    ),
+    _tiny(
+        "gemma3",
+        "Gemma3Text",
+        "the text model, windows in some layers",
+        query_pre_attn_scalar=24,
+        **_LAYERED,
+    ),
+    _tiny(
+        "starcoder2", "Starcoder2", "windows in all layers", drop="head_dim", sliding_window=WINDOW
+    ),
+    _tiny("qwen3-moe", "Qwen3Moe", num_experts=4, **_EXPERTS),
+    _tiny("qwen2-moe", "Qwen2Moe", drop="head_dim", **_EXPERTS, **_SHARED),
+    _tiny("mixtral", "Mixtral", sliding_window=None, **_FOUR),
+    _tiny("mixtral-window", "Mixtral", "windows in all layers", sliding_window=WINDOW, **_FOUR),
+    _tiny(
+        "deepseek-v3",
+        "DeepseekV3",
+        "latent attention, without layers for multi-token prediction",
+        drop="head_dim",
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        num_key_value_heads=2,
+        q_lora_rank=24,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=24,
+        num_mtp_layers=0,
+        **_EXPERTS,
+    ),
+    _tiny(
+        "glm4-moe",
+        "Glm4Moe",
+        "without layers for multi-token prediction",
+        n_routed_experts=4,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        num_mtp_layers=0,
+        use_qk_norm=True,
+        **_EXPERTS,
+    ),
+    _tiny(
+        "gpt-oss",
+        "GptOss",
+        "sinks, windows in some layers",
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        **_LAYERED,
+        **_FOUR,
+    ),
+    _tiny(
+        "llama4",
+        "Llama4Text",
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=WINDOW,
+        no_rope_layers=[1, 0],
+    ),
+    _tiny("qwen3-next", "Qwen3Next", "states", **_EXPERTS, **_DELTA, **_SHARED),
+    _tiny("qwen3.5", "Qwen3_5Text", "the text model, states", **_DELTA),
+    _tiny(
+        "qwen3.5-moe", "Qwen3_5MoeText", "the text model, states", **_EXPERTS, **_DELTA, **_SHARED
+    ),
+    _tiny(
+        "granite-hybrid",
+        "GraniteMoeHybrid",
+        "states",
+        drop="head_dim",
+        layer_types=["linear_attention", _FULL],
+        shared_intermediate_size=48,
+        attention_multiplier=0.3,
+        logits_scaling=2.0,
+        **_SSM,
+        **_FOUR,
+    ),
+    _tiny(
+        "granite-hybrid-dense",
+        "GraniteMoeHybrid",
+        "attention in all layers",
+        drop="head_dim",
+        layer_types=[_FULL, _FULL],
+        num_local_experts=0,
+        shared_intermediate_size=48,
+        position_embedding_type="rope",
+    ),
+    _tiny(
+        "nemotron-h",
+        "NemotronH",
+        "states",
+        layers_block_type=["linear_attention", "moe", _FULL, "mlp"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=16,
+        n_routed_experts=4,
+        moe_shared_expert_intermediate_size=48,
+        **_EXPERTS,
+    ),
+    _tiny("bamba", "Bamba", "states", drop="head_dim", attn_layer_indices=[1], **_SSM),
+    _tiny(
+        "falcon-h1",
+        "FalconH1",
+        "scaled logits, states",
+        drop="head_dim",
+        mamba_d_ssm=128,
+        lm_head_multiplier=0.5,
+        embedding_multiplier=2.0,
+        key_multiplier=0.7,
+        ssm_out_multiplier=0.6,
+        mlp_multipliers=[0.8, 1.2],
+        **_SSM,
+    ),
+    _tiny(
+        "jamba",
+        "Jamba",
+        "states",
+        drop="head_dim",
+        mamba_d_state=8,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+    ),
+    _tiny(
+        "zamba2",
+        "Zamba2",
+        "states",
+        drop="head_dim num_key_value_heads",
+        layers_block_type=["linear_attention", "hybrid"],
+        n_mamba_heads=8,
+        mamba_ngroups=2,
+        mamba_d_state=16,
+        chunk_size=16,
+    ),
+    _tiny(
+        "lfm2", "Lfm2", "states", drop="head_dim", layer_types=["conv", _FULL], block_multiple_of=16
+    ),
+    _tiny(
+        "lfm2-moe",
+        "Lfm2Moe",
+        "states",
+        drop="head_dim",
+        layer_types=["conv", _FULL],
+        num_experts=4,
+        num_dense_layers=1,
+        **_EXPERTS,
+    ),
+    _tiny("mamba", "Mamba", "states", drop=f"{_ATTENTION} head_dim", state_size=8),
+    _tiny("falcon-mamba", "FalconMamba", "states", drop=f"{_ATTENTION} head_dim", state_size=8),
+    _tiny(
+        "mamba2",
+        "Mamba2",
+        "states",
+        drop=_ATTENTION,
+        num_heads=8,
+        head_dim=16,
+        n_groups=2,
+        state_size=16,
+        chunk_size=16,
+    ),
+    _tiny("minimax", "MiniMax", layer_types=["linear_attention", _FULL], block_size=16, **_FOUR),
+    Architecture("qwen3-vl", "Qwen3VL", _vision(), tuple(_COMMON)),
+    _tiny("gemma", "Gemma"),
+    _tiny("ministral", "Ministral", "windows in some layers", **_LAYERED),
+    _tiny("olmoe", "Olmoe", drop="head_dim", num_experts_per_tok=2, num_experts=4),
+    _tiny("seed-oss", "SeedOss"),
+    _tiny("ernie4.5", "Ernie4_5"),
+    _tiny("exaone4", "Exaone4", "windows in some layers", **_LAYERED),
+    _tiny(
+        "bloom",
+        "Bloom",
+        "stands for any architecture that is not listed above",
+        drop=f"{_ATTENTION} head_dim",
+        n_head=2,
+    ),
+)
+ARCHITECTURES = {architecture.name: architecture for architecture in _TABLE}
 
 
 @torch.no_grad()

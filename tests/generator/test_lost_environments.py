@@ -65,7 +65,7 @@ class World:
         (worker,) = self.pool._workers._workers
         worker.process.kill()
         deadline = Deadline(limit(30.0), "nobody notices")
-        while self.pool._outcomes._queue.empty():
+        while self.pool._queue.empty():
             deadline.check()
         self._run(lambda: not self.runner.active)
         return self.finished[0]

@@ -134,10 +134,7 @@ def test_an_architecture_that_is_not_listed_may_be_named_once_it_was_checked(
     [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "(rope type dynamic)"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "(rope type longrope)"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
-            "(rope type dynamic)",
-        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "(rope type dynamic)"),
         ({"use_bidirectional_attention": True}, "attends to later tokens too"),
         ({"quantization_config": {"quant_method": "fp8"}}, "has quantized weights (fp8)"),
         ({"layer_types": ["chunked_attention"]}, "attends in chunks"),
@@ -145,10 +142,7 @@ def test_an_architecture_that_is_not_listed_may_be_named_once_it_was_checked(
         ({"layer_types": ["conv", "full_attention"]}, "in a way that was not tested (conv)"),
         ({"time_step_limit": [0.0, 0.1]}, "limits time steps"),
         ({"time_step_limit": [0.0, float("inf")]}, ""),
-        (
-            {"sliding_window": 8, "layer_types": ["full_attention"]},
-            "has layer_types that its class does not read",
-        ),
+        ({"sliding_window": 8, "layer_types": ["full_attention"]}, "its class does not read"),
         ({"text_config": {}}, "has more than a text model (text_config)"),
         ({"is_encoder_decoder": True}, "is an encoder with a decoder"),
         ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None}, ""),
@@ -173,35 +167,26 @@ def test_a_default_that_would_be_wrong_is_refused_too(model_dir: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("model_dir", "bad", "good", "told"),
+    ("model_dir", "key", "bad", "good", "told"),
     [
-        (
-            "qwen3",
-            {"ranks": 4, "sequence_parallel": 4},
-            {"ranks": 4, "sequence_parallel": 2},
-            "sequence_parallel = 4 cannot divide the 2 attention",
-        ),
-        (
-            "qwen3-moe",
-            {"ranks": 3, "expert_parallel": 3},
-            {"ranks": 4, "expert_parallel": 2},
-            "= 3 cannot divide the 4 experts of a Qwen3MoeForCausal",
-        ),
-        (
-            "mamba2",
-            {"ranks": 2, "sequence_parallel": 2},
-            {"ranks": 2},
-            "layers of a Mamba2ForCausalLM carry a state",
-        ),
+        ("qwen3", "sequence_parallel", 4, 2, " = 4 cannot divide the 2 attention"),
+        ("qwen3-moe", "expert_parallel", 3, 2, " = 3 cannot divide the 4 experts of a Qwen3MoeFor"),
+        ("mamba2", "sequence_parallel", 2, 1, " = 2: layers of a Mamba2ForCausalLM carry a state"),
     ],
     indirect=["model_dir"],
 )
 def test_what_ranks_cannot_divide_is_refused_before_a_run(
-    model_dir: Path, bad: dict[str, int], good: dict[str, int], told: str, tmp_path: Path
+    model_dir: Path, key: str, bad: int, good: int, told: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match=told):
-        check_run(run_of(model_dir, tmp_path, **bad))
-    check_run(run_of(model_dir, tmp_path, **good))
+    def check(ranks: int) -> None:
+        check_run(run_of(model_dir, tmp_path, ranks=ranks, **{key: ranks}))
+
+    with pytest.raises(UsageError, match=key + told):
+        check(bad)
+    check(good)
+
+
+ENGINES = ("the torch engine", "the torch engine, recompute", "the torch engine, keep")
 
 
 def different(outcome: Outcome) -> dict[str, Row]:
@@ -218,14 +203,8 @@ def test_a_window_that_is_left_out_is_noticed(
 
     monkeypatch.setattr(Attention, "of", full)
     found = different(compare(model_dir))
-    for name in (
-        "logprobs of packed rows",
-        "logprobs of packed rows, shared prompts",
-        "logprobs of the torch engine",
-        "logprobs of the torch engine, recompute",
-        "logprobs of the torch engine, keep",
-    ):
-        worst = found[name].worst
+    for name in ("packed rows", "packed rows, shared prompts", *ENGINES):
+        worst = found[f"logprobs of {name}"].worst
         assert worst is not None and worst > 0.05
     assert "logprobs of rows of one sequence" not in found, "Transformers makes those masks"
 
@@ -301,15 +280,14 @@ def test_a_copy_has_few_layers_and_short_windows(
     assert list(compare(path).cuts) == cuts
 
 
-def umbra(*arguments: str) -> Result:
-    return CliRunner().invoke(command, list(arguments), standalone_mode=False)
+def umbra(*arguments: object) -> Result:
+    told = [*map(str, arguments), "--no-vllm"]
+    return CliRunner().invoke(command, told, standalone_mode=False)
 
 
 @of("qwen3")
 def test_the_command_prints_the_table_and_ends_well(model_dir: Path) -> None:
-    result = CliRunner().invoke(
-        command, [str(model_dir), "--threads", "1", "--no-vllm"], standalone_mode=False
-    )
+    result = umbra(model_dir, "--threads", 1)
     assert result.return_value == 0
     assert "Qwen3ForCausalLM" in result.output
     assert result.output.count(" equal ") == 15
@@ -318,9 +296,7 @@ def test_the_command_prints_the_table_and_ends_well(model_dir: Path) -> None:
 
 @of("bloom")
 def test_a_difference_is_the_exit_code_of_a_refusal(model_dir: Path) -> None:
-    result = CliRunner().invoke(
-        command, [str(model_dir), "--json", "--no-vllm"], standalone_mode=False
-    )
+    result = umbra(model_dir, "--json")
     assert isinstance(result.exception, UsageError) and result.exception.exit_code == 2
     assert "BloomForCausalLM" in str(result.exception)
     assert not json.loads(result.output)["equal"]

@@ -14,7 +14,7 @@ import pytest
 from fakes.chat_templates import chat_tokenizer, template_names, training_names, weather
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.protocol import Message, Opening, ParsedTurn
+from umbra.services.environments.protocol import Message, Opening, ParsedTurn, tool_call
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.chat_template import as_text, with_tools
 
@@ -40,8 +40,7 @@ def tokenizer_of(name: str) -> tuple[Any, Chat]:
 
 
 def call(number: int, index: int) -> dict[str, Any]:
-    function = {"name": "weather", "arguments": {"city": f"Lund{number}{index}"}}
-    return {"id": f"call{number:02d}{index:03d}", "type": "function", "function": function}
+    return tool_call("weather", {"city": f"Lund{number}{index}"}, f"call{number:02d}{index:03d}")
 
 
 def said(number: int, calls: int, field: str) -> Message:
@@ -93,10 +92,8 @@ class Whole:
 
 
 def find(ids: list[int], part: list[int], start: int) -> int:
-    for at in range(start, len(ids) - len(part) + 1):
-        if ids[at : at + len(part)] == part:
-            return at
-    raise AssertionError("tokens that were appended are not in the whole conversation")
+    """Return where tokens that were appended are in the whole conversation."""
+    return next(at for at in range(start, len(ids)) if ids[at : at + len(part)] == part)
 
 
 def converse(name: str, kinds: list[tuple[str, ...]], field: str, *, system: bool = False) -> bool:

@@ -12,6 +12,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -102,7 +104,7 @@ class OnGpu(torch.Tensor):
 
 
 class Cudart:
-    """The driver's list of registered memory; errors are sticky until a kernel runs."""
+    """The driver's list of registered memory."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
@@ -112,11 +114,10 @@ class Cudart:
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
         assert address % PAGE_BYTES == 0
         assert flags == 1
-        if self.refuses:
-            return self.refuses
-        assert address not in self.registered
-        self.registered[address] = size
-        return 0
+        if not self.refuses:
+            assert address not in self.registered
+            self.registered[address] = size
+        return self.refuses
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         assert self.device == 3, "it would make a context on another GPU"
@@ -155,15 +156,9 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
 
     USED[:] = [Stream()]
     gpu_copies._copy_stream.cache_clear()
-    for name, double in {
-        "cudart": lambda: driver,
-        "current_device": lambda: driver.device,
-        "device": Chosen,
-        "Stream": made,
-        "Event": Event,
-        "stream": used,
-        "current_stream": lambda _device: USED[-1],
-    }.items():
+    doubles = {"device": Chosen, "Stream": made, "Event": Event, "stream": used}
+    doubles |= {"cudart": lambda: driver, "current_device": lambda: driver.device}
+    for name, double in {**doubles, "current_stream": lambda _: USED[-1]}.items():
         monkeypatch.setattr(torch.cuda, name, double)
     yield driver
     gpu_copies._copy_stream.cache_clear()
@@ -249,41 +244,39 @@ class Sums(Checksums):
 
 
 WAITS = [None, (Stream, "wait_stream"), (Stream, "synchronize"), (Event, "synchronize")]
-SOME = pytest.mark.parametrize("fast", [False, True])
-EACH = pytest.mark.parametrize(("mark_bytes", "marks"), [(1, 4), (30_000, 1), (1 << 30, 0)])
+MARKS = [(1, 4), (30_000, 1), (1 << 30, 0)]  # bytes between two, and how many there are
 
 
-def without(monkeypatch: pytest.MonkeyPatch, wait: tuple[type, str] | None) -> Any:
-    """Take one wait away; return what must become of the test then."""
-    if wait is None:
-        return nullcontext()
-    monkeypatch.setattr(*wait, lambda *_: None)
-    return pytest.raises(AssertionError)
+@dataclass
+class Case:
+    """How often a copy is marked, and whether one of the waits is missing."""
+
+    wait: tuple[type, str] | None
+    marks: int
+    fails: bool = False
+
+    def outcome(self) -> Any:
+        return pytest.raises(AssertionError) if self.fails else nullcontext()
 
 
-def missed(wait: tuple[type, str] | None, marks: int, *, fast: bool) -> bool:
-    """True if what `wait` is for has not happened without it."""
-    if wait == (Event, "synchronize"):
-        return marks > 0 and not fast
-    return wait != (Stream, "synchronize") or marks < 4  # each copy is waited for already
-
-
-@SOME
-@EACH
-@pytest.mark.parametrize("wait", WAITS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_snapshot_tells_of_bytes_that_are_there(
-    cudart: Cudart,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str,
-    wait: tuple[type, str] | None,
-    mark_bytes: int,
-    marks: int,
-    fast: bool,
-) -> None:
-    """The optimizer's last step may be under way when it begins."""
+@pytest.fixture(params=list(product(WAITS, MARKS, (False, True))))
+def case(request: pytest.FixtureRequest, cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> Case:
+    wait, (mark_bytes, marks), fast = request.param
     monkeypatch.setattr(gpu_copies, "MARK_BYTES", mark_bytes)
     monkeypatch.setattr(Event, "is_fast", fast)
+    if wait == (Event, "synchronize"):
+        missed = marks > 0 and not fast
+    else:
+        missed = wait != (Stream, "synchronize") or marks < 4  # each copy is waited for already
+    if wait is None or not missed:
+        return Case(wait, marks)
+    monkeypatch.setattr(wait[0], wait[1], lambda *_: None)
+    return Case(wait, marks, fails=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_snapshot_tells_of_bytes_that_are_there(case: Case, cudart: Cudart, dtype: str) -> None:
+    """The optimizer's last step may be under way when it begins."""
     source, plain = model(torch.float32), model(torch.float32, torch.Tensor)
     for one, new in zip(source.parameters(), plain.parameters(), strict=True):
         own = one.as_subclass(torch.Tensor).zero_()
@@ -293,29 +286,17 @@ def test_a_snapshot_tells_of_bytes_that_are_there(
     write_shards(plain, manifest, expected)
     slot = private_memory(manifest.total_bytes)
     sums = Sums(manifest, slot, expected)
-    with without(monkeypatch, wait if missed(wait, marks, fast=fast) else None):
+    with case.outcome():
         write_shards(source, manifest, slot, sums=sums)
         assert slot == expected
     assert len(cudart.registered) == 1
-    if wait is None:
+    if case.wait is None:
         assert sums.result() == checksums(manifest, expected)
-        assert len(sums.told) == marks
+        assert len(sums.told) == case.marks
 
 
-@SOME
-@EACH
-@pytest.mark.parametrize("wait", WAITS)
-def test_a_load_has_read_what_it_says(
-    cudart: Cudart,
-    monkeypatch: pytest.MonkeyPatch,
-    wait: tuple[type, str] | None,
-    mark_bytes: int,
-    marks: int,
-    fast: bool,
-) -> None:
+def test_a_load_has_read_what_it_says(case: Case) -> None:
     """The engine's last pass may be under way when it begins."""
-    monkeypatch.setattr(gpu_copies, "MARK_BYTES", mark_bytes)
-    monkeypatch.setattr(Event, "is_fast", fast)
     target, plain = model(torch.bfloat16), model(torch.bfloat16, torch.Tensor)
     manifest = build_manifest(tensor_layout(plain, "bfloat16"), bucket_bytes=1024)
     data = private_memory(manifest.total_bytes)
@@ -332,7 +313,7 @@ def test_a_load_has_read_what_it_says(
 
     guard.sums.until = until  # type: ignore[method-assign]
     guard.verify = lambda: None  # type: ignore[method-assign]
-    with without(monkeypatch, wait if missed(wait, marks, fast=fast) else None):
+    with case.outcome():
         WeightTable(target).load(manifest, data, guard)
         USED[-1].go_on(USED[-1].begun)
         for one, other in zip(own, plain.parameters(), strict=True):

@@ -55,11 +55,8 @@ def files(folder: Path) -> set[str]:
 
 
 def downloads(hub: Hub) -> list[str]:
-    return [
-        one.rpartition("/")[2]
-        for one in hub.requests
-        if one.startswith("GET") and "/resolve/" in one
-    ]
+    got = [one for one in hub.requests if one.startswith("GET") and "/resolve/" in one]
+    return [one.rpartition("/")[2] for one in got]
 
 
 class TestOneModel:
@@ -177,12 +174,9 @@ class TestRefusals:
         assert "cannot be downloaded from http://127.0.0.1:9" in told and "name a directory" in told
 
     def test_no_safetensors(self, hub: Hub, tiny_model_dir: Path) -> None:
-        kept = {
-            file.name: file.read_bytes()
-            for file in tiny_model_dir.iterdir()
-            if file.suffix != ".safetensors"
-        }
-        hub.add(f"models/{NAME}", {**kept, "pytorch_model.bin": b"x"})
+        kept = {file.name: file.read_bytes() for file in tiny_model_dir.iterdir()}
+        weights = kept.pop("model.safetensors")
+        hub.add(f"models/{NAME}", {**kept, "pytorch_model.bin": weights})
         assert "no safetensors weights" in self.refused(NAME)
 
 
@@ -259,9 +253,8 @@ class TestCodeOfAModel:
         return "acme/coded"
 
     def test_it_is_refused_unless_it_is_trusted(self, hub: Hub, model: str) -> None:
-        with pytest.raises(
-            UsageError, match=r"\(own_tokens.Own\).* model.trust_remote_code = true"
-        ):
+        told = r"\(own_tokens.Own\).* model.trust_remote_code = true"
+        with pytest.raises(UsageError, match=told):
             load_tokenizer(model)
         assert "own_tokens.py" not in downloads(hub)
         assert load_tokenizer(model, trust=True).is_own

@@ -6,6 +6,7 @@ import json
 import operator
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,7 @@ import torch
 from fakes.architectures import ARCHITECTURES
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
-from transformers.core_model_loading import (
-    Chunk,
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-)
+from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter
 
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import TrainerConfig
@@ -43,23 +39,32 @@ from umbra.services.modeling.reference import Reference
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy, open_policy, place, read
 
+CPU = torch.device("cpu")
+
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "expected"),
+    ("name", "gpus", "outcome"),
     [
         ("auto", 0, "cpu"),
         ("auto", 2, "cuda:0"),
         ("cpu", 0, "cpu"),
         ("cuda", 1, "cuda:0"),
         ("cuda:1", 2, "cuda:1"),
+        ("gpu", 1, "device 'gpu': use cpu, cuda, cuda:1, ... or auto"),
+        ("cuda", 0, "device 'cuda': this machine has 0 CUDA devices: use cpu or auto"),
+        ("cuda:0", 0, "device 'cuda:0': this machine has 0 CUDA devices: use cpu or auto"),
+        ("cuda:2", 2, "device 'cuda:2': this machine has 2 CUDA devices: use cuda:0 to cuda:1"),
     ],
 )
-def test_a_device_is_found(
-    name: str, gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch
+def test_a_device_is_found_or_named(
+    name: str, gpus: int, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert pick_device(name) == torch.device(expected)
+    try:
+        assert pick_device(name) == torch.device(outcome)
+    except UsageError as error:
+        assert str(error) == outcome
 
 
 def test_gpus_that_torch_does_not_see_are_not_left_out_without_a_word(
@@ -72,33 +77,18 @@ def test_gpus_that_torch_does_not_see_are_not_left_out_without_a_word(
     assert pick_device("cpu").type == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "said"),
-    [
-        ("gpu", 1, "device 'gpu': use cpu, cuda, cuda:1, ... or auto"),
-        ("cuda", 0, "device 'cuda': this machine has 0 CUDA devices: use cpu or auto"),
-        ("cuda:0", 0, "device 'cuda:0': this machine has 0 CUDA devices: use cpu or auto"),
-        ("cuda:2", 2, "device 'cuda:2': this machine has 2 CUDA devices: use cuda:0 to cuda:1"),
-    ],
-)
-def test_a_device_that_is_not_there_is_named(
-    name: str, gpus: int, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    with pytest.raises(UsageError) as caught:
-        pick_device(name)
-    assert str(caught.value) == said
+@pytest.fixture
+def copied(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_model_dir, tmp_path / "model")
 
 
-def test_broken_files_are_told_in_one_sentence(tiny_model_dir: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "model"
-    shutil.copytree(tiny_model_dir, broken)
-    (broken / "model.safetensors").write_bytes(b"nothing")
-    (broken / "tokenizer.json").write_text("{")
+def test_broken_files_are_told_in_one_sentence(copied: Path) -> None:
+    (copied / "model.safetensors").write_bytes(b"nothing")
+    (copied / "tokenizer.json").write_text("{")
     with pytest.raises(UsageError, match=r"model.path: .*model cannot be loaded: "):
-        load_model(broken, torch.device("cpu"), torch.float32)
+        load_model(copied, CPU, torch.float32)
     with pytest.raises(UsageError, match=r"--judge: the tokenizer in .*model cannot be loaded: "):
-        load_tokenizer(broken, "--judge")
+        load_tokenizer(copied, "--judge")
 
 
 @pytest.mark.timeout(60)
@@ -117,22 +107,18 @@ def test_broken_files_are_told_in_one_sentence(tiny_model_dir: Path, tmp_path: P
         ("config.json", None),
     ],
 )
-def test_a_model_that_nobody_wrote_so_is_refused(
-    tiny_model_dir: Path, tmp_path: Path, name: str, text: str | None
-) -> None:
+def test_a_model_that_nobody_wrote_so_is_refused(copied: Path, name: str, text: str | None) -> None:
     """Damaged, of other types, or a pipe in the place of the file."""
-    broken = tmp_path / "model"
-    shutil.copytree(tiny_model_dir, broken)
+    file = copied / name
     if text is None:
-        (broken / name).unlink()
-        os.mkfifo(broken / name)
+        file.unlink()
+        os.mkfifo(file)
     elif name == "config.json" and text.endswith("}"):
-        own = json.loads((broken / name).read_text())
-        (broken / name).write_text(json.dumps(own | json.loads(text)))
+        file.write_text(json.dumps(json.loads(file.read_text()) | json.loads(text)))
     else:
-        (broken / name).write_text(text)
+        file.write_text(text)
     with pytest.raises(UsageError, match=r"model.path: .*model"):
-        outline_model(broken)
+        outline_model(copied)
 
 
 CODE = """
@@ -143,9 +129,8 @@ class OwnTokenizer(PreTrainedTokenizerFast): pass
 """
 
 
-def test_code_in_a_model_directory_is_never_run(tiny_model_dir: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model_dir, folder)
+def test_code_in_a_model_directory_is_never_run(copied: Path) -> None:
+    folder = copied
     config = json.loads((folder / "config.json").read_text())
     (model,) = config["architectures"]
     name = model.removesuffix("ForCausalLM") + "Config"
@@ -156,7 +141,7 @@ def test_code_in_a_model_directory_is_never_run(tiny_model_dir: Path, tmp_path: 
     tokenizer["auto_map"] = {"AutoTokenizer": [None, "own.OwnTokenizer"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     made = [
-        load_model(folder, torch.device("cpu"), torch.float32),
+        load_model(folder, CPU, torch.float32),
         outline_model(folder),
         read_transformers_config(folder),
         Reference(folder).model,
@@ -185,26 +170,18 @@ def test_without_a_stop_token_no_turn_would_end() -> None:
 
 def test_stop_tokens_that_are_named(tiny_model_dir: Path) -> None:
     tokenizer = load_tokenizer(tiny_model_dir)
-    assert named_tokens(tokenizer, ["a", "b"]) == {
-        tokenizer.convert_tokens_to_ids("a"), tokenizer.convert_tokens_to_ids("b"),
-    }  # fmt: skip
+    assert named_tokens(tokenizer, ["a", "b"]) == {*tokenizer.convert_tokens_to_ids(["a", "b"])}
     assert named_tokens(tokenizer, []) == frozenset()
     for text, count in (("", 0), ("ab", 2)):
         with pytest.raises(UsageError, match=f"stop_tokens: '{text}' is {count} tokens of "):
             named_tokens(tokenizer, ["a", text])
 
 
-def test_an_outline_knows_the_stop_tokens_of_the_generation_config(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_an_outline_knows_the_stop_tokens_of_the_generation_config(copied: Path) -> None:
     """As the loaded model does: a run that ends turns by both has one set of tokens."""
-    directory = tmp_path / "model"
-    shutil.copytree(tiny_model_dir, directory)
-    text = json.dumps({"eos_token_id": [3, 9]})
-    (directory / "generation_config.json").write_text(text, encoding="utf-8")
-    tokenizer = load_tokenizer(directory)
-    whole = load_model(directory, torch.device("cpu"), torch.float32)
-    for model in (outline_model(directory), whole):
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 9]}))
+    tokenizer = load_tokenizer(copied)
+    for model in (outline_model(copied), load_model(copied, CPU, torch.float32)):
         assert stop_ids(model, tokenizer) == {3, 9, tokenizer.eos_token_id}
 
 
@@ -215,13 +192,11 @@ RIGHT = [name for name, one in ARCHITECTURES.items() if one.config().model_type 
 def test_weights_are_those_of_the_model_that_transformers_loads(name: str, tmp_path: Path) -> None:
     """Buffers and names too; rows of several ranks: `divided_rank.py`."""
     directory = ARCHITECTURES[name].write(tmp_path / "model")
-    for kind in (
-        (AutoModelForCausalLM, AutoModel) if name == "qwen3-moe" else (AutoModelForCausalLM,)
-    ):
+    for kind in (AutoModelForCausalLM, *([AutoModel] if name == "qwen3-moe" else [])):
         plain: Any = read_weights(kind, directory, torch.float32, "model.path")
         model, files = open_weights(kind, directory, "model.path")
         assert all(parameter.is_meta for parameter in model.parameters())
-        place(model, torch.device("cpu"), parameters_at=torch.device("cpu"))
+        place(model, CPU, parameters_at=CPU)
         read(model, files)
         assert model.state_dict().keys() == plain.state_dict().keys()
         for key, tensor in (*plain.named_parameters(), *plain.named_buffers()):
@@ -229,6 +204,11 @@ def test_weights_are_those_of_the_model_that_transformers_loads(name: str, tmp_p
         assert model.config.to_dict() == plain.config.to_dict()
         if kind is AutoModelForCausalLM:
             assert model.generation_config.to_dict() == plain.generation_config.to_dict()
+
+
+def learner_of(directory: Path) -> Learner:
+    model, _, files = open_policy(directory)
+    return Learner(model, TrainerConfig(device="cpu"), 1, files=files)
 
 
 def test_a_checkpoint_in_several_files_and_another_precision(tmp_path: Path) -> None:
@@ -239,9 +219,7 @@ def test_a_checkpoint_in_several_files_and_another_precision(tmp_path: Path) -> 
     tokenizer.save_pretrained(out)
     assert len(list(out.glob("*.safetensors"))) > 2
     plain, _ = load_policy(out)
-    opened, _, files = open_policy(out)
-    learner = Learner(opened, TrainerConfig(device="cpu"), 1, files=files)
-    for key, parameter in learner.model.named_parameters():
+    for key, parameter in learner_of(out).model.named_parameters():
         assert torch.equal(parameter, plain.get_parameter(key)), key
 
 
@@ -260,23 +238,19 @@ def test_a_weight_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -
             other[key] = replaced
         save_file(other, file, {"format": "pt"})
         with pytest.raises(UsageError, match=told):
-            model, _, files = open_policy(directory)
-            Learner(model, TrainerConfig(device="cpu"), 1, files=files)
+            learner_of(directory)
 
 
 def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
     directory = ARCHITECTURES["qwen3-tied"].write(tmp_path / "model")
     file = directory / "model.safetensors"
     tensors = load_file(file)
-    for added in (0, 1):
+    refused = pytest.raises(UsageError, match=r"is tied to .*set tie_word_embeddings to false")
+    for added, outcome in ((0, nullcontext()), (1, refused)):
         other = tensors["model.embed_tokens.weight"] + added
         save_file({**tensors, "lm_head.weight": other}, file, {"format": "pt"})
-        model, _, files = open_policy(directory)
-        if not added:
-            Learner(model, TrainerConfig(device="cpu"), 1, files=files)
-            continue
-        with pytest.raises(UsageError, match=r"is tied to .*set tie_word_embeddings to false"):
-            Learner(model, TrainerConfig(device="cpu"), 1, files=files)
+        with outcome:
+            learner_of(directory)
 
 
 def test_results_whose_rows_are_not_those_of_the_files_are_refused() -> None:

@@ -99,7 +99,7 @@ def test_an_http_server(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_keeper_of_environment_processes(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         workers = WorkerPool(EnvironmentConfig(), deliver=breaks)
-        monkeypatch.setattr(workers, "_hire", breaks)
+        monkeypatch.setattr(workers, "start", breaks)
         workers._spawn(workers._grow())
         await asyncio.sleep(0)
         await workers.close()
