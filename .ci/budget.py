@@ -24,9 +24,9 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services": (748, 29),
     "services/buffer": (4_807, 67),
     "services/config": (2_148, 54),
-    "services/environments": (3_481, 85),
+    "services/environments": (3_316, 84),
     "services/generator": (7_655, 132),
-    "services/modeling": (5_008, 119),
+    "services/modeling": (4_818, 118),
     "services/monitor": (1_164, 39),
     "services/process": (1_880, 57),
     "services/scorer": (420, 8),
@@ -37,7 +37,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "deploy": (7_123, 187),
     "src": (925, 9),
     "benchmarks": (6_162, 184),
-    "tests": (56_066, 2_933),
+    "tests": (55_819, 2_933),
 }
 
 
