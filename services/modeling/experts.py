@@ -47,7 +47,7 @@ class Routers:
 
     With replay, weights of the chosen experts are those that the router's own class makes of its
     scores for them, and have gradients: only its `topk` answers something else (arXiv 2510.11370).
-    What is set for the next pass holds for its recomputation in the backward pass too.
+    Settings for the next pass hold for its recomputation in the backward pass too.
 
     Raises:
         UsageError: routers that differ from layer to layer.
