@@ -20,7 +20,7 @@ PRODUCTION = ("deploy", "proto", "services", "src")
 
 # folder: lines, public names
 BUDGETS: dict[str, tuple[int, int]] = {
-    "proto": (3_448, 150),
+    "proto": (3_418, 150),
     "services": (748, 29),
     "services/buffer": (4_807, 67),
     "services/config": (2_148, 54),
@@ -37,7 +37,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "deploy": (7_123, 187),
     "src": (925, 9),
     "benchmarks": (6_162, 184),
-    "tests": (55_819, 2_933),
+    "tests": (55_783, 2_930),
 }
 
 

@@ -88,8 +88,6 @@ class Join(Message, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """Joined. The rest of what the joiner must know."""
-
     run_id: Name
     heartbeat_s: Number
     data: Name
@@ -107,18 +105,14 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class HeartbeatAck(Message, frozen=True, kw_only=True):
-    """Values that may change. `version` is the number of optimizer steps committed."""
-
-    version: int
+    version: int  # optimizer steps committed
     heartbeat_s: Number = 0.0  # seconds between heartbeats from now on; 0 = as before
     weights: Name = ""  # endpoint of the hub; empty until one has joined
     weights_incarnation: Name = ""  # another one says that the hub was restarted
 
 
 class Leave(Message, frozen=True, kw_only=True):
-    """An orderly goodbye; leases have been handed back before."""
-
-    reason: Text
+    reason: Text  # leases have been handed back before
 
 
 class Command(Message, frozen=True, kw_only=True):
@@ -133,8 +127,6 @@ class Ping(Message, frozen=True, kw_only=True):
 
 
 class Pong(Message, frozen=True, kw_only=True):
-    """Here; `role` and `state` of the answering process."""
-
     role: Role
     state: State
 
@@ -144,8 +136,6 @@ class StatusRequest(Message, frozen=True, kw_only=True):
 
 
 class Member(Told, frozen=True, kw_only=True):
-    """A process as the buffer sees it."""
-
     name: Name
     role: Role
     incarnation: Name
@@ -189,18 +179,14 @@ class RunWarning(Told, frozen=True, kw_only=True):
 
 
 class Rates(Record, frozen=True, kw_only=True):
-    """Recent rates per second."""
-
-    steps_per_s: Number = 0.0  # committed
-    samples_per_s: Number = 0.0  # trained: in committed batches
+    steps_per_s: Number = 0.0  # committed recently
+    samples_per_s: Number = 0.0  # trained
     answers_per_s: Number = 0.0  # complete answers that were accepted
     issued_per_s: Number = 0.0  # samples
     ended_per_s: Number = 0.0  # samples that are over without being trained on
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """The whole state of the run."""
-
     run_id: Name
     state: State
     uptime_s: Number
@@ -313,8 +299,6 @@ class Interrupt(Message, frozen=True, kw_only=True):
 
 
 class Event(Message, frozen=True, kw_only=True):
-    """Something happened."""
-
     kind: Name
     fields: Row = {}
 
@@ -358,10 +342,8 @@ class CommitBatch(Message, frozen=True, kw_only=True):
 
 
 class CommitAck(Message, frozen=True, kw_only=True):
-    """Committed; the ledger after it."""
-
     version: int
-    ledger: Ledger
+    ledger: Ledger  # after it
 
 
 class CheckpointSaved(Message, frozen=True, kw_only=True):
@@ -379,9 +361,7 @@ class FinishRun(Message, frozen=True, kw_only=True):
 
 
 class RunFinished(Message, frozen=True, kw_only=True):
-    """The final ledger; nothing is in flight any more."""
-
-    ledger: Ledger
+    ledger: Ledger  # with nothing in flight any more
     evals: Many[EvalReport] = []  # the last ones that are over
 
 
@@ -506,11 +486,9 @@ class Commit(Message, frozen=True, kw_only=True):
 
 
 class Committed(Message, frozen=True, kw_only=True):
-    """The engine serves `version` now; `commit_s` is the time for which generation waited."""
-
     epoch: int
-    version: int
-    commit_s: Number
+    version: int  # which the engine serves now
+    commit_s: Number  # for which generation waited
     error: Text = ""
 
 

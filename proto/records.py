@@ -292,12 +292,10 @@ def with_score(trajectory: Trajectory, stage: str, score: Score) -> Trajectory:
 
 
 class TensorEntry(Record, frozen=True, kw_only=True, gc=False):
-    """Location of a tensor in a version slot, row-major."""
-
     name: Name
     dtype: DType  # safetensors' names: "F32", "BF16", ...
     shape: Annotated[list[Size], Meta(max_length=DIMENSIONS)]
-    offset: Size
+    offset: Size  # in a version's slot
     nbytes: Size
 
 
@@ -336,8 +334,6 @@ class GpuFacts(Record, frozen=True, kw_only=True):
 
 
 class BucketsAt(Record, frozen=True, kw_only=True):
-    """Endpoint that serves buckets."""
-
     endpoint: Name
     key: Blob  # to the hub the source's secret; to a receiver a grant made of it, for it alone
 

@@ -108,7 +108,6 @@ class Session:
         self.version = 0
         self._rejoining = False
         self._lock = threading.Lock()
-        self._state: m.State = "ready"
         self._activity = "starting"
         self._progress = 0
         self._moved_at = self._heard_at = self._beat_at = time.monotonic()
@@ -175,7 +174,6 @@ class Session:
 
     def drain(self, reason: str) -> None:
         with self._lock:
-            self._state = "draining"
             self.stop_reason = self.stop_reason or reason
         self.stopping.set()
 
@@ -212,10 +210,8 @@ class Session:
             self.fail(PeerLostError(f"{self._control.peer} is silent for {self._grace_s:g} s"))
             return
         with self._lock:
-            if self.stopping.is_set():
-                self._state = "draining"
             beat = m.Heartbeat(
-                state=self._state,
+                state="draining" if self.stopping.is_set() else "ready",
                 activity=self._activity,
                 progress=self._progress,
                 idle_s=now - self._moved_at,

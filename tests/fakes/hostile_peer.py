@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgpack
-import zmq
+from fakes.keys import of
 from fakes.slowness import limit
 
 from umbra.proto import sockets
 from umbra.proto.access import KeyRole, allowed_bytes
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.messages import FinishRun, Leave, Message, Nack, Role, TaskLeases
-from umbra.proto.net.keys import Security, load_keys
 from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
+from umbra.proto.sockets import Context
 
 WAIT_S = limit(30.0)
 GRACE_S = 0.1  # for the answer to what was thrown; not everything is answered
@@ -50,9 +50,7 @@ def header_of(kind: str, number: int = 1, sender: str = "evil", incarnation: str
         "major": PROTOCOL_MAJOR, "minor": PROTOCOL_MINOR, "type": kind, "id": number,
         "sender": sender, "incarnation": incarnation,
     }  # fmt: skip
-    packed = msgpack.packb(header)
-    assert isinstance(packed, bytes)
-    return packed
+    return msgpack.packb(header) or b""
 
 
 class HostilePeer:
@@ -65,7 +63,7 @@ class HostilePeer:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: Context,
         keys: Path,
         role: KeyRole,
         endpoint: str,
@@ -73,12 +71,13 @@ class HostilePeer:
         name: str,
         *,
         wait_s: float = WAIT_S,
+        incarnation: str = "1",
     ) -> None:
-        curve = Security(load_keys(keys, role)).connecting(server)
         self.name = name
         self.answers: Counter[str] = Counter()  # refusals by what they say, others by type
+        curve = of(keys, role).connecting(server)
         self.socket = sockets.dealer(context, endpoint, f"{name}.0".encode(), curve)
-        self._encoder = Encoder(name, f"{name}-1")
+        self._encoder = Encoder(name, incarnation)
         self._next = self._thrown = 1 << 20
         self._is_open = False  # what was thrown last, and was not answered yet
         self._wait_s = wait_s
@@ -96,7 +95,7 @@ class HostilePeer:
         self._is_open = True
         for one, content, parts in ((kind, body, more), ("Nothing", b"\x80", ())):
             self._next += 1
-            header = header_of(one, self._next, sender, f"{self.name}-1")
+            header = header_of(one, self._next, sender, self._encoder.incarnation)
             self.socket.send_multipart([header, content, *parts])
         answer = self._answer(self._next)  # a peer's messages are done in their order
         assert isinstance(answer, Nack) and answer.code == "unknown_type"

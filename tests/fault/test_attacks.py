@@ -3,19 +3,21 @@
 import os
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
-import zmq
 from fakes.crash_run import BufferProcess, CrashRun, check
+from fakes.hostile_peer import HostilePeer, memory
+from fakes.keys import of
 from fakes.slowness import limit
 from fakes.waiting import until
 
 from umbra.proto import messages as m
 from umbra.proto import sockets
-from umbra.proto.access import KeyRole
-from umbra.proto.codec import Encoder, decode
-from umbra.proto.net.keys import Security, load_keys, make_keys
+from umbra.proto.codec import Encoder
+from umbra.proto.net.keys import make_keys
+from umbra.proto.sockets import Context, Socket
 
 WAIT_S = limit(20.0)
 CONNECTIONS = 300
@@ -32,10 +34,8 @@ def keys(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(tmp_path: Path, keys: Path) -> Iterator[CrashRun]:
     buffer = BufferProcess(tmp_path)
-    run = CrashRun(buffer, seed=3, keys=keys)
-    yield run
-    run.close()
-    buffer.close()
+    with closing(buffer), closing(CrashRun(buffer, seed=3, keys=keys)) as made:
+        yield made
 
 
 def address(endpoint: str) -> tuple[str, int]:
@@ -52,89 +52,44 @@ def still_works(run: CrashRun) -> m.Status:
     return status
 
 
-class Attacker:
-    def __init__(
-        self, run: CrashRun, keys: Path, role: KeyRole, name: str, incarnation: str
-    ) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.encoder = Encoder(name, incarnation)
-        curve = Security(load_keys(keys, role)).connecting("buffer")
-        self.sockets = {
-            "control": sockets.dealer(self.context, run.buffer.broker, b"attacker", curve),
-            "data": sockets.dealer(self.context, run.data_endpoint, b"attacker", curve),
-        }
-
-    def ask(self, body: m.Message, on: str = "control") -> m.Message:
-        number, frames = self.encoder.encode(body)
-        self.sockets[on].send_multipart(frames)
-        while self.sockets[on].poll(round(1000 * WAIT_S)):
-            envelope = decode(self.sockets[on].recv_multipart())
-            if envelope.header.reply_to == number:
-                return envelope.body
-        raise AssertionError(f"no answer to {body}")
-
-    def close(self) -> None:
-        self.context.destroy(linger=0)
-
-
-def test_a_generators_key_decides_nothing_over_the_run(run: CrashRun, keys: Path) -> None:
+def test_a_generators_key_decides_nothing_over_the_run(
+    run: CrashRun, keys: Path, zmq_context: Context
+) -> None:
     """It claims to be the trainer, under the trainer's own name and incarnation."""
     run.work(0.3)
-    (trainer,) = (member for member in run.status().members if member.role == "trainer")
-    attacker = Attacker(run, keys, "generator", trainer.name, trainer.incarnation)
+    members = run.status().members
+    (trainer,) = (member for member in members if member.role == "trainer")
+    (victim, *_) = (member for member in members if member.role == "generator")
 
-    def join(role: m.Role, name: str = trainer.name) -> m.Join:
-        return m.Join(role=role, name=name, pid=1, host="h")
+    def join(role: m.Role) -> m.Join:
+        return m.Join(role=role, name=trainer.name, pid=1, host="h")
 
+    def posing(as_whom: m.Member, endpoint: str) -> HostilePeer:
+        name, incarnation = as_whom.name, as_whom.incarnation
+        return HostilePeer(
+            zmq_context, keys, "generator", endpoint, "buffer", name, incarnation=incarnation
+        )
+
+    control, data = posing(trainer, run.buffer.broker), posing(trainer, run.data_endpoint)
+    generator = posing(victim, run.buffer.broker)
     beat = m.Heartbeat(state="ready", activity="x", progress=1, idle_s=0.0)
-    wanted: list[tuple[m.Message, str, str]] = [
-        (m.CommitBatch(step=run.version + 1), "data", "not_allowed"),
-        (m.FinishRun(reason="mine"), "data", "not_allowed"),
-        (join("trainer"), "control", "not_allowed"),
-        (join("generator"), "control", "name_taken"),
-        (m.Leave(reason="mine"), "control", "not_allowed"),
-        (beat, "control", "not_allowed"),
-    ]
-    for body, on, code in wanted:
-        answer = attacker.ask(body, on)
-        assert isinstance(answer, m.Nack), body
-        assert answer.code == code, answer
-    attacker.close()
-    # Not even another generator can speak for one.
-    (victim, *_) = (member for member in run.status().members if member.role == "generator")
-    attacker = Attacker(run, keys, "generator", victim.name, victim.incarnation)
-    answer = attacker.ask(m.Leave(reason="mine"))
-    assert isinstance(answer, m.Nack) and answer.code == "not_allowed"
-    attacker.close()
+    for peer, body, code in (
+        (data, m.CommitBatch(step=run.version + 1), "not_allowed"),
+        (data, m.FinishRun(reason="mine"), "not_allowed"),
+        (control, join("trainer"), "not_allowed"),
+        (control, join("generator"), "name_taken"),
+        (control, m.Leave(reason="mine"), "not_allowed"),
+        (control, beat, "not_allowed"),
+        (generator, m.Leave(reason="mine"), "not_allowed"),  # nobody speaks for another one
+    ):
+        answer = peer.call(body)
+        assert isinstance(answer, m.Nack) and answer.code == code, (body, answer)
+    for peer in (control, data, generator):
+        peer.close()
     status = still_works(run)
     assert {member.name for member in status.members} == {"g0", "g1", "g2", "trainer"}
     assert status.counters["not_allowed"] == 6
     assert "CommitBatch of 'trainer', which has the generator key" in status.refused
-
-
-def memory_mb(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-def flood(run: CrashRun, rubbish: Callable[[int], bytes]) -> float:
-    """Open many connections to both sockets, say `rubbish` on each; growth of the buffer in MB."""
-    before = memory_mb(run.buffer.popen.pid)
-    targets = [address(run.buffer.broker), address(run.data_endpoint)]
-    opened: list[socket.socket] = []
-    for number in range(CONNECTIONS):
-        one = socket.create_connection(targets[number % 2], timeout=WAIT_S)
-        one.setblocking(False)
-        opened.append(one)
-        try:
-            one.send(rubbish(number))
-        except (BlockingIOError, ConnectionError):
-            pass  # it has closed already, or reads no more
-        run.turn()
-    grown = memory_mb(run.buffer.popen.pid) - before
-    for one in opened:
-        one.close()
-    return grown
 
 
 @pytest.mark.parametrize(
@@ -145,28 +100,38 @@ def flood(run: CrashRun, rubbish: Callable[[int], bytes]) -> float:
     ],
 )
 def test_a_flood_of_connections(run: CrashRun, rubbish: Callable[[int], bytes]) -> None:
+    """To both sockets, with rubbish on each."""
     run.work(0.3)
-    grown = flood(run, rubbish)
-    assert grown < CONNECTIONS, "MB: one for each connection"
+    before = memory(run.buffer.popen.pid, "VmRSS")
+    targets = [address(run.buffer.broker), address(run.data_endpoint)]
+    with ExitStack() as opened:
+        for number in range(CONNECTIONS):
+            one = socket.create_connection(targets[number % 2], timeout=WAIT_S)
+            opened.enter_context(one).setblocking(False)
+            with suppress(BlockingIOError, ConnectionError):  # it has closed, or reads no more
+                one.send(rubbish(number))
+            run.turn()
+        assert memory(run.buffer.popen.pid, "VmRSS") - before < CONNECTIONS * 1e6, "one MB for each"
     still_works(run)
 
 
-def test_a_flood_of_outsiders_is_counted_and_named(run: CrashRun, tmp_path: Path) -> None:
+def test_a_flood_of_outsiders_is_counted_and_named(
+    run: CrashRun, others: Path, zmq_context: Context
+) -> None:
     """ZeroMQ clients without keys and with wrong ones, as fast as they can connect."""
-    make_keys(tmp_path / "other")
-    wrong = Security(load_keys(tmp_path / "other", "trainer")).connecting("buffer")
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    wrong = of(others, "trainer").connecting("buffer")
     hello = Encoder("outsider", "s1").encode(m.StatusRequest())[1]
     run.work(0.3)
-    outsiders: list[zmq.Socket[bytes]] = []
+    outsiders: list[Socket] = []
     for number in range(100):
         curve = wrong if number % 2 else None
-        outsiders.append(sockets.dealer(context, run.buffer.broker, b"%d" % number, curve))
+        outsiders.append(sockets.dealer(zmq_context, run.buffer.broker, b"%d" % number, curve))
         outsiders[-1].send_multipart(hello)
         run.turn()
     refused = lambda: run.status().refused  # noqa: E731
     until(lambda: sum(refused().values()) >= 100, refused, run.turn)
     assert not any(one.poll(0) for one in outsiders)
-    context.destroy(linger=0)
+    for one in outsiders:
+        one.close(linger=0)
     status = still_works(run)
     assert all(what.endswith(" on control") for what in status.refused)
