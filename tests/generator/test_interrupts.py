@@ -1,16 +1,16 @@
 """Samples that are interrupted: at once, or when their environment has answered."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fakes.engine import ScriptedEngine
 from fakes.loop_bench import Bench, open_bench
-from fakes.rollouts import STOP, says, settings
+from fakes.rollouts import STOP, finish, runner_of
 from fakes.trajectories import sample
 
 from umbra.proto.messages import Interrupt, ReturnTasks, SubmitResults
-from umbra.proto.records import Task, Trajectory, unpack_int32
+from umbra.proto.records import Trajectory, unpack_int32
 from umbra.services.environments.built_in import ExactMatch, Guess
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import Ask, Begun, EpisodeOutcome, StepResult
@@ -48,15 +48,8 @@ def chat(tiny_model_dir: Path) -> Chat:
     return Chat(load_tokenizer(tiny_model_dir), {STOP})
 
 
-def runner_of(chat: Chat, pool: InlinePool, *turns: str) -> RolloutRunner:
-    script = says(chat._tokenizer, *turns)
-    return RolloutRunner(ScriptedEngine(script), pool, settings(chat))
-
-
-def begin(runner: RolloutRunner, partial: Trajectory | None = None, attempt: int = 1) -> Task:
-    task = sample(ROW, sample_id=LEASE[0], attempt=attempt, trajectory=partial)
-    runner.add([task])
-    return task
+def begin(runner: RolloutRunner, partial: Trajectory | None = None, attempt: int = 1) -> None:
+    runner.add([sample(ROW, sample_id=LEASE[0], attempt=attempt, trajectory=partial)])
 
 
 def until_told(runner: RolloutRunner, pool: SlowPool, turns: int) -> None:
@@ -87,12 +80,9 @@ def test_a_sample_whose_environment_is_at_work_waits_for_its_answer(chat: Chat) 
     assert text == "2<|end|><|user|>><|assistant|>", "the answer is part of it"
     assert moved.reason == "the batch is full"
     # Elsewhere the first turn is played again, and the sample goes on behind the answer.
-    other, elsewhere = runner_of(chat, InlinePool(Guess), "2", "6"), []
+    other = runner_of(chat, InlinePool(Guess), "2", "6")
     begin(other, moved.partial, attempt=2)
-    while other.active:
-        other.poll(0.0)
-        elsewhere += other.results()[0]
-    assert [(t.reward, t.turns) for t in elsewhere] == [(1.0, 2)]
+    assert [(t.reward, t.turns) for t in finish(other)] == [(1.0, 2)]
 
 
 def test_a_turn_after_an_answer_goes_on_to_its_end(chat: Chat) -> None:
@@ -168,16 +158,8 @@ def test_what_is_dropped_while_it_waits_to_move_is_gone(chat: Chat) -> None:
     begin(runner, attempt=2)
     pool.held.clear()
     pool.open = True
-    done: list[Trajectory] = []
-    while runner.active:
-        runner.poll(0.0)
-        finished, moved = runner.results()
-        assert not moved
-        done += finished
-    assert [t.attempt for t in done] == [2]
-    engine = runner.engine
-    assert isinstance(engine, ScriptedEngine)
-    assert engine.forgotten == ["s-0/1", "s-0/2"]
+    assert [t.attempt for t in finish(runner)] == [2]
+    assert cast(ScriptedEngine, runner.engine).forgotten == ["s-0/1", "s-0/2"]
 
 
 class HeldAgent(InlinePool):
@@ -198,11 +180,10 @@ class HeldAgent(InlinePool):
 
 
 def led(chat: Chat) -> tuple[RolloutRunner, HeldAgent, ScriptedEngine]:
-    pool, engine = HeldAgent(), ScriptedEngine(says(chat._tokenizer, "1", "2", "3"))
-    chosen = settings(chat, limits=Limits(branches=3))
-    runner = RolloutRunner(engine, pool, chosen)
+    pool = HeldAgent()
+    runner = runner_of(chat, pool, "1", "2", "3", limits=Limits(branches=3))
     begin(runner)
-    return runner, pool, engine
+    return runner, pool, cast(ScriptedEngine, runner.engine)
 
 
 def turns(runner: RolloutRunner, engine: ScriptedEngine) -> None:

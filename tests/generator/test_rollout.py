@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from fakes.engine import ScriptedEngine, output
-from fakes.rollouts import STOP, finish, says, settings
+from fakes.rollouts import STOP, after, finish, rolled, runner_of, says, settings
 from fakes.trajectories import sample
 
 from umbra.proto.records import (
@@ -22,7 +22,6 @@ from umbra.proto.records import (
     unpack_int32,
 )
 from umbra.services.environments.built_in import ExactMatch, Guess
-from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import (
     Ask,
     Message,
@@ -36,7 +35,6 @@ from umbra.services.environments.protocol import (
 from umbra.services.generator.engines.engine import EngineOutput
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Limits, Rollout
-from umbra.services.generator.runner import RolloutRunner
 from umbra.services.generator.tokens import ResponseTokens, shortened
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model
@@ -57,64 +55,55 @@ def opening(prompt: str) -> Ask:
     return Ask(reply=lambda _: None, messages=[{"role": "user", "content": prompt}])
 
 
+GUESSED = {"prompt": "g", "answer": "6"}
+
+
 def test_one_turn(chat: Chat, tokenizer: Any) -> None:
     engine = ScriptedEngine(says(tokenizer, "123"), version=7)
-    runner = RolloutRunner(engine, InlinePool(ExactMatch), settings(chat, generator="gen"))
-    runner.add([sample({"prompt": "312", "answer": "123"})])
-    (trajectory,) = finish(runner)
-    assert tokenizer.decode(unpack_int32(trajectory.prompt_ids)) == "<|user|>312<|assistant|>"
-    assert tokenizer.decode(unpack_int32(trajectory.response_ids)) == "123<|end|>"
-    assert trajectory.loss_mask == b"\x01\x01\x01\x01"
-    assert trajectory.spans == [VersionSpan(version=7, start=0, end=4)]
-    assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (1.0, 1, "stop")
-    assert (trajectory.generator, trajectory.attempt) == ("gen", 1)
+    row = {"prompt": "312", "answer": "123"}
+    made = rolled(chat, ExactMatch, row, engine=engine, generator="gen")
+    assert tokenizer.decode(unpack_int32(made.prompt_ids)) == "<|user|>312<|assistant|>"
+    assert tokenizer.decode(unpack_int32(made.response_ids)) == "123<|end|>"
+    assert made.loss_mask == b"\x01\x01\x01\x01"
+    assert made.spans == [VersionSpan(version=7, start=0, end=4)]
+    assert (made.reward, made.turns, made.finish_reason) == (1.0, 1, "stop")
+    assert (made.generator, made.attempt) == ("gen", 1)
 
 
 def test_turns_of_the_environment_are_masked(chat: Chat, tokenizer: Any) -> None:
     engine = ScriptedEngine(says(tokenizer, "2", "77", "6"), version=1)
-    runner = RolloutRunner(engine, InlinePool(Guess), settings(chat))
-    runner.add([sample({"prompt": "g", "answer": "6"})])
-    for _ in range(3):
-        runner.poll(0.0)
+    runner = runner_of(chat, Guess, engine=engine)
+    runner.add([sample(GUESSED)])
+    after(runner, 3)
     engine.version = 2
     (trajectory,) = finish(runner)
     ids = unpack_int32(trajectory.response_ids)
     text = "2<|end|><|user|>><|assistant|>77<|end|><|user|>?<|assistant|>6<|end|>"
     assert tokenizer.decode(ids) == text
     assert list(trajectory.loss_mask) == [1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
-    logprobs = unpack_float32(trajectory.logprobs)
-    assert logprobs == [0, -1, 0, 0, 0, 0, -1, -2, 0, 0, 0, 0, -1]
+    assert unpack_float32(trajectory.logprobs) == [0, -1, 0, 0, 0, 0, -1, -2, 0, 0, 0, 0, -1]
     assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (1.0, 3, "stop")
     # What the environment said counts to the tokens before it.
-    assert [(s.version, s.start) for s in trajectory.spans] == [(1, 0), (2, 6)]
-    assert trajectory.spans[-1].end == len(ids)
+    spans = [(s.version, s.start, s.end) for s in trajectory.spans]
+    assert spans == [(1, 0, 6), (2, 6, len(ids))]
 
 
 @pytest.mark.parametrize(("most", "context"), [(3, 64), (8, 6)])
-def test_a_turn_without_its_end_ends_the_sample(
-    chat: Chat, tokenizer: Any, most: int, context: int
-) -> None:
-    engine = ScriptedEngine(says(tokenizer, "123456"), max_context=context)
-    limits = settings(chat, sampling=Sampling(max_tokens=most), max_context=context)
-    runner = RolloutRunner(engine, InlinePool(Guess), limits)
-    runner.add([sample({"prompt": "g", "answer": "6"})])
-    (trajectory,) = finish(runner)
-    assert trajectory.finish_reason == "length"
-    assert trajectory.response_tokens == 3
-    assert all(trajectory.loss_mask)
+def test_a_turn_without_its_end_ends_the_sample(chat: Chat, most: int, context: int) -> None:
+    options: Any = {"sampling": Sampling(max_tokens=most), "max_context": context}
+    made = rolled(chat, Guess, GUESSED, "123456", **options)
+    assert (made.finish_reason, made.response_tokens) == ("length", 3)
+    assert all(made.loss_mask)
 
 
 def test_a_prompt_without_room_for_an_answer_fails(chat: Chat) -> None:
-    engine = ScriptedEngine(lambda _: [STOP])
-    runner = RolloutRunner(engine, InlinePool(ExactMatch), settings(chat, max_context=10))
+    runner = runner_of(chat, ExactMatch, "", max_context=10)
     runner.add([sample({"prompt": "0123456789", "answer": ""})])
-    runner.poll(0.0)
-    finished, (failed,) = runner.results()
-    assert not finished
+    finished, (failed,) = after(runner, 1)
+    assert not finished and not runner.active
     assert failed.failed
     assert "prompt p: the prompt has 12 tokens" in failed.reason
     assert "generator.max_context = 10" in failed.reason
-    assert not runner.active
 
 
 def test_what_the_engine_refuses_costs_that_sample_only(tiny_model_dir: Path, chat: Chat) -> None:
@@ -122,16 +111,12 @@ def test_what_the_engine_refuses_costs_that_sample_only(tiny_model_dir: Path, ch
     model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
     model.resize_token_embeddings(90)
     engine = TorchEngine(model, stop_ids={STOP}, slots=4, max_context=64)
-    runner = RolloutRunner(engine, InlinePool(ExactMatch), settings(chat))
-    runner.add([sample({"prompt": "~", "answer": ""})])
-    runner.add([msgspec.structs.replace(sample({"prompt": "1", "answer": ""}), sample_id="t")])
-    finished, failed = [], []
-    while runner.active:
-        runner.poll(0.0)
-        some, more = runner.results()
-        finished, failed = finished + some, failed + more
-    assert [t.sample_id for t in finished] == ["t"]
-    assert "prompt p: its prompt has token 99, but the model knows 90" in failed[0].reason
+    runner = runner_of(chat, ExactMatch, engine=engine)
+    runner.add([sample({"prompt": "~", "answer": ""}, sample_id="a")])
+    runner.add([sample({"prompt": "1", "answer": ""}, sample_id="b")])
+    (failed,) = after(runner, 1)[1]
+    assert "prompt p: its prompt has token 99, but the model knows 90" in failed.reason
+    assert [t.sample_id for t in finish(runner)] == ["b"]
 
 
 def test_model_tokens_are_never_tokenised_again() -> None:
@@ -151,37 +136,26 @@ def test_model_tokens_are_never_tokenised_again() -> None:
     text = tokenizer.decode(said[:-1])
     assert tokenizer(text)["input_ids"] == [5] != said[:-1]
     engine = ScriptedEngine(lambda ids: [said[len(ids) - 2]] if len(ids) < 5 else [STOP])
-    runner = RolloutRunner(
-        engine, InlinePool(lambda: Guess(tries=2)), settings(Chat(tokenizer, {STOP}))
-    )
-    runner.add([sample({"prompt": "g", "answer": "6"})])
-    (trajectory,) = finish(runner)
-    assert unpack_int32(trajectory.response_ids) == [4, 4, STOP, 6, 9, STOP]
+    made = rolled(Chat(tokenizer, {STOP}), lambda: Guess(tries=2), GUESSED, engine=engine)
+    assert unpack_int32(made.response_ids) == [4, 4, STOP, 6, 9, STOP]
     assert engine.requests[1].prompt_ids == [6, 10, 4, 4, STOP, 6, 9]
 
 
-@pytest.mark.parametrize("polls", [1, 4, 6, 9])
+@pytest.mark.parametrize("polls", [1, 4, 6])
 def test_a_partial_goes_on_where_it_was_cut_off(chat: Chat, tokenizer: Any, polls: int) -> None:
     """Scenario: drain after any number of steps, resume in another runner. Result: as if whole."""
-    script = says(tokenizer, "11", "", "9", "6")
-    task = sample({"prompt": "g", "answer": "6"})
-    whole = RolloutRunner(ScriptedEngine(script), InlinePool(Guess), settings(chat))
-    whole.add([task])
-    (expected,) = finish(whole)
-    first = RolloutRunner(ScriptedEngine(script), InlinePool(Guess), settings(chat))
-    first.add([task])
+    turns = "11", "", "9", "6"
+    expected = rolled(chat, Guess, GUESSED, *turns)
+    first = runner_of(chat, Guess, *turns)
+    first.add([sample(GUESSED)])
     for _ in range(polls):
         first.poll(0.0)
-    returned = first.drain("drained")
-    finished, _ = first.results()
-    assert len(returned) + len(finished) == 1
-    if finished:
-        return
-    assert (returned[0].reason, returned[0].failed) == ("drained", False)
-    partial = returned[0].partial
+    (returned,) = first.drain("drained")
+    assert (returned.reason, returned.failed) == ("drained", False)
+    partial = returned.partial
     assert partial is None or partial.finish_reason == "partial"
-    second = RolloutRunner(ScriptedEngine(script, version=1), InlinePool(Guess), settings(chat))
-    second.add([sample(task.row, attempt=2, trajectory=partial)])
+    second = runner_of(chat, Guess, engine=ScriptedEngine(says(tokenizer, *turns), version=1))
+    second.add([sample(GUESSED, attempt=2, trajectory=partial)])
     (resumed,) = finish(second)
     for name in ("prompt_ids", "response_ids", "loss_mask", "reward", "turns", "finish_reason"):
         assert getattr(resumed, name) == getattr(expected, name), name
@@ -204,16 +178,14 @@ class Moody(Guess):
 
 
 def test_a_partial_that_cannot_be_replayed_starts_anew(chat: Chat, tokenizer: Any) -> None:
-    script = says(tokenizer, "1", "2", "6")
-    first = RolloutRunner(ScriptedEngine(script), InlinePool(Moody), settings(chat))
-    first.add([sample({"prompt": "g", "answer": "6"})])
-    for _ in range(4):
-        first.poll(0.0)
+    turns = "1", "2", "6"
+    first = runner_of(chat, Moody, *turns)
+    first.add([sample(GUESSED)])
+    after(first, 4)
     (returned,) = first.drain("drained")
     assert returned.partial is not None
-    engine = ScriptedEngine(script, version=5)
-    second = RolloutRunner(engine, InlinePool(Moody), settings(chat))
-    second.add([sample({"prompt": "g", "answer": "6"}, attempt=2, trajectory=returned.partial)])
+    second = runner_of(chat, Moody, engine=ScriptedEngine(says(tokenizer, *turns), version=5))
+    second.add([sample(GUESSED, attempt=2, trajectory=returned.partial)])
     (trajectory,) = finish(second)
     assert trajectory.spans == [VersionSpan(version=5, start=0, end=trajectory.response_tokens)]
     assert (trajectory.reward, trajectory.turns) == (1.0, 3)
@@ -232,9 +204,8 @@ def test_an_unsound_partial_is_not_used(chat: Chat) -> None:
         assert len(again.request().prompt_ids) == 3
 
 
-def test_a_lost_lease_is_dropped_and_its_late_answers_ignored(chat: Chat, tokenizer: Any) -> None:
-    engine = ScriptedEngine(says(tokenizer, "1"))
-    runner = RolloutRunner(engine, InlinePool(ExactMatch), settings(chat))
+def test_a_lost_lease_is_dropped_and_its_late_answers_ignored(chat: Chat) -> None:
+    runner = runner_of(chat, ExactMatch, "1")
     runner.add([sample({"prompt": "1", "answer": "1"})])
     runner.drop([("s", 0)])  # an older attempt: not this one
     assert runner.leases == [("s", 1)]
@@ -247,10 +218,8 @@ def test_a_lost_lease_is_dropped_and_its_late_answers_ignored(chat: Chat, tokeni
 
 def test_short_turns_are_flushed_as_well(chat: Chat) -> None:
     """Scenario: every turn begins and ends within one step of the engine."""
-    engine = ScriptedEngine(lambda _: [STOP])
-    pool = InlinePool(lambda: Guess(tries=9))
-    runner = RolloutRunner(engine, pool, settings(chat), flush_tokens=10)
-    runner.add([sample({"prompt": "g", "answer": "6"})])
+    runner = runner_of(chat, lambda: Guess(tries=9), *[""] * 9, flush_tokens=10)
+    runner.add([sample(GUESSED)])
     saved = [0]
     while runner.active:
         runner.poll(0.0)
@@ -271,14 +240,10 @@ def test_short_turns_are_flushed_as_well(chat: Chat) -> None:
     ],
 )
 def test_limits_end_a_sample(
-    chat: Chat, tokenizer: Any, limits: Limits, reason: str, turns: int, tokens: int
+    chat: Chat, limits: Limits, reason: str, turns: int, tokens: int
 ) -> None:
-    engine = ScriptedEngine(says(tokenizer, "2", "3", "6"))
-    runner = RolloutRunner(engine, InlinePool(Guess), settings(chat, limits=limits))
-    runner.add([sample({"prompt": "g", "answer": "6"})])
-    (trajectory,) = finish(runner)
-    assert (trajectory.finish_reason, trajectory.turns) == (reason, turns)
-    assert trajectory.response_tokens == tokens
+    made = rolled(chat, Guess, GUESSED, "2", "3", "6", limits=limits)
+    assert (made.finish_reason, made.turns, made.response_tokens) == (reason, turns, tokens)
 
 
 LONG = [{"role": "user", "content": "x" * 10_000_000}]
@@ -327,13 +292,9 @@ def test_what_environments_say_is_measured_before_it_is_tokenized(
         def step(self, response: str) -> StepResult:
             return StepResult(done=False, messages=LONG)
 
-    runner = RolloutRunner(
-        ScriptedEngine(lambda ids: [STOP]), InlinePool(Long), settings(untokenized)
-    )
+    runner = runner_of(untokenized, Long, engine=ScriptedEngine(lambda _: [STOP]))
     runner.add([sample({"prompt": "long"}, sample_id="a"), sample({"prompt": "short"})])
-    for _ in range(3):
-        runner.poll(0.0)
-    (finished,), (failed,) = runner.results()
+    (finished,), (failed,) = after(runner, 3)
     assert "by its characters" in failed.reason
     assert finished.finish_reason == "length"
 
@@ -356,26 +317,22 @@ def test_a_reward_that_the_buffer_would_refuse_costs_its_sample_only(
         def step(self, response: str) -> StepResult:
             return result if self.row["prompt"] == "odd" else StepResult()
 
-    runner = RolloutRunner(ScriptedEngine(lambda ids: [STOP]), InlinePool(Odd), settings(chat))
+    runner = runner_of(chat, Odd, "")
     runner.add([sample({"prompt": "odd"}, sample_id="a"), sample({"prompt": "p"})])
-    for _ in range(3):
-        runner.poll(0.0)
-    (finished,), (failed,) = runner.results()
+    (finished,), (failed,) = after(runner, 3)
     assert failed.sample_id == "a" and failed.failed
     assert says in failed.reason
     assert finished.finish_reason == "stop"
 
 
 def test_a_turn_that_its_parser_fails_on_is_words(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat = Chat(tokenizer, {STOP})
-
     def fail(*_: object) -> ParsedTurn:
         raise KeyError("name")
 
     monkeypatch.setattr(chat, "parser", SimpleNamespace(name="odd", marked=0, plain=0, read=fail))
-    said = chat.parse([*tokenizer("ab", add_special_tokens=False)["input_ids"], STOP])
+    said = chat.parse([*chat.text_ids("ab", begins=False), STOP])
     assert (said.text, said.content) == ("ab", "ab")
     assert said.problem == "the turn cannot be read: KeyError('name')"
 
@@ -395,26 +352,15 @@ class Search:
         return StepResult(reward=1.0)
 
 
-def test_a_stop_string_of_the_run_ends_turns_of_environments(tokenizer: Any) -> None:
-    engine = ScriptedEngine(says(tokenizer, "look</search> more", "42"))
-    chat = Chat(tokenizer, {STOP})
-    made: list[Search] = []
-
-    def make() -> Search:
-        made.append(Search())
-        return made[-1]
-
-    options = settings(
-        chat, stops=("</search>",), sampling=Sampling(max_tokens=64), max_context=256
-    )
-    runner = RolloutRunner(engine, InlinePool(make), options)
-    runner.add([sample({"prompt": "a"})])
-    (trajectory,) = finish(runner)
+def test_a_stop_string_of_the_run_ends_turns_of_environments(chat: Chat, tokenizer: Any) -> None:
+    search = Search()
+    options: Any = {"stops": ("</search>",), "sampling": Sampling(max_tokens=64)}
+    said = "look</search> more", "42"
+    trajectory = rolled(chat, lambda: search, {"prompt": "a"}, *said, max_context=256, **options)
     response = tokenizer.decode(unpack_int32(trajectory.response_ids))
     assert response == "look</search><|end|><|user|>found<|assistant|>42<|end|>"
-    mask = trajectory.loss_mask
-    assert sum(mask) == len("look</search>") + len("42") + 1
-    assert made[-1].heard == [("look", "</search>"), ("42", "")]
+    assert sum(trajectory.loss_mask) == len("look</search>") + len("42") + 1
+    assert search.heard == [("look", "</search>"), ("42", "")]
     assert (trajectory.reward, trajectory.finish_reason) == (1.0, "stop")
 
 
@@ -428,13 +374,11 @@ def spoken(chat: Chat, text: str, reason: Any = "abort") -> EngineOutput:
     return EngineOutput("s", ids, [-0.5] * len(ids), spans, reason)
 
 
-def test_what_an_engine_samples_beyond_it_is_dropped(tokenizer: Any) -> None:
+def test_what_an_engine_samples_beyond_it_is_dropped(chat: Chat, tokenizer: Any) -> None:
     """Engines hand over several tokens at once, and a turn may be interrupted in between."""
-    chat = Chat(tokenizer, {STOP})
     options = settings(chat, stops=("b.",), max_context=256, sampling=Sampling(max_tokens=64))
-    task = sample({"prompt": "a"})
-    rollout = Rollout(task, options)
-    rollout.asked(Ask(lambda _: None, [{"role": "user", "content": "a"}]))
+    rollout = Rollout(sample({"prompt": "a"}), options)
+    rollout.asked(opening("a"))
     rollout.generated(spoken(chat, "aab"))  # interrupted within the stop string
     assert rollout.phase.name == "GENERATE"
     assert rollout.is_stopped(spoken(chat, ". and so on").token_ids)
@@ -446,8 +390,7 @@ def test_what_an_engine_samples_beyond_it_is_dropped(tokenizer: Any) -> None:
     assert rollout.turn().parsed.text == "aa"
 
 
-def test_an_output_is_shortened_with_all_that_is_known_of_it(tokenizer: Any) -> None:
-    chat = Chat(tokenizer, {STOP})
+def test_an_output_is_shortened_with_all_that_is_known_of_it(chat: Chat) -> None:
     whole = spoken(chat, "abcdef")
     routing = Routing(layers=1, choices=2, experts=8, chosen=bytes(range(2 * (4 + 6 - 1))))
     support = Support(sizes=b"\1\0" * 6, ids=bytes(range(24)))
@@ -484,12 +427,11 @@ def test_the_support_goes_along_with_its_tokens() -> None:
 
 
 def test_a_token_costs_the_same_however_long_the_turn_is(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """400 tokens once took 80,200 decodes."""
     tokens = 400
     decoded: list[int] = []
-    chat = Chat(tokenizer, {STOP})
     pieces = chat.pieces
 
     def counted(token_ids: list[int]) -> str:
@@ -497,12 +439,11 @@ def test_a_token_costs_the_same_however_long_the_turn_is(
         return pieces(token_ids)
 
     monkeypatch.setattr(chat, "pieces", counted)
-    letter = tokenizer("a", add_special_tokens=False)["input_ids"]
+    letter = chat.text_ids("a", begins=False)
     engine = ScriptedEngine(lambda ids: letter if len(ids) < tokens else [STOP], max_context=512)
-    made = settings(chat, stops=("</search>",), sampling=Sampling(max_tokens=512), max_context=512)
-    runner = RolloutRunner(engine, InlinePool(ExactMatch), made)
-    runner.add([sample({"prompt": "a", "answer": "a"})])
-    finish(runner)
+    options: Any = {"stops": ("</search>",), "sampling": Sampling(max_tokens=512)}
+    row = {"prompt": "a", "answer": "a"}
+    rolled(chat, ExactMatch, row, engine=engine, max_context=512, **options)
     assert len(decoded) <= tokens + 10  # one for each step
     *steps, whole = decoded  # at its end the turn is read once
     assert whole < tokens

@@ -1,17 +1,10 @@
 """Sampled frequencies and logprobs against the distribution that was asked for."""
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 import torch
 
-from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_float32, unpack_int32
-from umbra.services.config import RunConfig
-from umbra.services.generator.engines import opening
 from umbra.services.generator.engines.torch_engine import Sampler, restrict
-from umbra.services.generator.service import run
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])
 DRAWS = 20_000
@@ -93,21 +86,6 @@ def test_top_p_of_one_leaves_everything_in() -> None:
     assert restrict(logits, nearly, torch.tensor([[False]])).isfinite().tolist() == [
         [True, False, False]
     ]
-
-
-def test_a_generator_that_is_started_again_draws_other_numbers() -> None:
-    """16 of 128 samples repeated another of their group after one kill."""
-    seeds: list[int] = []
-
-    def make(config: RunConfig, name: str) -> Any:
-        seeds.append(opening._seed(config, name))
-        raise UsageError("opened")
-
-    context = cast(Any, SimpleNamespace(config=RunConfig(), name="generator-0", begin=print))
-    for _ in range(2):
-        with pytest.raises(UsageError, match="opened"):
-            run(context, make)
-    assert len(set(seeds)) == 2
 
 
 def test_a_support_that_is_found_anew_is_another_one_at_the_edge() -> None:
