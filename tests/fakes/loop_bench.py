@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -160,6 +160,21 @@ class Bench:
         row, same = {"prompt": "1", "answer": "1"}, {"attempt": attempt, "pinned_version": pinned}
         tasks = [sample(row, sample_id=n, group_id=n, prompt_id=n, **same) for n in names]
         return self.channel.answer(LeaseTasks, TaskLeases(tasks=tasks))
+
+    def answers(
+        self, replies: Mapping[Any, Message], other: Message, monkeypatch: Any
+    ) -> list[Message]:
+        """Answer whatever is open each time that the loop waits, as the buffer's thread would."""
+        answered: list[Message] = []
+
+        def wait(timeout: float | None = None) -> bool:
+            while self.channel.open:
+                kind = type(self.channel.open[0][0])
+                answered.append(self.channel.answer(kind, replies.get(kind, other)))
+            return True
+
+        monkeypatch.setattr(self.wake, "wait", wait)
+        return answered
 
     def spans(self, name: str) -> list[dict[str, Any]]:
         lines = self.metrics.read_bytes().splitlines()

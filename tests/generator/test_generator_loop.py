@@ -124,30 +124,21 @@ def test_leases_are_renewed_until_the_buffer_has_the_result(bench: Bench) -> Non
     assert not bench.channel.asked(m.RenewLeases)
 
 
-def test_a_lost_lease_is_given_up(bench: Bench) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_a_lost_lease_is_given_up_and_one_won_again_is_kept(bench: Bench, again: bool) -> None:
+    """A sample may return under a newer attempt before the loss of the old one is read."""
     bench.serve()
     bench.lease("a", "b")
     bench.turns(2)
     bench.now[0] += LEASE_S
     bench.turns(1)
+    if again:
+        bench.lease("a", attempt=2)
     bench.channel.answer(m.RenewLeases, m.TaskLeases(lost=["a"]))
     bench.turns(15)
-    (submitted,) = bench.channel.asked(m.SubmitResults)
-    assert [t.sample_id for t in submitted.trajectories] == ["b"]
-
-
-def test_a_lease_lost_and_won_again_is_kept(bench: Bench) -> None:
-    """Scenario: the sample returns under a newer attempt before the loss of the old one is read."""
-    bench.serve()
-    bench.lease("a")
-    bench.turns(2)
-    bench.now[0] += LEASE_S
-    bench.turns(1)
-    bench.lease("a", attempt=2)
-    bench.channel.answer(m.RenewLeases, m.TaskLeases(lost=["a"]))
-    bench.turns(15)
-    (submitted,) = bench.channel.asked(m.SubmitResults)
-    assert [(t.sample_id, t.attempt) for t in submitted.trajectories] == [("a", 2)]
+    submitted = bench.channel.asked(m.SubmitResults)
+    made = {(t.sample_id, t.attempt) for body in submitted for t in body.trajectories}
+    assert made == {("b", 1)} | ({("a", 2)} if again else set())
 
 
 def test_a_refusal_ends_the_loop(bench: Bench) -> None:
@@ -198,28 +189,13 @@ def test_drain_hands_back_partials_and_what_comes_late(
     bench.serve()
     bench.lease("a", "b")
     bench.turns(4)
-    late = sample({}, sample_id="late")
-    returned: list[Any] = []
-
-    def buffer(timeout: float | None = None) -> bool:
-        """Stands for the buffer's thread: answers whatever is open."""
-        del timeout
-        while bench.channel.open:
-            body, _ = bench.channel.open[0]
-            if isinstance(body, m.ReturnTasks):
-                returned.extend(bench.channel.answer(m.ReturnTasks, m.Ok()).samples)
-            else:
-                bench.channel.answer(type(body), m.TaskLeases(tasks=[late]))
-        return True
-
-    monkeypatch.setattr(bench.wake, "wait", buffer)
+    late = m.TaskLeases(tasks=[sample({}, sample_id="late")])
+    answered = bench.answers({m.ReturnTasks: m.Ok()}, late, monkeypatch)
     bench.session.stopping.set()
     bench.loop.run()
-    assert [(r.sample_id, r.reason, r.failed) for r in returned] == [
-        ("a", "asked to", False),
-        ("b", "asked to", False),
-        ("late", "asked to", False),
-    ]
+    returned = [s for body in answered if isinstance(body, m.ReturnTasks) for s in body.samples]
+    assert [r.sample_id for r in returned] == ["a", "b", "late"]
+    assert {(r.reason, r.failed) for r in returned} == {("asked to", False)}
     assert [r.partial.response_tokens for r in returned[:2]] == [4, 4]
     assert returned[2].partial is None
     assert not bench.engine.busy
@@ -239,23 +215,15 @@ def test_a_broken_engine_ends_the_loop_once_all_that_was_finished_is_delivered(
             raise EngineError("the engine is gone")
         return poll(timeout_s)
 
-    def buffer(timeout: float | None = None) -> bool:
-        del timeout
-        while bench.channel.open:
-            kind = type(bench.channel.open[0][0])
-            if kind is m.SubmitResults:
-                body = bench.channel.answer(kind, m.TaskLeases(accepted=1))
-                delivered.extend(t.sample_id for t in body.trajectories)
-            else:
-                bench.channel.answer(kind, m.TaskLeases(tasks=[]))
-        return True
-
-    delivered: list[str] = []
     monkeypatch.setattr(bench.engine, "poll", breaks)
-    monkeypatch.setattr(bench.wake, "wait", buffer)
+    accepted = {m.SubmitResults: m.TaskLeases(accepted=1)}
+    answered = bench.answers(accepted, m.TaskLeases(), monkeypatch)
     with pytest.raises(EngineError, match="the engine is gone"):
         bench.loop.run()
-    assert delivered == ["a"]
+    delivered = [
+        t for body in answered if isinstance(body, m.SubmitResults) for t in body.trajectories
+    ]
+    assert [t.sample_id for t in delivered] == ["a"]
 
 
 def test_no_more_samples_are_leased_than_there_is_cache_for(bench: Bench) -> None:

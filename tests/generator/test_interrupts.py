@@ -5,11 +5,9 @@ from typing import Any, cast
 
 import pytest
 from fakes.engine import ScriptedEngine
-from fakes.loop_bench import Bench, open_bench
 from fakes.rollouts import STOP, finish, runner_of
 from fakes.trajectories import sample
 
-from umbra.proto.messages import Interrupt, ReturnTasks, SubmitResults
 from umbra.proto.records import Trajectory, unpack_int32
 from umbra.services.environments.built_in import ExactMatch, Guess
 from umbra.services.environments.pool import InlinePool
@@ -116,17 +114,6 @@ def test_a_sample_that_ends_meanwhile_is_finished(chat: Chat) -> None:
     assert trajectory.reward == 1.0
 
 
-def test_first_turns_stop_at_once(chat: Chat) -> None:
-    pool = SlowPool()
-    runner = runner_of(chat, pool, "222222", "6")
-    begin(runner)
-    runner.poll(0.0)
-    runner.interrupt([LEASE], "now")
-    _, (moved,) = runner.results()
-    assert moved.partial is not None
-    assert moved.partial.response_tokens == 1
-
-
 def test_a_sample_that_is_played_again_makes_a_turn_before_it_moves(chat: Chat) -> None:
     """Else interruptions that come faster than replays would let it never get on."""
     first = runner_of(chat, InlinePool(Guess), "2", "77", "6")
@@ -227,25 +214,3 @@ def test_a_sample_that_fails_amid_a_turn_leaves_the_engine(chat: Chat) -> None:
     runner.poll(0.0)
     assert (engine.live, runner.active) == (0, 0)
     assert [one.reason for one in runner.results()[1]] == ["its agent gave up"]
-
-
-@pytest.fixture
-def bench(tmp_path: Path, tiny_model_dir: Path) -> Any:
-    with open_bench(tmp_path, tiny_model_dir, pool=SlowPool(ExactMatch)) as opened:
-        yield opened
-
-
-def test_the_loop_gives_back_what_has_moved(bench: Bench) -> None:
-    bench.serve()
-    bench.lease("a", "b")
-    bench.turns(5)
-    order = Interrupt(leases=[("a", 1)], reason="the batch is full")
-    bench.channel.pushes.put(order)
-    bench.turns(1)
-    (returned,) = bench.channel.asked(ReturnTasks)
-    assert [one.sample_id for one in returned.samples] == ["a"]
-    bench.turns(20)
-    bench.channel.pushes.put(Interrupt(leases=[("b", 1)]))
-    bench.turns(3)
-    assert not bench.channel.asked(SubmitResults), "its reward is still to come"
-    assert len(bench.channel.asked(ReturnTasks)) == 1

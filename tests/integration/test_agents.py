@@ -30,21 +30,12 @@ if TYPE_CHECKING:
     from anthropic import Anthropic
 
 OUTSIDE = EnvironmentConfig(kind="agent")
-
-
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
-
-
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FUNCTION: Any = {"type": "function", "name": "add", "parameters": PARAMETERS}
+BLOCK_TOOL: Any = {"name": "add", "description": "Add.", "input_schema": PARAMETERS}
+ADD = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS}
+TOOL: Any = {"type": "function", "function": ADD}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-
-
 World = Callable[..., AgentWorld]
 
 
@@ -70,8 +61,21 @@ def world(tokenizer: Any, closes: Closes) -> World:
     return make
 
 
-def user(text: str) -> dict[str, str]:
+def user(text: str) -> Any:
     return {"role": "user", "content": text}
+
+
+def work_of(endpoint: AgentWorld, prompt: str = "go") -> Any:
+    endpoint.add(sample({"prompt": prompt}))
+    return endpoint.lease()
+
+
+def sampled(endpoint: AgentWorld, tokenizer: Any) -> tuple[str, str]:
+    """The response of the next trajectory, and what of it the model has said."""
+    trajectory = endpoint.trajectory()
+    response = unpack_int32(trajectory.response_ids)
+    said = [t for t, m in zip(response, trajectory.loss_mask, strict=True) if m]
+    return tokenizer.decode(response), tokenizer.decode(said)
 
 
 def test_an_agent_with_tools_makes_a_trajectory(world: World, tokenizer: Any) -> None:
@@ -97,10 +101,11 @@ def test_an_agent_with_tools_makes_a_trajectory(world: World, tokenizer: Any) ->
     assert (trajectory.reward, trajectory.turns) == (1.0, 2)
     assert trajectory.reward_parts == {"calls": 1.0}
     prompt, response = unpack_int32(trajectory.prompt_ids), unpack_int32(trajectory.response_ids)
-    assert first.usage is not None
-    assert first.usage.prompt_tokens == len(prompt)
-    assert first.usage.completion_tokens == len(CALL) + 1
-    assert second.usage is not None
+    assert first.usage is not None and second.usage is not None
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (
+        len(prompt),
+        len(CALL) + 1,
+    )
     assert second.usage.total_tokens == len(prompt) + len(response)
     text = tokenizer.decode(response)
     assert text == (
@@ -121,12 +126,11 @@ def test_an_answer_comes_as_events_too(
 ) -> None:
     monkeypatch.setattr(server, "SILENT_S", silent_s)  # 0: comments come before the reply
     endpoint = world("well " + CALL, "done")
-    endpoint.add(sample({"prompt": "go"}))
-    work = endpoint.lease()
+    work = work_of(endpoint)
     with client(work) as agent:
         stream = agent.chat.completions.create(
             model="m",
-            messages=[{"role": "user", "content": "go"}],
+            messages=[user("go")],
             tools=[TOOL],
             stream=True,
             stream_options={"include_usage": True},
@@ -152,8 +156,7 @@ def test_an_answer_comes_as_events_too(
 )
 def test_a_reward_that_is_none_is_refused(world: World, value: Any, parts: Any) -> None:
     endpoint = world("yes")
-    endpoint.add(sample({"prompt": "go"}))
-    work = endpoint.lease()
+    work = work_of(endpoint)
     assert ask(work, user("go"))[0] == 200
     assert reward(work, value, **parts)[0] == 400
     assert reward(work, 2.0)[0] == 200
@@ -162,8 +165,7 @@ def test_a_reward_that_is_none_is_refused(world: World, value: Any, parts: Any) 
 
 def test_nonsense_costs_nothing(world: World) -> None:
     endpoint = world("yes")
-    endpoint.add(sample({"prompt": "go"}))
-    work = endpoint.lease()
+    work = work_of(endpoint)
     url = f"{work['base_url']}/chat/completions"
     for body in (b"", b"{", b"\xff\xfe", b"[]", b"[" * 100_000):
         status, refused = send(url, body)
@@ -179,7 +181,7 @@ def test_nonsense_costs_nothing(world: World) -> None:
     status, refused = send(f"{endpoint.url}/sessions", {"wait_s": 0})
     assert (status, refused["error"]["code"]) == (503, "no_work")
     with client(work) as agent, pytest.raises(openai.BadRequestError, match="n = 2") as no:
-        agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}], n=2)
+        agent.chat.completions.create(model="m", messages=[user("go")], n=2)
     assert no.value.param == "n"
     assert ask(work, user("go"))[0] == 200
     assert reward(work, 1.0)[0] == 200
@@ -203,8 +205,7 @@ def test_it_stops_while_agents_wait_for_work(
 
 def test_what_is_too_long_is_refused_and_the_reward_still_counts(world: World) -> None:
     endpoint = world("yes", "no", max_context=64)
-    endpoint.add(sample({"prompt": "go"}))
-    work = endpoint.lease()
+    work = work_of(endpoint)
     status, refused = ask(work, user("x" * 70))
     assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
     assert "context length" in refused["error"]["message"], "which agents look for"
@@ -220,19 +221,13 @@ def test_what_is_too_long_is_refused_and_the_reward_still_counts(world: World) -
     assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (0.25, 1, "stop")
 
 
-def test_an_agent_can_give_up(world: World) -> None:
+def test_a_sample_that_is_given_up_or_taken_back_ends_its_session(world: World) -> None:
     endpoint = world("yes")
-    endpoint.add(sample({"prompt": "go"}))
-    work = endpoint.lease()
+    work = work_of(endpoint)
     assert send(work["url"], {"reason": "no disk"}, method="DELETE")[0] == 200
     assert endpoint.failed().reason == "its agent gave up: no disk"
     assert ask(work, user("go"))[0] == 410
-
-
-def test_a_sample_that_is_taken_back_ends_its_session(world: World) -> None:
-    endpoint = world("yes")
-    endpoint.add(sample({"prompt": "go"}))
-    work = endpoint.lease()
+    work = work_of(endpoint)
     assert ask(work, user("go"))[0] == 200
     endpoint.drop("s", 1)
     status, refused = ask(work, user("go"), {"role": "assistant", "content": "yes"}, user("on"))
@@ -246,46 +241,20 @@ def test_what_others_can_reach_needs_a_key() -> None:
         assert url_of(anywhere).startswith("http://127.0.0.1:")
 
 
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
-
-
-FUNCTION: Any = {"type": "function", "name": "add", "parameters": PARAMETERS}
-
-
-BLOCK_TOOL: Any = {"name": "add", "description": "Add.", "input_schema": PARAMETERS}
-
-
-def work_of(endpoint: AgentWorld, prompt: str = "go") -> Any:
-    endpoint.add(sample({"prompt": prompt}))
-    return endpoint.lease()
-
-
-def sampled(endpoint: AgentWorld, tokenizer: Any) -> tuple[str, str]:
-    """The response of the next trajectory, and what of it the model has said."""
-    trajectory = endpoint.trajectory()
-    response = unpack_int32(trajectory.response_ids)
-    said = [t for t, m in zip(response, trajectory.loss_mask, strict=True) if m]
-    return tokenizer.decode(response), tokenizer.decode(said)
-
-
 def test_responses_with_a_tool(world: World, tokenizer: Any) -> None:
     endpoint = world("well " + CALL, "it is 3")
     work = work_of(endpoint)
-    history: list[Any] = [{"role": "user", "content": "1+2?"}]
+    history: list[Any] = [user("1+2?")]
     with client(work) as agent:
-        first = agent.responses.create(
-            model="m", instructions="Be good.", input=history, tools=[FUNCTION]
-        )
-        assert first.status == "completed"
-        assert first.output_text == "well"
+        asked = {"model": "m", "instructions": "Be good.", "tools": [FUNCTION]}
+        first = agent.responses.create(input=history, **asked)
+        assert (first.status, first.output_text) == ("completed", "well")
         call = first.output[-1]
         assert call.type == "function_call"
         assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1})
         history += [item.model_dump() for item in first.output]
         history.append({"type": "function_call_output", "call_id": call.call_id, "output": "3"})
-        second = agent.responses.create(
-            model="m", instructions="Be good.", input=history, tools=[FUNCTION]
-        )
+        second = agent.responses.create(input=history, **asked)
         assert second.output_text == "it is 3"
         assert second.usage is not None
         assert second.usage.output_tokens == len("it is 3") + 1
@@ -323,7 +292,7 @@ def test_messages_with_a_tool(world: World, tokenizer: Any) -> None:
     endpoint = world("well " + CALL, "it is 3", key="secret")
     endpoint.add(sample({"prompt": "go"}))
     work = endpoint.lease(headers={"authorization": "Bearer secret"})
-    history: list[Any] = [{"role": "user", "content": "1+2?"}]
+    history: list[Any] = [user("1+2?")]
     with anthropic(work, "secret") as agent:
         ask = {"model": "m", "max_tokens": 128, "system": "Be good.", "tools": [BLOCK_TOOL]}
         first = agent.messages.create(messages=history, **ask)
@@ -359,7 +328,7 @@ def test_messages_as_events(world: World) -> None:
         with agent.messages.stream(
             model="m",
             max_tokens=128,
-            messages=[{"role": "user", "content": "go"}],
+            messages=[user("go")],
             tools=[BLOCK_TOOL],
         ) as stream:
             pieces = list(stream.text_stream)
@@ -369,15 +338,13 @@ def test_messages_as_events(world: World) -> None:
         assert final.content[1].type == "tool_use"
         assert final.content[1].input == {"a": 1}
         with pytest.raises(BadRequestError, match="history_edited"):
-            agent.messages.create(
-                model="m", max_tokens=128, messages=[{"role": "user", "content": "other"}]
-            )
+            agent.messages.create(model="m", max_tokens=128, messages=[user("other")])
 
 
 def test_a_stop_string_ends_the_turn_and_stays_in_its_tokens(world: World, tokenizer: Any) -> None:
     endpoint = world("think. Observation: made up", "42")
     work = work_of(endpoint)
-    history: list[Any] = [{"role": "user", "content": "go"}]
+    history: list[Any] = [user("go")]
     with client(work) as agent:
         first = agent.chat.completions.create(model="m", messages=history, stop=["Observation:"])
         assert first.choices[0].finish_reason == "stop"
@@ -394,7 +361,7 @@ def test_a_stop_string_ends_the_turn_and_stays_in_its_tokens(world: World, token
     assert response.startswith("think. Observation:<|end|><|user|>Observation: 42")
 
 
-def test_reasoning_is_returned_and_taken_back() -> None:
+def test_reasoning_is_returned_and_taken_back(closes: Closes) -> None:
     """With or without it, the history is the same: the tokens are those that were sampled."""
     tokenizer, stops = chat_tokenizer("qwen3")
     chat = Chat(tokenizer, stops)
@@ -408,28 +375,25 @@ def test_reasoning_is_returned_and_taken_back() -> None:
 
     engine = ScriptedEngine(script, stop_ids=chat.stop_ids, max_context=4096)
     options = settings(chat, max_context=4096, sampling=Sampling(max_tokens=64))
-    endpoint = AgentWorld(engine, options, OUTSIDE)
-    try:
-        work = work_of(endpoint)
-        url = f"{work['base_url']}/chat/completions"
-        asked: list[Any] = [{"role": "user", "content": "a"}]
-        status, first = send(url, {"messages": asked})
-        assert status == 200
-        message = first["choices"][0]["message"]
-        assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
-        del message["reasoning_content"]
-        asked += [message, {"role": "user", "content": "b"}]
-        with anthropic(work) as agent:  # another protocol, the same session
-            second = agent.messages.create(model="m", max_tokens=50, messages=asked)
-        assert [block.type for block in second.content] == ["thinking", "text"]
-        asked.append({"role": "assistant", "content": "no", "reasoning_content": "other"})
-        status, refused = send(url, {"messages": [*asked, {"role": "user", "content": "c"}]})
-        assert (status, refused["error"]["code"]) == (400, "history_edited")
-        assert reward(work, 1.0)[0] == 200
-        _, said = sampled(endpoint, tokenizer)
-        assert said == "".join(turns)
-    finally:
-        endpoint.close()
+    endpoint = closes(AgentWorld(engine, options, OUTSIDE))
+    work = work_of(endpoint)
+    url = f"{work['base_url']}/chat/completions"
+    asked: list[Any] = [user("a")]
+    status, first = send(url, {"messages": asked})
+    assert status == 200
+    message = first["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
+    del message["reasoning_content"]
+    asked += [message, user("b")]
+    with anthropic(work) as agent:  # another protocol, the same session
+        second = agent.messages.create(model="m", max_tokens=50, messages=asked)
+    assert [block.type for block in second.content] == ["thinking", "text"]
+    asked.append({"role": "assistant", "content": "no", "reasoning_content": "other"})
+    status, refused = send(url, {"messages": [*asked, user("c")]})
+    assert (status, refused["error"]["code"]) == (400, "history_edited")
+    assert reward(work, 1.0)[0] == 200
+    _, said = sampled(endpoint, tokenizer)
+    assert said == "".join(turns)
 
 
 def test_agents_are_told_an_address_that_they_reach_whatever_they_say(world: World) -> None:
