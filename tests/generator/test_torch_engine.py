@@ -47,7 +47,8 @@ def requests(count: int, *, seed: int = 0, most: int = 40) -> list[EngineRequest
     ]
 
 
-def finish(engine: TorchEngine) -> dict[str, EngineOutput]:
+def finish(engine: TorchEngine, *asked: EngineRequest) -> dict[str, EngineOutput]:
+    engine.submit(asked)
     outputs: dict[str, EngineOutput] = {}
     while engine.busy:
         outputs |= {output.request_id: output for output in engine.poll(0.0)}
@@ -83,8 +84,7 @@ def changed(model: Any, seed: int) -> dict[str, torch.Tensor]:
 def test_logprobs_are_those_of_a_full_forward_pass(model: Any, slots: int) -> None:
     asked = requests(40)
     engine = TorchEngine(model, stop_ids={STOP}, slots=slots, max_context=128)
-    engine.submit(asked)
-    outputs = finish(engine)
+    outputs = finish(engine, *asked)
     assert len(outputs) == 40
     assert_logprobs(model, asked, outputs)
     for request in asked:
@@ -110,8 +110,7 @@ def test_equal_prompts_are_read_once(model: Any, monkeypatch: pytest.MonkeyPatch
     asked = [
         EngineRequest(f"{r.request_id}-{i}", r.prompt_ids, PLAIN, 12) for i in range(8) for r in two
     ]
-    engine.submit(asked)
-    outputs = finish(engine)
+    outputs = finish(engine, *asked)
     contexts = sum(len(r.prompt_ids) - 1 for r in two)
     assert passes[0] == 16 + contexts
     assert max(passes[1:]) <= 16
@@ -123,8 +122,7 @@ def test_equal_prompts_are_read_once(model: Any, monkeypatch: pytest.MonkeyPatch
 def test_context_is_the_limit_and_storage_grows_up_to_it(model: Any) -> None:
     engine = TorchEngine(model, stop_ids=(), slots=2, max_context=150)
     request = EngineRequest("long", [7] * 20, PLAIN, 1000)
-    engine.submit([request])
-    outputs = finish(engine)
+    outputs = finish(engine, request)
     assert len(outputs["long"].token_ids) == 130
     assert_logprobs(model, [request], outputs)
 
@@ -248,8 +246,7 @@ def test_sampling_is_each_requests_own(model: Any) -> None:
     kinds = [Sampling(temperature=0.0), Sampling(top_k=1), Sampling(temperature=0.5), Sampling()]
     asked = [EngineRequest(f"r{i}", [9, 8, 7 + i // 4], kinds[i % 4], 20) for i in range(16)]
     engine = TorchEngine(model, stop_ids=(), slots=8, max_context=64)
-    engine.submit(asked)
-    outputs = finish(engine)
+    outputs = finish(engine, *asked)
     for index, request in enumerate(asked):
         output = outputs[request.request_id]
         with torch.no_grad():
