@@ -88,7 +88,6 @@ class FuturesJournal:
     def __init__(self, path: Path) -> None:
         self.announce: Callable[[str], object] = lambda _: None
         self._lock = threading.RLock()
-        self._depth = 0
         self._answered: list[str] = []  # in the transaction under way
         self._file = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._file.execute("PRAGMA journal_mode=WAL")
@@ -109,19 +108,18 @@ class FuturesJournal:
     def transaction(self) -> Iterator[None]:
         """Commit all that happens within, or nothing of it."""
         with self._lock:
-            if not self._depth:
-                self._file.execute("BEGIN IMMEDIATE")
-                self._answered.clear()
-            self._depth += 1
-            end = "ROLLBACK"
+            if self._file.in_transaction:
+                yield
+                return
+            self._file.execute("BEGIN IMMEDIATE")
+            self._answered.clear()
             try:
                 yield
-                end = "COMMIT"
-            finally:
-                self._depth -= 1
-                if not self._depth:
-                    self._file.execute(end)
-            for request_id in () if self._depth else self._answered:
+            except BaseException:
+                self._file.execute("ROLLBACK")
+                raise
+            self._file.execute("COMMIT")
+            for request_id in self._answered:
                 self.announce(request_id)
 
     def accept(self, request: FutureRequest) -> bool:
@@ -134,11 +132,9 @@ class FuturesJournal:
         with self.transaction():
             known = self._one("SELECT digest FROM requests WHERE id = ?", request.id)
             if known is None:
+                insert = "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, 'queued', NULL, NULL, ?)"
                 columns = request.id, request.owner, request.seq, request.kind, request.body
-                self._change(
-                    "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, 'queued', NULL, NULL, ?)",
-                    (*columns, digest, time.time()),
-                )
+                self._change(insert, (*columns, digest, time.time()))
         if known not in (None, (digest,)):
             raise UsageError(
                 f"request {request.id} came before with another content: a client has to number "

@@ -43,11 +43,11 @@ CPU_PASS = 1024  # tokens of a pass on a CPU: samplers and other kinds of models
 STATE, VERSION = "state.safetensors", "version"  # files to train on, and to sample with
 _RL = ("importance_sampling", "ppo", "cispo", "dro")
 _INPUTS = {"cross_entropy": ("weights",), **dict.fromkeys(_RL, ("logprobs", "advantages"))}
-# Settings and their defaults; None: it has to be given.
-_SETTINGS: dict[str, dict[str, float | None]] = {
+# Settings and their defaults; NaN: it has to be given.
+_SETTINGS = {
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
-    "dro": {"beta": None},
+    "dro": {"beta": math.nan},
 }
 
 
@@ -145,7 +145,6 @@ class Bench:
         settings = _settings_of(loss_fn, request.config)
         for datum in data:
             _check_datum(datum, loss_fn, self._longest, self._vocabulary)
-        counts = np.array([len(datum.tokens) for datum in data])
         if len({datum.inputs["target_tokens"].shape[1:] for datum in data}) != 1:
             raise UsageError("target_tokens of one request need the same number of columns")
         self._take(trainee)
@@ -177,7 +176,8 @@ class Bench:
                 scores[source] = logprobs.detach().float().cpu()
                 total += float(loss.detach())
         trainee.passes += not request.forward_only
-        return np.split(scores.numpy(), counts.cumsum()[:-1]), {"loss:sum": total}
+        ends = np.cumsum([len(datum.tokens) for datum in data])
+        return np.split(scores.numpy(), ends[:-1]), {"loss:sum": total}
 
     def step(self, trainee: Trainee, adam: Adam) -> float:
         """Update the weights by the gradients since the last step; return the gradient's norm.
@@ -191,12 +191,8 @@ class Bench:
             why = why if trainee.faulty else "no pass since the last step"
             self.drop(trainee)
             raise UsageError(f"optim_step: {why}, so there is no gradient: nothing is updated")
-        settings = {
-            "lr": adam.learning_rate,
-            "betas": (adam.beta1, adam.beta2),
-            "eps": adam.eps,
-            "weight_decay": adam.weight_decay,
-        }
+        settings = {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.eps}
+        settings["weight_decay"] = adam.weight_decay
         norm = self._learner.apply(settings, adam.grad_clip_norm or math.inf)["grad_norm"]
         trainee.passes = 0
         if norm is None:
@@ -213,10 +209,8 @@ class Bench:
     def save(self, trainee: Trainee, folder: Path) -> None:
         """Write weights and moments, whole or not at all."""
         self._take(trainee)
-        tensors = {
-            name: tensor.detach().cpu().contiguous()
-            for name, tensor in self._learner.state(self._base).tensors().items()
-        }
+        state = self._learner.state(self._base).tensors()
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         with written_whole(folder) as scratch:
             scratch.mkdir()
             save_file(tensors, scratch / STATE, {"base": self._base})
@@ -271,12 +265,10 @@ class Bench:
             lora_alpha=int(ALPHA),
             target_modules=sorted({key.rpartition(".lora_")[0] for key in adapter}),
         )
-        tensors = {
-            f"base_model.model.{key}": t.detach().cpu().clone() for key, t in adapter.items()
-        }
+        own = {f"base_model.model.{key}": t.detach().cpu().clone() for key, t in adapter.items()}
         with written_whole(folder) as scratch:
             config.save_pretrained(str(scratch))
-            save_file(tensors, scratch / "adapter_model.safetensors")
+            save_file(own, scratch / "adapter_model.safetensors")
 
     def _take(self, trainee: Trainee) -> None:
         """Load the state of `trainee` into the learner, and put the present one away."""
@@ -287,9 +279,8 @@ class Bench:
             active.data = [p.data for p in learner.parameters]
             active.gradients = [p.grad for p in learner.parameters]
             active.moments = learner.optimizer.state
-        for parameter, data, gradient in zip(
-            learner.parameters, trainee.data, trainee.gradients, strict=True
-        ):
+        state = zip(learner.parameters, trainee.data, trainee.gradients, strict=True)
+        for parameter, data, gradient in state:
             parameter.data, parameter.grad = data, gradient
         learner.optimizer.state = trainee.moments
         self._active = trainee
@@ -308,18 +299,17 @@ def _laid_out(sequences: list[Array]) -> Tokens:
     return Tokens(ids.long(), lengths, learned.nonzero().squeeze(1), owner)
 
 
-def _settings_of(loss_fn: str, config: Mapping[str, float]) -> dict[str, float]:
+def _settings_of(loss_fn: str, config: dict[str, float]) -> dict[str, float]:
     """Return the settings of a loss; UsageError if the loss or a setting is not supported."""
     if loss_fn not in _INPUTS:
         raise UsageError(f"loss_fn {loss_fn!r} is not supported: use one of {', '.join(_INPUTS)}")
     known = _SETTINGS.get(loss_fn, {})
-    settings: dict[str, float] = {}
-    for key, value in {**known, **config}.items():
+    settings = known | config
+    for key, value in settings.items():
         if key not in known:
             raise UsageError(f"loss_fn_config[{key!r}] is no setting of {loss_fn}")
-        if value is None or not math.isfinite(value) or value < 0:
+        if not 0 <= value < math.inf:
             raise UsageError(f"loss_fn_config[{key!r}] of {loss_fn} has to be a number >= 0")
-        settings[key] = value
     return settings
 
 

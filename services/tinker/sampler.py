@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -64,10 +65,11 @@ class _LiveJob:
 
     job: SampleJob
     prompt_logprobs: Array | None = None
-    samples: dict[int, tuple[list[int], list[float], bool]] = field(default_factory=dict)
+    samples: dict[str, tuple[list[int], list[float], bool]] = field(default_factory=dict)
 
     def answer(self) -> FutureAnswer:
-        samples = [self.samples[index] for index in range(self.job.count)]
+        # In the order of their start: that of their ends would put short ones first.
+        samples = [self.samples[f"{self.job.id}/{index}"] for index in range(self.job.count)]
         if not all(math.isfinite(sum(logprobs)) for _, logprobs, _ in samples):
             return FutureAnswer.failure(UsageError("logprobs of these weights are not finite"))
         return FutureAnswer(write_samples(samples, self.prompt_logprobs), PROTOBUF)
@@ -130,8 +132,8 @@ class ShapeEngine:
                 adapter=adapter,
             )
         self.waiting: list[SampleJob] = []
-        self._live: dict[str, tuple[_LiveJob, int]] = {}
-        self._seen: dict[str, int] = {}  # tokens of each that were looked at
+        self._live: dict[str, _LiveJob] = {}  # by sample
+        self._seen: Counter[str] = Counter()  # tokens of each that were looked at
         self._served: str | None = None
         self._loads = 0
 
@@ -141,7 +143,7 @@ class ShapeEngine:
 
     @property
     def live(self) -> dict[str, SampleJob]:
-        return {live.job.id: live.job for live, _ in self._live.values()}
+        return {live.job.id: live.job for live in self._live.values()}
 
     def add(self, job: SampleJob) -> None:
         """Queue a job.
@@ -213,7 +215,7 @@ class ShapeEngine:
             live.prompt_logprobs = self._score(self._scorer, job.prompt, job.scored)
         for index in range(job.count):
             request = self._request(job, index)
-            self._live[request.request_id] = live, index
+            self._live[request.request_id] = live
             self.engine.submit([request])
 
     def _request(self, job: SampleJob, index: int) -> EngineRequest:
@@ -222,15 +224,15 @@ class ShapeEngine:
 
     def _has_stopped(self, name: str, tokens: Sequence[int]) -> bool:
         """Return true if one of the tokens since the last look ends a sample."""
-        seen, self._seen[name] = self._seen.get(name, 0), len(tokens)
-        return self._end(self._live[name][0].job, tokens, seen, len(tokens)) > 0
+        seen, self._seen[name] = self._seen[name], len(tokens)
+        return self._end(self._live[name].job, tokens, seen) > 0
 
-    def _end(self, job: SampleJob, tokens: Sequence[int], since: int, count: int) -> int:
+    def _end(self, job: SampleJob, tokens: Sequence[int], since: int = 0) -> int:
         """Return the length of a sample that a token after `since` ends; 0 if none does."""
         stop_ids = self._stop_ids if job.stop_tokens is None else job.stop_tokens
         # A token has a byte at least, so no stop text reaches further back.
         reach = max((len(text.encode()) for text in job.stop_texts), default=0)
-        for end in range(since + 1, count + 1):
+        for end in range(since + 1, len(tokens) + 1):
             if tokens[end - 1] in stop_ids:
                 return end
             text = self._tokenizer.decode(tokens[max(0, end - reach) : end]) if reach else ""
@@ -240,11 +242,11 @@ class ShapeEngine:
 
     def _ended(self, output: EngineOutput) -> _LiveJob | None:
         """Take the output of a sample; return its job if that was the last one."""
-        live, index = self._live.pop(output.request_id)
-        self._seen.pop(output.request_id, None)
-        tokens = output.token_ids
-        end = self._end(live.job, tokens, 0, len(tokens))  # vLLM goes on until it is told
-        live.samples[index] = tokens[: end or None], output.logprobs[: end or None], end > 0
+        name, tokens = output.request_id, output.token_ids
+        live = self._live.pop(name)
+        self._seen.pop(name, None)
+        end = self._end(live.job, tokens)  # vLLM goes on until it is told
+        live.samples[name] = tokens[: end or None], output.logprobs[: end or None], end > 0
         return live if len(live.samples) == live.job.count else None
 
     @torch.inference_mode()

@@ -68,11 +68,6 @@ class _Sampler:
     active_at: float  # when it last showed a sign of life
     jobs: dict[str, SampleJob] = field(default_factory=dict[str, SampleJob])
     weights: Weights | None = None  # of the newest request
-    is_alone: bool = False  # with one request, which others were lost with
-
-    @property
-    def load(self) -> int:
-        return sum(job.count for job in self.jobs.values())
 
 
 class SampleLeases:
@@ -121,9 +116,7 @@ class SampleLeases:
             job, sampler = self._waiting.popleft(), self._samplers[name]
             if not sampler.jobs:
                 sampler.active_at = self._clock()
-            sampler.jobs[job.id] = job
-            sampler.weights = job.weights
-            sampler.is_alone = self._is_suspect(job)
+            sampler.jobs[job.id], sampler.weights = job, job.weights
             leases.append((name, job))
         return leases
 
@@ -133,16 +126,14 @@ class SampleLeases:
         samplers = list(self._samplers.items())
         return [name for name, sampler in samplers if sampler.jobs and sampler.active_at < limit]
 
-    def _is_suspect(self, job: SampleJob) -> bool:
-        return self._losses[job.id] == TRIES - 1
-
     def _place(self, job: SampleJob) -> int | None:
         """Return the sampler for a request: a busy one drains before it serves another version."""
         costs: list[tuple[int, bool, int]] = []
         for name, sampler in self._samplers.items():
-            load, other = sampler.load, sampler.weights != job.weights
-            is_taken = sampler.jobs and (sampler.is_alone or self._is_suspect(job))
-            if load < self._slots and not is_taken:
+            jobs, other = sampler.jobs.values(), sampler.weights != job.weights
+            load = sum(one.count for one in jobs)
+            is_apart = any(self._losses[one.id] == TRIES - 1 for one in (*jobs, job))
+            if load < self._slots and not (jobs and is_apart):
                 costs.append((load + (self._slots if load and other else 0), other, name))
         return min(costs)[2] if costs else None
 
@@ -167,7 +158,7 @@ class Samplers:
         self._leases = SampleLeases(config.generator.slots, silent_s)
         self._children: dict[int, ChildProcess] = {}
         self._pipes: dict[int, AsyncPipe[SampleReport]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._devices = devices(config.generator.device, config.generator.count, gpus)
         self.supervisor = Supervisor(self._spawn, report=log.warning, stop_s=STOP_S)
 
@@ -212,9 +203,7 @@ class Samplers:
         pipe.send(start)
         self._leases.join(pid)
         self._assign()
-        task = asyncio.get_running_loop().create_task(self._follow(pid, pipe), name="samplers")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = self._tasks[pid] = asyncio.create_task(self._follow(pid, pipe), name="samplers")
         task.add_done_callback(ends_with_it)
 
     async def _follow(self, pid: int, pipe: AsyncPipe[SampleReport]) -> None:
@@ -224,6 +213,7 @@ class Samplers:
                 self._assign()
         self._pipes.pop(pid).close()
         self._children.pop(pid, None)
+        self._tasks.pop(pid)
         for job in self._leases.leave(pid):
             why = f"{TRIES} samplers ended while they had this request: see the server's log"
             self._finish(job.id, FutureAnswer.failure(UmbraError(why)))

@@ -40,45 +40,34 @@ def test_fields_are_named_as_in_trl() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "wanted"),
     [
-        {},
-        {"loss_type": "grpo", "beta": 0.04},
-        {"loss_type": "dr_grpo", "scale_rewards": False},
-        {"loss_type": "cispo", "epsilon_high": 5.0},
-        {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
-        {"num_iterations": 2, "steps_per_generation": 4, "delta": 4.0},
-        {"mask_truncated_completions": True, "entropy_coef": 0.01},
+        ({}, {"clip_low": 0.2, "aggregation": "token_mean", "denominator": "all", "kl_coef": 0.0}),
+        ({"epsilon_high": 0.28}, {"clip_low": 0.2, "clip_high": 0.28, "advantage": "grpo"}),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"clip": "cispo", "clip_high": 4.0}),
+        (
+            {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+            {"ratio_level": "sequence", "clip": "ppo", "clip_high": 4e-4},
+        ),
+        ({"loss_type": "dr_grpo", "scale_rewards": False}, {"aggregation": "constant"}),
+        ({"loss_type": "dr_grpo", "scale_rewards": "none"}, {"advantage": "dr_grpo"}),
+        ({"loss_type": "grpo", "beta": 0.04}, {"kl_coef": 0.04, "kl_unbiased": True}),
+        ({"num_iterations": 2, "steps_per_generation": 4, "delta": 4.0}, {"dual_clip": 4.0}),
+        (
+            {"mask_truncated_completions": True, "entropy_coef": 0.01},
+            {"overlong_filter": True, "entropy_coef": 0.01},
+        ),
     ],
 )
-def test_what_is_taken_is_a_configuration_that_works(
-    tmp_path: Path, changes: dict[str, Any]
+def test_the_objective_is_that_of_the_loss_type(
+    tmp_path: Path, changes: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
     made = sections(tmp_path, **changes)
-    made["model"] = {"path": "m"}
-    made["data"]["prompts"] = "p.jsonl"
-    check_feasible(config_of(made, "GRPOConfig"))
-
-
-def test_the_objective_is_that_of_the_loss_type(tmp_path: Path) -> None:
-    def pieces(**changes: Any) -> Any:
-        made = sections(tmp_path, **changes)
-        return config_of({"trainer": made["trainer"]}, "GRPOConfig").trainer.pieces
-
-    dapo = pieces(epsilon_high=0.28)
-    assert (dapo.clip_low, dapo.clip_high, dapo.aggregation) == (0.2, 0.28, "token_mean")
-    assert (dapo.advantage, dapo.denominator, dapo.kl_coef) == ("grpo", "all", 0.0)
-    cispo = pieces(loss_type="cispo", epsilon_high=5.0)
-    assert (cispo.clip, cispo.clip_high) == ("cispo", 4.0)
-    whole = pieces(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)
-    assert (whole.ratio_level, whole.clip, whole.clip_high) == ("sequence", "ppo", 4e-4)
-    with pytest.raises(UsageError, match="cispo needs importance_sampling_level"):
-        pieces(loss_type="cispo", importance_sampling_level="sequence")
-    unscaled = pieces(loss_type="dr_grpo", scale_rewards="none")
-    assert (unscaled.advantage, unscaled.aggregation) == ("dr_grpo", "constant")
-    penalised = pieces(beta=0.04)
-    assert (penalised.kl_coef, penalised.kl_unbiased) == (0.04, True)
-    assert sections(tmp_path, beta=0.04)["buffer"]["stages"] == ["ref_logp"]
+    made["model"]["path"], made["data"]["prompts"] = "m", "p.jsonl"
+    run = config_of(made, "GRPOConfig")
+    check_feasible(run)
+    assert {name: getattr(run.trainer.pieces, name) for name in wanted} == wanted
+    assert list(run.buffer.stages) == ["ref_logp"] * ("beta" in changes)
 
 
 def test_batches_and_steps_are_counted_as_trl_counts_them(tmp_path: Path) -> None:
@@ -107,6 +96,7 @@ def test_batches_and_steps_are_counted_as_trl_counts_them(tmp_path: Path) -> Non
         ({"adam_epsilon": 1e-6}, "adam_epsilon = 1e-06"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor = 0.1"),
         ({"eval_strategy": "epoch"}, "eval_strategy = 'epoch' has no counterpart"),
+        ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "cispo needs import"),
     ],
 )
 def test_what_means_something_else_is_refused_by_name(

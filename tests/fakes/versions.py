@@ -38,6 +38,14 @@ def request(index: int, max_tokens: int = 100, **sampling: float) -> EngineReque
     return EngineRequest(f"s{index}", prompt(index), how, max_tokens, watched=True)
 
 
+def versions_of(output: EngineOutput) -> list[int]:
+    """Return the versions of its tokens, each of which has one, and a logprob."""
+    ends = [0, *(span.end for span in output.spans)]
+    assert [span.start for span in output.spans] == ends[:-1]
+    assert ends[-1] == len(output.token_ids) == len(output.logprobs)
+    return [span.version for span in output.spans]
+
+
 def finish(engine: Engine) -> list[EngineOutput]:
     outputs: list[EngineOutput] = []
     while engine.busy:

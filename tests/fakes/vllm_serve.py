@@ -1,5 +1,6 @@
-"""`vllm serve`, as a user starts it for `generator.engine = "vllm-http"`."""
+"""vLLM inside, and `vllm serve` as a user starts it for `generator.engine = "vllm-http"`."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -7,6 +8,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
+from umbra.services.generator.engines.engine import Engine
+from umbra.services.generator.engines.opening import open_engine
 
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -28,6 +35,27 @@ from vllm.entrypoints.cli.main import main
 if __name__ == "__main__":
     main()
 """
+
+
+def vllm_config(directory: Path, *more: str, **generator: Any) -> RunConfig:
+    """Return the settings of vLLM on a model in float32, with more of the generator's."""
+    own = {"engine": "vllm", **generator}
+    if own["engine"] == "vllm":
+        own["engine_args.block_size"] = 32  # so that prefixes are shared in short prompts
+    settings = [f"generator.{key}={value}" for key, value in own.items()]
+    paths = [f"model.path={directory}", "weight_hub.dtype=float32"]
+    return load_config(overrides=[*paths, *settings, *more], environ={})
+
+
+@contextmanager
+def opened(config: RunConfig) -> Iterator[Engine]:
+    found = open_engine(config, "generator-0")
+    try:
+        yield found.engine
+    finally:
+        found.engine.close()
+        del found
+        gc.collect()  # here, where vLLM's warnings about its own sockets are ignored
 
 
 class VllmServe:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.slowness import limit
-from fakes.versions import decode, finish, in_memory, load, request
+from fakes.versions import decode, finish, in_memory, load, request, versions_of
 from fakes.vllm_server import TORN, FakeVllm, next_token
 from fakes.waiting import until
 
@@ -66,14 +66,6 @@ def fleet(tiny_model_dir: Path) -> Iterator[Fleet]:
         server.kill()
 
 
-def versions(output: EngineOutput) -> list[int]:
-    assert len(output.logprobs) == len(output.token_ids)
-    ends = [0, *(span.end for span in output.spans)]
-    assert [span.start for span in output.spans] == ends[:-1]
-    assert ends[-1] == len(output.token_ids)
-    return [span.version for span in output.spans]
-
-
 def check_tokens(*parts: EngineOutput) -> None:
     """Assert that these, one after the other, are what any server answers."""
     start = len(request(int(parts[0].request_id[1:])).prompt_ids)
@@ -113,10 +105,10 @@ def test_versions_change_in_flight_and_both_servers_work(fleet: Fleet) -> None:
     assert sorted(o.request_id for o in done) == [f"s{i}" for i in range(8)]
     for output in done:
         check_tokens(output)
-        assert versions(output) == [0, 1]
+        assert versions_of(output) == [0, 1]
         assert output.finish_reason == "length"
         part = seen[output.request_id]
-        assert versions(part)[0] == 0
+        assert versions_of(part)[0] == 0
         assert part.spans[0].end == output.spans[0].end, "it knows where versions change"
     assert min(server.calls.count("/inference/v1/generate") for server in fleet.servers) >= 4
     assert engine.decoded_tokens >= 8 * TOKENS
@@ -135,12 +127,12 @@ def test_a_server_that_dies_in_a_load_never_serves_half_of_it(
     assert servers[0].is_dead
     assert engine.version == 1
     assert not fleet.torn
-    assert all(versions(last)[-1] == 1 for *_, last in parts.values())
+    assert all(versions_of(last)[-1] == 1 for *_, last in parts.values())
     # Another in its place gets the newest weights before its first request.
     servers[0] = servers[0].restarted()
     until(lambda: engine.fits == SLOTS, "both serve")
     engine.submit([request(i, TOKENS) for i in range(8)])
-    assert all(versions(output) == [1] for output in finish(engine))
+    assert all(versions_of(output) == [1] for output in finish(engine))
     calls = servers[0].calls
     assert calls.index("/finish_weight_update") < calls.index("/resume")
     begun = [at for at, path in enumerate(calls) if path == "/inference/v1/generate"]
@@ -160,7 +152,7 @@ def test_one_that_is_slow_or_refuses_is_left_behind(fleet: Fleet) -> None:
     servers[1].refuses = {"update_weights"}
     fleet.load(2)
     engine.submit([request(i, TOKENS) for i in range(4)])
-    assert all(versions(output) == [2] for output in finish(engine))
+    assert all(versions_of(output) == [2] for output in finish(engine))
     servers[0].refuses = {"finish_weight_update"}
     with pytest.raises(EngineError, match=r"version 3 broke off: .*finish_weight_update is broken"):
         fleet.load(3)
@@ -215,7 +207,7 @@ def test_an_abort_hands_back_what_there_is(fleet: Fleet) -> None:
     assert sorted(o.request_id for o in done) == [f"s{i}" for i in range(8)]
     for output in done:
         check_tokens(output)
-        assert versions(output) == [0]
+        assert versions_of(output) == [0]
     assert not engine.busy
 
 

@@ -1,7 +1,6 @@
 """The vLLM engine on a GPU: three updates under 64 requests; each token has its version."""
 
 import ctypes
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
-from fakes.versions import decode, finish, in_memory, load, prompt, request, weights
+from fakes.versions import decode, finish, in_memory, load, prompt, request, versions_of, weights
 from fakes.vllm_models import quantized
+from fakes.vllm_serve import opened, vllm_config
 
-from umbra.services.config.loader import load_config
 from umbra.services.generator.engines.engine import Engine, EngineOutput
-from umbra.services.generator.engines.opening import open_engine
 from umbra.services.modeling.models import load_model
 from umbra.services.trainer.make_model import make_model
 from umbra.services.weights.gpu import cuda
@@ -55,23 +53,10 @@ def models(model_dir: Path) -> dict[int, Any]:
 
 @pytest.fixture(scope="module")
 def engine(model_dir: Path) -> Iterator[Engine]:
-    config = load_config(
-        overrides=[
-            f"model.path={model_dir}",
-            "weight_hub.dtype=bfloat16",
-            "generator.engine=vllm",
-            "generator.device=cuda",
-            f"generator.slots={REQUESTS}",
-            "generator.max_context=192",
-            "generator.engine_args.gpu_memory_utilization=0.3",
-        ],
-        environ={},
-    )
-    opened = open_engine(config, "generator-0")
-    yield opened.engine
-    opened.engine.close()
-    del opened
-    gc.collect()  # here, where vLLM's warnings about its own sockets are ignored
+    sizes = {"slots": REQUESTS, "max_context": 192, "engine_args.gpu_memory_utilization": 0.3}
+    config = vllm_config(model_dir, "weight_hub.dtype=bfloat16", device="cuda", **sizes)
+    with opened(config) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize(
@@ -92,9 +77,7 @@ def test_three_updates_in_flight_keep_every_request(
     assert sorted(o.request_id for o in outputs) == sorted(f"s{i}" for i in range(REQUESTS))
     errors: list[float] = []
     for output in outputs:
-        ends = [0, *(span.end for span in output.spans)]
-        assert [span.start for span in output.spans] == ends[:-1]
-        assert ends[-1] == len(output.token_ids) == len(output.logprobs)
+        assert versions_of(output)
         again = reference(models, prompt(int(output.request_id[1:])), output)
         errors += [abs(a - b) for a, b in zip(output.logprobs, again, strict=True)]
     assert max(len(o.spans) for o in outputs) == VERSIONS

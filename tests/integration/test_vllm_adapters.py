@@ -1,8 +1,6 @@
 """Versions that are an adapter alone, on real vLLM on the CPU."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from fakes.installed import needs
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
 from fakes.versions import decode, finish, request, worst
 from fakes.vllm_models import write_model
+from fakes.vllm_serve import opened
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
@@ -52,17 +51,6 @@ def versions_of(config: RunConfig) -> dict[int, Learner]:
 def load(engine: Engine, config: RunConfig, learner: Learner, version: int, policy: Any) -> None:
     manifest, slot = publish(learner, config)
     assert engine.load(manifest, slot, version, policy) == []
-
-
-@contextmanager
-def opened(config: RunConfig) -> Iterator[Engine]:
-    found = open_engine(config, "generator-0")
-    try:
-        yield found.engine
-    finally:
-        found.engine.close()
-        del found
-        gc.collect()  # here, where vLLM's warnings about its own sockets are ignored
 
 
 def in_flight(

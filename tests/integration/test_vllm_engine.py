@@ -1,6 +1,5 @@
 """The engine on real vLLM, on the CPU, inside and as a server. The last test ends it."""
 
-import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -15,15 +14,23 @@ import torch
 from fakes.installed import needs
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
 from fakes.sessions import Session, differences
-from fakes.versions import decode, finish, in_memory, load, prompt, request, weights, worst
-from fakes.vllm_serve import VllmServe, serving
+from fakes.versions import (
+    decode,
+    finish,
+    in_memory,
+    load,
+    prompt,
+    request,
+    versions_of,
+    weights,
+    worst,
+)
+from fakes.vllm_serve import VllmServe, opened, serving, vllm_config
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling
 from umbra.services.config import RunConfig
-from umbra.services.config.loader import load_config
 from umbra.services.generator.engines.engine import Engine, EngineError, EngineOutput, EngineRequest
-from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.vllm.http_engine import HttpEngine
 from umbra.services.modeling.models import load_model
 from umbra.services.weights import memory
@@ -60,44 +67,27 @@ def models(vllm_model_dir: Path) -> dict[int, Any]:
 def config(
     request: pytest.FixtureRequest, vllm_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunConfig]:
-    own = [
-        "generator.threads=1",
-        "generator.engine_args.block_size=32",  # so that prefixes are shared in short prompts
-    ]
+    engine: dict[str, Any] = {"engine": request.param, "slots": SLOTS, "max_context": CONTEXT}
     with ExitStack() as stack:
         if request.param == "vllm-http":
             log = tmp_path_factory.mktemp("server") / "vllm.log"
             server = VllmServe(vllm_model_dir, log, context=CONTEXT, slots=SLOTS)
             stack.enter_context(serving(server))
-            own = [f'generator.urls=["{server.url}"]']
-        yield load_config(
-            overrides=[
-                f"model.path={vllm_model_dir}",
-                "weight_hub.dtype=float32",
-                f"generator.engine={request.param}",
-                "generator.device=cpu",
-                f"generator.slots={SLOTS}",
-                f"generator.max_context={CONTEXT}",
-                *own,
-            ],
-            environ={},
-        )
+            engine["urls"] = f'["{server.url}"]'
+        yield vllm_config(vllm_model_dir, device="cpu", threads=1, **engine)
 
 
 @pytest.fixture(scope="module")
 def engine(config: RunConfig, models: dict[int, Any]) -> Iterator[Engine]:
-    opened = open_engine(config, "generator-0")
-    assert not processes("Worker"), "its core would spin while it waits for one"
-    if isinstance(opened.engine, HttpEngine):  # else most sequences end after 100 tokens
-        opened.engine._stop_ids.clear()  # pyright: ignore[reportPrivateUsage]
-    load(opened.engine, weights(models, 0), 0, "keep")
-    opened.engine.submit([request(i, 8) for i in range(SLOTS)])  # first steps take seconds
-    finish(opened.engine)
-    yield opened.engine
-    opened.engine.close()
+    with opened(config) as engine:
+        assert not processes("Worker"), "its core would spin while it waits for one"
+        if isinstance(engine, HttpEngine):  # else most sequences end after 100 tokens
+            engine._stop_ids.clear()  # pyright: ignore[reportPrivateUsage]
+        load(engine, weights(models, 0), 0, "keep")
+        engine.submit([request(i, 8) for i in range(SLOTS)])  # first steps take seconds
+        finish(engine)
+        yield engine
     assert config.generator.urls or not processes("EngineCore")
-    del opened
-    gc.collect()  # here, where vLLM's warnings about its own sockets are ignored
 
 
 @pytest.fixture
@@ -140,34 +130,24 @@ def updated_in_flight(
     return {int(o.request_id[1:]): o for o in outputs}
 
 
-def check_spans(outputs: dict[int, EngineOutput]) -> None:
-    for output in outputs.values():
-        assert output.finish_reason in ("stop", "length")
-        assert len(output.logprobs) == len(output.token_ids)
-        ends = [0, *(span.end for span in output.spans)]
-        assert [span.start for span in output.spans] == ends[:-1]
-        assert ends[-1] == len(output.token_ids)
-        versions = [span.version for span in output.spans]
-        assert versions == sorted(set(versions))
-    through_all = [o for o in outputs.values() if len(o.spans) == VERSIONS]
-    assert len(through_all) >= 8
-    late = [o for o in outputs.values() if o.spans[0].version > 0]
-    assert late  # those that waited for a slot
-
-
-def test_three_updates_in_flight_keep_every_request(served: Engine, models: dict[int, Any]) -> None:
-    outputs = updated_in_flight(served, models, "keep")
-    check_spans(outputs)
-    assert worst(logprobs_keeping_cache, models, outputs) < TOLERANCE
-    assert worst(logprobs_recomputing_cache, models, outputs) > 100 * TOLERANCE
-
-
-def test_three_updates_in_flight_recompute_what_was_read(
-    served: Engine, models: dict[int, Any]
+@pytest.mark.parametrize(
+    ("policy", "right", "wrong"),
+    [
+        ("keep", logprobs_keeping_cache, logprobs_recomputing_cache),
+        ("recompute", logprobs_recomputing_cache, None),
+    ],
+)
+def test_three_updates_in_flight_keep_every_request(
+    served: Engine, models: dict[int, Any], policy: str, right: Any, wrong: Any
 ) -> None:
-    outputs = updated_in_flight(served, models, "recompute")
-    check_spans(outputs)
-    assert worst(logprobs_recomputing_cache, models, outputs) < TOLERANCE
+    outputs = updated_in_flight(served, models, policy)
+    for output in outputs.values():
+        versions = versions_of(output)
+        assert versions == sorted(set(versions))
+    assert sum(len(o.spans) == VERSIONS for o in outputs.values()) >= 8
+    assert any(o.spans[0].version > 0 for o in outputs.values()), "some waited for a slot"
+    assert worst(right, models, outputs) < TOLERANCE
+    assert wrong is None or worst(wrong, models, outputs) > 100 * TOLERANCE
 
 
 def test_an_update_that_aborts_hands_back_what_there_is(

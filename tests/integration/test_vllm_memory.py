@@ -1,6 +1,5 @@
 """A vLLM with too little memory for its slots: it preempts, says so, and says how many fit."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,9 @@ import torch
 from fakes.installed import needs
 from fakes.mixed_cache import logprobs_recomputing_cache
 from fakes.versions import finish, load, prompt, request, weights
+from fakes.vllm_serve import opened, vllm_config
 
-from umbra.services.config.loader import load_config
 from umbra.services.generator.engines.engine import Engine, EngineOutput
-from umbra.services.generator.engines.opening import open_engine
 from umbra.services.modeling.models import load_model
 
 needs("vllm")
@@ -26,31 +24,16 @@ SLOTS = 64  # each gets some hundred tokens, and there is room for two thousand
 CONTEXT = 512
 
 
-@pytest.fixture(scope="module")
-def model(vllm_model_dir: Path) -> Any:
+def test_it_preempts_and_then_says_how_many_fit(vllm_model_dir: Path) -> None:
     torch.set_num_threads(1)
-    return load_model(vllm_model_dir, torch.device("cpu"), torch.float32)
+    model = load_model(vllm_model_dir, torch.device("cpu"), torch.float32)
+    few = {"threads": 1, "slots": SLOTS, "max_context": CONTEXT, "device": "cpu"}
+    few["engine_args.kv_cache_memory_bytes"] = 1 << 20
+    with opened(vllm_config(vllm_model_dir, **few)) as engine:
+        check_preemptions(engine, model)
 
 
-@pytest.fixture(scope="module")
-def engine(vllm_model_dir: Path) -> Iterator[Engine]:
-    overrides = [
-        f"model.path={vllm_model_dir}",
-        "weight_hub.dtype=float32",
-        "generator.engine=vllm",
-        "generator.device=cpu",
-        "generator.threads=1",
-        f"generator.slots={SLOTS}",
-        f"generator.max_context={CONTEXT}",
-        f"generator.engine_args.kv_cache_memory_bytes={1 << 20}",
-        "generator.engine_args.block_size=32",
-    ]
-    opened = open_engine(load_config(overrides=overrides, environ={}), "generator-0")
-    yield opened.engine
-    opened.engine.close()
-
-
-def test_it_preempts_and_then_says_how_many_fit(engine: Engine, model: Any) -> None:
+def check_preemptions(engine: Engine, model: Any) -> None:
     load(engine, weights({0: model}, 0), 0, "keep")
     at_first = engine.fits
     assert 1 <= at_first < SLOTS, "each may get as long as the context"

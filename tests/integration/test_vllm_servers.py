@@ -64,21 +64,20 @@ def versions_of(directory: Path) -> dict[int, Any]:
 @contextmanager
 def after(step: str, url: str, act: Callable[[], object]) -> Iterator[None]:
     """`act` once, when a server whose address has `url` has answered this step of a load."""
-    plain, left = VllmServer._call, [act]  # pyright: ignore[reportPrivateUsage]
+    plain, left = VllmServer.call, [act]
     before: dict[str, str] = {}  # of each server, as both load at once
 
     async def calling(server: VllmServer, target: str, body: Any = None, **how: Any) -> bytes:
         answer = await plain(server, target, body, **how)
-        if url in server.client.url:
+        if url in server.url:
             name = target[1:].partition("?")[0]
-            last = before.get(server.client.url)
-            before[server.client.url] = name
+            last, before[server.url] = before.get(server.url), name
             looks = name == "weight_info" and last != "finish_weight_update"
             if left and name == step and not looks:
                 left.pop()()
         return answer
 
-    with patch.object(VllmServer, "_call", calling):
+    with patch.object(VllmServer, "call", calling):
         yield
         until(lambda: not left, f"{step} was reached", quiet_s=120.0)
 

@@ -47,18 +47,17 @@ class Server:
 
     def __init__(self, model: Path, folder: Path, samplers: int = 1, engine: str = "torch") -> None:
         self._model, self.folder, self._samplers = model, folder, samplers
-        self._engine = engine
-        self.url, self._address = "", "127.0.0.1:0"
+        self._flags = f"--device cpu --context 128 --samplers {samplers} --engine {engine} "
+        self._flags += f"--name {NAME} --dir {folder} --bind "
+        self._address = "127.0.0.1:0"
         self._clients: list[Any] = []
         self.start()
 
     def start(self) -> None:
         read, write = os.pipe()
-        where = f"--device cpu --context 128 --samplers {self._samplers} "
-        where += f"--engine {self._engine} "
-        where += f"--name {NAME} --bind {self._address} --dir {self.folder}"
+        words = (self._flags + self._address).split()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "umbra", "tinker", str(self._model), *where.split()],
+            [sys.executable, "-m", "umbra", "tinker", str(self._model), *words],
             env={**os.environ, "UMBRA_READY_FD": str(write), "OMP_NUM_THREADS": "1"},
             pass_fds=[write],
         )
@@ -66,6 +65,12 @@ class Server:
         with os.fdopen(read) as ready:
             self.url = json.loads(ready.readline())["url"]
         self._address = self.url.removeprefix("http://")
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
@@ -102,12 +107,13 @@ class Server:
         self._clients.append(tinker.ServiceClient(base_url=self.url, api_key="tml-any"))
         return self._clients[-1]
 
+    def model(self, seed: int | None = None, rank: int = 4) -> Any:
+        """Return a model of a client of its own."""
+        return self.client().create_lora_training_client(NAME, rank=rank, seed=seed).result()
+
     def post(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        request = urllib.request.Request(
-            f"{self.url}/api/v1/{route}",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
+        url, head = f"{self.url}/api/v1/{route}", {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), head)
         try:
             with urllib.request.urlopen(request) as answer:
                 return answer.status, json.load(answer)
@@ -117,9 +123,8 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tiny_model_dir, tmp_path_factory.mktemp("tinker"))
-    yield server
-    server.close()
+    with Server(tiny_model_dir, tmp_path_factory.mktemp("tinker")) as server:
+        yield server
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -148,6 +153,10 @@ def datum(row: dict[str, list[Any]]) -> Any:
     return types.Datum(model_input=types.ModelInput.from_ints(row["ids"]), loss_fn_inputs=inputs)
 
 
+PROMPT = types.ModelInput.from_ints([10, 20, 30])
+TWELVE = types.SamplingParams(max_tokens=12, stop=[])
+ROWS = [datum(row) for row in data_of(0, "cross_entropy")]
+ADAM_PARAMS = types.AdamParams(learning_rate=1e-2)
 SETTINGS: dict[str, dict[str, float]] = {
     "cross_entropy": {},
     "importance_sampling": {},
@@ -208,6 +217,17 @@ def train(client: Any, step: int) -> list[Any]:
     return [output["logprobs"].to_torch() for output in outputs]
 
 
+def check_samples(client: Any, response: Any) -> None:
+    """Assert that three samples have the logprobs of the version that `client` has pinned."""
+    assert len(response.sequences) == 3
+    for sequence in response.sequences:
+        assert sequence.stop_reason == "length" and len(sequence.tokens) == 12
+        whole = types.ModelInput.from_ints([10, 20, 30, *sequence.tokens])
+        scored = client.compute_logprobs(whole).result()
+        assert scored[0] is None
+        assert scored[3:] == pytest.approx(sequence.logprobs, abs=1e-4)
+
+
 def downloaded(server: Server, client: Any, name: str, into: Path) -> Path:
     """Export a client's model and fetch its files."""
     path = client.save_weights_external(name).result().path
@@ -225,7 +245,7 @@ def test_ten_steps_are_those_of_a_loop_on_transformers(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    client = server.client().create_lora_training_client(NAME, rank=rank, seed=3).result()
+    client = server.model(3, rank)
     base = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     model: Any = base
     if rank:
@@ -249,12 +269,9 @@ def test_ten_steps_are_those_of_a_loop_on_transformers(
 
 
 def test_two_clients_get_what_each_gets_alone(server: Server) -> None:
-    def client() -> Any:
-        return server.client().create_lora_training_client(NAME, rank=4, seed=5).result()
-
-    alone = client()
+    alone = server.model(5)
     wanted = [train(alone, step) for step in (0, 1, 2)]
-    one, other = client(), client()
+    one, other = server.model(5), server.model(5)
     found: list[list[Any]] = []
     for step in (0, 1, 2):
         noise = other.forward_backward([datum(r) for r in data_of(7, "ppo")], "ppo")
@@ -269,8 +286,6 @@ def test_two_clients_get_what_each_gets_alone(server: Server) -> None:
 def test_samples_are_of_the_version_that_was_pinned(server: Server) -> None:
     service = server.client()
     client = service.create_lora_training_client(NAME, rank=4, seed=1).result()
-    prompt = types.ModelInput.from_ints([10, 20, 30])
-    params = types.SamplingParams(max_tokens=12, stop=[])
     samplers = [client.save_weights_and_get_sampling_client().result()]
     for _ in range(2):
         train(client, 0)
@@ -278,16 +293,11 @@ def test_samples_are_of_the_version_that_was_pinned(server: Server) -> None:
     state = client.save_state("here").result().path
     twin = service.create_training_client_from_state_with_optimizer(state).result()
     # All are asked for at once, the oldest last.
-    futures = [one.sample(prompt, 3, params) for one in reversed(samplers)]
+    futures = [(one, one.sample(PROMPT, 3, TWELVE)) for one in reversed(samplers)]
     seen: list[list[float]] = []
-    for sampler, future in zip(reversed(samplers), futures, strict=True):
-        for sequence in future.result().sequences:
-            assert sequence.stop_reason == "length" and len(sequence.tokens) == 12
-            whole = types.ModelInput.from_ints([10, 20, 30, *sequence.tokens])
-            scored = sampler.compute_logprobs(whole).result()
-            assert scored[0] is None
-            assert scored[3:] == pytest.approx(sequence.logprobs, abs=1e-4)
-        seen.append(sampler.compute_logprobs(prompt).result()[1:])
+    for sampler, future in futures:
+        check_samples(sampler, future.result())
+        seen.append(sampler.compute_logprobs(PROMPT).result()[1:])
     assert seen[0] != pytest.approx(seen[1], abs=1e-3) != pytest.approx(seen[2], abs=1e-3)
     # The newest is what the trainer has, and so is a model that begins with its checkpoint.
     row = {"ids": [10, 20], "target_tokens": [20, 30], "weights": [1.0, 1.0]}
@@ -297,7 +307,7 @@ def test_samples_are_of_the_version_that_was_pinned(server: Server) -> None:
     for got, same in zip(train(client, 3), train(twin, 3), strict=True):
         assert torch.equal(got, same)
     text = service.create_sampling_client(base_model=NAME).result()
-    ended = text.sample(prompt, 8, types.SamplingParams(max_tokens=64, stop=["e", "a"])).result()
+    ended = text.sample(PROMPT, 8, types.SamplingParams(max_tokens=64, stop=["e", "a"])).result()
     assert {one.stop_reason for one in ended.sequences} <= {"stop", "length"}
 
 
@@ -306,8 +316,7 @@ def test_vllm_samples_of_the_version_that_was_pinned(
     vllm_model_dir: Path, tmp_path: Path, rank: int
 ) -> None:
     pytest.importorskip("vllm", reason='vLLM is not installed (pip install "umbra-rl[vllm]")')
-    own = Server(vllm_model_dir, tmp_path / "vllm", engine="vllm")
-    try:
+    with Server(vllm_model_dir, tmp_path / "vllm", engine="vllm") as own:
         service = own.client()
         first, trained = (
             service.create_lora_training_client(NAME, rank=rank, seed=1).result() for _ in "ab"
@@ -341,14 +350,10 @@ def test_vllm_samples_of_the_version_that_was_pinned(
             assert found["different"] != pytest.approx(found["own"], abs=1e-3)
         with pytest.raises(Exception, match="no logprobs of prompts"):
             samplers[0].compute_logprobs(PROMPT).result()
-    finally:
-        own.close()
 
 
 def test_a_custom_loss_is_its_own_gradient(server: Server) -> None:
-    clients = [
-        server.client().create_lora_training_client(NAME, rank=4, seed=2).result() for _ in "ab"
-    ]
+    clients = [server.model(2) for _ in "ab"]
     rows = [datum(row) for row in data_of(1, "cross_entropy")]
 
     def loss(data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -357,17 +362,10 @@ def test_a_custom_loss_is_its_own_gradient(server: Server) -> None:
 
     clients[0].forward_backward_custom(rows, loss).result()
     clients[1].forward_backward(rows, "cross_entropy").result()
-    norms = [
-        client.optim_step(types.AdamParams()).result().metrics["grad_norm:mean"]
-        for client in clients
-    ]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    steps = [client.optim_step(types.AdamParams()).result().metrics for client in clients]
+    assert steps[0]["grad_norm:mean"] == pytest.approx(steps[1]["grad_norm:mean"], rel=1e-5)
 
 
-PROMPT = types.ModelInput.from_ints([10, 20, 30])
-TWELVE = types.SamplingParams(max_tokens=12, stop=[])
-ROWS = [datum(row) for row in data_of(0, "cross_entropy")]
-ADAM_PARAMS = types.AdamParams(learning_rate=1e-2)
 SPARED = ("pass", "third pass", "second step", "end")  # the same calls are killed once
 # Each gets a client of the service and the results of the calls before.
 CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
@@ -386,23 +384,12 @@ CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
 }
 
 
-def check_samples(client: Any, response: Any) -> None:
-    """Assert that samples have the logprobs of the version that `client` has pinned."""
-    assert len(response.sequences) == 3
-    for sequence in response.sequences:
-        whole = types.ModelInput.from_ints([10, 20, 30, *sequence.tokens])
-        scored = client.compute_logprobs(whole).result()
-        assert len(sequence.tokens) == 12
-        assert scored[3:] == pytest.approx(sequence.logprobs, abs=1e-4)
-
-
 @pytest.mark.fault
 @pytest.mark.timeout(900)
 def test_a_killed_server_goes_on_at_each_call(
     server: Server, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    own = Server(tiny_model_dir, tmp_path / "killed")
-    try:
+    with Server(tiny_model_dir, tmp_path / "killed") as own:
         services = [server.client(), own.client()]
         made: list[dict[str, Any]] = [{}, {}]
         for name, call in CALLS.items():
@@ -428,8 +415,6 @@ def test_a_killed_server_goes_on_at_each_call(
         found = [client.forward(ROWS, "cross_entropy").result() for client in twins]
         for one, other in zip(*(output.loss_fn_outputs for output in found), strict=True):
             assert one["logprobs"].tolist() == other["logprobs"].tolist()
-    finally:
-        own.close()
 
 
 @pytest.mark.fault
@@ -437,9 +422,8 @@ def test_a_killed_server_goes_on_at_each_call(
 def test_samples_are_answered_when_a_process_dies_that_has_them(
     tiny_model_dir: Path, tmp_path: Path, killed: str
 ) -> None:
-    own = Server(tiny_model_dir, tmp_path / "killed", samplers=2)
-    try:
-        client = own.client().create_lora_training_client(NAME, rank=4, seed=9).result()
+    with Server(tiny_model_dir, tmp_path / "killed", samplers=2) as own:
+        client = own.model(9)
         train(client, 0)
         sampler = client.save_weights_and_get_sampling_client().result()
         before = own.samplers()
@@ -454,13 +438,10 @@ def test_samples_are_answered_when_a_process_dies_that_has_them(
         for future in futures:
             check_samples(sampler, future.result())
         assert own.samples().keys() == {"done"} and before[0] not in own.samplers()
-    finally:
-        own.close()
 
 
 def test_weights_that_are_not_finite_harm_nobody_else(server: Server) -> None:
-    service = server.client()
-    good, bad = (service.create_lora_training_client(NAME, rank=4).result() for _ in "ab")
+    good, bad = server.model(), server.model()
     bad.forward_backward(ROWS, "cross_entropy").result()
     bad.optim_step(types.AdamParams(learning_rate=1e30)).result()
     broken = bad.save_weights_and_get_sampling_client().result()
@@ -492,7 +473,7 @@ def test_files_are_those_that_something_needs(server: Server) -> None:
 
 
 def test_a_repeated_request_is_applied_once(server: Server) -> None:
-    client = server.client().create_lora_training_client(NAME, rank=4).result()
+    client = server.model()
     client.forward_backward([datum(r) for r in data_of(0, "ppo")], "ppo").result()
     body = {"model_id": client.model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
     told = [server.post("optim_step", body) for _ in range(3)]

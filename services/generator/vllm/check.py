@@ -142,15 +142,15 @@ def stale(disk: _Sums, same: _Sums, changed: _Sums, again: _Sums) -> tuple[str, 
     `disk`, `same` and `again` are of equal weights, of which `changed` has no tensor. Parameters
     that are no weights (scales of vLLM's cache) change in no worker.
     """
-    names: set[str] = set()
-    moved = {
-        worker: {name for name, digest in sums.items() if changed[worker].get(name) != digest}
+    moved = {(w, n) for w, sums in same.items() for n, d in sums.items() if changed[w].get(n) != d}
+    weights = {name for _, name in moved} or {name for sums in same.values() for name in sums}
+    names = {
+        f"{worker} {name}"
         for worker, sums in same.items()
+        for name, digest in sums.items()
+        if {disk[worker].get(name), again[worker].get(name)} != {digest}
+        or (name in weights and (worker, name) not in moved)
     }
-    weights = set[str]().union(*moved.values()) or {name for sums in same.values() for name in sums}
-    for worker, sums in same.items():
-        other = {n for n, d in sums.items() if {disk[worker].get(n), again[worker].get(n)} != {d}}
-        names |= {f"{worker} {name}" for name in other | (weights & sums.keys()) - moved[worker]}
     return tuple(sorted(names))
 
 

@@ -44,6 +44,7 @@ _GENERATE = "/inference/v1/generate"
 _EVENT = b"data: "
 _NO_LOGPROB = -9999.0  # vLLM's number for none, and for one that is not finite
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+_KEY = "refuses our key: set VLLM_API_KEY to its --api-key"
 _START = (
     "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/generation.md, Your own "
     "vLLM servers)"
@@ -270,13 +271,10 @@ class VllmServer(HttpClient):
         except RejectedError as error:
             if error.code == "405":  # for POST
                 return b""
-            if error.code == "404":
-                raise UsageError(f"{self.url} has no {target}: {_START}") from error
-            if error.code == "401":
-                raise UsageError(
-                    f"{self.url} refuses our key: set VLLM_API_KEY to its --api-key"
-                ) from error
-            raise
+            remedies = {"404": f"has no {target}: {_START}", "401": _KEY}
+            if error.code not in remedies:
+                raise
+            raise UsageError(f"{self.url} {remedies[error.code]}") from error
 
     async def _look(self) -> None:
         """Check that it answers and serves the weights that it was given."""
@@ -346,27 +344,23 @@ class VllmServer(HttpClient):
         self.salts.loaded(load.version, keep=load.kv_policy == "keep")
         if load.kv_policy == "abort":
             await self.abort(live)
-        for stream in live if load.kv_policy != "abort" else ():
-            if not stream.tokens:  # under its salt it would find blocks of old weights
-                stream.cancel(restarts=True)
+        else:
+            for stream in live:
+                if not stream.tokens:  # under its salt it would find blocks of old weights
+                    stream.cancel(restarts=True)
         await call("/resume", {})
 
     async def _compare(self, load: Load) -> None:
-        """Compare its weights with another server's; no earlier version of it was compared.
-
-        Raises:
-            PeerLostError: they differ.
-        """
+        """Raise PeerLostError if another server has other weights under that version."""
         peer = next((s for s in self._fleet.servers if s._loaded is load and s is not self), None)
         if peer is None:
             return
-        own, other = [
-            read(
-                await s.call("/weight_checker", {"action": "checksum"}, timeout_s=load.limit_s),
-                dict[str, dict[str, str]],
-            ).get("checksums", {})
-            for s in (self, peer)
-        ]
+        sums: list[dict[str, str]] = []
+        for server in (self, peer):
+            body = {"action": "checksum"}
+            answer = await server.call("/weight_checker", body, timeout_s=load.limit_s)
+            sums.append(read(answer, dict[str, dict[str, str]]).get("checksums", {}))
+        own, other = sums
         if differing := sorted(n for n in own.keys() | other.keys() if own.get(n) != other.get(n)):
             raise PeerLostError(
                 f"{self.url}: {len(differing)} of {len(own)} weights are not equal on "
