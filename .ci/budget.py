@@ -31,7 +31,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/process": (1_880, 57),
     "services/scorer": (420, 8),
     "services/tinker": (2_430, 48),
-    "services/trainer": (5_913, 137),
+    "services/trainer": (5_707, 137),
     "services/weight_hub": (1_863, 17),
     "services/weights": (5_292, 94),
     "deploy": (7_123, 187),

@@ -79,9 +79,8 @@ def make_batch(
     `routers` are the model's, if their choices are to be replayed; `centered` samples have the
     sampler's likeliest tokens.
     """
-    facts = RunFacts(
-        vocab_size, most_tokens, routing=routers and True, routers=routers, centered=centered
-    )
+    routing = routers and True
+    facts = RunFacts(vocab_size, most_tokens, routing=routing, routers=routers, centered=centered)
     if not samples:
         raise BatchError("the batch has no trajectories")
     for sample in samples:

@@ -1,7 +1,7 @@
 """`umbra trainer`: it starts the other ranks of its host and becomes the first of them.
 
-Whoever supervises sees one process per host, which ends when any of its ranks does. torchrun and
-accelerate launch do the same job; under them nothing is started here.
+A supervisor sees one process per host, which ends when any of its ranks does. Under torchrun and
+accelerate launch nothing is started here.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
     if config.ranks == 1 or "WORLD_SIZE" in os.environ:
         yield None
         return
-    node = _node(config, context.options.get("node_rank"))
     assert context.run_dir is not None
+    node = _node(config, context.options.get("node_rank"))
     local_ranks = config.ranks // config.nodes
-    first = node * local_ranks
-    listener: socket.socket | None = None
+    first, listener = node * local_ranks, None
     address = config.rendezvous if config.nodes > 1 else "127.0.0.1:0"
     host, _, port = address.rpartition(":")
     if node == 0:
@@ -63,21 +62,18 @@ def launch(context: ServiceContext) -> Iterator[socket.socket | None]:
     resolved = context.run_dir / f".{context.name}-ranks-{node}.json"
     resolved.write_bytes(to_json(context.config))
     server = ForkServer.of_fork(child_environ())
-    supervisor = Supervisor(
-        lambda program: ChildProcess(
-            program.argv,
-            environ={**child_environ(), **program.environ},
-            session=False,
-            server=server,
-        ),
-        report=context.log.warning,
-    )
+
+    def start(program: Program) -> ChildProcess:
+        environ = {**child_environ(), **program.environ}
+        return ChildProcess(program.argv, environ=environ, session=False, server=server)
+
+    supervisor = Supervisor(start, report=context.log.warning)
     os.environ.update(place, RANK=str(first), LOCAL_RANK="0")
     try:
+        options = ("--config", str(resolved), "--run-dir", str(context.run_dir))
         for local in range(1, local_ranks):
             rank = first + local
-            argv = umbra_argv("trainer", "--config", str(resolved), "--run-dir")
-            argv = (*argv, str(context.run_dir), "--name", f"{context.name}-rank{rank}")
+            argv = umbra_argv("trainer", *options, "--name", f"{context.name}-rank{rank}")
             environ = {"RANK": str(rank), "LOCAL_RANK": str(local)}
             supervisor.start(Program(f"trainer rank {rank}", argv, wave=0, environ=environ))
         yield listener

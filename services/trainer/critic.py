@@ -82,11 +82,8 @@ class Critic:
     """
 
     def __init__(self, config: RunConfig, learner: Learner) -> None:
-        self._config = config.critic
-        self._trainer = config.trainer
-        self._learner = learner
-        self._ranks = learner.ranks
-        self._device = learner.device
+        self._config, self._trainer = config.critic, config.trainer
+        self._learner, self._ranks, self._device = learner, learner.ranks, learner.device
         path = config.critic.path or config.model.name
         directory = check_model_dir(path, "critic.path", tokenizer=False)
         backbone, files = open_weights(AutoModel, directory, "critic.path", config.model.checked)
@@ -136,16 +133,16 @@ class Critic:
             "critic/explained_variance": float(1 - residual / spread) if spread > 0 else None,
         }
         row |= self.settle()
-        if self._thread is None:
-            self._outcome = self._learn(values, returns.float())
-        else:
+        if self._thread is not None:
             self._learning = self._thread.submit(self._learn, values, returns.float())
+        else:
+            self._outcome = self._learn(values, returns.float())
         return row
 
     def settle(self) -> Row:
         """Wait until nothing is being learned; return the metrics of the last batch."""
-        if self._learning is not None:
-            learning, self._learning = self._learning, None
+        learning, self._learning = self._learning, None
+        if learning is not None:
             self._outcome = learning.result()
         return self._outcome
 

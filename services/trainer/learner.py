@@ -45,9 +45,7 @@ class Learner:
 
     Args:
         model: the policy, float32, the same on all ranks.
-        config: optimizer, schedule, clipping, device, precision, adapter and layers are read.
         steps: length of the learning-rate schedule.
-        ranks: who shares the work.
         seed: of an adapter's first weights.
         files: of the weights, if the model is on the meta device. Without them master weights of
             bf16 ones begin rounded.
@@ -104,11 +102,8 @@ class Learner:
         # What all ranks could do in a second; unknown on CPUs.
         self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0
         # No dropout: these must be the logprobs of the policy that generates.
-        attention, chunk_bytes = (
-            Attention.prepare(model, self.device),
-            int(config.logits_mib * 2**20),
-        )
-        self._scorer = Scorer(model, chunk_bytes, attention, self.ranks.sequence).eval()
+        attention, chunk = Attention.prepare(model, self.device), int(config.logits_mib * 2**20)
+        self._scorer = Scorer(model, chunk, attention, self.ranks.sequence).eval()
         routers = self._scorer.routers
         if config.router_replay and routers is None:
             raise UsageError(NO_ROUTERS)
@@ -167,14 +162,11 @@ class Learner:
         return self.apply({"lr": rate}, self._config.max_grad_norm, fault)
 
     def apply(self, settings: Mapping[str, Any], max_norm: float, fault: str = "") -> Row:
-        """Clip the gradients, update the weights, drop the gradients.
+        """Clip the gradients to `max_norm`, update the weights, drop the gradients.
 
-        An update with a `fault` (a key of `REASONS`), or whose gradient is not finite, is
-        left out and counted in `skipped`: weights and optimizer state stay as they are.
-
-        Args:
-            settings: of the optimizer in this update, by torch's names: "lr" at least.
-            max_norm: of the gradient.
+        An update with a `fault` (a key of `REASONS`), or whose gradient is not finite, is left out
+        and counted in `skipped`: weights and optimizer state stay as they are. `settings` are the
+        optimizer's in this update, by torch's names: "lr" at least.
         """
         with self.phases("optimizer"):
             self.updates += 1

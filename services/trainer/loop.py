@@ -39,14 +39,9 @@ class Loop:
         member: RunMember | None,
     ) -> None:
         self.version = saver.begun
-        self._context = context
-        self._config = context.config
-        self._learner = learner
-        self._ranks = learner.ranks
-        self._update = update
-        self._snapshots = snapshots
-        self._saver = saver
-        self._member = member
+        self._context, self._config = context, context.config
+        self._learner, self._ranks, self._update = learner, learner.ranks, update
+        self._snapshots, self._saver, self._member = snapshots, saver, member
         self._facts = RunFacts.of(context.config, learner.model.config.vocab_size)
         self._facts.routers = learner.replayed
         self._skips = SkipLimit(context.config.trainer.max_skipped)
@@ -132,8 +127,9 @@ class Loop:
         """Learn from a batch; return the row of the step, or None when asked to stop."""
         member, step = self._member, self.version + 1
         with self._phase("train_step"):
-            keep_going = lambda: member is None or member.keep_going(step)  # noqa: E731
-            update = self._update(batch, self.version, keep_going)
+            update = self._update(
+                batch, self.version, lambda: member is None or member.keep_going(step)
+            )
         if update is None:
             return None
         names = [section.name for section in self._config.environments]
@@ -170,8 +166,7 @@ class Loop:
         Before the first step of this process there is nothing new to save.
         """
         with self._phase("checkpoint"):
-            row = self._committed[0] if self._committed is not None else None
-            begun = row is not None and self._saver.wanted(self.version, row)
+            begun = self._committed and self._saver.wanted(self.version, self._committed[0])
             if not begun and self._member is not None:
                 self._member.tell_covered()
 
@@ -188,7 +183,7 @@ class SkipLimit:
     """A counter of batches whose updates were all left out; `limit` in a row are too many."""
 
     limit: int
-    _in_a_row: int = 0
+    count: int = 0
 
     def see(self, row: Row, step: int) -> str:
         """Return why updates of this batch were left out, in words; empty if none was.
@@ -196,16 +191,12 @@ class SkipLimit:
         Raises:
             DivergedError: it was one too many.
         """
-        if not row["skipped"]:
-            self._in_a_row = 0
-            return ""
         reason = " and ".join(text for name, text in REASONS.items() if row[f"skipped/{name}"])
-        self._in_a_row = self._in_a_row + 1 if row["skipped"] == 1.0 else 0
-        if self._in_a_row >= self.limit:
+        self.count = self.count + 1 if row["skipped"] == 1.0 else 0
+        if self.count >= self.limit:
             raise DivergedError(
-                f"stopped at step {step}: the updates of the last {self._in_a_row} batches were "
-                f"skipped, because {reason}; the weights are of step "
-                f"{step - self._in_a_row}: lower trainer.learning_rate or trainer.max_grad_norm, "
-                "or choose an objective that clips"
+                f"stopped at step {step}: the updates of the last {self.count} batches were "
+                f"skipped, because {reason}; the weights are of step {step - self.count}: lower "
+                "trainer.learning_rate or trainer.max_grad_norm, or choose an objective that clips"
             )
         return reason

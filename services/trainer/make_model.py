@@ -6,14 +6,15 @@ It is an ordinary Hugging Face directory: what works on it works on a real model
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from umbra.proto.errors import UsageError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from umbra.services.trainer.policy import write_policy
 
 PAD, USER, ASSISTANT, END, UNKNOWN = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>", "<|unk|>"
 SPECIAL_TOKENS = (PAD, USER, ASSISTANT, END, UNKNOWN)
@@ -52,11 +53,6 @@ def make_model(
     Raises:
         UsageError: sizes that do not fit together, or `out` holds something already.
     """
-    import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-
-    from umbra.services.trainer.policy import write_policy
-
     if hidden % heads or (hidden // heads) % 2:
         raise UsageError(
             f"--hidden {hidden} --heads {heads}: hidden must be an even multiple of heads"
@@ -95,9 +91,6 @@ def make_model(
 
 def make_tokenizer(context: int = 1024) -> PreTrainedTokenizerFast:
     """Return a tokenizer of one token per character; text comes back as it went in."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # pyright: ignore[reportAttributeAccessIssue]

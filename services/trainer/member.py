@@ -90,14 +90,12 @@ class RunMember:
     def turn(self, step: int) -> NextStep:
         """Ask the buffer for the batch of `step`, for a second at most.
 
-        There is no limit to how often: as long as the buffer answers, the run waits too.
-
         Raises:
             PeerLostError: the last published version is lost, so that no batch may ever come.
         """
         if self.stopping:
             return NextStep(stop=True)
-        self.publisher.check()  # if the last published version is lost, no batch may ever come
+        self.publisher.check()
         self.session.progress(f"waiting for batch {step}", 0)
         ask = LeaseBatch(step=step, wait_s=LEASE_SLICE_S)
         lease = self._call(ask, BatchLease, LEASE_SLICE_S)
@@ -109,14 +107,12 @@ class RunMember:
             self.reported_at = now
         elif now - self.reported_at > TELL_S:
             self.reported_at = now
-            waiting_for = lease.waiting_for or "trajectories"
-            self.context.log.warning("no batch for step %d yet: waiting for %s", step, waiting_for)
+            missing = lease.waiting_for or "trajectories"
+            self.context.log.warning("no batch for step %d yet: waiting for %s", step, missing)
         return NextStep(lease.scored(), save=lease.checkpoint)
 
     def commit(self, step: int, row: Row) -> bool:
-        """Tell the buffer that the batch of `step` is trained on.
-        False when asked to stop and the buffer does not answer any more: it ends too.
-        """
+        """Tell the buffer that the batch of `step` is trained on; False as `_answered`'s None."""
         metrics = {name: value for name, value in row.items() if value is not None}
         ack = self._call(CommitBatch(step=step, metrics=metrics), CommitAck)
         if ack is not None and ack.version != step:
@@ -190,22 +186,21 @@ class RunMember:
 
     def report(self, step: int, row: Row, seconds: dict[str, float], batch: TrainBatch) -> None:
         """Report a step: to the metrics, the monitor, the curves and the log."""
-        learner = self.learner
-        work = row.pop("operations", None) or 0.0
-        row |= speed_metrics(row["tokens"] or 0.0, work, seconds["train_step"], learner.ceiling)
+        work, train_s = row.pop("operations", None) or 0.0, seconds["train_step"]
+        row |= speed_metrics(row["tokens"] or 0.0, work, train_s, self.learner.ceiling)
         row["samples_per_s"] = (row["samples"] or 0.0) / max(seconds["step"], 1e-9)
-        row["memory/peak_gib"] = peak_memory_gib(learner.device)
+        row["memory/peak_gib"] = peak_memory_gib(self.learner.device)
         row |= {f"seconds/{name}": spent for name, spent in seconds.items()}
         self._publish("step", {"step": step, **row})
         self.compared += row.get("mismatch/compared") or 0.0
         self.sinks.write(step, row)
         figures = {name: row.get(key) for name, key in SHOWN.items()}
         self.session.stats(step=step, **{k: v for k, v in figures.items() if v is not None})
-        ess = row.get("ess")
+        ess = "-" if figures["ess"] is None else f"{figures['ess']:.3f}"
         self.context.log.info(
             "step %d: reward %.3f, staleness %.2f, ess %s, waited %.2f s, trained %.2f s",
-            *(step, row["reward/mean"], row["staleness/total/mean"]),
-            *("-" if ess is None else f"{ess:.3f}", seconds["wait_batch"], seconds["train_step"]),
+            *(step, row["reward/mean"], row["staleness/total/mean"], ess),
+            *(seconds["wait_batch"], train_s),
         )
         self.rollouts.step(step, batch.samples)
 
@@ -215,13 +210,12 @@ class RunMember:
 
     def finish(self) -> None:
         """End the run, once the buffer has completed an evaluation that is under way."""
-        config = self.context.config.eval
+        config, log = self.context.config.eval, self.context.log
         timeout_s = FINISH_S + (config.timeout_s if config.prompts else 0.0)
         ask = FinishRun(reason="steps reached")
         end = self.session.data.call(ask, RunFinished, timeout_s=timeout_s)
         self.sinks.write_evals(end.evals)
-        ledger, log = end.ledger, self.context.log
-        log.info("%d samples trained of %d issued", ledger.trained, ledger.issued)
+        log.info("%d samples trained of %d issued", end.ledger.trained, end.ledger.issued)
         if not self.compared:
             log.warning(
                 "generators and trainer were not compared in this run: no response was sampled by "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ from umbra.services.reporting import staleness
 from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.objectives.objective import TokenInputs, TokenLosses
-from umbra.services.trainer.objectives.terms import ratio
+from umbra.services.trainer.objectives.terms import k3, ratio
 
 Row = dict[str, float | None]
 
@@ -23,8 +24,8 @@ Row = dict[str, float | None]
 def sample_metrics(batch: TrainBatch, version: int) -> Row:
     """Return rewards, lengths and staleness of a batch that weights of `version` are trained on.
 
-    Staleness is by `reporting.figures.staleness`, in versions. A response's length sums up all
-    branches of its sample; tokens that they share count in each.
+    Staleness is in versions. A response's length sums up all branches of its sample; tokens that
+    they share count in each.
     """
     samples, count = batch.samples, len(batch.samples)
     lengths = torch.tensor([t.sample_tokens for t in samples]).double()
@@ -51,10 +52,10 @@ def sample_metrics(batch: TrainBatch, version: int) -> Row:
     for name, values in zip(("total", "in_flight", "in_queue"), ages.unbind(1), strict=True):
         row[f"staleness/{name}/mean"] = float(values.mean())
         row[f"staleness/{name}/max"] = float(values.max())
-    parts: dict[str, list[float]] = {}
+    parts: dict[str, list[float]] = defaultdict(list)
     for trajectory in samples:
         for name, value in trajectory.reward_parts.items():
-            parts.setdefault(name, []).append(value)
+            parts[name].append(value)
     # Over the samples that have such a part: not all of them call a tool, for example.
     return row | {f"reward_part/{name}": sum(v) / len(v) for name, v in parts.items()}
 
@@ -89,9 +90,8 @@ def mismatch_sums(
     on_policy = on_policy & included
     log_ratio = torch.where(included, logprobs - behaviour, 0.0).double()
     weight = ratio(log_ratio, torch.zeros_like(log_ratio)) * included
-    # expm1 keeps the digits that r - 1 loses where r is close to 1.
-    k3 = torch.expm1(log_ratio.clamp(max=20.0)) - log_ratio
-    columns = (included, log_ratio, k3, weight, weight.square(), on_policy, k3 * on_policy)
+    apart = k3(torch.zeros_like(log_ratio), log_ratio)
+    columns = (included, log_ratio, apart, weight, weight.square(), on_policy, apart * on_policy)
     return torch.stack([column.double().sum() for column in columns])
 
 
@@ -134,8 +134,8 @@ def speed_metrics(tokens: float, operations: float, seconds: float, ceiling: flo
 def expert_metrics(load: Tensor, rerouted: Tensor | None = None) -> Row:
     """Return how evenly the layers' experts are used; None where no token was routed.
 
-    The load of a layer is its busiest expert's over the mean (1 = even), its entropy the entropy of
-    the experts' shares over the largest there can be (1 = even). An expert is dead without a token.
+    The load of a layer is its busiest expert's over the mean, its entropy the entropy of the
+    experts' shares over the largest there can be (1 = even). An expert is dead without a token.
     `load` counts the tokens of each expert, [layers, experts]; `rerouted` counts tokens that the
     layer's router would have given to another expert than the generator's engine did, [layers].
     """
@@ -192,9 +192,7 @@ class LossMetrics:
         version: int,
         per_version: int,
     ) -> None:
-        self._logprobs = logprobs
-        self._per_epoch = parts
-        self._updates = updates
+        self._logprobs, self._per_epoch, self._updates = logprobs, parts, updates
         self._age = (version - batch.oldest) * per_version  # [M]
         self._on_policy = batch.leading(version)
         # One vector, so that a pass adds to it and the ranks exchange it at once.
@@ -261,31 +259,30 @@ class LossMetrics:
         last update, and the staleness counted in updates show the effect of further updates.
         """
         if not self._updates:
-            row: Row = dict.fromkeys(("loss", "entropy", "clip_fraction", "mask_fraction"))
-            row |= {"ess_last": None, "outliers": 0.0}
-            return row | mismatch_row(self._sums[len(SUMS) :])
+            names = ("loss", "entropy", "clip_fraction", "mask_fraction", "ess_last")
+            nothing: Row = {**dict.fromkeys(names), "outliers": 0.0}
+            return nothing | mismatch_row(self._sums[len(SUMS) :])
         # Each rank's sums and maxima: some dozen numbers, however many tokens there are.
         rows = ranks.gather(torch.cat([self._sums, self._maxima]).cpu())
         total = rows[:, : -len(MAXIMA)].sum(0)
         sums = dict(zip(SUMS, total[: len(SUMS)].tolist(), strict=True))
         highest = dict(zip(MAXIMA, rows[:, -len(MAXIMA) :].amax(0).tolist(), strict=True))
-        row = {
+
+        def share(part: str, whole: str = "tokens") -> float | None:
+            return sums[part] / sums[whole] if sums[whole] else None
+
+        row: Row = {
             "loss": sums["loss"] / self._updates,
-            "entropy": _share(sums["entropy"], sums["tokens"]),
+            "entropy": share("entropy"),
             "ratio/max": highest["ratio"],
             "outliers": sums["outliers"],
+            **({"kl": share("kl")} if self._knows_kl else {}),
+            "ess_last": ess(sums["last/r"], sums["last/r2"], sums["last"]),
+            "staleness/updates/mean": share("age"),
+            "staleness/updates/max": highest["age"],
         }
-        if self._knows_kl:
-            row["kl"] = _share(sums["kl"], sums["tokens"])
         for name, flag in (("clip_fraction", "clipped"), ("mask_fraction", "masked")):
-            row[name] = _share(sums[flag], sums["tokens"])
-            row[f"{name}/positive"] = _share(sums[f"{flag}/+"], sums["tokens/+"])
-            row[f"{name}/negative"] = _share(sums[f"{flag}/-"], sums["tokens/-"])
-        row["ess_last"] = ess(sums["last/r"], sums["last/r2"], sums["last"])
-        row["staleness/updates/mean"] = _share(sums["age"], sums["tokens"])
-        row["staleness/updates/max"] = highest["age"]
+            row[name] = share(flag)
+            row[f"{name}/positive"] = share(f"{flag}/+", "tokens/+")
+            row[f"{name}/negative"] = share(f"{flag}/-", "tokens/-")
         return row | mismatch_row(total[len(SUMS) :])
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None

@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -44,19 +44,17 @@ BOUNDS = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 0.02, "fp8": 0.1}
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Compared:
-    """The mismatch found in one generator's tokens."""
+    """The tokens of one generator that were compared since it was judged last."""
 
+    since: int  # the step at which it was judged, or seen for the first time
+    judged: bool = False
+    told: bool = False  # that it is not judged
     tokens: int = 0
     total: float = 0.0  # of min(k3, CAP)
     worst: float = 0.0  # the largest k3
     where: str = ""  # the worst token, in words
-
-    def __add__(self, other: Compared) -> Compared:
-        worse = max(self, other, key=lambda one: one.worst)
-        tokens, total = self.tokens + other.tokens, self.total + other.total
-        return Compared(tokens, total, worse.worst, worse.where)
 
     @property
     def mismatch(self) -> float:
@@ -64,49 +62,36 @@ class Compared:
         return max(0.0, self.total - min(self.worst, CAP)) / max(1, self.tokens - 1)
 
 
-@dataclass
-class _Known:
-    since: int  # the step at which it was judged, or seen for the first time
-    judged: bool = False
-    told: bool = False  # that it is not judged
-    found: Compared = field(default_factory=Compared)  # too few tokens so far
-
-
 class Verdicts:
-    """The mismatch of every generator, and the steps at which it is checked: each `every` steps."""
+    """The generators, and the steps at which each is judged: every `every` steps."""
 
-    def __init__(self, bound: float, every: int) -> None:
-        self._bound = bound
+    def __init__(self, every: int) -> None:
         self._every = every
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Compared] = {}
 
     def due(self, generator: str, step: int) -> bool:
         """True if tokens of `generator`, which is in the batch of `step`, have to be found."""
-        known = self._known.setdefault(generator, _Known(step))
+        known = self._known.setdefault(generator, Compared(step))
         return bool(self._every) and (not known.judged or step - known.since >= self._every)
 
-    def add(
-        self, compared: dict[str, Compared], step: int
-    ) -> tuple[float | None, dict[str, Compared]]:
-        """Return the largest figure of those that can be judged now, and who is above the bound."""
-        judged: dict[str, Compared] = {}
-        for name, result in compared.items():
-            known = self._known.setdefault(name, _Known(step))
-            known.found += result
-            if known.found.tokens >= MIN_TOKENS:
-                judged[name] = known.found
-                self._known[name] = _Known(step, judged=True)
-        above = {name: found for name, found in judged.items() if found.mismatch > self._bound}
-        return max((found.mismatch for found in judged.values()), default=None), above
+    def add(self, generator: str, step: int, values: Tensor, where: str) -> Compared | None:
+        """Add the k3 of N tokens, the worst of them in words; return the sum if it is enough."""
+        known = self._known[generator]
+        known.tokens += len(values)
+        known.total += float(values.clamp(max=CAP).sum())
+        if (worst := float(values.max())) > known.worst:
+            known.worst, known.where = worst, where
+        if known.tokens < MIN_TOKENS:
+            return None
+        self._known[generator] = Compared(step, judged=True)
+        return known
 
     def unknown(self, generators: Sequence[str], step: int) -> list[str]:
         """Return generators not judged for three times `every` steps; each of them only once."""
-        names: list[str] = []
-        for name in generators:
-            known = self._known[name]
-            if not known.told and step - known.since >= 3 * max(self._every, 1):
-                known.told = True
-                names.append(name)
+        limit = step - 3 * max(self._every, 1)
+        names = [n for n in generators if self._known[n].since <= limit and not self._known[n].told]
+        for name in names:
+            self._known[name].told = True
         return names
 
 
@@ -130,7 +115,7 @@ class MismatchCheck:
     def __init__(self, config: RunConfig, learner: Learner) -> None:
         self._learner = learner
         self._bound, self._format = bound_of(config, learner.device.type)
-        self._verdicts = Verdicts(self._bound, config.trainer.mismatch_every)
+        self._verdicts = Verdicts(config.trainer.mismatch_every)
         self._aside: _Aside | None = None
 
     def __call__(self, batch: TrainBatch, version: int) -> Row:
@@ -162,17 +147,17 @@ class MismatchCheck:
         scored, logprobs = ranks.sum(table)
         values = k3(batch.behaviour.double(), logprobs.double())
         values = torch.where(values.isfinite(), values, math.inf)
-        compared: dict[str, Compared] = {}
+        judged: dict[str, Compared] = {}
         for name in generators:
             own = torch.tensor([each == name for each in names])[batch.tokens.owner]
             if len(tokens := (own & (scored > 0)).nonzero().squeeze(1)):
                 worst = int(tokens[values[tokens].argmax()])
                 where = _describe(batch, worst, float(logprobs[worst]))
-                total = float(values[tokens].clamp(max=CAP).sum())
-                compared[name] = Compared(len(tokens), total, float(values[worst]), where)
-        largest, above = self._verdicts.add(compared, version)
+                if found := self._verdicts.add(name, version, values[tokens], where):
+                    judged[name] = found
+        above = [name for name, found in judged.items() if found.mismatch > self._bound]
         if above:
-            message = "; ".join(self._sentence(*each) for each in sorted(above.items()))
+            message = "; ".join(self._sentence(name, judged[name]) for name in above)
             raise MismatchError(f"stopped before step {version + 1}: {message}")
         for name in self._verdicts.unknown(generators, version) if ranks.rank == 0 else ():
             log.warning(
@@ -181,8 +166,8 @@ class MismatchCheck:
                 *(version + 1, name),
             )
         return {
-            "mismatch/compared": float(sum(result.tokens for result in compared.values())),
-            "mismatch/judged": largest,
+            "mismatch/compared": float(scored.sum()),
+            "mismatch/judged": max((found.mismatch for found in judged.values()), default=None),
             "mismatch/seconds": seconds,
         }
 

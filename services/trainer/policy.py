@@ -39,12 +39,11 @@ def load_policy(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the float32 model (on the CPU) and the tokenizer in directory `path`.
 
-    `source` is the key or flag that the path came from, for errors; `checked` are architectures
-    that the user vouches for (`check_architecture`); `trust` is of `load_tokenizer`.
+    `source` is the key or flag that the path came from; `checked` are architectures that the user
+    vouches for (`check_architecture`); `trust` is of `load_tokenizer`.
 
     Raises:
-        UsageError: no such directory, a part of it is missing, it cannot be loaded, or Umbra is
-            not right for it.
+        UsageError: it cannot be loaded, a part of it is missing, or Umbra is not right for it.
     """
     directory = check_model_dir(path, source)
     model = read_weights(AutoModelForCausalLM, directory, torch.float32, source, checked)
@@ -60,11 +59,8 @@ def open_policy(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, WeightFiles]:
     """Do as `load_policy` without weights; return the files that each rank reads its own rows from.
 
-    A model that could not be written again is refused.
-
     Raises:
-        UsageError: as `load_policy`, or a weight is missing, or the trained model could not be
-            written.
+        UsageError: as `load_policy`, or the trained model could not be written.
     """
     directory = check_model_dir(path, source)
     model, files = open_weights(AutoModelForCausalLM, directory, source, checked)
@@ -186,14 +182,11 @@ def _change(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 @torch.no_grad()
 def read(
-    model: nn.Module,
-    files: WeightFiles,
-    into: Callable[[nn.Parameter], Tensor] = lambda p: p,
+    model: nn.Module, files: WeightFiles, into: Callable[[nn.Parameter], Tensor] = lambda p: p
 ) -> None:
     """Read this rank's rows of every weight and stored buffer; adapters keep theirs.
 
-    Besides these a rank needs the memory of its rows of one layer. `into` says which tensor,
-    sharded like it, is filled for a parameter.
+    `into` says which tensor, sharded like it, is filled for a parameter.
 
     Raises:
         UsageError: a file cannot be read, or is of another model.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,8 @@ class RolloutLog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file = MetricsFile(folder / FILE if count else None, "trainer")
-        self._tokenizer = tokenizer
-        self._count = count
-        self._tell = tell
-        self._clock = clock
-        self._due = clock()
+        self._tokenizer, self._count = tokenizer, count
+        self._tell, self._clock, self._due = tell, clock, clock()
 
     def step(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Write some of `trajectories`; training on them made version `step`.
@@ -47,7 +44,7 @@ class RolloutLog:
         Their staleness counts from the one before it.
         """
         chosen = spread(sorted(trajectories, key=lambda trajectory: trajectory.reward), self._count)
-        rows = [rollout_row(self._tokenizer, trajectory, step) for trajectory in chosen]
+        rows = [_row(self._tokenizer, trajectory, step) for trajectory in chosen]
         for row in rows:
             self._file.write("rollout", **row)
         if rows and self._clock() >= self._due:
@@ -60,24 +57,18 @@ class RolloutLog:
 
 def spread(ordered: Sequence[Trajectory], count: int) -> list[Trajectory]:
     """Return `count` at equal distances, the first and the last among them from two on."""
-    if count >= len(ordered):
-        return list(ordered)
-    if count < 2:
-        return list(ordered[:count])
-    return [ordered[round(i * (len(ordered) - 1) / (count - 1))] for i in range(count)]
+    count = min(count, len(ordered))
+    return [ordered[round(i * (len(ordered) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def rollout_row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, Any]:
+def _row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, Any]:
     """Return one line of the file.
 
     `pieces` cut the response into what the model said by weights of one age, and what its
     environment said (staleness None): characters, tokens, staleness in steps. Prompt, response and
     pieces are the first branch's, `further` has the texts of `FURTHER` more.
     """
-    ids = unpack_int32(trajectory.response_ids)
-    ranges = _ranges(trajectory, step)
-    starts = [0, *(end for end, _ in ranges)]
-    texts = _texts(tokenizer, ids, starts)
+    pieces = list(_pieces(tokenizer, trajectory, step))
     return {
         "step": step,
         "sample": trajectory.sample_id,
@@ -92,11 +83,8 @@ def rollout_row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, 
         "finish_reason": trajectory.finish_reason,
         "staleness": step - 1 - trajectory.oldest_version,
         "prompt": _decode(tokenizer, unpack_int32(trajectory.prompt_ids)),
-        "response": "".join(texts),
-        "pieces": [
-            [len(text), end - start, staleness]
-            for text, start, (end, staleness) in zip(texts, starts, ranges, strict=False)
-        ],
+        "response": "".join(text for text, _, _ in pieces),
+        "pieces": [[len(text), tokens, staleness] for text, tokens, staleness in pieces],
         "further": [
             {
                 "prompt": _decode(tokenizer, unpack_int32(branch.prompt_ids)),
@@ -108,36 +96,31 @@ def rollout_row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, 
 
 
 def told(row: dict[str, Any]) -> dict[str, Any]:
-
-    def short(text: str) -> str:
-        return text if len(text) <= TOLD_CHARS else f"{text[:TOLD_CHARS]}…"
-
-    texts = {name: short(row[name]) for name in ("prompt", "response")}
-    return {**row, **texts, "pieces": row["pieces"][:TOLD_PIECES], "further": []}
+    texts = {name: row[name] for name in ("prompt", "response")}
+    short = {n: t if len(t) <= TOLD_CHARS else f"{t[:TOLD_CHARS]}…" for n, t in texts.items()}
+    return {**row, **short, "pieces": row["pieces"][:TOLD_PIECES], "further": []}
 
 
-def _ranges(trajectory: Trajectory, step: int) -> list[tuple[int, int | None]]:
-    """Return the ends of the pieces, in tokens, with their staleness."""
-    mask, ranges = trajectory.loss_mask, list[tuple[int, int | None]]()
-    for span in trajectory.spans:
-        for at in range(span.start, span.end):
-            staleness = step - 1 - span.version if mask[at] else None
-            if ranges and ranges[-1][1] == staleness:
-                ranges[-1] = (at + 1, staleness)
-            else:
-                ranges.append((at + 1, staleness))
-    return ranges
+def _pieces(
+    tokenizer: Any, trajectory: Trajectory, step: int
+) -> Iterator[tuple[str, int, int | None]]:
+    """Yield text, tokens and staleness of each piece.
 
-
-def _texts(tokenizer: Any, ids: Sequence[int], edges: Sequence[int]) -> list[str]:
-    """Return the text of each piece; a character that two of them share is in the later one."""
-    texts: list[str] = []
-    for start, end in pairwise(edges):
-        begin = max(0, start - CONTEXT)
+    A character that two of them share is in the later one.
+    """
+    ids, start = unpack_int32(trajectory.response_ids), 0
+    ages = [
+        step - 1 - span.version if learned else None
+        for span in trajectory.spans
+        for learned in trajectory.loss_mask[span.start : span.end]
+    ]
+    for staleness, own in groupby(ages):
+        count = len(list(own))
+        begin, end = max(0, start - CONTEXT), start + count
         before = _decode(tokenizer, ids[begin:start]).rstrip(LOST)
         text = _decode(tokenizer, ids[begin:end])
-        texts.append((text if end == edges[-1] else text.rstrip(LOST))[len(before) :])
-    return texts
+        yield (text if end == len(ages) else text.rstrip(LOST))[len(before) :], count, staleness
+        start = end
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -33,8 +33,7 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
     where the other ranks come to, if `launch` started them.
 
     Raises:
-        UsageError: no run directory, a model that cannot be loaded, or checkpoints that are of
-            another one, or all damaged.
+        UsageError: a model that cannot be loaded, or checkpoints of another one, or all damaged.
         UmbraError: a peer was lost, a wait ended without an answer, or a batch is not sound.
     """
     config, run_dir = context.config, context.run_dir
@@ -46,19 +45,10 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
             f"on {device} ({config.trainer.computes_in(device.type)})", f"versions in {served}"
         )
         model, tokenizer, files = open_policy(
-            config.model.name,
-            checked=config.model.checked,
-            trust=config.model.trust_remote_code,
+            config.model.name, checked=config.model.checked, trust=config.model.trust_remote_code
         )
-        learner = Learner(
-            model,
-            config.trainer,
-            config.run.steps,
-            ranks,
-            config.run.seed,
-            files,
-            config.longest_turn,
-        )
+        steps, seed, longest = config.run.steps, config.run.seed, config.longest_turn
+        learner = Learner(model, config.trainer, steps, ranks, seed, files, longest)
         base = weights_checksum(config.model.name) if config.trainer.lora_rank else ""
         adapter = adapter_facts(config.trainer, base)
         alone = adapter is not None
@@ -101,7 +91,7 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
         if done:
             member.finish()
             return EXIT_DONE
-        reason = member.session.stop_reason or "by a signal"
+        session = member.session
+        reason = session.stop_reason or "by a signal"
         context.log.info("stopped at version %d: %s", loop.version, reason)
-        failure = member.session.failure
-        return failure.exit_code if failure else EXIT_DONE
+        return session.failure.exit_code if session.failure else EXIT_DONE

@@ -21,12 +21,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.architectures import head_widths, layer_kinds
 from umbra.services.modeling.attention import FULL, Attention
-from umbra.services.modeling.row_sizes import (
-    RowSizes,
-    fitting_tokens,
-    memory_of,
-    rows_within,
-)
+from umbra.services.modeling.row_sizes import RowSizes, fitting_tokens, memory_of, rows_within
 from umbra.services.trainer.distributed.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -92,11 +87,8 @@ class Phases:
         return event
 
 
-def _between(first: Moment, last: Moment) -> float:
-    if isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
-        return first.elapsed_time(last) / 1000
-    assert isinstance(first, float) and isinstance(last, float)
-    return last - first
+def _between(first: Any, last: Any) -> float:
+    return last - first if isinstance(first, float) else first.elapsed_time(last) / 1000
 
 
 @contextmanager
@@ -127,9 +119,8 @@ class TrainingFlops:
 
     Counted are 6 operations per weight that a token meets (2 forward, 4 backward; only the experts
     that it is routed to; the output layer: per learned token), and 12 per head dimension, head,
-    layer and pair of a token and one that it attends to: 6 L^2 for a sequence of L tokens without
-    a window. Weights that an adapter leaves alone count like others; states that layers carry from
-    token to token do not. Kaplan et al. 2020, arXiv 2001.08361, section 2.1.
+    layer and pair of a token and one that it attends to. Weights that an adapter leaves alone count
+    like others; states that layers carry do not. Kaplan et al. 2020, arXiv 2001.08361, section 2.1.
     """
 
     body: int  # weights of the layers

@@ -43,12 +43,9 @@ class PolicyUpdate:
         critic: Critic | None = None,
         mismatch_check: MismatchCheck | None = None,
     ) -> None:
-        self._config = config
-        self._pieces = config.trainer.pieces
-        self._learner = learner
-        self._critic = critic
-        self._check = mismatch_check
-        self._ranks = learner.ranks
+        self._config, self._pieces = config, config.trainer.pieces
+        self._learner, self._ranks = learner, learner.ranks
+        self._critic, self._check = critic, mismatch_check
         self._objective = Objective(self._pieces)
 
     def __call__(
@@ -62,13 +59,13 @@ class PolicyUpdate:
         batch must not be committed. Of several ranks each does its share of the micro-batches, rank
         0's `keep_going` counts, and all get the same result.
         """
-        pieces, trainer = self._pieces, self._config.trainer
-        stages = self._config.buffer.stages
-        reference = recorded_logprobs(batch, "ref_logprobs") if "ref_logp" in stages else None
+        pieces, trainer, critic = self._pieces, self._config.trainer, self._critic
+        scored = "ref_logp" in self._config.buffer.stages
+        reference = recorded_logprobs(batch, "ref_logprobs") if scored else None
         values = None
-        if self._critic is not None:
+        if critic is not None:
             with self._learner.phases("critic"):
-                values = self._critic.values(batch)
+                values = critic.values(batch)
         advantages, returns = batch_advantages(batch, pieces, reference, values)
         # Learned tokens of each line; none of those that are filtered.
         owner = batch.tokens.owner
@@ -79,15 +76,12 @@ class PolicyUpdate:
         if not pieces.regularised:
             useful_lines &= torch.bincount(owner[advantages != 0], minlength=len(counts)) > 0
         useful = useful_lines.nonzero().squeeze(1)  # the lines that a forward pass is spent on
-        if self._critic is not None and version < self._config.critic.warmup_steps:
+        if critic is not None and version < self._config.critic.warmup_steps:
             useful = useful[:0]
         samples = batch.sample[useful].unique()
-        cuts = min(trainer.minibatches, len(samples))
-        seed = f"{self._config.run.seed}/{version}"
-        parts = [
-            batch.lines_of(part, useful)
-            for part in minibatches(samples, cuts, trainer.epochs, seed)
-        ]
+        cuts, seed = min(trainer.minibatches, len(samples)), f"{self._config.run.seed}/{version}"
+        chosen = minibatches(samples, cuts, trainer.epochs, seed)
+        parts = [batch.lines_of(part, useful) for part in chosen]
         pack = self._learner.pack
         first = [pack(batch.tokens, part) for part in parts[:cuts]]  # every sample once
         agreed = self._check(batch, version) if self._check is not None else {}
@@ -96,9 +90,8 @@ class PolicyUpdate:
         versions = token_versions(batch) if pieces.proximal == "interpolate" else None
         per_version = trainer.updates_per_batch
         metrics = LossMetrics(batch, recomputed, cuts, len(parts), version, per_version)
-        supports, centered = batch.tokens.support, trainer.score_centering > 0
-        rows: list[Row] = []
-        work = 0.0
+        supports = batch.tokens.support if trainer.score_centering > 0 else None
+        rows, work = list[Row](), 0.0
         for number, part in enumerate(parts):
             micros = first[number] if number < cuts else pack(batch.tokens, part)
             guard = Guard(trainer.max_ratio, pieces, self._ranks)
@@ -114,10 +107,10 @@ class PolicyUpdate:
                     micro,
                     batch.temperature[source],
                     entropy_gradient=pieces.entropy_coef > 0,
-                    with_support=centered,
+                    with_support=supports is not None,
                     balance=balance,
                 )
-                logprobs = scores[:, 0] if centered else scores
+                logprobs = scores if supports is None else scores[:, 0]
                 behaviour = batch.behaviour[source].to(logprobs)
                 sequences = Sequences(owner[source].to(logprobs.device), len(counts))
                 outliers = guard.outliers(logprobs, behaviour, sequences)
@@ -129,9 +122,9 @@ class PolicyUpdate:
                     sequences=sequences,
                     entropy=torch.where(outliers, 0.0, entropy),
                     reference=None if reference is None else reference[source].to(logprobs),
-                    candidates=Candidates.of(supports, source, scores[:, 1:], outliers)
-                    if centered and supports is not None
-                    else None,
+                    candidates=None
+                    if supports is None
+                    else Candidates.of(supports, source, scores[:, 1:], outliers),
                 )
                 if fixed is not None:
                     constants = fixed.at(source, logprobs.device)
@@ -158,8 +151,8 @@ class PolicyUpdate:
             **agreed,
             **self._learner.expert_load(),
         }
-        if self._critic is not None and values is not None:
-            row |= self._critic.learn(values, returns)
+        if critic is not None and values is not None:
+            row |= critic.learn(values, returns)
         return row
 
     def _recomputed(
@@ -170,9 +163,8 @@ class PolicyUpdate:
         With a single update, p is what its own pass finds, unless a mask looks at the whole batch.
         """
         pieces = self._pieces
-        if not pieces.uses_proximal or pieces.proximal != "recompute":
-            return None
-        if updates < 2 and pieces.mask != "m2po":
+        asked = pieces.uses_proximal and pieces.proximal == "recompute"
+        if not asked or (updates < 2 and pieces.mask != "m2po"):
             return None
         logprobs = self._learner.logprobs([m for p in packed for m in p], batch.temperature)
         # The pass of the update finds such a token too and leaves it out; to masks that look at all
@@ -186,13 +178,10 @@ class PolicyUpdate:
             proximal = recorded_logprobs(batch, "proximal_logprobs")
         if proximal is None:
             return None
-        owner, samples = batch.tokens.owner, len(batch.trajectories)
-        chosen = torch.zeros(samples, dtype=torch.bool)
-        chosen[useful] = True
-        mask = chosen[owner]
-        part = self._objective.constants(
-            proximal[mask], batch.behaviour[mask], Sequences(owner[mask], samples)
-        )
+        owner = batch.tokens.owner
+        mask = torch.isin(owner, useful)
+        sequences = Sequences(owner[mask], len(batch.trajectories))
+        part = self._objective.constants(proximal[mask], batch.behaviour[mask], sequences)
         weight, keep = torch.zeros_like(proximal), torch.zeros_like(mask)
         weight[mask], keep[mask] = part.weight, part.keep
         return Constants(proximal, weight, keep)

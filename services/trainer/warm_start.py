@@ -5,26 +5,31 @@ What the assistant says in them is learned.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import click
+import msgspec
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
+from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.process.files import read_jsonl
+from umbra.services.trainer.learner import Learner
+from umbra.services.trainer.policy import export_policy, load_policy
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedTokenizerBase
 
-    from umbra.services.modeling.micro_batch import Tokens
+class Message(TypedDict):
+    """A message; a chat template may read further keys."""
 
-Message = dict[str, str]
+    role: str
+    content: str
 
 
 class WarmStartResult(NamedTuple):
@@ -35,52 +40,45 @@ class WarmStartResult(NamedTuple):
     seconds: float
 
 
-class Demonstrations:
-    """Conversations, each tokenised once; batches are drawn from them.
+def tokenise(
+    conversations: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the ids of each conversation, and the positions among them that are learned.
 
     Raises:
         UsageError: no chat template, or one whose text for a conversation does not begin with its
             text for the first messages of it.
     """
+    if not tokenizer.is_fast or tokenizer.chat_template is None:
+        raise UsageError("the model needs a fast tokenizer with a chat template")
+    rendered = [_render(messages, tokenizer) for messages in conversations]
+    # Transformers' own call takes three times as long, for masks that nobody reads.
+    backend: Any = tokenizer.backend_tokenizer  # pyright: ignore
+    backend.no_truncation()
+    backend.no_padding()
+    examples: list[tuple[Tensor, Tensor]] = []
+    encoded = backend.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+    for sequence, (_, spans) in zip(encoded, rendered, strict=True):
+        learned = [
+            index
+            for index, (start, _) in enumerate(sequence.offsets)
+            if index and any(low <= start < high for low, high in spans)
+        ]
+        examples.append((torch.tensor(sequence.ids), torch.tensor(learned, dtype=torch.int64)))
+    return examples
 
-    def __init__(
-        self, conversations: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        import torch
 
-        if not tokenizer.is_fast or tokenizer.chat_template is None:
-            raise UsageError("the model needs a fast tokenizer with a chat template")
-        rendered = [_render(messages, tokenizer) for messages in conversations]
-        # Transformers' own call takes three times as long, for masks that nobody reads.
-        backend: Any = tokenizer.backend_tokenizer  # pyright: ignore
-        backend.no_truncation()
-        backend.no_padding()
-        encoded = backend.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        self._ids = [torch.tensor(sequence.ids) for sequence in encoded]
-        self._learned: list[torch.Tensor] = []
-        for sequence, (_, spans) in zip(encoded, rendered, strict=True):
-            learned = [
-                index
-                for index, (start, _) in enumerate(sequence.offsets)
-                if index and any(low <= start < high for low, high in spans)
-            ]
-            self._learned.append(torch.tensor(learned, dtype=torch.int64))
-
-    def take(self, indices: Sequence[int]) -> Tokens:
-        import torch
-
-        from umbra.services.modeling.micro_batch import Tokens
-
-        lengths = torch.tensor([len(self._ids[i]) for i in indices])
-        starts = (lengths.cumsum(0) - lengths).tolist()
-        learned = [self._learned[i] + start for i, start in zip(indices, starts, strict=True)]
-        counts = torch.tensor([len(positions) for positions in learned])
-        return Tokens(
-            ids=torch.cat([self._ids[i] for i in indices]),
-            lengths=lengths,
-            learned=torch.cat(learned),
-            owner=torch.arange(len(indices)).repeat_interleave(counts),
-        )
+def join(examples: Sequence[tuple[Tensor, Tensor]]) -> Tokens:
+    """Return the tokens of several examples, as `tokenise` returns them."""
+    lengths = torch.tensor([len(ids) for ids, _ in examples])
+    starts = lengths.cumsum(0) - lengths
+    counts = torch.tensor([len(learned) for _, learned in examples])
+    return Tokens(
+        ids=torch.cat([ids for ids, _ in examples]),
+        lengths=lengths,
+        learned=torch.cat([learned for _, learned in examples]) + starts.repeat_interleave(counts),
+        owner=torch.arange(len(examples)).repeat_interleave(counts),
+    )
 
 
 def read_conversations(path: str | Path) -> list[list[Message]]:
@@ -92,20 +90,16 @@ def read_conversations(path: str | Path) -> list[list[Message]]:
     conversations: list[list[Message]] = []
     for number, row in enumerate(read_jsonl(path), start=1):
         messages: Any = row.get("messages")
-        if not isinstance(messages, list) or not all(_is_message(m) for m in messages):
+        try:
+            msgspec.convert(messages, list[Message])
+        except msgspec.ValidationError:
             raise UsageError(
                 f'{path}, row {number}: needs "messages", a list of {{"role": ..., "content": ...}}'
-            )
+            ) from None
         if not any(message["role"] == "assistant" for message in messages):
             raise UsageError(f"{path}, row {number}: no message of the assistant to learn from")
         conversations.append(messages)
     return conversations
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(value.get(key), str) for key in ("role", "content")
-    )
 
 
 def _render(
@@ -114,9 +108,8 @@ def _render(
     """Return a conversation's text, and the character ranges of it that the assistant said."""
 
     def text_of(count: int, ask: bool) -> str:
-        text = tokenizer.apply_chat_template(
-            messages[:count], tokenize=False, add_generation_prompt=ask
-        )
+        said: Any = messages[:count]
+        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=ask)
         assert isinstance(text, str)
         return text
 
@@ -147,32 +140,25 @@ def warm_start(
 ) -> WarmStartResult:
     """Train the model of `model_dir` on what the assistant says in `data`; write it to `out`.
 
-    Each update takes `batch` examples, in an order that `seed` fixes, and the mean of
-    -log p over their learned tokens. `report` gets the number and the loss of each update. For
-    `checked` see `check_architecture`.
+    Each update takes `batch` examples, in an order that `seed` fixes, and the mean of -log p over
+    their learned tokens. `report` gets the number and the loss of each update.
 
     Raises:
         UsageError: a model, a file or an example that cannot be used; it names which.
     """
-    import torch
-
-    from umbra.services.trainer.learner import Learner
-    from umbra.services.trainer.policy import export_policy, load_policy
-
     conversations = read_conversations(data)
     model, tokenizer = load_policy(model_dir, "MODEL", checked)
     generator, draws = torch.Generator().manual_seed(seed), list[int]()
     while len(draws) < steps * batch:  # one shuffled pass after the other
         draws += torch.randperm(len(conversations), generator=generator).tolist()
-    # Only conversations drawn at least once are tokenised.
-    drawn = sorted(set(draws[: steps * batch]))
-    place = {number: index for index, number in enumerate(drawn)}
-    examples = Demonstrations([conversations[number] for number in drawn], tokenizer)
+    drawn = sorted(set(draws[: steps * batch]))  # the others need not be tokenised
+    tokenised = tokenise([conversations[number] for number in drawn], tokenizer)
+    examples = dict(zip(drawn, tokenised, strict=True))
     learner = Learner(model, config, steps)
     begin = time.perf_counter()
     losses: list[float] = []
     for step in range(steps):
-        tokens = examples.take([place[i] for i in draws[step * batch : (step + 1) * batch]])
+        tokens = join([examples[i] for i in draws[step * batch : (step + 1) * batch]])
         ones = torch.ones(len(tokens.learned))
         total = 0.0
         for micro in learner.pack(tokens):
@@ -208,7 +194,6 @@ def warm_start(
 @click.option(
     "--checked", multiple=True, metavar="MODEL_TYPE", help="As model.checked of a run file."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 def command(
     model: Path,
     data: Path,
@@ -218,7 +203,6 @@ def command(
     seed: int,
     checked: tuple[str, ...],
     lr: float,
-    as_json: bool,
     **settings: Any,
 ) -> None:
     """Warm-start MODEL, a Hugging Face directory, on worked examples.
@@ -228,7 +212,7 @@ def command(
     """
 
     def show(step: int, loss: float) -> None:
-        """Write progress to standard error: one line of a terminal, ten of anything else."""
+        # One line of a terminal, ten of anything else.
         text = f"step {step}/{steps}  loss {loss:.3f}"
         if sys.stderr.isatty():
             click.echo(f"\r{text:<40}", err=True, nl=step == steps)
@@ -238,9 +222,6 @@ def command(
     config = TrainerConfig(learning_rate=lr, pack_tokens=64, micro_tokens=8192, **settings)
     options: Any = {"steps": steps, "batch": batch, "seed": seed, "checked": checked}
     outcome = warm_start(model, data, out, config=config, report=show, **options)
-    if as_json:
-        click.echo(json.dumps({"out": str(out), "steps": steps, **outcome._asdict()}))
-        return
     click.echo(
         f"{out}: loss {outcome.first_loss:.3f} -> {outcome.final_loss:.3f} in {steps} steps, "
         f"{outcome.seconds:.1f} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +17,41 @@ from umbra.proto.records import (
     pack_float32,
     pack_int32,
 )
+from umbra.services.config import RunConfig
+from umbra.services.config.loader import load_config
+from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import REASONS, Learner
 from umbra.services.trainer.make_model import END, SPECIAL_TOKENS
 from umbra.services.trainer.metrics import Row
+from umbra.services.trainer.policy import load_policy
+from umbra.services.trainer.update import PolicyUpdate
 
 TEMPERATURE = 0.7
 HEAD = 5  # tokens that are told of each
+VERSION = 3
 END_ID = SPECIAL_TOKENS.index(END)
+Gradients = dict[str, Tensor]
+
+
+def settings(directory: Path, *stages: str, **keys: Any) -> RunConfig:
+    """A trainer of `directory` on the CPU, with these keys; responses have 8 tokens at most."""
+    chosen = {"threads": 1, "device": "cpu", **keys}
+    overrides = [f"trainer.{key}={value}" for key, value in chosen.items()]
+    listed = ", ".join(f'"{stage}"' for stage in stages)
+    overrides += [f"buffer.stages=[{listed}]", f"model.path={directory}", "sampling.max_tokens=8"]
+    return load_config(overrides=overrides, environ={})
+
+
+def update(
+    directory: Path, trajectories: list[Trajectory], *stages: str, critic: Any = None, **keys: Any
+) -> tuple[Gradients, Row]:
+    """The gradients of an update of version `VERSION`, and its row."""
+    config = settings(directory, *stages, **keys)
+    learner = Recorder(load_policy(directory)[0], config.trainer, steps=1)
+    batch = make_batch(trajectories, learner.model.config.vocab_size)
+    row = PolicyUpdate(config, learner, critic)(batch, VERSION, lambda: True)
+    assert row is not None
+    return learner.gradients, row
 
 
 class Recorder(Learner):

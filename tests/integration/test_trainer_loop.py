@@ -170,7 +170,6 @@ def start(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, clos
         context = Context(
             config=config(directory, **trainer),
             name="trainer",
-            broker="",
             run_dir=tmp_path,
             stopping=world.stopping,
             log=logging.getLogger("umbra.trainer"),

@@ -1,4 +1,4 @@
-"""When generators are judged, by which figure, and against which bound; no tensor is needed."""
+"""When generators are judged, by which figure, and against which bound."""
 
 from __future__ import annotations
 
@@ -6,63 +6,65 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from umbra.services.config.loader import load_config
 from umbra.services.trainer.mismatch import BOUNDS, MIN_TOKENS, Compared, Verdicts, bound_of
 
 
-def found(tokens: int, k3: float, worst: float | None = None, where: str = "") -> Compared:
-    """Tokens of equal k3, but for one."""
-    last = k3 if worst is None else worst
-    return Compared(tokens, (tokens - 1) * min(k3, 1.0) + min(last, 1.0), last, where)
+def judge(*parts: list[float], every: int = 5) -> Compared | None:
+    """The verdict on one generator, by k3 of its tokens in several batches."""
+    verdicts, found = Verdicts(every), None
+    for step, values in enumerate(parts):
+        assert verdicts.due("a", step), "it was not judged"
+        assert found is None
+        found = verdicts.add(
+            "a", step, torch.tensor(values, dtype=torch.float64), f"the worst of batch {step}"
+        )
+    return found
 
 
-def test_one_token_alone_decides_nothing_and_two_do() -> None:
-    good = found(100, 1e-9, worst=math.inf)
-    assert good.mismatch == pytest.approx(1e-9)
-    two = good + found(100, 1e-9, worst=50.0)
-    assert two.mismatch == pytest.approx(1 / 199, rel=1e-3), "each counts one at most"
-    assert found(1000, 0.3).mismatch == pytest.approx(0.3)
-    assert Compared(1, 1.0, math.inf).mismatch == 0.0
-    assert math.isfinite(found(100, math.inf).mismatch)
+@pytest.mark.parametrize(
+    ("parts", "figure", "where"),
+    [
+        ([[1e-9] * 99 + [math.inf]], 1e-9, 0),  # one token alone decides nothing
+        ([[1e-9] * 50 + [math.inf], [1e-9] * 99 + [50.0]], 1 / 150, 0),  # two do, each by 1
+        ([[1e-9] * 50 + [9.0], [1e-9] * 99 + [50.0]], 1 / 150, 1),
+        ([[0.3] * 1000], 0.3, 0),
+        ([[math.inf] * 100], 1.0, 0),
+        ([[0.5] * (MIN_TOKENS - 1), [0.5]], 0.5, 0),  # few tokens wait for more
+    ],
+)
+def test_the_figure_of_a_generator(parts: list[list[float]], figure: float, where: int) -> None:
+    found = judge(*parts)
+    assert found is not None
+    assert found.mismatch == pytest.approx(figure, rel=1e-3)
+    assert found.tokens == sum(map(len, parts))
+    assert found.where == f"the worst of batch {where}"
 
 
-def test_few_tokens_wait_for_more() -> None:
-    verdicts = Verdicts(1e-4, every=5)
-    part = found(MIN_TOKENS - 1, 0.5)
-    assert verdicts.due("a", 0), "it was never looked at"
-    assert verdicts.add({"a": part}, 0) == (None, {})
-    assert verdicts.due("a", 0), "that was not enough"
-    largest, above = verdicts.add({"a": found(2, 0.5)}, 1)
-    assert largest == pytest.approx(0.5)
-    assert above["a"].tokens == MIN_TOKENS + 1
-    assert verdicts.add({"a": found(2, 0.5)}, 2) == (None, {}), "the count restarts"
-
-
-def test_each_generator_is_judged_for_itself() -> None:
-    verdicts = Verdicts(1e-4, every=5)
-    largest, above = verdicts.add({"good": found(10**6, 1e-10), "bad": found(64, 0.2)}, 0)
-    assert list(above) == ["bad"]
-    assert largest == pytest.approx(0.2)
+def test_one_token_has_no_figure() -> None:
+    assert judge([0.5] * (MIN_TOKENS - 1)) is None
+    assert Compared(0, tokens=1, total=1.0, worst=math.inf).mismatch == 0.0
 
 
 def test_who_was_judged_is_due_again_after_some_steps() -> None:
-    verdicts = Verdicts(1e-4, every=5)
-    verdicts.due("a", 3)
-    verdicts.add({"a": found(64, 0.0)}, 3)
+    verdicts, enough = Verdicts(every=5), torch.zeros(MIN_TOKENS)
+    assert verdicts.due("a", 3)
+    assert verdicts.add("a", 3, enough, "") is not None
     assert [verdicts.due("a", step) for step in (4, 7, 8, 9)] == [False, False, True, True]
+    assert verdicts.add("a", 8, enough[:1], "") is None, "the count restarts"
     assert verdicts.due("b", 4), "one that comes later is due at once"
-    never = Verdicts(1e-4, every=0)
-    assert not never.due("a", 0)
+    assert not Verdicts(every=0).due("a", 0)
 
 
 def test_nothing_known_for_long_is_told_once() -> None:
-    verdicts = Verdicts(1e-4, every=5)
+    verdicts = Verdicts(every=5)
     for step in range(40):
         verdicts.due("a", step)
         told = verdicts.unknown(["a"], step)
         assert told == (["a"] if step == 15 else []), step
-    verdicts.add({"a": found(64, 0.0)}, 40)
+    verdicts.add("a", 40, torch.zeros(64), "")
     assert [s for s in range(41, 80) if verdicts.unknown(["a"], s)] == [55]
 
 

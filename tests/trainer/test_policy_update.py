@@ -9,12 +9,10 @@ import msgspec
 import pytest
 import torch
 from fakes.closeness import assert_same_sums, rounding, same_sum
-from fakes.noisy_batch import HEAD, Recorder, noisy_trajectories
+from fakes.noisy_batch import HEAD, VERSION, Gradients, noisy_trajectories, settings, update
 from torch import Tensor
 
 from umbra.proto.records import Branch, Trajectory, pack_float32, unpack_float32
-from umbra.services.config import RunConfig
-from umbra.services.config.loader import load_config
 from umbra.services.config.presets import PRESETS
 from umbra.services.trainer.batch import BatchError, TrainBatch, make_batch
 from umbra.services.trainer.learner import Learner
@@ -23,40 +21,12 @@ from umbra.services.trainer.objectives.advantages import gae
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import PolicyUpdate, minibatches
 
-VERSION = 3
 TERMS = 600  # two layers, forward and backward, of 64 units at most, and a small vocabulary
-Gradients = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
 def trajectories(directory: Path) -> list[Trajectory]:
     return noisy_trajectories(load_policy(directory)[0])
-
-
-def settings(directory: Path, *stages: str, **keys: Any) -> RunConfig:
-    common = {"threads": 1, "device": "cpu"}
-    overrides = [f"trainer.{key}={value}" for key, value in (common | keys).items()]
-    listed = ", ".join(f'"{stage}"' for stage in stages)
-    return load_config(
-        overrides=[
-            *overrides,
-            f"buffer.stages=[{listed}]",
-            f"model.path={directory}",
-            "sampling.max_tokens=8",
-        ],
-        environ={},
-    )
-
-
-def update(
-    directory: Path, trajectories: list[Trajectory], *stages: str, critic: Any = None, **keys: Any
-) -> tuple[Gradients, Row]:
-    config = settings(directory, *stages, **keys)
-    learner = Recorder(load_policy(directory)[0], config.trainer, steps=1)
-    batch = make_batch(trajectories, learner.model.config.vocab_size)
-    row = PolicyUpdate(config, learner, critic)(batch, VERSION, lambda: True)
-    assert row is not None
-    return learner.gradients, row
 
 
 def assert_equal(one: Gradients, other: Gradients) -> None:

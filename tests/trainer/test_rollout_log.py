@@ -1,6 +1,8 @@
 """Rollouts as text: the trainer's file of a step, and its display."""
 
 import json
+from collections.abc import Iterable
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -38,11 +40,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return made
 
 
+def logged(
+    folder: RunFolder, count: int, steps: Iterable[tuple[int, list[Trajectory]]], **more: Any
+) -> list[dict[str, Any]]:
+    """The rows of these steps as they were told; they are in the folder too."""
+    rows: list[dict[str, Any]] = []
+    with closing(RolloutLog(folder.path, Bytes(), count, rows.append, **more)) as log:
+        for step, trajectories in steps:
+            log.step(step, trajectories)
+    return rows
+
+
 def test_of_each_step_some_from_the_worst_to_the_best(folder: RunFolder) -> None:
-    log = RolloutLog(folder.path, Bytes(), 3, lambda row: None)
-    log.step(1, [rewarded(reward) for reward in (0.5, 3.0, 0.25, -1.0, 2.0)])
-    log.step(2, [rewarded(reward) for reward in (7.0, 6.0)])
-    log.close()
+    rewards = {1: (0.5, 3.0, 0.25, -1.0, 2.0), 2: (7.0, 6.0)}
+    logged(folder, 3, ((step, [*map(rewarded, own)]) for step, own in rewards.items()))
     found = [(row["step"], row["reward"]) for row in read_rollouts(folder)]
     assert found == [(1, -1.0), (1, 0.5), (1, 3.0), (2, 6.0), (2, 7.0)]
     assert spread([rewarded(1.0), rewarded(2.0)], 1)[0].reward == 1.0
@@ -59,9 +70,7 @@ def test_pieces_by_age_and_speaker_keep_characters_whole(folder: RunFolder) -> N
             VersionSpan(version=6, start=8, end=len(response)),
         ],
     )  # fmt: skip
-    log = RolloutLog(folder.path, Bytes(), 4, lambda row: None)
-    log.step(7, [mixed])
-    log.close()
+    logged(folder, 4, [(7, [mixed])])
     (row,) = read_rollouts(folder)
     assert row["response"] == "a☃b ☃?"
     assert row["staleness"] == 3
@@ -79,14 +88,10 @@ def test_pieces_by_age_and_speaker_keep_characters_whole(folder: RunFolder) -> N
 
 
 def test_one_is_told_now_and_then_and_is_short(folder: RunFolder) -> None:
-    now, rows = [0.0], list[dict[str, Any]]()
-    log = RolloutLog(folder.path, Bytes(), 2, rows.append, clock=lambda: now[0])
     long = trajectory(list(b"x" * 3 * TOLD_CHARS), list(b"y"), reward=0.5)
-    for step in (1, 2, 3):
-        log.step(step, [long])
-    now[0] += EVERY_S
-    log.step(4, [long])
-    log.close()
+    # The clock is read at the start, twice for the first, once for each of two, and for the last.
+    clock = iter([0.0, 0.0, 0.0, 1.0, EVERY_S / 2, EVERY_S, EVERY_S])
+    rows = logged(folder, 2, [(step, [long]) for step in (1, 2, 3, 4)], clock=clock.__next__)
     assert [row["step"] for row in rows] == [1, 4]
     assert len(rows[0]["prompt"]) == TOLD_CHARS + 1
     (seen,) = heard(("rollout", rows[0])).look(status()).rollouts
@@ -105,20 +110,10 @@ def test_what_is_told_is_printable_and_keeps_its_length() -> None:
     assert feed.invalid == 1
 
 
-@pytest.fixture
-def written(folder: RunFolder) -> RunFolder:
-    log = RolloutLog(folder.path, Bytes(), 2, lambda row: None)
-    for step in (1, 2, 3, 2, 3):  # a trainer that started again has repeated two
-        log.step(step, [rewarded(step + part) for part in (0.0, 0.5)])
-    log.close()
-    with folder.samples.open("a") as file:
-        file.write('{"kind":"rollout","cut')
-    return folder
-
-
-def test_a_model_that_says_what_steers_terminals(written: RunFolder) -> None:
-    (row,) = [json.loads(line) for line in written.samples.read_text().splitlines()[:1]]
-    written.samples.write_text(json.dumps({**row, "response": "\x1b[2Jcleared\nx"}) + "\n")
+def test_a_model_that_says_what_steers_terminals(folder: RunFolder) -> None:
+    logged(folder, 1, [(1, [rewarded(1.0)])])
+    row = json.loads(folder.samples.read_text())
+    folder.samples.write_text(json.dumps({**row, "response": "\x1b[2Jcleared\nx"}) + "\n")
     done = CliRunner().invoke(command, ["--samples", "4"])
     assert "\x1b" not in done.output
     assert ">>>  [2Jcleared\nx\n" in done.output
@@ -127,10 +122,8 @@ def test_a_model_that_says_what_steers_terminals(written: RunFolder) -> None:
 def test_branches_of_a_sample_are_one_row(folder: RunFolder) -> None:
     one, two = rewarded(1.0), trajectory(list(b"again"), list(b"other"))
     branch = Branch(**{name: getattr(two, name) for name in Branch.__struct_fields__})
-    rows: list[dict[str, Any]] = []
-    log = RolloutLog(folder.path, Bytes(), 4, rows.append, clock=count(0.0, EVERY_S).__next__)
-    log.step(1, [msgspec.structs.replace(one, branches=[branch])])
-    log.close()
+    branched = msgspec.structs.replace(one, branches=[branch])
+    rows = logged(folder, 4, [(1, [branched])], clock=count(0.0, EVERY_S).__next__)
     (row,) = read_rollouts(folder)
     assert (row["branches"], row["tokens"], row["response"]) == (2, 11, "answer")
     text = rollout_text(row)

@@ -25,21 +25,21 @@ REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 5.0])
 GROUPS = torch.tensor([0, 1, 0, 0, 1])
 
 
-def test_dr_grpo_is_reward_minus_group_mean() -> None:
-    expected = [1 - 2 / 3, -2.5, -2 / 3, 1 - 2 / 3, 2.5]
-    torch.testing.assert_close(dr_grpo(REWARDS, GROUPS), torch.tensor(expected))
+# Unbiased deviations of the two groups.
+FIRST = math.sqrt((2 * (1 / 3) ** 2 + (2 / 3) ** 2) / 2) + 1e-6
+SECOND = math.sqrt(2 * 2.5**2) + 1e-6
 
 
-def test_grpo_divides_by_the_unbiased_deviation() -> None:
-    first = math.sqrt((2 * (1 / 3) ** 2 + (2 / 3) ** 2) / 2) + 1e-6
-    second = math.sqrt(2 * 2.5**2) + 1e-6
-    expected = [1 / 3 / first, -2.5 / second, -2 / 3 / first, 1 / 3 / first, 2.5 / second]
-    torch.testing.assert_close(grpo(REWARDS, GROUPS), torch.tensor(expected))
-
-
-def test_rloo_is_reward_minus_the_mean_of_the_others() -> None:
-    expected = [1 - 0.5, 0 - 5.0, 0 - 1.0, 1 - 0.5, 5.0 - 0]
-    torch.testing.assert_close(rloo(REWARDS, GROUPS), torch.tensor(expected))
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        (dr_grpo, [1 - 2 / 3, -2.5, -2 / 3, 1 - 2 / 3, 2.5]),
+        (grpo, [1 / 3 / FIRST, -2.5 / SECOND, -2 / 3 / FIRST, 1 / 3 / FIRST, 2.5 / SECOND]),
+        (rloo, [1 - 0.5, 0 - 5.0, 0 - 1.0, 1 - 0.5, 5.0 - 0]),
+    ],
+)
+def test_advantages_within_a_group(advantage: Any, expected: list[float]) -> None:
+    torch.testing.assert_close(advantage(REWARDS, GROUPS), torch.tensor(expected))
 
 
 @pytest.mark.parametrize("advantage", [dr_grpo, grpo, rloo])

@@ -17,17 +17,14 @@ import msgspec
 import pytest
 import torch
 from fakes.closeness import assert_same_sums, same_sum
-from fakes.noisy_batch import TEMPERATURE, Recorder, noisy_trajectories
+from fakes.noisy_batch import TEMPERATURE, noisy_trajectories, settings, update
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from umbra.proto.records import Trajectory, pack_float32, unpack_float32, unpack_int32
-from umbra.services.config import RunConfig
-from umbra.services.config.loader import load_config
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.objectives.advantages import batch_advantages
 from umbra.services.trainer.policy import load_policy
-from umbra.services.trainer.update import PolicyUpdate
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of TRL and its friends
@@ -36,26 +33,15 @@ TERMS = 300  # two layers, forward and backward, of 64 units at most, and a smal
 LIMIT = 8  # tokens of a response at most
 
 
-def settings(directory: Path, **keys: Any) -> RunConfig:
-    common = {"threads": 1, "device": "cpu"}
-    overrides = [f"trainer.{key}={value}" for key, value in (common | keys).items()]
-    stages = 'buffer.stages=["ref_logp", "logp"]'
-    return load_config(
-        overrides=[*overrides, stages, f"model.path={directory}", "sampling.max_tokens=8"],
-        environ={},
-    )
+STAGES = ("ref_logp", "logp")
 
 
 def umbra_side(
     directory: Path, trajectories: list[Trajectory], **keys: Any
 ) -> tuple[float, dict[str, Tensor]]:
-    config = settings(directory, **keys)
-    learner = Recorder(load_policy(directory)[0], config.trainer, steps=1)
-    batch = make_batch(trajectories, learner.model.config.vocab_size)
-    row = PolicyUpdate(config, learner)(batch, 3, lambda: True)
-    assert row is not None
+    gradients, row = update(directory, trajectories, *STAGES, **keys)
     assert row["loss"] is not None
-    return row["loss"], learner.gradients
+    return row["loss"], gradients
 
 
 def padded(trajectories: list[Trajectory], field: str) -> Tensor:
@@ -137,7 +123,7 @@ def trl_side(
 
 
 def our_advantages(directory: Path, trajectories: list[Trajectory], **keys: Any) -> Tensor:
-    config = settings(directory, **keys)
+    config = settings(directory, *STAGES, **keys)
     batch = make_batch(trajectories, vocab_size=1000)
     advantages, _ = batch_advantages(batch, config.trainer.pieces, None, None)
     first = torch.searchsorted(batch.tokens.owner, torch.arange(len(trajectories)))

@@ -11,13 +11,15 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.trainer.make_model import make_model, make_tokenizer
 from umbra.services.trainer.warm_start import (
-    Demonstrations,
+    Message,
     WarmStartResult,
+    join,
     read_conversations,
+    tokenise,
     warm_start,
 )
 
-CHAT = [
+CHAT: list[Message] = [
     {"role": "user", "content": "a?"},
     {"role": "assistant", "content": "xy"},
     {"role": "user", "content": "b?"},
@@ -41,7 +43,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_only_what_the_assistant_said_is_learned() -> None:
     tokenizer = make_tokenizer()
-    tokens = Demonstrations([CHAT[:2], CHAT], tokenizer).take([1, 0])
+    tokens = join(tokenise([CHAT, CHAT[:2]], tokenizer))
     text = "<|user|>a?<|assistant|>xy<|end|><|user|>b?<|assistant|>z<|end|>"
     assert tokenizer.decode(tokens.ids) == text + "<|user|>a?<|assistant|>xy<|end|>"
     assert tokens.lengths.tolist() == [13, 7]
@@ -76,8 +78,6 @@ def test_the_command_says_how_the_loss_went(
     assert re.search(r"out: loss \d\.\d+ -> \d\.\d+ in 10 steps, ", captured.out)
     assert len(captured.err.splitlines()) == 10
     assert captured.err.startswith("step 1/10  loss ")
-    assert cli.main([*args, "--steps", "1", "--batch", "2", "--threads", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["steps"] == 1
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_a_tokenizer_without_template_is_refused() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(UsageError, match="chat template"):
-        Demonstrations([CHAT], tokenizer)
+        tokenise([CHAT], tokenizer)

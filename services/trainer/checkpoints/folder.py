@@ -108,10 +108,8 @@ class CheckpointFolder:
     def __init__(
         self, path: Path, config: CheckpointConfig, disk: Disk = DISK, node: int = 0
     ) -> None:
-        self.root = path
-        self.path = path / f"{NODE}{node}" if node else path
-        self.disk = disk
-        self.config = config
+        self.root, self.path = path, path / f"{NODE}{node}" if node else path
+        self.disk, self.config = disk, config
 
     def of(self, step: int) -> Path:
         return self.path / f"step-{step}"
@@ -120,8 +118,6 @@ class CheckpointFolder:
         """Return the hidden folder in which the checkpoint of `step` is written."""
         # Named by the step: a rank that is late with another checkpoint does not write into this.
         return self.path / f"{SCRATCH}{step}"
-
-    # -- the checkpoints on disk -------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         return _steps(self.path)
@@ -132,17 +128,17 @@ class CheckpointFolder:
 
     def newest_index(self, step: int) -> Index:
         """Return the index of `step`'s newest checkpoint; DamagedError if none can be read."""
-        indices: list[Index] = []
+        found: list[Index] = []
         fault = DamagedError(f"{self.of(step)} is not there")
         for place in self._places():
-            if (place / f"step-{step}").is_dir():
+            if (directory := place / f"step-{step}").is_dir():
                 try:
-                    indices.append(read_index(place / f"step-{step}"))
+                    found.append(read_index(directory))
                 except DamagedError as error:
                     fault = error
-        if not indices:
+        if not found:
             raise fault
-        return max(indices, key=lambda index: index.saved_at)
+        return max(found, key=lambda index: index.saved_at)
 
     def find_files(self, index: Index) -> dict[int, Path]:
         """Return the files of a checkpoint that are on this host, by rank.
@@ -180,13 +176,9 @@ class CheckpointFolder:
         metric, sign = name.removeprefix("-"), -1 if name.startswith("-") else 1
         values: list[tuple[float, int]] = []
         for step in self.steps() if metric else ():
-            with suppress(DamagedError):
-                metrics = read_index(self.of(step)).metrics
-                if metric in metrics:
-                    values.append((sign * metrics[metric], step))
+            with suppress(DamagedError, KeyError):  # KeyError: it has no such number
+                values.append((sign * read_index(self.of(step)).metrics[metric], step))
         return max(values)[1] if values else None
-
-    # -- changes -----------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Path:
         """Make an empty folder for the checkpoint of `step` (OSError); remove what others left."""
@@ -235,9 +227,7 @@ class CheckpointFolder:
 
 
 def _steps(path: Path) -> list[int]:
-    if not path.is_dir():
-        return []
-    matches = (re.fullmatch(r"step-(\d+)", entry.name) for entry in path.iterdir())
+    matches = (re.fullmatch(r"step-(\d+)", entry.name) for entry in path.glob("step-*"))
     return sorted(int(match[1]) for match in matches if match)
 
 

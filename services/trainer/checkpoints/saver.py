@@ -1,12 +1,11 @@
 """Save checkpoints beside the training.
 
-All ranks call the same methods in one order. Each copies its rows, which is all that training waits
-for, and a thread writes them. Between two later steps the ranks tell each other whether their files
-are on the disk; once all are, the checkpoint gets its name on every host.
+All ranks call the same methods in one order. Each copies its rows (`snapshot.own_rows`), which is
+all that training waits for, and a thread writes them. Between two later steps the ranks tell each
+other whether their files are on the disk; once all are, the checkpoint gets its name on every host.
 
-Which rows a rank writes is what it writes of a version (`snapshot.own_rows`). The files are ours:
-torch.distributed.checkpoint reads its files without a checksum (of 9,769 bits of one, 8,197 could
-be changed and wrong numbers were loaded), and pickles its index and the exchange of its plans.
+The files are ours: torch.distributed.checkpoint reads its files without a checksum (of 9,769 bits
+of one, 8,197 could be changed and wrong numbers were loaded), and pickles its index.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 from torch import Tensor
@@ -52,18 +52,6 @@ class SaveOutcome:
     write_s: float = 0.0  # from the copy until it had its name
 
 
-@dataclass(frozen=True)
-class _Writing:
-    """A checkpoint under way."""
-
-    step: int
-    metrics: dict[str, float]
-    tensors: dict[str, TensorInfo]
-    report: Future[tuple[FileInfo, str]]  # what this rank wrote, and why it could not
-    copy_s: float
-    began: float
-
-
 class Saver:
     """The saver of checkpoints of `models`, and the decision when.
 
@@ -81,13 +69,12 @@ class Saver:
     ) -> None:
         self.folder = folder
         self.begun = begun  # the last step of which there is a checkpoint, or one is being made
-        self._models = models
-        self._ranks = ranks
-        self._every = folder.config.every
         self._saved = begun  # the last step of which there is one
-        self._config = config
-        self._late = False
-        self._writing: _Writing | None = None
+        self._models, self._ranks, self._config = models, ranks, config
+        self._every, self._late = folder.config.every, False
+        # The checkpoint under way: its index but for the files, what this rank wrote and why it
+        # could not, what the copy took, and when it began.
+        self._writing: tuple[Index, Future[tuple[FileInfo, str]], float, float] | None = None
         self._outcomes: list[SaveOutcome] = []
         self._memory: dict[str, Tensor] = {}  # of the copies, used again and again
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="umbra-checkpoint")
@@ -153,10 +140,19 @@ class Saver:
             return
         tensors, copies = self._copy()
         facts = {model.name: model.facts() for model in self._models}
-        copy_s = time.perf_counter() - began
+        copy_s, place = time.perf_counter() - began, self._ranks.place
         report = self._thread.submit(self._write, step, copies, facts)
-        metrics = {name: value for name, value in row.items() if value is not None}
-        self._writing = _Writing(step, metrics, tensors, report, copy_s, began)
+        index = Index(
+            step=step,
+            run=self.folder.root.parent.name,
+            saved_at=0.0,
+            config=self._config,
+            metrics={name: value for name, value in row.items() if value is not None},
+            tensors=tensors,
+            files=[],
+            hosts=list(place.hosts) if place.nodes > 1 else [],
+        )
+        self._writing = index, report, copy_s, began
 
     @torch.no_grad()
     def _copy(self) -> tuple[dict[str, TensorInfo], dict[str, tuple[int, Tensor]]]:
@@ -169,19 +165,16 @@ class Saver:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 tensors[name] = TensorInfo(list(tensor.shape), dtype)
                 rows, first = own_rows(name, tensor, ranks.rank, ranks.world)
-                if rows.numel():
-                    copies[name] = first, self._room(name, rows).copy_(rows, non_blocking=True)
+                if not rows.numel():
+                    continue
+                if name not in self._memory:  # pinned, so that a copy runs at the bus's speed
+                    self._memory[name] = torch.empty(
+                        rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda
+                    )
+                copies[name] = first, self._memory[name].copy_(rows, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return tensors, copies
-
-    def _room(self, name: str, rows: Tensor) -> Tensor:
-        room = self._memory.get(name)
-        if room is None or room.shape != rows.shape or room.dtype != rows.dtype:
-            pinned = rows.device.type == "cuda"  # so that the copy runs at the bus's speed
-            room = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=pinned)
-            self._memory[name] = room
-        return room
 
     def _write(
         self, step: int, copies: dict[str, tuple[int, Tensor]], facts: dict[str, Any]
@@ -208,41 +201,31 @@ class Saver:
 
     def _settle(self, *, wait: bool = False) -> None:
         """Name the checkpoint under way if all ranks have written theirs."""
-        writing, ranks = self._writing, self._ranks
-        if writing is None:
+        ranks = self._ranks
+        if self._writing is None:
             return
-        while int(ranks.sum_ranks(torch.tensor(int(writing.report.done())))) < ranks.world:
+        index, report, copy_s, began = self._writing
+        while int(ranks.sum_ranks(torch.tensor(int(report.done())))) < ranks.world:
             if not wait:
                 return
             time.sleep(POLL_S)
         self._writing = None
-        file, error = writing.report.result()
+        file, error = report.result()
         files = ranks.collect(file, FileInfo)
-        error, size = self._any_error(error), sum(file_info.size for file_info in files)
-        error = error or self._name(writing, files)
-        spent = time.perf_counter() - writing.began - writing.copy_s
+        index = msgspec.structs.replace(index, saved_at=time.time(), files=files)
+        error = self._any_error(error) or self._name(ranks.spread(index, Index))
+        spent = time.perf_counter() - began - copy_s
+        size = 0 if error else sum(file_info.size for file_info in files)
+        self._outcomes.append(SaveOutcome(index.step, error, size, copy_s, spent))
         if not error:
-            self._saved = writing.step
+            self._saved = index.step
         elif ranks.leads_host:
             self.folder.discard()
-        outcome = SaveOutcome(writing.step, error, 0 if error else size, writing.copy_s, spent)
-        self._outcomes.append(outcome)
 
-    def _name(self, writing: _Writing, files: list[FileInfo]) -> str:
+    def _name(self, index: Index) -> str:
         """Give the checkpoint its name on all hosts, the first one last; return an error."""
-        ranks, place = self._ranks, self._ranks.place
-        index = Index(
-            step=writing.step,
-            run=self.folder.root.parent.name,
-            saved_at=time.time(),
-            config=self._config,
-            metrics=writing.metrics,
-            tensors=writing.tensors,
-            files=files,
-            hosts=list(place.hosts) if place.nodes > 1 else [],
-        )
-        index = ranks.spread(index, Index)
-        for turn in [True, False] if place.nodes > 1 else [False]:
+        ranks = self._ranks
+        for turn in [True, False] if ranks.place.nodes > 1 else [False]:
             error = ""
             if ranks.leads_host and (ranks.node > 0) == turn:
                 try:
@@ -257,7 +240,7 @@ class Saver:
     def _any_error(self, error: str) -> str:
         """Return the errors of all ranks, in one sentence."""
         ranks = self._ranks
-        errors = ranks.collect(error, str)
         if ranks.world == 1:
             return error
-        return "; ".join(f"{ranks.place.describe(r)}: {e}" for r, e in enumerate(errors) if e)
+        errors = enumerate(ranks.collect(error, str))
+        return "; ".join(f"{ranks.place.describe(rank)}: {each}" for rank, each in errors if each)

@@ -188,16 +188,11 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class ModelState:
-    """The trained parameters of a model, its buffers, and the moments of its optimizer.
+    """The trained parameters of a model, its buffers, and the moments of its optimizer, if any.
 
-    Frozen parameters stay in the model that the run began with.
-
-    Args:
-        name: begins the names of its tensors.
-        optimizer: None: moments are neither saved nor read.
-        base: checksum of the weights that the run began with, if some of them are frozen.
-        master_weights: the float32 copies of parameters, which are saved in their place.
-        settle: waits until nothing changes them.
+    `name` begins the names of its tensors. Frozen parameters stay in the model that the run began
+    with; `base` is the checksum of its weights, if there are some. `master_weights` are saved in
+    place of parameters; `settle` waits until nothing changes them.
     """
 
     def __init__(

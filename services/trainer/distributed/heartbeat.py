@@ -52,11 +52,8 @@ class RankHeartbeat:
     ) -> None:
         clone: Callable[[], Store] = store.clone  # pyright: ignore[reportAttributeAccessIssue]
         self._store = clone()  # a connection is one thread's
-        self._rank = rank
-        self._timeout_s = timeout_s
-        self._describe = describe
-        self._end = end
-        self._beat_s = min(BEAT_S, timeout_s / 8)
+        self._rank, self._describe, self._end = rank, describe, end
+        self._timeout_s, self._beat_s = timeout_s, min(BEAT_S, timeout_s / 8)
         self._stop = threading.Event()
         self._counts = dict.fromkeys((r for r in range(world) if r != rank), 0)
         self._heard = dict.fromkeys(self._counts, time.monotonic())
@@ -126,8 +123,8 @@ class RankHeartbeat:
 
     def _watch(self) -> None:
         while not self._stop.wait(self._beat_s):
-            now = time.monotonic()
-            silent = [r for r, heard in self._heard.items() if now - heard > self._timeout_s]
+            limit = time.monotonic() - self._timeout_s
+            silent = [rank for rank, heard in self._heard.items() if heard < limit]
             if silent:
                 names = ", ".join(map(self._describe, [0] if 0 in silent else silent))
                 self._end(

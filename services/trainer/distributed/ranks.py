@@ -1,11 +1,10 @@
 """The ranks of a trainer: all run the same loop, in the environment that torchrun sets.
 
-Rank 0 alone is a member of the run. What it leases and decides reaches the others in the
-control group, a gloo group with a long deadline, where they wait while it waits for something else.
-All else that ranks tell each other on the CPU goes through that group too, in one order.
-Within a collective of the training none may be silent for longer than `trainer.rank_timeout_s`; a
-rank that dies closes its connections, which the others notice in the collective that they are in.
-The ranks may be on several hosts, on each equally many neighbours.
+Rank 0 alone is a member of the run. What it leases and decides, and all else that ranks tell each
+other on the CPU, goes through the control group in one order: a gloo group with a long deadline,
+where the others wait while rank 0 waits for something else. Within a collective of the training
+none may be silent for longer than `trainer.rank_timeout_s`; a rank that dies closes its
+connections, which the others notice in the collective that they are in.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -27,19 +26,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from umbra.proto.errors import PeerLostError, UmbraError, UsageError
 from umbra.proto.sockets import interface_towards
 from umbra.services.config import TrainerConfig
+from umbra.services.modeling.experts import ExpertGroup
+from umbra.services.modeling.sequence_parallel import SequenceGroup
 from umbra.services.process.supervisor import FINAL_CODES
 from umbra.services.trainer.distributed.heartbeat import RankHeartbeat
 from umbra.services.trainer.distributed.rendezvous import RankPlace, meet
-
-if TYPE_CHECKING:
-    from umbra.services.modeling.experts import ExpertGroup
-    from umbra.services.modeling.sequence_parallel import SequenceGroup
 
 MAX_BYTES = 1 << 31  # of one message of rank 0
 CONTROL_S = 4 * 3600.0  # that rank 0 may take, living, until its next message
 # How torch's backends say that a peer is gone; they raise plain RuntimeErrors.
 _SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
-
 
 T = TypeVar("T")
 
@@ -47,9 +43,9 @@ T = TypeVar("T")
 class Ranks:
     """This process among `world` ranks; `Ranks()` is a trainer of one process.
 
-    All ranks make theirs together: each joins the process groups that it is in. `sequence`
-    neighbours share the tokens of each row, `experts` neighbours divide the experts of each layer.
-    Rank 0's decisions are sent in the group `control`; None is the default one.
+    All ranks make theirs together, since each joins process groups: `sequence` neighbours share the
+    tokens of each row, `experts` neighbours divide the experts of each layer. Rank 0's decisions
+    are sent in the group `control`; None is the default one.
     """
 
     def __init__(
@@ -63,23 +59,19 @@ class Ranks:
         experts: int = 1,
         control: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank = rank
-        self.world = world
+        self.rank, self.world, self.timeout_s = rank, world, timeout_s
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank)) if world > 1 else 0
-        self.timeout_s = timeout_s
         self.place = place or RankPlace(rank, world, world)
+        self.node = self.place.node(rank)
+        self.leads_host = rank == self.place.ranks_on(self.node)[0]
         # Parts that a batch is cut into, and which of them is ours: ranks that share rows have one.
         self.shares, self.share = world // sequence, rank // sequence
         self.sequence: SequenceGroup | None = None
         self.experts: ExpertGroup | None = None
         self._control = control
         if sequence > 1:
-            from umbra.services.modeling.sequence_parallel import SequenceGroup
-
             self.sequence = SequenceGroup(self._near(sequence), rank % sequence, sequence)
         if experts > 1:
-            from umbra.services.modeling.experts import ExpertGroup
-
             peers = self._own([range(at, world, experts) for at in range(experts)])
             self.experts = ExpertGroup(self._near(experts), peers, rank % experts, experts)
 
@@ -90,14 +82,6 @@ class Ranks:
         """Return the member of `groups` that has this rank; all ranks make all of them."""
         handles = [new_group(self.timeout_s, list(members)) for members in groups]
         return next(h for h, members in zip(handles, groups, strict=True) if self.rank in members)
-
-    @property
-    def node(self) -> int:
-        return self.place.node(self.rank)
-
-    @property
-    def leads_host(self) -> bool:
-        return self.rank == self.place.ranks_on(self.node)[0]
 
     def spread(self, value: T, kind: Any, source: int = 0) -> T:
         """Return on every rank the `value`, of a `kind` that msgspec decodes, of rank `source`.
@@ -166,19 +150,13 @@ def join_ranks(
         yield Ranks()
         return
     store, place = _meet(config, place, listener, stopping or threading.Event())
-    rank, timeout_s = place.rank, config.rank_timeout_s
+    rank, world, timeout_s = place.rank, place.world, config.rank_timeout_s
     beats = PrefixStore("heartbeat", store)
-    heartbeat = RankHeartbeat(beats, rank, place.world, timeout_s, place.describe)
+    heartbeat = RankHeartbeat(beats, rank, world, timeout_s, place.describe)
     try:
-        yield Ranks(
-            rank,
-            place.world,
-            timeout_s,
-            place,
-            sequence=config.sequence_parallel,
-            experts=config.expert_parallel,
-            control=new_group(CONTROL_S, backend="gloo"),
-        )
+        control = new_group(CONTROL_S, backend="gloo")
+        sizes = {"sequence": config.sequence_parallel, "experts": config.expert_parallel}
+        yield Ranks(rank, world, timeout_s, place, control=control, **sizes)
         heartbeat.leave()
     except RuntimeError as error:
         is_lost = isinstance(error, dist.DistError)

@@ -1,8 +1,8 @@
 """The rendezvous of a trainer's ranks, on one host or several, at the start and after a restart.
 
 They meet in a store that rank 0 keeps. Each leaves its card there; once rank 0 has all cards, it
-says who is in, and they begin. A rank that reaches the store of an earlier life, which it is not
-in, waits for the next one: so a host that was lost and is back finds the others.
+says who is in. A rank that reaches the store of an earlier life, which it is not in, waits for the
+next one: so a host that was lost and is back finds the others.
 """
 
 from __future__ import annotations
@@ -75,11 +75,8 @@ class RankPlace:
         return f"trainer rank {rank} on node {node} ({self.hosts[node]})"
 
 
-class _Card(msgspec.Struct, frozen=True):
-    """The entry of a rank in the store."""
-
-    host: str
-    life: str  # of this process
+Card = tuple[str, str]
+"""The entry of a rank in the store: its host, and a random word of its process."""
 
 
 def meet(
@@ -96,28 +93,24 @@ def meet(
     has made it.
     """
     deadline, reported_at = Deadline(timeout_s), time.monotonic()
-    card = _Card(socket.gethostname(), secrets.token_hex(8))
+    card = socket.gethostname(), secrets.token_hex(8)
     store: Store | None = None
     while True:
-        status = (
+        status: RankPlace | str = (
             f"no rank 0 at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where "
             "trainer.rendezvous says that node 0 is"
         )
         try:
-            if store is None:
-                store = _store(place, deadline, listener)
+            store = store or _store(place, deadline, listener)
             if store is not None:
-                met = _met(PrefixStore("meet", store), place, card)
-                if isinstance(met, RankPlace):
-                    return store, met
-                status = met
+                status = _met(PrefixStore("meet", store), place, card)
+                if isinstance(status, RankPlace):
+                    return store, status
         except dist.DistError as error:  # rank 0 has ended meanwhile, and will be back
             store, status = None, str(error).strip().splitlines()[0]
-            if place.rank == 0:
-                break
         if stopping():
             raise SystemExit(0)
-        if deadline.passed:
+        if deadline.passed or (store is None and place.rank == 0):
             break
         if time.monotonic() - reported_at > TELL_S:
             reported_at = time.monotonic()
@@ -157,28 +150,25 @@ def _store(place: RankPlace, deadline: Deadline, listener: socket.socket | None)
     )
 
 
-def _met(store: Store, place: RankPlace, card: _Card) -> RankPlace | str:
+def _met(store: Store, place: RankPlace, card: Card) -> RankPlace | str:
     """Leave a card; return the place once all are in, or who is missing."""
-    rank, encode = place.rank, msgspec.json.encode
+    rank = place.rank
     if rank == 0 or not store.check([_IN]):  # who is late for this life must not spoil it
-        store.set(f"card/{rank}", encode(card).decode())
+        store.set(f"card/{rank}", msgspec.json.encode(card).decode())
     if rank == 0:
         if missing := [r for r in range(place.world) if not store.check([f"card/{r}"])]:
             return _absent(place, missing)
-        entries = [store.get(f"card/{r}") for r in range(place.world)]
-        cards = [msgspec.json.decode(entry, type=_Card) for entry in entries]
-        store.set(_IN, encode(cards).decode())
-    elif store.check([_IN]):
-        cards = msgspec.json.decode(store.get(_IN), type=list[_Card])
-    else:
+        entries = (store.get(f"card/{r}").decode() for r in range(place.world))
+        store.set(_IN, f"[{','.join(entries)}]")
+    elif not store.check([_IN]):
         return "other ranks are missing; the log of node 0 names them"
-    if cards[rank].life != card.life:
+    cards = msgspec.json.decode(store.get(_IN), type=list[Card])
+    if cards[rank] != card:
         return (
-            f"rank 0 knows another process as rank {rank}, on {cards[rank].host}: one that ended "
+            f"rank 0 knows another process as rank {rank}, on {cards[rank][0]}: one that ended "
             "just now, or two hosts were started with the same --node-rank"
         )
-    firsts = [place.ranks_on(node)[0] for node in range(place.nodes)]
-    return replace(place, hosts=tuple(cards[first].host for first in firsts))
+    return replace(place, hosts=tuple(host for host, _ in cards[:: place.per_host]))
 
 
 def _absent(place: RankPlace, missing: list[int]) -> str:

@@ -73,10 +73,7 @@ def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> 
 
 
 def _kept_on_host(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` that keeps tensors for the backward pass in host memory.
-
-    Of a layer that is recomputed that is its input.
-    """
+    """Return `forward` that keeps tensors for the backward pass (a layer's input) on the host."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with save_on_cpu(pin_memory=torch.cuda.is_available()):
@@ -94,19 +91,17 @@ def shard(
 ) -> None:
     """Divide the rows of every parameter over `ranks` (FSDP2, ZeRO 3), layer by layer.
 
-    Gradients are reduced in float32, whatever the compute dtype. `root` is what runs `model`, if
-    that is another module. Where `ranks` divide experts, the rows of those that a rank has are
-    divided over the ranks that have the same ones.
+    `root` is what runs `model`, if that is another module. Where `ranks` divide experts, the rows
+    of those that a rank has are divided over the ranks that have the same ones.
 
     Raises:
         UsageError: experts can't be divided.
     """
-    mesh = init_device_mesh(device.type, (ranks.world,))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.precision_on(device.type) == "bf16" else None,
         reduce_dtype=torch.float32,
     )
-    offload = OffloadPolicy()
+    mesh, offload = init_device_mesh(device.type, (ranks.world,)), OffloadPolicy()
     if config.offload == "all":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     if ranks.experts is not None:

@@ -164,8 +164,8 @@ class Objective:
                 gain, clipped = terms.cispo(ratio, advantages, pi, low, high)
             case "sapo":
                 gain, clipped = terms.sapo(ratio, advantages)
-            case "none":
-                gain, clipped = terms.unclipped(ratio, advantages)
+            case "none":  # the importance-weighted policy gradient
+                gain, clipped = ratio * advantages, torch.zeros_like(ratio, dtype=torch.bool)
         keep = constants.keep
         if pieces.mask == "opsm":
             keep = terms.opsm(pi, mu, advantages, tokens.sequences, pieces.mask_threshold)

@@ -93,11 +93,6 @@ def sapo(ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
     return gate * advantages, torch.zeros_like(ratio, dtype=torch.bool)
 
 
-def unclipped(ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return r A: the importance-weighted policy gradient."""
-    return ratio * advantages, torch.zeros_like(ratio, dtype=torch.bool)
-
-
 # -- masks: which tokens are kept; masked ones stay in the denominator of the mean -----------------
 
 
