@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from umbra.proto.records import Manifest, VersionSpan
+from umbra.proto.records import Manifest
 from umbra.services.generator.engines.engine import (
     CacheFigures,
     EngineOutput,
     EngineRequest,
     KvPolicy,
+    spans_of,
 )
 from umbra.services.weights.manifest import Part
 from umbra.services.weights.verify import SlotGuard
@@ -102,11 +103,6 @@ class ScriptedEngine:
 
 def output(name: str, tokens: list[int], versions: list[int], reason: Any) -> EngineOutput:
     """An output whose token number i has logprob -i."""
-    spans: list[VersionSpan] = []
-    for index, version in enumerate(versions):
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version=version, start=spans[-1].start, end=index + 1)
-        else:
-            spans.append(VersionSpan(version=version, start=index, end=index + 1))
+    starts = [(v, i) for i, v in enumerate(versions) if i == 0 or versions[i - 1] != v]
     logprobs = [-float(i) for i in range(len(tokens))]
-    return EngineOutput(name, list(tokens), logprobs, spans, reason)
+    return EngineOutput(name, list(tokens), logprobs, spans_of(starts, len(tokens)), reason)

@@ -79,6 +79,41 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> Any:
+    from umbra.services.modeling.pretrained import load_tokenizer
+
+    return load_tokenizer(tiny_model_dir)
+
+
+@pytest.fixture
+def chat(tokenizer: Any) -> Any:
+    """A `Chat` of the tiny model."""
+    from umbra.services.modeling.chat import Chat
+
+    return Chat(tokenizer, {tokenizer.convert_tokens_to_ids("<|end|>")})
+
+
+@pytest.fixture
+def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Any]:
+    """A generator's loop with a channel, a session and a receiver that the test plays."""
+    from fakes.loop_bench import open_bench
+
+    with open_bench(tmp_path, tiny_model_dir) as opened:
+        yield opened
+
+
+@pytest.fixture
+def model(tiny_model_dir: Path) -> Any:
+    """The tiny model on one thread, the test's own: weights may be changed in place."""
+    import torch
+
+    from umbra.services.modeling.models import load_model
+
+    torch.set_num_threads(1)
+    return load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of `rank_bench.narrow_model`: four query heads, two key heads."""
     from fakes.rank_bench import narrow_model

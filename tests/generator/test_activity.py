@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fakes.loop_bench import Bench, open_bench
+from fakes.loop_bench import Bench
 from fakes.slowness import limit
 
 from umbra.proto.deadline import LEAST_RATE, Pace
@@ -16,12 +14,6 @@ from umbra.proto.errors import UmbraError
 from umbra.services.generator import activity as stall
 from umbra.services.generator.activity import StallWatch, watching
 from umbra.services.generator.engines.engine import EngineError
-
-
-@pytest.fixture
-def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
-    with open_bench(tmp_path, tiny_model_dir) as opened:
-        yield opened
 
 
 def watched(limit_s: float = 100.0) -> tuple[StallWatch, list[float]]:

@@ -75,12 +75,6 @@ temperature = 1.6
 ROWS = [{"prompt": "3142", "answer": "1234", "environment": n} for n in ("cool", "plain", "hot")]
 
 
-@pytest.fixture
-def chat(tiny_model_dir: Path) -> Chat:
-    tokenizer = load_tokenizer(tiny_model_dir)
-    return Chat(tokenizer, {tokenizer.convert_tokens_to_ids("<|end|>")})
-
-
 def loaded(tmp_path: Path, text: str = RUN) -> RunConfig:
     (tmp_path / "run.toml").write_text(text)
     return load_config(tmp_path / "run.toml", environ={})

@@ -29,17 +29,6 @@ from transformers import DynamicCache
 from umbra.proto.records import Sampling, VersionSpan
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.modeling.models import load_model
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def model(tiny_model_dir: Path) -> Any:
-    return load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
 
 
 @torch.no_grad()

@@ -1,11 +1,10 @@
 """Samples that are interrupted: at once, or when their environment has answered."""
 
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from fakes.engine import ScriptedEngine
-from fakes.rollouts import STOP, finish, runner_of
+from fakes.rollouts import finish, runner_of
 from fakes.trajectories import sample
 
 from umbra.proto.records import Trajectory, unpack_int32
@@ -15,7 +14,6 @@ from umbra.services.environments.protocol import Ask, Begun, EpisodeOutcome, Ste
 from umbra.services.generator.rollout import Limits
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.pretrained import load_tokenizer
 
 ROW = {"prompt": "g", "answer": "6"}
 LEASE = ("s-0", 1)
@@ -39,11 +37,6 @@ class SlowPool(InlinePool):
         through = [o for o in self.held if self.open or not isinstance(o.value, StepResult)]
         self.held = [o for o in self.held if o not in through]
         return through
-
-
-@pytest.fixture
-def chat(tiny_model_dir: Path) -> Chat:
-    return Chat(load_tokenizer(tiny_model_dir), {STOP})
 
 
 def begin(runner: RolloutRunner, partial: Trajectory | None = None, attempt: int = 1) -> None:

@@ -38,17 +38,6 @@ from umbra.services.generator.rollout import Limits, Rollout
 from umbra.services.generator.tokens import ResponseTokens, shortened
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model
-from umbra.services.modeling.pretrained import load_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model_dir: Path) -> Any:
-    return load_tokenizer(tiny_model_dir)
-
-
-@pytest.fixture
-def chat(tokenizer: Any) -> Chat:
-    return Chat(tokenizer, {STOP})
 
 
 def opening(prompt: str) -> Ask:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,6 @@ from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.environments.protocol import Ask, RefusedError, StepResult
 from umbra.services.generator.rollout import Limits, Phase, Rollout
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.pretrained import load_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model_dir: Path) -> Any:
-    return load_tokenizer(tiny_model_dir)
 
 
 class Talk:

@@ -23,17 +23,6 @@ CPU = torch.device("cpu")
 PLAIN = Sampling(max_tokens=40)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def model(tiny_model_dir: Path) -> Any:
-    """A model of the test's own: weights are changed in place."""
-    return load_model(tiny_model_dir, CPU, torch.float32)
-
-
 def requests(count: int, *, seed: int = 0, most: int = 40) -> list[EngineRequest]:
     source = random.Random(seed)
     return [

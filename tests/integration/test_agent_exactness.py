@@ -20,20 +20,9 @@ from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_model
 from umbra.services.modeling.pretrained import load_tokenizer
 
 STOPS = [3, *range(6, 101, 5)]  # so many that turns end, of 7, 13 and 10 tokens when greedy
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def model(tiny_model_dir: Path) -> Any:
-    return load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from umbra.services.config import EnvironmentConfig
 from umbra.services.generator.agents import server
 from umbra.services.generator.agents.server import bind, url_of
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.pretrained import load_tokenizer
 
 if TYPE_CHECKING:
     from anthropic import Anthropic
@@ -37,11 +35,6 @@ ADD = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETER
 TOOL: Any = {"type": "function", "function": ADD}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 World = Callable[..., AgentWorld]
-
-
-@pytest.fixture
-def tokenizer(tiny_model_dir: Path) -> Any:
-    return load_tokenizer(tiny_model_dir)
 
 
 @pytest.fixture
