@@ -94,15 +94,6 @@ def chat(tokenizer: Any) -> Any:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Any]:
-    """A generator's loop with a channel, a session and a receiver that the test plays."""
-    from fakes.loop_bench import open_bench
-
-    with open_bench(tmp_path, tiny_model_dir) as opened:
-        yield opened
-
-
-@pytest.fixture
 def model(tiny_model_dir: Path) -> Any:
     """The tiny model on one thread, the test's own: weights may be changed in place."""
     import torch

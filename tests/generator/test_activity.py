@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
-from fakes.loop_bench import Bench
+from fakes.loop_bench import Bench, open_bench
 from fakes.slowness import limit
 
 from umbra.proto.deadline import LEAST_RATE, Pace
@@ -14,6 +15,12 @@ from umbra.proto.errors import UmbraError
 from umbra.services.generator import activity as stall
 from umbra.services.generator.activity import StallWatch, watching
 from umbra.services.generator.engines.engine import EngineError
+
+
+@pytest.fixture
+def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
+    with open_bench(tmp_path, tiny_model_dir) as opened:
+        yield opened
 
 
 def watched(limit_s: float = 100.0) -> tuple[StallWatch, list[float]]:

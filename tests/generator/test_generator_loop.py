@@ -1,6 +1,6 @@
 """The generator's loop with a fake buffer, receiver and engine: leases, weights, drain."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,12 @@ from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import ParsedTurn
 from umbra.services.generator.engines.engine import CacheFigures, EngineError
+
+
+@pytest.fixture
+def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
+    with open_bench(tmp_path, tiny_model_dir) as opened:
+        yield opened
 
 
 def test_nothing_is_leased_before_there_are_weights(bench: Bench) -> None:
