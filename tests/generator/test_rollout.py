@@ -130,30 +130,6 @@ def test_model_tokens_are_never_tokenised_again() -> None:
     assert engine.requests[1].prompt_ids == [6, 10, 4, 4, STOP, 6, 9]
 
 
-@pytest.mark.parametrize("polls", [1, 4, 6])
-def test_a_partial_goes_on_where_it_was_cut_off(chat: Chat, tokenizer: Any, polls: int) -> None:
-    """Scenario: drain after any number of steps, resume in another runner. Result: as if whole."""
-    turns = "11", "", "9", "6"
-    expected = rolled(chat, Guess, GUESSED, *turns)
-    first = runner_of(chat, Guess, *turns)
-    first.add([sample(GUESSED)])
-    for _ in range(polls):
-        first.poll(0.0)
-    (returned,) = first.drain("drained")
-    assert (returned.reason, returned.failed) == ("drained", False)
-    partial = returned.partial
-    assert partial is None or partial.finish_reason == "partial"
-    second = runner_of(chat, Guess, engine=ScriptedEngine(says(tokenizer, *turns), version=1))
-    second.add([sample(GUESSED, attempt=2, trajectory=partial)])
-    (resumed,) = finish(second)
-    for name in ("prompt_ids", "response_ids", "loss_mask", "reward", "turns", "finish_reason"):
-        assert getattr(resumed, name) == getattr(expected, name), name
-    assert resumed.attempt == 2
-    covered = [index for span in resumed.spans for index in range(span.start, span.end)]
-    assert covered == list(range(resumed.response_tokens))
-    assert [span.version for span in resumed.spans] in ([0, 1], [1], [0])
-
-
 class Moody(Guess):
     """An environment with chance in it: it never gives the hint of last time."""
 
