@@ -57,13 +57,9 @@ class EnvironmentConfig(Section):
     setup_s: float = key(120.0, "seconds in which a process for user code must have started", gt=0)
     max_turns: int = key(0, "turns of the model; 0 = any number", ge=0)
     max_tokens: int = key(0, "response tokens, the environment's included; 0 = any", ge=0)
-    workers: int = key(
-        4, "processes for user code, of a generator or scorer; 0 = `umbra run-agents` has it", ge=0
-    )
+    workers: int = key(4, "processes for user code; 0 = `umbra run-agents` has them", ge=0)
     memory_mb: int = key(4096, "MiB of address space for the plays of a process; 0 = any", ge=0)
-    sandbox: str = key(
-        "", 'runs code of models: "docker", "podman" or "module:Class"; empty = none'
-    )
+    sandbox: str = key("", 'runs models\' code: "docker", "podman" or "module:Class"; empty = none')
     sandbox_options: dict[str, Any] = key({}, "image and limits of containers, or class arguments")
     branches: Literal["refuse", "train"] = key(
         "refuse", "an edited history, or asks at once: refused, or branches with weights 1 / k"
@@ -201,9 +197,7 @@ class GeneratorConfig(Section):
     )
     tensor_parallel: int = key(1, "GPUs (on CPUs: processes) of one engine; vLLM only", ge=1)
     engine_args: dict[str, Any] = key({}, "vLLM's own engine arguments, by their names")
-    serve: str = key(
-        "", "HOST:PORT, or a next free port, where agents ask for turns; empty = for our own only"
-    )
+    serve: str = key("", "HOST:PORT, or the next free port, for agents; empty = for our own only")
     serve_advertise: str = key(
         "",
         "HOST or HOST:PORT that agents are told instead of generator.serve (containers, a proxy)",
@@ -224,9 +218,7 @@ class GeneratorConfig(Section):
         """Yield keys that `engine`, which is not `auto`, does not have."""
         for name in ("engine_args", "tensor_parallel") if engine != "vllm" else ():
             if getattr(self, name) not in ({}, 1):
-                yield (
-                    f'generator.{name} is for vLLM: leave it out, or set generator.engine = "vllm"'
-                )
+                yield f"generator.{name} is for vLLM: leave it out, or set generator.engine = vllm"
 
     def faults(self) -> Iterator[str]:
         sessions, slots = self.sessions, self.slots

@@ -193,9 +193,7 @@ def _merge(tree: dict[str, Any], settings: Any, source: str) -> None:
 
 def _environments(entries: Any, source: str) -> list[dict[str, Any]]:
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        raise UsageError(
-            f"{source}: write every one of {ENVIRONMENTS} as [[{ENVIRONMENTS}]] in the run file"
-        )
+        raise UsageError(f"{source}: write each of {ENVIRONMENTS} as [[{ENVIRONMENTS}]] in a file")
     checked: dict[str, dict[str, Any]] = {}
     for entry in entries:
         environment = _keys(ENVIRONMENTS, {}, entry, source)

@@ -38,9 +38,7 @@ class ObjectiveSpec(Section):
     )
     gamma: float = key(1.0, "discount per token (reinforce_pp, gae)", ge=0, le=1)
     gae_lambda: float = key(1.0, "lambda of generalised advantage estimation", ge=0, le=1)
-    overlong_buffer: int = key(
-        0, "tokens before max_tokens that cost reward (DAPO); 0 = none", ge=0
-    )
+    overlong_buffer: int = key(0, "last tokens of a turn that cost reward (DAPO); 0 = none", ge=0)
     overlong_filter: bool = key(False, "leave out what was cut off at the token limit (DAPO)")
     ratio_level: Level = "token"
     anchor: Literal["behaviour", "proximal"] = key(
@@ -79,9 +77,7 @@ class ObjectiveSpec(Section):
     )
     kl_coef: float = key(0.0, "weight of the KL term; 0 = off", ge=0)
     kl_estimator: Literal["k1", "k2", "k3", "k3_plus"] = key("k3", "estimate of the KL per token")
-    kl_to: Literal["reference", "behaviour"] = key(
-        "reference", "KL to the reference model, or to what sampled"
-    )
+    kl_to: Literal["reference", "behaviour"] = key("reference", "the policy that the KL is to")
     kl_in: Literal["loss", "reward"] = "loss"
     kl_unbiased: bool = key(False, "multiply the KL by pi / mu of the token (DeepSeek-V3.2)")
     entropy_coef: float = key(0.0, "weight of the entropy bonus; 0 = off", ge=0)
@@ -192,9 +188,7 @@ _KEYS = {
 class ObjectiveKeys(Section):
     """The preset and the keys that change one of its pieces; None leaves it as in the preset."""
 
-    objective: Preset = key(
-        "tis_opsm", "preset of the policy loss; the keys below change its pieces"
-    )
+    objective: Preset = key("tis_opsm", "preset of the policy loss; keys below change its pieces")
     __annotations__ |= _KEYS
     locals().update(dict.fromkeys(_KEYS))
     score_centering: int = key(

@@ -34,7 +34,7 @@ class ModelConfig(Section):
     chat_template: str = key("", "file of a chat template instead of the model's own")
     chat_template_kwargs: dict[str, Any] = key({}, "template variables: enable_thinking = false")
     parser: str = key(
-        "auto", "of reasoning and calls: auto, none, a family, vllm/TOOLS[+REASONING]", min_length=1
+        "auto", "of turns: auto, none, a family, vllm/TOOLS[+REASONING]", min_length=1
     )
 
     @property
@@ -74,9 +74,7 @@ class LogConfig(Section):
 
     level: Literal["debug", "info", "warning", "error"] = key("info", "least level")
     format: Literal["console", "json"] = key("console", "one line or one object")
-    samples: int = key(
-        4, "rollouts of a step, from worst to best, as text in samples.jsonl; 0 = none", ge=0
-    )
+    samples: int = key(4, "rollouts of each step in samples.jsonl, from worst to best", ge=0)
 
 
 START_S = 600.0  # for all processes of a run to start, besides what their weights take
@@ -162,7 +160,7 @@ class BufferConfig(Section):
     max_attempts: int = key(5, "leases of one sample until it ends as failed", ge=1)
     dead_after_s: float = key(15.0, "seconds of silence until a member counts as dead", gt=0)
     stall_s: float = key(
-        60.0, "seconds until a member without progress is stuck; engines end after 10 times", gt=0
+        60.0, "seconds without progress: stuck; an engine ends after 10 times", gt=0
     )
     store: str = key("", 'folder of the durable store; empty = <run dir>/store, or "memory"')
     store_max_bytes: int = key(8 << 30, "bytes in use until no group is issued", ge=64 << 20)

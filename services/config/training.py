@@ -20,16 +20,14 @@ class TrainerConfig(ObjectiveKeys):
     schedule: Literal["constant", "linear", "cosine"] = key("constant", "decay after the warm-up")
     warmup_steps: int = key(5, "steps of linear warm-up", ge=0)
     optimizer: Literal["adamw", "sgd"] = key(
-        "adamw", "AdamW, or SGD with the first beta as momentum"
+        "adamw", "AdamW, or SGD with the first beta's momentum"
     )
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW betas")
     weight_decay: float = key(0.0, "weight decay", ge=0)
     max_grad_norm: float = key(1.0, "gradient clipping", gt=0)
     minibatches: int = key(1, "optimizer updates per pass over a batch", ge=1)
     epochs: int = key(1, "passes over each batch; those after the first in shuffled order", ge=1)
-    pack_tokens: int | Literal["auto"] = key(
-        "auto", "tokens of a row; auto = several samples", ge=8
-    )
+    pack_tokens: int | Literal["auto"] = key("auto", "tokens of a row; auto = some samples", ge=8)
     micro_tokens: int | Literal["auto"] = key("auto", "tokens of a pass; auto = what fits", ge=8)
     logits_mib: ClassVar[float] = 256.0  # of float32 logits at a time; more are computed twice
     share_prompts: bool = key(True, "compute a prompt once for all samples of it in a row")

@@ -143,9 +143,8 @@ class GeneratorLoop:
         def apply(staged: StagedVersion) -> None:
             manifest, version = staged.manifest, staged.version
             self._watch.moved(manifest.total_bytes)
-            aborted.extend(
-                self._engine.load(manifest, staged.data, version, self._kv_policy, staged.guard)
-            )
+            loading = manifest, staged.data, version, self._kv_policy, staged.guard
+            aborted.extend(self._engine.load(*loading))
             self._watch.moved()
 
         loaded = self._receiver.load(staged, apply, RELOAD_S, self._session.stopping)

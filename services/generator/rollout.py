@@ -59,9 +59,7 @@ class RolloutSettings:
             return self
         name = row.get(ENVIRONMENT)
         if not isinstance(name, str) or name not in self.several:
-            raise SampleError(
-                f'"{ENVIRONMENT}" of a row is {name!r}, which is none of [[environments]]'
-            )
+            raise SampleError(f'"{ENVIRONMENT}" of a row is {name!r}, none of [[environments]]')
         return self.several[name]
 
 
@@ -222,10 +220,9 @@ class Rollout:
 
         Only those that are new since the last call are looked at.
         """
-        search = self._stop_search()
-        return search is not None and (
-            search.feed(tokens[search.seen - self._said_tokens :]) is not None
-        )
+        if (search := self._stop_search()) is None:
+            return False
+        return search.feed(tokens[search.seen - self._said_tokens :]) is not None
 
     @property
     def branched(self) -> bool:

@@ -72,9 +72,7 @@ def write_task(
         files = {"prompts.jsonl": drawn[:prompts], "heldout.jsonl": drawn[prompts:][:heldout]}
         if last := drawn[prompts + heldout :]:
             if not all(isinstance(row["answer"], str) for row in last):
-                raise UsageError(
-                    f"{name} has questions without an answer of its own: leave out --demos"
-                )
+                raise UsageError(f"{name} has questions without an answer: leave out --demos")
             files["demos.jsonl"] = [_conversation([row["prompt"], row["answer"]]) for row in last]
     elif name.startswith(VERIFIERS):
         drawn = _library_rows(name, prompts + heldout, seed, python, options or {})

@@ -327,9 +327,7 @@ def checked_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Return `tool`; raise ApiError unless templates and parsers can take it."""
     function = tool.get("function")
     kinds = {"name": str, "description": str | None, "parameters": dict | None}
-    if isinstance(function, dict) and all(
-        isinstance(function.get(key), kind) for key, kind in kinds.items()
-    ):
+    if isinstance(function, dict) and all(isinstance(function.get(k), kinds[k]) for k in kinds):
         return tool
     raise ApiError(
         "every entry of tools needs a function with a name; its description is text, its "

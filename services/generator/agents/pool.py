@@ -75,9 +75,8 @@ class AgentPool:
         self._config = config
         self._key = settings.key
         self._outcomes = Outcomes(wake)
-        self.sessions = SessionRegistry(
-            config.timeout_s, self._pass_on, branches=config.branches == "train"
-        )
+        branches = config.branches == "train"
+        self.sessions = SessionRegistry(config.timeout_s, self._pass_on, branches=branches)
         self._arrival = asyncio.Event()  # of a sample, for agents that wait for one
         self._stopping = False
         self._workers: WorkerPool | None = None
@@ -266,9 +265,7 @@ class AgentPool:
             if self._workers is not None or not waiting:
                 self._idle_since = now
             elif now - self._idle_since > _LONELY_S:
-                lonely = (
-                    "%d samples wait for an agent: none has asked %s/sessions for work in %.0f s"
-                )
+                lonely = "%d samples wait for an agent: none has come to %s/sessions in %.0f s"
                 log.warning(lonely, waiting, self.url, _LONELY_S)
                 self._idle_since = now
 

@@ -118,9 +118,8 @@ class Responses(AgentProtocol):
         if request.instructions:
             messages.append({"role": "system", "content": request.instructions})
         said = request.input or []
-        messages += _read_items(
-            [{"role": "user", "content": said}] if isinstance(said, str) else said
-        )
+        items = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        messages += _read_items(items)
         # The system's messages that begin a conversation become one: many templates take no more.
         first = [m["content"] for m in takewhile(lambda m: m["role"] == "system", messages)]
         if first:
@@ -315,9 +314,8 @@ class Messages(AgentProtocol):
         if request.system and messages:
             content = read_content(request.system, "system")
             messages.insert(0, {"role": "system", "content": content})
-        tools = [
-            _tools(tool, (None, "custom"), "input_schema", rules) for tool in request.tools or ()
-        ]
+        kinds = (None, "custom")
+        tools = [_tools(tool, kinds, "input_schema", rules) for tool in request.tools or ()]
         return Call(messages, list(chain(*tools)))
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:

@@ -164,9 +164,7 @@ class Edge:
         return JSONResponse(entry if name else {"object": "list", "data": [entry]})
 
     async def _no_session(self, request: Request) -> Response:
-        where = (
-            "ask for completions in a session: POST /sessions, and use the base_url of the reply"
-        )
+        where = "ask for completions in a session: POST /sessions, and use its base_url"
         raise ApiError(where, status=404, code="session_not_found")
 
     def _session(self, request: Request) -> AgentSession:

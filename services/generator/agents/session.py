@@ -202,9 +202,8 @@ class AgentSession:
             return  # said twice
         self._check_open()
         if self.reward is not None:
-            raise ApiError(
-                f"this session has its reward already: {self.reward.reward:g}", code="rewarded"
-            )
+            reward = f"{self.reward.reward:g}"
+            raise ApiError(f"this session has its reward already: {reward}", code="rewarded")
         if not self.turns and not self.asking:
             raise ApiError(
                 "this session has no completion yet, so there is nothing to reward: end it with "

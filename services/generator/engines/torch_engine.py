@@ -302,9 +302,8 @@ class TorchEngine:
         rows = {row.request.request_id: row for row in (*self._rows, *self._queue)}
         names = rows.keys() if request_ids is None else rows.keys() & set(request_ids)
         self._queue = deque(row for row in self._queue if row.request.request_id not in names)
-        self._close_holes(
-            [slot for slot, row in enumerate(self._rows) if row.request.request_id in names]
-        )
+        live = [row.request.request_id for row in self._rows]
+        self._close_holes([slot for slot, name in enumerate(live) if name in names])
         return [row.output("abort") for name, row in rows.items() if name in names]
 
     def new_tokens(self) -> Mapping[str, Sequence[int]]:
@@ -440,9 +439,8 @@ class TorchEngine:
                 f"the logits of version {self.version} are not finite: its weights are broken, or "
                 "its numbers leave the range of their type"
             )
-        for slot, (row, number, logprob, support) in enumerate(
-            zip(self._rows, *both, supports, strict=True)
-        ):
+        sampled = zip(self._rows, *both, supports, strict=True)
+        for slot, (row, number, logprob, support) in enumerate(sampled):
             token = int(number)
             row.unread = False
             row.tokens.append(token)
