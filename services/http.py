@@ -87,11 +87,11 @@ class ApiError(UmbraError):
 
 
 class HttpServer:
-    """A server of `app` at a socket, which it closes, within an event loop.
+    """A server of `app` at a socket, which it closes, within an event loop; its middleware too.
 
-    It is the middleware before `app` too: it checks the head of each request, then reads its body
-    within limits. If only this machine reaches it, requests must use a loopback name as Host, so
-    that no web page can ask through a browser (DNS rebinding).
+    It checks the head of each request, then reads its body within limits. If only this machine
+    reaches it, requests must use a loopback name as Host, so that no web page can ask through a
+    browser (DNS rebinding).
 
     Args:
         key: bearer token, or value of the header X-Api-Key, that clients must send; "" = none.

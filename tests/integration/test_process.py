@@ -18,7 +18,13 @@ from fakes.waiting import is_alive, until
 from umbra.deploy.prepare.stage import StageInterrupted, run_stage
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import UsageError
-from umbra.services.process.child import ChildProcess, child_environ, python_argv
+from umbra.services.process.child import (
+    TUNABLES,
+    ChildProcess,
+    child_environ,
+    python_argv,
+    with_fast_copies,
+)
 from umbra.services.process.command import SignalCounter
 from umbra.services.process.fork_server import ForkServer
 from umbra.services.process.supervisor import Program, Supervisor
@@ -169,7 +175,9 @@ def test_children_do_not_see_what_is_resolved_already(monkeypatch: pytest.Monkey
     monkeypatch.setenv("UMBRA_RUN__STEPS", "7")
     monkeypatch.setenv("UMBRA_BROKER", "tcp://h:1")
     monkeypatch.setenv("PYTHONPATH", "before")
+    monkeypatch.delenv(TUNABLES, raising=False)
     environ = child_environ([Path("/here"), Path("/there")])
+    assert environ[TUNABLES].startswith(COPIES)
     assert "UMBRA_RUN__STEPS" not in environ
     assert environ["UMBRA_BROKER"] == "tcp://h:1"
     assert environ["PYTHONPATH"] == "before"
@@ -191,18 +199,11 @@ def test_a_file_beside_the_run_file_shadows_no_library(
 COPIES = "glibc.cpu.x86_non_temporal_threshold"
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (None, f"{COPIES}=0x100000"),
-        ("glibc.malloc.check=1", f"glibc.malloc.check=1:{COPIES}=0x100000"),
-        (f"{COPIES}=0x5000000", f"{COPIES}=0x5000000"),
-    ],
-)
-def test_children_copy_past_the_cache_unless_told_otherwise(
-    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    if given is not None:
-        monkeypatch.setenv("GLIBC_TUNABLES", given)
-    assert child_environ()["GLIBC_TUNABLES"] == expected
+def test_children_copy_past_the_cache_unless_told_otherwise() -> None:
+    check = "glibc.malloc.check=1"
+    for given, expected in (
+        ({}, f"{COPIES}=0x100000"),
+        ({TUNABLES: check}, f"{check}:{COPIES}=0x100000"),
+        ({TUNABLES: f"{COPIES}=0x5000000"}, f"{COPIES}=0x5000000"),
+    ):
+        assert with_fast_copies(given)[TUNABLES] == expected

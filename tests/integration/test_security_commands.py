@@ -1,7 +1,7 @@
 """Commands of a run with keys: what they refuse, and where its secrets never show."""
 
 import json
-import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from fakes.commands import UMBRA, call
 from fakes.slowness import limit
+from fakes.waiting import until
 from fakes.whole_runs import Up
 
 from umbra.proto.net.keys import load_keys
+from umbra.services.process.child import ChildProcess
 
 WAIT_S = limit(20.0)
 
@@ -33,25 +35,13 @@ def test_what_others_can_reach_is_not_bound_without_keys(tmp_path: Path) -> None
 def buffer(tmp_path: Path, keys: Path) -> Iterator[str]:
     """A buffer process with keys, bound in public; the address of its control socket."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    read, write = os.pipe()
-    log = (tmp_path / "buffer.log").open("wb")
-    process = subprocess.Popen(
-        [
-            *UMBRA, "buffer", "--broker", "tcp://0.0.0.0:*", "--keys", str(keys), "--run-dir",
-            "run", "--set", "log.level=debug", "--set", "data.prompts=p.jsonl",
-        ],
-        cwd=tmp_path,
-        pass_fds=[write],
-        env={**os.environ, "UMBRA_READY_FD": str(write)},
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    os.close(write)
-    log.close()
-    with open(read) as pipe:
-        line = pipe.readline()
-    assert line, (tmp_path / "buffer.log").read_text()
-    port = json.loads(line)["broker"].rpartition(":")[2]
+    log, run = tmp_path / "buffer.log", tmp_path / "run"
+    command = [
+        *UMBRA, "buffer", "--broker", "tcp://0.0.0.0:*", "--keys", str(keys), "--run-dir",
+        str(run), "--set", "log.level=debug", "--set", f"data.prompts={tmp_path / 'p.jsonl'}",
+    ]  # fmt: skip
+    process = ChildProcess(command, stdout=log, stderr=log)
+    port = until(process.ready, log.read_text)["broker"].rpartition(":")[2]
     for name in ("cmdline", "environ"):
         shown = Path(f"/proc/{process.pid}/{name}").read_bytes()
         assert load_keys(keys, "buffer").secret not in shown
@@ -59,8 +49,7 @@ def buffer(tmp_path: Path, keys: Path) -> Iterator[str]:
     process.terminate()
     process.wait(WAIT_S)
     secrets = [load_keys(keys, role).secret for role in ("buffer", "monitor", "operator")]
-    files = [tmp_path / "buffer.log", *(tmp_path / "run").rglob("*")]
-    written = b"".join(path.read_bytes() for path in files if path.is_file())
+    written = b"".join(path.read_bytes() for path in (log, *run.rglob("*")) if path.is_file())
     assert b"refused" in written, "the log is not there"
     assert not any(secret in written for secret in secrets)
 
@@ -77,11 +66,8 @@ def test_the_monitor_commands_use_keys(buffer: str, keys: Path, tmp_path: Path) 
     plain = umbra("status", "--broker", buffer, "--keys", str(keys), cwd=tmp_path)
     assert f"refused: {next(iter(refused))}" in plain.stdout
     (tmp_path / "m").mkdir()
-    for path in keys.glob("*.key"):
-        (tmp_path / "m" / path.name).write_bytes(path.read_bytes())
-    secret = tmp_path / "m" / "monitor.key_secret"
-    secret.touch(0o600)
-    secret.write_bytes((keys / secret.name).read_bytes())
+    for path in (*keys.glob("*.key"), keys / "monitor.key_secret"):
+        shutil.copy(path, tmp_path / "m")
     looks = umbra("status", "--ping", "--broker", buffer, "--keys", "m", cwd=tmp_path)
     assert looks.returncode == 0, looks
     changes = umbra("pause", "--broker", buffer, "--keys", "m", cwd=tmp_path)

@@ -8,11 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from fakes.slowness import limit
 
 from umbra.proto.errors import UsageError
@@ -21,39 +19,31 @@ from umbra.services.process.command import (
     ServiceContext,
     SignalCounter,
     service_command,
-    stop_on_signals,
 )
 
 WAIT_S = limit(20.0)
 
 
-def run_service(*flags: str, env: dict[str, str] | None = None) -> ServiceContext:
+BROKER = ("--broker", "tcp://127.0.0.1:1")
+
+
+def run_service(*flags: str) -> ServiceContext:
     """The context that a trainer's `run` gets under `flags`."""
     seen: list[ServiceContext] = []
-
-    def run(context: ServiceContext) -> int:
-        seen.append(context)
-        return 0
-
-    result = CliRunner().invoke(service_command("trainer", run), flags, env=env)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
+    command = service_command("trainer", lambda context: seen.append(context) or 0)
+    with pytest.raises(SystemExit) as end:
+        command.main([*BROKER, *flags], standalone_mode=False)
+    assert end.value.code == 0
     return seen[0]
 
 
-def test_set_overrides_the_file(tmp_path: Path) -> None:
+def test_set_overrides_the_file_and_a_bad_flag_is_the_users_mistake(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[trainer]\nlearning_rate = 1e-3\nwarmup_steps = 1\nclip_low = 0.3\n")
-    context = run_service(
-        *("--config", str(file), "--set", "trainer.warmup_steps=2"),
-        *("--broker", "tcp://127.0.0.1:1"),
-    )
+    context = run_service("--config", str(file), "--set", "trainer.warmup_steps=2")
     trainer = context.config.trainer
     assert (trainer.learning_rate, trainer.warmup_steps, trainer.pieces.clip_low) == (1e-3, 2, 0.3)
-
-
-def test_a_bad_flag_is_the_users_mistake() -> None:
+    assert context.broker == BROKER[1]
     with pytest.raises(UsageError, match=r"trainer\.learning_rate"):
         run_service("--set", "trainer.learning_rate=fast")
 
@@ -61,7 +51,7 @@ def test_a_bad_flag_is_the_users_mistake() -> None:
 def test_readiness_is_one_line_on_the_given_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     monkeypatch.setenv("UMBRA_READY_FD", str(writing))
-    run_service("--broker", "tcp://127.0.0.1:1").ready({"broker": "tcp://127.0.0.1:1"})
+    run_service().ready({"broker": "tcp://127.0.0.1:1"})
     with os.fdopen(reading) as pipe:
         assert json.loads(pipe.readline()) == {"broker": "tcp://127.0.0.1:1"}
         assert pipe.read() == ""  # closed on the writing side
@@ -72,15 +62,6 @@ def test_logs_are_one_line_or_one_object() -> None:
     assert LineFormatter("buffer", as_json=False).format(record).endswith("buffer warning lost s-1")
     row = json.loads(LineFormatter("buffer", as_json=True).format(record))
     assert (row["level"], row["service"], row["message"]) == ("warning", "buffer", "lost s-1")
-
-
-def test_the_first_signal_sets_the_flag_and_handlers_are_restored() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    stopping = threading.Event()
-    with stop_on_signals(stopping):
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stopping.wait(WAIT_S)
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("ignored", [False, True])
@@ -102,21 +83,24 @@ def test_a_closed_terminal_drains_like_a_signal_to_end(ignored: bool) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-TWO_SIGNALS = """
+SIGNALS = """
 import os, signal, sys, threading
 from umbra.services.process.command import stop_on_signals
-stopping = threading.Event()
+before, stopping = signal.getsignal(signal.SIGINT), threading.Event()
 if "told" in sys.argv:
     stopping.set()
 with stop_on_signals(stopping):
     for _ in range(int(sys.argv[1])):
         os.kill(os.getpid(), signal.SIGINT)
+    stopping.wait()
+assert signal.getsignal(signal.SIGINT) is before
 """
 
 
 @pytest.mark.parametrize(
     ("signals", "told", "supervised", "code"),
     [
+        (1, "", False, 0),  # sets the flag
         (2, "", False, -signal.SIGINT),
         (2, "", True, 0),  # its supervisor kills when it means to
         (1, "told", False, 0),  # a stop for another reason is no first signal
@@ -127,7 +111,7 @@ def test_the_second_signal_ends_a_process_that_nobody_supervises(
     signals: int, told: str, supervised: bool, code: int
 ) -> None:
     environ = {**os.environ, **({"UMBRA_PARENT_PID": str(os.getpid())} if supervised else {})}
-    command = [sys.executable, "-c", TWO_SIGNALS, str(signals), told]
+    command = [sys.executable, "-c", SIGNALS, str(signals), told]
     assert subprocess.run(command, check=False, timeout=WAIT_S, env=environ).returncode == code
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -110,16 +111,11 @@ def test_the_keeper_of_environment_processes(ends: Ends, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("error", [KeyError(7), RuntimeError("CUDA error: unknown"), SystemExit()])
 def test_whatever_ends_a_receivers_thread_is_its_owners_failure(
-    bench: Bench, error: BaseException
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """1. A receiver has a version. 2. Its thread fails. Result: `poll` and `check` raise."""
     bench.start()
     publisher, receiver = bench.publisher(), bench.receiver("gen-0")
-
-    def fail(*_args: object) -> None:
-        raise error
-
-    receiver._begin = fail  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(receiver, "_begin", Mock(side_effect=error))
     publish(publisher, 0)
     receiver._thread.join(WAIT_S)
     for ask in (receiver.poll, receiver.check):
@@ -148,8 +144,6 @@ def test_a_service_ends_with_a_sentence_unless_a_package_is_missing() -> None:
     assert isinstance(result.exception, UmbraError)
     assert str(result.exception) == "trainer failed: KeyError: 7"
 
-    def run(_context: object) -> int:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
-
-    result = CliRunner().invoke(service_command("trainer", run), ["--broker", "tcp://h:1"])
+    missing = Mock(side_effect=ModuleNotFoundError("No module named 'torch'", name="torch"))
+    result = CliRunner().invoke(service_command("trainer", missing), ["--broker", "tcp://h:1"])
     assert isinstance(result.exception, ModuleNotFoundError)

@@ -36,9 +36,6 @@ def main() -> int:
     if ready := os.environ.get("CHILD_READY"):
         line = json.dumps({"broker": ready, "pid": os.getpid()}) + "\n"
         os.write(int(os.environ["UMBRA_READY_FD"]), line.encode())
-    if code := os.environ.get("CHILD_EXIT"):
-        print("umbra: error: these are my last words", file=sys.stderr, flush=True)
-        return int(code)
     if fifo := os.environ.get("CHILD_EXIT_FIFO"):
         return int(Path(fifo).read_text(encoding="ascii"))
     while True:
