@@ -225,11 +225,6 @@ def read_source(
     return prompts
 
 
-def is_elsewhere(name: str) -> bool:
-    """True if a source is a data set that is no folder of this machine."""
-    return name.startswith(DATASETS) and not Path(_dataset(name)[0]).exists()
-
-
 def pin_source(name: str) -> str:
     """Return `name` with its commit if it is a data set on the hub.
 
@@ -238,10 +233,8 @@ def pin_source(name: str) -> str:
     Raises:
         UsageError: it is not there.
     """
-    if not is_elsewhere(name):
-        return name
-    path, revision, *others = _dataset(name)
-    if revision:
+    path, revision, *others = _dataset(name) if name.startswith(DATASETS) else ("", "")
+    if not path or revision or Path(path).exists():
         return name
     hub = _load("huggingface_hub", name)
     errors = _load("huggingface_hub.errors", name)
@@ -328,10 +321,7 @@ def locate_source(name: str, place: Callable[[str], str]) -> str:
 
 
 def _read_dataset(name: str) -> list[dict[str, Any]]:
-    """Return the rows of a folder or data set on the hub, of split "train" by default.
-
-    A folder holds data files of any format that `datasets` reads, or is what `save_to_disk` wrote.
-    """
+    """Return the rows of a folder (of data files, or `save_to_disk`'s) or of a set on the hub."""
     datasets = _load("datasets", name)
     path, revision, config, split = _dataset(name)
     split = split or "train"

@@ -7,6 +7,7 @@ shares of what teaches nothing in `buffer/health.py`, rates of a whole run in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import comb
 
@@ -21,10 +22,7 @@ def is_idle(activity: str) -> bool:
 
 def cause_of(activity: str) -> str:
     """Return the cause of an idle activity: `work` of "idle: work", `batch` of "wait_batch"."""
-    for begin in ("idle: ", "wait_", "idle", "wait"):
-        if activity.startswith(begin) and len(activity) > len(begin):
-            return activity.removeprefix(begin)
-    return activity
+    return re.sub("^(idle: |wait_|idle|wait)(?=.)", "", activity)
 
 
 def busy(seconds: Mapping[str, float]) -> float:

@@ -1,10 +1,9 @@
-"""The broker's effects, in order; and requests that are answered later."""
+"""The broker's effects, in order."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -63,18 +62,6 @@ class Effects:
     def take(self) -> list[Effect]:
         effects, self._effects = self._effects, []
         return effects
-
-
-B = TypeVar("B", bound=Message)
-
-
-@dataclass(frozen=True, slots=True)
-class Parked(Generic[B]):
-    """A request that waits until `deadline`, seconds of the broker's clock."""
-
-    request: Request
-    body: B
-    deadline: float
 
 
 def departed(name: str) -> NackError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from umbra.proto.errors import UsageError
@@ -38,7 +39,7 @@ def open_prompts(
             raise UsageError(f"data.prompts: the weight of {bad[0]} must be more than 0")
         names = enumerate(data.prompts)
         rows = {name: read_source(name, f"{number}/", data.columns) for number, name in names}
-    return PromptFeed(rows, weights, shuffle=data.shuffle, seed=seed)
+    return PromptFeed(rows, weights, data.shuffle, seed)
 
 
 def rows_to_try(
@@ -97,61 +98,56 @@ def _named(prompt: Prompt, environment: NamedEnvironment) -> Prompt:
     return Prompt(prompt.prompt_id, {**prompt.row, ENVIRONMENT: environment.name})
 
 
+@dataclass(eq=False)
 class PromptFeed:
     """Endless epochs over the rows of each source, in an order of its own if they are shuffled.
 
     Of several sources one is drawn by `weights` each time.
     """
 
-    def __init__(
-        self,
-        rows: Mapping[str, Sequence[Prompt]],
-        weights: Mapping[str, float] | None = None,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self._rows = rows
-        self._weights = weights
-        self._shuffle = shuffle
-        self._seed = seed
-        self._drawn = dict.fromkeys(rows, 0)
+    rows: Mapping[str, Sequence[Prompt]]
+    weights: Mapping[str, float] | None = None
+    shuffle: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._drawn = dict.fromkeys(self.rows, 0)
         self._orders: dict[str, list[int]] = {}  # of the epochs under way
 
     def __len__(self) -> int:
-        return sum(map(len, self._rows.values()))
+        return sum(map(len, self.rows.values()))
 
     def __next__(self) -> Prompt:
-        name, seed = next(iter(self._rows)), f"{self._seed}"
-        if self._weights is not None:
-            choice = random.Random(f"{self._seed}/mixture/{sum(self._drawn.values())}")
-            names = list(self._rows)
-            (name,) = choice.choices(names, [self._weights[name] for name in names])
-            seed = f"{self._seed}/{names.index(name)}"
-        rows = self._rows[name]
+        name, seed = next(iter(self.rows)), f"{self.seed}"
+        if self.weights is not None:
+            choice = random.Random(f"{self.seed}/mixture/{sum(self._drawn.values())}")
+            names = list(self.rows)
+            (name,) = choice.choices(names, [self.weights[name] for name in names])
+            seed = f"{self.seed}/{names.index(name)}"
+        rows = self.rows[name]
         epoch, index = divmod(self._drawn[name], len(rows))
         if index == 0 or name not in self._orders:
             order = self._orders[name] = list(range(len(rows)))
-            if self._shuffle:
+            if self.shuffle:
                 random.Random(f"{seed}/{epoch}").shuffle(order)
         self._drawn[name] += 1
         return rows[self._orders[name][index]]
 
     def position(self) -> dict[str, Any]:
         """Return how many were drawn from each source, and its rows, which tell it from others."""
-        return {name: (drawn, len(self._rows[name])) for name, drawn in self._drawn.items()}
+        return {name: (drawn, len(self.rows[name])) for name, drawn in self._drawn.items()}
 
     def seek(self, position: dict[str, Any]) -> None:
         """Continue from `position`; raises UsageError if that was with other sources."""
-        if set(position) != set(self._rows):
+        if set(position) != set(self.rows):
             raise UsageError(
-                f"the run's sources are {', '.join(self._rows) or 'one file'}, but it began with "
+                f"the run's sources are {', '.join(self.rows) or 'one file'}, but it began with "
                 f"{', '.join(position) or 'one file'}: use the same ones, or begin a new run"
             )
         for name, (drawn, rows) in position.items():
-            if rows != len(self._rows[name]):
+            if rows != len(self.rows[name]):
                 raise UsageError(
-                    f"the prompts have {len(self._rows[name])} rows, but the run began with "
+                    f"the prompts have {len(self.rows[name])} rows, but the run began with "
                     f"{rows}: use the same files, or begin a new run"
                 )
             self._drawn[name] = drawn

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -145,39 +146,39 @@ def bind(server: Server, config: RunConfig, store: Store) -> list[str]:
     return bound
 
 
+@dataclass(eq=False)
 class Service:
-    def __init__(
-        self, context: ServiceContext, server: Server, broker: Broker, store: Store
-    ) -> None:
-        self._context = context
-        self._server = server
-        self._broker = broker
-        self._store = store
+    context: ServiceContext
+    server: Server
+    broker: Broker
+    store: Store
+
+    def __post_init__(self) -> None:
         self._held: list[Effect] = []  # what may leave only once the store has it
         self._leaving: list[Effect] = []  # the part of it that the commit under way is for
         self._thread = ThreadPoolExecutor(1, "commit")
         self._commit: Future[None] | None = None  # the one under way
-        self._wake = server.waker()
+        self._wake = self.server.waker()
         self._trainer_at = 0.0  # when it last asked
 
     def run(self) -> None:
         drained, ticked_at, freed = False, 0.0, HeapTrimmer()
         with self._thread:
             while True:
-                if self._commit and self._store.waiting_bytes > WAITING_BYTES:
+                if self._commit and self.store.waiting_bytes > WAITING_BYTES:
                     self._turn_over()  # the disk is slower than they are: let them wait too
-                requests = self._server.poll(POLL_S)
-                began, now = time.monotonic(), self._server.listened_s
+                requests = self.server.poll(POLL_S)
+                began, now = time.monotonic(), self.server.listened_s
                 if requests:
-                    self._held += self._broker.handle_all(requests, now)
+                    self._held += self.broker.handle_all(requests, now)
                 if now - ticked_at >= TICK_S:  # it looks at all members, so not at every message
                     ticked_at = now
-                    self._held += self._broker.tick(now)
+                    self._held += self.broker.tick(now)
                 freed.give_back(now)
-                if self._context.stopping.is_set() and not drained:
+                if self.context.stopping.is_set() and not drained:
                     drained = True
-                    self._held += self._broker.drain("the buffer was asked to stop", now)
-                if self._broker.is_over(now):
+                    self._held += self.broker.drain("the buffer was asked to stop", now)
+                if self.broker.is_over(now):
                     self._end(now)
                     return
                 if self._commit is None or self._commit.done():
@@ -203,17 +204,17 @@ class Service:
                 error, self._commit = self._commit.exception(), None  # waits for its end
                 if error is not None and not isinstance(error, OSError):
                     raise error
-                self._store.settle(error)
-                self._broker.room.disk = ""
+                self.store.settle(error)
+                self.broker.room.disk = ""
                 self._send()
-            self._broker.save()
-            if self._store.waiting_bytes > SMALL_BYTES:
-                write = self._store.freeze()
+            self.broker.save()
+            if self.store.waiting_bytes > SMALL_BYTES:
+                write = self.store.freeze()
             else:
-                self._store.commit()
-                self._broker.room.disk = ""
+                self.store.commit()
+                self.broker.room.disk = ""
         except StoreFullError as error:
-            self._broker.room.disk = str(error)
+            self.broker.room.disk = str(error)
             held = self._leaving + self._held
             self._held = [effect for effect in held if _promises(effect)]
             self._leaving = [effect for effect in held if not _promises(effect)]
@@ -227,13 +228,13 @@ class Service:
             self._commit.add_done_callback(lambda _: self._wake())
 
     def _end(self, now: float) -> None:
-        is_finished = bool(self._broker.run.finished)
+        is_finished = bool(self.broker.run.finished)
         if is_finished:
-            self._held += self._broker.close(now)
+            self._held += self.broker.close(now)
         for _ in range(2):  # the commit under way, then one for what has come since
             self._turn_over()
         if not is_finished:  # samples in flight can go on when the buffer starts again
-            self._leaving = self._broker.close(now)
+            self._leaving = self.broker.close(now)
             self._send()
 
     def _send(self) -> None:
@@ -242,11 +243,11 @@ class Service:
         for effect in leaving:
             match effect:
                 case Reply(request, body):
-                    self._server.reply(request, body)
+                    self.server.reply(request, body)
                 case Notify(identity, body, channel):
-                    self._server.push(channel, identity, body)
+                    self.server.push(channel, identity, body)
                 case Measure(kind, fields):
-                    self._context.metrics.write(kind, **fields)
+                    self.context.metrics.write(kind, **fields)
 
 
 def _promises(effect: Effect) -> bool:

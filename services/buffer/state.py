@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, cast
 
@@ -70,7 +71,7 @@ class RunState:
         together = "reward" if config.rewarded_by_groups else ""
         only = frozenset(e.name for e in config.environments if e.reward_scope == "group")
         self.pool = SamplePool(
-            Journal(store, buffer.stages),
+            Journal(store, tuple(buffer.stages)),
             buffer,
             self.leases,
             self.counters,
@@ -82,7 +83,7 @@ class RunState:
         wait = buffer.stale_policy == "wait"
         self.batches = Batches(self.pool, self.policy, prompts, wait=wait)
         eval_pool = SamplePool(
-            Journal(store, [stage for stage in buffer.stages if stage == "reward"], EVAL_PREFIX),
+            Journal(store, tuple(s for s in buffer.stages if s == "reward"), EVAL_PREFIX),
             replace(buffer, group_size=1, straggler_s=0.0, dynamic_sampling=False),
             self.leases,
             self.counters,
@@ -258,6 +259,7 @@ class Recovery:
         return True
 
 
+@dataclass(eq=False)
 class DiskQuota:
     """A quota that stops the issue of new groups while there is no room for them.
 
@@ -265,29 +267,27 @@ class DiskQuota:
     batches go. A trainer that has never saved one could not use them, so they go right away.
     """
 
-    def __init__(self, run: RunState) -> None:
-        self._run = run
-        self._max_bytes = run.buffer.store_max_bytes
-        self.disk = ""  # the store's complaint about a full disk, while it is full
-        self._since: float | None = None
-        self._hopeless_since: float | None = None  # from when on no batch can be made
+    run: RunState
+    disk: str = ""  # the store's complaint about a full disk, while it is full
+    _since: float | None = None
+    _hopeless_since: float | None = None  # from when on no batch can be made
 
     def check(self, now: float) -> None:
-        pool, batches, reason = self._run.pool, self._run.batches, self.disk
-        needed = pool.journal.store.size_bytes
-        if needed >= self._max_bytes and batches.checkpoint is None and batches.kept:
+        pool, batches, reason = self.run.pool, self.run.batches, self.disk
+        needed, limit = pool.journal.store.size_bytes, self.run.buffer.store_max_bytes
+        if needed >= limit and batches.checkpoint is None and batches.kept:
             if not pool.counters["batches_let_go"]:
                 log.warning(
                     "buffer.store_max_bytes = %d is reached and the trainer saves no checkpoints: "
                     "its first batches are deleted, so it could not restart from step 1",
-                    self._max_bytes,
+                    limit,
                 )
             pool.counters["batches_let_go"] += 1
             batches.drop_through(batches.kept[0])  # the next one with the next poll
-        elif needed >= self._max_bytes and not reason:
+        elif needed >= limit and not reason:
             reason = (
                 f"the store has {needed} bytes in use and buffer.store_max_bytes is "
-                f"{self._max_bytes}: allow more, or save checkpoints more often"
+                f"{limit}: allow more, or save checkpoints more often"
             )
         if reason and not pool.blocked:
             log.warning("no new groups: %s", reason)
@@ -298,7 +298,7 @@ class DiskQuota:
             self._since = None
             pool.openings += 1
         pool.blocked = reason
-        ledger, few = pool.ledger, len(pool.complete) < self._run.buffer.batch_groups
+        ledger, few = pool.ledger, len(pool.complete) < self.run.buffer.batch_groups
         idle = ledger.live - ledger.trained == ledger.in_flight["ready"] and not batches.kept
         if not (reason and idle and few):
             self._hopeless_since = None
@@ -308,12 +308,12 @@ class DiskQuota:
     def stuck(self, now: float) -> list[Stuck]:
         if self._since is None:
             return []
-        blocked, age_s = self._run.pool.blocked, now - self._since
+        blocked, age_s = self.run.pool.blocked, now - self._since
         hopeless = f"{blocked} (free some)" if self.disk else ""
         if not hopeless and self._hopeless_since is not None:
             age_s = now - self._hopeless_since
-            limit = f"buffer.store_max_bytes = {self._max_bytes} (raise it)"
-            hopeless = f"no room for a batch in {limit}"
+            limit = self.run.buffer.store_max_bytes
+            hopeless = f"no room for a batch in buffer.store_max_bytes = {limit} (raise it)"
         what = f"new groups: {blocked}"
         action = "none are issued until there is room; samples in flight go on"
         return [Stuck(what=what, holder="buffer", age_s=age_s, action=action, hopeless=hopeless)]

@@ -1,19 +1,18 @@
 """The store of a run: keys and values, changed in groups, all of one or nothing.
 
-The broker writes what an event changed, and replies leave only after a commit. Changes wait in
-memory until a commit writes them in one LMDB transaction and returns once the disk has them, so
-acknowledged means synced. LMDB overwrites nothing that its last synced transaction refers to: a
-crash or a power cut leaves the state before or after a commit. A folder holds
+Changes wait in memory until a commit writes them in one LMDB transaction and returns once the disk
+has them; replies leave only then, so acknowledged means synced. LMDB overwrites nothing that its
+last synced transaction refers to: a crash or a power cut leaves the state before or after a commit.
+A folder holds
 
     data.mdb       keys and values; xxh3-64 of key and value before each value
     acknowledged   id of the store and number of its newest commit, which tell an older data.mdb
     lock           held by the process that has the store
 
 LMDB reads through a memory map, where damage would crash or mislead. So a store is checked as a
-whole before it is opened, and every value again when it is read.
-
-LMDB's own lock ties a transaction to a thread, so it is off: one thread fills the transaction of a
-commit and reads by another of the commit before, whose pages LMDB does not reuse before the next.
+whole before it is opened, and every value again when it is read. LMDB's own lock ties a transaction
+to a thread, so it is off: one thread fills the transaction of a commit and reads by another of the
+commit before, whose pages LMDB does not reuse before the next.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from umbra.services.process.files import DISK, FILE_MODE, HeldError, folder_lock
 DATA = "data.mdb"
 ACKNOWLEDGED = "acknowledged"
 MARK = "store.json"  # in the folder of the run: its `RunMark`
-SCHEMA = 12  # of what the broker puts into a store
+SCHEMA = 13  # of what the broker puts into a store
 HEADER = b"store"  # key of the `StoreHeader`
 MAP_BYTES = 1 << 30  # address space at first; grown before a commit that may need more
 PAGE_BYTES = 4096

@@ -103,19 +103,16 @@ class LogprobWorker:
             yield [Score(sample_id=task.sample_id, attempt=task.attempt, **result)]
 
 
-class ReferenceWorker:
-    """A worker that scores each task with its environment's model; the model of "" is for all."""
-
-    def __init__(self, workers: Mapping[str, LogprobWorker]) -> None:
-        self._workers = workers
-
-    def score(self, tasks: Sequence[Task], alive: Callable[[], None]) -> Iterator[list[Score]]:
-        by_model: dict[str, list[Task]] = {}
-        for task in tasks:
-            name = environment_of(task.prompt_id)
-            by_model.setdefault(name if name in self._workers else "", []).append(task)
-        for name, group in by_model.items():
-            yield from self._workers[name].score(group, alive)
+def score_by_model(
+    workers: Mapping[str, LogprobWorker], tasks: Sequence[Task], alive: Callable[[], None]
+) -> Iterator[list[Score]]:
+    """Score each task with the model of its environment; the model of "" is for all others."""
+    by_model: dict[str, list[Task]] = {}
+    for task in tasks:
+        name = environment_of(task.prompt_id)
+        by_model.setdefault(name if name in workers else "", []).append(task)
+    for name, group in by_model.items():
+        yield from workers[name].score(group, alive)
 
 
 def check_tokens(config: RunConfig, path: str) -> None:

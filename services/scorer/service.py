@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -37,21 +37,15 @@ DRAIN_S = 10.0  # to deliver the last scores
 OUTCOME_S = 0.05  # for an outcome of the environments, until leases are renewed
 
 
-class StageWorker(Protocol):
-    """A scorer of one stage's trajectories."""
-
-    def score(self, tasks: Sequence[Task], alive: Callable[[], None]) -> Iterator[list[Score]]:
-        """Yield a score for each of `tasks`, in any order; those in one list are of one message.
-
-        `alive` is called every now and then, at least between two lists.
-        """
-        ...
+# Yields a score for each task, in any order; those in one list are of one message. Calls its second
+# argument every now and then, at least between two lists.
+Scorer: TypeAlias = Callable[[Sequence[Task], Callable[[], None]], Iterator[list[Score]]]
 
 
 def score_stage(
     context: ServiceContext,
     session: Session,
-    worker: StageWorker,
+    scorer: Scorer,
     refresh: Callable[[], object] = lambda: None,
 ) -> None:
     """Score until asked to stop; others get the unfinished tasks when this process leaves.
@@ -68,16 +62,14 @@ def score_stage(
         tasks, _ = client.poll()
         if tasks:
             with context.metrics.span("score"):
-                _score(tasks, session, client, worker)
+                _score(tasks, session, client, scorer)
         else:
             with context.metrics.span("wait_work"):
                 client.wait(WAIT_S)
     client.flush(DRAIN_S)
 
 
-def _score(
-    tasks: Sequence[Task], session: Session, client: TaskClient, worker: StageWorker
-) -> None:
+def _score(tasks: Sequence[Task], session: Session, client: TaskClient, scorer: Scorer) -> None:
     pending = {task.sample_id: task.attempt for task in tasks}
 
     def alive(count: int = 0) -> None:
@@ -87,7 +79,7 @@ def _score(
         session.progress(f"scoring {client.kind}", count)
         session.stats(scored=float(client.accepted))
 
-    for ready in worker.score(tasks, alive):
+    for ready in scorer(tasks, alive):
         if session.stopping.is_set():
             break
         for score in ready:
@@ -164,7 +156,7 @@ def run(context: ServiceContext) -> int:
         session = held.enter_context(context.join("scorer"))
         if reward is not None:
             context.ready({"stage": stage})
-            score_stage(context, session, reward)
+            score_stage(context, session, reward.score)
         else:
             _score_logprobs(context, session)
         if session.failure is not None:
@@ -198,7 +190,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
 
     from umbra.services.modeling.models import load_model, pick_device
     from umbra.services.modeling.weights import weight_table
-    from umbra.services.scorer.logprobs import LogprobWorker, ReferenceWorker, check_tokens
+    from umbra.services.scorer.logprobs import LogprobWorker, check_tokens, score_by_model
 
     config, scorer, stage = context.config, context.config.scorer, context.options["stage"]
     device = pick_device(scorer.device, "scorer.device")
@@ -218,9 +210,9 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
             return LogprobWorker(model_of(path, source), config.trainer, max_tokens=longest)
 
         models = scorer.models or {"": config.model.name}
-        references = ReferenceWorker({name: reference(path) for name, path in models.items()})
+        workers = {name: reference(path) for name, path in models.items()}
         context.ready({"stage": stage, "model": ", ".join(dict.fromkeys(models.values()))})
-        score_stage(context, session, references)
+        score_stage(context, session, partial(score_by_model, workers))
         return
     path = config.model.name
     model = model_of(path, "model.path")
@@ -252,7 +244,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         replay = config.trainer.router_replay  # as the policy that it stands for
         worker = LogprobWorker(model, config.trainer, refresh, replay=replay, max_tokens=longest)
         # Also while there is nothing to score, so that the hub need not wait.
-        score_stage(context, session, worker, refresh)
+        score_stage(context, session, worker.score, refresh)
 
 
 command = service_command(

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from fakes.broker_world import World, trajectory, world
+from fakes.broker_world import trajectory, world
 
 from umbra.proto.bounds import BRANCHES
 from umbra.proto.messages import SubmitResults, TaskLeases
@@ -48,10 +48,6 @@ def branched(task: Task, *versions: int, **changes: Any) -> Trajectory:
     return trajectory(task, first, branches=[branch(one) for one in further], **changes)
 
 
-def balanced(made: World) -> bool:
-    return made.pool.ledger.snapshot().balance == 0
-
-
 def test_a_sample_counts_once_however_many_branches_it_has() -> None:
     made = world(durable=True)
     tasks = made.lease("a", 4, 0)
@@ -64,9 +60,7 @@ def test_a_sample_counts_once_however_many_branches_it_has() -> None:
     batch = made.batch(1)
     assert batch.trajectories == answers, "to the byte"
     made.commit(1)
-    ledger = made.pool.ledger.snapshot()
-    assert ledger.trained == 4
-    assert balanced(made)
+    assert made.pool.ledger.trained == 4
 
 
 @pytest.mark.parametrize("old", [0, 1])
@@ -82,7 +76,6 @@ def test_a_stale_token_of_any_branch_makes_the_sample_stale(old: int) -> None:
         made.submit("b", branched(task, *versions))
     assert made.broker.counters["stale_answers"] >= 1
     assert made.pool.ledger.snapshot().ended == {"stale": 2}, "the group of both"
-    assert balanced(made)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +94,6 @@ def test_each_branch_is_judged(changes: dict[str, Any], words: str) -> None:
     refused = made.submit("a", trajectory(task, 0, branches=[branch(**changes)])).refused
     assert words in refused[task.sample_id]
     assert made.broker.counters["malformed_trajectory"] == 1
-    assert balanced(made)
 
 
 def test_what_belongs_to_one_line_alone_is_refused() -> None:
@@ -109,10 +101,10 @@ def test_what_belongs_to_one_line_alone_is_refused() -> None:
     sound = branched(task, 0, 0)
     assert find_fault(sound, RunFacts()) is None
     for name in ("ref_logprobs", "proximal_logprobs"):
-        whole = msgspec.structs.replace(sound, **{name: pack_float32([-0.5] * 5)})
-        assert find_fault(whole, RunFacts()) is None
-        short = msgspec.structs.replace(sound, **{name: pack_float32([-0.5] * 2)})
-        assert "do not fit 2 branches" in (find_fault(short, RunFacts()) or "")
+        for tokens in (5, 2):
+            made = msgspec.structs.replace(sound, **{name: pack_float32([-0.5] * tokens)})
+            fault = find_fault(made, RunFacts())
+            assert fault is None if tokens == 5 else "do not fit 2 branches" in (fault or "")
 
 
 def test_a_partial_is_one_line() -> None:

@@ -60,8 +60,7 @@ def test_a_bound_below_run_ahead_holds_samples_back_and_never_deadlocks() -> Non
 
 def test_a_generator_with_old_weights_gets_no_sample_that_they_would_make_stale() -> None:
     run = world(run_ahead=1, max_staleness=1)
-    run.produce("a", 0)
-    run.train(1)
+    run.steps("a", 1)
     assert run.lease("a", 4, 0) == []  # batch 2, bound 1: version 1 or newer
     assert len(run.lease("a", 4, 1)) == 4
 
@@ -228,9 +227,7 @@ def test_a_partial_is_continued_by_any_generator() -> None:
 def test_a_partial_too_old_is_dropped_and_the_sample_starts_from_scratch() -> None:
     run = world(group_size=1, batch_groups=1, run_ahead=1, max_staleness=1)
     (task,) = run.lease("a", 1, 0)
-    for step in (1, 2):
-        run.produce("b", step - 1)
-        run.train(step)
+    run.steps("b", 1, 2)
     partial = trajectory(task, 0, finish_reason="partial")
     run.back("a", task, partial=partial)
     (again,) = run.lease("b", 1, 2)

@@ -6,34 +6,27 @@ from typing import Any
 
 import pytest
 from fakes.broker_world import trajectory, world
+from msgspec.structs import replace
 
 from umbra.proto import messages as m
 from umbra.services.buffer import members
 from umbra.services.buffer.members import BEATS_PER_S, BEATS_UNTIL_DEAD
 
 
-def test_a_straggler_past_the_bound_ends_its_group_as_stale_and_is_replaced() -> None:
+@pytest.mark.parametrize("swept", [True, False])
+def test_a_straggler_past_the_bound_ends_its_group_as_stale_and_is_replaced(swept: bool) -> None:
+    """With a commit if a stored answer of its group became stale, else when it comes itself."""
     run = world(run_ahead=1, max_staleness=1)
     straggler, sibling = run.lease("a", 2, 0)
-    run.submit("a", trajectory(sibling, 0))
+    if swept:
+        run.submit("a", trajectory(sibling, 0))
     run.produce("b", 0)  # three groups
     for step in (1, 2):
         run.train(step)
         run.produce("b", step)
-    assert run.pool.ledger.ended == {"stale": 2}  # swept with the commit of step 2
-    refused = run.submit("a", trajectory(straggler, 0)).refused
-    assert refused == {straggler.sample_id: "over: stale"}
-
-
-def test_a_stale_answer_ends_its_group() -> None:
-    run = world(run_ahead=1, max_staleness=1)
-    straggler, _ = run.lease("a", 2, 0)
-    run.produce("b", 0)
-    for step in (1, 2):
-        run.train(step)
-        run.produce("b", step)
-    refused = run.submit("a", trajectory(straggler, 0)).refused
-    assert "stale: a token of version 0, the trainer is at 2" in refused[straggler.sample_id]
+    assert run.pool.ledger.ended == ({"stale": 2} if swept else {})
+    said = "over: stale" if swept else "stale: a token of version 0, the trainer is at 2"
+    assert run.submit("a", trajectory(straggler, 0)).refused == {straggler.sample_id: said}
     assert run.pool.ledger.ended == {"stale": 2}
 
 
@@ -49,20 +42,15 @@ def test_staleness_of_trained_samples_is_split_by_where_it_arose() -> None:
     status = run.status
     # 4 samples of staleness 0, then 2 in flight and 2 in queue of staleness 1.
     assert status.staleness == {
-        "mean": 0.5,
-        "max": 1.0,
-        "in_flight_mean": 0.25,
-        "in_queue_mean": 0.25,
-        "mixed_fraction": 0.25,
-        "last_mean": 1.0,
-        "last_max": 1.0,
-        "bound": 2.0,
-        "typical": 1.0,
-    }
+        "mean": 0.5, "max": 1.0, "in_flight_mean": 0.25, "in_queue_mean": 0.25,
+        "mixed_fraction": 0.25, "last_mean": 1.0, "last_max": 1.0, "bound": 2.0, "typical": 1.0,
+    }  # fmt: skip
     assert status.counters["mixed_version"] == 2
-    assert [row.fields["step"] for row in run.rows if row.kind == "batch"] == [1, 2]
-    (_, second) = [row for row in run.rows if row.kind == "batch"]
-    assert second.fields["staleness_in_flight_mean"] == 0.5
+    first, second = (row.fields for row in run.rows if row.kind == "batch")
+    assert (first["step"], second["step"], second["staleness_in_flight_mean"]) == (1, 2, 0.5)
+
+
+BEAT = m.Heartbeat(state="ready", activity="x", progress=1, idle_s=0.0)
 
 
 def test_a_batch_is_handed_out_as_soon_as_it_is_full() -> None:
@@ -130,7 +118,7 @@ def test_a_trainer_with_a_batch_may_be_silent_for_longer() -> None:
     run.produce("a", 0)
     run.batch(1)
     run.pass_time(119)
-    assert [peer.name for peer in run.broker.members.peers.values()] == ["trainer"]
+    assert list(run.broker.members.peers) == ["trainer"]
     run.pass_time(2)
     assert not run.broker.members.peers
 
@@ -218,22 +206,16 @@ def test_a_trainer_that_waits_is_refused_when_it_departs_and_by_no_other_departu
 
 
 def test_the_hub_is_told_to_everyone() -> None:
-    run = world()
-    body = m.Join(
-        role="weight_hub", name="hub", pid=1, host="h",
-        endpoints={"weights": "tcp://h:9"},
-    )  # fmt: skip
+    run, where = world(), {"weights": "tcp://h:9"}
+    body = m.Join(role="weight_hub", name="hub", pid=1, host="h", endpoints=where)
     assert isinstance(run.ask("hub", body), m.Welcome)
-    ack = m.HeartbeatAck(
-        version=0, heartbeat_s=1.0, weights="tcp://h:9", weights_incarnation="hub-1"
-    )
-    assert run.beat("a") == ack
+    alone = m.HeartbeatAck(version=0, heartbeat_s=1.0)
+    assert run.beat("a") == replace(alone, weights="tcp://h:9", weights_incarnation="hub-1")
     run.ask("hub", m.Leave(reason=""))
-    assert run.beat("a") == m.HeartbeatAck(version=0, heartbeat_s=1.0, weights="")
+    assert run.beat("a") == alone
 
 
-@pytest.mark.parametrize("role", ["trainer", "weight_hub"])
-def test_pings_and_status_need_no_membership(role: m.Role) -> None:
+def test_pings_and_status_need_no_membership() -> None:
     run = world()
     assert run.ask("anyone", m.Ping()) == m.Pong(role="buffer", state="ready")
     status = run.get("anyone", m.StatusRequest(), m.Status)
@@ -277,12 +259,10 @@ def test_finishing_cancels_what_is_in_flight_and_asks_everyone_to_leave() -> Non
     run.join("monitor", "m")
     ledger = run.get("trainer", m.FinishRun(reason="steps reached"), m.RunFinished).ledger
     assert ledger.ended == {"cancelled": ledger.issued} and ledger.balance == 0
-    assert {name for name, body in run.pushes if isinstance(body, m.Command)} == {
-        "a", "b", "trainer", "m",
-    }  # fmt: skip
-    assert run.submit("b", trajectory(tasks[0], 0)).refused == {
-        tasks[0].sample_id: "over: cancelled"
-    }
+    told = {name for name, body in run.pushes if isinstance(body, m.Command)}
+    assert told == {"a", "b", "trainer", "m"}
+    refused = run.submit("b", trajectory(tasks[0], 0)).refused
+    assert refused == {tasks[0].sample_id: "over: cancelled"}
     assert run.lease("a", 1, 0) == []
     assert run.batch(1).waiting_for == "nothing: the run is ending"
     assert run.get("trainer", m.FinishRun(reason="again"), m.RunFinished).ledger == ledger
@@ -328,19 +308,9 @@ def test_draining_gives_out_nothing_new_but_takes_what_comes_back() -> None:
 
 def test_many_members_beat_more_slowly() -> None:
     run = world(dead_after_s=15)
-    run.join("generator", "a")
-    ack = run.beat("a")
-    assert isinstance(ack, m.HeartbeatAck) and ack.heartbeat_s == 1.0
-    for number in range(127):
-        run.join("generator", f"g{number}")
-    ack = run.beat("a")
-    assert (
-        isinstance(ack, m.HeartbeatAck)
-        and ack.heartbeat_s == len(run.broker.members.peers) / BEATS_PER_S
-    )
-    for number in range(400):
-        run.join("generator", f"more{number}")
-    ack = run.beat("a")
-    assert isinstance(ack, m.HeartbeatAck) and ack.heartbeat_s == 15 / BEATS_UNTIL_DEAD
+    for count, pace_s in [(64, 1.0), (130, 130 / BEATS_PER_S), (530, 15 / BEATS_UNTIL_DEAD)]:
+        for number in range(len(run.broker.members.peers), count):
+            run.join("generator", f"g{number}")
+        assert run.get("a", BEAT, m.HeartbeatAck).heartbeat_s == pace_s
     run.pass_time(8.9)
     assert not run.get("a", m.StatusRequest(), m.Status).stuck  # beats are further apart

@@ -44,44 +44,35 @@ def message(field: str, packed: list[bytes], **more: Any) -> bytes:
     return pack({**more, field: list(map(msgspec.Raw, packed))})
 
 
-def submit(run: World, tasks: list[Task], pieces: list[bytes]) -> TaskLeases:
-    frame = message("trajectories", pieces)
+def submit(run: World, name: str, field: str, pieces: list[bytes]) -> TaskLeases:
+    frame = message(field, pieces)
     body = msgspec.msgpack.decode(frame, type=SubmitResults)
-    reply = run.get("a", body, TaskLeases, frame=frame)
-    return reply
+    return run.get(name, body, TaskLeases, frame=frame)
 
 
-def scored_world() -> World:
+def scored(**said: Any) -> tuple[World, list[Task]]:
+    """Two samples whose trajectories and scores came in unusual bytes; `said` of trajectories."""
     run = world(stages=["reward", "ref_logp"], batch_groups=1, durable=True)
     run.join("scorer", "r")
-    return run
-
-
-def give(run: World, stage: str, scores: list[Score]) -> None:
-    frame = message("scores", list(map(unusual, scores)), stage=stage)
-    body = msgspec.msgpack.decode(frame, type=SubmitResults)
-    reply = run.get("r", body, TaskLeases, frame=frame)
-    assert not reply.refused
-
-
-def score_all(run: World) -> None:
+    tasks = run.lease("a", 2, 0)
+    pieces = [unusual(trajectory(task, 0, **said)) for task in tasks]
+    assert submit(run, "a", "trajectories", pieces).accepted == 2
     for stage, values in FOUND.items():
         scores = [
-            Score(sample_id=task.sample_id, attempt=task.attempt, **values)
+            unusual(Score(sample_id=task.sample_id, attempt=task.attempt, **values))
             for task in run.to_score("r", stage)
         ]
-        give(run, stage, scores)
+        assert not submit(run, "r", "scores", scores).refused
+    return run, tasks
 
 
 def test_what_came_is_what_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(journal, "_decode_trajectory")  # nobody needs to look at it again
-    run = scored_world()
-    tasks = run.lease("a", 2, 0)
-    made = [trajectory(task, 0, reward=0.25, reward_parts={}) for task in tasks]
+    said: dict[str, Any] = {"reward": 0.25, "reward_parts": {}}
+    run, tasks = scored(**said)
+    made = [trajectory(task, 0, **said) for task in tasks]
     pieces = list(map(unusual, made))
     assert pieces[0] != pack(made[0])
-    assert submit(run, tasks, pieces).accepted == 2
-    score_all(run)
     header, lease = ask_batch(run)
     assert all(piece in pack(lease) for piece in pieces)
     _, frames = Encoder("buffer", "b").encode(lease, reply_to=header.id)
@@ -135,16 +126,13 @@ def test_nor_what_is_said_twice() -> None:
     twice = b"\xde" + (len(plain) + 3).to_bytes(2, "big") + again
     twice += b"".join(pack(key) + pack(value) for key, value in plain.items())
     assert msgspec.msgpack.decode(twice, type=type(answer)) == answer
-    reply = submit(run, [task], [twice])
+    reply = submit(run, "a", "trajectories", [twice])
     assert reply.refused[task.sample_id].startswith("malformed: ")
     assert run.broker.counters["malformed_trajectory"] == 1
 
 
 def test_scores_are_there_after_a_restart_and_gone_with_their_sample() -> None:
-    run = scored_world()
-    tasks = run.lease("a", 2, 0)
-    submit(run, tasks, [unusual(trajectory(task, 0)) for task in tasks])
-    score_all(run)
+    run, _ = scored()
     run.restart_broker()
     run.join("trainer", "trainer")
     lease = run.batch(1)
@@ -156,20 +144,14 @@ def test_scores_are_there_after_a_restart_and_gone_with_their_sample() -> None:
 
 
 def test_a_score_that_is_gone_shows() -> None:
-    run = scored_world()
-    tasks = run.lease("a", 2, 0)
-    submit(run, tasks, [unusual(trajectory(task, 0)) for task in tasks])
-    score_all(run)
+    run, tasks = scored()
     run.store.delete(journal.score_key(tasks[0].sample_id, "reward"))
     with pytest.raises(StoreError, match="the trajectory of sample s-0, or a score of it, is gone"):
         run.restart_broker()
 
 
 def test_scores_of_other_samples_are_no_batch() -> None:
-    run = scored_world()
-    tasks = run.lease("a", 2, 0)
-    submit(run, tasks, [unusual(trajectory(task, 0)) for task in tasks])
-    score_all(run)
+    run, _ = scored()
     lease = run.batch(1)
     mixed = {stage: scores[::-1] for stage, scores in lease.scores.items()}
     with pytest.raises(WireError, match="of other samples"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes.broker_world import World, trajectory
+from fakes.broker_world import World, trajectory, world
 
 from umbra.proto.messages import FinishRun, RunFinished
 from umbra.proto.records import EvalReport, Task
@@ -13,8 +13,6 @@ from umbra.services.config import EvalConfig
 from umbra.services.prompts import Prompt
 
 SAMPLES = 3
-
-
 PROMPTS = [Prompt(str(n), {"prompt": f"held out {n}"}) for n in range(2)]
 
 
@@ -25,16 +23,10 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def evaluated(mode: Any, **options: Any) -> World:
     """Version 2 is reached, whose evaluation of three samples is due."""
-    prompts = PROMPTS
     config = EvalConfig(every=2, at_ends=False, mode=mode, samples=SAMPLES, prompts="x")
     fixed = {"dead_after_s": 1000, "lease_s": 1000, **options}
-    run = World(eval_config=config, eval_prompts=prompts, durable=True, **fixed)
-    for name in "ab":
-        run.join("generator", name)
-    run.join("trainer", "trainer")
-    for number in (1, 2):
-        run.produce("a", number - 1)
-        run.train(number)
+    run = world(eval_config=config, eval_prompts=PROMPTS, durable=True, **fixed)
+    run.steps("a", 1, 2)
     return run
 
 
@@ -215,9 +207,7 @@ def test_an_evaluation_of_a_version_that_is_taken_back_is_cancelled() -> None:
 def test_the_weights_of_the_beginning_are_evaluated_first(mode: Any) -> None:
     """It begins when a generator asks for work, not when the buffer starts."""
     config = EvalConfig(mode=mode, samples=2, prompts="x")
-    run = World(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)
-    run.join("generator", "a")
-    run.join("trainer", "trainer")
+    run = world(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)
     run.pass_time(200)
     assert not run.status.evals
     tasks = run.lease("a", 9, 0)
@@ -236,9 +226,7 @@ def test_several_answers_to_each_prompt() -> None:
     """Of four each: 3 solve the first prompt; of the second one solves, one failed, two are wrong.
     1 - C(n - c, k) / C(n, k) by hand."""
     config = EvalConfig(mode="pause", samples=8, samples_per_prompt=4, prompts="x")
-    run = World(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)
-    run.join("generator", "a")
-    run.join("trainer", "trainer")
+    run = world(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)
     tasks = run.lease("a", 8, 0)
     assert [task.prompt_id for task in tasks] == ["0"] * 4 + ["1"] * 4
     run.back("a", tasks[7], failed=True)

@@ -92,6 +92,7 @@ def test_groups_with_equal_rewards() -> None:
 def test_a_reward_that_never_changes() -> None:
     watcher = health()
     for _ in range(4):
+        assert "constant_reward" not in held(watcher)
         watcher.group([0.25] * 4)
     found = held(watcher)["constant_reward"]
     assert found.figures == {"reward": 0.25} and "the same reward, 0.25" in found.text
@@ -121,11 +122,8 @@ def test_failures_have_their_most_frequent_reason_and_an_example() -> None:
     found = held(watcher)["failed_samples"]
     assert found.figures == {"share": pytest.approx(12 / 44)}
     assert "27% of recent samples ended as failed" in found.text
-    assert (
-        "most often (2 of the last 3): reward raised ValueError: 'zzz' is no number (for example "
-        "sample s-3 of prompt p3)" in found.text
-    )
-    assert not watcher.verdict
+    often = "most often (2 of the last 3): reward raised ValueError: 'zzz' is no number (for "
+    assert f"{often}example sample s-3 of prompt p3)" in found.text and not watcher.verdict
 
 
 def test_too_many_failures_end_the_run_once_four_batches_are_known() -> None:
@@ -147,19 +145,14 @@ def test_a_gradient_of_zero() -> None:
     watcher.trained(3, {"grad_norm": 0.0, "updates": 1.0})
     found = held(watcher, 3)["zero_gradient"]
     assert found.figures == {"steps": 2.0} and "of step 3, and 1 before it, was zero" in found.text
-    watcher.trained(4, {"grad_norm": 0.1})
-    assert not held(watcher, 4)
-    watcher.trained(5, {})  # nothing was said
-    assert not held(watcher, 5)
-
-
-def test_the_policy_waits_for_the_value_model() -> None:
+    for metrics in ({"grad_norm": 0.1}, {}):  # and nothing was said
+        watcher.trained(4, metrics)
+        assert not held(watcher, 4)
     critic = CriticConfig(warmup_steps=2)
     watcher = health(trainer=TrainerConfig(objective="ppo_critic"), critic=critic)
-    watcher.trained(2, {"updates": 0.0})
-    assert not held(watcher)
-    watcher.trained(3, {"updates": 0.0})
-    assert "zero_gradient" in held(watcher)
+    for step in (2, 3):
+        watcher.trained(step, {"updates": 0.0})
+        assert ("zero_gradient" in held(watcher)) == (step == 3), "it waits for the value model"
 
 
 def test_updates_that_are_left_out() -> None:
@@ -173,9 +166,7 @@ def test_updates_that_are_left_out() -> None:
 
 
 def test_a_run_whose_reward_always_raises_ends_with_a_balanced_ledger() -> None:
-    run = World(group_size=4, batch_groups=4)
-    run.join("generator", "a")
-    run.join("trainer", "trainer")
+    run = world(group_size=4, batch_groups=4)
     for _ in range(16):
         assert run.broker.run.state == "ready" and not run.broker.failure
         (task,) = run.lease("a", 1, 0)
@@ -229,13 +220,9 @@ def test_scores_that_fail(own: bool) -> None:
 
 
 def test_the_status_has_figures_and_warnings_and_the_metrics_a_row() -> None:
-    run = World(group_size=4, batch_groups=4, run_ahead=9)
-    run.join("generator", "a")
-    run.join("trainer", "trainer")
-    for _ in range(4):
-        tasks = run.lease("a", 4, 0)
-        answers = [trajectory(one, 0, finish_reason="length") for one in tasks]
-        run.submit("a", *answers)
+    run = world(group_size=4, batch_groups=4, run_ahead=9)
+    tasks = run.lease("a", 16, 0)
+    run.submit("a", *(trajectory(one, 0, finish_reason="length") for one in tasks))
     run.pass_time(0.1)
     assert run.batch(1).trajectories
     run.ask("trainer", m.CommitBatch(step=1, metrics={"updates": 0.0}))
@@ -251,7 +238,7 @@ def test_the_status_has_figures_and_warnings_and_the_metrics_a_row() -> None:
 
 
 def test_answers_that_were_dropped_as_stale_are_compared_with_those_that_were_trained() -> None:
-    watcher = Health(RunConfig(buffer=BufferConfig(group_size=4, batch_groups=4)))
+    watcher = health()
     for step in range(1, 5):
         watcher.trained(step, {"grad_norm": 1.0}, [10] * 16)
     assert watcher.look(4) == []
@@ -270,9 +257,7 @@ def test_the_broker_tells_of_stored_answers_that_became_stale() -> None:
     run = world(group_size=2, batch_groups=1, run_ahead=1, max_staleness=1, lease_s=1000.0)
     first, _second = run.lease("a", 2, 0)  # which holds the other one
     run.submit("a", trajectory(first, 0))
-    for step in (1, 2):
-        run.produce("b", step - 1)
-        run.train(step)
+    run.steps("b", 1, 2)
     assert run.pool.ledger.snapshot().ended["stale"] == 2
     tokens = run.broker.run.health._tokens
     assert (len(tokens["stale"]), len(tokens["trained"])) == (1, 4)

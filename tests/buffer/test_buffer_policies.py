@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from umbra.proto import messages as m
 from umbra.proto.net.session import FAILED
-from umbra.proto.records import Task, pack_float32
+from umbra.proto.records import pack_float32
 from umbra.services.buffer.samples.ledger import REASONS_KEPT
 from umbra.services.buffer.samples.staleness import StalenessPolicy, split
 from umbra.services.config import GeneratorConfig
@@ -39,18 +39,12 @@ def test_a_full_batch_interrupts_the_rest() -> None:
     assert interrupt.leases == [(task.sample_id, 1) for task in tasks[4:]]
 
 
-def overtaken() -> tuple[World, list[Task]]:
+def test_training_waits_for_what_would_be_stale() -> None:
     """Version 1 with K = 1; one group has a ready sample of version 0, and one under way."""
     run = world(run_ahead=1, max_staleness=1, stale_policy="wait")
     tasks = run.lease("a", 1000, 0)
-    run.answer("a", tasks[1:5], 0, 1.0, 0.0)  # groups 1 and half of 0 and 2
-    run.answer("a", tasks[5:8], 0, 1.0, 0.0)
-    run.train(1)  # groups 1 and 2 or 3; group 0 lacks its first sample
-    return run, tasks
-
-
-def test_training_waits_for_what_would_be_stale() -> None:
-    run, tasks = overtaken()
+    run.answer("a", tasks[1:], 0, 1.0, 0.0)
+    run.train(1)  # groups 1 and 2; group 0 lacks its first sample
     run.produce("b", 1)
     reply = run.batch(2)
     assert not reply.trajectories and "stale_policy = wait" in reply.waiting_for
@@ -248,8 +242,7 @@ def test_a_store_full_of_batches_has_a_checkpoint_made() -> None:
     """No new groups and none of the next checkpoint: the run waited for ever."""
     run = world(run_ahead=1, max_staleness=2, durable=True)
     run.ask("trainer", m.CheckpointSaved(step=0, newest=0))
-    run.produce("a", 0)
-    run.train(1)
+    run.steps("a", 1)
     run.train(2)
     assert not run.batch(3).checkpoint
     run.store.size_bytes = run.config.buffer.store_max_bytes
@@ -285,15 +278,12 @@ def test_a_store_that_is_full() -> None:
     run.pass_time(0.1)
     assert run.lease("a", 4, 0)
     assert counted(run) == {}
-    give_nothing = m.ReturnTasks(samples=[])
-    assert run.ask("a", give_nothing) == m.Ok()
+    assert run.ask("a", m.ReturnTasks(samples=[])) == m.Ok()
     assert counted(run) == {}
 
 
-def policy(run_ahead: int, max_staleness: int, steps: int = 100) -> StalenessPolicy:
-    return StalenessPolicy(
-        batch_groups=4, run_ahead=run_ahead, max_staleness=max_staleness, steps=steps
-    )
+def policy(run_ahead: int, max_staleness: int) -> StalenessPolicy:
+    return StalenessPolicy(4, run_ahead, max_staleness, steps=100)
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -305,18 +295,13 @@ def test_the_example_of_the_docstring() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run_ahead", "version", "room"), [(0, 0, 4), (0, 3, 4), (1, 0, 8), (1, 3, 8), (3, 0, 16)]
+    ("run_ahead", "version", "room"),
+    [(0, 0, 4), (0, 3, 4), (1, 0, 8), (1, 3, 8), (3, 0, 16), (3, 97, 12), (3, 98, 8), (3, 100, 0)],
 )
 def test_admission(run_ahead: int, version: int, room: int) -> None:
+    """It ends with the run, which has 100 steps."""
     assert policy(run_ahead, 2).room(untrained=0, version=version) == room
     assert policy(run_ahead, 2).room(untrained=room, version=version) == 0
-
-
-def test_admission_ends_with_the_run() -> None:
-    rules = policy(run_ahead=3, max_staleness=3, steps=5)
-    assert rules.room(untrained=0, version=0) == 16
-    assert rules.room(untrained=0, version=3) == 8
-    assert rules.room(untrained=0, version=5) == 0
 
 
 @pytest.mark.parametrize(

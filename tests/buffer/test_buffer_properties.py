@@ -74,8 +74,8 @@ class BrokerMachine(RuleBasedStateMachine):
     )
     def start(
         self,
-        sizes: dict[str, int],
-        policies: dict[str, Any],
+        sizes: Any,
+        policies: Any,
         plain: bool,
         durable: bool,
         every: int,
@@ -162,9 +162,7 @@ class BrokerMachine(RuleBasedStateMachine):
         if not batch.trajectories:
             return
         if self.batch is not None and self.batch.step == batch.step:
-            before = msgspec.structs.replace(
-                self.batch, evals=batch.evals
-            )  # an evaluation may have ended since
+            before = msgspec.structs.replace(self.batch, evals=batch.evals)  # one may be over since
             assert batch == before, "the same step, another batch"
         self.batch = batch
         assert batch.step == self.version + 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fakes.broker_world import World, trajectory
+from fakes.broker_world import World, trajectory, world
 
 from umbra.proto import messages as m
 from umbra.proto.errors import UsageError
@@ -20,10 +20,7 @@ from umbra.services.buffer.store import StoreError
 
 
 def started(**buffer: Any) -> World:
-    world = World(durable=True, **buffer)
-    world.join("generator", "a")
-    world.join("trainer", "trainer")
-    return world
+    return world(durable=True, **buffer)
 
 
 def test_members_and_leases_outlive_the_buffer() -> None:
@@ -63,8 +60,7 @@ def test_a_member_that_was_not_heard_since_is_replaced_at_once() -> None:
 def test_what_an_earlier_life_did_is_no_speed_of_this_one() -> None:
     """Rates of 7,798 to 11,528 samples/s were shown after a resume, where 420 were made."""
     world = started()
-    world.produce("a", 0)
-    world.train(1)
+    world.steps("a", 1)
     world.restart_broker()
     world.pass_time(1.0)
     rates = world.status.rates
@@ -108,18 +104,9 @@ def test_a_partial_outlives_the_buffer() -> None:
     assert (again.sample_id, again.trajectory) == (task.sample_id, partial)
 
 
-def trained(world: World, steps: int) -> list[m.BatchLease]:
-    """`steps` steps; their batches."""
-    batches: list[m.BatchLease] = []
-    for step in range(1, steps + 1):
-        world.produce("a", step - 1)
-        batches.append(world.train(step))
-    return batches
-
-
 def test_a_trainer_that_starts_again_gets_the_same_batches_in_order() -> None:
     world = started()
-    batches = trained(world, 5)
+    batches = world.steps("a", 1, 2, 3, 4, 5)
     world.get("trainer", m.CheckpointSaved(step=2), m.Ok)
     world.produce("a", 5)
     batches.append(world.batch(6))  # formed, but never committed
@@ -141,13 +128,13 @@ def test_a_trainer_that_starts_again_gets_the_same_batches_in_order() -> None:
 
 def test_the_same_trainer_cannot_go_back() -> None:
     world = started()
-    trained(world, 2)
+    world.steps("a", 1, 2)
     assert isinstance(world.ask("trainer", m.LeaseBatch(step=1, wait_s=0)), m.Nack)
 
 
 def test_what_a_checkpoint_covers_cannot_be_repeated_and_takes_no_room() -> None:
     world = started(run_ahead=0)
-    trained(world, 3)
+    world.steps("a", 1, 2, 3)
     assert len(world.store.keys("t/")) == 12
     world.get("trainer", m.CheckpointSaved(step=2), m.Ok)
     assert len(world.store.keys("t/")) == 4
@@ -158,7 +145,7 @@ def test_what_a_checkpoint_covers_cannot_be_repeated_and_takes_no_room() -> None
 
 def test_generators_may_be_newer_than_a_trainer_that_started_again() -> None:
     world = started()
-    trained(world, 3)
+    world.steps("a", 1, 2, 3)
     world.join("trainer", "trainer", "trainer-2")
     world.batch(1)
     assert world.broker.batches.version == 0
@@ -215,8 +202,7 @@ def test_a_finished_run_goes_on_when_it_gets_more_steps() -> None:
     world = World(steps=1, durable=True)
     world.join("trainer", "trainer")
     world.join("generator", "a")
-    world.produce("a", 0)
-    world.train(1)
+    world.steps("a", 1)
     world.get("trainer", m.FinishRun(reason="done"), m.RunFinished)
     world.restart_broker()
     assert world.broker.run.state == "draining"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -167,9 +166,6 @@ def test_stores_of_other_versions_are_refused(
     assert "schema 99" in found(tmp_path / "new")
 
 
-Change = Callable[[Path], None]
-
-
 def begun(run: Path) -> str:
     """A run with a store; the id of that."""
     run.mkdir()
@@ -181,40 +177,24 @@ def begun(run: Path) -> str:
     return store.id
 
 
-def all_removed(store: Path) -> None:
-    shutil.rmtree(store)
-
-
-def all_emptied(store: Path) -> None:
-    for path in store.iterdir():
-        path.unlink()
-
-
-def replaced(store: Path) -> None:
-    shutil.rmtree(store)
-    filled(store)
-
-
-@pytest.mark.parametrize("change", [all_removed, all_emptied, replaced])
-def test_a_run_does_not_begin_anew_in_silence(tmp_path: Path, change: Change) -> None:
+@pytest.mark.parametrize("change", ["removed", "emptied", "replaced"])
+def test_a_run_does_not_begin_anew_in_silence(tmp_path: Path, change: str) -> None:
     run = tmp_path / "run"
     name = begun(run)
-    change(run / "store")
+    shutil.rmtree(run / "store")
+    if change == "emptied":
+        (run / "store").mkdir()
+    elif change == "replaced":
+        filled(run / "store")
     with pytest.raises(StoreError, match=rf"has the store {name} in .*, but .*bring it back"):
         open_store(run, run / "store")
-    assert not (run / "store" / DATA).exists() or change is replaced
-
-
-def test_a_run_with_a_store_does_not_go_on_without(tmp_path: Path) -> None:
-    begun(tmp_path / "run")
-    with pytest.raises(StoreError, match="memory"):
-        open_store(tmp_path / "run", None)
-    for run_dir in (tmp_path, None):
-        assert isinstance(open_store(run_dir, None), MemoryStore)
+    assert (run / "store" / DATA).exists() == (change == "replaced")
 
 
 def test_the_buffer_asks_for_the_store_of_its_run(tmp_path: Path) -> None:
     """As `umbra buffer --run-dir` opens it."""
+    for run_dir in (tmp_path, None):
+        assert isinstance(open_store(run_dir, None), MemoryStore)
     run = tmp_path / "run"
     begun(run)
 
@@ -243,22 +223,12 @@ def test_a_store_may_move(tmp_path: Path) -> None:
     assert str(tmp_path / "elsewhere") in (run / MARK).read_text()
 
 
-def removed(path: Path) -> None:
-    path.unlink()
-
-
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("change", [removed, emptied])
-def test_the_mark_itself_is_written_anew_or_refused(tmp_path: Path, change: Change) -> None:
+def test_the_mark_itself_is_refused_or_written_anew(tmp_path: Path) -> None:
     run = tmp_path / "run"
     begun(run)
-    change(run / MARK)
-    if change is emptied:
-        with pytest.raises(StoreError, match=r"store\.json.*cannot be read.*rewritten"):
-            open_store(run, run / "store")
-        return
+    (run / MARK).write_bytes(b"")
+    with pytest.raises(StoreError, match=r"store\.json.*cannot be read.*rewritten"):
+        open_store(run, run / "store")
+    (run / MARK).unlink()
     open_store(run, run / "store").close()
     assert (run / MARK).exists()

@@ -249,6 +249,14 @@ class World:
         self.commit(step)
         return batch
 
+    def steps(self, name: str, *steps: int) -> list[m.BatchLease]:
+        """Train `steps`, each after `name` has answered all it gets with weights of then."""
+        batches: list[m.BatchLease] = []
+        for step in steps:
+            self.produce(name, step - 1)
+            batches.append(self.train(step))
+        return batches
+
     def back(self, name: str, task: Task, reason: str = "x", **said: Any) -> None:
         """`name` hands back the sample of `task`; `said` are fields of `ReturnedSample`."""
         sample = m.ReturnedSample(

@@ -16,6 +16,7 @@ from fakes.waiting import until
 from fakes.whole_runs import ORPHANS_S, Up, UpProcess, leftovers
 from safetensors.torch import load_file
 
+from umbra.services.buffer.state import SURVIVING
 from umbra.services.buffer.store import LmdbStore
 from umbra.services.config import CheckpointConfig
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder, export_checkpoint
@@ -53,7 +54,8 @@ def copy_from_the_beginning(folder: Path, parent: Path) -> Path:
         (copy / name).unlink()
     store = LmdbStore(copy / "store")
     now = msgspec.msgpack.decode(store.get("now"))
-    store.put("now", msgspec.msgpack.encode({**now, "finished": ""}))
+    now[list(SURVIVING).index("finished")] = ""
+    store.put("now", msgspec.msgpack.encode(now))
     store.commit()
     store.close()
     return copy

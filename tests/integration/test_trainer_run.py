@@ -10,6 +10,7 @@ from fakes.whole_runs import Up
 from safetensors.torch import load_file
 
 from umbra.proto.records import Trajectory
+from umbra.services.buffer.samples.journal import make_group
 from umbra.services.buffer.store import LmdbStore
 from umbra.services.config.loader import load_config
 from umbra.services.trainer.batch import make_batch
@@ -25,7 +26,7 @@ def batch(folder: Path, step: int) -> list[Trajectory]:
     """Return the trajectories of `step` from the run's store."""
     with closing(LmdbStore(folder / "store")) as store:
         groups = msgspec.msgpack.decode(store.get(f"b/{step}"))["groups"]
-        keys = [f"t/{sample['sample_id']}" for group in groups for sample in group["samples"]]
+        keys = [f"t/{s.sample_id}" for group in map(make_group, groups) for s in group.samples]
         return [msgspec.msgpack.decode(one, type=Trajectory) for one in store.get_all(keys)]
 
 

@@ -34,7 +34,7 @@ from umbra.services.modeling.models import load_model
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.modeling.scorer import Scorer as ModelScorer
-from umbra.services.scorer.logprobs import LogprobWorker, ReferenceWorker, check_tokens
+from umbra.services.scorer.logprobs import LogprobWorker, check_tokens, score_by_model
 from umbra.services.scorer.service import RewardWorker
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.metrics import mismatch_row, mismatch_sums
@@ -193,7 +193,7 @@ def test_each_environment_has_a_teacher_of_its_own(tiny_model_dir: Path) -> None
         for number, name in enumerate(("math", "code", "math"))
         for one in [scoring_task(f"s{number}", [7, 8, STOP], b"\1\1\1", {})]
     ]
-    together = ReferenceWorker(workers).score(tasks, lambda: None)
+    together = score_by_model(workers, tasks, lambda: None)
     found = {score.sample_id: score.logprobs for [score] in together}
     for task in tasks:
         worker = workers[task.prompt_id.partition("/")[0]]

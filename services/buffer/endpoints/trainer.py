@@ -10,7 +10,7 @@ from umbra.proto import messages as m
 from umbra.proto.bounds import LEASES
 from umbra.proto.codec import portions
 from umbra.proto.net.server import Request
-from umbra.services.buffer.effects import NackError, Parked, departed
+from umbra.services.buffer.effects import NackError, departed
 from umbra.services.buffer.samples.groups import State
 from umbra.services.buffer.state import RunState
 
@@ -46,7 +46,8 @@ class TrainerEndpoint:
         self._run = run
         self._batches = run.batches
         self._missing = missing
-        self._question: Parked[m.LeaseBatch] | None = None
+        # The parked request, its step, and when its wait is over.
+        self._question: tuple[Request, int, float] | None = None
         self._saved = -1  # step of the newest checkpoint that we know of
         # Operators who wait for a checkpoint of a version or a later one, until a deadline; every
         # `BatchLease` asks for it.
@@ -70,7 +71,7 @@ class TrainerEndpoint:
             if expected <= steps:
                 reason += f", so the next is {expected}"
             raise NackError("wrong_step", reason, "step")
-        self._question = Parked(request, body, now + body.wait_s)
+        self._question = request, body.step, now + body.wait_s
         if self.closed:
             self._answer_parked("nothing: the run is ending")
             return
@@ -151,10 +152,10 @@ class TrainerEndpoint:
             checkpoint=bool(self._checkpoints),
             evals=run.evals.newest,
         )
-        run.outbox.reply(question.request, lease)
+        run.outbox.reply(question[0], lease)
 
     def expire(self, now: float) -> None:
-        if self._question is not None and self._question.deadline <= now:
+        if self._question is not None and self._question[2] <= now:
             self._answer_parked(self._missing(now))
         why = f"the trainer has made no checkpoint within {CHECKPOINT_S:g} s: see its log"
         self._give_up(why, until=now)
@@ -162,7 +163,7 @@ class TrainerEndpoint:
     def forget(self) -> None:
         """Refuse the parked request; the batch stays leased for the next trainer."""
         if self._question is not None:
-            request = self._question.request
+            request = self._question[0]
             self._run.outbox.refuse(request, departed(request.header.sender))
         self._question = self._run.wanted_since = None
 
@@ -186,19 +187,19 @@ class TrainerEndpoint:
     def _answer_parked(self, waiting_for: str) -> None:
         if self._question is None:
             return
-        question, self._question = self._question, None
+        (request, step, _), self._question = self._question, None
         run, batches = self._run, self._batches
         is_full = run.pool.journal.store.size_bytes >= run.buffer.store_max_bytes
         makes_room = is_full and batches.checkpoint is not None and bool(batches.kept)
         nothing = m.BatchLease(
-            step=question.body.step,
+            step=step,
             trajectories=[],
             waiting_for=waiting_for,
             paused=bool(run.paused),
             checkpoint=bool(self._checkpoints) or makes_room,
             evals=run.evals.newest,
         )
-        run.outbox.reply(question.request, nothing)
+        run.outbox.reply(request, nothing)
 
     def _answer_operators(self) -> None:
         """Answer those for whom the newest checkpoint is new enough."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import NamedTuple
 
 from umbra.proto import messages as m
 from umbra.proto.bounds import BATCH
 from umbra.proto.messages import ReturnedSample
 from umbra.proto.net.server import Request
 from umbra.proto.records import SAMPLE, Trajectory, array_bytes
-from umbra.services.buffer.effects import NackError, Parked, departed
+from umbra.services.buffer.effects import NackError, departed
 from umbra.services.buffer.endpoints import scoring
 from umbra.services.buffer.members import Participant
 from umbra.services.buffer.samples.groups import ANSWERED, Grant, Sample, State
@@ -34,6 +35,14 @@ STRIKES = 16  # malformed answers in a row, after which a generator gets no more
 log = logging.getLogger(__name__)
 
 
+class Parked(NamedTuple):
+    """A question that waits for tasks until `deadline`."""
+
+    request: Request
+    body: m.LeaseTasks
+    deadline: float
+
+
 class WorkerEndpoint:
     """The endpoint of generators and scorers.
 
@@ -48,7 +57,7 @@ class WorkerEndpoint:
         self._counters = run.counters
         self._outbox = run.outbox
         # By kind of task and by name.
-        self._parked: dict[str, dict[str, Parked[m.LeaseTasks]]] = {
+        self._parked: dict[str, dict[str, Parked]] = {
             kind: {} for kind in (SAMPLE, *run.buffer.stages)
         }
         self._generators = self._parked[SAMPLE]
@@ -196,7 +205,7 @@ class WorkerEndpoint:
             raise NackError("wrong_role", reason, "kind")
         return peer
 
-    def _unpark(self, name: str) -> Parked[m.LeaseTasks] | None:
+    def _unpark(self, name: str) -> Parked | None:
         for parked in self._parked.values():
             if question := parked.pop(name, None):
                 return question
@@ -224,7 +233,7 @@ class WorkerEndpoint:
             self._outbox.reply(older.request, NOTHING)
         return self._grant(request, body, len(self._generators), now)
 
-    def _serve(self, question: Parked[m.LeaseTasks], waiting: int, now: float) -> None:
+    def _serve(self, question: Parked, waiting: int, now: float) -> None:
         grant = self._grant(question.request, question.body, waiting, now)
         if grant.tasks:
             del self._parked[question.body.kind][grant.holder]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -33,30 +33,24 @@ class StoredBatch:
         return [sample for group in self.groups for sample in group.samples]
 
 
+@dataclass(eq=False)
 class Batches:
-    """The trainer's version and the batches under way.
+    """The trainer's version and the batches under way."""
 
-    Args:
-        wait: a batch waits for groups that would be stale after it (`buffer.stale_policy`).
-    """
+    pool: SamplePool
+    policy: StalenessPolicy
+    prompts: PromptFeed
+    wait: bool  # for groups that would be stale after a batch (`buffer.stale_policy`)
 
-    def __init__(
-        self, pool: SamplePool, policy: StalenessPolicy, prompts: PromptFeed, *, wait: bool
-    ) -> None:
-        self.version = 0
-        self.newest = 0  # highest version there ever was: a trainer that starts again falls behind
-        self.checkpoint: int | None = None  # newest step that a checkpoint covers
-        # By step; more than one only after a trainer's restart.
-        self.formed: dict[int, StoredBatch] = {}
-        self.kept: list[int] = []  # steps of committed batches, in order and without a gap
-        self.trained = StalenessStats()
-        self.last = StalenessStats()  # of the newest committed batch
-        self._pool = pool
-        self._journal = pool.journal
-        self._policy = policy
-        self._prompts = prompts
-        self._wait = wait
-        self._awaited: Group | None = None  # a group that the next batch waits for
+    version: int = 0
+    newest: int = 0  # highest version there ever was: a trainer that starts again falls behind
+    checkpoint: int | None = None  # newest step that a checkpoint covers
+    # By step; more than one only after a trainer's restart.
+    formed: dict[int, StoredBatch] = field(default_factory=dict[int, StoredBatch])
+    kept: list[int] = field(default_factory=list[int])  # committed steps, in order, without a gap
+    trained: StalenessStats = field(default_factory=StalenessStats)
+    last: StalenessStats = field(default_factory=StalenessStats)  # of the newest committed batch
+    _awaited: Group | None = None  # a group that the next batch waits for
 
     @property
     def next_step(self) -> int:
@@ -69,7 +63,7 @@ class Batches:
     @property
     def untrained(self) -> int:
         """Return u of the staleness rules: groups issued, but neither ended nor committed."""
-        return len(self._pool.groups) + sum(len(batch.groups) for batch in self.formed.values())
+        return len(self.pool.groups) + sum(len(batch.groups) for batch in self.formed.values())
 
     def take(self, grant: Grant, waiting: int) -> None:
         """Lease samples to a generator, by the admission, lease and partial rules of `staleness`.
@@ -78,7 +72,7 @@ class Batches:
         group counts for is decided by the samples in flight. `waiting` other generators want work
         too: each gets an equal share, so that the first to ask does not leave the others idle.
         """
-        pool, most = self._pool, grant.capacity
+        pool, most = self.pool, grant.capacity
         if waiting:
             available = pool.ledger.in_flight["queued"]
             available += max(self._room, 0) * pool.config.group_size
@@ -97,28 +91,28 @@ class Batches:
 
     @property
     def _room(self) -> int:
-        return 0 if self._pool.blocked else self._policy.room(self.untrained, self.version)
+        return 0 if self.pool.blocked else self.policy.room(self.untrained, self.version)
 
     def _next(self, version: int) -> Sample | None:
-        sample = self._pool.next_queued()
+        sample = self.pool.next_queued()
         if sample is None:
             if self._room <= 0:
                 return None
-            due = self._policy.due_version(self.untrained, self.version)
-            if version < self._policy.required_version(due, self.version):
+            due = self.policy.due_version(self.untrained, self.version)
+            if version < self.policy.required_version(due, self.version):
                 return None
-            sample = self._pool.issue(next(self._prompts), due).samples[0]
+            sample = self.pool.issue(next(self.prompts), due).samples[0]
         return sample if version >= self.required_version(sample) else None
 
     def required_version(self, sample: Sample) -> int:
-        return self._policy.required_version(sample.group.due, self.version)
+        return self.policy.required_version(sample.group.due, self.version)
 
     def form(self, now: float) -> StoredBatch | None:
         if self.leased is None:
             groups = self._choose()
             if groups is None:
                 return None
-            self._pool.start_training(groups)
+            self.pool.start_training(groups)
             ages = Counter((s.oldest, s.newest) for group in groups for s in group.samples)
             staleness = StalenessStats()
             for (oldest, newest), samples in ages.items():
@@ -133,13 +127,13 @@ class Batches:
         Staleness changes at no other time, so that groups are replaced as soon as possible.
         """
         batch = self.formed.pop(self.next_step)
-        keep = self._journal.store.durable
+        keep = self.pool.journal.store.durable
         if keep:  # the groups are about to end, so their records go with it
             self._write(batch, [group_record(group) for group in batch.groups], is_open=False)
             self.kept.append(batch.step)
         else:
             self._forget(batch.step)
-        self._pool.finish_training(batch.groups, keep=keep)
+        self.pool.finish_training(batch.groups, keep=keep)
         self.version = batch.step
         self.newest = max(self.newest, self.version)
         self.trained.merge(batch.staleness)
@@ -156,26 +150,26 @@ class Batches:
         `can_rewind` must hold. Batches formed since then wait for their turn.
         """
         for lost in range(step, self.version + 1):
-            record = self._journal.read(f"b/{lost}")
+            record = self.pool.journal.read(f"b/{lost}")
             self.kept.remove(lost)
             groups = [make_group(group) for group in record["groups"]]
             staleness = StalenessStats(**record["staleness"])
             self._open(StoredBatch(lost, groups, staleness, now))
-            self._pool.reopen_training(groups)
+            self.pool.reopen_training(groups)
             self.trained.merge(staleness, -1)
         self.version = step - 1
 
     def restore(self, live: list[Group], trajectories: Mapping[str, int], now: float) -> None:
         """Read back the batches of `live` groups; arguments and errors as of `check_whole`."""
         groups_of = {group.group_id: group for group in live}
-        for step in sorted(int(key[2:]) for key in self._journal.store.keys("b/")):
-            record = self._journal.read(f"b/{step}")
+        for step in sorted(int(key[2:]) for key in self.pool.journal.store.keys("b/")):
+            record = self.pool.journal.read(f"b/{step}")
             if not record["is_open"]:
-                for group in record["groups"]:
+                for group in map(make_group, record["groups"]):
                     check_whole(group, trajectories)
                 self.kept.append(step)
                 continue
-            names: list[str] = [group["group_id"] for group in record["groups"]]
+            names: list[str] = record["groups"]
             if lost := set(names) - groups_of.keys():
                 raise unfit(f"group {min(lost)} of the batch of step {step} is gone")
             groups = [groups_of[name] for name in names]
@@ -193,16 +187,16 @@ class Batches:
         """Forget the committed batches up to `step`, and their trajectories."""
         while self.kept and self.kept[0] <= step:
             oldest = self.kept.pop(0)
-            for group in self._journal.read(f"b/{oldest}")["groups"]:
-                for sample in group["samples"]:
-                    self._journal.drop(sample["sample_id"])
+            for group in map(make_group, self.pool.journal.read(f"b/{oldest}")["groups"]):
+                for sample in group.samples:
+                    self.pool.journal.drop(sample.sample_id)
             self._forget(oldest)
 
     def cancel(self) -> None:
         for step, batch in self.formed.items():
             self._forget(step)
             for group in batch.groups:
-                self._pool.end(group, "cancelled")
+                self.pool.end(group, "cancelled")
         self.formed.clear()
 
     def waits_for(self) -> list[Group]:
@@ -213,7 +207,7 @@ class Batches:
 
         First complete, first trained; under `wait` those go first that would be stale after it.
         """
-        complete, count = self._pool.complete, self._policy.batch_groups
+        complete, count = self.pool.complete, self.policy.batch_groups
         if len(complete) < count:
             return None  # asked at every event, so it must be cheap
         late, awaited = [], self._awaited  # the group awaited at the last event mostly still is
@@ -228,32 +222,32 @@ class Batches:
 
     def _last_chance(self) -> list[Group]:
         """Return groups that the next version would make stale, a batch at most, if it waits."""
-        if not self._wait or self.next_step <= self._policy.bound:
+        if not self.wait or self.next_step <= self.policy.bound:
             return []
-        late = filter(self._is_late, self._pool.groups.values())
-        return list(islice(late, self._policy.batch_groups))
+        late = filter(self._is_late, self.pool.groups.values())
+        return list(islice(late, self.policy.batch_groups))
 
     def _is_late(self, group: Group) -> bool:
-        oldest = group.oldest if group.group_id in self._pool.groups else None
-        return self._policy.is_stale(oldest, self.next_step)
+        oldest = group.oldest if group.group_id in self.pool.groups else None
+        return self.policy.is_stale(oldest, self.next_step)
 
     def _sweep(self) -> None:
         """End groups with stale samples; partials are judged when leased again."""
-        if self.version <= self._policy.bound:
+        if self.version <= self.policy.bound:
             return  # not even version 0 is
-        for group in list(self._pool.groups.values()):
+        for group in list(self.pool.groups.values()):
             made = (s.oldest for s in group.samples if s.state in (State.SCORING, State.READY))
-            if any(self._policy.is_stale(oldest, self.version) for oldest in made):
-                self._pool.end(group, "stale")
+            if any(self.policy.is_stale(oldest, self.version) for oldest in made):
+                self.pool.end(group, "stale")
 
     def _open(self, batch: StoredBatch) -> None:
         """Keep a new batch, written as the names of its groups, which are live and kept as such."""
         self.formed[batch.step] = batch
-        self._write(batch, [{"group_id": group.group_id} for group in batch.groups], is_open=True)
+        self._write(batch, [group.group_id for group in batch.groups], is_open=True)
 
     def _write(self, batch: StoredBatch, groups: list[Any], *, is_open: bool) -> None:
         record = {"groups": groups, "staleness": batch.staleness, "is_open": is_open}
-        self._journal.write(f"b/{batch.step}", record)
+        self.pool.journal.write(f"b/{batch.step}", record)
 
     def _forget(self, step: int) -> None:
-        self._journal.store.delete(f"b/{step}")
+        self.pool.journal.store.delete(f"b/{step}")

@@ -16,7 +16,7 @@ of the state machine can be forgotten here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
@@ -33,49 +33,40 @@ _decode = msgspec.msgpack.Decoder().decode
 _decode_trajectory = msgspec.msgpack.Decoder(Trajectory).decode
 
 
-def _record(cls: type[Any], left_out: tuple[str, ...], *more: str) -> tuple[Any, Any]:
-    """Return a struct of the stored fields of `cls`, then `more`, and a getter of the former."""
-    stored = [field for field in fields(cls) if field.name not in left_out]
-    specs: list[Any] = [
-        (field.name, Any) if field.default is MISSING else (field.name, Any, field.default)
-        for field in stored
-    ]
-    specs += [(name, Any, None) for name in more]
-    record = msgspec.defstruct(f"{cls.__name__}Record", specs, omit_defaults=True, gc=False)
-    return record, attrgetter(*(field.name for field in stored))
+def _stored(cls: type[Any], *left_out: str) -> list[str]:
+    return [one.name for one in fields(cls) if one.name not in left_out]
 
 
-_SampleRecord, _sample_values = _record(Sample, ("group", "leased_at", "unscored_since"))
-_GroupRecord, _group_values = _record(
-    Group, ("prompt", "samples", "ready", "first_ready_at", "row", "moved", "_age"),
-    "prompt", "samples",
-)  # fmt: skip
+_SAMPLE = _stored(Sample, "group", "leased_at", "unscored_since")
+_GROUP = _stored(Group, "prompt", "samples", "ready", "first_ready_at", "row", "moved", "_age")
+_sample_values, _group_values = attrgetter(*_SAMPLE), attrgetter(*_GROUP)
 
 
-def group_record(group: Group) -> msgspec.Struct:
-    samples = [_SampleRecord(*_sample_values(sample)) for sample in group.samples]
-    return _GroupRecord(*_group_values(group), group.prompt.prompt_id, samples)
+def group_record(group: Group) -> tuple[Any, ...]:
+    samples = [_sample_values(sample) for sample in group.samples]
+    return _group_values(group), group.prompt.prompt_id, samples
 
 
-def make_group(record: dict[str, Any], row: dict[str, Any] | None = None) -> Group:
-    values = {k: v for k, v in record.items() if k not in ("prompt", "samples")}
-    group = Group(prompt=Prompt(record["prompt"], row or {}), **values)
-    for sample in record["samples"]:
-        attributes: dict[str, Any] = {**sample, "state": State(sample.get("state", State.QUEUED))}
-        group.samples.append(Sample(group=group, **attributes))
-        group.ready += attributes["state"] in (State.READY, State.TRAINING)
+def make_group(record: Sequence[Any], row: dict[str, Any] | None = None) -> Group:
+    values, prompt_id, samples = record
+    group = Group(prompt=Prompt(prompt_id, row or {}), **dict(zip(_GROUP, values, strict=True)))
+    for values in samples:
+        sample = Sample(group=group, **dict(zip(_SAMPLE, values, strict=True)))
+        sample.state = State(sample.state)
+        group.samples.append(sample)
+        group.ready += sample.state in (State.READY, State.TRAINING)
     return group
 
 
-def check_whole(record: Mapping[str, Any], trajectories: Mapping[str, int]) -> None:
+def check_whole(group: Group, trajectories: Mapping[str, int]) -> None:
     """Raise StoreError unless the store has all that a group's record names.
 
     Args:
         trajectories: how many stages are scored, by sample with a trajectory.
     """
-    for sample in record["samples"]:
-        name = sample["sample_id"]
-        if sample.get("oldest") is not None and trajectories.get(name, -1) < sample.get("stage", 0):
+    for sample in group.samples:
+        name = sample.sample_id
+        if sample.oldest is not None and trajectories.get(name, -1) < sample.stage:
             raise unfit(f"the trajectory of sample {name}, or a score of it, is gone")
 
 
@@ -87,20 +78,15 @@ def score_key(sample_id: str, stage: str) -> str:
     return f"x/{sample_id}/{stage}"
 
 
+@dataclass(eq=False)
 class Journal:
-    """Plain values in `store`, and the groups of one pool with their trajectories and scores.
+    """Plain values in `store`, and the groups of one pool with their trajectories and scores."""
 
-    Args:
-        stages: that a trajectory passes before it is ready.
-        prefix: of the ids of its groups and samples.
-    """
-
-    def __init__(self, store: Store, stages: Sequence[str], prefix: str = "") -> None:
-        self.store = store
-        self.stages = tuple(stages)
-        self.prefix = prefix
-        self.changed: dict[str, Group] = {}  # since the last `save`
-        self._issued: set[str] = set()  # groups whose prompt row is in the store
+    store: Store
+    stages: tuple[str, ...]  # that a trajectory passes before it is ready
+    prefix: str = ""  # of the ids of its groups and samples
+    changed: dict[str, Group] = field(default_factory=dict[str, Group])  # since the last `save`
+    _issued: set[str] = field(default_factory=set[str])  # groups whose prompt row is in the store
 
     def write(self, key: str, value: Any) -> None:
         self.store.put(key, pack(value))
@@ -179,11 +165,12 @@ class Journal:
         rows = {key[2:]: self.read(key) for key in self.store.keys(f"r/{prefix}")}
         groups: list[Group] = []
         for key in self.store.keys(f"g/{prefix}"):
-            record, name = self.read(key), key[2:]
-            check_whole(record, trajectories)
-            if name not in rows and not record.get("completed"):  # else nobody needs the row again
+            name = key[2:]
+            group = make_group(self.read(key), rows.get(name))
+            check_whole(group, trajectories)
+            if name not in rows and not group.completed:  # else nobody needs the row again
                 raise unfit(f"the prompt of group {name} is gone")
-            groups.append(make_group(record, rows.get(name)))
+            groups.append(group)
         if lost := rows.keys() - {group.group_id for group in groups}:
             raise unfit(f"the state of group {min(lost)} is gone")
         self._issued = set(rows)

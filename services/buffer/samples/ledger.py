@@ -9,21 +9,12 @@ from umbra.proto.errors import UmbraError
 from umbra.proto.records import Ledger
 
 IN_FLIGHT = ("queued", "generating", "scoring", "ready", "training")
-MOVES = frozenset(
-    {
-        ("queued", "generating"),  # leased
-        ("generating", "queued"),  # returned, expired, or its holder is gone
-        ("generating", "ready"),  # answered
-        ("queued", "ready"),  # answered late, but before anyone else took it
-        ("generating", "scoring"),  # answered, and to be scored
-        ("queued", "scoring"),  # the same, late
-        ("scoring", "ready"),
-        ("scoring", "queued"),  # of an evaluation that begins again
-        ("ready", "queued"),  # the same
-        ("ready", "scoring"),  # scored with a sample that is generated again
-        ("ready", "training"),  # handed to the trainer
-    }
-)
+MOVES = {
+    "queued": {"generating", "scoring", "ready"},  # leased; answered late, while nobody has it
+    "generating": {"queued", "scoring", "ready"},  # taken back; answered
+    "scoring": {"queued", "ready"},  # of an evaluation that begins again; scored
+    "ready": {"queued", "scoring", "training"},  # the same; of a group to score again; in a batch
+}
 PREFIX = "failed: "
 REASONS_KEPT = 50  # distinct ones that are counted by name; others share one count
 REASON_CHARS = 100
@@ -51,7 +42,7 @@ class RunningLedger:
 
     def move(self, source: str, target: str) -> None:
         """Move one sample; raises LedgerError if there is no such move."""
-        if (source, target) not in MOVES:
+        if target not in MOVES.get(source, ()):
             raise LedgerError(f"a sample cannot go from {source} to {target}")
         self.in_flight[source] -= 1
         self.in_flight[target] += 1

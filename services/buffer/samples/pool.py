@@ -14,6 +14,7 @@ import heapq
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -41,52 +42,39 @@ REMEMBERED = 65_536  # finished samples whose late answers are still told apart
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class SamplePool:
     """All samples in flight and the ledger over them.
 
-    Args:
-        journal: where they are kept; its stages are passed before a sample is ready, its prefix is
-            that of eval samples: all tokens must be of version `due` of their group.
-        together: stage in which all samples of a group are scored at once; empty = none.
-        only: environments that this is for; none = all.
-        on_failure: called with each sample that fails.
-        health: told of complete groups and stale answers.
+    The journal's stages are passed before a sample is ready. Its prefix, if any, is that of eval
+    samples, all of whose tokens must be of version `due` of their group.
     """
 
-    def __init__(
-        self,
-        journal: Journal,
-        config: BufferConfig,
-        leases: LeaseTable,
-        counters: Counter[str],
-        *,
-        together: str,
-        only: frozenset[str],
-        on_failure: Callable[[SampleFailure], None],
-        health: Health | None = None,
-    ) -> None:
-        self.journal = journal
-        self.config = config
-        self.leases = leases
-        self.counters = counters
-        self.only = only
-        self.pinned = bool(journal.prefix)
-        self.stages = journal.stages
-        self.blocked = ""  # why no new group may be issued, if so
+    journal: Journal
+    config: BufferConfig
+    leases: LeaseTable
+    counters: Counter[str]
+    together: str  # stage in which all samples of a group are scored at once; empty = none
+    only: frozenset[str]  # environments that this is for; none = all
+    on_failure: Callable[[SampleFailure], None]
+    health: Health | None = None  # told of complete groups and stale answers
+
+    blocked: str = ""  # why no new group may be issued, if so
+    openings: int = 0  # counts whatever may let a waiting generator have work
+    filtered_in_a_row: int = 0
+    next_group: int = 0
+    next_sample: int = 0
+    completions: int = 0
+
+    def __post_init__(self) -> None:
+        self.pinned = bool(self.journal.prefix)
+        self.stages = self.journal.stages
         self.ledger = RunningLedger()
         self.samples: dict[str, Sample] = {}
         self.groups: dict[str, Group] = {}  # not yet in training, in order of issue
         self.complete: dict[str, Group] = {}  # all samples ready, in order of completion
         self.unscored: dict[str, deque[Sample]] = {stage: deque() for stage in self.stages}
         self.over: OrderedDict[str, SampleOutcome] = OrderedDict()
-        self.openings = 0  # counts whatever may let a waiting generator have work
-        self.filtered_in_a_row = 0
-        self.next_group = 0
-        self.next_sample = 0
-        self.completions = 0
-        self._together = together
-        self._on_failure = on_failure
-        self._health = health
         self._queue: list[tuple[int, Sample]] = []  # a heap; some are queued no more
         self._waiting: dict[str, Group] = {}  # groups of which some samples are ready
 
@@ -228,7 +216,7 @@ class SamplePool:
 
     def scores_together(self, prompt: Prompt) -> bool:
         """True if all answers to `prompt` are scored at once in some stage."""
-        return bool(self._together) and (not self.only or prompt.row.get(ENVIRONMENT) in self.only)
+        return bool(self.together) and (not self.only or prompt.row.get(ENVIRONMENT) in self.only)
 
     def is_unscored(self, sample: Sample, stage: str) -> bool:
         """True if `sample` waits for a scorer of `stage`."""
@@ -241,7 +229,7 @@ class SamplePool:
 
         Empty while others of the group have not reached the stage.
         """
-        if self.stage_of(sample) != self._together:
+        if self.stage_of(sample) != self.together:
             return [sample]
         group = sample.group.samples
         together = all(s.state is State.SCORING and s.stage == sample.stage for s in group)
@@ -270,7 +258,7 @@ class SamplePool:
         alone = self.config.straggler_s > 0 and len(group.samples) > self.config.min_survivors
         count = 1 if alone else len(group.samples)
         prompt_id = group.prompt.prompt_id
-        self._on_failure(SampleFailure(sample.sample_id, prompt_id, reason, count, own))
+        self.on_failure(SampleFailure(sample.sample_id, prompt_id, reason, count, own))
         if alone:
             self.cut(group, [sample], "failed")
         else:
@@ -284,8 +272,8 @@ class SamplePool:
         self._complete(group)
 
     def end(self, group: Group, reason: str) -> None:
-        if reason == "stale" and self._health is not None:
-            self._health.dropped([sample.tokens for sample in group.samples if sample.tokens])
+        if reason == "stale" and self.health is not None:
+            self.health.dropped([sample.tokens for sample in group.samples if sample.tokens])
         for sample in group.samples:
             self._end(sample, reason)
         for where in (self.groups, self.complete, self._waiting):
@@ -345,7 +333,7 @@ class SamplePool:
     def _advance(self, sample: Sample, now: float) -> None:
         group = sample.group
         stages = self.stages[sample.stage :]
-        if stages and stages[0] == self._together and not self.scores_together(group.prompt):
+        if stages and stages[0] == self.together and not self.scores_together(group.prompt):
             nothing = pack(Score(sample_id=sample.sample_id, attempt=0))
             self.journal.put(sample.sample_id, nothing, stages[0])
             sample.stage += 1
@@ -369,8 +357,8 @@ class SamplePool:
             return
         self._waiting.pop(group.group_id, None)
         rewards = [sample.reward for sample in group.samples]
-        if self._health is not None:
-            self._health.group(rewards)
+        if self.health is not None:
+            self.health.group(rewards)
         if self.config.dynamic_sampling and len(set(rewards)) == 1:  # which gives no gradient
             if self.filtered_in_a_row < self.config.max_filtered:
                 self.filtered_in_a_row += 1
@@ -384,9 +372,9 @@ class SamplePool:
 
     def _score_again(self, group: Group) -> None:
         """Void leases and scores of a group that is scored at once, if one response is new."""
-        if self._together not in self.stages or not self.scores_together(group.prompt):
+        if self.together not in self.stages or not self.scores_together(group.prompt):
             return
-        stage = self.stages.index(self._together)
+        stage = self.stages.index(self.together)
         for sample in group.samples:
             at_stage = sample.state is State.SCORING and sample.stage == stage
             if at_stage and not self.scored_with(sample):
