@@ -108,10 +108,7 @@ class EnvironmentConfig(Section):
         if not self.workers and not self.asks:
             yield f"{where}.workers = 0 needs {where}.kind = {programs}: set it to 1 or more"
         if not self.workers and not serve:
-            yield (
-                f"{where}.workers = 0 leaves the programs to `umbra run-agents`: set "
-                "generator.serve to the HOST:PORT that it comes to"
-            )
+            yield f"{where}.workers = 0 leaves programs to `umbra run-agents`: set generator.serve"
         for name, value, kinds in (
             ("agent", self.agent, ("agent",)),
             ("id", self.id, LIBRARIES),
@@ -223,20 +220,11 @@ class GeneratorConfig(Section):
     def faults(self) -> Iterator[str]:
         sessions, slots = self.sessions, self.slots
         if 0 < sessions < slots:
-            yield (
-                f"generator.sessions = {sessions} leaves some of generator.slots = {slots} empty: "
-                "raise it, or set it to 0"
-            )
+            yield f"generator.sessions = {sessions} is below generator.slots = {slots}: raise it"
         if (self.engine == "vllm-http") != bool(self.urls):
-            yield (
-                f"generator.urls = {self.urls} are the servers of generator.engine = vllm-http, "
-                f"which is {self.engine}: set both, or neither"
-            )
+            yield f"generator.urls goes with engine vllm-http, not {self.engine}: set both, or none"
         if not self.urls and not self.count:
-            yield (
-                "generator.count = 0 leaves the run without a generator: it is for generator.urls "
-                "of another host, where you start one"
-            )
+            yield "generator.count = 0 leaves the run without a generator: set it to 1 or more"
         if self.urls and self.count > 1:
             yield f"generator.count = {self.count}, but one has all of generator.urls: set it to 1"
         for url in self.urls:

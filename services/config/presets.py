@@ -246,10 +246,7 @@ class ObjectiveKeys(Section):
             if applies and least >= most:
                 yield f"trainer.{low} = {least:g} must be less than trainer.{high} = {most:g}"
         if pieces.mask == "m2po" and pieces.proximal == "interpolate":
-            yield (
-                "trainer.mask = m2po looks at the whole batch before any of it is trained on: set "
-                "trainer.proximal to recompute or stage"
-            )
+            yield "trainer.mask = m2po looks at the whole batch first: set proximal to recompute"
         most = 1 + pieces.clip_high
         if pieces.dual_clip and pieces.dual_clip <= most:
             key_ = f"trainer.dual_clip = {pieces.dual_clip:g}"

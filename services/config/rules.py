@@ -182,11 +182,8 @@ def _environment_faults(config: RunConfig) -> Iterator[str]:
         yield "environment and [[environments]] are both set: remove one of them"
     asking = sum(one.asks for one in config.all_environments)
     if serve and not asking:
-        kinds = ", ".join(("agent", *LIBRARIES))
-        yield (
-            f"generator.serve = {serve} has no effect: remove it, or set environment.kind to "
-            f"one of {kinds}"
-        )
+        kinds = " or ".join(("agent", *LIBRARIES))
+        yield f"generator.serve = {serve} is for environment.kind = {kinds}: remove it"
     advertised = config.generator.serve_advertise
     if asking > 1 and advertised.rpartition(":")[2].isdigit():
         key = f"generator.serve_advertise = {advertised}"
@@ -200,10 +197,8 @@ def _environment_faults(config: RunConfig) -> Iterator[str]:
     elif config.environments:
         yield "buffer.stages has reward: set reward_scope = group in [[environments]], or remove it"
     elif config.environment.kind not in ("exact", "reward"):
-        yield (
-            f"buffer.stages has reward, but environment.kind = {config.environment.kind} rewards "
-            "its turns itself: remove the stage"
-        )
+        kind = config.environment.kind
+        yield f"buffer.stages has reward, but kind {kind} rewards its turns: remove the stage"
 
 
 def _group_faults(config: RunConfig, environment: EnvironmentConfig) -> Iterator[str]:

@@ -191,10 +191,7 @@ class BufferConfig(Section):
                 "buffer.run_ahead and max_staleness to 1 or more, or buffer.on_batch to continue"
             )
         if self.stale_policy == "wait" and self.oversample:
-            yield (
-                "buffer.stale_policy = wait waits for the groups of buffer.oversample too: set "
-                "buffer.oversample to 0, or stale_policy to drop"
-            )
+            yield "buffer.oversample needs stale_policy = drop: set that, or buffer.oversample to 0"
         for stage in sorted(set(self.stages)):
             if self.stages.count(stage) > 1:
                 yield f"buffer.stages has {stage} twice"

@@ -311,8 +311,7 @@ class Rollout:
             line, end, complete = self._line, self.tokens, self._turn_complete()
         if not complete:
             raise _full(
-                "the model's last turn was cut off at a token limit or the context length: post "
-                "the reward"
+                "the last turn was cut off at a limit or the context length: post the reward"
             )
         if end == len(line.tokens.ids):
             return line

@@ -138,8 +138,11 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         (["ranks=4", "expert_parallel=2", "compile=true"], "compile trainer.expert_parallel"),
         (["ranks=4", "expert_parallel=2", "lora_rank=8"], "no adapters of experts: set trainer.lo"),
         (["profile_steps=[3, 900]"], "has step 900, but run.steps"),
-        ([*AGENT, "environment.workers=0"], "leaves the programs to `umbra run-agents`: set gener"),
-        (["generator.sessions=4", "generator.slots=8"], "leaves some of generator.slots = 8 empty"),
+        ([*AGENT, "environment.workers=0"], "leaves programs to `umbra run-agents`: set gener"),
+        (
+            ["generator.sessions=4", "generator.slots=8"],
+            "is below generator.slots = 8: raise it",
+        ),
         (BRANCHES, "branches = train needs environment.kind = agent or"),
         ([*AGENT, *BRANCHES, "generator.max_context=131072"], "lower max_context to 65536"),
         ([*AGENT, *BRANCHES, "objective=reinforce_pp"], "advantage = reinforce_pp"),
