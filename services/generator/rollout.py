@@ -34,20 +34,13 @@ Phase = enum.Enum("Phase", ["RESET", "GENERATE", "STEP", "DONE"])
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits that end a sample whatever model and environment say; 0 = no limit."""
-
-    turns: int = 0  # of the model
-    tokens: int = 0  # of the response, with the environment's tokens
-    branches: int = 1  # lines of tokens
-
-
-@dataclass(frozen=True)
 class RolloutSettings:
     chat: Chat
     sampling: Sampling
     max_context: int
-    limits: Limits = Limits()
+    turns: int = 0  # of the model, at most; 0 = any
+    tokens: int = 0  # of the response, with the environment's tokens, at most; 0 = any
+    branches: int = 1  # lines of tokens, at most
     stops: tuple[str, ...] = ()  # texts that end a turn
     generator: str = ""
     clock: Callable[[], float] = STEADY
@@ -275,12 +268,10 @@ class Rollout:
     # -- turns ------------------------------------------------------------------------------------
 
     def _asked_more(self, ask: Ask) -> None:
-        line, limits = self._asked_line(ask), self._settings.limits
-        if self.turns + 1 == limits.turns:
-            raise RefusedError(
-                f"turn limit reached (environment.max_turns = {limits.turns}): post the reward",
-                "turn_limit_reached",
-            )
+        line, most = self._asked_line(ask), self._settings.turns
+        if self.turns + 1 == most:
+            reached = f"turn limit reached (environment.max_turns = {most}): post the reward"
+            raise RefusedError(reached, "turn_limit_reached")
         ids: list[int] = []
         if line.tokens.ids:
             ids = self._asked_ids(ask, line, line.tokens.ids[-1])
@@ -319,7 +310,7 @@ class Rollout:
         return line.until(end)
 
     def _check_branches(self) -> None:
-        most = self._settings.limits.branches
+        most = self._settings.branches
         if sum(line.spoken for line in self._lines) >= most:
             raise RefusedError(
                 f"this history begins one more branch than the {most} that a sample may have: "
@@ -388,7 +379,7 @@ class Rollout:
 
     def _most(self, line: Line) -> int:
         context = self._settings.max_context - len(line.prompt)
-        return min(context, self._settings.limits.tokens or context)
+        return min(context, self._settings.tokens or context)
 
     def _turn_complete(self) -> bool:
         if not self._said_tokens:

@@ -26,7 +26,7 @@ from umbra.services.generator.activity import Activity, StallWatch, watching
 from umbra.services.generator.checks import check_template
 from umbra.services.generator.engines.opening import OpenEngine, computes, engine_here, open_engine
 from umbra.services.generator.loop import GeneratorLoop
-from umbra.services.generator.rollout import Limits, RolloutSettings
+from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.model_directory import weights_bytes
@@ -123,12 +123,13 @@ def settings_for(
 
     def settings(environment: EnvironmentConfig) -> RolloutSettings:
         sampling = config.sampling_for(environment)
-        branches = environment.max_branches if environment.branches == "train" else 1
         return RolloutSettings(
             chat=chat,
             sampling=sampling_of(sampling, greedy=greedy),
             max_context=config.generator.max_context,
-            limits=Limits(environment.max_turns, environment.max_tokens, branches),
+            turns=environment.max_turns,
+            tokens=environment.max_tokens,
+            branches=environment.max_branches if environment.branches == "train" else 1,
             stops=tuple(sampling.stop),
             generator=generator,
         )

@@ -153,7 +153,7 @@ def test_each_sample_has_the_limits_of_its_environment(tmp_path: Path) -> None:
     config = RunConfig(environments=named)
     settings = settings_for(config, chat)
     a, b = settings.of({"environment": "a"}), settings.of({"environment": "b"})
-    assert (a.limits.turns, b.limits.turns) == (3, 0)
+    assert (a.turns, b.turns) == (3, 0)
     with pytest.raises(SampleError, match=r"is 'c', none of \[\[environments\]\]"):
         settings.of({"environment": "c"})
     one = settings_for(RunConfig(), chat)

@@ -21,7 +21,6 @@ from fakes.slowness import limit
 from umbra.proto.records import Sampling
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.runner import Generators, run_agents
-from umbra.services.generator.rollout import Limits
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.process.loop_thread import LoopThread
@@ -156,7 +155,7 @@ def library_play(
             Chat(tokenizer, {STOP}),
             sampling=Sampling(),
             max_context=max_context,
-            limits=Limits(branches=branches),
+            branches=branches,
         )
         engine = ScriptedEngine(says(tokenizer, *turns, given=given), max_context=max_context)
         key = KEY if place == "runner" else ""

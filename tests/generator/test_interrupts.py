@@ -11,7 +11,6 @@ from umbra.proto.records import Trajectory, unpack_int32
 from umbra.services.environments.built_in import ExactMatch, Guess
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import Ask, Begun, EpisodeOutcome, StepResult
-from umbra.services.generator.rollout import Limits
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 
@@ -161,7 +160,7 @@ class HeldAgent(InlinePool):
 
 def led(chat: Chat) -> tuple[RolloutRunner, HeldAgent, ScriptedEngine]:
     pool = HeldAgent()
-    runner = runner_of(chat, pool, "1", "2", "3", limits=Limits(branches=3))
+    runner = runner_of(chat, pool, "1", "2", "3", branches=3)
     begin(runner)
     return runner, pool, cast(ScriptedEngine, runner.engine)
 

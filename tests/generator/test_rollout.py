@@ -34,7 +34,7 @@ from umbra.services.environments.protocol import (
 )
 from umbra.services.generator.engines.engine import EngineOutput
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.generator.rollout import Limits, Rollout
+from umbra.services.generator.rollout import Rollout
 from umbra.services.generator.tokens import ResponseTokens, shortened
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model
@@ -197,17 +197,17 @@ def test_short_turns_are_flushed_as_well(chat: Chat) -> None:
 @pytest.mark.parametrize(
     ("limits", "reason", "turns", "tokens"),
     [
-        (Limits(turns=2), "turns", 2, 7),
-        (Limits(tokens=5), "length", 1, 2),
-        (Limits(tokens=6), "length", 2, 6),
-        (Limits(tokens=7), "length", 2, 7),
-        (Limits(), "stop", 3, 12),
+        ({"turns": 2}, "turns", 2, 7),
+        ({"tokens": 5}, "length", 1, 2),
+        ({"tokens": 6}, "length", 2, 6),
+        ({"tokens": 7}, "length", 2, 7),
+        ({}, "stop", 3, 12),
     ],
 )
 def test_limits_end_a_sample(
-    chat: Chat, limits: Limits, reason: str, turns: int, tokens: int
+    chat: Chat, limits: dict[str, int], reason: str, turns: int, tokens: int
 ) -> None:
-    made = rolled(chat, Guess, GUESSED, "2", "3", "6", limits=limits)
+    made = rolled(chat, Guess, GUESSED, "2", "3", "6", **limits)
     assert (made.finish_reason, made.turns, made.response_tokens) == (reason, turns, tokens)
 
 

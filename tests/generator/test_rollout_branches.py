@@ -12,7 +12,7 @@ from fakes.trajectories import sample
 from umbra.proto.records import Sampling, Trajectory, VersionSpan, unpack_float32, unpack_int32
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.environments.protocol import Ask, RefusedError, StepResult
-from umbra.services.generator.rollout import Limits, Phase, Rollout
+from umbra.services.generator.rollout import Phase, Rollout
 from umbra.services.modeling.chat import Chat
 
 
@@ -24,7 +24,7 @@ class Talk:
             Chat(tokenizer, {STOP}),
             max_context=64,
             sampling=Sampling(max_tokens=8),
-            limits=Limits(**{"branches": 3, **limits}),
+            **{"branches": 3, **limits},
             clock=lambda: self.now,
         )
         self.rollout = Rollout(sample({"prompt": "x"}, trajectory=partial), chosen)

@@ -21,7 +21,6 @@ from umbra.proto.records import Sampling, Trajectory, unpack_float32, unpack_int
 from umbra.services.config import EnvironmentConfig
 from umbra.services.generator.engines.engine import Engine
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.generator.rollout import Limits
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model
@@ -42,7 +41,7 @@ def world(tiny_model_dir: Path, closes: Closes) -> Make:
             Chat(load_tokenizer(tiny_model_dir), stops),
             sampling=Sampling(temperature=TEMPERATURE, max_tokens=64),
             max_context=1024,
-            limits=Limits(branches=options.pop("branches", 8)),
+            branches=options.pop("branches", 8),
         )
         return closes(AgentWorld(engine, chosen, BRANCHING, **options))
 

@@ -46,7 +46,7 @@ def world(tokenizer: Any, closes: Closes) -> World:
             Chat(tokenizer, {STOP}),
             sampling=Sampling(max_tokens=options.pop("max_tokens", 128)),
             max_context=options.pop("max_context", 2048),
-            **{name: options.pop(name) for name in ("limits", "clock", "stops") if name in options},
+            **{name: options.pop(name) for name in ("clock", "stops") if name in options},
         )
         engine = options.pop("engine", None) or ScriptedEngine(says(tokenizer, *turns))
         return closes(AgentWorld(engine, chosen, environment, **options))
