@@ -87,10 +87,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: str | Path, *, extends: bool = False) -> RunFolder:
-        """Return the folder of a run that is to resume; `extends`: also beyond its end.
-
-        UsageError says that it is none, or that the run has reached its end.
-        """
+        """Return the folder of a run that is to resume; with `extends` also beyond its end."""
         folder = cls(Path(path).resolve())
         if not folder.config.is_file():
             raise UsageError(f"{path} is no run's folder: it has no {folder.config.name}")
@@ -124,11 +121,7 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep every other `umbra up` out of this folder for the block.
-
-        Raises:
-            UsageError: one is there already, or the folder cannot be written to.
-        """
+        """Keep other `umbra up` out of the folder; UsageError if one is there, or it is closed."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(folder_lock(self.path))
@@ -163,22 +156,18 @@ class RunFolder:
 def read_object(path: Path, remedy: str = "") -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is no file.
 
-    Raises:
-        UsageError: it holds none, and a `remedy` is given; else that is as if it were missing.
+    Where it holds none, UsageError names the `remedy`; without one it is as if there were no file.
     """
+    value, reason = None, "it holds no JSON object"
     try:
         value = json.loads(rewrite_paths(read_regular(path).decode(), path))
     except FileNotFoundError:
         return {}
     except (OSError, *UNREADABLE) as error:
         reason = str(error)
-    else:
-        if isinstance(value, dict):
-            return value
-        reason = "it holds no JSON object"
-    if not remedy:
-        return {}
-    raise UsageError(f"{path} cannot be read ({reason}): {remedy}")
+    if remedy and not isinstance(value, dict):
+        raise UsageError(f"{path} cannot be read ({reason}): {remedy}")
+    return value if isinstance(value, dict) else {}
 
 
 def tail(path: Path, limit: int = 16 << 10) -> list[str]:

@@ -11,14 +11,8 @@ from typing import Any
 
 import msgspec
 
-from umbra.deploy.check.machine import (
-    Machine,
-    ask_aside,
-    first_gpu,
-    for_cpus,
-    kind_of,
-    this_machine,
-)
+from umbra.deploy.check import machine as machines
+from umbra.deploy.check.machine import Machine, first_gpu, kind_of, this_machine
 from umbra.deploy.prepare.preflight import check_packages, check_room, check_run
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.config import RunConfig
@@ -67,7 +61,7 @@ def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunCon
     UsageError says what does not fit; StartupError is of `this_machine`, or torch sees no GPU.
     """
     machine = this_machine()
-    if machine.blind and not for_cpus(config):
+    if machine.blind and not machines.for_cpus(config):
         raise StartupError(
             f"there is an NVIDIA driver, but torch sees no GPU: {machine.blind}; for a run on CPUs "
             "set trainer.device, generator.device and scorer.device to cpu"
@@ -80,7 +74,7 @@ def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunCon
     else:
         try:
             request = ChoiceRequest(config, sorted(set_keys), machine)
-            choice = ask_aside(Choice, request, timeout_s=PATIENCE_S)
+            choice = machines.ask_aside(Choice, request, timeout_s=PATIENCE_S)
         except UmbraError as error:
             raise StartupError(
                 f"it cannot be estimated how trainer and generator share the GPU: {error}; set "

@@ -10,27 +10,12 @@ from typing import Any
 
 import click
 
+from umbra.deploy.check import machine as machines
 from umbra.deploy.check.choose import for_hardware
 from umbra.deploy.check.estimate import Estimate, Need, fullest_phase, judge, peak
-from umbra.deploy.check.machine import (
-    GPUS,
-    Finding,
-    Machine,
-    as_text,
-    findings,
-    for_cpus,
-    has_problem,
-    refusal,
-    this_machine,
-)
+from umbra.deploy.check.machine import GPUS, Finding, Machine, findings, refusal, this_machine
 from umbra.deploy.check.model_sizes import read_sizes
-from umbra.deploy.prepare.preflight import (
-    check_packages,
-    check_run,
-    load_given,
-    search_path,
-    set_option,
-)
+from umbra.deploy.prepare import preflight
 from umbra.deploy.prepare.stage import find_rows, try_aside
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import EXIT_DONE, UsageError
@@ -46,7 +31,7 @@ from umbra.services.reporting import aligned, size
 
 @click.command()
 @click.argument("run_file", type=click.Path(path_type=Path), required=False)
-@set_option
+@preflight.set_option
 @click.option("--gpu", metavar="KIND", help=f"Only the memory, on GPUs of: {', '.join(GPUS)}.")
 @click.option("--memory", is_flag=True, help="Print what takes memory, by process and purpose.")
 @click.option("--no-code", is_flag=True, help="Run no code that RUN_FILE names.")
@@ -78,15 +63,15 @@ def command(
         run_file = RunFolder.existing(run_file, extends=True).config
     if showing:
         return _show(load_config(run_file, overrides=overrides), json_wanted)
-    run, tree = load_given(run_file, overrides)
+    run, tree = preflight.load_given(run_file, overrides)
     if gpu is None and not no_code:
-        check_run(run, download=False)
+        preflight.check_run(run, download=False)
     machine = this_machine() if gpu is None else Machine.with_gpu(gpu)
     checks, warnings, needed = list[Finding](), [*cautions(run)], None
     local = gpu is None and run.trainer.nodes == 1
-    blind = machine.blind and not for_cpus(run)  # which a finding says, with the reason
+    blind = machine.blind and not machines.for_cpus(run)  # which a finding says, with the reason
     if local:
-        check_packages(run)
+        preflight.check_packages(run)
     if local and not blind and (fault := next(device_faults(run, len(machine.gpus)), "")):
         raise UsageError(fault)
     choice = for_hardware(run, given_keys(tree), machine)
@@ -94,7 +79,9 @@ def command(
     if choice.refusal and not machine.gpus:  # else the estimate may say more
         raise UsageError(choice.refusal)
     if local and not blind and not no_code:
-        messages = try_aside(run, search_path(run_file), model=run.generator.engine == "vllm")
+        messages = try_aside(
+            run, preflight.search_path(run_file), model=run.generator.engine == "vllm"
+        )
         if run.generator.engine != "vllm":  # whose arguments are tried with torch
             rows = find_rows(run)  # which the user's code may give
             import_without_torch()
@@ -118,20 +105,24 @@ def command(
     if gpu is None:
         checks += findings(run, **sums)
     checks += [Finding(name, "warning", text) for name, text in warnings]
-    state = "has a problem, see below" if has_problem(checks) else "good"
+    state = "has a problem, see below" if _has_problem(checks) else "good"
     lines = [f"{run_file}: {state}", *_summary(run, changes, needed)]
     lines += ["", *_memory(needed)] if memory and needed is not None else []
     extra = {"chosen": changes, "estimate": needed.as_dict() if needed else None}
     return _finish(lines, checks, extra, json_wanted)
 
 
+def _has_problem(checks: list[Finding]) -> bool:
+    return any(check.level == "problem" for check in checks)
+
+
 def _finish(lines: list[str], checks: list[Finding], more: dict[str, Any], as_json: bool) -> int:
-    problem = has_problem(checks)
+    problem = _has_problem(checks)
     if as_json:
         report = {"ok": not problem, "checks": [asdict(check) for check in checks], **more}
         click.echo(json.dumps(report))
     else:
-        click.echo("\n".join([*lines, *([""] if lines else []), *as_text(checks)]))
+        click.echo("\n".join([*lines, *([""] if lines else []), *machines.as_text(checks)]))
     return UsageError.exit_code if problem else EXIT_DONE
 
 

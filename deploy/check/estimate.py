@@ -1,15 +1,14 @@
-"""Estimate of a run's memory, in bytes; docs/models.md.
+"""Estimate of a run's memory on one host, in bytes; docs/models.md.
 
-`needs` has what each process takes on its GPU and host (the kernel measures at most 5 % more in
-tests), and `judge` the margin, and the key to lower if it does not fit. A run is taken to be on one
-host.
+`needs` has each process's on its GPU and host (the kernel measures at most 5 % more in tests), and
+`judge` the margin, and the key to lower if it does not fit.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,12 +18,7 @@ from umbra.deploy.check.machine import GIB, Machine, first_gpu, kind_of
 from umbra.deploy.check.model_sizes import ModelSizes, read_sizes
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig, TrainerConfig
-from umbra.services.modeling.row_sizes import (
-    fitting_tokens,
-    reading_tokens,
-    rows_within,
-    scoring_rows,
-)
+from umbra.services.modeling import row_sizes
 from umbra.services.process.host import host_bytes
 from umbra.services.reporting import size
 from umbra.services.weights.planes.plane import GPU_PLANES
@@ -78,7 +72,7 @@ class Need:
     gpus: tuple[tuple[int, ...], ...]
     device: tuple[Item, ...]
     host: tuple[Item, ...]
-    count: int = 1
+    count: int
 
 
 def needs(config: RunConfig, sizes: ModelSizes, *, gpu: int, host: int | None) -> list[Need]:
@@ -113,8 +107,8 @@ def _trainer(config: RunConfig, sizes: ModelSizes, gpu: int, host_memory: int | 
     trainer, ranks = config.trainer, config.trainer.ranks
     kind = kind_of(trainer.device, gpu=gpu > 0)
     memory = _memory(kind, gpu, host_memory, ranks)
-    fits = fitting_tokens(trainer, sizes.config, sizes.parameters // ranks, memory, kind)
-    rows = rows_within(trainer, sizes.config, fits, kind, config.longest_turn)
+    fits = row_sizes.fitting_tokens(trainer, sizes.config, sizes.parameters // ranks, memory, kind)
+    rows = row_sizes.rows_within(trainer, sizes.config, fits, kind, config.longest_turn)
     shape = fullest(*rows, config.generator.max_context)
     device, host = _rank(trainer, sizes, kind, *shape)
     if trainer.pieces.needs_critic:
@@ -283,7 +277,8 @@ def _generator(config: RunConfig, sizes: ModelSizes, *, gpu: bool) -> Need:
     if vllm:
         device.append(Item("vLLM's passes and graphs", VLLM_WORK))
     else:
-        prefill = context * max(1, min(slots, reading_tokens(kind, sizes.parameters) // context))
+        at_once = row_sizes.reading_tokens(kind, sizes.parameters) // context
+        prefill = context * max(1, min(slots, at_once))
         sampled = 4 * 4 * slots * sizes.vocabulary  # logits, their softmax, sorted, drawn
         device.append(Item("prefill", _forward(sizes, prefill, context, itemsize, kind)))
         device.append(Item("sampling", sampled, remedy=SLOTS))
@@ -329,7 +324,7 @@ def _scorers(
         models, work = (stage == "ref_logp" and sizes.teachers) or (sizes,), 0
         for model in models:
             counts, turn = (model.parameters, itemsize, memory), config.longest_turn
-            rows = scoring_rows(config.trainer, model.config, *counts, kind, turn)
+            rows = row_sizes.scoring_rows(config.trainer, model.config, *counts, kind, turn)
             tokens, width = fullest(*rows, config.generator.max_context)
             logits = 4 * min(4 * tokens * model.vocabulary, int(config.trainer.logits_mib * 2**20))
             work = max(work, _forward(model, tokens, width, itemsize, kind) + logits)
@@ -424,11 +419,11 @@ def judge(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Estimate:
     arena = Item(f"arena, {copies} versions", copies * version, LOADED, "set weight_hub.slots = 2")
     by_gpu: dict[int, list[Need]] = defaultdict(list)
     for need in all_needs:
-        for index in (index for gpus in need.gpus for index in gpus):
+        for index in sum(need.gpus, ()):
             by_gpu[index].append(need)
     loads = {i: sum(_gpu_bytes(config, n, machine) for n in own) for i, own in by_gpu.items()}
     host = peak([arena, *(item for need in all_needs for item in need.host * need.count)])
-    faults = [*_gpu_faults(by_gpu, loads, machine), *_host_faults(all_needs, arena, host, machine)]
+    faults = [*_faults(by_gpu, loads, all_needs, arena, host, machine)]
     slots, room = config.generator.slots, _vllm_room(config, all_needs, machine)
     notes: list[str] = []
     if room is not None and room < max(1, slots / SLOTS_PER_CONTEXT):
@@ -444,7 +439,7 @@ def judge(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Estimate:
     # vLLM takes its share whatever it needs.
     group = by_gpu[max(loads, key=loads.__getitem__)] if loads else all_needs
     choosable = [need for need in group if room is None or need.name != "generator"] or group
-    largest = _largest(item for n in choosable for item in (n.device if loads else n.host))
+    largest = _largest([item for n in choosable for item in (n.device if loads else n.host)])
     messages = tuple(faults), tuple(notes)
     return Estimate(machine, tuple(all_needs), arena, loads, host, *messages, room, largest)
 
@@ -468,30 +463,24 @@ def _vllm_room(config: RunConfig, all_needs: list[Need], machine: Machine) -> fl
     return max(0.0, free / (cache.bytes / generator.slots))
 
 
-def _gpu_faults(
-    by_gpu: dict[int, list[Need]], loads: dict[int, int], machine: Machine
-) -> Iterator[str]:
+def _faults(
+    by_gpu: dict[int, list[Need]], loads: dict[int, int], needs: list[Need], arena: Item, host: int,
+    machine: Machine,
+) -> Iterator[str]:  # fmt: skip
     reported: set[str] = set()
     for index, group in sorted(by_gpu.items()):
         names = " and ".join(need.name for need in group)
         if not machine.gpu or loads[index] <= USABLE * machine.gpu or names in reported:
             continue
         reported.add(names)
-        has = f"GPU {index} has {size(machine.gpu)} ({machine.name})"
+        has, needed = f"GPU {index} has {size(machine.gpu)} ({machine.name})", size(loads[index])
         if len(group) > 1:
             yield (
-                f"{has}, {names} need {size(loads[index])} together: give the generator other GPUs "
+                f"{has}, {names} need {needed} together: give the generator other GPUs "
                 "(generator.device), or lower what each takes"
             )
-            continue
-        largest = _largest(group[0].device)
-        yield (
-            f"{has}, a {names} needs {size(loads[index])}, most of it {largest.name} "
-            f"({size(largest.bytes)}): {largest.remedy}"
-        )
-
-
-def _host_faults(all_needs: list[Need], arena: Item, host: int, machine: Machine) -> Iterator[str]:
+        else:
+            yield f"{has}, a {names} needs {needed}, most of it {_advice(group[0].device)}"
     if machine.shm is not None and arena.bytes > machine.shm:
         yield (
             f"/dev/shm has {size(machine.shm)}, the arena of the weights needs "
@@ -499,16 +488,18 @@ def _host_faults(all_needs: list[Need], arena: Item, host: int, machine: Machine
             "2 or a smaller weight_hub.dtype"
         )
     if machine.host is not None and host > machine.host:
-        largest = _largest(item for need in all_needs for item in need.host)
-        yield (
-            f"the host has {size(machine.host)} of memory, the run needs {size(host)}, most of it "
-            f"{largest.name} ({size(largest.bytes)} per process): {largest.remedy}"
-        )
+        advice = _advice([item for need in needs for item in need.host], " per process")
+        has = f"the host has {size(machine.host)} of memory"
+        yield f"{has}, the run needs {size(host)}, most of it {advice}"
 
 
-def _largest(items: Iterable[Item]) -> Item:
+def _advice(items: Collection[Item], unit: str = "") -> str:
+    largest = _largest(items)
+    return f"{largest.name} ({size(largest.bytes)}{unit}): {largest.remedy}"
+
+
+def _largest(items: Collection[Item]) -> Item:
     """Return the largest item that a user can change, in the phase that needs most."""
-    items = list(items)
     phase = fullest_phase(items)
     adjustable = [item for item in items if item.remedy and phase in item.during]
     return max(adjustable or items, key=lambda item: item.bytes)
@@ -534,13 +525,9 @@ def divide(config: RunConfig, set_keys: Collection[str], machine: Machine) -> tu
 def _generator_part(config: RunConfig, before: Estimate, set_keys: Collection[str]) -> Any:
     generator, gpu = config.generator, before.machine.gpu
     need = next(need for need in before.needs if need.name == "generator")
-    own_gpus = {index for gpus in need.gpus for index in gpus}
-    others = [
-        other
-        for other in before.needs
-        if other is not need and any(own_gpus & {*ids} for ids in other.gpus)
-    ]
-    room = USABLE * gpu - MARGIN * sum(peak(need.device) for need in others)
+    own, rest = {*sum(need.gpus, ())}, [other for other in before.needs if other is not need]
+    others = [other for other in rest if own & {*sum(other.gpus, ())}]
+    room = USABLE * gpu - MARGIN * sum(peak(other.device) for other in others)
     arguments, slots = generator.engine_args, generator.slots
     if generator.engine == "vllm":
         if others and SHARE not in arguments and "kv_cache_memory_bytes" not in arguments:

@@ -216,10 +216,6 @@ def refusal(subject: str, sentence: str) -> Finding:
     return Finding(subject, "problem", problem or sentence, remedy)
 
 
-def has_problem(checks: Sequence[Finding]) -> bool:
-    return any(check.level == "problem" for check in checks)
-
-
 def as_text(checks: Sequence[Finding]) -> list[str]:
     """Return lines for people: the findings, then what to do, problems first."""
     lines = aligned((check.subject, check.level, check.text) for check in checks)

@@ -120,11 +120,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def load_cluster(path: Path) -> ClusterFile:
-    """Read and check a cluster file.
-
-    Raises:
-        UsageError: it cannot be read, or a key is unknown (with the nearest name) or bad.
-    """
+    """Read and check a cluster file; UsageError names a key that is unknown or bad."""
     tree = read_run_file(path, "cluster file")
     if section := next((name for name in tree if name not in ("cluster", "nodes")), ""):
         hint = nearest(section, ["cluster", "nodes"])

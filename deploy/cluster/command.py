@@ -118,9 +118,6 @@ def render(
     """Return the texts of `formats` by their path below `out`, which is absolute.
 
     `modules` is the folder of the user's own Python modules, or empty; `keys` that of the run's.
-
-    Raises:
-        UsageError: the plan cannot be rendered so.
     """
     tree = as_dict(plan.config)
     tree["security"]["keys"] = ""  # the nodes' environment says where they are
@@ -148,14 +145,7 @@ def write(files: dict[str, str], out: Path) -> None:
 
 
 def copy_keys(plan: Plan, keys: Path, out: Path) -> None:
-    """Put into each node's folder the keys that it needs, readable by their owner alone.
-
-    That is the user of the containers, if we may give files away or are that user.
-
-    Raises:
-        UsageError: one is missing, or the folder cannot be written to; or the user of the
-            containers could not read them.
-    """
+    """Put into each node's folder the keys that it needs, readable by their user alone."""
     user, group = plan.cluster.owner
     if os.geteuid() not in (0, user):
         raise UsageError(

@@ -42,7 +42,7 @@ def compose_files(plan: Plan, paths: Paths, config: str) -> dict[str, str]:
 def _by_node(plan: Plan, paths: Paths) -> list[tuple[Node, list[Launch]]]:
     """Return the nodes that are used, with what starts there."""
     every = launches(plan, paths)
-    nodes = ((node, [one for one in every if one.process.node == node]) for node in plan.nodes)
+    nodes = ((node, [e for e in every if e.process.node == node]) for node in plan.nodes)
     return [(node, local) for node, local in nodes if local]
 
 
@@ -140,9 +140,7 @@ def keys_command(plan: Plan, keys: str) -> str:
 def manifests(plan: Plan, paths: Paths, config: str) -> str:
     """Return all manifests of the run; `config` is the text of its configuration.
 
-    Raises:
-        UsageError: processes share a GPU, or use the host's network, or a file that they need is
-            not in the claim.
+    UsageError says that processes share a GPU or the host's network, or lack a file in the claim.
     """
     if plan.shares_gpus():
         raise UsageError(

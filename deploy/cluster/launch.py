@@ -63,14 +63,9 @@ class Paths:
 
 
 def container_paths(plan: Plan, modules: str, *, keys: bool) -> Paths:
-    return Paths(
-        config=f"{ROOT}/{CONFIG_FILE}",
-        results=f"{ROOT}/results/{plan.run_id}",
-        store=f"{ROOT}/store/{plan.run_id}",
-        keys=f"{ROOT}/keys" if keys else "",
-        modules=modules,
-        cache=f"{ROOT}/cache",
-    )
+    results, store = (f"{ROOT}/{name}/{plan.run_id}" for name in ("results", "store"))
+    folder = f"{ROOT}/keys" if keys else ""
+    return Paths(f"{ROOT}/{CONFIG_FILE}", results, store, folder, modules, f"{ROOT}/cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +145,8 @@ def ports(plan: Plan, process: Process) -> list[int]:
 
 def environment(plan: Plan, paths: Paths) -> dict[str, str]:
     """Return the environment of all processes, which has the buffer's address."""
-    broker = plan.the("buffer").node.address
-    variables = {"UMBRA_BROKER": f"tcp://{broker}:{plan.cluster.port(Port.CONTROL)}"}
-    variables |= with_fast_copies({})
+    broker = f"tcp://{plan.the('buffer').node.address}:{plan.cluster.port(Port.CONTROL)}"
+    variables = {"UMBRA_BROKER": broker, **with_fast_copies({})}
     if paths.keys:
         variables["UMBRA_SECURITY__KEYS"] = paths.keys
     if paths.modules:

@@ -55,10 +55,8 @@ def place_groups(file: ClusterFile, config: RunConfig) -> list[TaskGroup]:
     """Return the groups with their shares of the nodes that do not join later, in file order.
 
     Nodes are given out in the order of the file. Where GPUs are divided the group that trains comes
-    first and gets its GPUs on the first node that has as many, else on the fewest nodes.
-
-    Raises:
-        UsageError: tasks and ratios do not fit the run or the nodes; the sentence has the numbers.
+    first and gets its GPUs on the first node that has as many, else on the fewest nodes. UsageError
+    says, with the numbers, where tasks and ratios do not fit the run or the nodes.
     """
     tasks = [(group,) if isinstance(group, str) else tuple(group) for group in file.cluster.groups]
     _check_tasks(tasks, config)
@@ -197,11 +195,7 @@ def _arithmetic(ratio: Fraction, nodes: list[Node], count: int, unit: str = "nod
 
 
 def check_ratios(ratios: Sequence[float], groups: int) -> list[Fraction]:
-    """Return the ratios as exact numbers that add up to 1; equal ones if there are none.
-
-    Raises:
-        UsageError: another number of ratios than groups, or a sum that is not 1.
-    """
+    """Return the ratios as exact numbers that add up to 1; equal ones if there are none."""
     if not ratios:
         return [Fraction(1, groups)] * groups
     if len(ratios) != groups:
@@ -217,15 +211,9 @@ def check_ratios(ratios: Sequence[float], groups: int) -> list[Fraction]:
 
 
 def divide(ratios: Sequence[Fraction], units: int, limits: Sequence[int | None]) -> list[int]:
-    """Return the units of each group by the rule above.
+    """Return the units of each group by the rule above; ValueError if there are fewer than groups.
 
-    Args:
-        ratios: add up to 1.
-        units: at least as many as groups.
-        limits: the most that a group can use; None is any number.
-
-    Raises:
-        ValueError: fewer units than groups.
+    `ratios` add up to 1; `limits` are the most that each group can use, None is any number.
     """
     if units < len(ratios):
         raise ValueError(f"{units} units for {len(ratios)} groups")
@@ -305,15 +293,10 @@ class Plan:
 
 
 def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
-    """Place the processes of the run on the nodes.
+    """Place the processes of the run on the nodes; UsageError has the numbers if that fails.
 
-    Args:
-        config: of the run, with absolute paths; it need not be feasible before the plan has said
-            how many ranks and nodes the trainer has.
-        run_id: names the folder of the run's results.
-
-    Raises:
-        UsageError: it cannot be done; the sentence has the numbers.
+    `config` has absolute paths; it need not be feasible before the plan has said how many ranks and
+    nodes the trainer has. `run_id` names the folder of the run's results.
     """
     if not config.model.path:
         raise UsageError("model.path is empty: name the model's directory in the run file")

@@ -115,10 +115,8 @@ def slurm_files(
 ) -> dict[str, str]:
     """Return the script that `sbatch` takes, and the run's configuration, whose text is `config`.
 
-    Both go into the folder `out`, which receives the script's output.
-
-    Raises:
-        UsageError: a name or path cannot be written in the script.
+    Both go into the folder `out`, which receives the script's output. UsageError says which name or
+    path cannot be written in the script.
     """
     results, file = Path(plan.config.run.dir).resolve() / plan.run_id, str(out / SLURM_FILE)
     store, folder = plan.config.buffer.store or str(results / "store"), str(keys or "")

@@ -13,14 +13,8 @@ from typing import Any, NamedTuple
 import click
 from msgspec.structs import replace
 
+from umbra.deploy.prepare import stage
 from umbra.deploy.prepare.preflight import check_run, set_option
-from umbra.deploy.prepare.stage import (
-    StageInterrupted,
-    begin_stage,
-    has_ended,
-    last_said,
-    run_stage,
-)
 from umbra.deploy.run.command import finish
 from umbra.deploy.run.live import View, choose_view
 from umbra.deploy.run.up import Up
@@ -90,7 +84,9 @@ def run_demo(
     config = located(config, run_file)
     stage_start, activity = time.monotonic(), "model: random weights, character tokenizer"
     arguments, waiting = ("make-model", random, *seed_flag), partial(view.doing, activity)
-    run_stage("make-model", arguments, folder=folder, environ=environ, waiting=waiting, **shared)
+    stage.run_stage(
+        "make-model", arguments, folder=folder, environ=environ, waiting=waiting, **shared
+    )
     report(activity, stage_start)
     stage_start = time.monotonic()
     activity = f"warm start: {recipe.sft_steps} supervised steps on a poor teacher"
@@ -99,13 +95,13 @@ def run_demo(
         *("--steps", str(recipe.sft_steps), "--schedule", recipe.sft_schedule),
         *("--threads", "1", "--device", "cpu"),
     )
-    warm_start = begin_stage("sft", arguments, folder, environ, server)
+    warm_start = stage.begin_stage("sft", arguments, folder, environ, server)
 
     def model_made() -> bool:
-        if done := has_ended(warm_start, "sft", folder):
+        if done := stage.has_ended(warm_start, "sft", folder):
             report(activity, stage_start)
         else:
-            detail = last_said(folder, "sft")
+            detail = stage.last_said(folder, "sft")
             view.doing(activity, detail if detail.startswith("step ") else "")
         return done
 
@@ -148,7 +144,7 @@ def command(
         view.say(f"everything goes to {folder.path}")
         try:
             summary = run_demo(task, seed, folder, view, interrupts, overrides, server)
-        except StageInterrupted:
+        except stage.StageInterrupted:
             click.echo("umbra: interrupted", err=True)
             return interrupts.exit_code
         finally:

@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 import tomli_w
@@ -49,11 +48,11 @@ _RUN = """\
 # chosen for the machine. Paths are looked up beside this file, then from where you are.
 
 [run]
-name = {name}
+{name}
 steps = 200                       # optimizer steps
 
 [model]
-{model}  # a Hugging Face model directory, or ORG/NAME on the hub
+{path}  # a Hugging Face model directory, or ORG/NAME on the hub
 
 [data]
 {prompts}  # rows with "prompt"; other columns reach the reward
@@ -95,20 +94,11 @@ def run_file(gpus: int, *, file: str, name: str, model: str, prompts: str, rewar
         ranks = gpus // 2
         generator = f"count = {gpus - ranks}                         # each on a GPU of its own"
         trainer = f"ranks = {ranks}                         # GPUs that train\nlearning_rate = 1e-6"
-    return _RUN.format(
-        file=file,
-        name=_value(name),
-        model=f"path = {_value(model)}",
-        prompts=f"prompts = {_value(prompts)}",
-        environment=REWARDS[reward],
-        groups=32 if gpus else 8,
-        generator=generator,
-        trainer=trainer,
-    )
-
-
-def _value(value: Any) -> str:
-    return tomli_w.dumps({"key": value}).removeprefix("key = ").strip()
+    keys = {"name": name, "path": model, "prompts": prompts}
+    lines = {key: tomli_w.dumps({key: value}).strip() for key, value in keys.items()}
+    environment, groups = REWARDS[reward], 32 if gpus else 8
+    parts = {"generator": generator, "trainer": trainer, "environment": environment}
+    return _RUN.format(file=file, groups=groups, **parts, **lines)
 
 
 RUN_FILE, REWARD_FILE, PROMPTS_FILE = "run.toml", "reward.py", "prompts.jsonl"

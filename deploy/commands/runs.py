@@ -17,14 +17,8 @@ from typing import Any, Literal
 
 import click
 
-from umbra.deploy.run_folder import (
-    RunFolder,
-    only_rows_of_runs,
-    read_object,
-    read_rollouts,
-    rollout_text,
-    tail,
-)
+from umbra.deploy import run_folder
+from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.shown import shown_name
 from umbra.proto.bounds import printable
 from umbra.proto.errors import EXIT_DONE, UsageError
@@ -102,15 +96,17 @@ def _print_rollouts(
     if worst and best:
         raise UsageError("--worst and --best exclude each other")
     folder = RunFolder(find_run(run))
-    with only_rows_of_runs(folder.samples):
-        of_step = (row for row in read_rollouts(folder) if step is None or row["step"] == step)
+    with run_folder.only_rows_of_runs(folder.samples):
+        of_step = (
+            row for row in run_folder.read_rollouts(folder) if step is None or row["step"] == step
+        )
         if worst or best:
             choose = heapq.nsmallest if worst else heapq.nlargest
             rows = choose(count, of_step, key=lambda row: row["reward"])
         else:
             rows = list(deque(of_step, maxlen=count))
         for row in rows:
-            click.echo(json.dumps(row) if as_json else printable(rollout_text(row)))
+            click.echo(json.dumps(row) if as_json else printable(run_folder.rollout_text(row)))
     if rows:
         return EXIT_DONE
     reason = f"has no rollouts yet: {folder.samples.name} comes with its first step"
@@ -130,9 +126,9 @@ def list_runs(parent: Path) -> Iterator[RunEntry]:
 
 
 def _entry(folder: RunFolder) -> RunEntry:
-    config, summary = read_object(folder.config), read_object(folder.summary)
+    config, summary = run_folder.read_object(folder.config), run_folder.read_object(folder.summary)
     run = section if isinstance(section := config.get("run"), dict) else {}
-    lines = (line for line in reversed(tail(folder.metrics, TAIL_BYTES)) if STEP in line)
+    lines = (line for line in reversed(run_folder.tail(folder.metrics, TAIL_BYTES)) if STEP in line)
     steps = list(islice(filter(None, map(parse_row, lines)), RECENT))  # newest first
     rewards = [r for row in steps if (r := _number(row.get("reward/mean"))) is not None]
     goal, code = _number(run.get("steps")), summary.get("exit_code")

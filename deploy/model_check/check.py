@@ -13,17 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from umbra.deploy.model_check.comparisons import (
-    Outcome,
-    Row,
-    change,
-    compare_export,
-    compare_publishing,
-    compare_torch_engine,
-    compare_training,
-    publish,
-    vllm_bound,
-)
+from umbra.deploy.model_check import comparisons
+from umbra.deploy.model_check.comparisons import Outcome, Row
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.generator.vllm import check as vllm_check
 from umbra.services.modeling.architectures import (
@@ -45,14 +36,10 @@ WINDOW = 16  # tokens; the sequences that are compared are longer
 
 
 def check_model(path: Path, layers: int = 0, *, vllm: bool = True, workers: int = 1) -> Outcome:
-    """Compare Umbra with plain Transformers on the model in `path`.
+    """Compare Umbra with plain Transformers on the model in `path`; UsageError if it is refused.
 
-    Args:
-        layers: of the copy that is compared; 0 = all layers, or few of a large model.
-        vllm: compare vLLM too, if it is installed; `workers` divide the model there.
-
-    Raises:
-        UsageError: no model directory, or one that Umbra refuses whatever a comparison says.
+    The copy that is compared has so many `layers`; 0 = all, or few of a large model. With `vllm`
+    vLLM is compared too, if it is installed; `workers` divide the model there.
     """
     directory = check_model_dir(path, "PATH")
     config = read_config(directory, "PATH")
@@ -76,14 +63,16 @@ def check_model(path: Path, layers: int = 0, *, vllm: bool = True, workers: int 
 def _compare(original: Path, directory: Path, scratch: Path, checked: list[str]) -> Iterator[Row]:
     reference = Reference(directory)
     policy, tokenizer = load_policy(directory, "PATH", checked)
-    yield from _tried("training", compare_training(policy, reference))
-    before = publish(policy)
-    change(policy)
-    versions = before, publish(policy)
-    yield from _tried("torch engine", compare_torch_engine(directory, reference, versions, checked))
-    del reference, before, versions
-    yield from _tried("publishing", compare_publishing(directory, policy, checked))
-    yield from _tried("export", compare_export(original, policy, tokenizer, scratch, checked))
+    yield from _tried("training", comparisons.training(policy, reference))
+    before = comparisons.publish(policy)
+    comparisons.change(policy)
+    versions = before, comparisons.publish(policy)
+    rows = comparisons.torch_engine(directory, reference, versions, checked)
+    yield from _tried("torch engine", rows)
+    del reference, before, versions, rows
+    yield from _tried("publishing", comparisons.publishing(directory, policy, checked))
+    rows = comparisons.export(original, policy, tokenizer, scratch, checked)
+    yield from _tried("export", rows)
 
 
 def _tried(name: str, rows: Iterator[Row]) -> Iterator[Row]:
@@ -115,7 +104,7 @@ def compare_vllm(
             raise
         yield Row("logprobs of vLLM", None, 0.0, "nats", str(error).partition("\n")[0])
         return
-    bound = vllm_bound(config, result.dtype)
+    bound = comparisons.vllm_bound(config, result.dtype)
     unit = "nats" if result.dtype == "float32" else "nats in the mean"
     yield Row("logprobs of vLLM, from disk", result.from_disk, bound, unit)
     yield Row("logprobs of vLLM, the same weights published", result.same, bound, unit)

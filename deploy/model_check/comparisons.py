@@ -143,7 +143,7 @@ def _growth(config: Any) -> float:
     return solved * (terms / (_HIDDEN * _LAYERS)) ** 0.5
 
 
-def compare_training(policy: PreTrainedModel, reference: Reference) -> Iterator[Row]:
+def training(policy: PreTrainedModel, reference: Reference) -> Iterator[Row]:
     """Yield rows on `policy`, as `load_policy` gives it, with the weights of `reference`."""
     embeddings: Any = policy.get_input_embeddings()
     tokens = _tokens(embeddings.num_embeddings)
@@ -264,7 +264,7 @@ def change(policy: PreTrainedModel) -> None:
         weight.add_(torch.randn(weight.shape, generator=generator) * scale * _CHANGE)
 
 
-def compare_torch_engine(
+def torch_engine(
     directory: Path,
     reference: Reference,
     versions: tuple[Version, Version],
@@ -295,7 +295,7 @@ def compare_torch_engine(
         yield difference(f"logprobs of the {name}", logprobs, _joined(expected), model.config)
 
 
-def compare_publishing(
+def publishing(
     directory: Path, policy: PreTrainedModel, checked: Collection[str] = ()
 ) -> Iterator[Row]:
     """Yield rows on publishing `policy` to a model from `directory`, with other weights."""
@@ -307,7 +307,7 @@ def compare_publishing(
         yield _same(f"weights published in {dtype}", policy.state_dict(), model.state_dict())
 
 
-def compare_export(
+def export(
     original: Path,
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

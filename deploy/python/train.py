@@ -26,13 +26,11 @@ from umbra.services.modeling.run_file import Say, located
 from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.prompts import plain_row, rows_of
 
+# A value of `data.prompts`; or a data set, or rows that are texts or mappings.
 Prompts: TypeAlias = str | Path | Iterable[str | Mapping[str, Any]]
-"""A value of `data.prompts`; or a data set, or rows that are texts or mappings."""
-
+# A function, or "module:function", called with `prompt=`, `completion=` and `row=`; or several
+# functions, each with its weight.
 Reward: TypeAlias = str | Callable[..., Any] | Mapping[str | Callable[..., Any], float]
-"""A function, or "module:function", called with `prompt=`, `completion=` and `row=`; or several,
-each with its weight."""
-
 SHOW_EVERY_S = 1.0
 MODULE_FILE = f"{MODULE}.py"
 
@@ -106,8 +104,8 @@ def train(
         _set(tree, "data", prompts=_write_prompts(prompts, folder, "prompts"))
         if eval_prompts is not None:
             _set(tree, "eval", prompts=_write_prompts(eval_prompts, folder, "eval_prompts"))
-        given = located(config_of(tree, "umbra.train"), Path.cwd() / "run.toml", say)
-        resolved, changes = ready(given, tree)
+        run_config = located(config_of(tree, "umbra.train"), Path.cwd() / "run.toml", say)
+        resolved, changes = ready(run_config, tree)
         search = source.search
         if source.text:
             _write_input(folder, MODULE_FILE, source.text.encode())

@@ -10,22 +10,10 @@ from typing import Any
 
 import click
 
-from umbra.deploy.report.summary import (
-    Figures,
-    balanced,
-    gather,
-    recorded,
-    summary_rows,
-    write_trace,
-)
-from umbra.deploy.run_folder import (
-    Row,
-    RunFolder,
-    only_rows_of_runs,
-    read_object,
-    read_rollouts,
-    rewritten,
-)
+from umbra.deploy import run_folder
+from umbra.deploy.report import summary as summaries
+from umbra.deploy.report.summary import Figures, recorded
+from umbra.deploy.run_folder import Row, RunFolder
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.monitor.view import page_file
 from umbra.services.process.files import named_run
@@ -85,7 +73,7 @@ def recorded_look(
             "steps": [group[-1]["step"] for group in thinned],
             "values": {name: [_mean(group, name) for group in thinned] for name in COLUMNS},
         },
-        "ledger": balanced(status.get("ledger")),
+        "ledger": summaries.balanced(status.get("ledger")),
         "staleness_counts": status.get("staleness_counts", []),
         "counters": status.get("counters", {}),
         "evals": [{"scores": report, **report} for report in figures.evals],
@@ -116,10 +104,10 @@ def _member(name: str, seconds: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _rollouts(folder: RunFolder) -> list[Row]:
-    steps = sorted({row["step"] for row in read_rollouts(folder)})
+    steps = sorted({row["step"] for row in run_folder.read_rollouts(folder)})
     last = len(steps) - 1
     sample_steps = {steps[i * last // (ROLLOUT_STEPS - 1)] for i in range(ROLLOUT_STEPS) if steps}
-    return [row for row in read_rollouts(folder) if row["step"] in sample_steps]
+    return [row for row in run_folder.read_rollouts(folder) if row["step"] in sample_steps]
 
 
 def _mean(steps: Sequence[Row], name: str) -> float | None:
@@ -141,7 +129,7 @@ def command(run: Path, others: tuple[Path, ...]) -> int:
     folder = named_run(run)
     if not folder.is_dir():
         raise UsageError(f"{run} is no run: neither it nor runs/{run} is a folder")
-    with only_rows_of_runs(folder):
+    with run_folder.only_rows_of_runs(folder):
         for path in write_report(RunFolder(folder), others):
             click.echo(str(path))
     return EXIT_DONE
@@ -150,19 +138,22 @@ def command(run: Path, others: tuple[Path, ...]) -> int:
 def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
     """Write the page and the timeline of a run, and return where; UsageError if it is none."""
     folders, trace = [folder.path, *others], folder.path / "trace.json"
-    write_trace(recorded(folders), trace)
-    summary = read_object(folder.summary, remedy := "restore it, or remove it")
-    config, figures = read_object(folder.config, remedy), gather(recorded(folders))
+    summaries.write_trace(recorded(folders), trace)
+    summary = run_folder.read_object(folder.summary, remedy := "restore it, or remove it")
+    config, figures = (
+        run_folder.read_object(folder.config, remedy),
+        summaries.gather(recorded(folders)),
+    )
     warnings = [("warning", f"{row['name']}: {row['text']}") for row in figures.warnings]
     look = recorded_look(
         folder.path.resolve().name,
         figures,
         summary=summary,
-        facts=summary_rows(summary) if summary else warnings,
-        status=read_object(folder.buffer),
+        facts=summaries.summary_rows(summary) if summary else warnings,
+        status=run_folder.read_object(folder.buffer),
         config=config,
         rollouts=_rollouts(folder),
     )
-    with rewritten(folder.report) as file:
+    with run_folder.rewritten(folder.report) as file:
         file.write(page(look))
     return [folder.report, trace]

@@ -27,11 +27,7 @@ EVENT_FIELDS = ("time", "service", "kind", "name", "start", "end")  # of a row, 
 
 
 def recorded(folders: Sequence[Path]) -> Iterator[Row]:
-    """Yield the rows of a run from its folders, one per node if it ran on several.
-
-    Raises:
-        UsageError: a folder has no metrics.
-    """
+    """Yield the rows of a run from its folders, one per node; UsageError if one has no metrics."""
     paths = [RunFolder(folder).metrics for folder in folders]
     for path in paths:
         if not path.exists():
@@ -201,8 +197,8 @@ def balanced(ledger: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return a ledger with its `balance`, which is 0 unless a sample was lost."""
     if not ledger:
         return None
-    ended, flight = sum(ledger["ended"].values()), sum(ledger["in_flight"].values())
-    return {**ledger, "balance": ledger["issued"] - ledger["trained"] - ended - flight}
+    samples = ledger["trained"], *ledger["ended"].values(), *ledger["in_flight"].values()
+    return {**ledger, "balance": ledger["issued"] - sum(samples)}
 
 
 def measure(figures: Figures) -> dict[str, Any]:

@@ -11,14 +11,7 @@ from typing import Any
 import click
 
 from umbra.deploy.check.choose import in_one_line, ready
-from umbra.deploy.prepare.preflight import (
-    load_given,
-    note,
-    run_endpoints,
-    run_file_argument,
-    search_path,
-    set_option,
-)
+from umbra.deploy.prepare import preflight
 from umbra.deploy.report.summary import summary_rows
 from umbra.deploy.run.live import choose_view
 from umbra.deploy.run.up import Up
@@ -41,8 +34,8 @@ SIGNALLED = 128  # exit codes above it are of signals
 
 
 @click.command()
-@run_file_argument
-@set_option
+@preflight.run_file_argument
+@preflight.set_option
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.option("--quiet", is_flag=True, help="Show only the outcome.")
 def up(run_file: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> int:
@@ -65,14 +58,14 @@ def up(run_file: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -
         if before is not None:
             stack.enter_context(before.held())
             run_file = before.config
-        config, tree = load_given(run_file, overrides)
+        config, tree = preflight.load_given(run_file, overrides)
         extension = check_extension(before, config) if before and before.has_ended() else ""
         name = config.model.name
         if is_hub_name(name) and (missing := missing_bytes(name, "model.path")):
-            note(f"model: {size(missing)} of weights to download")
+            preflight.note(f"model: {size(missing)} of weights to download")
         config, changes = ready(config, tree)  # before a folder is made
-        search = search_path(run_file)
-        for endpoint in run_endpoints(config):
+        search = preflight.search_path(run_file)
+        for endpoint in preflight.run_endpoints(config):
             check_port_free(endpoint)
         view = choose_view(quiet=quiet, as_json=as_json)
         interrupts = stack.enter_context(SignalCounter())

@@ -79,12 +79,10 @@ class Up:
         self._trained = False  # a step in this life of the run
 
     def run(self) -> dict[str, Any]:
-        """Run to the end, good or bad; the summary, which is also in the folder.
+        """Run to the end, good or bad; return the summary, which is also in the folder.
 
-        Raises:
-            UsageError: the configuration cannot work; nothing was started.
-            ChildError: the run was to go on, and one of its services refuses that: the folder is as
-                it was before, but for its logs.
+        UsageError says that the configuration cannot work, and nothing was started; ChildError that
+        a service refuses to continue this run: its folder is as it was before, but for its logs.
         """
         before = self.folder.remember() if self.folder.config.is_file() else None
         try:
@@ -99,10 +97,10 @@ class Up:
                 self.folder.put_back(before)
             else:
                 self.folder.discard()
-            if isinstance(error, StageInterrupted):
-                code = self._interrupts.exit_code
-                raise ChildError("interrupted before anything was started", code) from error
-            raise
+            if isinstance(error, UmbraError):
+                raise
+            sentence = "interrupted before anything was started"
+            raise ChildError(sentence, self._interrupts.exit_code) from error
         try:
             remove_leftovers(self.folder.id)  # of a life of this run that was killed
             self.folder.forget_end()
@@ -198,12 +196,12 @@ class Up:
         for program in others:
             supervisor.start(program)
 
-    def _doing(self, what: str, detail: str = "") -> None:
+    def _doing(self, activity: str, detail: str = "") -> None:
         """Show what goes on, once the model is made."""
         if self._model_made is not None and self._model_made():
             self._model_made = None
         if self._model_made is None:
-            self._view.doing(what, detail)
+            self._view.doing(activity, detail)
 
     def _turn(self, supervisor: Supervisor, progress: Progress) -> None:
         """Run one turn of the loop: heed signals, show progress, sleep a little."""
@@ -229,22 +227,20 @@ class Up:
                     self._view.say(line)
             return failure.reason, failure.exit_code
         if supervisor.done:
-            ended = read_object(self.folder.buffer)
-            if ended.get("ending") and not ended.get("finished"):
-                return f"drained: {ended['ending']}", EXIT_DRAINED
+            status = read_object(self.folder.buffer)
+            if status.get("ending") and not status.get("finished"):
+                return f"drained: {status['ending']}", EXIT_DRAINED
             return "finished", EXIT_DONE
         return "interrupted", self._interrupts.exit_code
 
 
 def _contradiction(summary: Mapping[str, Any]) -> str:
     """Return the fault of a run that seemed to end well; empty if there is none."""
-    if summary["ledger"] is None:
+    if (ledger := summary["ledger"]) is None:
         return "the buffer left no final status"
-    if summary["ledger"]["balance"]:
-        return f"the ledger is off by {summary['ledger']['balance']} samples"
-    if summary["model"] is None:
-        return "the trainer left no model"
-    return ""
+    if ledger["balance"]:
+        return f"the ledger is off by {ledger['balance']} samples"
+    return "" if summary["model"] else "the trainer left no model"
 
 
 def other_programs(config: RunConfig, folder: RunFolder, broker: str) -> list[Program]:

@@ -46,22 +46,11 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "memory_peak.py"
 LEAST, MOST = 0.95, 1.3  # times the measured bytes
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 2000,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
+    "vocab_size": 2000, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
 LARGE_VOCABULARY = {**SMALL, "vocab_size": 40_000, "num_hidden_layers": 1}
-EXPERTS = {
-    **SMALL,
-    "num_hidden_layers": 3,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 CASES = {
     "short rows": Case("Qwen3", SMALL, 4, 256),
     "a long row": Case("Qwen3", SMALL, 1, 1024),
@@ -70,7 +59,7 @@ CASES = {
     "an adapter": Case("Qwen3", SMALL, 4, 256, {"lora_rank": 8}),
     "all logits": Case("Qwen3", LARGE_VOCABULARY, 2, 256),
     "logits in chunks": Case("Qwen3", LARGE_VOCABULARY, 2, 256, {"logits_mib": 16.0}),
-    "experts": Case("Qwen3Moe", EXPERTS, 4, 256),
+    "experts": Case("Qwen3Moe", {**SMALL, "num_hidden_layers": 3, **EXPERTS}, 4, 256),
     "windows": Case("Gemma2", {**SMALL, "sliding_window": 128}, 2, 256),
 }
 
@@ -83,14 +72,9 @@ def sized(config: Any, trainer: TrainerConfig) -> ModelSizes:
 def measured() -> dict[str, int]:
     """Return the memory of each case, in bytes: measured by the kernel, in another process."""
     lines = [json.dumps(dataclasses.asdict(case)) for case in CASES.values()]
-    program = Popen(
-        [sys.executable, str(PROGRAM)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": SEARCH},
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    env = {**os.environ, "PYTHONPATH": SEARCH}
+    program = Popen([sys.executable, str(PROGRAM)], text=True, env=env, **pipes)
     out, said = program.communicate("\n".join(lines), timeout=limit(300))
     assert program.returncode == 0, said
     found = [json.loads(line)["bytes"] for line in out.splitlines()]
@@ -232,18 +216,8 @@ def run_file(tmp_path: Path, tiny_model_dir: Path) -> Path:
     prompts.write_text('{"prompt": "1", "answer": "1"}\n', encoding="utf-8")
     path = tmp_path / "run.toml"
     path.write_text(
-        f"""
-        [model]
-        path = "{tiny_model_dir}"
-        [data]
-        prompts = "{prompts}"
-        [generator]
-        max_context = 64
-        [trainer]
-        pack_tokens = 64
-        micro_tokens = 128
-        """,
-        encoding="utf-8",
+        f'model.path = "{tiny_model_dir}"\ndata.prompts = "{prompts}"\n'
+        "generator.max_context = 64\ntrainer = { pack_tokens = 64, micro_tokens = 128 }\n"
     )
     return path
 

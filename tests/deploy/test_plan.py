@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fakes.clusters import BOTH, PLANS, SEPARATE, launched, plan_of
+from fakes.clusters import BOTH, PLANS, SEPARATE, launched, plan_of, render
 from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.deploy.cluster.cluster_file import load_cluster
 from umbra.deploy.cluster.command import table
+from umbra.deploy.cluster.launch import ports
 from umbra.deploy.cluster.plan import Plan, check_ratios, divide
 from umbra.proto.errors import UsageError
+from umbra.services.config.rules import check_feasible
 
 SERVERS = ("generator.engine=vllm-http", 'generator.urls=["http://127.0.0.1:8001"]')
 
 
 def by_task(plan: Plan) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-    for process in plan.processes:
-        found.setdefault(process.task, []).append((process.node.name, process.gpus))
-    return found
+    tasks = dict.fromkeys(process.task for process in plan.processes)
+    return {
+        task: [(p.node.name, p.gpus) for p in plan.processes if p.task == task] for task in tasks
+    }
 
 
 @pytest.mark.parametrize(
@@ -86,13 +89,11 @@ def test_complete_separation() -> None:
 
 
 def test_a_group_shares_its_gpus() -> None:
-    plan = PLANS["hybrid"]
-    found = by_task(plan)
+    found = by_task(PLANS["hybrid"])
     assert found["train"] == [("a", (0, 1, 2, 3))]
     assert found["logp"] == [("a", (gpu,)) for gpu in range(4)]
     assert found["generate"] == [(node, (gpu,)) for node in "cd" for gpu in range(4)]
-    assert plan.shares_gpus()
-    assert not PLANS["separate"].shares_gpus()
+    assert [PLANS[name].shares_gpus() for name in ("hybrid", "separate")] == [True, False]
 
 
 def test_fewer_nodes_than_groups_are_divided_by_gpus() -> None:
@@ -106,10 +107,8 @@ def test_fewer_nodes_than_groups_are_divided_by_gpus() -> None:
 
 def test_without_gpus_processes_are_dealt() -> None:
     found = by_task(PLANS["no GPUs"])
-    assert found["train"] == [("a", ())]
-    assert found["ref_logp"] == [("b", ())]
-    assert found["generate"] == [("c", ())]
-    assert found["reward"] == [("a", ())]
+    places = {"train": "a", "ref_logp": "b", "generate": "c", "reward": "a"}
+    assert {task: found[task] for task in places} == {t: [(n, ())] for t, n in places.items()}
     several = plan_of(0, 0, 0, 0, overrides=("generator.count=4",), ratios=[0.25, 0.75])
     names = [process.name for process in several.processes if process.task == "generate"]
     assert names == ["generator-b-0", "generator-c-0", "generator-d-0", "generator-b-1"]
@@ -133,56 +132,89 @@ def test_names_are_unique_and_gpus_exist() -> None:
         assert len(listed) == len(names)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "stages", "overrides", "settings", "told"),
-    [
-        ((2,), BOTH, (), SEPARATE, "4 groups need 4 GPUs at least, and the nodes have 2"),
-        (
-            (4, 4),
-            BOTH,
-            (),
-            {**SEPARATE, "unit": "node"},
-            "4 groups need 4 nodes with GPUs, and there are 2: set cluster.unit to gpu",
-        ),
-        (
-            (8, 8),
-            (),
-            ("trainer.ranks=16",),
-            {},
-            "trainer.ranks = 16, but group [train] has 8 GPUs (ratio 0.5 x 2 nodes = 1)",
-        ),
-        (
-            (8,),
-            (),
-            ("generator.tensor_parallel=4",),
-            {"ratios": [0.75, 0.25]},
-            "a generator needs 4 GPUs (generator.tensor_parallel), but group [generate] "
-            "has at most 2 on one node (ratio 0.25 x 8 GPUs = 2)",
-        ),
-        ((0,), (), (), {"unit": "gpu"}, "cluster.unit = gpu, but no node has GPUs"),
-        ((8,), ("logp",), (), {}, "cluster.groups lacks logp"),
-        ((8,), (), (), {"groups": ["train", "generate", "logp"]}, "names logp, but buffer.stages"),
-        ((8,), (), (), {"groups": ["actor-train", "generate"]}, "actor-train is called train here"),
-        (
-            (8,),
-            ("reward",),
-            (),
-            {"groups": ["train", "generate", "reward"]},
-            "gives nodes to reward alone, which needs no GPU",
-        ),
-        ((8,), (), ("weight_hub.plane=nccl",), {}, "set cluster.network to host"),
-        ((8,), (), SERVERS, {}, "run `umbra up` with generator.count = 0"),
-    ],
-)
+def run(*overrides: str, **settings: object) -> dict[str, Any]:
+    return {"overrides": overrides, **settings}
+
+
+FOUR, THIRD = (8, 8, 8, 8), ("ref_logp",)
+THIRDS = {"groups": ["train", "ref_logp", "generate"], "ratios": [0.75, 0.125, 0.125]}
+FIVE_EIGHTHS = {**THIRDS, "ratios": [0.625, 0.25, 0.125]}
+REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+    ("4 groups need 4 GPUs at least, and the nodes have 2", (2,), {"stages": BOTH, **SEPARATE}),
+    (
+        "4 groups need 4 nodes with GPUs, and there are 2: set cluster.unit to gpu",
+        (4, 4), {"stages": BOTH, **SEPARATE, "unit": "node"},
+    ),
+    (
+        "trainer.ranks = 16, but group [train] has 8 GPUs (ratio 0.5 x 2 nodes = 1)",
+        (8, 8), run("trainer.ranks=16"),
+    ),
+    (
+        "a generator needs 4 GPUs (generator.tensor_parallel), but group [generate] has at most 2 "
+        "on one node (ratio 0.25 x 8 GPUs = 2)",
+        (8,), run("generator.tensor_parallel=4", ratios=[0.75, 0.25]),
+    ),
+    ("cluster.unit = gpu, but no node has GPUs", (0,), run(unit="gpu")),
+    ("cluster.groups lacks logp", (8,), run(stages=("logp",))),
+    ("names logp, but buffer.stages", (8,), run(groups=["train", "generate", "logp"])),
+    ("actor-train is called train here", (8,), run(groups=["actor-train", "generate"])),
+    (
+        "gives nodes to reward alone, which needs no GPU",
+        (8,), run(stages=("reward",), groups=["train", "generate", "reward"]),
+    ),
+    ("set cluster.network to host", (8,), run("weight_hub.plane=nccl")),
+    ("run `umbra up` with generator.count = 0", (8,), run(*SERVERS)),
+    (
+        "trainer.nodes = 3, but group [train] gets 2 (ratio 0.5 x 4 nodes = 2): change its",
+        FOUR, run("trainer.nodes=3"),
+    ),
+    (
+        "trainer.nodes = 2, but group [train] gets 1 (node a, as there are no GPUs to divide)",
+        (0, 0), run("trainer.nodes=2", stages=THIRD, groups=["train", "generate", "ref_logp"]),
+    ),
+    (
+        "trainer.ranks = 5 cannot be divided equally over the 2 nodes of group [train] (ratio "
+        "0.5 x 4 nodes = 2): set it to a multiple of 2",
+        FOUR, run("trainer.ranks=5"),
+    ),
+    ("trainer.ranks = 1 cannot be divided equally over the 2 nodes", (0, 0, 0, 0), {}),
+    (
+        "have different numbers of GPUs (a 8, b 4): set trainer.ranks to 8, or list nodes of one "
+        "kind first",
+        (8, 4, 8, 8), {},
+    ),
+    ("trainer.ranks = 16, but group [train] has 8 GPUs", (8, 4, 8, 8), run("trainer.ranks=16")),
+    (
+        "group [train] gets 5 GPUs (ratio 0.625 x 8 GPUs = 5), which cannot be divided in equal "
+        "parts, as a trainer's must be; the nodes have 4, 4: change its ratio",
+        (4, 4), run(stages=THIRD, **FIVE_EIGHTHS),
+    ),
+    (
+        "which cannot be divided over 2 nodes (trainer.nodes) in equal parts",
+        (4, 4, 4), run("trainer.nodes=2", unit="gpu", ratios=[0.75, 0.25]),
+    ),
+    (
+        "trainer.sequence_parallel = 4 does not divide the 6 ranks on each node of group "
+        "[train]: ranks that share the tokens of a row have to be on one node",
+        (6, 6, 6, 6), run("trainer.sequence_parallel=4"),
+    ),
+    (
+        "weight_hub.plane = nccl sends from one host, and the trainer's weights are on 2",
+        FOUR, run("weight_hub.plane=nccl", network="host"),
+    ),
+    (
+        "trainer.rendezvous = h:1, but the plan chooses where a trainer's ranks meet",
+        FOUR, run("trainer.rendezvous=h:1"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("told", "gpus", "arguments"), REFUSED)
 def test_a_plan_that_cannot_be_met_is_refused_with_the_numbers(
-    gpus: tuple[int, ...],
-    stages: tuple[str, ...],
-    overrides: tuple[str, ...],
-    settings: dict[str, object],
-    told: str,
+    told: str, gpus: tuple[int, ...], arguments: dict[str, Any]
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        plan_of(*gpus, stages=stages, overrides=overrides, **settings)
+        plan_of(*gpus, **arguments)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -212,41 +244,139 @@ def test_hub_and_relays_have_a_gpu_where_they_may_broadcast(
 GOOD = '[cluster]\ngroups = ["train", "generate"]\n[[nodes]]\nname = "a"\naddress = "h"\n'
 
 
+def edited(old: str, new: str, more: str = "") -> str:
+    return GOOD.replace(old, new) + more
+
+
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("told", "text"),
     [
-        (GOOD.replace("groups", "gruops"), "cluster: unknown key gruops; did you mean groups?"),
+        ("cluster: unknown key gruops; did you mean groups?", edited("groups", "gruops")),
         (
-            GOOD.replace("groups", "sperated_node_tasks"),
             "cluster.sperated_node_tasks is async-rl's: write groups",
+            edited("groups", "sperated_node_tasks"),
         ),
-        (GOOD + "gpu = 3\n", "nodes[0]: unknown key gpu; did you mean gpus?"),
-        (GOOD + "gpus = 'x'\n", "nodes[0].gpus: expected `int`, got `str`"),
-        (GOOD.replace('"a"', '"A b"'), "nodes[0].name: expected `str` matching regex"),
+        ("nodes[0]: unknown key gpu; did you mean gpus?", GOOD + "gpu = 3\n"),
+        ("nodes[0].gpus: expected `int`, got `str`", GOOD + "gpus = 'x'\n"),
+        ("nodes[0].name: expected `str` matching regex", edited('"a"', '"A b"')),
+        ("unknown section [clutser]; did you mean cluster?", edited("[cluster]", "[clutser]")),
+        ("two nodes have the name a", GOOD + '[[nodes]]\nname = "a"\naddress = "i"\n'),
+        ("cluster.broker = c is no node", edited("groups", "broker = 'c'\ngroups")),
+        ("there are no nodes", "[cluster]\n"),
         (
-            GOOD.replace("[cluster]", "[clutser]"),
-            "unknown section [clutser]; did you mean cluster?",
-        ),
-        (GOOD + '[[nodes]]\nname = "a"\naddress = "i"\n', "two nodes have the name a"),
-        (GOOD.replace("groups", "broker = 'c'\ngroups"), "cluster.broker = c is no node"),
-        ("[cluster]\n", "there are no nodes"),
-        (
-            GOOD + "[cluster.slurm]\ntimes = '1'\n",
             "cluster.slurm: unknown key times; did you mean time",
+            GOOD + "[cluster.slurm]\ntimes = '1'\n",
         ),
         (
-            GOOD.replace("groups", "memory_gib = {generates = 3}\ngroups"),
             "cluster.memory_gib: unknown task generates; did you mean generate",
+            edited("groups", "memory_gib = {generates = 3}\ngroups"),
         ),
         (
-            GOOD.replace('"a"', '"a.b"') + '[[nodes]]\nname = "a-b"\naddress = "i"\n',
             "two nodes are a-b where no dots are allowed",
+            edited('"a"', '"a.b"', '[[nodes]]\nname = "a-b"\naddress = "i"\n'),
         ),
     ],
 )
-def test_a_bad_cluster_file(text: str, told: str, tmp_path: Path) -> None:
+def test_a_bad_cluster_file(told: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError) as caught:
         load_cluster(path)
     assert told in str(caught.value)
+
+
+# -- a trainer over several nodes -----------------------------------------------------------------
+
+TWO = PLANS["trainer on two nodes"]  # and two that generate
+
+
+def trainers(plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
+    assert [process.node_rank for process in plan.trainers()] == list(range(len(plan.trainers())))
+    return [(process.node.name, process.gpus) for process in plan.trainers()]
+
+
+def flags(plan: Plan, name: str) -> dict[str, str]:
+    """The flags of the process `name`, by their names; --set by its keys."""
+    (process,) = (process for process in plan.processes if process.name == name)
+    words = launched(plan, process).command
+    start = next(index for index, word in enumerate(words) if word.startswith("--"))
+    pairs = zip(words[start::2], words[start + 1 :: 2], strict=True)
+    split = ((flag, value, value.partition("=")) for flag, value in pairs)
+    return dict((key, word) if flag == "--set" else (flag, v) for flag, v, (key, _, word) in split)
+
+
+def test_a_share_of_two_nodes_is_two_nodes() -> None:
+    assert trainers(TWO) == [("a", tuple(range(8))), ("b", tuple(range(8)))]
+    assert (TWO.config.trainer.nodes, TWO.config.trainer.ranks) == (2, 16)
+    assert TWO.config.trainer.rendezvous == "10.0.0.1:5561"
+    parts = [(p.name, p.node.name, p.node_rank) for p in TWO.processes if p.task == "part"]
+    assert parts == [("part-b", "b", 1)]  # the hub has the part of its own node
+    assert TWO.the("weight_hub").node.name == "a"
+    check_feasible(TWO.config)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ratios", "nodes"),
+    [
+        ((8, 8, 8), [0.5, 0.5], 1),  # due 1.5: other nodes are not trained on unasked
+        ((8,) * 9, [0.333, 0.667], 3),  # due 2.997, as ratios are written
+        ((8,) * 5, [0.7, 0.3], 3),
+    ],
+)
+def test_the_share_is_not_rounded_up(
+    gpus: tuple[int, ...], ratios: list[float], nodes: int
+) -> None:
+    plan = plan_of(*gpus, ratios=ratios)
+    assert len(plan.trainers()) == plan.config.trainer.nodes == nodes
+    assert {process.node.name for process in plan.processes} == {node.name for node in plan.nodes}
+
+
+def test_gpus_of_several_nodes_in_equal_parts() -> None:
+    plan = plan_of(4, 4, stages=THIRD, **THIRDS)  # 6 GPUs of 8
+    assert trainers(plan) == [("a", (0, 1, 2)), ("b", (0, 1, 2))]
+    assert plan.config.trainer.ranks == 6
+    others = {(p.node.name, p.gpus) for p in plan.processes if p.task in ("ref_logp", "generate")}
+    assert others == {("a", (3,)), ("b", (3,))}
+    one = plan_of(4, 8, stages=THIRD, **{**THIRDS, "ratios": [0.5, 0.25, 0.25]})
+    assert trainers(one) == [("b", tuple(range(6)))]  # one node, where one has as many
+
+
+def test_a_group_that_shares_the_trainer_s_nodes() -> None:
+    """Relay and part of a node bind ports of their own."""
+    plan = PLANS["trainer and logp on two nodes"]
+    on_b = plan.on(plan.nodes[1])
+    assert [process.task for process in on_b] == ["relay", "part", "train", *["logp"] * 4]
+    assert [port for process in on_b for port in ports(plan, process)] == [5558, 5559, 5560]
+
+
+def test_every_node_s_ranks_know_where_they_meet() -> None:
+    for rank, name in enumerate(("trainer", "trainer-b")):
+        found = flags(TWO, name)
+        assert found["--node-rank"] == str(rank)
+        assert (found["trainer.nodes"], found["trainer.ranks"]) == ("2", "16")
+        assert found["trainer.rendezvous"] == "10.0.0.1:5561"
+    assert "--node-rank" not in flags(plan_of(8, 8), "trainer")
+    moved = plan_of(*FOUR, base_port=7000)
+    assert flags(moved, "trainer-b")["trainer.rendezvous"] == "10.0.0.1:7006"
+    assert moved.config.trainer.rendezvous == "10.0.0.1:7006"
+    # Only rank 0 is a member, whose health is asked for.
+    health = {tuple(launched(TWO, process).health) for process in TWO.trainers()}
+    assert health == {("status", "--member", "trainer")}
+
+
+def test_a_part_finds_the_hub_and_says_where_it_is_found() -> None:
+    found = flags(TWO, "part-b")
+    assert found["--upstream"] == "tcp://10.0.0.1:5558"
+    assert found["weight_hub.listen"] == "tcp://0.0.0.0:5560"
+    assert (found["--owner"], found["--advertise"]) == ("1", "10.0.0.2")
+
+
+def test_a_script_for_slurm_ends_with_rank_0_and_meets_on_its_host() -> None:
+    lines = render(TWO, "slurm")["run.sbatch"].splitlines()
+    steps = {line.split()[3].strip("'"): line for line in lines if line.startswith("step ")}
+    for rank, name in enumerate(("trainer", "trainer-b")):
+        assert steps[name].startswith(f"step {rank} 0,1,2,3,4,5,6,7 {name} 20 umbra trainer ")
+        assert '--set "trainer.rendezvous=${addresses[0]}:5561" ' in steps[name]
+    assert lines.count("trainer=$!") == 1
+    assert lines[lines.index("trainer=$!") - 1] == steps["trainer"]
+    assert '--advertise "${addresses[1]}"' in steps["part-b"]

@@ -10,33 +10,20 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from fakes.clusters import (
-    PLANS,
-    RUN_ID,
-    SCHEMAS,
-    launched,
-    parse_planned,
-    plan_of,
-    plans,
-    render,
-    run_config,
-)
+from fakes import clusters
+from fakes.clusters import PLANS, launched, parse_planned, plan_of, plans, render
 
 from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node
 from umbra.deploy.cluster.command import render as render_plan
 from umbra.deploy.cluster.command import write
 from umbra.deploy.cluster.launch import KINDS, container_paths, environment, launch, ports
-from umbra.deploy.cluster.plan import Plan, make_plan
+from umbra.deploy.cluster.plan import Plan, Process, make_plan
 from umbra.services.config.loader import load_config
 
 
 def compose_files(plan: Plan) -> dict[str, dict[str, Any]]:
-    files = render(plan, "compose")
-    return {
-        path.split("/")[0]: yaml.safe_load(text)
-        for path, text in files.items()
-        if path.endswith("compose.yaml")
-    }
+    files = render(plan, "compose").items()
+    return {path.split("/")[0]: yaml.safe_load(text) for path, text in files if "compose" in path}
 
 
 @plans
@@ -69,27 +56,23 @@ def test_ports_are_the_documented_ones() -> None:
 
 
 @plans
-def test_compose_files_hold_to_the_specification(plan: Plan) -> None:
-    schema = json.loads((SCHEMAS / "compose-spec.json").read_text(encoding="utf-8"))
+def test_a_compose_file_starts_what_belongs_on_its_node(plan: Plan) -> None:
+    """And holds to the specification."""
+    schema = json.loads((clusters.SCHEMAS / "compose-spec.json").read_text(encoding="utf-8"))
     files = compose_files(plan)
     assert set(files) == {node.name for node in plan.nodes if plan.on(node)}
-    for file in files.values():
+    for node in (node for node in plan.nodes if plan.on(node)):
+        file = files[node.name]
         jsonschema.Draft7Validator(schema).validate(file)
-
-
-@plans
-def test_a_compose_file_starts_what_belongs_on_its_node(plan: Plan) -> None:
-    files = compose_files(plan)
-    for node in plan.nodes:
-        services = files[node.name]["services"] if plan.on(node) else {}
-        assert list(services) == [process.name for process in plan.on(node)]
+        assert list(file["services"]) == [process.name for process in plan.on(node)]
         for process in plan.on(node):
-            check_service(plan, services[process.name], process.name, files[node.name]["volumes"])
+            check_service(plan, file["services"][process.name], process, file["volumes"])
 
 
-def check_service(plan: Plan, service: dict[str, Any], name: str, volumes: dict[str, Any]) -> None:
+def check_service(
+    plan: Plan, service: dict[str, Any], process: Process, volumes: dict[str, Any]
+) -> None:
     """Everything that a service needs in order to run, and nothing that it should not have."""
-    process = next(p for p in plan.processes if p.name == name)
     assert service["restart"].startswith("on-failure:")
     assert service["command"] == launched(plan, process).command
     assert "start_interval" not in service["healthcheck"]  # which needs Docker Engine 25
@@ -138,11 +121,11 @@ def test_limits_of_the_cluster_file() -> None:
 
 
 def test_nodes_with_dots_and_with_names_for_addresses() -> None:
-    nodes = [
-        Node(name="gpu-1.example.com", address="gpu-1.example.com", gpus=1),
-        Node(name="gpu-2.example.com", address="10.0.0.2", gpus=1),
-    ]
-    plan = make_plan(ClusterFile(cluster=ClusterSpec(), nodes=nodes), run_config(), RUN_ID)
+    addresses = {"gpu-1.example.com": "gpu-1.example.com", "gpu-2.example.com": "10.0.0.2"}
+    nodes = [Node(name=name, address=address, gpus=1) for name, address in addresses.items()]
+    plan = make_plan(
+        ClusterFile(cluster=ClusterSpec(), nodes=nodes), clusters.run_config(), clusters.RUN_ID
+    )
     first, second = compose_files(plan).values()
     assert first["name"] == "umbra-gpu-1-example-com"
     ports = first["services"]["buffer"]["ports"]
@@ -154,12 +137,10 @@ def test_images() -> None:
     def images(plan: Plan) -> dict[str, str]:
         return {p.task: launched(plan, p).image for p in plan.processes}
 
+    kinds = {**dict.fromkeys(("buffer", "weight_hub", "relay"), "broker"), "train": "trainer"}
     assert images(plan_of(1, 1, image="registry.example/umbra", tag="1.2")) == {
-        "buffer": "registry.example/umbra-broker:1.2",
-        "weight_hub": "registry.example/umbra-broker:1.2",
-        "relay": "registry.example/umbra-broker:1.2",
-        "train": "registry.example/umbra-trainer:1.2",
-        "generate": "registry.example/umbra-generator:1.2",
+        task: f"registry.example/umbra-{kind}:1.2"
+        for task, kind in {**kinds, "generate": "generator"}.items()
     }
     assert set(images(plan_of(0, 0)).values()) == {"umbra-broker:latest", "umbra-cpu:latest"}
     # Those that broadcast need CuPy.
@@ -217,9 +198,7 @@ def test_what_is_elsewhere_is_fetched_into_a_volume_of_the_node() -> None:
         fetches = not name.startswith("relay")
         assert mounted == (["cache"] if fetches else []), name
         assert ("HF_TOKEN" in service.get("environment", ())) == fetches
-    assert (
-        home["services"]["buffer"]["image"].partition(":")[0].endswith("-trainer")
-    )  # has datasets
+    assert "-trainer:" in home["services"]["buffer"]["image"]  # which has datasets
     text = render(plan, "compose")["a/umbra.env"]
     assert f"HF_HOME={where}/huggingface\n" in text and "HF_TOKEN" not in text
     documents = list(yaml.safe_load_all(render(plan, "kubernetes")["kubernetes.yaml"]))

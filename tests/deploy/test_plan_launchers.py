@@ -30,17 +30,25 @@ NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")  # RFC 1035
 LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
-@pytest.mark.parametrize(
-    "name", ["separate", "one node", "head without GPUs", "no GPUs", "own modules"]
-)
-def test_manifests_hold_to_the_schema(name: str) -> None:
+def documents_of(plan: Plan) -> list[dict[str, Any]]:
+    """The manifests of `plan`, which hold to Kubernetes' schema."""
     schema = json.loads((SCHEMAS / "kubernetes.json").read_text(encoding="utf-8"))
-    plan = PLANS[name]
     documents = list(yaml.safe_load_all(render(plan, "kubernetes")["kubernetes.yaml"]))
     for document in documents:
         reference = f"#/definitions/{schema['kinds'][document['kind']]}"
         jsonschema.Draft7Validator({**schema, "$ref": reference}).validate(document)
-    check_manifests(plan, documents)
+    return documents
+
+
+def jobs_of(plan: Plan) -> list[dict[str, Any]]:
+    return [document["spec"] for document in documents_of(plan) if document["kind"] == "Job"]
+
+
+@pytest.mark.parametrize(
+    "name", ["separate", "one node", "head without GPUs", "no GPUs", "own modules"]
+)
+def test_manifests_hold_to_the_schema(name: str) -> None:
+    check_manifests(PLANS[name], documents_of(PLANS[name]))
 
 
 def check_manifests(plan: Plan, documents: list[dict[str, Any]]) -> None:
@@ -61,7 +69,8 @@ def check_manifests(plan: Plan, documents: list[dict[str, Any]]) -> None:
         pod = template["spec"]
         check_labels(template["metadata"])
         assert NAME.fullmatch(pod["hostname"])  # `umbra drain --node` goes by it
-        check_failure_policy(job["spec"])
+        assert pod["restartPolicy"] == "OnFailure"
+        assert job["spec"]["backoffLimit"] > 0 and job["spec"]["ttlSecondsAfterFinished"] > 0
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         for volume in volumes.values():
             if "persistentVolumeClaim" in volume:
@@ -94,22 +103,12 @@ def check_labels(metadata: dict[str, Any]) -> None:
         assert LABEL.fullmatch(value)
 
 
-def check_failure_policy(job: dict[str, Any]) -> None:
-    assert job["template"]["spec"]["restartPolicy"] == "OnFailure"
-    assert job["backoffLimit"] > 0
-    assert job["ttlSecondsAfterFinished"] > 0
-
-
 @pytest.mark.parametrize("name", ["separate", "head without GPUs", "own modules"])
 def test_a_container_sees_the_files_that_it_sees_under_compose(name: str) -> None:
     """And no others: of the keys its own role's alone."""
     plan = PLANS[name]
-    composed = {
-        path.split("/")[0]: yaml.safe_load(text)["services"]
-        for path, text in render(plan, "compose").items()
-        if path.endswith("compose.yaml")
-    }
-    services = {name: one for file in composed.values() for name, one in file.items()}
+    composed = [text for path, text in render(plan, "compose").items() if "compose" in path]
+    services = {k: v for text in composed for k, v in yaml.safe_load(text)["services"].items()}
     for job in jobs_of(plan):
         pod = job["template"]["spec"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -129,56 +128,32 @@ def test_a_container_sees_the_files_that_it_sees_under_compose(name: str) -> Non
 LONG = "gpu-node-17.rack-4.the-large-hall.cluster.example.com"
 
 
-def documents_of(plan: Plan) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(render(plan, "kubernetes")["kubernetes.yaml"]))
-
-
-def jobs_of(plan: Plan) -> list[dict[str, Any]]:
-    return [document["spec"] for document in documents_of(plan) if document["kind"] == "Job"]
-
-
 @pytest.mark.parametrize("run_id", ["7-Runs_of " + "x" * 90, "ÄÖ", "a.b"])
 def test_names_keep_to_the_rules(run_id: str) -> None:
-    file = ClusterFile(
-        cluster=ClusterSpec(),
-        nodes=[
-            Node(name=LONG, address="10.0.0.1", gpus=1),
-            Node(name=f"{LONG[:-1]}n", address="10.0.0.2", gpus=1),
-        ],
-    )
-    plan = make_plan(file, run_config(), run_id)
-    documents = documents_of(plan)
-    check_manifests(plan, documents)
+    names = (LONG, f"{LONG[:-1]}n")
+    nodes = [Node(name=n, address=f"10.0.0.{i}", gpus=1) for i, n in enumerate(names, start=1)]
+    plan = make_plan(ClusterFile(cluster=ClusterSpec(), nodes=nodes), run_config(), run_id)
+    check_manifests(plan, documents_of(plan))
     selectors = [job["template"]["spec"]["nodeSelector"] for job in jobs_of(plan)]
-    assert {one["kubernetes.io/hostname"] for one in selectors} == {LONG, f"{LONG[:-1]}n"}
+    assert {selector["kubernetes.io/hostname"] for selector in selectors} == {*names}
 
 
 def test_a_cluster_s_own_settings() -> None:
-    plan = plan_of(
-        *(1, 1),
-        memory_gib={"train": 64, "weight_hub": 2, "buffer": 0.5},
-        cpus={"train": 8, "generate": 1.5},
-        shm_gib=32,
-        kubernetes=KubernetesSpec(
-            namespace="rl",
-            tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists"}],
-            storage_class="fast",
-            storage="2Ti",
-        ),
+    tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+    spec = KubernetesSpec(
+        namespace="rl", tolerations=tolerations, storage_class="fast", storage="2Ti"
     )
+    memory, cpus = {"train": 64, "weight_hub": 2, "buffer": 0.5}, {"train": 8, "generate": 1.5}
+    plan = plan_of(1, 1, memory_gib=memory, cpus=cpus, shm_gib=32, kubernetes=spec)
     documents = documents_of(plan)
-    schema = json.loads((SCHEMAS / "kubernetes.json").read_text(encoding="utf-8"))
-    for document in documents:
-        reference = f"#/definitions/{schema['kinds'][document['kind']]}"
-        jsonschema.Draft7Validator({**schema, "$ref": reference}).validate(document)
-        assert document["metadata"]["namespace"] == "rl"
+    assert {document["metadata"]["namespace"] for document in documents} == {"rl"}
     claims = [d["spec"] for d in documents if d["kind"] == "PersistentVolumeClaim"]
     assert {claim["storageClassName"] for claim in claims} == {"fast"}
     assert {claim["resources"]["requests"]["storage"] for claim in claims} == {"2Ti"}
     asked: dict[str, dict[str, Any]] = {}
     for job in jobs_of(plan):
         pod = job["template"]["spec"]
-        assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+        assert pod["tolerations"] == tolerations
         for container in pod["containers"]:
             resources = container.get("resources", {})
             assert resources.get("requests") == resources.get("limits")
@@ -191,8 +166,7 @@ def test_a_cluster_s_own_settings() -> None:
         "relay-b": {},
         "generator-b-0": {"cpu": "1500m", "nvidia.com/gpu": 1},
     }
-    schema_line = keys_command(plan, "/k")
-    assert schema_line.endswith(" --namespace=rl --from-file=/k")
+    assert keys_command(plan, "/k").endswith(" --namespace=rl --from-file=/k")
 
 
 def test_inputs_come_from_a_claim_if_there_is_one() -> None:
@@ -215,9 +189,8 @@ def test_inputs_come_from_a_claim_if_there_is_one() -> None:
     [("hybrid", "gives a GPU to one container"), ("host network", "cluster.network = host")],
 )
 def test_what_kubernetes_cannot_do_is_refused(name: str, told: str) -> None:
-    plan = PLANS[name]
     with pytest.raises(UsageError, match=told):
-        render(plan, "kubernetes")
+        render(PLANS[name], "kubernetes")
 
 
 # -- SLURM ----------------------------------------------------------------------------------------
@@ -240,33 +213,31 @@ esac
 """
 
 
-def run_script(plan: Plan, folder: Path, **environ: str) -> tuple[int, list[str], str]:
-    """Run the script of `plan` with stand-ins: exit code, calls of srun, errors."""
+def run_script(
+    folder: Path, *gpus: int, name: str = "runs", broker: str = "", **environ: str
+) -> tuple[int, dict[str, str], str, Plan]:
+    """Run a plan's script with stand-ins: exit code, calls of srun by process, errors, the plan."""
+    plan = plan_of(*gpus, broker=broker, overrides=(f"run.dir={folder}/{name}",))
     script, calls = folder / "run.sbatch", folder / "calls"
     script.write_text(render(plan, "slurm", out=folder)["run.sbatch"], encoding="utf-8")
     for name, text in {"scontrol": SCONTROL, "srun": SRUN}.items():
         (folder / name).write_text(text, encoding="utf-8")
         (folder / name).chmod(0o755)
     calls.touch()
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(calls), **environ}
     done = subprocess.run(
-        ["bash", script],
-        env={"PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(calls), **environ},
-        timeout=limit(60),
-        capture_output=True,
-        text=True,
-        check=False,
+        ["bash", script], env=env, timeout=limit(60), capture_output=True, text=True, check=False
     )
-    return done.returncode, calls.read_text(encoding="utf-8").splitlines(), done.stderr
+    lines = calls.read_text(encoding="utf-8").splitlines()
+    named = {line.split("--name ")[1].split()[0]: line for line in lines}
+    return done.returncode, named, done.stderr, plan
 
 
 @pytest.mark.parametrize("code", [0, 2, 7])
 def test_the_script_starts_every_step_and_ends_as_the_trainer(tmp_path: Path, code: int) -> None:
-    plan = plan_of(2, 2, overrides=(f"run.dir={tmp_path}/runs of 100%",))
-    ended, calls, said = run_script(
-        plan, tmp_path, TRAINER_EXIT=str(code), SLURM_JOB_NODELIST="tux3,tux9"
-    )
+    environ = {"TRAINER_EXIT": str(code), "SLURM_JOB_NODELIST": "tux3,tux9"}
+    ended, named, said, plan = run_script(tmp_path, 2, 2, name="runs of 100%", **environ)
     assert ended == code, said
-    named = {call.split("--name ")[1].split()[0]: call for call in calls}
     assert set(named) <= {process.name for process in plan.processes}
     if code == 0:  # a failure of the trainer ends the others at once
         assert set(named) == {process.name for process in plan.processes}
@@ -279,26 +250,19 @@ def test_the_script_starts_every_step_and_ends_as_the_trainer(tmp_path: Path, co
 
 
 def test_a_step_that_fails_is_started_again(tmp_path: Path) -> None:
-    plan = plan_of(1, 1, overrides=(f"run.dir={tmp_path}/runs",))
-    ended, calls, said = run_script(plan, tmp_path, FAILS="1", SLURM_JOB_NODELIST="x1,x2")
+    ended, _, said, _ = run_script(tmp_path, 1, 1, FAILS="1", SLURM_JOB_NODELIST="x1,x2")
     assert ended == 0, said
     assert "generator-b-0 ended with exit code 5: restart in 2 s" in said
-    assert sum("umbra generator" in call for call in calls) == 2
+    assert (tmp_path / "calls").read_text().count("umbra generator") == 2
 
 
 def test_processes_reach_one_another_at_the_addresses_of_the_hosts_that_the_job_got(
     tmp_path: Path,
 ) -> None:
-    plan = plan_of(2, 0, 1, 1, broker="b", overrides=(f"run.dir={tmp_path}/runs",))
-    ended, calls, said = run_script(
-        plan,
-        tmp_path,
-        SLURM_JOB_NODELIST_HET_GROUP_0="x1",
-        SLURM_JOB_NODELIST_HET_GROUP_1="c,x2",  # c is in the cluster file, with an address
-        SLURM_JOB_NODELIST_HET_GROUP_2="head",
-    )
+    hosts = ("x1", "c,x2", "head")  # c is in the cluster file, with an address
+    lists = {f"SLURM_JOB_NODELIST_HET_GROUP_{i}": names for i, names in enumerate(hosts)}
+    ended, named, said, plan = run_script(tmp_path, 2, 0, 1, 1, broker="b", **lists)
     assert ended == 0, said
-    named = {call.split("--name ")[1].split()[0]: call for call in calls}
     assert "--het-group=2 --nodes=1 --ntasks=1 --nodelist=head " in named["buffer"]
     assert "--advertise head.ib" in named["buffer"]
     assert "--het-group=0 --nodes=1 --ntasks=1 --nodelist=x1 " in named["weight-hub"]
@@ -311,11 +275,14 @@ def test_processes_reach_one_another_at_the_addresses_of_the_hosts_that_the_job_
 
 
 def test_a_job_of_another_size_is_refused(tmp_path: Path) -> None:
-    plan = plan_of(1, 1, overrides=(f"run.dir={tmp_path}/runs",))
-    ended, calls, said = run_script(plan, tmp_path, SLURM_JOB_NODELIST="x1,x2,x3")
-    assert ended == 2
-    assert calls == []
+    ended, named, said, _ = run_script(tmp_path, 1, 1, SLURM_JOB_NODELIST="x1,x2,x3")
+    assert (ended, named) == (2, {})
     assert "the plan needs 2 hosts, the job has 3" in said
+
+
+def test_an_idle_node_is_no_part_of_the_job() -> None:
+    text = render(plan_of(1, 1, 0, broker="a"), "slurm")["run.sbatch"]
+    assert "the plan needs 2 hosts" in text and "#SBATCH hetjob" not in text
 
 
 @plans
@@ -340,15 +307,13 @@ def test_scripts_are_valid_shell_and_ask_for_what_the_plan_needs(
 
 
 def test_a_script_says_what_the_cluster_file_says_about_slurm() -> None:
-    slurm = SlurmSpec(
-        time="1-00:00:00", account="lab 7", partition="gpu", options=["--constraint=a100&ib"]
-    )
+    options = ["--constraint=a100&ib"]
+    slurm = SlurmSpec(time="1-00:00:00", account="lab 7", partition="gpu", options=options)
     plan = plan_of(1, 2, overrides=('run.name=a "b" 50%',), slurm=slurm)
     text = render(plan, "slurm", out=Path("/shared/100%/my plan"))["run.sbatch"]
     first, second = text.split("#SBATCH hetjob\n")
     for line in ('--time="1-00:00:00"', '--account="lab 7"', '--constraint="a100&ib"'):
-        assert f"#SBATCH {line}\n" in first
-        assert f"#SBATCH {line}\n" in second
+        assert f"#SBATCH {line}\n" in first and f"#SBATCH {line}\n" in second
     assert '#SBATCH --job-name="umbra-a \\"b\\" 50%"\n' in first
     # The folder of the script is there when the job begins.
     assert '#SBATCH --output="/shared/100%%/my plan/slurm-%j.log"\n' in first

@@ -28,63 +28,32 @@ ROOT = Path(__file__).parents[2]
 RECIPES = {path.stem: path for path in sorted((ROOT / "examples" / "recipes").glob("*.toml"))}
 HOST, SHM = 1800 * GIB, 512 * GIB  # the least of a machine with eight such GPUs
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-    "tie_word_embeddings": False,
+
+def qwen3(
+    hidden: int, units: int, layers: int, heads: int, kv_heads: int = 8, kind: Any = Qwen3Config,
+    *, tied: bool = False, **more: Any,
+) -> Any:  # fmt: skip
+    return kind(
+        vocab_size=151_936, head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=tied,
+        hidden_size=hidden, intermediate_size=units, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, **more,
+    )  # fmt: skip
+
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
 }
 # The published config.json of the models, by what the recipes call them: parameters and sizes.
 MODELS: dict[str, tuple[float, Any]] = {
-    "Qwen3-0.6B": (
-        0.596e9,
-        Qwen3Config(
-            **{**_COMMON, "tie_word_embeddings": True},
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-        ),
-    ),
-    "Qwen3-8B": (
-        8.19e9,
-        Qwen3Config(
-            **_COMMON,
-            hidden_size=4096,
-            intermediate_size=12_288,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-        ),
-    ),
-    "Qwen3-32B": (
-        32.76e9,
-        Qwen3Config(
-            **_COMMON,
-            hidden_size=5120,
-            intermediate_size=25_600,
-            num_hidden_layers=64,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-        ),
-    ),
+    "Qwen3-0.6B": (0.596e9, qwen3(1024, 3072, 28, 16, tied=True)),
+    "Qwen3-8B": (8.19e9, qwen3(4096, 12_288, 36, 32)),
+    "Qwen3-32B": (32.76e9, qwen3(5120, 25_600, 64, 64)),
     "Qwen3-30B-A3B": (
-        30.53e9,
-        Qwen3MoeConfig(
-            **_COMMON,
-            hidden_size=2048,
-            intermediate_size=6144,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            num_experts=128,
-            num_experts_per_tok=8,
-            moe_intermediate_size=768,
-            norm_topk_prob=True,
-        ),
+        30.53e9, qwen3(2048, 6144, 48, 32, 4, Qwen3MoeConfig, norm_topk_prob=True, **EXPERTS),
     ),
-}
+}  # fmt: skip
 
 
 def tiny(config: Any, layers: int = 2) -> Any:

@@ -1,0 +1,187 @@
+"""The command line: light, documented, with near names and the promised exit codes."""
+
+import re
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+import pytest
+from fakes.commands import call
+
+import umbra
+from umbra import cli
+from umbra.proto.errors import StartupError
+
+HEAVY = (
+    "torch", "transformers", "accelerate", "numpy", "zmq", "msgpack", "msgspec", "rich", "yaml",
+    "tomli_w",
+)  # fmt: skip
+
+HELP_THEN_MODULES = """
+import sys
+from umbra.cli import main
+code = main(["--help"])
+print("MODULES", *sorted(sys.modules))
+sys.exit(code)
+"""
+
+
+def install_command(monkeypatch: pytest.MonkeyPatch, callback: Callable[[], object]) -> None:
+    """Add a sub-command "probe" that runs `callback`."""
+    module = types.ModuleType("umbra_probe_command")
+    module.command = click.Command("probe", callback=callback)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    entry = cli.SubCommand(f"{module.__name__}:command", "A probe.")
+    monkeypatch.setitem(cli.COMMANDS, "probe", entry)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    result = call([sys.executable, "-c", HELP_THEN_MODULES])
+    assert result.returncode == 0, result.stderr
+    help_text, _, modules_text = result.stdout.partition("MODULES ")
+    modules = set(modules_text.split())
+    assert "umbra.cli" in modules
+    assert modules.isdisjoint(HEAVY)
+    assert not [name for name in modules if name.startswith(("umbra.services", "umbra.deploy"))]
+    for name, entry in cli.COMMANDS.items():
+        assert name in help_text
+        assert entry.help.split()[0] in help_text
+
+
+def test_python_dash_m_prints_the_version() -> None:
+    result = call([sys.executable, "-m", "umbra", "--version"])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"umbra {umbra.__version__} (Python 3.")
+
+
+def test_public_names() -> None:
+    """Each is there, and marked stable or provisional once."""
+    page = (Path(__file__).parents[2] / "docs" / "start.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`umbra\..*`) \| (?:stable|provisional)\b", page, re.MULTILINE)
+    marked = Counter(re.findall(r"`umbra\.(\w+(?:\.trl\.\w+)?)`", " ".join(rows)))
+    assert marked == Counter([*umbra.__all__, "compat.trl.GRPOTrainer"])
+    assert all(hasattr(umbra, name) for name in umbra.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'trains'"):
+        _ = umbra.trains  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def callback() -> None:
+        raise error
+
+    return callback
+
+
+@pytest.mark.parametrize(
+    ("callback", "code", "told"),
+    [
+        (raising(StartupError("port 5555 is taken")), 3, "umbra: error: port 5555 is taken\n"),
+        (raising(KeyboardInterrupt()), 130, "umbra: interrupted\n"),
+        (raising(ModuleNotFoundError("No module", name="cupy.cuda")), 2, "umbra-rl[nccl]"),
+        (lambda: 5, 5, ""),
+        (lambda: "not a code", 0, ""),
+    ],
+)
+def test_exit_codes_and_what_is_said(
+    callback: Callable[[], object],
+    code: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    install_command(monkeypatch, callback)
+    assert cli.main(["probe"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert told in captured.err and "\n" not in captured.err.strip(), "one line"
+
+
+def test_an_unforeseen_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_command(monkeypatch, raising(ZeroDivisionError("a bug")))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        cli.main(["probe"])
+
+
+def every_command(
+    group: click.Group = cli.cli, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, click.Command]]:
+    """All commands that there are, groups included, by what one types."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        yield " ".join((*path, name)), command
+        if isinstance(command, click.Group):
+            yield from every_command(command, (*path, name))
+
+
+def test_every_command_and_flag_is_documented_with_its_default() -> None:
+    told: set[str] = set()
+    for name, command in every_command():
+        assert command.help, name
+        told.add(name)
+        context = click.Context(command, **command.context_settings)
+        for option in (p for p in command.params if isinstance(p, click.Option)):
+            record = option.get_help_record(context)
+            assert record is not None, f"{name} hides {option.name}"
+            assert option.help, f"{name} {option.name} has no help"
+            default = option.get_default(context)
+            if isinstance(default, str | float | int) and default != "" and not option.is_flag:
+                assert f"default: {default}" in record[1], f"{name} {option.name}: {default!r}"
+    assert {"buffer", "weight-hub"} <= told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["bufer"], "No such command 'bufer'. Did you mean 'buffer'?"),
+        (["zzzz"], "No such command 'zzzz'."),
+        (["train", "run.toml"], "No such command 'train'. It is `umbra up RUN_FILE` here."),
+        (["simulate"], "It is `umbra check RUN_FILE` here."),
+        (["up", "run.toml", "--gpus", "2"], "Set trainer.ranks and generator.count in the"),
+        (
+            ["up", "run.toml", "--max-tokens=9"],
+            "or sampling.max_tokens in the run file, or by",
+        ),
+        (["check", "--gpus", "h100"], "Did you mean '--gpu'?"),
+        (["trainer", "--learnig-rate", "1"], "No such option"),
+        (["buffer", "--set", "buffer.group_siez=3"], "did you mean buffer.group_size?"),
+    ],
+)
+def test_a_wrong_name_is_refused(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "is under way: name a run's folder, or its buffer by --broker tcp://host:port"),
+        (["nothing"], "nothing is no run: neither it nor runs/nothing is a folder"),
+        (["nothing", "--broker", "tcp://h:1"], "RUN nothing and --broker tcp://h:1 both name"),
+        (["--hub", "nowhere"], "--hub nowhere: write it as tcp://host:port"),
+        (["--hub", "tcp://h:1", "--member", "trainer"], "are different checks: give one"),
+    ],
+)
+def test_a_ping_to_nobody(
+    words: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.delenv("UMBRA_BROKER", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["status", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_there_are_few_commands() -> None:
+    assert len(cli.COMMANDS) <= 27, sorted(cli.COMMANDS)

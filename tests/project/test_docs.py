@@ -1,0 +1,244 @@
+"""Keys, commands, messages, files, functions, tests and versions that the pages name exist."""
+
+import ast
+import importlib.util
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from test_cli import every_command
+
+from umbra import __version__, cli
+from umbra.proto.access import KEY_ROLES
+from umbra.proto.errors import UsageError
+from umbra.services.config.loader import SECTIONS, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+# -- messages, files, keys and commands -----------------------------------------------------------
+
+CODE = ("deploy", "proto", "services", "src/umbra")
+
+
+def spoken(node: ast.AST) -> str | None:
+    """The text of a string as written, with a private character for each value it takes."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return re.sub(r"%[sdrg]|%\.\d[fg]", "\ue000", text)
+        case ast.JoinedStr(values=values):
+            return "".join(spoken(value) or "\ue000" for value in values)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return (spoken(left) or "\ue000") + (spoken(right) or "\ue000")
+    return None
+
+
+@cache
+def said() -> str:
+    paths = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
+    nodes = (n for path in paths for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    texts = (text for node in nodes if (text := spoken(node)))
+    return "\n".join(text.replace("\n", " ") for text in texts if " " in text)
+
+
+def section(title: str) -> str:
+    """The text of a section of docs/operate.md, its subsections included."""
+    return re.split(rf"^##+ {re.escape(title)}\n", page("operate.md"), flags=re.M)[1].partition(
+        "\n## "
+    )[0]
+
+
+def is_said(message: str, code: str) -> bool:
+    """Return whether `code` has a line with the parts of `message`, in order."""
+    parts = [re.escape(part) for part in message.split("…") if part.strip()]
+    return re.search("[^\n]*".join(parts), code) is not None
+
+
+def test_every_message_is_one_of_the_code() -> None:
+    messages = re.findall(r"^\| `([^`]+)` \|", section("When something goes wrong"), re.M)
+    assert len(messages) > 15
+    assert [message for message in messages if not is_said(message, said())] == []
+
+
+def test_every_file_of_a_run_has_its_line() -> None:
+    """As far as the code names them in one place."""
+    text = section("Losing a file")
+    folder = (ROOT / "deploy" / "run_folder.py").read_text(encoding="utf-8")
+    named = set(re.findall(r'_Below\("([\w.]+)"', folder)) - {"model"}  # which is the result
+    assert named
+    assert [name for name in sorted(named) if f"`{name}" not in text] == []
+
+
+@pytest.mark.parametrize("name", ["operate.md", "architecture.md"])
+def test_keys_and_commands_are_there(name: str) -> None:
+    keys = {f"{section}.{key}" for section, known in SECTIONS.items() for key in known}
+    codes = re.findall(r"`([^`\n]+)`", page(name))
+    named = {found for code in codes for found in re.findall(r"^([a-z_]+\.[a-z_]+)\b", code)}
+    named -= {"metrics.jsonl", "buffer.json", "data.mdb"}
+    named = {path for path in named if path.partition(".")[0] in SECTIONS}
+    assert named
+    assert named <= keys, named - keys
+    commands = set(re.findall(r"umbra ([a-z][a-z-]+)", "\n".join(codes)))
+    assert commands <= set(cli.COMMANDS)
+
+
+# -- the walks of docs/architecture.md ------------------------------------------------------------
+
+
+def walk(title: str) -> list[tuple[str, str]]:
+    part = page("architecture.md").partition(f"\n### {title}\n")[2].partition("\n##")[0]
+    return re.findall(r"^\| `([\w/]+\.py)` \| `(\w+)` \| .+ \|$", part, re.M)
+
+
+@pytest.mark.parametrize(
+    ("title", "most_hops", "most_files"), [("A trajectory", 28, 20), ("A version", 20, 12)]
+)
+def test_a_walk_is_short_and_each_hop_is_there(title: str, most_hops: int, most_files: int) -> None:
+    hops = walk(title)
+    files = {file for file, _ in hops}
+    assert 10 < len(hops) <= most_hops and len(files) <= most_files
+    defined = {
+        file: {
+            node.name
+            for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+            if isinstance(node, ast.FunctionDef)
+        }
+        for file in files
+    }
+    assert [hop for hop in hops if hop[1] not in defined[hop[0]]] == []
+
+
+# -- each line of docs/security.md has its test ----------------------------------------------------
+
+
+@pytest.mark.parametrize("title", ["What a key can do at worst", "HTTP"])
+def test_each_line_has_its_test(title: str) -> None:
+    part = page("security.md").partition(f"### {title}\n")[2].partition("\n#")[0]
+    lines = [
+        line for line in part.partition("\n\nFloods")[0].splitlines() if line.startswith("| ")
+    ][1:]
+    assert len(lines) >= 10
+    for line in lines:
+        named = re.findall(r"`(tests/\S+\.py)::(\w+)`", line)
+        assert named, line
+        for path, test in named:
+            assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), (path, test)
+
+
+def test_all_roles_are_told_of() -> None:
+    assert all(f"`{role}`" in page("security.md") for role in KEY_ROLES)
+
+
+# -- the project -----------------------------------------------------------------------------------
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == __version__
+    assert citation["license"] == PROJECT["project"]["license"]
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+
+
+def test_every_extra_that_a_page_names_is_there() -> None:
+    extras = set(PROJECT["project"]["optional-dependencies"])
+    for path in PAGES:
+        for named in re.findall(r"umbra-rl\[([\w,-]+)\]", path.read_text(encoding="utf-8")):
+            assert set(named.split(",")) <= extras, (path.name, named)
+
+
+def test_the_site_has_every_page_once() -> None:
+    """As `make docs` would say, without mkdocs."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    named = re.findall(r"([\w-]+\.md)$", text, re.M)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(named) == sorted(
+        pages | {"index.md", "changelog.md", "proto.md", "proto-weights.md"}
+    )
+
+
+# -- blocks of code --------------------------------------------------------------------------------
+
+_BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.M | re.S)
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for path in PAGES:
+        for indent, named, text in _BLOCK.findall(path.read_text(encoding="utf-8")):
+            if named == language:
+                found.append((path.name, re.sub(rf"^{indent}", "", text, flags=re.M)))
+    assert found
+    return found
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    joined = text.replace("\\\n", " ")
+    for line in joined.splitlines():
+        for part in re.split(r"&&|\||;", line.partition(" #")[0]):
+            try:
+                words = shlex.split(part)
+            except ValueError:  # a quote that goes over several lines
+                continue
+            if words[:1] == ["umbra"]:
+                yield words[1:]
+
+
+def test_every_run_file_has_keys_that_there_are(tmp_path: Path) -> None:
+    for name, text in blocks("toml"):
+        sections = set(tomllib.loads(text))
+        if sections <= set(SECTIONS):
+            path = tmp_path / "run.toml"
+            path.write_text(text, encoding="utf-8")
+            try:
+                load_config(path, environ={})
+            except UsageError as error:
+                pytest.fail(f"{name}: {error}\n{text}")
+
+
+def test_every_module_that_is_imported_has_those_names() -> None:
+    for name, text in blocks("python"):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("umbra"):
+                module = importlib.import_module(node.module or "")
+                missing = [
+                    one.name
+                    for one in node.names
+                    if not hasattr(module, one.name)
+                    and importlib.util.find_spec(f"{node.module}.{one.name}") is None
+                ]
+                assert not missing, (name, node.module, missing)
+
+
+def test_every_command_has_those_flags() -> None:
+    known: dict[str, click.Command] = dict(every_command())
+    tried = 0
+    for page_name, text in blocks("sh"):
+        for words in commands(text):
+            name, command = "", cli.cli
+            while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+                name = f"{name} {words.pop(0)}".strip()
+                assert name in known, (page_name, name)
+                command = known[name]
+            flags = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+            given = {word.partition("=")[0] for word in words if word.startswith("--")}
+            assert given - {"--"} <= {*flags, "--help", "--version"}, (
+                page_name,
+                name,
+                given - flags,
+            )
+            tried += 1
+    assert tried > 20
