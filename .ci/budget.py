@@ -20,7 +20,7 @@ PRODUCTION = ("deploy", "proto", "services", "src")
 
 # folder: lines, public names
 BUDGETS: dict[str, tuple[int, int]] = {
-    "proto": (3_418, 150),
+    "proto": (3_416, 150),
     "services": (736, 28),
     "services/buffer": (4_760, 67),
     "services/config": (2_105, 54),

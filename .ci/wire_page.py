@@ -132,7 +132,8 @@ def _table(text: str, heading: str, rows: list[list[str]]) -> str:
 
 def _limits() -> list[list[str]]:
     named = {"`header`": access.HEADER_BYTES}
-    named |= {f"`{cls.__name__}`": limit for cls, limit in access.LARGE.items()}
+    limits = {f"`{cls.__name__}`": access.body_bytes(cls) for cls in access.RULES}
+    named |= {name: limit for name, limit in limits.items() if limit != access.COMMON_BYTES}
     named |= {"`any other body`": access.COMMON_BYTES, "to `events`": access.socket_bytes("events")}
     return [[name, str(limit)] for name, limit in named.items()]
 

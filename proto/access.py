@@ -1,4 +1,4 @@
-"""Permissions and size limits of messages: the tables that a server consults first.
+"""Sockets, senders and sizes of messages: the table that a server consults first.
 
 Where a run has keys, its servers refuse all that the key of a connection does not allow. Without
 keys they go by the role that a member has joined under. A server refuses a message above its limit
@@ -9,7 +9,7 @@ messages to that socket may be.
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from umbra.proto import messages as m
 
@@ -22,55 +22,96 @@ MEMBERS: tuple[KeyRole, ...] = (
 )  # fmt: skip
 ANYONE: tuple[KeyRole, ...] = (*MEMBERS, "operator")
 RECEIVERS: tuple[KeyRole, ...] = ("generator", "scorer", "relay")
+WORKERS: tuple[KeyRole, ...] = ("generator", "scorer")
+TRAINER: tuple[KeyRole, ...] = ("trainer",)
 
-SENDERS: dict[type[m.Message], tuple[KeyRole, ...]] = {
-    m.Ok: ANYONE,
-    m.Nack: ANYONE,
-    m.Join: MEMBERS,
-    m.Heartbeat: MEMBERS,
-    m.Leave: MEMBERS,
-    m.Ping: ANYONE,
-    m.StatusRequest: ANYONE,
-    m.Operate: ("operator",),
-    m.LeaseTasks: ("generator", "scorer"),
-    m.SubmitResults: ("generator", "scorer"),
-    m.RenewLeases: ("generator", "scorer"),
-    m.ReturnTasks: ("generator",),
-    m.LeaseBatch: ("trainer",),
-    m.CommitBatch: ("trainer",),
-    m.CheckpointSaved: ("trainer",),
-    m.FinishRun: ("trainer",),
-    m.RegisterManifest: ("trainer",),
-    m.AcquireSlot: ("trainer",),
-    m.Publish: ("trainer",),
-    m.PartState: ("part",),
-    m.Subscribe: RECEIVERS,
-    m.Ready: RECEIVERS,
-    m.Committed: RECEIVERS,
-    m.HubStatusRequest: ANYONE,
-    m.Event: MEMBERS,
+HEADER_BYTES = 4 << 10
+COMMON_BYTES = 64 << 10
+SUBMIT_BYTES = 32 << 20  # one trajectory of the most tokens fits, and thousands of usual ones
+SUBSCRIPTION_BYTES = 1 << 10  # what a handshake needs; a topic is far shorter
+LEASE_BYTES = 256 << 20  # what a client is given to work on
+MOST_BYTES = 1 << 30  # any frame: a batch, whose tokens may have hundreds of bytes of routing each
+
+
+class Rule(NamedTuple):
+    socket: str  # that it travels on; "events" comes on control and is passed on
+    senders: tuple[KeyRole, ...] = ()  # by their keys; servers send the others
+    most_bytes: int = COMMON_BYTES
+
+
+RULES: dict[type[m.Message], Rule] = {
+    m.Ok: Rule("any", ANYONE),
+    m.Nack: Rule("any", ANYONE),
+    m.Join: Rule("control", MEMBERS),
+    m.Welcome: Rule("control"),
+    m.Heartbeat: Rule("control", MEMBERS),
+    m.HeartbeatAck: Rule("control"),
+    m.Leave: Rule("control", MEMBERS),
+    m.Command: Rule("control"),
+    m.Ping: Rule("control", ANYONE),
+    m.Pong: Rule("control"),
+    m.StatusRequest: Rule("control", ANYONE),
+    m.Status: Rule("control", most_bytes=64 << 20),
+    m.Operate: Rule("control", ("operator",)),
+    m.LeaseTasks: Rule("data", WORKERS),
+    m.SubmitResults: Rule("data", WORKERS, SUBMIT_BYTES),
+    m.RenewLeases: Rule("data", WORKERS, SUBMIT_BYTES),
+    m.TaskLeases: Rule("data", most_bytes=LEASE_BYTES),
+    m.ReturnTasks: Rule("data", ("generator",), SUBMIT_BYTES),
+    m.Interrupt: Rule("data", most_bytes=1 << 20),
+    m.LeaseBatch: Rule("data", TRAINER),
+    m.BatchLease: Rule("data", most_bytes=MOST_BYTES),
+    m.CommitBatch: Rule("data", TRAINER, 256 << 10),
+    m.CommitAck: Rule("data"),
+    m.CheckpointSaved: Rule("data", TRAINER),
+    m.FinishRun: Rule("data", TRAINER),
+    m.RunFinished: Rule("data", most_bytes=16 << 20),
+    m.RegisterManifest: Rule("weights", TRAINER, 16 << 20),
+    m.ArenaReady: Rule("weights"),
+    m.AcquireSlot: Rule("weights", TRAINER),
+    m.SlotGranted: Rule("weights"),
+    m.Publish: Rule("weights", TRAINER, 1 << 20),
+    m.PartState: Rule("weights", ("part",)),
+    m.HoldArena: Rule("weights", most_bytes=16 << 20),
+    m.OfferSlot: Rule("weights", most_bytes=1 << 20),
+    m.Subscribe: Rule("weights", RECEIVERS),
+    m.Subscribed: Rule("weights", most_bytes=16 << 20),
+    m.Prepare: Rule("weights", most_bytes=1 << 20),
+    m.Ready: Rule("weights", RECEIVERS),
+    m.Commit: Rule("weights"),
+    m.Committed: Rule("weights", RECEIVERS),
+    m.Abort: Rule("weights"),
+    m.HubStatusRequest: Rule("weights", ANYONE),
+    m.HubStatus: Rule("weights"),
+    m.Event: Rule("events", MEMBERS, 256 << 10),
 }
+SENDERS = {kind: rule.senders for kind, rule in RULES.items() if rule.senders}
 
 # Read-only requests: they change nothing, so they may be answered twice.
 QUESTIONS: tuple[type[m.Message], ...] = (m.Ping, m.StatusRequest, m.HubStatusRequest)
-
-SOCKETS: dict[str, tuple[type[m.Message], ...]] = {
-    "control": (*m.CONTROL, *m.TELEMETRY),
-    "data": m.DATA,
-    "weights": (*m.WEIGHTS, m.Ping),
-}
 WATCHERS: tuple[KeyRole, ...] = ("monitor", "operator")  # may connect to `events`
+
+
+def _of_socket(socket: str) -> tuple[type[m.Message], ...]:
+    return tuple(kind for kind, rule in RULES.items() if rule.socket == socket)
+
+
+SOCKETS = {
+    "control": (*_of_socket("control"), m.Event),
+    "data": _of_socket("data"),
+    "weights": (*_of_socket("weights"), m.Ping),
+}
 
 
 @cache
 def may_send(role: KeyRole, kind: type[m.Message]) -> bool:
-    return role in SENDERS.get(kind, ())
+    return role in RULES[kind].senders
 
 
 @cache
 def needs_membership(kind: type[m.Message]) -> bool:
     """Return whether the buffer answers it only to members; an operator is none."""
-    return kind is not m.Join and "operator" not in SENDERS.get(kind, ())
+    return kind is not m.Join and "operator" not in RULES[kind].senders
 
 
 def may_connect(role: KeyRole, socket: str) -> bool:
@@ -80,36 +121,8 @@ def may_connect(role: KeyRole, socket: str) -> bool:
     return any(may_send(role, kind) for kind in SOCKETS.get(socket, ()))
 
 
-HEADER_BYTES = 4 << 10
-COMMON_BYTES = 64 << 10
-SUBMIT_BYTES = 32 << 20  # one trajectory of the most tokens fits, and thousands of usual ones
-SUBSCRIPTION_BYTES = 1 << 10  # what a handshake needs; a topic is far shorter
-LEASE_BYTES = 256 << 20  # what a client is given to work on
-MOST_BYTES = 1 << 30  # any frame: a batch, whose tokens may have hundreds of bytes of routing each
-
-# Messages that may be larger than `COMMON_BYTES`.
-LARGE: dict[type[m.Message], int] = {
-    m.Status: 64 << 20,
-    m.TaskLeases: LEASE_BYTES,
-    m.SubmitResults: SUBMIT_BYTES,
-    m.RenewLeases: SUBMIT_BYTES,
-    m.ReturnTasks: SUBMIT_BYTES,
-    m.Interrupt: 1 << 20,
-    m.BatchLease: MOST_BYTES,
-    m.CommitBatch: 256 << 10,
-    m.RunFinished: 16 << 20,
-    m.RegisterManifest: 16 << 20,
-    m.Publish: 1 << 20,
-    m.HoldArena: 16 << 20,
-    m.OfferSlot: 1 << 20,
-    m.Subscribed: 16 << 20,
-    m.Prepare: 1 << 20,
-    m.Event: 256 << 10,
-}
-
-
 def body_bytes(kind: type[m.Message]) -> int:
-    return LARGE.get(kind, COMMON_BYTES)
+    return RULES[kind].most_bytes
 
 
 def allowed_bytes(kind: type[m.Message], role: KeyRole | None) -> int:

@@ -511,20 +511,4 @@ class HubStatus(Message, frozen=True, kw_only=True):
     subscribed: bool
 
 
-CONTROL: tuple[type[Message], ...] = (
-    Join, Welcome, Heartbeat, HeartbeatAck, Leave, Command, Ping, Pong, StatusRequest, Status,
-    Operate,
-)  # fmt: skip
-DATA: tuple[type[Message], ...] = (
-    LeaseTasks, SubmitResults, RenewLeases, TaskLeases, ReturnTasks, Interrupt,
-    LeaseBatch, BatchLease, CommitBatch, CommitAck, CheckpointSaved,
-    FinishRun, RunFinished,
-)  # fmt: skip
-WEIGHTS: tuple[type[Message], ...] = (
-    RegisterManifest, ArenaReady, AcquireSlot, SlotGranted, Publish,
-    PartState, HoldArena, OfferSlot, Subscribe, Subscribed,
-    Prepare, Ready, Commit, Committed, Abort, HubStatusRequest, HubStatus,
-)  # fmt: skip
-TELEMETRY: tuple[type[Message], ...] = (Event,)
-ANY: tuple[type[Message], ...] = (Ok, Nack)
-TYPES = {cls.__name__: cls for cls in (*ANY, *CONTROL, *DATA, *WEIGHTS, *TELEMETRY)}
+TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in Message.__subclasses__()}

@@ -25,6 +25,7 @@ from umbra.proto import sockets
 from umbra.proto.access import (
     KEY_ROLES,
     QUESTIONS,
+    RULES,
     KeyRole,
     allowed_bytes,
     may_connect,
@@ -41,7 +42,7 @@ from umbra.proto.codec import (
     nack,
 )
 from umbra.proto.errors import WireError
-from umbra.proto.messages import ANY, Event, Header, Message, Ok
+from umbra.proto.messages import Event, Header, Message, Ok
 from umbra.proto.net.keys import OPEN, Keys, Security
 from umbra.proto.sockets import Context, Socket
 
@@ -136,7 +137,7 @@ def zap_reply(
     return [b"1.0", number, b"400", b"this key does not open this socket", b"", b""]
 
 
-def role_of(frame: zmq.Frame) -> KeyRole | None:
+def _role_of(frame: zmq.Frame) -> KeyRole | None:
     """Return the role of the connection that `frame` came over; None where there are no keys."""
     try:
         role = cast(KeyRole, frame.get("User-Id"))
@@ -332,7 +333,7 @@ class Server:
             if isinstance(first, bytes):
                 identity, role = first, None
             else:
-                identity, role = first.bytes, role_of(first)
+                identity, role = first.bytes, _role_of(first)
             request = self._decode(channel, identity, frames, role)
             if request is not None:
                 requests.append(request)
@@ -377,7 +378,7 @@ class Server:
         def refuse(what: str, code: str) -> WireError:
             return WireError(f"{header.type} {what}", path="type", code=code)
 
-        if kind not in channel.accepts and kind not in ANY:
+        if kind not in channel.accepts and RULES[kind].socket != "any":
             raise refuse(f"does not belong on the {channel.name} socket", "wrong_socket")
         keyed = self._gate is not None
         most_bytes = 0 if keyed and role is None else allowed_bytes(kind, role)

@@ -16,7 +16,7 @@ import zmq
 
 from umbra.proto.access import SOCKETS
 from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError
-from umbra.proto.messages import DATA, CommitBatch, LeaseBatch, Welcome
+from umbra.proto.messages import CommitBatch, LeaseBatch, Welcome
 from umbra.proto.net.server import Request, Server
 from umbra.proto.sockets import reachable
 from umbra.services.buffer.broker import Broker
@@ -139,7 +139,7 @@ def bind(server: Server, config: RunConfig, store: Store) -> list[str]:
             wanted = [before[0], *others]
     bound = [
         server.bind("control", wanted[0], SOCKETS["control"]),
-        server.bind("data", wanted[1], DATA),
+        server.bind("data", wanted[1], SOCKETS["data"]),
         server.bind_events(wanted[2]),
     ]
     store.put(key, msgspec.msgpack.encode(bound))

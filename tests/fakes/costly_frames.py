@@ -11,6 +11,10 @@ import msgspec.inspect as introspect
 from umbra.proto.messages import Message
 
 LEAST = b"\x80"  # an empty map: one byte, and an object where it is decoded
+LEAVES: dict[type[introspect.Type], Any] = {
+    introspect.StrType: "ab", introspect.BytesType: b"ab", introspect.BoolType: True,
+    introspect.IntType: 70_000, introspect.FloatType: 1.5,
+}  # fmt: skip
 CAPS = (1 << 20, 1 << 14, 1 << 12, 512, 64, 8, 1)
 
 
@@ -35,18 +39,8 @@ def fill(kind: introspect.Type, cap: int) -> Any:
             return fill(kind.types[0], cap)
         case introspect.LiteralType():
             return kind.values[0]
-        case introspect.StrType():
-            return "ab"
-        case introspect.BytesType():
-            return b"ab"
-        case introspect.BoolType():
-            return True
-        case introspect.IntType():
-            return 70_000
-        case introspect.FloatType():
-            return 1.5
         case _:
-            raise NotImplementedError(kind)
+            return LEAVES[type(kind)]
 
 
 def least_bytes(kind: introspect.Type, cap: int) -> int:

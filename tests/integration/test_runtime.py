@@ -35,7 +35,7 @@ class Broker(ServerThread):
     def __init__(self, context: Context) -> None:
         server = Server(context, "broker", "b1")
         self.endpoint = server.bind("control", ANY_PORT, SOCKETS["control"])
-        self.data = server.bind("data", ANY_PORT, m.DATA)
+        self.data = server.bind("data", ANY_PORT, SOCKETS["data"])
         super().__init__(server, self.default_answer)
 
     def default_answer(self, request: Request) -> m.Message | None:
@@ -66,7 +66,7 @@ class Bench:
     def __init__(self, context: Context) -> None:
         self.now = 0.0
         self.server = Server(context, "broker", "b1", clock=lambda: self.now)
-        endpoint = self.server.bind("data", ANY_PORT, (*m.DATA, m.Ping, m.Event))
+        endpoint = self.server.bind("data", ANY_PORT, (*SOCKETS["data"], m.Ping, m.Event))
         self.socket = sockets.dealer(context, endpoint, b"peer")
         self.encoder = Encoder("peer", "i1")
 

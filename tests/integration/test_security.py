@@ -41,7 +41,7 @@ class Served(ServerThread):
     def __init__(self, context: Context, keys: Path) -> None:
         server = Server(context, "buffer", "b1", of(keys, "buffer"))
         self.control = server.bind("control", ANY_PORT, SOCKETS["control"])
-        self.data = server.bind("data", ANY_PORT, (*m.DATA, m.Ping))
+        self.data = server.bind("data", ANY_PORT, (*SOCKETS["data"], m.Ping))
         self.events = server.bind_events(ANY_PORT)
         self._links: list[IoThread] = []
         pong = m.Pong(role="buffer", state="ready")
@@ -107,7 +107,7 @@ def test_a_key_that_the_run_does_not_know(served: Served, keys: Path, others: Pa
 def test_a_client_with_keys_talks_to_no_server_without(zmq_context: Context, keys: Path) -> None:
     server = Server(zmq_context, "buffer", "b1")
     link = IoThread("peer", "i1", security=of(keys, "trainer"))
-    channel = link.channel(server.bind("control", ANY_PORT, m.CONTROL), "buffer")
+    channel = link.channel(server.bind("control", ANY_PORT, SOCKETS["control"]), "buffer")
     with pytest.raises(RejectedError, match="one side has no keys"):
         channel.call(m.Ping(), m.Pong, timeout_s=refused_s())
     link.close()
