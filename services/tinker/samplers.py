@@ -177,9 +177,6 @@ class Samplers:
                 child.kill()
         return self.supervisor.poll()
 
-    def submit(self, job: SampleJob) -> None:
-        self._loop.call(self._add, job)
-
     def stop(self) -> None:
         self.supervisor.drain()
         self.supervisor.wait(2 * STOP_S)
@@ -219,7 +216,7 @@ class Samplers:
             self._finish(job.id, FutureAnswer.failure(UmbraError(why)))
         self._assign()
 
-    def _add(self, job: SampleJob) -> None:
+    def submit(self, job: SampleJob) -> None:
         self._leases.add(job)
         self._assign()
 

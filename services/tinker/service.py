@@ -69,7 +69,7 @@ def run(config: RunConfig, address: str, name: str, folder: Path) -> int:
                 context, secret = config.generator.max_context, _secret(folder / "secret")
                 api = Api(journal, training, samplers.submit, context, tokenizer, secret)
                 journal.announce = partial(loop.call, api.wake)
-                api.resume()
+                loop.call(api.resume)
                 trainer = service_thread(training.run, "training")
                 trainer.start()
                 server = HttpServer(

@@ -53,6 +53,27 @@ def finish(engine: Engine) -> list[EngineOutput]:
     return outputs
 
 
+def go_on(
+    engine: Engine, number: int, tokens: int, outputs: Iterable[EngineOutput] = ()
+) -> dict[str, list[EngineOutput]]:
+    """Finish requests of so many tokens; aborted ones go on from theirs, as rollouts do."""
+    found: dict[str, list[EngineOutput]] = {}
+    while True:
+        for output in outputs:
+            parts = found.setdefault(output.request_id, [])
+            parts.append(output)
+            number -= output.finish_reason != "abort"
+            if output.finish_reason == "abort":
+                made = [token for part in parts for token in part.token_ids]
+                first, rest = request(int(output.request_id[1:]), tokens), tokens - len(made)
+                ids = [*first.prompt_ids, *made]
+                engine.submit([EngineRequest(output.request_id, ids, first.sampling, rest)])
+        if not number:
+            return found
+        assert engine.busy
+        outputs = engine.poll(0.05)
+
+
 def decode(engine: Engine, tokens: int) -> list[EngineOutput]:
     until, outputs = engine.decoded_tokens + tokens, []
     while engine.decoded_tokens < until and engine.busy:

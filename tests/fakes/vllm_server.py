@@ -27,6 +27,7 @@ class FakeVllm:
         slow: seconds that an endpoint takes, by its name.
         refuses: endpoints that answer 500.
         lies: its checksums are others.
+        stops_at: tokens of a request after which it waits, until more are allowed.
         calls: endpoints, in the order of their calls.
         torn_tokens: tokens sampled while the weights were neither version.
     """
@@ -44,7 +45,7 @@ class FakeVllm:
         self.slow: dict[str, float] = {}
         self.refuses: set[str] = set()
         self.calls: list[str] = []
-        self.torn_tokens = 0
+        self.torn_tokens, self.stops_at = 0, 1 << 30
         self.label, self.version_sums = "default", [0]
         self.is_updating = self.is_torn = self.is_dead = False
         self._aborted: set[str] = set()
@@ -178,8 +179,9 @@ class FakeVllm:
         reason = None
         try:
             while reason is None:
-                if not self._running.is_set() and name not in self._aborted and not self.is_dead:
-                    self._running.wait(TOKEN_S)
+                waits = not self._running.is_set() or len(labels) >= self.stops_at
+                if waits and name not in self._aborted and not self.is_dead:
+                    time.sleep(TOKEN_S)
                     continue
                 if self.is_dead:
                     return

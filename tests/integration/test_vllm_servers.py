@@ -21,14 +21,14 @@ from fakes.commands import UMBRA, call
 from fakes.installed import needs
 from fakes.mixed_cache import logprobs_keeping_cache
 from fakes.slowness import limit
-from fakes.versions import decode, load, other_weights, request, weights
+from fakes.versions import decode, go_on, load, other_weights, request, versions_of, weights
 from fakes.vllm_models import write_model
 from fakes.vllm_serve import VllmServe, serving
 from fakes.waiting import until
 from fault.test_three_nodes import in_spaces, why_not
 
 from umbra.services.config.loader import load_config
-from umbra.services.generator.engines.engine import Engine, EngineOutput, EngineRequest
+from umbra.services.generator.engines.engine import Engine, EngineOutput
 from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.vllm.server import VllmServer
 from umbra.services.modeling.models import load_model
@@ -54,7 +54,7 @@ def opened(model: Path, urls: list[str]) -> Engine:
     return open_engine(load_config(overrides=settings, environ={}), "generator-0").engine
 
 
-def versions_of(directory: Path) -> dict[int, Any]:
+def models_of(directory: Path) -> dict[int, Any]:
     torch.set_num_threads(1)
     found = [load_model(directory, torch.device("cpu"), torch.float32)]
     found += [other_weights(found[0], seed) for seed in (1, 2)]
@@ -94,31 +94,21 @@ def answer(
     engine: Engine, models: dict[int, Any], version: int, outputs: list[EngineOutput]
 ) -> None:
     """Finish all requests, going on with what broke off, and compute each logprob once more."""
-    parts: dict[str, list[EngineOutput]] = {}
-    left = REQUESTS
-    while left:
-        for output in outputs:
-            seen = parts.setdefault(output.request_id, [])
-            first = request(int(output.request_id[1:]), TOKENS)
-            ids = [*first.prompt_ids, *(token for part in seen for token in part.token_ids)]
-            seen.append(output)
-            if output.token_ids:
-                again = logprobs_keeping_cache(models, ids, output)
-                assert output.logprobs == pytest.approx(again, abs=TOLERANCE), output.spans
-                assert {span.version for span in output.spans} <= {version - 1, version}
-            ids += output.token_ids
-            if output.finish_reason == "abort":
-                rest = TOKENS + len(first.prompt_ids) - len(ids)
-                engine.submit([EngineRequest(output.request_id, ids, first.sampling, rest)])
-            left -= output.finish_reason != "abort"
-        assert engine.busy or not left
-        outputs = engine.poll(0.05)
-    assert any(of[-1].spans[-1].version == version for of in parts.values())
+    answers = go_on(engine, REQUESTS, TOKENS, outputs)
+    for name, parts in answers.items():
+        ids = list(request(int(name[1:])).prompt_ids)
+        for part in parts:
+            if part.token_ids:
+                again = logprobs_keeping_cache(models, ids, part)
+                assert part.logprobs == pytest.approx(again, abs=TOLERANCE), part.spans
+                assert set(versions_of(part)) <= {version - 1, version}
+            ids += part.token_ids
+    assert any(parts[-1].spans[-1].version == version for parts in answers.values())
 
 
 def die_after(step: str, directory: Path, urls: list[str]) -> None:
     """Be a generator that is killed in a load."""
-    models, die = versions_of(directory), partial(os.kill, os.getpid(), signal.SIGKILL)
+    models, die = models_of(directory), partial(os.kill, os.getpid(), signal.SIGKILL)
     with ExitStack() as stack:
         if step == LOADING[0]:
             stack.enter_context(after(step, "", die))
@@ -130,7 +120,7 @@ def die_after(step: str, directory: Path, urls: list[str]) -> None:
 
 def test_kills_at_each_step(tmp_path: Path) -> None:
     directory = write_model("qwen3-moe", tmp_path / "model")
-    models = versions_of(directory)
+    models = models_of(directory)
     servers = [VllmServe(directory, tmp_path / f"{n}.log", seed=n) for n in (1, 2)]
     urls = [server.url for server in servers]
     with serving(*servers):

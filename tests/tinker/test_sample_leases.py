@@ -12,7 +12,9 @@ from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling
 from umbra.services.tinker.bodies import TrainedShape, Weights
 from umbra.services.tinker.journal import FuturesJournal
+from umbra.services.tinker.sampler import _LiveJob
 from umbra.services.tinker.samplers import TRIES, SampleJob, SampleLeases, devices
+from umbra.services.tinker.wire import write_samples
 
 SLOTS = 4
 
@@ -118,6 +120,13 @@ def test_a_silent_sampler_with_requests_is_overdue() -> None:
 )
 def test_samplers_leave_the_trainer_its_gpu(asked: str, gpus: int, wanted: list[str]) -> None:
     assert devices(asked, 3, gpus) == wanted
+
+
+def test_samples_are_told_in_the_order_of_their_start() -> None:
+    """That of their ends would put short ones first."""
+    first, second = ([1, 2], [-0.5, -0.5], False), ([3], [-0.25], True)
+    live = _LiveJob(job("a", count=2), samples={"a/1": second, "a/0": first})
+    assert live.answer().body == write_samples([first, second])
 
 
 def test_a_journal_of_another_schema_is_refused(tmp_path: Path) -> None:

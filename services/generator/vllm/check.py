@@ -110,7 +110,12 @@ def vllm_differences(
     model = reference.model
     engine = VllmEngine(directory, outline, config, dtype=dtype, stop_ids=(), version=0)
     try:
-        prompts = _prompts(model.config.get_text_config().vocab_size)
+        draw, vocabulary = (
+            torch.Generator().manual_seed(0),
+            model.config.get_text_config().vocab_size,
+        )
+        lengths = [1 + n * (_PROMPT_TOKENS - 1) // (_REQUESTS - 1) for n in range(_REQUESTS)]
+        prompts = [torch.randint(vocabulary, (n,), generator=draw).tolist() for n in lengths]
         seen = [engine.checksums()]
         from_disk, *_ = _compared(engine, reference, prompts, computed)
         first = _version(model, publish, computed)
@@ -152,12 +157,6 @@ def stale(disk: _Sums, same: _Sums, changed: _Sums, again: _Sums) -> tuple[str, 
         or (name in weights and (worker, name) not in moved)
     }
     return tuple(sorted(names))
-
-
-def _prompts(vocabulary: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    lengths = [1 + index * (_PROMPT_TOKENS - 1) // (_REQUESTS - 1) for index in range(_REQUESTS)]
-    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
 def _compared(

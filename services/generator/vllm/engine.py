@@ -41,15 +41,8 @@ from umbra.services.generator.engines.engine import (
     KvPolicy,
     take,
 )
-from umbra.services.generator.vllm import private
+from umbra.services.generator.vllm import options, private
 from umbra.services.generator.vllm.loop_engine import Live, LoopEngine
-from umbra.services.generator.vllm.options import (
-    RecentLengths,
-    adapter_arguments,
-    check_device,
-    engine_arguments,
-    reported_routers,
-)
 from umbra.services.generator.vllm.plugin import ADAPTER
 from umbra.services.generator.vllm.updates import Salts
 from umbra.services.modeling.lora import factors
@@ -108,23 +101,25 @@ class VllmEngine(LoopEngine[Live]):
         tell_head: int = 0,
         adapter: AdapterFacts | None = None,
     ) -> None:
-        check_device(config.device, platform())
+        options.check_device(config.device, platform())
         super().__init__(outline, config, stop_ids, tell_head, adapter)
         self.version, self._pace = version, pace
         self.decoded_tokens = self._finished_tokens = 0
-        self._lengths = RecentLengths(config.max_context)
+        self._lengths = options.RecentLengths(config.max_context)
         self._salts = Salts()  # of the loop's thread
         self._mapped: tuple[bytes, bool] = b"", False  # memory of the GPU, and whether they could
-        arguments = engine_arguments(config, path, outline.config, dtype, seed % 2**31, platform())
+        arguments = options.engine_arguments(
+            config, path, outline.config, dtype, seed % 2**31, platform()
+        )
         self._routers = None
         if tell_routing:
-            self._routers = reported_routers(outline, platform(), self.max_context)
+            self._routers = options.reported_routers(outline, platform(), self.max_context)
             arguments["enable_return_routed_experts"] = True
         self._adapter: dict[str, Any] = {}
         self._lora: LoRARequest | None = None
         if adapter is not None:
             names = list(factors(outline))
-            arguments |= adapter_arguments(config, outline.config, adapter.rank, names)
+            arguments |= options.adapter_arguments(config, outline.config, adapter.rank, names)
             self._adapter = {"facts": msgspec.msgpack.encode(adapter), "names": names}
             # Its path is never read: no request is made before the first version is loaded.
             self._lora = LoRARequest("umbra", ADAPTER, "umbra")
@@ -179,11 +174,6 @@ class VllmEngine(LoopEngine[Live]):
             self._loop.call_soon_threadsafe(self._start, key, live, params)
 
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
-        """Return finished outputs, after at most `timeout_s` seconds of waiting.
-
-        Raises:
-            EngineError: vLLM died.
-        """
         if not self._ready and self._open:
             self._collect(timeout_s)
         # Never less than before: an output is neither under way nor finished for a moment.
@@ -216,7 +206,7 @@ class VllmEngine(LoopEngine[Live]):
         limit_s = self._pace.limit_s(manifest.total_bytes)
         try:
             self._wait(self._pause(kv_policy), limit_s)
-            request = WeightTransferUpdateRequest(update_info=update.info())
+            request = WeightTransferUpdateRequest(update_info=update.info)
             self._wait(self._llm.update_weights(request), limit_s)
             if guard is not None:
                 guard.verify()

@@ -184,14 +184,14 @@ class HttpEngine(LoopEngine[Stream]):
         if guard is not None:
             guard.verify()
         sums = guard.sums if guard is not None else Checksums(manifest, update.memory, THREADS)
-        buckets = [
+        update.info["buckets"] = [
             [update.start + start, update.start + end, checksum]
             for (start, end), checksum in zip(manifest.buckets, sums.result(), strict=True)
         ]
         load = Load(
             version,
             f"{self._name}.{version}.{next(self._numbers)}",
-            update.info(buckets),
+            update.info,
             kv_policy,
             self._pace.limit_s(manifest.total_bytes),
             update.memory if update.is_copy else None,

@@ -10,9 +10,8 @@ is copied.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -93,24 +92,13 @@ def _another_layout(model: PreTrainedModel, name: str) -> UsageError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """The place of a version: byte `start` of the file `path`, which a process of this user maps.
+class Update(NamedTuple):
+    """A version on its way: the fields of `UpdateInfo`, and the bytes that they name."""
 
-    The path is empty for memory of the GPU. `memory` are its bytes; `is_copy`: nobody else keeps
-    them.
-    """
-
-    path: str
-    start: int
+    info: dict[str, Any]
+    start: int  # of these bytes in the file that workers map
     memory: Part
-    is_copy: bool
-    layout: Manifest  # in vLLM's names, offsets within the file
-
-    def info(self, buckets: list[list[int]] | None = None) -> dict[str, Any]:
-        """Return the fields of `UpdateInfo`."""
-        manifest = msgspec.json.encode(self.layout).decode()
-        return {"path": self.path, "manifest": manifest, "buckets": buckets or []}
+    is_copy: bool  # nobody else keeps the memory
 
 
 class Updates:
@@ -135,22 +123,21 @@ class Updates:
             copy(data if isinstance(data, memoryview) else bytes(data), whole)
             data, place = whole, locate(whole)
             assert place is not None
-        path, start = place
-        return Update(path, start, data, is_copy, self._layout(manifest, start))
+        path, start = place  # "": memory of the GPU
+        layout = msgspec.json.encode(self._layout(manifest, start)).decode()
+        info = {"path": path, "manifest": layout, "buckets": []}
+        return Update(info, start, data, is_copy)
 
     def _layout(self, manifest: Manifest, start: int) -> Manifest:
         """Return the layout of a version from byte `start` on, in the names of checkpoints."""
-        if self._checkpoint is None:  # factors have one name
-            moved = [replace(entry, offset=entry.offset + start) for entry in manifest.tensors]
-            return replace(manifest, tensors=moved)
         # A version has tied tensors once, but vLLM packs them for each layer.
-        tied = self._fit.left_out({entry.name for entry in manifest.tensors})
-        tensors = [
-            part
-            for entry in manifest.tensors
-            for name in (entry.name, *tied.get(entry.name, ()))
-            for part in self._checkpoint.of(replace(entry, name=name, offset=entry.offset + start))
-        ]
+        names = {entry.name for entry in manifest.tensors}
+        tied = self._fit.left_out(names) if self._checkpoint is not None else {}
+        tensors: list[TensorEntry] = []
+        for entry in manifest.tensors:
+            for name in (entry.name, *tied.get(entry.name, ())):
+                moved = replace(entry, name=name, offset=entry.offset + start)
+                tensors += self._checkpoint.of(moved) if self._checkpoint is not None else [moved]
         return replace(manifest, tensors=tensors)
 
 
