@@ -37,11 +37,8 @@ class AgentProgram:
     The function, plain or async, is called as `function(row, endpoint, **options)`; `endpoint` has
     `base_url` and `api_key`, as the `openai` client's constructor takes them. It returns a number,
     a `StepResult` or, if it has posted its reward to the endpoint, None. A plain function has its
-    process to itself, and finds the same in OPENAI_BASE_URL and OPENAI_API_KEY, and for the
-    `anthropic` client in ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY; it may take the row alone.
-
-    Args:
-        sandbox: goes to the function as `sandbox`, and is closed when the sample is over.
+    process to itself, finds the same in the environment variables of the clients of OpenAI and
+    Anthropic, and may take the row alone. A `sandbox` is closed when the sample is over.
     """
 
     def __init__(

@@ -146,10 +146,7 @@ def _imported(module: str, kind: str) -> Any:
 
 
 class Guess:
-    """Guess the digit in the row's "answer": a miss is answered with > (go higher) or <.
-
-    A hit is worth 1. Anything that is no digit is answered with ? and costs a try as well.
-    """
+    """Guess the digit in the row's "answer": a miss is answered with > (go higher), < or ?."""
 
     def __init__(self, tries: int = 4) -> None:
         self._tries = tries

@@ -36,8 +36,8 @@ class EnvironmentPool(Protocol):
         """Ask sample `key`'s environment to answer the last of `responses`, or to open.
 
         At most one play of a sample at a time. The outcome is `Lost` if the conversation has to be
-        opened again. With `environment.reward_scope` = "group", `key` is a group, `responses` are
-        its samples' responses, and the answer is a list, one for each.
+        opened again. With reward_scope = "group", `key` is a group and `responses` has one of each
+        sample; so has the answer.
         """
         ...
 

@@ -1,12 +1,11 @@
 """The interface of an environment: one conversation with the model, and its reward.
 
 An environment is an object per sample: `reset(row)` opens the conversation, `step(response)`
-answers the model's turn. Both may be plain or async methods. `close()`, if there is one, is called
-when the sample is over. A user's class runs in processes of its own (`pool.py`), where it may
-block, for `environment.timeout_s` seconds.
+answers the model's turn, `close()`, if there is one, is called when the sample is over; all may be
+plain or async. A user's class runs in processes of its own (`pool.py`), where it may block.
 
-What a worker process imports, this module included, needs the standard library and msgpack only,
-of Python 3.10 or newer: it may run in a Python environment without Umbra (`run_module.py`).
+Worker processes import the standard library and msgpack only, of Python 3.10 or newer: they may run
+in a Python environment without Umbra (`run_module.py`).
 """
 
 from __future__ import annotations
@@ -223,21 +222,19 @@ class Lost:
 class Ask:
     """An agent's wish for one turn of the model.
 
-    `messages` are all since the model's last turn, in the first ask all there are, and `calls` the
-    tools that this turn called, as the agent received them. `after` is the turn that they follow,
-    counted from 0 in the order of the asks that got one; None where they begin a conversation.
-    `reply` is called once, from any thread. `stops` are texts that end the turn, besides the
-    run's.
+    `messages` are all since the model's last turn, in the first ask all there are. `after` is the
+    turn that they follow, counted from 0 in the order of the asks that got one; None where they
+    begin a conversation.
     """
 
-    reply: Callable[[Turn | UmbraError], None]
+    reply: Callable[[Turn | UmbraError], None]  # called once, from any thread
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)  # of that turn, as the agent has them
     after: int | None = None
     max_tokens: int = 0  # of the turn, at most; 0 = as configured
     pieces: bool = False
-    stops: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()  # texts that end the turn, besides the run's
 
 
 @dataclass(frozen=True, slots=True)

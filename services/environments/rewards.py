@@ -22,10 +22,7 @@ _RESERVED = ("prompt", "completion", "completion_ids", "prompts", "completions")
 
 
 class RewardFunction:
-    """One function in either form, plain or async, and its weight.
-
-    Raises UsageError if it needs an argument of TRL's that is not known here.
-    """
+    """One function in either form; UsageError if it needs an argument that is not known here."""
 
     def __init__(self, function: Callable[..., Any], name: str, weight: float = 1.0) -> None:
         self._function = function
@@ -75,10 +72,7 @@ class RewardFunction:
 
 
 class Rewards:
-    """All reward functions of an environment, called in this order.
-
-    `named`: whether each one's value, before its weight, is a part of the reward.
-    """
+    """All reward functions of an environment; if `named`, their plain values are parts of it."""
 
     def __init__(self, functions: Sequence[RewardFunction], *, named: bool = True) -> None:
         self._functions = functions

@@ -32,10 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Generators:
-    """The HTTP endpoints of generators.
-
-    `urls` are as each generator logs it ("agents are served at ..."); `key` may be "".
-    """
+    """The HTTP endpoints of generators, as these log them; `key` may be ""."""
 
     def __init__(self, urls: Sequence[str], key: str) -> None:
         self.urls = [url.rstrip("/") for url in urls]
@@ -68,8 +65,7 @@ class Generators:
 
     def silent_s(self, *urls: str) -> float:
         """Return the seconds since one of these answered; infinite if none ever has."""
-        newest = max((self._heard_at.get(url, -math.inf) for url in urls), default=-math.inf)
-        return time.monotonic() - newest
+        return time.monotonic() - max(self._heard_at.get(url, -math.inf) for url in urls)
 
 
 class AgentRunner:
@@ -146,7 +142,6 @@ class AgentRunner:
         return name not in answer["lost"]
 
     def _note_end(self, outcome: EpisodeOutcome) -> None:
-        """Note that the agent of a session has returned, or is lost with its process."""
         if (end := self._ends.get(outcome.key)) is not None and not end.done():
             end.set_result(outcome)
 

@@ -1,10 +1,8 @@
 """Sandboxes for code that a model wrote: a container per sample, or a class of the user's.
 
 A container has no network, no file of the host, no environment variable of the run, a file system
-in memory that ends with it, and limits of memory, CPU and processes of its own, which bind the
-sandbox and not the process that runs the environment.
-
-The standard library only, of Python 3.10 or newer: an environment's process may have no more.
+in memory that ends with it, and limits of memory, CPU and processes of its own. The standard
+library only, of Python 3.10 or newer: an environment's process may have no more.
 """
 
 from __future__ import annotations
@@ -85,10 +83,9 @@ class ContainerLimits:
     def run_arguments(self, name: str, *, podman: bool) -> list[str]:
         """Return the arguments that make a container called `name`, which waits for commands."""
         memory = f"{self.memory_mb}m"
-        memory_files = f"rw,size={self.disk_mb}m,mode=1777"
-        if not podman:
-            # Docker may set the mode of the directory below it, so that only its owner can write.
-            memory_files += f",uid={USER},gid={USER}"
+        # Docker may set the mode of the directory below it, so that only its owner can write.
+        owner = "" if podman else f",uid={USER},gid={USER}"
+        memory_files = f"rw,size={self.disk_mb}m,mode=1777{owner}"
         return [
             "run", "--detach", "--rm", "--init", "--name", name, "--label", "umbra.sandbox=1",
             "--network", self.network, "--memory", memory, "--memory-swap", memory,

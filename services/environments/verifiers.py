@@ -28,22 +28,17 @@ _DEFAULTS = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subproces
 
 
 def main(name: str, options: str, count: str, seed: str, out: str) -> None:
-    """Write the first `count` tasks of `name` as prompt rows to the file `out`.
-
-    In the Python that has verifiers. Tasks are shuffled by `seed` if they are finite.
-    """
+    """Write the first `count` tasks of `name`, shuffled if finite, as prompt rows to file `out`."""
     sys.path.append(os.getcwd())
     try:
         taskset = _environment(name, json.loads(options)).taskset
         tasks: Iterable[Any] = taskset if taskset.INFINITE else taskset.shuffle(int(seed))
         tasks = itertools.islice(tasks, int(count))
         lines = [json.dumps(_row(task, number)) for number, task in enumerate(tasks)]
-    except UmbraError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
-    except TypeError as error:
-        print(f"verifiers:{name}: a task can't be written as JSON: {error}", file=sys.stderr)
-        sys.exit(2)
+    except (UmbraError, TypeError) as error:
+        no_json = f"verifiers:{name}: a task can't be written as JSON: {error}"
+        print(error if isinstance(error, UmbraError) else no_json, file=sys.stderr)
+        sys.exit(getattr(error, "exit_code", 2))
     Path(out).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
@@ -143,10 +138,7 @@ def _result(episode: Any, label: str) -> StepResult:
 
 
 def _key_variable(endpoint: Mapping[str, str]) -> str:
-    """Return the environment variable with the key of `endpoint`, where verifiers reads it.
-
-    Each key has its own: endpoints may have different ones.
-    """
+    """Return the environment variable, one for each key, where verifiers reads `endpoint`'s."""
     key = endpoint["api_key"]
     name = _KEY_VARIABLE + hashlib.sha256(key.encode()).hexdigest()[:16]
     os.environ[name] = key

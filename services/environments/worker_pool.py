@@ -158,8 +158,7 @@ class WorkerPool:
         deliver: called with each outcome.
         started: called with the sample whenever a process begins to play for it.
         agents: a play is all that an agent does, without a time limit. It is not sent again, since
-            what it did would be done twice, and is ended if its sample is over, with its process if
-            needed.
+            it would act twice, and is ended if its sample is over, with its process if needed.
     """
 
     def __init__(

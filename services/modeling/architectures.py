@@ -1,9 +1,8 @@
 """Which models Umbra is right for, decided from their `config.json` before anything is loaded.
 
 An architecture is one of `PROVEN`, for which the tests compare training, generation, publishing
-and export with Transformers, or it is refused. Beyond that a config may ask for something that is
-wrong in rows which several sequences share, or in a cache of keys and values, whatever the
-architecture: `in_the_way` names it. `docs/models.md` has the list with its outcomes.
+and export with Transformers, or it is refused. A config may also ask for something that is wrong in
+shared rows or in a cache: `in_the_way` names it. `docs/models.md` has the list with its outcomes.
 """
 
 from __future__ import annotations

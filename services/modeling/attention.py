@@ -1,17 +1,10 @@
 """Which earlier positions each layer of a model attends to, and by which backend that is right.
 
-Transformers calls our attention (`attention_backends.py`). The torch engine gives it a `SlotMask`.
-Packed rows (`Scorer`, the value model) have the backend that is right for the device and the rows:
-
-| backend | where | in memory |
-|---|---|---|
-| `sdpa` | anywhere | a mask of all pairs of a row, [R, 1, L, L]; with soft caps or sinks: scores |
-| `flex` | CUDA | linear in the row; flex_attention with a mask of blocks |
-
-flex_attention is compared with a dense mask before its use: a kernel that is right on one GPU with
-one version of torch may not be on another, and nobody would notice a wrong gradient. This compiles
-the kernels of the model's layers for a row, of passes with gradients and without: the first step,
-which has a deadline, seldom compiles another.
+Packed rows (`Scorer`, the value model) have `sdpa`, anywhere, with a mask of all pairs of a row, or
+`flex`, on GPUs, with memory linear in the row. flex_attention is compared with a dense mask before
+its use: a kernel that is right on one GPU with one version of torch may not be on another, and
+nobody would notice a wrong gradient. This compiles the kernels of the model's layers, so that the
+first step, which has a deadline, seldom compiles another.
 """
 
 from __future__ import annotations
@@ -65,11 +58,7 @@ class Attention:
     def prepare(cls, model: PreTrainedModel, device: torch.device) -> Attention:
         """Have `model`, which computes on `device`, attend by our backends, for rows of `express`.
 
-        flex_attention is compared with a dense mask on the GPU first (`flex_fault`), and
-        not used where it is wrong.
-
-        Raises:
-            UsageError: a kind of layer that is none of ours.
+        Raises UsageError for a kind of layer that is none of ours.
         """
         attention = cls.of(model.config)
         capped = getattr(model.config, "attn_logit_softcapping", None) is not None
@@ -88,13 +77,10 @@ class Attention:
 
     @classmethod
     def of(cls, config: Any) -> Attention:
-        """Return the windows of a loaded model's Transformers config.
+        """Return the windows of a loaded model's Transformers config; errors as of `prepare`.
 
         Classes that have `layer_types` take one mask for each kind of layer; others have one
         window, `sliding_window`, for all layers.
-
-        Raises:
-            UsageError: a kind of layer that is none of ours.
         """
         window: int | None = getattr(config, "sliding_window", None)
         recurrent = keeps_state(config)
@@ -110,10 +96,7 @@ class Attention:
         return cls(tuple((kind, sizes[kind]) for kind in kinds))
 
     def express(self, rows: RowMask) -> RowMasks | None:
-        """Return the `attention_mask` of a pass over packed rows, one for each kind of layer.
-
-        None: the model's own causal attention is exact.
-        """
+        """Return the `attention_mask` of packed rows, by kind of layer; None: causal is exact."""
         if self.recurrent:
             assert rows.segment is None, "a row of such a model has one sequence"
             return None
@@ -175,9 +158,9 @@ def flex_fault(
 def differences(
     shape: KernelShape, window: int | None, device: torch.device, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Return the norms of differences to a dense mask in float64, over the norm of the latter.
+    """Return relative norms of differences to a dense mask in float64, of outputs and gradients.
 
-    Of outputs and gradients, over rows in which two samples share a prompt and others stand beside.
+    Over rows in which two samples share a prompt and others stand beside.
     """
     micro = _rows().to(device)
     mask = micro.mask.within(None if window is None else min(window, WINDOW))
@@ -203,8 +186,7 @@ def differences(
 def neighbours(vocabulary: int, *, alone: bool) -> Iterator[MicroBatch]:
     """Yield two micro-batches that are to give the same logprobs, and do so to the bit.
 
-    They differ in padding and in the sequence that stands before the one that is learned. With
-    `alone` each has a row.
+    They differ in padding and in the sequence before the learned one; with `alone` each has a row.
     """
     generator = torch.Generator().manual_seed(0)
     sequence, *others = (torch.randint(vocabulary, (n,), generator=generator) for n in (12, 16, 16))

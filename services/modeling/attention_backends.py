@@ -1,13 +1,11 @@
 """Attention by two backends, which Transformers calls as one.
 
 The mask's type says which: a tensor or None: SDPA with a dense mask, or all scores at once where
-there are soft caps or sinks; `RowBlocks`: flex_attention; `SlotMask`: what the torch engine's cache
-holds.
+there are soft caps or sinks; `RowBlocks`: flex_attention; `SlotMask`: the torch engine's cache.
 
-The queries of a pass of the torch engine lie end to end: one of each of n rows, which sees its row
-in the cache up to its own position, and then the queries of contexts, which attend causally to the
-keys just written for them. So prompts are read in the very pass in which running sequences get
-their next token.
+The queries of a pass of that engine lie end to end: one of each of n rows, which sees its row in
+the cache up to its own position, and then the queries of contexts, which attend causally to the
+keys just written for them. So prompts are read while running sequences get their next token.
 """
 
 from __future__ import annotations
@@ -186,6 +184,12 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: RowBlocks, how: Score
     return output[:, :, :length]
 
 
+_OF_BLOCKS = (
+    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "BLOCK_SIZE"),
+    *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices", "mask_mod"),
+)
+
+
 def _flex_on(kind: str) -> Callable[..., tuple[Tensor, Any]]:
     return _flex_eagerly if kind == "cpu" else _flex_kernel
 
@@ -202,19 +206,8 @@ def _flex_eagerly(
     """Return softmax(scores) value, and with `sums` the logs of the sums of exponentials."""
     # The mask's own lengths are numbers, each of which would be compiled for.
     length = query.shape[2]
-    blocks = BlockMask(
-        seq_lengths=(length, length),
-        kv_num_blocks=mask.kv_num_blocks,
-        kv_indices=mask.kv_indices,
-        full_kv_num_blocks=mask.full_kv_num_blocks,
-        full_kv_indices=mask.full_kv_indices,
-        q_num_blocks=mask.q_num_blocks,
-        q_indices=mask.q_indices,
-        full_q_num_blocks=mask.full_q_num_blocks,
-        full_q_indices=mask.full_q_indices,
-        BLOCK_SIZE=mask.BLOCK_SIZE,
-        mask_mod=mask.mask_mod,
-    )
+    same: dict[str, Any] = {name: getattr(mask, name) for name in _OF_BLOCKS}
+    blocks = BlockMask(seq_lengths=(length, length), **same)
     output, aux = flex_attention(
         query,
         key,

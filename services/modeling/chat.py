@@ -55,8 +55,7 @@ class Chat:
     def configured(cls, config: ModelConfig, tokenizer: Any, stop_ids: Iterable[int]) -> Chat:
         """Return the chat of the run's model, with the chat template that `config` names.
 
-        Raises:
-            UsageError: the file of the template can't be read, or there is no such parser.
+        Raises UsageError if the file of the template can't be read, or there is no such parser.
         """
         if config.chat_template:
             try:
@@ -236,10 +235,7 @@ class StopSearch:
         self.end: int | None = None
 
     def feed(self, token_ids: Sequence[int]) -> int | None:
-        """Take the next tokens of the turn; return how many of all end with the first stop string.
-
-        None if there is none.
-        """
+        """Take tokens of the turn; return how many of all end with a stop string, or None."""
         if self.end is None and token_ids and self._found([*self._tail, *token_ids]):
             tail = self._tail
             for count, token in enumerate(token_ids, 1):

@@ -1,10 +1,9 @@
 """Text of chat templates between the model's turns, and a check that it can be appended.
 
-A conversation goes on by appending tokens: those that there are, the model's turn as it was
-sampled, and its *tail*, which is what the template writes from the end of that turn to where the
-model speaks again. This is right if the template writes the same for the whole conversation, the
-model's own turns left aside. Reading a template does not tell, so it is tried: for every kind of
-tail that comes up a conversation of marked words is rendered whole and compared (`find`).
+A conversation goes on by appending tokens: the model's turn as it was sampled, and its *tail*, that
+the template writes from the end of that turn to where the model speaks again. This is right if the
+template writes the same for the whole conversation, the model's turns left aside. So it is tried:
+for every kind of tail a conversation of marked words is rendered whole and compared (`find`).
 """
 
 from __future__ import annotations
@@ -96,8 +95,7 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation; with `cue`, up to where the model begins to speak.
 
-        Raises:
-            TurnsError: the template fails on these messages, or writes no text of users.
+        Raises TurnsError if the template fails on these messages, or writes no text of users.
         """
         if not self._writes_text:
             raise self._fault("does not write a user's message that is a text")
@@ -139,13 +137,8 @@ class ChatTemplate:
         """Return whether the model's turn, its reasoning included, stays as it was sampled.
 
         If not, the template changes it afterwards (drops its reasoning, mostly), and appending does
-        not. A TurnsError: such tails can't be appended.
-
-        Args:
-            roles: of the tail's messages.
-            calls: the number of tools that the model called before them.
-            system: the conversation began with a message of the system.
-            tools: it began with tools.
+        not. A TurnsError: such tails can't be appended. The tail's messages have these
+        `roles`, `calls` tools were called before them; it began with `system` and `tools`, or not.
         """
         opening = [{"role": "system", "content": "UMBRARULES"}, _USER] if system else [_USER]
         schemas = [_SCHEMA] if tools else []
@@ -210,10 +203,8 @@ class ChatTemplate:
     ) -> tuple[str, list[int]]:
         """Return text and tokens from a model's turn with `calls` to its next one.
 
-        `messages` are between the two; the tokens begin with the turn's end token.
-
-        Raises:
-            TurnsError: the template writes no such turn, or does not end it.
+        `messages` are between the two; the tokens begin with the turn's end token. Raises
+        TurnsError if the template writes no such turn, or does not end it.
         """
         turn = _said(0, calls)
         rest = self.render([_USER, turn, *_addressed(messages, calls)])

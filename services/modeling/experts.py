@@ -1,12 +1,10 @@
 """The experts of a mixture: which ones a token meets, and ranks that divide them.
 
-The routers' choices are noted, counted, balanced by a loss, or replaced by the generator's
-(`Routers`).
-
-Ranks divide experts as in GShard (arXiv 2006.16668): each of N ranks has 1/N of the experts of
-every layer. A rank routes its own tokens, sends each to the ranks that have its experts, and sums
-the results with the weights of its router. The backward pass exchanges in the same way, so a rank
-finds what the tokens of all N add to the gradients of its experts (`divide_experts`).
+Choices are noted, counted, balanced by a loss, or replaced by the generator's (`Routers`). Ranks
+divide experts as in GShard (arXiv 2006.16668): each of N has 1/N of the experts of every layer,
+routes its own tokens, sends each to the ranks that have its experts, and sums the results with its
+router's weights. The backward pass exchanges in the same way, so a rank finds what the tokens of
+all N add to the gradients of its experts (`divide_experts`).
 """
 
 from __future__ import annotations
@@ -47,10 +45,8 @@ class Routers:
 
     With replay, weights of the chosen experts are those that the router's own class makes of its
     scores for them, and have gradients: only its `topk` answers something else (arXiv 2510.11370).
-    Settings for the next pass hold for its recomputation in the backward pass too.
-
-    Raises:
-        UsageError: routers that differ from layer to layer.
+    Settings for the next pass hold for its recomputation in the backward pass too. Raises
+    UsageError for routers that differ from layer to layer.
     """
 
     replay: Tensor | None = None
@@ -87,11 +83,7 @@ class Routers:
             router.forward = _RouterForward(self, layer, router)
 
     def route(self, layer: int, forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-        """Run the router of `layer` on hidden states [n, H], by the `forward` of its class.
-
-        Raises:
-            UsageError: its choice can't be replaced.
-        """
+        """Run a router on hidden states [n, H]; UsageError if its choice can't be replaced."""
         choice: Tensor | None = None
         if self.replay is None:
             result = forward(hidden)
@@ -265,9 +257,7 @@ def divide_experts(model: nn.Module, group: ExpertGroup, mesh: DeviceMesh) -> li
     """Leave each rank of `group` its experts of each layer; return the modules that had all.
 
     Their parameters are DTensors afterwards, `Shard(0)` on `mesh`, which has the ranks of `group`.
-
-    Raises:
-        UsageError: the experts have adapters, or can't be divided evenly.
+    Raises UsageError if the experts have adapters, or can't be divided evenly.
     """
     divided: list[nn.Module] = []
     for name, module in model.named_modules():
@@ -325,10 +315,10 @@ class _ExpertForward:
 
 
 class SeenExperts:
-    """Experts as the `forward` of their class sees them: `self`.
+    """Experts as the `forward` of their class sees them: those that are here, in autocast's dtype.
 
-    Those that are here, and in the dtype of autocast, which leaves their products out: with float32
-    weights they would be float32 on a GPU, one expert after the other (torch 2.13).
+    It leaves their products out: with float32 weights they would be float32 on a GPU, one expert
+    after the other (torch 2.13).
     """
 
     def __init__(self, experts: Any, ranks: int = 1) -> None:

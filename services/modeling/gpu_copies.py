@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -41,7 +40,6 @@ def page_lock(memory: object) -> None:
                 cudart.cudaHostUnregister(address)
 
     mapping.unmapping = unlock
-    began = time.perf_counter()
     base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     for start, end in mapping.ranges or [(0, len(mapping))]:
         code = int(cudart.cudaHostRegister(base + start, end - start, HOST_REGISTER_PORTABLE))
@@ -55,7 +53,6 @@ def page_lock(memory: object) -> None:
             )
             return
         locked.append(base + start)
-    log.debug("page-locked %d bytes in %.2f s", len(mapping), time.perf_counter() - began)
 
 
 @contextmanager

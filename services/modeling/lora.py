@@ -1,11 +1,9 @@
 """LoRA by `peft`: small factors are trained instead of the weights.
 
-They go out merged into the weights, or by themselves to engines that have the base and the same
-adapter, whose factors a version then fills.
-
-A layer's weight W [out, in] becomes W + alpha / rank * B A with B [out, rank], A [rank, in]
-(arXiv 2106.09685). B starts at zero, so the policy starts as the base model. Experts, whose weights
-are one parameter [experts, out, in], have an A and a B each.
+They go out merged, or by themselves to engines that have the base and the same adapter. A layer's
+weight W [out, in] becomes W + alpha / rank * B A with B [out, rank], A [rank, in] (arXiv
+2106.09685). B starts at zero, so the policy starts as the base model. Experts, whose weights are
+one parameter [experts, out, in], have an A and a B each.
 """
 
 from __future__ import annotations
@@ -68,17 +66,13 @@ def add_adapter(
     """Put an adapter into the layers that `trainer.lora_targets` names; all else is frozen.
 
     `seed` fixes A, so that all ranks begin alike. One that is never `merged` may be on an output
-    layer that shares its weight with the embedding.
-
-    Raises:
-        UsageError: peft is missing, no layer has such a name, or one cannot be merged.
+    layer that shares its weight with the embedding. Raises UsageError if peft is missing, no layer
+    has such a name, or one cannot be merged.
     """
     try:
         from peft import LoraConfig, LoraModel
     except ImportError:
-        raise UsageError(
-            "trainer.lora_rank needs peft: install it with pip install 'umbra-rl[lora]'"
-        ) from None
+        raise UsageError("trainer.lora_rank needs peft: pip install 'umbra-rl[lora]'") from None
     modules, parameters = adapter_targets(model, config.lora_targets)
     lora = LoraConfig(
         r=config.lora_rank,
@@ -155,10 +149,7 @@ def is_adapter(name: str) -> bool:
 
 
 def factors(model: nn.Module) -> dict[str, Tensor]:
-    """Return A and B of every layer with an adapter by peft's names without its prefix.
-
-    Those are `<layer>.lora_A.weight`, of experts `<layer>.<parameter>.lora_A.weight`.
-    """
+    """Return A and B of every layer with an adapter: `<layer>[.<parameter>].lora_A.weight`."""
     stems = {name.removesuffix(".weight"): layer for name, layer in low_rank(model).items()}
     return {
         f"{stem}.lora_{kind}.weight": factor
@@ -168,10 +159,7 @@ def factors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_facts(config: TrainerConfig, base: str) -> AdapterFacts | None:
-    """Return the facts of a published adapter, None if versions are whole weights.
-
-    `base` is the checksum of the weights that it is trained for.
-    """
+    """Return the facts of a published adapter for weights with checksum `base`; None if merged."""
     if config.lora_publish == "merged":
         return None
     return AdapterFacts(base=base, rank=config.lora_rank, alpha=config.lora_alpha)

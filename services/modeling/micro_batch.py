@@ -140,8 +140,8 @@ class Supports:
             if (support := trajectory.support) is None:
                 sizes.append(np.zeros(count, "<u2"))
                 continue
-            sizes_of_response = np.frombuffer(support.sizes, "<u2")
-            sizes.append(sizes_of_response[sizes_of_response > 0])
+            of_response = np.frombuffer(support.sizes, "<u2")
+            sizes.append(of_response[of_response > 0])
             ids += support.ids
             logprobs += support.logprobs or b""
         whole = torch.tensor([t.support is not None and t.sampling.cuts_off for t in trajectories])

@@ -23,15 +23,11 @@ def directory_of(
 ) -> Path:
     """Return the directory of the model `name`: itself, or where the hub's cache has it.
 
-    A name on the hub, ORG/NAME[@REVISION], is downloaded if need be, with `weights`, and with the
-    Python files that the model brings if `code` is needed (`hub.fetch`).
-
-    Raises:
-        UsageError, StartupError: the hub does not give it; see `hub.fetch`.
+    A name on the hub, ORG/NAME[@REVISION], is downloaded if need be; `weights`, `code` and errors
+    as of `hub.fetch`.
     """
-    if is_hub_name(str(name)):
-        return fetch(str(name), source, weights=weights, code=code)
-    return Path(name)
+    hub_name = is_hub_name(str(name))
+    return fetch(str(name), source, weights=weights, code=code) if hub_name else Path(name)
 
 
 def check_model_dir(
@@ -42,14 +38,10 @@ def check_model_dir(
     weights: bool = True,
     code: bool = False,
 ) -> Path:
-    """Return the directory of a model, with config, tokenizer and safetensors weights.
+    """Return the directory of a model, with config, safetensors weights, and a `tokenizer` if so.
 
-    Args as of `directory_of`; a directory has to have weights anyway. `tokenizer` is False if it
-    does not need one.
-
-    Raises:
-        UsageError: a file is missing; it says which, and where.
-        StartupError: the hub cannot be reached.
+    Args as of `directory_of`; a directory has to have weights anyway. Raises UsageError for a
+    missing file, StartupError if the hub cannot be reached.
     """
     if not str(path):
         raise UsageError(

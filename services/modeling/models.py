@@ -2,7 +2,7 @@
 
 A model's class may hold weights otherwise than its files do: experts as one stacked tensor, tied
 weights once. Transformers has rules for that, and reads of a DTensor its local rows alone; here it
-does so for one layer after the other, so nobody holds more than that besides the rows.
+does so layer by layer, so nobody holds more than one besides the rows.
 """
 
 from __future__ import annotations
@@ -98,9 +98,8 @@ def read_weights(
     `kind` is `AutoModelForCausalLM`, or `AutoModel` for one without its output layer; `config` is
     Transformers', in place of the one in `directory`.
 
-    Raises:
-        UsageError: it cannot be loaded, or Umbra is not right for it; see `check_architecture`,
-            also for `source` and `checked`.
+    Raises UsageError if it cannot be loaded, or Umbra is not right for it; see
+    `check_architecture`, also for `source` and `checked`.
     """
     check_architecture(directory, source, checked)
     transformers_logging.disable_progress_bar()
@@ -119,8 +118,7 @@ def read_weights(
 def attention_implementation(config: Any) -> str:
     """Return Transformers' name of the fastest attention that is right for the model of `config`.
 
-    Its SDPA drops a soft cap on scores without a word; classes that have learned sinks don't
-    offer it.
+    Its SDPA drops a soft cap on scores without a word; classes with learned sinks don't offer it.
     """
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     classes = AutoModelForCausalLM._model_mapping
@@ -191,8 +189,7 @@ class WeightFiles:
     def read(self, places: Mapping[str, Tensor]) -> None:
         """Load into `places`: by name the rows of each state-dict tensor, cast to their dtype.
 
-        Raises:
-            UsageError: a file cannot be read, or is of another model.
+        Raises UsageError if a file cannot be read, or is of another model.
         """
         plain = self._plain
         rules = get_model_conversion_mapping(plain)

@@ -1,15 +1,13 @@
 """Sequences of different lengths to dense micro-batches, so that little work is spent on padding.
 
-Several sequences share a row; position ids restart at each and the attention mask keeps them apart,
-so that every logprob is the one of its sequence alone. Sequences that begin with the same prompt
-may share one copy of it: each response attends to that copy and to itself, and its positions go on
-from there; the prompt is computed once and gets the sum of their gradients. Rows are filled
-first-fit decreasing (Johnson 1974: at most 11/9 of the fewest rows possible, and one more).
+Several sequences share a row, and the attention mask keeps them apart, so that every logprob is the
+one of its sequence alone. Sequences that begin with the same prompt may share one copy of it, which
+is computed once and gets the sum of their gradients. Rows are filled first-fit decreasing (Johnson
+1974: at most 11/9 of the fewest rows possible, and one more).
 
-Ranks get equal shares of the work in equally many micro-batches, as a pass takes as long as on the
-slowest rank: each rank's costliest comes first, so that passes of like cost meet. Of shares of
-equal cost and of equally many tokens those are taken with which all are done earlier: where lengths
-have a long tail, the rank with the longest ones has so few tokens that it idles in the last passes.
+Ranks get equal shares in equally many micro-batches, the costliest first, as a pass takes as long
+as on the slowest rank. Of shares of equal cost and of equally many tokens those are taken with
+which all are done earlier: where lengths have a long tail, equal costs let a rank idle in the end.
 """
 
 from __future__ import annotations
@@ -52,11 +50,10 @@ def pack(
     Args:
         tokens: the same on all ranks.
         sequences: int64, restricts it to those sequences.
-        share_prompts: sequences of one `tokens.family` share a copy of their prompt where a row
-            has room for several of them.
-        rank: gets its share of `world` shares. They differ by at most the largest unit (a
-            sequence, or a prompt and its responses); a rank that has fewer micro-batches splits
-            its largest ones, and fills up with empty ones if that is not enough.
+        share_prompts: sequences of one `tokens.family` share their prompt where a row has room.
+        rank: gets its share of `world` shares, which differ by at most the largest unit (a
+            sequence, or a prompt and its responses). One with fewer micro-batches splits its
+            largest, and fills up with empty ones.
         cost: of feeding a part of a sequence: `TrainingFlops.sequence`, say.
     """
     chosen = range(len(tokens.lengths)) if sequences is None else sequences.tolist()

@@ -72,12 +72,9 @@ PLAIN = Parser()
 
 
 class ResponseTemplateParser(Parser):
-    """A response template of Transformers, by its name in `model.parser`.
+    """A response template of Transformers, by its name in `model.parser`; ValueError if it is none.
 
     With `told`, calls are read as a system message has told the model to write them.
-
-    Raises:
-        ValueError: it is no response template.
     """
 
     def __init__(self, name: str, template: dict[str, Any], *, told: bool = False) -> None:
@@ -173,10 +170,8 @@ _SCHEMA = trial_tool(place="string", days="integer")
 def choose_parser(choice: str, tokenizer: Any, template: ChatTemplate | None) -> Parser:
     """Return the parser that `model.parser` names, or with "auto" the model family's.
 
-    If no family's parser reads back the calls of `template`, turns are plain text.
-
-    Raises:
-        UsageError: there is no parser of that name.
+    If no family's parser reads back the calls of `template`, turns are plain text. Raises
+    UsageError if there is no parser of that name.
     """
     if choice == "none" or (choice == "auto" and template is None):
         return PLAIN

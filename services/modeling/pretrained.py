@@ -62,10 +62,7 @@ def read_transformers_config(directory: Path) -> Any:
 
 
 def read_generation(directory: Path, config: Any) -> GenerationConfig:
-    """Return the generation config of the model in `directory`, of which `config` is Transformers'.
-
-    It is the one that the model has once it is loaded.
-    """
+    """Return the generation config that the model in `directory`, of `config`, has once loaded."""
     from transformers import GenerationConfig
 
     if (directory / "generation_config.json").is_file():
@@ -89,9 +86,7 @@ def load_tokenizer(path: str | Path, source: str = "model.path", *, trust: bool 
     """Load the tokenizer in `path`, a model directory or a name on the hub.
 
     `trust`: run Python code that the model brings for its tokenizer (model.trust_remote_code).
-
-    Raises:
-        UsageError: there is none, or it is code that is not trusted.
+    Raises UsageError if there is none, or it is code that is not trusted.
     """
     directory = check_model_dir(path, source, weights=False, code=trust)
     if not trust and (code := _tokenizer_code(directory)):
@@ -119,10 +114,9 @@ def _tokenizer_code(directory: Path) -> str:
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a turn: of generation config, tokenizer and chat template.
+    """Return the tokens that end a turn, of generation config, tokenizer and chat template.
 
-    Raises:
-        UsageError: there are none, so that no turn would ever end.
+    Raises UsageError if there are none, so that no turn would ever end.
     """
     configured = getattr(model.generation_config, "eos_token_id", None)
     named = configured if isinstance(configured, list) else [configured]
@@ -133,11 +127,7 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def named_tokens(tokenizer: Any, texts: Iterable[str]) -> frozenset[int]:
-    """Return the tokens that `sampling.stop_tokens` names.
-
-    Raises:
-        UsageError: a text that is not exactly one token.
-    """
+    """Return the tokens of `sampling.stop_tokens`; UsageError for a text that is not one."""
     ids: set[int] = set()
     for text in texts:
         tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -32,13 +32,10 @@ def rows_within(
 ) -> RowSizes:
     """Return the configured numbers; for `auto` numbers that suit the device and the samples.
 
-    A pass has what fits, at most `most` tokens on a GPU and 4096 on a CPU. On a GPU a row is as
-    long as a pass, as a row of many segments costs no more than many rows. On a CPU it has room for
-    two of the longest responses, so that they share a prompt, and no more: its mask is dense. Where
-    layers carry a state, a row has one sequence: no two fit into one token.
-
-    `fits` are the tokens that there is memory for, `kind` is the device's, `model` a Transformers
-    config, and `max_tokens` the longest response of a turn; 0: unknown.
+    A pass has what `fits` into memory, at most `most` tokens on a GPU and 4096 on a CPU. On a GPU a
+    row is as long as a pass, as many segments cost no more than many rows. On a CPU, where its mask
+    is dense, it has room for two of the longest responses (`max_tokens`; 0: unknown), which share a
+    prompt. Where layers carry a state, a row has one sequence: no two fit into one token.
     """
     pack_tokens, micro_tokens = config.pack_tokens, config.micro_tokens
     gpu = kind == "cuda"

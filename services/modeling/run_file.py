@@ -45,9 +45,9 @@ def located(
 ) -> RunConfig:
     """Return `config` with absolute paths and, unless not `pins`, pinned names; earlier pins stay.
 
-    Paths are looked up from the run file's folder, else from here. `say` reports which of two is
-    taken where both exist, and what names stand for. UsageError: a name does not exist or may
-    not be read; StartupError: it cannot be reached, and is in no cache.
+    Paths are looked up from the run file's folder, else from here; `say` reports which of two is
+    taken, and what names stand for. Raises UsageError for a name that does not exist or may not be
+    read, StartupError for one that cannot be reached and is in no cache.
     """
 
     @cache

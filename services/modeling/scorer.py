@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +29,7 @@ class ScoreOptions(TypedDict, total=False):
     balance: float  # what each token that is fed weighs in the routers' `balance_loss`
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
+class _Request(NamedTuple):
     """The arguments of `Scorer.forward`."""
 
     batch: MicroBatch

@@ -1,9 +1,8 @@
 """Rows whose tokens several ranks share (Ulysses sequence parallelism, arXiv 2309.14509).
 
-Each of N ranks has 1/N of the tokens of every row. All of a transformer works token by token but
-attention. There the ranks exchange: each gives the tokens that it has, and gets all tokens of 1/N
-of the heads; attention runs as it does on one rank, with its masks for whole rows; then they
-exchange back. The backward pass exchanges in the same way.
+Each of N ranks has 1/N of the tokens of every row. For attention, which alone does not work token
+by token, ranks exchange: each gives its tokens, gets all tokens of 1/N of the heads, attends to
+whole rows as one rank does, and exchanges back. The backward pass exchanges in the same way.
 """
 
 from __future__ import annotations

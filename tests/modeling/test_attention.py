@@ -47,36 +47,16 @@ def dense(mask: RowMask) -> Any:
     return found
 
 
-def wider(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = module.attend
-
-    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Tensor:
-        return attend(q, k, v, one_more(mask) if hasattr(mask, "other") else mask, **how)
-
-    monkeypatch.setattr(module, "attend", wrong)
+def wider(v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return v, mask | mask.roll(-1, -1).tril(-1)
 
 
-def one_more(mask: Tensor) -> Tensor:
-    return mask | mask.roll(-1, -1).tril(-1)
+def forgetful(v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return v.detach() + 0 * v, mask
 
 
-def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = module.attend
-
-    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Tensor:
-        keep = v.detach() + 0 * v if hasattr(mask, "other") else v
-        return attend(q, k, keep, mask, **how)
-
-    monkeypatch.setattr(module, "attend", wrong)
-
-
-def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not run at all."""
-
-    def wrong(*_: Any, **__: Any) -> Tensor:
-        raise NotImplementedError("no kernel\nfor this")
-
-    monkeypatch.setattr(module, "attend", wrong)
+def broken(v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("no kernel\nfor this")
 
 
 @pytest.mark.parametrize(
@@ -88,10 +68,18 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_wrong_is_named(
-    monkeypatch: pytest.MonkeyPatch, harm: Callable[[pytest.MonkeyPatch], None], told: str
+    monkeypatch: pytest.MonkeyPatch,
+    harm: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    told: str,
 ) -> None:
+    attend = module.attend
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Any, **how: Any) -> Tensor:
+        v, mask = harm(v, mask) if hasattr(mask, "other") else (v, mask)
+        return attend(q, k, v, mask, **how)
+
     monkeypatch.setattr(RowMask, "blocks", dense)
-    harm(monkeypatch)
+    monkeypatch.setattr(module, "attend", wrong)
     found = flex_fault(SHAPES[0], 7, CPU, torch.float32)
     assert found is not None and found.startswith(told)
     assert "\n" not in found

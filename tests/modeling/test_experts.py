@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from umbra.proto.errors import UsageError
-from umbra.services.modeling.micro_batch import Tokens
+from umbra.services.modeling.micro_batch import MicroBatch, Tokens
 from umbra.services.modeling.packing import pack
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.metrics import expert_metrics
@@ -73,19 +73,20 @@ def test_load_by_hand() -> None:
     assert set(nothing) == set(row) and set(nothing.values()) == {None}
 
 
+def one_sequence() -> MicroBatch:
+    ids = torch.tensor([5, 6, 7, 8, 9, 10])
+    one = Tokens(ids, torch.tensor([6]), torch.arange(1, 6), torch.zeros(5, dtype=torch.int64))
+    (micro,) = pack(one, pack_tokens=8, micro_tokens=8)
+    return micro
+
+
 @pytest.mark.parametrize("recompute", ["false", "true", "selective"])
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "olmoe"])
 def test_balance_loss_has_the_gradients_of_transformers(
     name: str, recompute: str, tmp_path: Path
 ) -> None:
     """Of one layer; Transformers takes the means over all layers together."""
-    batch = Tokens(
-        ids=torch.tensor([5, 6, 7, 8, 9, 10]),
-        lengths=torch.tensor([6]),
-        learned=torch.arange(1, 6),
-        owner=torch.zeros(5, dtype=torch.int64),
-    )
-    (micro,) = pack(batch, pack_tokens=8, micro_tokens=8)
+    micro = one_sequence()
     found: list[dict[str, Tensor]] = []
     for coefficient in (0.0, 3.0):
         settings = {"router_aux_loss_coef": coefficient, "activation_checkpointing": recompute}
@@ -107,9 +108,7 @@ def test_balance_loss_has_the_gradients_of_transformers(
 
 def test_micro_batches_share_one_balance_loss(tmp_path: Path) -> None:
     """Equal ones: the same gradient, however many there are; padding has no part in it."""
-    ids = torch.tensor([5, 6, 7, 8, 9, 10])
-    one = Tokens(ids, torch.tensor([6]), torch.arange(1, 6), torch.zeros(5, dtype=torch.int64))
-    (micro,) = pack(one, pack_tokens=8, micro_tokens=8)
+    micro = one_sequence()
     learner = Learner(one_layer("qwen3-moe"), config(tmp_path, router_aux_loss_coef=1.0).trainer, 2)
     padded = replace(
         micro,

@@ -23,9 +23,8 @@ USER = [{"role": "user", "content": "How warm is it?"}]
 
 def read(name: str, text: str, tools: Any = (WEATHER,), **options: Any) -> ParsedTurn:
     chat = Chat(*chat_tokenizer(name), **options)
-    return chat.parse(
-        chat.text_ids(text, begins=False), chat.prompt_ids(USER, list(tools)), list(tools)
-    )
+    prompt = chat.prompt_ids(USER, list(tools))
+    return chat.parse(chat.text_ids(text, begins=False), prompt, list(tools))
 
 
 def arguments(said: ParsedTurn) -> list[Any]:
@@ -65,21 +64,20 @@ def test_reasoning_that_the_prompt_has_begun() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('<tool_call>\n{"name": "weather", "arguments": {}<|im_end|>', "not closed"),
-        ('<tool_call>\n{"name": "weather", "arguments": {}}<|im_end|>', "not closed"),
-        ('<tool_call>\n{"name": "weather", "arguments": {}}', "not closed"),
-        ("<tool_call>\n{]\n</tool_call><|im_end|>", "Expecting property name"),
-        ('<tool_call>\n{"name": "weather", "arguments": 3}\n</tool_call><|im_end|>', "an object"),
-        ('<tool_call>\n{"arguments": {}}\n</tool_call><|im_end|>', "a name and arguments"),
-        ("<tool_call>\n[]\n</tool_call><|im_end|>", "a name and arguments"),
+        ('{"name": "weather", "arguments": {}<|im_end|>', "not closed"),
+        ('{"name": "weather", "arguments": {}}<|im_end|>', "not closed"),
+        ('{"name": "weather", "arguments": {}}', "not closed"),
+        ("{]\n</tool_call><|im_end|>", "Expecting property name"),
+        ('{"name": "weather", "arguments": 3}\n</tool_call><|im_end|>', "an object"),
+        ('{"arguments": {}}\n</tool_call><|im_end|>', "a name and arguments"),
+        ("[]\n</tool_call><|im_end|>", "a name and arguments"),
     ],
 )
 def test_a_broken_call_is_words_and_says_why(text: str, problem: str) -> None:
-    said = read("qwen3", f"<think>\nhm\n</think>\n\nWell. {text}")
+    said = read("qwen3", f"<think>\nhm\n</think>\n\nWell. <tool_call>\n{text}")
     assert problem in said.problem
-    assert said.tool_calls == []
-    assert said.reasoning == "hm"
-    assert said.content == "Well. " + text.removesuffix("<|im_end|>")
+    assert (said.tool_calls, said.reasoning) == ([], "hm")
+    assert said.content == "Well. <tool_call>\n" + text.removesuffix("<|im_end|>")
 
 
 XML = (
@@ -149,21 +147,12 @@ def test_a_parser_is_named() -> None:
 
 def test_a_model_may_bring_its_own_response_template() -> None:
     tokenizer, stops = chat_tokenizer("qwen3")
+    function = {"name": "{name}", "arguments": "{content}"}
+    calls = {"open_pattern": r"@(?P<name>\w+)", "close": ";", "content": "json", "repeats": True}
+    calls["transform"] = {"type": "function", "function": function}
     tokenizer.response_template = {
         "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "tool_calls": {
-                "open_pattern": r"@(?P<name>\w+)",
-                "close": ";",
-                "content": "json",
-                "repeats": True,
-                "transform": {
-                    "type": "function",
-                    "function": {"name": "{name}", "arguments": "{content}"},
-                },
-            },
-            "content": {"content": "text"},
-        },
+        "fields": {"tool_calls": calls, "content": {"content": "text"}},
     }
     chat = Chat(tokenizer, stops)
     ids = chat.text_ids('@weather{"days": 1};<|im_end|>', begins=False)

@@ -24,7 +24,7 @@ from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.lora import low_rank
-from umbra.services.modeling.micro_batch import MicroBatch, Tokens
+from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.models import load_model
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
@@ -70,14 +70,9 @@ def test_the_loaded_model_shows_that_its_sequences_need_rows(name: str) -> None:
     model: Any = ARCHITECTURES[name].model()
     Attention.prepare(model, model.device)
     scorer = Scorer(model, attention=Attention(backend="sdpa"))  # as if all layers only attended
-    micro = next(iter(packed(TOKENS)))
+    micro, *_ = pack(TOKENS, pack_tokens=128, micro_tokens=256, share_prompts=True)
     with pytest.raises(UsageError, match="logprobs of a sequence depend on what precedes it"):
         scorer(micro, torch.ones(len(micro.targets)))
-
-
-def packed(tokens: Tokens) -> list[MicroBatch]:
-
-    return pack(tokens, pack_tokens=128, micro_tokens=256, share_prompts=True)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -78,8 +78,8 @@ def test_a_version_fills_the_model(left_out: tuple[str, ...]) -> None:
             {"norm": None, "new": torch.zeros(2), "table": torch.zeros(2)},
             "(missing: norm; unknown: new; shape: table [2] instead of [3])",
         ),
-        ({letter: torch.zeros(1) for letter in "abc"}, "(unknown: a, b, c)"),
-        ({letter: torch.zeros(1) for letter in "abcde"}, "(unknown: a, b, c and 2 more)"),
+        (dict.fromkeys("abc", torch.zeros(1)), "(unknown: a, b, c)"),
+        (dict.fromkeys("abcde", torch.zeros(1)), "(unknown: a, b, c and 2 more)"),
     ],
 )
 def test_what_does_not_fit_is_named_and_changes_nothing(change: dict[str, Any], said: str) -> None:
@@ -100,11 +100,10 @@ def test_a_version_that_ends_early_is_not_loaded_as_if_it_were_whole() -> None:
 
 
 def test_names_that_a_version_leaves_out_share_a_place_with_one_it_has() -> None:
-    table = WeightTable(Tied())
-    assert table.left_out({"embed.weight", "norm"}) == {"embed.weight": ["head.weight"]}
-    assert table.left_out({"head.weight"}) == {"head.weight": ["embed.weight"]}
-    assert table.left_out({"embed.weight", "head.weight"}) == {}
-    assert table.left_out({"norm"}) == {}
+    left_out, embed, head = WeightTable(Tied()).left_out, "embed.weight", "head.weight"
+    assert left_out({embed, "norm"}) == {embed: [head]}
+    assert left_out({head}) == {head: [embed]}
+    assert left_out({embed, head}) == left_out({"norm"}) == {}
 
 
 def test_a_dtype_that_is_not_known_is_named() -> None:
