@@ -150,13 +150,9 @@ class AgentRunner:
         ask, value, reason = self._generators.ask, outcome.value, outcome.error or NO_REWARD
         try:
             if isinstance(value, StepResult) and value.done:
-                result = {
-                    "reward": value.reward,
-                    "parts": value.reward_parts,
-                    "reason": value.reason,
-                }
+                result = {"reward": value.reward, "parts": value.reward_parts}
                 try:
-                    await ask(f"{url}/reward", result, repeat=True)
+                    await ask(f"{url}/reward", {**result, "reason": value.reason}, repeat=True)
                     return
                 except RejectedError as refused:
                     reason = str(refused)

@@ -208,16 +208,17 @@ class Worker:
 
     async def serve(self, host: EnvironmentHost, limit_s: float) -> None:
         """Play by `host`, each play for `limit_s` seconds at most."""
+        self._host, self._limit_s = host, limit_s
         plays: dict[str, asyncio.Task[None]] = {}  # by sample, its newest
         tasks: set[asyncio.Task[None]] = set()
         while (message := await self.receive()) is not None:
             key, number = message["key"], message["number"]
             if message["type"] == "play":
-                task = plays[key] = asyncio.create_task(self._play(host, limit_s, message))
+                task = plays[key] = asyncio.create_task(self._play(message))
             else:
                 if play := plays.pop(key, None):
                     play.cancel()
-                task = asyncio.create_task(self._forget(host, limit_s, key, number, play))
+                task = asyncio.create_task(self._forget(key, number, play))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         for play in plays.values():
@@ -225,12 +226,12 @@ class Worker:
         await asyncio.gather(*tasks, return_exceptions=True)
         await host.close()
 
-    async def _play(self, host: EnvironmentHost, limit_s: float, play: dict[str, Any]) -> None:
+    async def _play(self, play: dict[str, Any]) -> None:
         responses = [r if isinstance(r, str) else ParsedTurn(**r) for r in play["responses"]]
-        playing = asyncio.ensure_future(host.play(play["key"], play["row"], responses))
+        playing = asyncio.ensure_future(self._host.play(play["key"], play["row"], responses))
         answered = partial(self.send, "played", number=play["number"])
         try:
-            await asyncio.wait({playing}, timeout=limit_s)
+            await asyncio.wait({playing}, timeout=self._limit_s)
             if not playing.done():
                 playing.cancel()
                 await asyncio.wait({playing})
@@ -250,15 +251,13 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - no MessagePack, or a bug: one sample's
             answered(error=f"the environment's answer: {error}")
 
-    async def _forget(
-        self, host: EnvironmentHost, limit_s: float, key: str, number: int, play: Any
-    ) -> None:
+    async def _forget(self, key: str, number: int, play: asyncio.Task[None] | None) -> None:
         if play is not None:
             await asyncio.wait({play})
         try:
-            await asyncio.wait_for(host.forget(key), limit_s)
+            await asyncio.wait_for(self._host.forget(key), self._limit_s)
         except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
-            print(f"close() of an environment took longer than {limit_s:g} s")
+            print(f"close() of an environment took longer than {self._limit_s:g} s")
         if number:
             self.send("played", number=number, error="closed")
 

@@ -13,6 +13,7 @@ import functools
 import json
 import re
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -279,23 +280,37 @@ class _TooLongError(BaseException):
 @contextmanager
 def _time_limit() -> Iterator[None]:
     """Raise _TooLongError in the block after `RENDER_S` seconds: a template is a program."""
-    thread, lock, rendering = threading.get_ident(), threading.Lock(), True
-
-    def interrupt() -> None:
-        with lock:
-            if rendering:
-                raised = ctypes.py_object(_TooLongError)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
-
-    watch = threading.Timer(RENDER_S, interrupt)
-    watch.daemon = True
-    watch.start()
+    global _watch
+    with _lock:
+        _due[threading.get_ident()] = time.monotonic() + RENDER_S
+        if not _watch.is_alive():  # one for each block would take longer than most of them
+            _watch = threading.Thread(target=_interrupt, name="umbra-templates", daemon=True)
+            _watch.start()
     try:
         yield
     finally:
-        with lock:
-            rendering = False
-        watch.cancel()
+        with _lock:
+            _due.pop(threading.get_ident(), None)
+
+
+_lock = threading.Lock()
+_due: dict[int, float] = {}  # when the block of a thread has taken too long
+_watch = threading.Thread()
+
+
+def _interrupt() -> None:
+    """Interrupt blocks that take too long; end when there is none, so that nothing wakes idly."""
+    global _watch
+    raised = ctypes.py_object(_TooLongError)
+    while True:
+        time.sleep(RENDER_S / 20)
+        with _lock:
+            if not _due:
+                _watch = threading.Thread()
+                return
+            for thread in [thread for thread, due in _due.items() if due < time.monotonic()]:
+                del _due[thread]
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
 def end_of_turn(tokenizer: Any) -> int | None:

@@ -73,9 +73,7 @@ class Scorer(nn.Module):
         self._attention = attention or Attention.prepare(model, model.device)
         self._parallel = SequenceParallel(model, self._attention, group) if group else None
         self.routers = Routers.of(model)
-        config: Any = model.config.get_text_config()
-        self._logits = LogitTransform(config)
-        self._rows = max(1, chunk_bytes // (4 * config.vocab_size))
+        self._rows = max(1, chunk_bytes // (4 * model.config.get_text_config().vocab_size))
         self._request: _Request | None = None
         self._hidden: Tensor | None = None
         self._compared = False  # what we do to logits and what the model's class does
@@ -193,8 +191,7 @@ class Scorer(nn.Module):
         whole: Tensor | None,
         how: ScoreOptions,
     ) -> tuple[Tensor, Tensor]:
-        head: Any = self.model.get_output_embeddings()
-        logits = self._logits(head(hidden)).float() / temperature.unsqueeze(-1)  # [n, V]
+        logits = self._logits(hidden).float() / temperature.unsqueeze(-1)  # [n, V]
         distribution = logits.log_softmax(-1)
         ids = targets.unsqueeze(-1)
         if support is not None:
@@ -217,35 +214,27 @@ class Scorer(nn.Module):
                     entropy = torch.where(whole, -terms.sum(-1), entropy)
         return logprobs if how.get("with_support") else logprobs[:, 0], entropy
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [n, V] in the model's precision, with the transforms of known classes."""
+        head: Any = self.model.get_output_embeddings()
+        known = partial(getattr, self.model.config.get_text_config())
+        logits = head(hidden)
+        factor = known("logit_scale", None) or known("lm_head_multiplier", None) or 1.0
+        if factor != 1:  # Cohere, Falcon-H1
+            logits = logits * factor
+        if (divisor := known("logits_scaling", None) or 1.0) != 1:  # Granite
+            logits = logits / divisor
+        if (cap := known("final_logit_softcapping", None)) is not None:  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
     @torch.no_grad()
     def _compare(self, hidden: Tensor, logits: Tensor) -> None:
         """Refuse a model whose forward pass makes other logits of `hidden` than we do."""
-        head: Any = self.model.get_output_embeddings()
-        expected = self._logits(head(hidden)).flatten()
+        expected = self._logits(hidden).flatten()
         if not torch.equal(expected.nan_to_num(), logits.flatten().to(expected.dtype).nan_to_num()):
             raise UsageError(
                 f"model.path: {type(self.model).__name__} changes its logits in a way that Umbra "
                 "does not compute, so it can't be trained; choose another model"
             )
         self._compared = True
-
-
-class LogitTransform:
-    """The transform that a model's class applies to the output of its last layer."""
-
-    def __init__(self, config: Any) -> None:
-        factors = [getattr(config, key, None) for key in ("logit_scale", "lm_head_multiplier")]
-        self.factor: float = next(filter(None, factors), 1.0)  # Cohere, Falcon-H1
-        self.divisor: float = getattr(config, "logits_scaling", None) or 1.0  # Granite
-        # Gemma: cap * tanh(logit / cap)
-        self.cap: float | None = getattr(config, "final_logit_softcapping", None)
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Transform `logits` [n, V] in their own precision."""
-        if self.factor != 1:
-            logits = logits * self.factor
-        if self.divisor != 1:
-            logits = logits / self.divisor
-        if self.cap is not None:
-            logits = torch.tanh(logits / self.cap) * self.cap
-        return logits

@@ -20,6 +20,14 @@ MAY_TRUST = "services/modeling/pretrained.pyAutoTokenizer.from_pretrained"
 SHIPPED = ("deploy", "proto", "services", "src")
 
 
+def shipped() -> Iterator[tuple[str, str]]:
+    """Yield path and text of each source file of the package."""
+    for path in source_files():
+        name = path.relative_to(ROOT)
+        if name.parts[0] in SHIPPED:
+            yield str(name), path.read_text(encoding="utf-8")
+
+
 def requirements() -> Iterator[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     yield from project["build-system"]["requires"]
@@ -53,22 +61,16 @@ def loads(tree: ast.AST) -> Iterator[tuple[int, str, dict[str, object]]]:
 
 def test_models_bring_no_code_and_no_pickled_weights() -> None:
     found = 0
-    for path in source_files():
-        if path.relative_to(ROOT).parts[0] not in SHIPPED:
-            continue
-        for line, what, given in loads(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, text in shipped():
+        for line, what, given in loads(ast.parse(text)):
             found += 1
-            where = f"{path.relative_to(ROOT)}:{line}: {what}"
-            if str(path.relative_to(ROOT)) + what != MAY_TRUST:
+            where = f"{path}:{line}: {what}"
+            if path + what != MAY_TRUST:
                 assert given.get("trust_remote_code") is False, where
-            if (
-                what.endswith("from_pretrained")
-                and "Tokenizer" not in what
-                and "Config" not in what
-            ):
-                assert given.get("use_safetensors") is True, where
             if what.endswith("from_pretrained"):
                 assert given.get("local_files_only") is True, where
+                if "Tokenizer" not in what and "Config" not in what:
+                    assert given.get("use_safetensors") is True, where
     assert found >= 4, "the rule looks in the wrong place"
     assert AS_IT_IS == {"local_files_only": True, "trust_remote_code": False}
 
@@ -76,20 +78,11 @@ def test_models_bring_no_code_and_no_pickled_weights() -> None:
 def test_one_key_turns_it_on_for_tokenizers_alone() -> None:
     """No other line passes anything but False, and what may be trusted comes from that key."""
     assert RunConfig().model.trust_remote_code is False
-    passed = re.compile(r"trust_remote_code\"?(?:=|: )([\w.]+)")
-    found: set[str] = set()
-    for path in source_files():
-        if path.relative_to(ROOT).parts[0] in SHIPPED:
-            found |= set(passed.findall(path.read_text(encoding="utf-8")))
-    assert found == {"False", "trust", "bool"}  # the key, and the argument it is passed as
-    trusting = re.compile(r"\btrust=([\w.]+)")
-    sources = {
-        text
-        for path in source_files()
-        if path.relative_to(ROOT).parts[0] in SHIPPED
-        for text in trusting.findall(path.read_text(encoding="utf-8"))
-    }
-    assert sources == {"trust", "config.model.trust_remote_code"}
+    text = "\n".join(text for _, text in shipped())
+    passed = re.findall(r"trust_remote_code\"?(?:=|: )([\w.]+)", text)
+    assert {*passed} == {"False", "trust", "bool"}  # the key, and the argument it is passed as
+    sources = re.findall(r"\btrust=([\w.]+)", text)
+    assert {*sources} == {"trust", "config.model.trust_remote_code"}
 
 
 def test_secrets_get_into_no_image_and_no_repository() -> None:
