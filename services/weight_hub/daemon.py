@@ -312,10 +312,8 @@ class PartHub:
     ) -> None:
         """Hold and hand out until `stopping` is set; `session`, if any, gets the progress.
 
-        The hub may be away for `patience_s` seconds at a time.
-
         Raises:
-            DeadlineError: it is away for longer.
+            DeadlineError: the hub is away for longer than `patience_s` seconds.
             RejectedError: it refuses us.
         """
         deadline = Deadline(patience_s, f"no answer from the {self._hub.peer}")
@@ -422,12 +420,7 @@ class PartHub:
 
 
 def _arena(order: m.HoldArena, owner: int) -> Arena:
-    """Make or adopt the arena of `order`, with memory for the buckets of `owner`.
-
-    Raises:
-        WireError: the layout makes no sense.
-        StartupError: there is too little memory, or no such file.
-    """
+    """Make or adopt the arena of `order`, with memory for the buckets of `owner`."""
     check_manifest(order.manifest)
     run_id, suffix = run_and_suffix(order.path)
     size = order.manifest.total_bytes

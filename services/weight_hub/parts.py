@@ -1,15 +1,14 @@
 """Part hubs, one on each further host of the trainer, with its share of every version.
 
-Decisions only: which ones are there, which hold the arena of the layout, and the orders to each.
-The orders sent to a part hub are compared with its wanted state again and again, so that one that
-was lost, restarted or cut off is brought up to date as a new one is.
+Decisions only. What each was told is compared with what it should hold again and again, so that one
+that was lost, restarted or cut off is brought up to date as a new one is:
 
     no part hub -> PartState -> told HoldArena -> PartState with the path: ready -> told OfferSlot
          ^                                                                              |
          '---------------- silent for SILENT_S, or not to be reached -------------------'
 
-One that comes back holds the arena that its host had before: the file outlives it. If the
-file is gone as well, so is a part of every version: then the layout has to be registered again.
+One that comes back holds the arena that its host had before. If that file is gone as well, so is a
+part of every version: then the layout has to be registered again.
 """
 
 from __future__ import annotations

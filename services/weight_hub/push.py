@@ -1,31 +1,26 @@
 """The push protocol: calls in, `effects` out. No socket, file, thread or clock of its own.
 
-Versions are published into slots of the arena, and every receiver is pushed the newest one:
+Versions are published into slots of the arena, and every receiver is pushed the newest one, at its
+own pace (versions in between are skipped):
 
     idle -> PREPARE -> staging -> READY -> COMMIT -> committing -> COMMITTED -> idle
 
-Each receiver goes at its own pace: one that is slow stalls no other, and finds the newest version
-when it is done (versions in between are skipped). An *epoch* names one attempt to bring a version
-to a receiver; epochs count up and are never used again, so its epoch alone shows a late answer.
+An *epoch* names one attempt to bring a version to a receiver, and is never used again.
 
 - *Newest* is the version published last, not the greatest: a trainer that resumed from a checkpoint
   publishes older numbers again.
 - A slot may be granted to the trainer when it holds neither the newest version nor one that a
-  receiver is staging. A receiver reads its slot from PREPARE until its READY, or until it is
-  dropped. One that loads in place reads it until COMMITTED too; the trainer waits for that no
-  longer than a few of the longest loads, because it may be the end of an evaluation that is waited
-  for. Should one still read while the trainer writes, the slot's sequence number and the checksums,
-  which came with PREPARE, show it.
-- The trainer does not wait for the deadline of a receiver that reads the slot it needs, where
-  others serve the newest version: such a receiver is dropped when the trainer has waited for eight
-  times as long as the longest staging took, and for five seconds at least. The next one is given
-  half as long, down to a second, so that nobody can stop training by subscribing under one name
-  after the other. Each minute the patience doubles again.
+  receiver is staging. One that loads in place reads its slot until COMMITTED too; the trainer waits
+  for that no longer than a few of the longest loads, since it may be the end of an evaluation that
+  is waited for. Should one still read then, the slot's sequence number and the checksums show it.
+- A receiver that reads the slot which the trainer needs, while others serve the newest version, is
+  dropped when the trainer has waited for eight times as long as the longest staging took, and for
+  five seconds at least. The next one is given half as long, down to a second, so that nobody can
+  stop training by subscribing under one name after the other; each minute that doubles again.
 - A failed push is aborted and tried once more; failing again, or missing the deadline of a phase,
-  drops the receiver. It may subscribe again and then gets the newest version.
-- Where versions lie on several hosts, a push is held back while one of these is missing: one in
-  flight may still end well, from a relay say, but no push begins, none that fails is tried
-  again, and nothing is published. When all are there again, everyone is pushed the newest version.
+  drops the receiver. It may subscribe again.
+- Where versions lie on several hosts and one of these is missing, nothing is published, no push
+  begins, and none that fails is tried again; one in flight may end well.
 - A second registration of the same layout is a restarted trainer: nothing changes but who may
   write. Another layout aborts all pushes and drops all receivers, which subscribe again to it.
 """
@@ -87,10 +82,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """Effect: a receiver serves a version.
-
-    `total_s` runs from Publish (or from the subscription, if that was later) to COMMITTED.
-    """
+    """Effect: a receiver serves a version, `total_s` after its Publish or its own subscription."""
 
     receiver: str
     epoch: int
@@ -146,8 +138,7 @@ class PushProtocol:
     Args:
         slots: version slots in the arena, at least 2.
         pace: how long a receiver may take per phase.
-        first_epoch: epochs count from the one after it, so that a restarted hub does not reuse
-            epochs of the one before, whose answers may still arrive.
+        first_epoch: epochs count from the one after it; above those of the hub before.
     """
 
     def __init__(self, slots: int, pace: Pace, first_epoch: int = 0) -> None:

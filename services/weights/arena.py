@@ -96,13 +96,7 @@ class Arena:
 
     @classmethod
     def create(
-        cls,
-        run_id: str,
-        suffix: str,
-        *,
-        slot_bytes: int,
-        slots: int,
-        own: Ranges | None = None,
+        cls, run_id: str, suffix: str, *, slot_bytes: int, slots: int, own: Ranges | None = None
     ) -> Arena:
         """Return a new arena at `/dev/shm/umbra-<run_id>-<suffix>`, mode 0600.
 
@@ -155,8 +149,7 @@ class Arena:
     def attach(cls, path: str | Path, *, slot_bytes: int, populate: bool = True) -> Arena:
         """Return the arena at `path` of another process.
 
-        With `populate` all of it is mapped at once, at the price of a copy of it, for who writes;
-        else as it is used, for who reads.
+        With `populate`, for who writes, all of it is mapped at once, at the price of a copy of it.
 
         Raises:
             StartupError: it is not there, or not one of slots of `slot_bytes` bytes.
@@ -169,11 +162,7 @@ class Arena:
 
     @classmethod
     def anonymous(cls, *, slot_bytes: int, slots: int) -> Arena:
-        """Return a new arena without a name, all of it allocated: it goes with its last process.
-
-        Raises:
-            StartupError: there is too little memory.
-        """
+        """Return a new arena without a name, all of it allocated; StartupError without room."""
         size = _size(slot_bytes, slots)
         ask_for(size, "the slots of the weights", SMALLER)
         fd = os.memfd_create("umbra-weights", os.MFD_CLOEXEC)
@@ -219,12 +208,7 @@ class Arena:
         self._sequences[index] += self._sequences[index] % 2
 
     def check(self) -> None:
-        """Check that the file has all its bytes: to read past its end would be a SIGBUS.
-
-        Raises:
-            StartupError: it has become shorter.
-            OSError: closed.
-        """
+        """Raise StartupError if the file has become shorter: to read past its end is a SIGBUS."""
         if os.fstat(self._fd).st_size < _size(self.slot_bytes, self.slots):
             raise StartupError("the weight hub's shared memory has become shorter")
 

@@ -42,9 +42,8 @@ class Publisher:
     `publish`. When the hub is restarted, a thread registers again at once. The new hub takes over
     the arena of the old one; where it cannot, the version is copied into the new arena.
 
-    Where the trainer runs on several hosts, nothing is published while a part hub is away, and a
-    version cannot be copied to another arena: only a part of it lies here. If the memory of a host
-    is lost, so is the version, and the trainer has to start again from a checkpoint (`check`).
+    Where the trainer runs on several hosts, nothing is published while a part hub is away. If the
+    memory of a host is lost, so is the version: only a part of it lies here (`check`).
 
     Args:
         stopping: once it is set no answer is waited for any longer than a living hub takes, because
@@ -95,8 +94,7 @@ class Publisher:
         """State the layout and attach to the hub's arena.
 
         Raises:
-            RejectedError: the hub refuses, because /dev/shm has too little room, say, or the part
-                hub of a trainer host is still missing after `timeout_s` seconds.
+            RejectedError: the hub has no room, or a part hub stays away for `timeout_s` seconds.
             DeadlineError: no answer within `timeout_s` seconds.
             StartupError: the arena cannot be seen from here.
         """

@@ -32,10 +32,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class StagedVersion:
-    """A complete, verified version.
+    """A complete, verified version, in memory of this process until `Receiver.committed`.
 
-    Without a `guard` its bytes are this process's own until `Receiver.committed`; with one they lie
-    in the arena of this host's daemon, and `Receiver.load` notices when they change.
+    With a `guard` it lies in the arena of this host's daemon.
     """
 
     version: int
@@ -155,9 +154,9 @@ class Receiver:
     ) -> StagedVersion | None:
         """Have `apply` load `staged`, and report it; return the version that is loaded.
 
-        `apply` may verify by `StagedVersion.guard` what it loads. None if the version was
-        overwritten before: nothing was loaded, and a newer one comes. If it changed under the load,
-        the model is of no use before the next version is loaded in its place; this waits for that.
+        None if the version was overwritten before: nothing was loaded, and a newer one comes. If it
+        changed under the load, the model is of no use before another version is loaded: this waits
+        for that.
 
         Raises:
             DeadlineError: no other version came within `timeout_s` seconds.
@@ -191,10 +190,7 @@ class Receiver:
             staged = following
 
     def committed(self, staged: StagedVersion, commit_s: float, error: str = "") -> None:
-        """Report that the engine serves `staged` after waiting `commit_s` seconds, or why not.
-
-        The memory of `staged` is used again from now on.
-        """
+        """Report the load of `staged`, for which generation waited; its memory is used again."""
         with self._changed:
             if self._loading is staged:
                 self._loading = None

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fakes.hub_bench import LAYOUT, WAIT_S, Bench
+from fakes.hub_bench import LAYOUT, Bench
 from fakes.slowness import seconds
 
 from umbra.services.config import WeightHubConfig as WeightHubConfig
@@ -64,16 +64,8 @@ class GpuWorld:
         self, name: str, plane: str, planes: tuple[str, ...] = (), *, host: str = "", **gpu: Any
     ) -> Receiver:
         """A subscribed receiver that offers `plane`, and `planes` without a GPU."""
-        receiver = Receiver(
-            self.bench.channel(name),
-            StagedPlanes(planes, gpu=self.gpu(name, plane, **gpu)),
-            host,
-            check_s=0.05,
-            retry_s=0.02,
-        )
-        self.bench.closers.append(receiver.close)
-        receiver.subscribe(WAIT_S)
-        return receiver
+        offered = StagedPlanes(planes, gpu=self.gpu(name, plane, **gpu))
+        return self.bench.receiver(name, offered, host)
 
     def rows(self, count: int) -> list[dict[str, object]]:
         """The rows of the hub's metrics, when there are `count`."""

@@ -129,9 +129,21 @@ class Bench:
         publisher.register(WAIT_S)
         return publisher
 
-    def receiver(self, name: str, dtype: str = "", planes: Sequence[str] = ("shm",)) -> Receiver:
+    def receiver(
+        self,
+        name: str,
+        planes: Sequence[str] | StagedPlanes = ("shm",),
+        host: str = "",
+        *,
+        channel: Channel | None = None,
+        dtype: str = "",
+        check_s: float = 0.05,
+    ) -> Receiver:
+        """Return a subscribed receiver, with small records where `planes` are names."""
+        if not isinstance(planes, StagedPlanes):
+            planes = StagedPlanes(planes, config=SmallFrames())
         receiver = Receiver(
-            self.channel(name), StagedPlanes(planes), dtype=dtype, check_s=0.05, retry_s=0.02
+            channel or self.channel(name), planes, host, dtype=dtype, check_s=check_s, retry_s=0.02
         )
         self.closers.append(receiver.close)
         receiver.subscribe(WAIT_S)

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, SmallFrames, content, publish, take, whole
+from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, publish, take, whole
 from fakes.keys import keys, of
 from fakes.relays import Relay
 from fakes.trainer_hosts import Trainer, TrainerHost, layout, skip_without_namespaces
@@ -39,12 +39,7 @@ def start(bench: Bench, tmp_path: Path) -> Start:
 
 
 def receiver(bench: Bench, name: str, host: str = "", security: Security = OPEN) -> Receiver:
-    planes = StagedPlanes(["shm", "tcp"], config=SmallFrames())
-    channel = bench.channel(name, security)
-    made = Receiver(channel, planes, host, check_s=0.05, retry_s=0.02)
-    bench.closers.append(made.close)
-    made.subscribe(WAIT_S)
-    return made
+    return bench.receiver(name, ["shm", "tcp"], host, channel=bench.channel(name, security))
 
 
 Served = tuple[Trainer, Receiver, TrainerHost]

@@ -74,14 +74,7 @@ class World:
         return self.policy.publish(self.publisher)
 
     def generator(self, name: str, watched: Watched | Detour | None = None) -> Generating:
-        receiver = Receiver(
-            self.bench.channel(name),
-            watched or StagedPlanes([self.plane]),
-            check_s=0.05,
-            retry_s=0.02,
-        )
-        self.bench.closers.append(receiver.close)
-        receiver.subscribe(WAIT_S)
+        receiver = self.bench.receiver(name, watched or StagedPlanes([self.plane]))
         made = Generating(self.policy, self._model_dir, receiver)
         self._closers.append(made.close)
         return made

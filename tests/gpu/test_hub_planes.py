@@ -24,7 +24,6 @@ from umbra.services.weights.manifest import build_manifest
 from umbra.services.weights.planes.nccl import NcclReceiver
 from umbra.services.weights.planes.receiving import StagedPlanes, find_gpu
 from umbra.services.weights.publisher import Publisher
-from umbra.services.weights.receiver import Receiver
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -81,11 +80,7 @@ class Engine:
             str(models._path), torch.device("cuda"), torch.float32
         ))  # fmt: skip
         self._model = model
-        self.receiver = Receiver(
-            bench.channel(name), StagedPlanes(gpu=gpu), check_s=0.5, retry_s=0.2
-        )
-        bench.closers.append(self.receiver.close)
-        self.receiver.subscribe(WAIT_S)
+        self.receiver = bench.receiver(name, StagedPlanes(gpu=gpu), check_s=0.5)
 
     def load(self) -> None:
         """Load versions until the newest; then all weights are the trainer's, bit for bit."""

@@ -5,17 +5,13 @@ from fakes.hub_bench import LAYOUT, WAIT_S, Bench, content, load, publish, publi
 
 from umbra.proto.errors import RejectedError
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
 
 
 def receiver_of(bench: Bench) -> Receiver:
     """One that looks after its hub once a minute: it has to hear that there is another."""
-    receiver = Receiver(bench.channel("a"), StagedPlanes(), check_s=60.0, retry_s=0.02)
-    bench.closers.append(receiver.close)
-    receiver.subscribe(WAIT_S)
-    return receiver
+    return bench.receiver("a", check_s=60.0)
 
 
 def replace(bench: Bench, slots: int = 2) -> None:

@@ -5,12 +5,11 @@ import signal
 
 import pytest
 from fakes.gpu_world import CHUNK, GpuWorld, kill_worker
-from fakes.hub_bench import WAIT_S, content, load, publish, take, whole
+from fakes.hub_bench import content, load, publish, take, whole
 from fakes.relays import Relay
 from fakes.slowness import seconds
 
 from umbra.services.weights.gpu.cuda import DeviceMemory
-from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
 
@@ -194,9 +193,7 @@ def test_a_relay_receives_a_broadcast_and_serves_its_node(gpu_world: GpuWorld) -
     publisher = bench.publisher()
     gpu = gpu_world.gpu("relay-1", device=1, planes=("nccl",))
     relay = Relay(bench, "relay-1", gpu=gpu, deadline_s=seconds(8.0))
-    local = Receiver(bench.channel("gen-0"), StagedPlanes(["shm", "tcp"]), "relay-1", check_s=0.05)
-    bench.closers.append(local.close)
-    local.subscribe(WAIT_S)
+    local = bench.receiver("gen-0", ["shm", "tcp"], "relay-1")
     for version in range(3):
         publish(publisher, version)
         load(local, version)

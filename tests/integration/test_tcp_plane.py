@@ -2,11 +2,10 @@
 
 import socket
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from fakes.hub_bench import WAIT_S, Bench, SmallFrames, publish, publish_slot, take, whole
+from fakes.hub_bench import WAIT_S, Bench, publish, publish_slot, take, whole
 from fakes.keys import of
 from fakes.relays import Relay
 from fakes.slowness import seconds
@@ -17,7 +16,6 @@ from umbra.proto.records import Manifest
 from umbra.services.weights.manifest import build_manifest
 from umbra.services.weights.planes import tcp
 from umbra.services.weights.planes.bucket_wire import Records
-from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
 
@@ -58,19 +56,6 @@ class Weights:
                 return
 
 
-def tcp_receiver(bench: Bench, name: str, **options: Any) -> Receiver:
-    receiver = Receiver(
-        bench.channel(name),
-        StagedPlanes(["tcp"], config=SmallFrames()),
-        check_s=0.05,
-        retry_s=0.02,
-        **options,
-    )
-    bench.closers.append(receiver.close)
-    receiver.subscribe(WAIT_S)
-    return receiver
-
-
 def wire_bytes(bench: Bench, name: str) -> list[int]:
     return [int(str(r["wire_bytes"])) for r in bench.rows() if r["receiver"] == name]
 
@@ -78,7 +63,7 @@ def wire_bytes(bench: Bench, name: str) -> list[int]:
 def test_small_changes_travel_as_deltas_and_large_ones_whole(bench: Bench) -> None:
     bench.start(plane="tcp", delta="always")
     publisher = bench.publisher(LAYOUT)
-    receiver = tcp_receiver(bench, "gen-0")
+    receiver = bench.receiver("gen-0", ["tcp"])
     weights = Weights(LAYOUT)
     for share in (0.0, 0.01, 0.01, 1.0, 0.0, 0.001):
         weights.load(receiver, weights.publish(publisher, share))
@@ -94,8 +79,8 @@ def test_versions_that_were_skipped_and_a_late_joiner(bench: Bench) -> None:
     """gen-0 goes from version 0 to 3 by three deltas in a chain; gen-1 gets all bytes of 3."""
     bench.start(plane="tcp", delta="always", slots=3)
     publisher = bench.publisher(LAYOUT)
-    receiver = tcp_receiver(bench, "gen-0")
-    watcher = tcp_receiver(bench, "gen-2")
+    receiver = bench.receiver("gen-0", ["tcp"])
+    watcher = bench.receiver("gen-2", ["tcp"])
     weights = Weights(LAYOUT)
     weights.load(watcher, weights.publish(publisher, 0.0))
     loading = take(receiver)
@@ -103,7 +88,7 @@ def test_versions_that_were_skipped_and_a_late_joiner(bench: Bench) -> None:
         weights.load(watcher, weights.publish(publisher, 0.01))
     receiver.committed(loading, 0.0)
     weights.load(receiver, 3)
-    weights.load(tcp_receiver(bench, "gen-1"), 3)
+    weights.load(bench.receiver("gen-1", ["tcp"]), 3)
     bench.finish()
     assert wire_bytes(bench, "gen-0")[-1] < LAYOUT.total_bytes / 5
     assert wire_bytes(bench, "gen-1") == [LAYOUT.total_bytes]
@@ -113,7 +98,7 @@ def test_over_a_fast_link_everything_is_sent(bench: Bench) -> None:
     """The first version shows what the link can do."""
     bench.start(plane="tcp")
     publisher = bench.publisher(LAYOUT)
-    receiver = tcp_receiver(bench, "gen-0")
+    receiver = bench.receiver("gen-0", ["tcp"])
     weights = Weights(LAYOUT)
     for rate in (2e9, 2e9, 1e7, 1e7, 1e7):
         weights.load(receiver, weights.publish(publisher, 0.01))
@@ -151,9 +136,7 @@ def test_weights_are_sealed_on_their_way_through_a_relay(
     weights.publish(publisher, 0.0)
     node = Relay(bench, "node-0", security=of(keys, "relay"))
     channel = bench.channel("gen", of(keys, "generator"))
-    receiver = Receiver(channel, StagedPlanes(["tcp"]), "node-0", check_s=0.05, retry_s=0.02)
-    bench.closers.append(receiver.close)
-    receiver.subscribe(WAIT_S)
+    receiver = bench.receiver("gen", ["tcp"], "node-0", channel=channel)
     weights.load(receiver, 0)
     for _ in range(3):
         weights.load(receiver, weights.publish(publisher, 0.01))
@@ -176,14 +159,8 @@ def test_a_port_that_is_closed_is_named(
         bench.security = of(keys, "weight_hub")
         bench.start(plane="tcp", delta="off")
         publisher = bench.publisher(channel=bench.channel("trainer", of(keys, "trainer")))
-        receiver = Receiver(
-            bench.channel("gen-0", of(keys, "generator")),
-            StagedPlanes(["tcp"]),
-            check_s=0.05,
-            retry_s=0.02,
-        )
-        bench.closers.append(receiver.close)
-        receiver.subscribe(WAIT_S)
+        channel = bench.channel("gen-0", of(keys, "generator"))
+        bench.receiver("gen-0", ["tcp"], channel=channel)
         publish(publisher, 0)
         counters = bench.hub.protocol.counters
         until(lambda: counters["dropped"] > 0, "the push did not fail")
@@ -202,19 +179,8 @@ def test_relays_hand_on_what_they_get(bench: Bench) -> None:
     weights = Weights(LAYOUT)
     weights.publish(publisher, 0.0)
     nodes = [Relay(bench, f"node-{index}") for index in range(3)]
-    receivers = [
-        Receiver(
-            bench.channel(f"gen-{i}"),
-            StagedPlanes(["shm", "tcp"]),
-            f"node-{i}",
-            check_s=0.05,
-            retry_s=0.02,
-        )
-        for i in range(3)
-    ]
+    receivers = [bench.receiver(f"gen-{i}", ["shm", "tcp"], f"node-{i}") for i in range(3)]
     for receiver in receivers:
-        bench.closers.append(receiver.close)
-        receiver.subscribe(WAIT_S)
         weights.load(receiver, 0)
     for _ in range(3):
         version = weights.publish(publisher, 0.01)

@@ -32,13 +32,12 @@ from pathlib import Path
 
 import xxhash
 import zmq
-from fakes.hub_bench import PROGRAMS, WAIT_S, Bench, SmallFrames, take, whole
+from fakes.hub_bench import PROGRAMS, Bench, take, whole
 from fakes.trainer_hosts import Place, Trainer
 from programs.network import ADDRESSES, BRIDGE, Host, make_network, sh
 
 from umbra.proto.net.keys import Security
-from umbra.services.weights.planes.receiving import StagedPlanes
-from umbra.services.weights.receiver import Receiver, StagedVersion
+from umbra.services.weights.receiver import StagedVersion
 
 LINKS = {"hub": "alpha", "part": "beta", "receiver": "gamma"}
 INSECURE = Security(insecure=True)
@@ -95,11 +94,7 @@ class World:
         self.bench.security = INSECURE
         places = {1: Place(beta.enter, ADDRESSES["beta"])}
         self.trainer = Trainer(self.bench, folder, 2, places=places)
-        planes = StagedPlanes(["tcp"], config=SmallFrames())
-        channel = self.bench.channel("near")
-        self.near = Receiver(channel, planes, check_s=0.05, retry_s=0.02)
-        self.bench.closers.append(self.near.close)
-        self.near.subscribe(WAIT_S)
+        self.near = self.bench.receiver("near", ["tcp"])
         self.far = Far(gamma, self.bench.endpoint, phase)
         self.bench.closers.append(self.far.close)
 

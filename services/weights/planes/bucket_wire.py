@@ -1,22 +1,8 @@
-"""The connection on which a receiver asks for buckets and gets them.
+"""The connection on which a receiver orders buckets and gets them, as proto/weights.md says.
 
 A source of buckets makes up a secret and sends it to the hub, which gives each receiver a grant of
-its own: an identity, and the key that follows from it and the secret. A connection begins with
-
-    receiver    16 bytes of the grant | 16 random bytes | HMAC-SHA256 of both under its key
-    source      16 random bytes
-
-Where the run has keys, all that follows is sealed under keys of this one connection, by which the
-source proves that it has the secret as well. Then come records, in both directions:
-
-    head    u32 bucket | u64 result | u64 base | u64 offset | u32 bytes     little-endian
-    sealed  head | AES-256-GCM(bytes), with the head as associated data, and its tag
-    open    head | bytes
-
-The nonce is the number of the record in its direction, so that none can be left out, repeated or
-moved unnoticed. The receiver sends orders (`ORDER`), one after the other; the source answers with a
-record for each piece of the buckets ordered, with one that only says that it is there (`WAIT`) for
-each second in which it has nothing, or with one that says why it refuses (`REFUSED`).
+its own: an identity, and the key that follows from it and the secret. With keys, everything after
+the greeting is sealed; the number of a record is its nonce, so that none is left out unnoticed.
 """
 
 from __future__ import annotations
@@ -58,10 +44,9 @@ class Piece(NamedTuple):
 
 
 class BucketOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The buckets that a receiver asks for, in this order.
+    """The buckets that a receiver asks for, in this order, and the content wanted of each.
 
-    `contents` has the content wanted of each, `bases` the contents that the receiver holds of
-    them: one list per copy, 0 for nothing.
+    `bases`: the contents that it holds of them, one list per copy, 0 for nothing.
     """
 
     wanted: list[int]
@@ -116,12 +101,7 @@ class Records:
             self._seals = _seal(granted, b"orders", greeting), _seal(granted, b"pieces", greeting)
 
     def admit(self, secret: bytes, *, sealed: bool) -> None:
-        """Begin as the source with this secret.
-
-        Raises:
-            WireError: the receiver has no grant.
-            OSError: it is gone.
-        """
+        """Begin as the source with this secret; WireError if the receiver has no grant."""
         shown = bytes(self._fill(memoryview(bytearray(HELLO_BYTES))))
         greeting, proof = shown[: 2 * NONCE_BYTES], shown[2 * NONCE_BYTES :]
         granted = grant(secret, greeting[:NONCE_BYTES])
@@ -134,11 +114,7 @@ class Records:
             self._seals = _seal(granted, b"pieces", greeting), _seal(granted, b"orders", greeting)
 
     def send(self, piece: Piece, raw: bytes | memoryview, timeout_s: float | None = None) -> None:
-        """Send a record, or keep it until there are more, or until `flush`.
-
-        Raises:
-            OSError: the other end is gone, or takes longer than `timeout_s` for a record.
-        """
+        """Send a record, or keep it for the next ones or `flush`; OSError after `timeout_s`."""
         head = HEAD.pack(*piece, len(raw))
         if self._seals is not None:
             self._sent += 1
@@ -169,12 +145,10 @@ class Records:
         room: Callable[[Piece, int], memoryview | None] = lambda _piece, _nbytes: None,
         most: int = RECORD_BYTES,
     ) -> tuple[Piece, memoryview]:
-        """Receive a record: its piece and its bytes.
+        """Receive a record of at most `most` bytes: its piece and its bytes.
 
         Args:
-            room: gives the memory for a piece of so many bytes, None for fresh memory; its errors
-                pass.
-            most: bytes that it may have.
+            room: gives the memory for a piece of so many bytes, None for fresh memory.
 
         Raises:
             WireError: it is not what the other end sealed, or too large.

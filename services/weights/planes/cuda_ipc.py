@@ -17,13 +17,7 @@ from umbra.proto.errors import PeerLostError, StartupError, UmbraError
 from umbra.proto.messages import Prepare, Subscribe
 from umbra.proto.records import Manifest
 from umbra.services.weights.arena import Arena
-from umbra.services.weights.gpu.cuda import (
-    CudaEvent,
-    Device,
-    DeviceMemory,
-    GpuError,
-    device_stride,
-)
+from umbra.services.weights.gpu.cuda import CudaEvent, Device, DeviceMemory, GpuError, device_stride
 from umbra.services.weights.gpu.worker import GpuWorkerProcess, reached, result
 from umbra.services.weights.manifest import checksum, wrong_checksum
 from umbra.services.weights.memory import private_memory

@@ -63,11 +63,7 @@ class TcpHub(HubEnd):
     plane = "tcp"
 
     def __init__(
-        self,
-        endpoint: str,
-        config: WeightHubConfig,
-        security: Security = OPEN,
-        owner: int = 0,
+        self, endpoint: str, config: WeightHubConfig, security: Security = OPEN, owner: int = 0
     ) -> None:
         self.parts: Mapping[int, BucketsAt] = {}  # of the other owners of buckets
         self.store: BucketStore | None = None  # of the layout
