@@ -53,12 +53,7 @@ M = TypeVar("M", bound=m.Message)
 
 
 class UpstreamPlanes(StagedPlanes):
-    """The planes between the hub above and this daemon; all of them fill its arena.
-
-    Args:
-        hub: of this daemon; its `step` runs on another thread.
-        gpu: receives broadcasts, if there is one; closed with this.
-    """
+    """The planes between the hub above and the `hub` of this daemon, whose arena they fill."""
 
     def __init__(self, config: WeightHubConfig, hub: WeightHub, gpu: GpuReceiving | None) -> None:
         super().__init__(["tcp"], gpu=gpu, config=config)
@@ -96,13 +91,7 @@ class UpstreamPlanes(StagedPlanes):
 
 
 class UpstreamEnd:
-    """The receiver of versions into slots of the daemon's arena, on whichever plane.
-
-    Args:
-        arena: the slots, filled by `end`.
-        end: of the plane that the hub above chose.
-        deadline_s: seconds to wait for a free slot.
-    """
+    """The receiver of versions into free slots of the daemon's `arena`, which `end` fills."""
 
     def __init__(
         self,

@@ -35,8 +35,7 @@ log = logging.getLogger(__name__)
 class HubPlanes:
     """The planes of a hub, opened when the first receiver that can use them subscribes.
 
-    Args:
-        wake: called, from any thread, when a plane has to be polled.
+    `wake` is called, from any thread, when one has to be polled.
     """
 
     def __init__(

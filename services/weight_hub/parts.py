@@ -40,11 +40,7 @@ class _PartHub:
 
 
 class Parts:
-    """The part hubs of one hub.
-
-    Args:
-        host: names the /dev/shm of the hub itself, which is trainer host 0's.
-    """
+    """The part hubs of one hub; `host` names its own /dev/shm, that of trainer host 0."""
 
     def __init__(self, host: str) -> None:
         self._host = host

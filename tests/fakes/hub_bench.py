@@ -6,7 +6,7 @@ import json
 import random
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -188,11 +188,22 @@ def take(receiver: Receiver) -> StagedVersion:
     return staged
 
 
-def load(receiver: Receiver, version: int) -> None:
-    """Load versions as they come until `version`; each is whole."""
+Versions = Sequence[bytes] | Mapping[int, bytes]
+
+
+def load(receiver: Receiver, version: int, versions: Versions = ()) -> None:
+    """Load versions as they come until `version`; each is whole: of `versions`, or its content."""
     while True:
         staged = take(receiver)
-        assert whole(staged) == content(staged.version, staged.manifest.total_bytes)
+        size, number = staged.manifest.total_bytes, staged.version
+        assert whole(staged) == (versions[number] if versions else content(number, size))
         receiver.committed(staged, 0.125)
-        if staged.version == version:
+        if number == version:
             return
+
+
+def push(publisher: Publisher, version: int, *receivers: Receiver) -> None:
+    """Publish a version, and have all load until it."""
+    publish(publisher, version)
+    for receiver in receivers:
+        load(receiver, version)

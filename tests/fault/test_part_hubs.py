@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, publish, take, whole
+from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, load, publish, take, whole
 from fakes.keys import keys, of
 from fakes.relays import Relay
 from fakes.trainer_hosts import Trainer, TrainerHost, layout, skip_without_namespaces
@@ -51,19 +51,9 @@ def served(start: Start) -> Served:
     trainer = start()
     one = receiver(trainer.bench, "gen-0")
     trainer.publish(0)
-    load(trainer, one, 0)
+    load(one, 0, trainer.versions)
     (host,) = trainer.hosts
     return trainer, one, host
-
-
-def load(trainer: Trainer, one: Receiver, version: int) -> None:
-    """Load versions as they come until `version`; each is whole."""
-    while True:
-        staged = take(one)
-        assert whole(staged) == trainer.versions[staged.version]
-        one.committed(staged, 0.0)
-        if staged.version == version:
-            return
 
 
 def test_every_bit_of_every_host_arrives_as_deltas_too(start: Start) -> None:
@@ -72,9 +62,9 @@ def test_every_bit_of_every_host_arrives_as_deltas_too(start: Start) -> None:
     for version in range(3):
         trainer.publish(version)
         for one in receivers:
-            load(trainer, one, version)
+            load(one, version, trainer.versions)
     late = receiver(trainer.bench, "late")
-    load(trainer, late, 2)
+    load(late, 2, trainer.versions)
     total = trainer.manifest.total_bytes
     for host in trainer.hosts:
         own = sum(end - start for start, end in owned_ranges(trainer.manifest, host.owner))
@@ -116,7 +106,7 @@ def test_each_host_sends_its_bytes_once_for_a_chain_of_relays(
     near = [receiver(bench, f"gen-{name}", name) for name in ("relay-1", "relay-2", "relay-3")]
     trainer.publish(0)
     for one in near:
-        load(trainer, one, 0)
+        load(one, 0, trainer.versions)
     total = trainer.manifest.total_bytes
     hosts = {0: bench.hub.planes.open_tcp().buckets, **bench.hub._parts.buckets}
     assert len(hosts) == 3
@@ -126,7 +116,7 @@ def test_each_host_sends_its_bytes_once_for_a_chain_of_relays(
     assert [fetched(one.buckets) for one in chain] == [total, total, 0]
     trainer.publish(1)
     for one in near:
-        load(trainer, one, 1)
+        load(one, 1, trainer.versions)
     for relay in chain:
         assert '"plane":"shm"' in relay.metrics_path.read_text()
     # Those near a relay may have a version before it has told the hub that it has.
@@ -151,7 +141,7 @@ def test_who_loses_the_relay_before_it_fetches_from_all_hosts(
     first, second = relay_of(bench, "relay-1"), relay_of(bench, "relay-2")
     near = receiver(bench, "gen-relay-2", "relay-2")
     trainer.publish(0)
-    load(trainer, near, 0)
+    load(near, 0, trainer.versions)
     (host,) = trainer.hosts
     sums, before = trainer.write(1), fetched(first.buckets)
     host.signal_part(signal.SIGSTOP)
@@ -160,9 +150,9 @@ def test_who_loses_the_relay_before_it_fetches_from_all_hosts(
     first.stop()
     assert near.poll() is None
     host.signal_part(signal.SIGCONT)
-    load(trainer, near, 1)
+    load(near, 1, trainer.versions)
     trainer.publish(2)
-    load(trainer, near, 2)
+    load(near, 2, trainer.versions)
     assert fetched(second.buckets) == 0
 
 
@@ -176,7 +166,7 @@ def test_nothing_is_published_while_a_part_hub_is_away(served: Served) -> None:
     publishing.start()
     until(lambda: trainer.bench.hub.protocol.counters["published"] == 1, "it was published")
     host.start_part()  # goes on with what its host has of both versions
-    load(trainer, one, 1)
+    load(one, 1, trainer.versions)
     publishing.join(WAIT_S)
     assert not publishing.is_alive()
 
@@ -197,9 +187,9 @@ def test_a_part_hub_is_gone_while_receivers_fetch(served: Served, dies: bool) ->
         host.start_part()
     else:
         host.signal_part(signal.SIGCONT)
-    load(trainer, one, 1)
+    load(one, 1, trainer.versions)
     trainer.publish(2)
-    load(trainer, one, 2)
+    load(one, 2, trainer.versions)
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["it dies", "with a part hub"])
@@ -208,7 +198,7 @@ def test_a_restarted_hub_goes_on_with_what_the_hosts_hold(start: Start, together
     bench = trainer.bench
     one = receiver(bench, "gen-0")
     trainer.publish(0)
-    load(trainer, one, 0)
+    load(one, 0, trainer.versions)
     if together:
         trainer.hosts[0].signal_part(signal.SIGKILL)
     path = bench.kill()
@@ -218,11 +208,11 @@ def test_a_restarted_hub_goes_on_with_what_the_hosts_hold(start: Start, together
     if together:
         trainer.hosts[0].start_part()
     late = receiver(bench, "late")
-    load(trainer, late, 0)
+    load(late, 0, trainer.versions)
     assert trainer.arena_path == path
     trainer.publish(1)
-    load(trainer, late, 1)
-    load(trainer, one, 1)
+    load(late, 1, trainer.versions)
+    load(one, 1, trainer.versions)
 
 
 def test_another_layout_takes_the_place_of_the_one_before(served: Served) -> None:
@@ -249,7 +239,7 @@ def test_with_keys_a_part_hub_needs_its_own(start: Start, bench: Bench, keys: Pa
     one = receiver(bench, "gen-0", security=of(keys, "generator"))
     for version in range(2):
         trainer.publish(version)
-        load(trainer, one, version)
+        load(one, version, trainer.versions)
     posing = PartHub(
         "part-2", 2, bench.endpoint, bench.config(), "elsewhere",
         security=of(keys, "relay"),
@@ -277,7 +267,7 @@ def test_a_host_that_lost_its_memory_takes_the_version_with_it(served: Served) -
     trainer.publisher.close()
     trainer.publisher = trainer.bench.publisher(trainer.manifest, "trainer-again")
     trainer.publish(0)
-    load(trainer, one, 0)
+    load(one, 0, trainer.versions)
 
 
 def test_what_takes_weights_from_one_host_is_refused(start: Start) -> None:

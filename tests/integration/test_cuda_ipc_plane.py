@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from fakes.gpu_world import TOTAL, GpuWorld
-from fakes.hub_bench import content, load, publish, take
+from fakes.hub_bench import content, load, publish, push, take
 
 from umbra.proto.errors import UsageError
 from umbra.services.weights.gpu.cuda import DeviceMemory
@@ -34,56 +34,37 @@ def test_a_killed_agent_of_the_hub_costs_cuda_ipc_one_attempt(gpu_world: GpuWorl
     gpu_world.start("cuda_ipc")
     publisher = gpu_world.bench.publisher()
     receiver = gpu_world.receiver("gen-0", "cuda_ipc")
-    publish(publisher, 0)
-    load(receiver, 0)
+    push(publisher, 0, receiver)
     os.kill(gpu_world.hub_worker("cuda_ipc"), signal.SIGKILL)
     for version in (1, 2):
-        publish(publisher, version)
-        load(receiver, version)
+        push(publisher, version, receiver)
     assert gpu_world.bench.hub.protocol.counters["dropped"] == 0
     opened = (gpu_world.folder / "ipc-opened").read_text().splitlines()
     assert len(set(opened)) == 2, "another export, mapped instead of the one before"
 
 
-def test_a_gpu_without_room_is_no_reason_to_stop(gpu_world: GpuWorld) -> None:
-    """The receiver cannot allocate: it goes on over shared memory, and says so."""
-    gpu_world.start("auto")
-    publisher = gpu_world.bench.publisher()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FAKE_CUDA_MEMORY", str(TOTAL - 1))
-        receiver = gpu_world.receiver("gen-0", "auto", ("shm", "tcp"))
-        for version in range(2):
-            publish(publisher, version)
-            load(receiver, version)
-    assert gpu_world.row_of(1, receiver)["plane"] == "shm"
-
-
-def test_memory_that_cannot_be_mapped_is_no_reason_to_stop(
-    gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("FAKE_CUDA_IPC", "0")
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("FAKE_CUDA_MEMORY", TOTAL - 1, "without plane cuda_ipc from now on: GPU 0 has no room"),
+        ("FAKE_CUDA_MEMORY", TOTAL, "GPU 0 has no room"),  # for one version, not the hub's two
+        ("FAKE_CUDA_IPC", 0, "without plane cuda_ipc from now on: the hub's device memory cannot"),
+    ],
+    ids=["the receiver has no room", "the hub has no room", "memory cannot be mapped"],
+)
+def test_a_gpu_that_cannot_be_used_is_no_reason_to_stop(
+    gpu_world: GpuWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    name: str, value: int, told: str,
+) -> None:  # fmt: skip
+    """Versions go over shared memory, and the reason is named."""
+    monkeypatch.setenv(name, str(value))
     gpu_world.start("auto")
     publisher = gpu_world.bench.publisher()
     receiver = gpu_world.receiver("gen-0", "auto", ("shm", "tcp"))
     for version in range(2):
-        publish(publisher, version)
-        load(receiver, version)
+        push(publisher, version, receiver)
     assert gpu_world.row_of(1, receiver)["plane"] == "shm"
-    assert "without plane cuda_ipc from now on: the hub's device memory cannot be" in caplog.text
-
-
-def test_a_hub_without_room_on_its_gpu_names_the_reason(
-    gpu_world: GpuWorld, caplog: pytest.LogCaptureFixture
-) -> None:
-    gpu_world.start("auto")
-    publisher = gpu_world.bench.publisher()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FAKE_CUDA_MEMORY", str(TOTAL))  # one version, not the hub's two
-        receiver = gpu_world.receiver("gen-0", "auto", ("shm", "tcp"))
-        publish(publisher, 0)
-        load(receiver, 0)
-    assert "GPU 0 has no room" in caplog.text
-    assert gpu_world.row_of(0, receiver)["plane"] == "shm"
+    assert told in caplog.text
 
 
 def test_auto_takes_no_large_share_of_a_gpu(
@@ -95,8 +76,7 @@ def test_auto_takes_no_large_share_of_a_gpu(
     publisher = gpu_world.bench.publisher()
     careful = gpu_world.receiver("gen-0", "auto", ("shm", "tcp"))
     told = gpu_world.receiver("gen-1", "cuda_ipc")
-    publish(publisher, 0)
-    load(careful, 0)
+    push(publisher, 0, careful)
     load(told, 0)
     planes = {row["receiver"]: row["plane"] for row in gpu_world.rows(2)}
     assert planes == {"gen-0": "shm", "gen-1": "cuda_ipc"}
@@ -116,9 +96,7 @@ def test_planes_are_chosen_by_gpu_and_host(gpu_world: GpuWorld) -> None:
             "other-nccl", "auto", ("shm", "tcp"), device=1, host="far", FAKE_NCCL_VERSION="23007"
         ),
     }
-    publish(publisher, 0)
-    for receiver in receivers.values():
-        load(receiver, 0)
+    push(publisher, 0, *receivers.values())
     assert {row["receiver"]: row["plane"] for row in gpu_world.rows(4)} == {
         "same": "cuda_ipc",
         "other-gpu": "shm",

@@ -1,7 +1,18 @@
 """A hub dies without a word and another takes its place: what trainer and receivers make of it."""
 
 import pytest
-from fakes.hub_bench import LAYOUT, WAIT_S, Bench, content, load, publish, publish_slot, take, whole
+from fakes.hub_bench import (
+    LAYOUT,
+    WAIT_S,
+    Bench,
+    content,
+    load,
+    publish,
+    publish_slot,
+    push,
+    take,
+    whole,
+)
 
 from umbra.proto.errors import RejectedError
 from umbra.services.weights.arena import Arena
@@ -25,24 +36,21 @@ def test_an_arena_that_is_gone_is_written_again(bench: Bench, slots: int) -> Non
     """Removed by somebody, or of another number of slots: the trainer copies what it has."""
     bench.start(slots=2)
     publisher, receiver = bench.publisher(), receiver_of(bench)
-    publish(publisher, 0)
-    load(receiver, 0)
+    push(publisher, 0, receiver)
     path = bench.kill()
     if slots == 2:
         path.unlink()
     replace(bench, slots)
     load(receiver, 0)
     assert not path.exists()
-    publish(publisher, 1)
-    load(receiver, 1)
+    push(publisher, 1, receiver)
 
 
 @pytest.mark.parametrize("arena_stays", [True, False])
 def test_what_is_being_written_is_published_to_the_new_hub(bench: Bench, arena_stays: bool) -> None:
     bench.start()
     publisher, receiver = bench.publisher(), receiver_of(bench)
-    publish(publisher, 0)
-    load(receiver, 0)
+    push(publisher, 0, receiver)
     slot = publisher.slot(1, WAIT_S)
     path = bench.kill()
     if not arena_stays:
@@ -52,8 +60,7 @@ def test_what_is_being_written_is_published_to_the_new_hub(bench: Bench, arena_s
     publish_slot(publisher, 1)
     load(receiver, 1)  # version 0 may come first: pushed before the trainer was done
     assert publisher._arena is not None and (publisher._arena.path == path) == arena_stays
-    publish(publisher, 2)
-    load(receiver, 2)
+    push(publisher, 2, receiver)
 
 
 def test_a_trainer_that_comes_back_after_the_hub_starts_afresh(bench: Bench) -> None:

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from fakes.gpu_world import CHUNK, GpuWorld, kill_worker
-from fakes.hub_bench import content, load, publish, take, whole
+from fakes.hub_bench import content, load, publish, push, take, whole
 from fakes.relays import Relay
 from fakes.slowness import seconds
 
@@ -20,9 +20,7 @@ def served(world: GpuWorld, *names: str, loads: bool = False) -> tuple[Publisher
     """A publisher, and receivers that have its version 0 by broadcast."""
     publisher = world.bench.publisher()
     receivers = [world.receiver(name, "nccl", loads=loads) for name in names]
-    publish(publisher, 0)
-    for receiver in receivers:
-        load(receiver, 0)
+    push(publisher, 0, *receivers)
     return publisher, receivers
 
 
@@ -30,14 +28,11 @@ def test_a_late_joiner_fetches_and_is_in_the_next_communicator(gpu_world: GpuWor
     gpu_world.start("nccl")
     publisher = gpu_world.bench.publisher()
     first = gpu_world.receiver("gen-0", "nccl")
-    publish(publisher, 0)
-    load(first, 0)
+    push(publisher, 0, first)
     late = gpu_world.receiver("gen-1", "nccl")
     load(late, 0)
     assert gpu_world.communicators == [("hub", "gen-0")], "it must not disturb the other"
-    publish(publisher, 1)
-    for receiver in (first, late):
-        load(receiver, 1)
+    push(publisher, 1, first, late)
     assert gpu_world.communicators == [("hub", "gen-0"), ("hub", *NAMES)]
     assert len(set(gpu_world.uids)) == 2
 
@@ -55,9 +50,7 @@ def test_one_that_hangs_in_init_is_killed_and_the_others_go_on(gpu_world: GpuWor
     receivers = {name: gpu_world.receiver(name, "nccl") for name in NAMES}
     pids = {name: gpu_world.gpus[name].worker.pid for name in NAMES}
     for version in range(5):
-        publish(publisher, version)
-        for receiver in receivers.values():
-            load(receiver, version)
+        push(publisher, version, *receivers.values())
     assert set(gpu_world.communicators) == {("hub", "gen-0")}
     assert gpu_world.gpus["gen-1"].worker.pid != pids["gen-1"], "it was killed"
     assert gpu_world.bench.hub.protocol.counters["dropped"] == 0
@@ -67,9 +60,7 @@ def test_one_that_hangs_in_init_is_killed_and_the_others_go_on(gpu_world: GpuWor
     (gpu_world.folder / "stay-hang-init-gen-1").unlink()
     receivers["gen-1"] = gpu_world.receiver("gen-1", "nccl")
     load(receivers["gen-1"], 4)
-    publish(publisher, 5)
-    for receiver in receivers.values():
-        load(receiver, 5)
+    push(publisher, 5, *receivers.values())
     assert gpu_world.communicators[-1] == ("hub", *NAMES)
 
 
@@ -97,9 +88,7 @@ def test_an_agent_that_is_killed_in_a_broadcast(
     for receiver in receivers:
         load(receiver, 1)
     for version in (2, 3):
-        publish(publisher, version)
-        for receiver in receivers:
-            load(receiver, version)
+        push(publisher, version, *receivers)
     assert gpu_world.communicators == [("hub", *NAMES), ("hub", *NAMES)]
     assert len(gpu_world.uids) == 2
     assert gpu_world.gpus["gen-0"].worker.starts == starts, "an abort is enough for the living"
@@ -160,8 +149,7 @@ def test_the_hubs_own_agent_is_killed_in_a_broadcast(gpu_world: GpuWorld) -> Non
     gpu_world.await_file("hang-bcast-reached-hub")
     os.kill(gpu_world.hub_worker("nccl"), signal.SIGKILL)
     load(receiver, 1)
-    publish(publisher, 2)
-    load(receiver, 2)
+    push(publisher, 2, receiver)
     assert gpu_world.communicators == [("hub", "gen-0"), ("hub", "gen-0")]
     assert gpu_world.bench.hub.protocol.counters["deadline"] == 0
 
@@ -180,9 +168,7 @@ def test_one_that_loads_slowly_holds_up_nobody(gpu_world: GpuWorld) -> None:
         assert whole(slow) == content(0)
     receivers["gen-1"].committed(slow, 0.0)
     load(receivers["gen-1"], 2)
-    publish(publisher, 3)
-    for receiver in receivers.values():
-        load(receiver, 3)
+    push(publisher, 3, *receivers.values())
     assert gpu_world.communicators == [("hub", *NAMES)], "nothing was rebuilt"
 
 
@@ -195,8 +181,7 @@ def test_a_relay_receives_a_broadcast_and_serves_its_node(gpu_world: GpuWorld) -
     relay = Relay(bench, "relay-1", gpu=gpu, deadline_s=seconds(8.0))
     local = bench.receiver("gen-0", ["shm", "tcp"], "relay-1")
     for version in range(3):
-        publish(publisher, version)
-        load(local, version)
+        push(publisher, version, local)
     relay.stop()
     assert gpu_world.communicators == [("hub", "relay-1")]
     assert {row["plane"] for row in gpu_world.rows(3)} == {"nccl"}

@@ -2,7 +2,7 @@
 
 import pytest
 from fakes.gpu_world import TOTAL, GpuWorld
-from fakes.hub_bench import OTHER_LAYOUT, content, load, publish, take, whole
+from fakes.hub_bench import OTHER_LAYOUT, content, load, publish, push, take, whole
 from fakes.slowness import seconds
 from fakes.waiting import until
 
@@ -27,9 +27,7 @@ def test_every_version_reaches_every_receiver_and_a_late_one_the_newest(
     publisher = gpu_world.bench.publisher()
     receivers = [receiver(gpu_world, name, plane) for name in NAMES]
     for version in range(4):
-        publish(publisher, version)
-        for one in receivers:
-            load(one, version)
+        push(publisher, version, *receivers)
     rows = gpu_world.rows(8)
     assert {(row["version"], row["receiver"]) for row in rows} == {
         (version, name) for version in range(4) for name in NAMES
@@ -84,8 +82,7 @@ def test_spoiled_bytes_are_never_loaded(gpu_world: GpuWorld, plane: str) -> None
     if plane == "shm":
         until(lambda: counters["failed"] >= 2, "it is tried again")
         assert late.poll() is None
-    publish(publisher, 1)
-    load(late, 1)
+    push(publisher, 1, late)
     assert counters["failed"] >= 1
 
 
@@ -102,12 +99,10 @@ def test_another_layout_and_another_hub(gpu_world: GpuWorld, plane: str) -> None
     assert whole(loading) == content(0)
     one.committed(loading, 0.0)
     for version in (1, 2):
-        publish(publisher, version)
-        load(one, version)
+        push(publisher, version, one)
     gpu_world.start(plane)  # without a word to anyone
     for version in (3, 4):
-        publish(publisher, version)
-        load(one, version)
+        push(publisher, version, one)
     assert len(list(SHM.glob(f"umbra-{bench._run_id}-*"))) == 1
 
 
@@ -117,9 +112,7 @@ def test_one_that_leaves_costs_the_others_nothing(gpu_world: GpuWorld, plane: st
     gpu_world.start(plane)
     publisher = gpu_world.bench.publisher()
     receivers = {name: receiver(gpu_world, name, plane) for name in NAMES}
-    publish(publisher, 0)
-    for one in receivers.values():
-        load(one, 0)
+    push(publisher, 0, *receivers.values())
     receivers["gen-1"].close()
     gpu_world.leave("gen-1")
     for version in (1, 2):

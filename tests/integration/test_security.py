@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from fakes.hub_bench import Bench, load, publish
+from fakes.hub_bench import Bench, push
 from fakes.keys import of
 from fakes.relays import Relay
 from fakes.serving import ServerThread
@@ -200,8 +200,7 @@ def test_weights_travel_and_the_hub_refuses_what_a_key_does_not_allow(
     bench.closers.append(receiver.close)
     receiver.subscribe(WAIT_S)
     for version in range(3):
-        publish(publisher, version)
-        load(receiver, version)
+        push(publisher, version, receiver)
     assert bench.hub.stats()["refused"] == 0
     forbidden: list[tuple[KeyRole, m.Message]] = [
         ("generator", m.Publish(version=9, slot=0, checksums=[], snapshot_s=0)),

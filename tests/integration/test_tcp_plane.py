@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes.hub_bench import WAIT_S, Bench, publish, publish_slot, take, whole
+from fakes.hub_bench import WAIT_S, Bench, load, publish, publish_slot, take
 from fakes.keys import of
 from fakes.relays import Relay
 from fakes.slowness import seconds
@@ -47,13 +47,7 @@ class Weights:
         return version
 
     def load(self, receiver: Receiver, version: int) -> None:
-        """Load versions as they come until `version`; each is whole."""
-        while True:
-            staged = take(receiver)
-            assert whole(staged) == self.versions[staged.version]
-            receiver.committed(staged, 0.0)
-            if staged.version == version:
-                return
+        load(receiver, version, self.versions)
 
 
 def wire_bytes(bench: Bench, name: str) -> list[int]:

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from fakes.hub_bench import LAYOUT, WAIT_S, Bench, load, publish, take
+from fakes.hub_bench import LAYOUT, WAIT_S, Bench, load, publish, push, take
 
 from umbra.proto import messages as m
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError
@@ -25,8 +25,7 @@ def test_receivers_may_subscribe_before_there_is_a_trainer(bench: Bench) -> None
     thread.start()
     publisher = bench.publisher()
     thread.join(WAIT_S)
-    publish(publisher, 0)
-    load(receivers[0], 0)
+    push(publisher, 0, receivers[0])
 
 
 def test_who_stops_does_not_wait_for_a_hub_that_has_ended(bench: Bench) -> None:

@@ -42,32 +42,22 @@ def test_bytes_written_by_one_are_read_by_the_other(arena: Arena) -> None:
         assert bytes(reader.slot(index)[-64:]) == bytes([index + 1]) * 64
     other.close()
     reader.close()
-
-
-def test_the_file_is_private_to_the_user_and_fully_allocated(arena: Arena) -> None:
     info = arena.path.stat()
     assert stat.S_IMODE(info.st_mode) == 0o600
     assert info.st_blocks * 512 >= info.st_size == (3 * 2 + 1) * PAGE_BYTES
 
 
-def test_a_reader_outlives_the_file(arena: Arena) -> None:
+def test_readers_and_views_outlive_the_file(arena: Arena) -> None:
     reader = Arena.attach(arena.path, slot_bytes=arena.slot_bytes)
-    arena.slot(0)[0] = 7
-    arena.unlink()
-    arena.unlink()
-    arena.close()
-    arena.close()
-    assert reader.slot(0)[0] == 7
-    reader.close()
-
-
-def test_views_outlive_close(run_id: str) -> None:
-    arena = Arena.create(run_id, "x", slot_bytes=64, slots=1)
     view = arena.slot(0)
-    arena.unlink()
-    arena.close()
-    view[0] = 1
-    assert view[0] == 1
+    for _ in range(2):
+        arena.unlink()
+        arena.close()
+    view[0] = 7
+    assert reader.slot(0)[0] == view[0] == 7
+    reader.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        reader.check()
 
 
 def test_too_little_room_names_what_is_needed_and_what_is_free(run_id: str) -> None:
@@ -133,22 +123,16 @@ def test_an_arena_that_was_cut_short_is_an_error_and_not_the_end(arena: Arena) -
     reader.close()
 
 
-def test_nothing_is_read_once_it_is_closed(arena: Arena) -> None:
-    reader = Arena.attach(arena.path, slot_bytes=arena.slot_bytes)
-    reader.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        reader.check()
-
-
 def test_paths_from_the_wire_are_checked(arena: Arena) -> None:
-    with pytest.raises(StartupError, match="no arena"):
-        Arena.attach("/etc/passwd", slot_bytes=64)
-    with pytest.raises(StartupError, match="no arena"):
-        Arena.attach("/dev/shm/umbra-x/../other", slot_bytes=64)
-    with pytest.raises(StartupError, match="share /dev/shm"):
-        Arena.attach("/dev/shm/umbra-none-weights1", slot_bytes=64)
-    with pytest.raises(StartupError, match="do not fit slots of"):
-        Arena.attach(arena.path, slot_bytes=4 * PAGE_BYTES)
+    for path, slot_bytes, reason in (
+        ("/etc/passwd", 64, "no arena"),
+        ("/dev/shm/umbra-x/../other", 64, "no arena"),
+        ("/dev/shm/umbra-none-weights1", 64, "share /dev/shm"),
+        (arena.path, 4 * PAGE_BYTES, "do not fit slots of"),
+        (arena.path, 0, "do not fit slots of"),
+    ):
+        with pytest.raises(StartupError, match=reason):
+            Arena.attach(path, slot_bytes=slot_bytes)
 
 
 def test_leftovers_are_those_of_the_very_run(run_id: str) -> None:

@@ -20,7 +20,6 @@ from umbra.services.weights.gpu.worker import GpuWorkerProcess, result
 from umbra.services.weights.manifest import checksums
 from umbra.services.weights.planes.cuda_ipc import IpcHub
 from umbra.services.weights.planes.plane import (
-    Background,
     OncePerVersion,
     Settled,
     ShmHub,
@@ -40,7 +39,7 @@ class Handling(OncePerVersion):
         self.may_end = threading.Semaphore(0)
         self.begun: list[int] = []
         self.woken = threading.Event()
-        super().__init__(Background("test", self.woken.set))
+        super().__init__(self.woken.set)
 
     def handle(self, prepare: Prepare) -> bytes:
         self.begun.append(prepare.version)

@@ -11,7 +11,7 @@ import pytest
 from fakes.waiting import until
 
 from umbra.proto import messages as m
-from umbra.proto.deadline import LEAST_RATE, Pace
+from umbra.proto.deadline import Pace
 from umbra.proto.errors import DeadlineError, PeerLostError, RejectedError, UmbraError
 from umbra.proto.net.io_thread import Channel
 from umbra.proto.records import Manifest
@@ -22,7 +22,7 @@ from umbra.services.weights.publisher import Publisher
 
 LAYOUT = build_manifest([("w", "F32", [100, 32])], 4096)
 DIVIDED = build_manifest([("w", "F32", [100, 32])], 4096, {"w": [(50, 0), (100, 1)]})
-PACE = Pace(30.0, LEAST_RATE)
+PACE = Pace(30.0, LAYOUT.total_bytes / 100)  # a version takes 100 s more
 AWAY = RejectedError("trainer host 1 has no part hub", code="part_missing")
 FORGOTTEN = RejectedError("it has not registered", code="not_registered")
 Answer = m.Message | UmbraError
@@ -45,12 +45,16 @@ class Hub:
             m.HubStatusRequest: [m.HubStatus(subscribed=True)],
         }
         self.asked: list[m.Message] = []
+        self.limits: dict[type[m.Message], float] = {}  # how long an answer could have taken
 
     def ready(self, arena: int) -> m.ArenaReady:
         return m.ArenaReady(path=str(self.arenas[arena].path), slots=2)
 
-    def call(self, body: m.Message, _reply: type[m.Message], **_: Any) -> m.Message:
+    def call(
+        self, body: m.Message, _reply: type[m.Message], *, timeout_s: float, **_: Any
+    ) -> m.Message:
         self.asked.append(body)
+        self.limits[type(body)] = timeout_s
         answers = self.answers[type(body)]
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(answer, UmbraError):
@@ -95,6 +99,8 @@ def test_only_a_version_with_a_slot_is_published_and_once(hub: Hub) -> None:
             publisher.publish(4, 0.0, [1])
         sums = published(publisher, 3)
         assert hub.asked[-1] == m.Publish(version=3, slot=1, checksums=sums, snapshot_s=0.5)
+        assert hub.limits[m.RegisterManifest] == 1.0, "as its caller says"
+        assert hub.limits[m.Publish] == 230.0, "it may be a new one, that allocates all slots"
         with pytest.raises(ValueError, match="for version 3"):
             publisher.publish(3, 0.0, sums)
 

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from random import Random
 
 import pytest
-from fakes.hub_bench import WAIT_S, Bench, content, load, publish, take
+from fakes.hub_bench import WAIT_S, Bench, content, publish, push, take
 
 from umbra.proto.errors import PeerLostError
 from umbra.services.weights.arena import Arena
@@ -152,8 +152,7 @@ def test_a_version_that_waits_too_long_is_overwritten_and_not_loaded(bench: Benc
     """The trainer waits for its slot no longer than for a load, and nobody is dropped."""
     bench.start()
     publisher, receiver, engine = bench.publisher(), bench.receiver("gen-0"), Engine()
-    publish(publisher, 0)
-    load(receiver, 0)
+    push(publisher, 0, receiver)
     publish(publisher, 1)
     staged = take(receiver)
     for version in (2, 3):
@@ -171,8 +170,7 @@ def test_a_version_that_waits_too_long_is_overwritten_and_not_loaded(bench: Benc
 def test_a_version_that_is_overwritten_under_its_load_gives_way_to_the_next(bench: Bench) -> None:
     bench.start()
     publisher, receiver, engine = bench.publisher(), bench.receiver("gen-0"), Engine()
-    publish(publisher, 0)
-    load(receiver, 0)
+    push(publisher, 0, receiver)
 
     def overwrite(staged: StagedVersion) -> None:
         if staged.version == 1:

@@ -67,12 +67,7 @@ def result(steps: Generator[object, None, T], interrupted: Callable[[], bool] = 
 
 
 class GpuWorkerProcess:
-    """One worker process; a hung one costs a restart and nothing else. For one thread at a time.
-
-    Args:
-        environ: added to its environment.
-        program: what Python is to run, for tests.
-    """
+    """One worker process; a hung one costs a restart and nothing else. For one thread at a time."""
 
     def __init__(
         self, device: int, environ: Mapping[str, str] | None = None, program: Sequence[str] = WORKER

@@ -83,10 +83,8 @@ class StoredVersion:
 class BucketStore:
     """Versions in their slots, and the deltas between consecutive ones. Thread-safe.
 
-    One thread publishes and withdraws; deltas are made in threads of the store's own.
-
-    Args:
-        notify: called, from any thread, when something can be handed out that could not before.
+    One thread publishes and withdraws; deltas are made in threads of the store's own. `notify` is
+    called, from any thread, when something more can be handed out.
     """
 
     def __init__(self, manifest: Manifest, notify: Callable[[], None]) -> None:
@@ -254,10 +252,7 @@ class _Peer:
 
 
 class BucketServer:
-    """A server of the buckets of one store after another: a new layout takes a new one.
-
-    Args:
-        pace: how long a receiver may take for the bytes that it is sent.
+    """A server of the buckets of one store after another, at the pace of slow receivers.
 
     Raises:
         StartupError: the address is taken.
@@ -377,15 +372,13 @@ class BucketServer:
         with self._news:
             store = self._store
         try:
-            try:
-                order = msgspec.msgpack.decode(raw, type=BucketOrder)
-            except msgspec.MsgspecError as error:
-                raise WireError(f"malformed request: {error}") from None
+            order = msgspec.msgpack.decode(raw, type=BucketOrder)
             order.check(len(store.manifest.buckets) if store is not None else 0)
-        except WireError as error:
-            records.send(Piece(REFUSED), str(error).encode())
+        except (msgspec.MsgspecError, WireError) as error:
+            reason = f"malformed request: {error}"
+            records.send(Piece(REFUSED), reason.encode())
             records.flush(self._pace.limit_s(0))
-            raise
+            raise WireError(reason) from None
         if store is None:
             return
         frame_bytes = min(order.frame_bytes, SEALED_BYTES if self._sealed else order.frame_bytes)

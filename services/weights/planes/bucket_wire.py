@@ -74,11 +74,7 @@ def grant(secret: bytes, identity: bytes = b"") -> bytes:
 
 
 class Records:
-    """One end of a connection, whose socket waits without a bound of Python's. For one thread.
-
-    Args:
-        idle: called again and again while nothing comes; its errors pass.
-    """
+    """One end of a connection, for one thread; `idle` is called again and again, and may raise."""
 
     def __init__(self, connection: socket.socket, idle: Callable[[], object]) -> None:
         self.connection = connection

@@ -22,7 +22,6 @@ from umbra.services.weights.gpu.worker import GpuWorkerProcess, reached, result
 from umbra.services.weights.manifest import checksum, wrong_checksum
 from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes.plane import (
-    Background,
     Content,
     OncePerVersion,
     Receipt,
@@ -41,10 +40,8 @@ class IpcHub(OncePerVersion):
     """The hub's end: uploads versions, and sends receivers their places.
 
     Slot i of the device memory is a copy of slot i of the arena, made for the first receiver of
-    this plane; so the protocol's rule of when a slot may be written holds for it as well.
-
-    Args:
-        pace: of a phase of a push, half of which an upload may take.
+    this plane; so the protocol's rule of when a slot may be written holds for it as well. An upload
+    may take half of a phase of a push.
     """
 
     plane = "cuda_ipc"
@@ -52,7 +49,7 @@ class IpcHub(OncePerVersion):
     def __init__(
         self, worker: GpuWorkerProcess, pace: Pace, wake: Callable[[], object] = lambda: None
     ) -> None:
-        super().__init__(Background("umbra-cuda-ipc", wake))
+        super().__init__(wake)
         self.worker = worker
         self._pace = pace
         self._upload_s = pace.limit_s(0, parts=2)  # with a layout, for its bytes
@@ -111,11 +108,7 @@ class IpcHub(OncePerVersion):
 
 
 class IpcReceiver:
-    """The receiver's end: copies versions into its own memory on the same GPU, one at a time.
-
-    Raises:
-        StartupError: there is no such GPU, or too little of its memory.
-    """
+    """The receiver's end: copies versions into its own memory on the same GPU, one at a time."""
 
     def __init__(self, manifest: Manifest, device: int) -> None:
         self._manifest = manifest

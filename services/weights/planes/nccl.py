@@ -240,14 +240,8 @@ class NcclHub(HubEnd):
     """The hub's end: its worker is rank 0, and sends from the hub's arena.
 
     The worker's orders run on a thread, one round after another: get an id if a communicator is to
-    be built, tell the receivers, enter the communicator, send.
-
-    Args:
-        chunk_bytes: of device memory, and of a broadcast.
-        pace: of a phase of a push.
-        first_epoch: communicators count from the one after it.
-        tcp: serves those who fetch.
-        wake: called when the thread has ended something.
+    be built, tell the receivers, enter the communicator, send in chunks of `chunk_bytes`.
+    Communicators count from the one after `first_epoch`; who fetches is served by `tcp`.
     """
 
     plane = "nccl"
@@ -394,14 +388,9 @@ class NcclHub(HubEnd):
 
 
 class NcclReceiver:
-    """A receiver into the slots of `arena`; the buffers of `pull` are these same slots.
+    """A receiver into the slots of `arena`, where `pull` fetches what no broadcast brings.
 
-    Args:
-        chunk_bytes: of device memory, and of a broadcast.
-        pull: fetches what no broadcast brings.
-        pace: of a phase of a push.
-        gpu: the worker's, where an engine loads from its memory if there is room; None: from
-            `arena`.
+    With the worker's `gpu` an engine loads from its memory, if there is room; else from `arena`.
     """
 
     def __init__(

@@ -118,11 +118,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """One call at a time on a thread of its own, called `name`.
-
-    Args:
-        wake: called, on that thread, when a call has ended.
-    """
+    """One call at a time on a thread of its own, which calls `wake` when a call has ended."""
 
     def __init__(self, name: str, wake: Callable[[], object] = lambda: None) -> None:
         self.cancelled = threading.Event()  # nobody wants the result of the call under way
@@ -168,20 +164,17 @@ Content = tuple[int, Sequence[int]]
 
 
 class OncePerVersion(HubEnd):
-    """The hub's end of a plane that handles a version once for all receivers that wait for it.
+    """The hub's end of a plane that handles a version once for all receivers that wait for it."""
 
-    Args:
-        thread: on which a version is handled.
-    """
-
-    def __init__(self, thread: Background[bytes]) -> None:
-        self._thread = thread
+    def __init__(self, wake: Callable[[], object] = lambda: None) -> None:
+        self._thread: Background[bytes] = Background(f"umbra-{self.plane}", wake)
+        self._layout: tuple[Arena, Manifest] | None = None
         self._waiting: dict[str, Prepare] = {}
         self._content: Content | None = None  # under way
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
         self._thread.finish(cancel=True)
-        self._content = None
+        self._layout, self._content = (arena, manifest), None
 
     def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
         self._waiting[name] = prepare
@@ -233,14 +226,6 @@ class ShmHub(OncePerVersion):
 
     plane = "shm"
 
-    def __init__(self, wake: Callable[[], object] = lambda: None) -> None:
-        super().__init__(Background("umbra-shm", wake))
-        self._layout: tuple[Arena, Manifest] | None = None
-
-    def layout(self, arena: Arena, manifest: Manifest) -> None:
-        super().layout(arena, manifest)
-        self._layout = arena, manifest
-
     def handle(self, prepare: Prepare) -> bytes:
         """Verify a version where it lies."""
         assert self._layout is not None
@@ -256,11 +241,7 @@ class ShmHub(OncePerVersion):
 
 
 class ShmReceiver:
-    """The receiver's end: maps versions in the hub's arena.
-
-    Raises:
-        StartupError: the arena cannot be seen from here.
-    """
+    """The receiver's end: maps versions in the hub's arena; StartupError if it can't be seen."""
 
     def __init__(self, reply: Subscribed) -> None:
         self._manifest = reply.manifest

@@ -173,7 +173,7 @@ class TcpReceiver:
 
     Args:
         buffers: to be filled, `[manifest.total_bytes]` each.
-        delta_came: called with each delta that led to a bucket, before that is yielded.
+        delta_came: called with each delta of a bucket, before that is yielded.
     """
 
     def __init__(
