@@ -124,12 +124,12 @@ class ReceiverState:
     served: Publication | None = None  # what it serves of what this hub pushed
     offered: int = 0  # number of the last publication that was pushed to it
 
-    def reads(self, slot: int, phase: str = "staging") -> bool:
-        """Return whether it is staging the version in `slot`, or loading it from there."""
+    def reads(self, slot: int, *, loads: bool = False) -> bool:
+        """Return whether it stages the version in `slot`; with `loads`, also if it loads there."""
         push = self.push
-        if push is None or push.publication.slot != slot or push.phase != phase:
+        if push is None or push.publication.slot != slot:
             return False
-        return phase == "staging" or (push.ready is not None and push.ready.in_place)
+        return push.ready is None or (loads and push.ready.in_place)
 
 
 class PushProtocol:
@@ -179,9 +179,6 @@ class PushProtocol:
         """Return whether `peer` is the trainer or a subscribed receiver."""
         receiver = self._receivers.get(peer.name)
         return peer == self._publisher or (receiver is not None and receiver.peer == peer)
-
-    def readers(self, slot: int, phase: str = "staging") -> list[str]:
-        return [name for name, r in self._receivers.items() if r.reads(slot, phase)]
 
     def next_deadline(self) -> float | None:
         due = [r.push.deadline for r in self._receivers.values() if r.push]
@@ -411,11 +408,13 @@ class PushProtocol:
 
     def _free_slot(self) -> int | None:
         """Return an unused slot: an empty one, else that of the oldest version."""
-        free = [slot for slot in range(self.slots) if not self.readers(slot)]
-        if self._loads_awaited:
-            free = [slot for slot in free if not self.readers(slot, "committing")]
-        if self.newest is not None and self.newest.slot in free:
-            free.remove(self.newest.slot)
+        receivers, loads = self._receivers.values(), self._loads_awaited
+        newest = self.newest.slot if self.newest is not None else None
+        free = [
+            slot
+            for slot in range(self.slots)
+            if slot != newest and not any(r.reads(slot, loads=loads) for r in receivers)
+        ]
         ages = {slot: publication.number for slot, publication in self.held.items()}
         return min(free, key=lambda slot: ages.get(slot, 0), default=None)
 

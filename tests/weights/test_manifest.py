@@ -9,6 +9,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from umbra.proto.bounds import BUCKETS, DIMENSIONS, OWNERS, TENSORS
 from umbra.proto.errors import UsageError, WireError
@@ -170,39 +171,47 @@ def test_bad_layouts_are_refused(tensors: Tensors, bound: int, reason: str) -> N
 
 
 def _changed(manifest: Manifest, **fields: object) -> Manifest:
-    return msgspec.structs.replace(manifest, **fields)
+    return replace(manifest, **fields)
 
 
 def test_a_manifest_from_the_wire_is_checked() -> None:
     good = build_manifest([("a", "F32", [300]), ("b", "F32", [2])], 1024)
     check_manifest(msgspec.json.decode(msgspec.json.encode(good), type=Manifest))
-    first, second = good.tensors
-    bad = [
-        _changed(good, digest="0" * 32),
-        _changed(good, buckets=good.buckets[1:]),
-        _changed(good, buckets=good.buckets[:-1]),
-        _changed(good, buckets=[]),
-        _changed(good, total_bytes=good.total_bytes + 1),
-        _changed(good, tensors=[msgspec.structs.replace(first, nbytes=4), second]),
-        _changed(good, tensors=[msgspec.structs.replace(first, shape=[-1, -300]), second]),
-        _changed(good, tensors=[first, msgspec.structs.replace(second, offset=64)]),
-        _changed(good, tensors=[first, msgspec.structs.replace(second, offset=1 << 40)]),
-        _changed(good, tensors=[first, msgspec.structs.replace(second, dtype="X")]),
-    ]
     divided = build_manifest([("a", "F32", [4, 64])], 1024, {"a": [(2, 0), (4, 1)]})
     assert divided.owners == [0, 1]
-    wrong: list[list[int]] = [[0], [0, 1, 1], [0, OWNERS], [0, 0], [1, 0], []]
-    bad += [_changed(divided, owners=owners) for owners in wrong]
-    for manifest in bad:
-        with pytest.raises(WireError, match="manifest"):
+    first, second = good.tensors
+    bad = [
+        (_changed(good, digest="0" * 32), "digest"),
+        (_changed(good, buckets=good.buckets[1:]), "buckets"),
+        (_changed(good, buckets=[good.buckets[0], good.buckets[0]]), "buckets"),
+        (_changed(good, buckets=[(0, 0), *good.buckets]), "buckets"),
+        (_changed(good, buckets=good.buckets[:-1]), "total_bytes"),
+        (_changed(good, buckets=[]), "total_bytes"),
+        (_changed(good, total_bytes=good.total_bytes + 1), "total_bytes"),
+        (_changed(good, tensors=[first, replace(second, offset=1 << 40)]), "total_bytes"),
+        (_changed(good, tensors=[replace(first, nbytes=4), second]), "tensors"),
+        (_changed(good, tensors=[replace(first, shape=[-1, -300]), second]), "tensors"),
+        (_changed(good, tensors=[first, replace(second, offset=64)]), "tensors"),
+        (_changed(good, tensors=[first, replace(second, dtype="X")]), "tensors"),
+        (_changed(good, tensors=[first, replace(second, name="a")]), "tensors"),
+        (_changed(divided, owners=[0]), "owners"),
+        (_changed(divided, owners=[0, 1, 1]), "owners"),
+        (_changed(divided, owners=[0, OWNERS]), "owners"),
+        (_changed(divided, owners=[0, 0]), "owners"),
+        (_changed(divided, owners=[1, 0]), "digest"),
+        (_changed(divided, owners=[]), "digest"),
+    ]
+    for manifest, path in bad:
+        with pytest.raises(WireError, match="manifest") as caught:
             check_manifest(manifest)
+        assert caught.value.path == path
 
 
 @pytest.mark.parametrize("shape", [None, [0]])
 def test_a_layout_of_nothing_is_refused(shape: list[int] | None) -> None:
     """With the digest that it has: the hub looks in it for the type of a bucket's elements."""
     good = build_manifest([("a", "F32", [64])], 1024)
-    empty = msgspec.structs.replace(good.tensors[0], shape=shape or [], nbytes=0)
+    empty = replace(good.tensors[0], shape=shape or [], nbytes=0)
     tensors = [] if shape is None else [empty]
     digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode([tensors, good.buckets]))
     with pytest.raises(WireError, match="do not cover the tensors"):

@@ -154,6 +154,10 @@ def test_without_a_free_slot_the_trainer_is_told_why(hub: Hub) -> None:
         stopping.set()
         with pytest.raises(DeadlineError, match="silent"):
             publisher.slot(2, 1.0)
+        arena = publisher._arena
+        assert arena is not None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        arena.check()  # detached, though nothing was published
 
 
 def test_a_restarted_hub_gets_the_version_into_its_own_arena(hub: Hub) -> None:
