@@ -82,7 +82,6 @@ class Parts:
         self._made = set(self._owners if made else ())
         for part in self._parts.values():
             part.held = None
-            part.offered.clear()
 
     def forget(self) -> None:
         self._wanted, self._owners, self._made = None, frozenset(), set()

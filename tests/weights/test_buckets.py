@@ -131,7 +131,9 @@ def test_deltas_are_of_two_versions_while_both_are_in_their_slots() -> None:
     hub.layout(Arena.anonymous(slot_bytes=LAYOUT.total_bytes, slots=2), LAYOUT)
     assert not before._read and hub.store is not before, "it would read the arena before"
     assert not is_delta(0, 4)
+    last = hub.store
     hub.close()
+    assert last is not None and last._executor._shutdown
 
 
 def test_the_chain_is_linked_anew() -> None:
