@@ -138,7 +138,7 @@ class PushProtocol:
     Args:
         slots: version slots in the arena, at least 2.
         pace: how long a receiver may take per phase.
-        first_epoch: epochs count from the one after it; above those of the hub before.
+        first_epoch: epochs count from the one after it; above the epochs of the hub before.
     """
 
     def __init__(self, slots: int, pace: Pace, first_epoch: int = 0) -> None:
