@@ -18,10 +18,9 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 USER = {"role": "user", "content": "hi"}
 
 
-def chat(**fields: Any) -> Call:
-    return Completions.call(
-        json.dumps({"model": "m", "messages": [USER], **fields}).encode(), RULES
-    )
+def chat(rules: CallRules = RULES, **fields: Any) -> Call:
+    body = {"model": "m", "messages": [USER], **fields}
+    return Completions.call(json.dumps(body).encode(), rules)
 
 
 def turn(said: str, *, complete: bool = True, tools: Any = TOOLS) -> Turn:
@@ -51,14 +50,8 @@ def test_what_agrees_with_the_run_is_served() -> None:
         stream_options={"include_usage": True},
         tools=TOOLS,
     )
-    assert call == Call(
-        messages=[USER],
-        tools=TOOLS,
-        max_tokens=5,
-        logprobs=True,
-        stream=True,
-        stream_usage=True,
-    )
+    asked: Any = {"logprobs": True, "stream": True, "stream_usage": True}
+    assert call == Call([USER], TOOLS, max_tokens=5, **asked)
 
 
 @pytest.mark.parametrize(
@@ -120,19 +113,10 @@ def test_messages_are_brought_into_the_form_of_templates() -> None:
             {"role": "tool", "tool_call_id": "c", "content": "2"},
         ]
     )
+    made = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     assert call.messages == [
         {"role": "system", "content": "be good"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [
-                {
-                    "id": "c",
-                    "type": "function",
-                    "function": {"name": "add", "arguments": {"a": 1}},
-                }
-            ],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [made]},
         {"role": "tool", "tool_call_id": "c", "content": "2"},
     ]
 
@@ -150,10 +134,8 @@ def test_tool_calls_become_objects_only_if_all_are_well_formed() -> None:
     assert answer.message["tool_calls"][1]["function"]["arguments"] == {"a": 1}
     for said in (tool_call("add") + "<tool_call>{]</tool_call>", "plain"):
         kept = Answer.of(turn(said), call, 0)
-        assert (kept.message, kept.finish_reason) == (
-            {"role": "assistant", "content": said},
-            "stop",
-        )
+        assert kept.message == {"role": "assistant", "content": said}
+        assert kept.finish_reason == "stop"
     untold = Answer.of(turn(tool_call("add"), tools=()), chat(), 0)
     assert untold.message["content"] == tool_call("add")
     assert Answer.of(turn("cut", complete=False), call, 0).finish_reason == "length"
@@ -171,9 +153,7 @@ def test_usage_and_logprobs_are_those_of_the_tokens() -> None:
     ]
 
 
-def test_a_sampling_of_its_own_is_overruled(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_sampling_of_its_own_is_overruled(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     rules = CallRules(Sampling())
     fields = {
@@ -187,21 +167,17 @@ def test_a_sampling_of_its_own_is_overruled(
         "chat_template_kwargs": {"enable_thinking": False},
     }
     for _ in range(3):
-        call = Completions.call(json.dumps({"messages": [USER], **fields}).encode(), rules)
-        assert call == Call(messages=[USER])
+        assert chat(rules, **fields) == Call(messages=[USER])
     assert dict(rules.overruled) == dict.fromkeys(fields, 3)
     assert len(caplog.records) == 2 * len(fields)  # the first and the second time
     for name, value in (("n", 2), ("tool_choice", "none"), ("response_format", {"type": "json"})):
         with pytest.raises(ApiError, match=name):
-            Completions.call(json.dumps({"messages": [USER], name: value}).encode(), rules)
+            chat(rules, **{name: value})
 
 
 def test_tools_whose_calls_nothing_reads_are_refused() -> None:
     with pytest.raises(ApiError, match=r"no parser reads the tool calls.*model\.parser"):
-        Completions.call(
-            json.dumps({"messages": [USER], "tools": TOOLS}).encode(),
-            CallRules(Sampling(), reads_calls=False),
-        )
+        chat(CallRules(Sampling(), reads_calls=False), tools=TOOLS)
 
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}

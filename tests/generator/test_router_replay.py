@@ -18,7 +18,7 @@ from fakes.versions import load
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Routing, Sampling, Task, Trajectory
+from umbra.proto.records import Routing, Sampling, Trajectory
 from umbra.services.config import TrainerConfig
 from umbra.services.config.loader import load_config
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
@@ -73,9 +73,8 @@ def test_the_engine_of_a_run_tells_what_its_trainer_replays(
         shutil.copy(file, directory)
     for replay in (True, False):
         keys = (f"model.path={directory}", f"trainer.router_replay={str(replay).lower()}")
-        made = open_engine(
-            load_config(overrides=[*keys, "generator.engine=torch"], environ={}), "generator-0"
-        ).engine
+        run = load_config(overrides=[*keys, "generator.engine=torch"], environ={})
+        made = open_engine(run, "generator-0").engine
         load(made, ARCHITECTURES[MIXTURE].model().named_parameters(), 0, "keep")
         made.submit([EngineRequest("a", PROMPTS[0], Sampling(), 3)])
         (output,) = outputs_of(made)
@@ -228,10 +227,8 @@ def test_recomputed_layers_meet_the_same_experts(tmp_path: Path) -> None:
     made = randomly_routed(recorded(generated(ARCHITECTURES[MIXTURE].model())), 2)
     found: list[dict[str, Tensor]] = []
     for recompute in ("false", "true", "selective"):
-        settings = config(
-            directory, router_replay="true", activation_checkpointing=recompute
-        ).trainer
-        learner = Learner(ARCHITECTURES[MIXTURE].model(), settings, 2)
+        keys = {"router_replay": "true", "activation_checkpointing": recompute}
+        learner = Learner(ARCHITECTURES[MIXTURE].model(), config(directory, **keys).trainer, 2)
         batch = make_batch(made, 1000, routers=learner.replayed)
         (micro,) = pack(batch.tokens, pack_tokens=64, micro_tokens=256, share_prompts=True)
         learner.backward(learner.score(micro, batch.temperature[micro.source])[0].sum())
@@ -272,14 +269,8 @@ def test_a_resumed_sample_keeps_the_experts_of_its_first_segment() -> None:
     (first,) = generated(model, samples=1)[:1]
     tokens = ResponseTokens()
     tokens.add_model(first)
-    partial = trajectory(
-        PROMPTS[0],
-        tokens.ids,
-        tokens.logprobs,
-        spans=tokens.spans,
-        routing=tokens.routing,
-        finish_reason="partial",
-    )
+    told: Any = {"spans": tokens.spans, "routing": tokens.routing, "finish_reason": "partial"}
+    partial = trajectory(PROMPTS[0], tokens.ids, tokens.logprobs, **told)
     resumed = tokens_of(partial, partial.sampling)
     assert resumed is not None
     again = engine(later, version=1)
@@ -334,18 +325,7 @@ def test_routing_is_wanted_of_trained_samples_only_and_of_no_others() -> None:
 def test_stage_of_the_policy_replays_too() -> None:
     model = ARCHITECTURES[MIXTURE].model()
     made = randomly_routed(recorded(generated(model)), 3)
-    tasks = [
-        Task(
-            sample_id=t.sample_id,
-            group_id="g",
-            prompt_id="p",
-            attempt=1,
-            row={},
-            lease_s=1.0,
-            trajectory=t,
-        )
-        for t in made
-    ]
+    tasks = [sample({}, sample_id=t.sample_id, trajectory=t) for t in made]
     worker = LogprobWorker(model, TrainerConfig(pack_tokens=64), replay=True)
     scores = {score.sample_id: score for (score,) in worker.score(tasks, lambda: None)}
     expected = logprobs(Scorer(model).eval(), make_batch(made, 1000, routers=KIND))
@@ -353,9 +333,7 @@ def test_stage_of_the_policy_replays_too() -> None:
         [np.frombuffer(scores[t.sample_id].logprobs or b"", "<f4") for t in made]
     )
     torch.testing.assert_close(torch.from_numpy(found), expected.detach(), atol=2e-5, rtol=1e-4)
-    ((score,),) = worker.score(
-        [msgspec.structs.replace(tasks[0], trajectory=trajectory())], lambda: None
-    )
+    ((score,),) = worker.score([sample({}, trajectory=trajectory())], lambda: None)
     assert "has no routing" in score.error
     with pytest.raises(UsageError, match="no routers"):
         LogprobWorker(ARCHITECTURES["qwen3"].model(), TrainerConfig(), replay=True)
