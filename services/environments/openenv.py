@@ -1,8 +1,7 @@
 """Environments behind an OpenEnv server, which is there already or is started here.
 
-The model acts by calling tools: an MCP server's, or one tool `act` whose arguments are the
-server's action. With the option `text` the model's words are the action. Written against `openenv`
-0.10.0.
+The model acts by calling tools: an MCP server's, or `act`, whose arguments are the server's action.
+With the option `text` the model's words are the action. Written against `openenv` 0.10.0.
 """
 
 from __future__ import annotations

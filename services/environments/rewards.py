@@ -1,9 +1,8 @@
 """Rewards as functions of the user's: one, or several with weights, in either of two forms.
 
 Ours is called as `function(prompt=..., completion=..., row=...)` and returns a number. TRL's is
-called as `function(prompts=[...], completions=[...], **columns)` and returns a list of numbers;
-None leaves the function out of that sample's reward. Its lists are of one sample, or of all samples
-of a group (`environment.reward_scope`).
+called as `function(prompts=[...], completions=[...], **columns)`, with one sample or a whole group
+(`environment.reward_scope`), and returns numbers; None leaves it out of that sample's reward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`umbra run-agents`: runs agents for the sessions of generators, on any machine.
 
-A runner is no member of the run. It leases sessions over HTTP (`generator.serve`), plays each in
-processes of its own, renews the leases meanwhile, and posts the rewards. Sessions of a runner that
-is killed begin again for another one when their leases expire.
+A runner is no member of the run. It leases sessions over HTTP (`generator.serve`), plays them in
+processes of its own, and posts rewards. If it is killed, they begin again when their leases expire.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which worker process plays what; conversations stay in the process that opened them.
 
-Event-driven, within one asyncio loop. A play that outlives its deadline costs its process, and
-that sample only. The other conversations in that process are `Lost`: whoever leads them opens them
-again. A play that has not begun to hold anything is sent to another process instead.
+A play that outlives its deadline costs its process, and that sample only. The other conversations
+in that process are `Lost`: whoever leads them opens them again. A play that has not begun to hold
+anything is sent to another process instead.
 """
 
 from __future__ import annotations

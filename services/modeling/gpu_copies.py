@@ -24,8 +24,7 @@ def page_lock(memory: object) -> None:
     """Register the mapping that `memory` is a view of with CUDA, once, until it is unmapped.
 
     CUDA copies to and from other host memory through a buffer of its own, at a third to an eighth
-    of the speed. So it does with memory that it refuses, which is logged once, and with memory
-    that is no `Mapping`.
+    of the speed. Memory that it refuses, which is logged once, or that is no `Mapping` stays so.
     """
     mapping = memory.obj if isinstance(memory, memoryview) else None
     if not isinstance(mapping, Mapping) or mapping.unmapping is not None:
@@ -62,9 +61,9 @@ def gpu_copies(
     """Copy to or from all of `tensors` that are on a GPU, on a stream of its own.
 
     A copy begun within the block sees all that the current stream has begun before, and is done
-    when the block ends, also by an error: until then the memory at both ends is in use. The block
-    gets a function to call after each copy of so many bytes, with the byte of the version where it
-    ends; `finished` is called with such an end when all before it is in place.
+    when the block ends, also by an error. The block gets a function to call after each copy of so
+    many bytes, with the byte of the version where it ends; `finished` is called with such an end
+    when all before it is in place.
     """
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     stream = None if device is None else _copy_stream(device)

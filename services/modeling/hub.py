@@ -1,8 +1,7 @@
 """Models by their names on the Hugging Face hub: `ORG/NAME`, or `ORG/NAME@REVISION`.
 
-`huggingface_hub` downloads, caches and locks, and reads the variables that its users know
-(`HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE`, `HF_ENDPOINT`). The process that starts a run pins names
-to commits (`pin`), so that all others load the same bytes (`fetch`).
+`huggingface_hub` downloads, caches, locks and reads its variables (`HF_TOKEN`, `HF_HOME`, ...). The
+process that starts a run pins names to commits, so that all others load the same bytes (`fetch`).
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ def refuse_misspelt(text: str, source: str, folder: Path | None = None) -> None:
 def pin(text: str, source: str) -> HubName:
     """Return the name in `text` with the commit that its revision stands for.
 
-    Raises UsageError if there is no such model, or this machine may not read it; StartupError if
-    the hub cannot be reached, and the cache does not know the name.
+    Raises UsageError if there is no such model, or this machine may not read it, StartupError if
+    neither hub nor cache can be asked.
     """
     name = HubName.of(text)
     if name.pinned:

@@ -1,7 +1,6 @@
-"""Plain Transformers, which everything else is compared with: one sequence at a time, no packing.
+"""Plain Transformers, which everything else is compared with: one sequence at a time, in float32.
 
-In float32 on the CPU, with eager attention: others leave out what they don't have, such as a soft
-cap on scores.
+On the CPU, with eager attention: others leave out soft caps and the like.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Names in a run file: absolute paths, and names on the hub with the commits they stand for.
 
-A model or a data set on the hub gets the commit that its revision stands for, so that all processes
-of the run read the same; each resolves what it needs by itself, from its cache or by a download.
+A model or a data set on the hub gets the commit of its revision, so that all processes of the run
+read the same; each resolves its own needs, from its cache or by a download.
 """
 
 from __future__ import annotations

@@ -55,10 +55,8 @@ class Scorer(nn.Module):
         group: ranks that share the tokens of each row; all are given the same micro-batches and
             get the same results.
 
-    Raises:
-        UsageError: in the first pass, if the model's class transforms its logits in an unknown
-            way, or a sequence's logprobs depend on its neighbours; or a model whose rows cannot be
-            shared.
+    Raises UsageError in the first pass, if the model's class transforms its logits in an unknown
+    way, or a sequence's logprobs depend on its neighbours; or if rows of it cannot be shared.
     """
 
     def __init__(
@@ -92,9 +90,8 @@ class Scorer(nn.Module):
 
         `temperature` [N] divides the logits, as it did when the tokens were sampled. Where the
         batch has all tokens that could have been drawn, both are of the distribution over these:
-        recomputing these would be wrong at the boundary, where rounding swaps two tokens.
-
-        The backward pass adds the gradients of the routers' balance loss, if it has a weight.
+        recomputing these would be wrong at the boundary, where rounding swaps two tokens. The
+        backward pass adds the gradients of the routers' balance loss, if it has a weight.
         """
         if not self._probed:
             self._probed = True
