@@ -24,9 +24,9 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services": (736, 28),
     "services/buffer": (4_760, 67),
     "services/config": (2_105, 54),
-    "services/environments": (3_279, 84),
+    "services/environments": (3_276, 84),
     "services/generator": (7_598, 131),
-    "services/modeling": (4_723, 117),
+    "services/modeling": (4_717, 117),
     "services/monitor": (1_164, 39),
     "services/process": (1_880, 57),
     "services/scorer": (409, 7),
@@ -37,7 +37,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "deploy": (6_984, 186),
     "src": (925, 9),
     "benchmarks": (6_162, 184),
-    "tests": (54_640, 2_876),
+    "tests": (54_566, 2_867),
 }
 
 
