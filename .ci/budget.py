@@ -21,8 +21,8 @@ PRODUCTION = ("deploy", "proto", "services", "src")
 # folder: lines, public names
 BUDGETS: dict[str, tuple[int, int]] = {
     "proto": (3_416, 150),
-    "services": (736, 28),
-    "services/buffer": (4_760, 67),
+    "services": (734, 28),
+    "services/buffer": (4_710, 67),
     "services/config": (2_105, 54),
     "services/environments": (3_276, 84),
     "services/generator": (7_598, 131),

@@ -99,9 +99,7 @@ GAP = "  "
 def aligned(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Return each row as a line, with columns as wide as their widest cell.
 
-    Args:
-        rows: cells, as many in each row; the heading is a row like the others.
-        right: columns whose cells end at the same place, as numbers do.
+    The heading is a row like the others; cells of columns `right` end at the same place.
     """
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

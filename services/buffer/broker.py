@@ -10,11 +10,11 @@ the store of an earlier one continues its run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from umbra.proto import messages as m
 from umbra.proto.access import QUESTIONS, SENDERS, may_send, needs_membership
-from umbra.proto.net.server import Refusals, Request
+from umbra.proto.net.server import Refusals, Request, Server
 from umbra.services.buffer.effects import Effect, NackError
 from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
 from umbra.services.buffer.endpoints.worker import WorkerEndpoint
@@ -42,15 +42,14 @@ class Broker:
         *,
         events: str = "",
         now: float,
-        wire_counters: Mapping[str, int] | None = None,
-        refusals: Refusals | None = None,
+        wire: Server | None = None,
     ) -> None:
         self.run = run
         self.counters, self.members = run.counters, run.members
         self.policy, self.pool, self.batches = run.policy, run.pool, run.batches
         self.failure = ""  # why the run fails, if it does
         self._welcome = welcome
-        self._refusals = refusals or Refusals()
+        self._refusals = Refusals() if wire is None else wire.refusals
         self._outbox = run.outbox
         self._deadline = 0.0  # for the others to leave, once the run is ending
         self._finish_request: Request | None = None  # waits for an evaluation
@@ -60,8 +59,10 @@ class Broker:
         self._recovery = Recovery(run, welcome.run_id)
         self.room = DiskQuota(run)
         self._resume(now)
-        wire = {} if wire_counters is None else wire_counters
-        self._page = StatusPage(run, self.room, welcome.run_id, events, now, wire, self._refusals)
+        counters = {} if wire is None else wire.counters
+        self._page = StatusPage(
+            run, self.room, welcome.run_id, events, now, counters, self._refusals
+        )
 
     def save(self) -> None:
         """Put changes into the store; the caller commits them."""
@@ -149,11 +150,9 @@ class Broker:
         self._workers.expire(now)
         self.pool.cut_stragglers(now)
         self._training.expire(now)
-        for warning in self.run.health.look(self.batches.version):
-            log.warning("%s: %s", warning.name, warning.text)
-            self._outbox.measure(
-                "warning", name=warning.name, text=warning.text, figures=warning.figures
-            )
+        for one in self.run.health.look(self.batches.version):
+            log.warning("%s: %s", one.name, one.text)
+            self._outbox.measure("warning", name=one.name, text=one.text, figures=one.figures)
         self.room.check(now)
         self._page.throughput.see(now)
         self._settle(now)
@@ -175,10 +174,8 @@ class Broker:
             log.warning("%s has not left in time", peer.name)
         self.run.cancel()
         self.run.state = "stopped"
-        ledger = self.pool.ledger.snapshot()
-        self._outbox.measure(
-            "ledger", issued=ledger.issued, trained=ledger.trained, ended=ledger.ended
-        )
+        own = self.pool.ledger.snapshot()
+        self._outbox.measure("ledger", issued=own.issued, trained=own.trained, ended=own.ended)
         self._settle(now)
         return self._outbox.take()
 
@@ -190,10 +187,9 @@ class Broker:
             return
         self.counters["restarts"] += 1
         run, ledger = self.run, self.pool.ledger
-        log.info(
-            "the run goes on at version %d: %d samples in flight, %d members",
-            self.batches.version, ledger.live - ledger.trained, len(self.members.peers),
-        )  # fmt: skip
+        text = "the run goes on at version %d: %d samples in flight, %d members"
+        in_flight = ledger.live - ledger.trained
+        log.info(text, self.batches.version, in_flight, len(self.members.peers))
         if run.finished and (run.finished_of or self.batches.version) < run.config.run.steps:
             run.finished = ""  # run.steps was raised after the run had reached its end
         if run.finished:

@@ -149,11 +149,7 @@ _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 
 class Share:
-    """A share of hits: over the whole run, and recent.
-
-    Args:
-        part: makes a batch's worth; recent are the last `BATCHES` of these and what follows.
-    """
+    """A share of hits, over the whole run and recent: the last `BATCHES` parts and what follows."""
 
     def __init__(self, part: int) -> None:
         self.hits = self.seen = 0  # of the whole run

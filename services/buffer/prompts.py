@@ -21,9 +21,7 @@ def open_prompts(
 ) -> PromptFeed:
     """Open the prompts that a configuration asks for.
 
-    Args:
-        environments: several, each drawn from by its weight; ids of their prompts begin with their
-            names (`environment_prefix`).
+    Of several `environments` each is drawn by its weight, and begins the ids of its prompts.
 
     Raises:
         UsageError: no prompts are named, or a source cannot be read; names the key and the place.

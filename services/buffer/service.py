@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import uuid
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import zmq
 from umbra.proto.access import SOCKETS
 from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError
 from umbra.proto.messages import CommitBatch, LeaseBatch, Welcome
-from umbra.proto.net.server import Request, Server
+from umbra.proto.net.server import Server
 from umbra.proto.sockets import reachable
 from umbra.services.buffer.broker import Broker
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
@@ -79,8 +78,7 @@ def serve(context: ServiceContext) -> int:
             Welcome(run_id=run_id, heartbeat_s=config.buffer.heartbeat_s, data=data),
             events=events,
             now=server.listened_s,
-            wire_counters=server.counters,
-            refusals=server.refusals,
+            wire=server,
         )
         context.log.info(
             "%d prompts; staleness: %s", len(prompts), implied_staleness(config).describe()
@@ -159,10 +157,10 @@ class Service:
         self._thread = ThreadPoolExecutor(1, "commit")
         self._commit: Future[None] | None = None  # the one under way
         self._wake = self.server.waker()
-        self._trainer_at = 0.0  # when it last asked
 
     def run(self) -> None:
-        drained, ticked_at, freed = False, 0.0, HeapTrimmer()
+        drained, freed = False, HeapTrimmer()
+        ticked_at = trainer_at = 0.0  # when the trainer last asked
         with self._thread:
             while True:
                 if self._commit and self.store.waiting_bytes > WAITING_BYTES:
@@ -183,15 +181,10 @@ class Service:
                     return
                 if self._commit is None or self._commit.done():
                     self._turn_over()
-                if requests:
-                    self._gather(requests, began)
-
-    def _gather(self, requests: Sequence[Request], began: float) -> None:
-        """Let requests come together for the next turn, after a small one that began at `began`."""
-        if any(isinstance(request.body, TRAINERS) for request in requests):
-            self._trainer_at = began
-        if self._commit is None and began - self._trainer_at > TRAINER_S:
-            time.sleep(max(began + PACE_S - time.monotonic(), 0.0))
+                if any(isinstance(request.body, TRAINERS) for request in requests):
+                    trainer_at = began
+                if requests and self._commit is None and began - trainer_at > TRAINER_S:
+                    time.sleep(max(began + PACE_S - time.monotonic(), 0.0))  # more may come
 
     def _turn_over(self) -> None:
         """End the commit under way, send what waited for it, begin the next; wait for a small one.

@@ -70,27 +70,14 @@ class RunState:
         self.wanted_since: float | None = None  # when the missing batch was first asked for
         together = "reward" if config.rewarded_by_groups else ""
         only = frozenset(e.name for e in config.environments if e.reward_scope == "group")
-        self.pool = SamplePool(
-            Journal(store, tuple(buffer.stages)),
-            buffer,
-            self.leases,
-            self.counters,
-            together=together,
-            only=only,
-            on_failure=self.health.failed,
-            health=self.health,
-        )
+        shared = self.leases, self.counters, together, only
+        journal = Journal(store, tuple(buffer.stages))
+        self.pool = SamplePool(journal, buffer, *shared, self.health.failed, self.health)
         wait = buffer.stale_policy == "wait"
         self.batches = Batches(self.pool, self.policy, prompts, wait=wait)
-        eval_pool = SamplePool(
-            Journal(store, tuple(s for s in buffer.stages if s == "reward"), EVAL_PREFIX),
-            replace(buffer, group_size=1, straggler_s=0.0, dynamic_sampling=False),
-            self.leases,
-            self.counters,
-            together=together,
-            only=only,
-            on_failure=lambda failure: self.evals.failed(failure),
-        )
+        journal = Journal(store, tuple(s for s in buffer.stages if s == "reward"), EVAL_PREFIX)
+        alone = replace(buffer, group_size=1, straggler_s=0.0, dynamic_sampling=False)
+        eval_pool = SamplePool(journal, alone, *shared, lambda failure: self.evals.failed(failure))
         steps, members = config.run.steps, self.members
         self.evals = Evaluations(
             eval_pool, config.eval, steps, eval_prompts, self.batches, members, self.outbox

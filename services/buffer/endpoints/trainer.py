@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from typing import Any
 
 from umbra.proto import messages as m
 from umbra.proto.bounds import LEASES
@@ -145,14 +146,7 @@ class TrainerEndpoint:
         trajectories, scores, digest = run.pool.journal.batch(batch.samples)
         # Shows, also when it is handed out again, that step and bytes belong together.
         run.outbox.measure("handed_out", step=batch.step, digest=digest)
-        lease = m.BatchLease(
-            step=batch.step,
-            trajectories=trajectories,
-            scores=scores,
-            checkpoint=bool(self._checkpoints),
-            evals=run.evals.newest,
-        )
-        run.outbox.reply(question[0], lease)
+        self._reply(question[0], batch.step, trajectories, scores=scores)
 
     def expire(self, now: float) -> None:
         if self._question is not None and self._question[2] <= now:
@@ -175,10 +169,8 @@ class TrainerEndpoint:
 
     def _rewind(self, trainer: str, step: int, now: float) -> None:
         lost = self._batches.version - step + 1
-        log.warning(
-            "%s starts again at step %d: the batches of the last %d steps are handed out again",
-            trainer, step, lost,
-        )  # fmt: skip
+        text = "%s starts again at step %d: the batches of the last %d steps are handed out again"
+        log.warning(text, trainer, step, lost)
         self._run.counters["steps_repeated"] += lost
         self._batches.rewind(step, now)
         self._run.curves.cut(step)
@@ -191,15 +183,17 @@ class TrainerEndpoint:
         run, batches = self._run, self._batches
         is_full = run.pool.journal.store.size_bytes >= run.buffer.store_max_bytes
         makes_room = is_full and batches.checkpoint is not None and bool(batches.kept)
-        nothing = m.BatchLease(
-            step=step,
-            trajectories=[],
-            waiting_for=waiting_for,
-            paused=bool(run.paused),
-            checkpoint=bool(self._checkpoints) or makes_room,
-            evals=run.evals.newest,
-        )
-        run.outbox.reply(request, nothing)
+        paused = bool(run.paused)
+        self._reply(request, step, [], makes_room, waiting_for=waiting_for, paused=paused)
+
+    def _reply(
+        self, request: Request, step: int, made: list[Any], save: bool = False, **said: Any
+    ) -> None:
+        """Answer with the trajectories `made`, wishes for a checkpoint, and fields `said`."""
+        save = save or bool(self._checkpoints)
+        evals = self._run.evals.newest
+        lease = m.BatchLease(step=step, trajectories=made, checkpoint=save, evals=evals, **said)
+        self._run.outbox.reply(request, lease)
 
     def _answer_operators(self) -> None:
         """Answer those for whom the newest checkpoint is new enough."""

@@ -176,14 +176,12 @@ class WorkerEndpoint:
         """Requeue the samples of expired leases; answer overdue requests."""
         for sample in self._leases.expired(now):
             self._counters["expired_leases"] += 1
-            log.warning(
-                "the lease of %s on %s (attempt %d) has expired",
-                sample.holder, sample.sample_id, sample.lease_attempt,
-            )  # fmt: skip
+            name, attempt = sample.sample_id, sample.lease_attempt
+            log.warning("the lease of %s on %s (attempt %d) expired", sample.holder, name, attempt)
             why = ""
             if sample.state is State.SCORING:
                 why = f"{sample.holder} did not answer within {self._leases.lease_s:g} s"
-            self._run.pool_of(sample.sample_id).take_back(sample, lost=True, reason=why)
+            self._run.pool_of(name).take_back(sample, lost=True, reason=why)
         self._answer_parked(now)
 
     def take_back(self, name: str, *, lost: bool) -> int:

@@ -185,18 +185,15 @@ class Evaluations:
             for _ in range(groups):
                 self.pool.issue(prompt, version, answers // groups)
         self.open = OpenEvaluation(version, size, dict(self.pool.ledger.ended))
-        self._asked = False
-        self._begun_at = now
+        self._asked, self._begun_at = False, now
         self.pool.openings += 1
         log.info("evaluation of version %d begins: %d samples", version, size)
 
     def _cut(self, open_: OpenEvaluation, now: float) -> None:
         """End an evaluation that takes too long; restart one that nobody can finish."""
-        if now - self._begun_at >= self.config.timeout_s:
-            log.warning(
-                "the evaluation of version %d ends unfinished after eval.timeout_s = %g s",
-                open_.version, self.config.timeout_s,
-            )  # fmt: skip
+        if now - self._begun_at >= (limit_s := self.config.timeout_s):
+            text = "the evaluation of version %d ends unfinished after eval.timeout_s = %g s"
+            log.warning(text, open_.version, limit_s)
             self._end_all("overdue")
             return
         under_way = self.pool.ledger.in_flight["generating"]
@@ -205,10 +202,8 @@ class Evaluations:
         generators = [p.name for p in self.members.peers.values() if p.role == "generator"]
         serving = [self._serving.get(name, -1) for name in generators]
         if serving and min(serving) > open_.pinned:
-            log.warning(
-                "the evaluation of version %d begins again: all generators serve newer weights",
-                open_.pinned,
-            )
+            text = "the evaluation of version %d begins again: all generators serve newer weights"
+            log.warning(text, open_.pinned)
             self.pool.counters["evaluations_begun_again"] += 1
             for group in self.pool.groups.values():
                 for sample in group.samples:

@@ -59,11 +59,7 @@ def make_group(record: Sequence[Any], row: dict[str, Any] | None = None) -> Grou
 
 
 def check_whole(group: Group, trajectories: Mapping[str, int]) -> None:
-    """Raise StoreError unless the store has all that a group's record names.
-
-    Args:
-        trajectories: how many stages are scored, by sample with a trajectory.
-    """
+    """Raise StoreError unless the store has all that a group names; `trajectories`: `scored`."""
     for sample in group.samples:
         name = sample.sample_id
         if sample.oldest is not None and trajectories.get(name, -1) < sample.stage:

@@ -165,11 +165,8 @@ class SamplePool:
     def take_back(self, sample: Sample, *, lost: bool, reason: str = "", own: bool = False) -> None:
         """End the lease on `sample`, and on those scored with it; requeue them in their stage.
 
-        Args:
-            lost: it counts as an attempt, `max_attempts` of which end the sample as failed; one
-                that is handed back does not.
-            reason: why it is lost, if that is more than silence.
-            own: as of `fail`.
+        A `lost` one counts as an attempt, `max_attempts` of which fail the sample; one handed back
+        does not. `reason` says why, if that is more than silence; `own` as of `fail`.
         """
         stage = self.stage_of(sample) if sample.state is State.SCORING else ""
         samples = self.scored_with(sample) if stage else [sample]
