@@ -80,10 +80,8 @@ class Alone:
         cases: dict[str, dict[str, Any]],
         folder: Path,
     ) -> None:
-        self._directory = directory
-        self._batches = batches
+        self._directory, self._batches, self._folder = directory, batches, folder
         self.cases = cases
-        self._folder = folder
         self._found: dict[str, Trained] = {}
 
     def __getitem__(self, case: str) -> Trained:
@@ -113,63 +111,49 @@ def train(
     a `lag` the samples are so many versions old, and are compared with the versions they are of.
     """
     with constants(PLAIN | trainer) as settings:
-        return _train(directory, batches, ranks, out, checkpoints, until, lag, settings)
-
-
-def _train(
-    directory: Path,
-    batches: list[list[Trajectory]],
-    ranks: Ranks,
-    out: Path | None,
-    checkpoints: Path | None,
-    until: int | None,
-    lag: int | None,
-    settings: dict[str, Any],
-) -> Trained:
-    overrides = [
-        f"{key if '.' in key else f'trainer.{key}'}={as_text(value)}"
-        for key, value in settings.items()
-    ]
-    config = load_config(
-        overrides=[*overrides, f"model.path={directory}", f"run.steps={len(batches)}"], environ={}
-    )
-    AcceleratorState._reset_state()  # a process has one precision, but here
-    model, _, files = open_policy(directory)
-    learner = Learner(model, config.trainer, config.run.steps, ranks, files=files)
-    critic = open_critic(config, learner)
-    mismatch_check = None if lag is None else MismatchCheck(config, learner)
-    update = PolicyUpdate(config, learner, critic, mismatch_check)
-    rows: list[dict[str, Any]] = []
-    models = [learner.state(weights_checksum(directory) if config.trainer.lora_rank else "")]
-    models += [critic.state] if critic is not None else []
-    begin, end = 0, until or len(batches)
-    if checkpoints is not None:
-        folder = CheckpointFolder(checkpoints, config.checkpoint, node=ranks.node)
-        begin = resume(folder, models, ranks)
-    for version in range(begin, end):
-        made = (
-            batches[version] if lag is None else [aged(t, version - lag) for t in batches[version]]
-        )
-        batch = make_batch(made, model.config.vocab_size, routers=learner.replayed)
-        row = update(batch, version, lambda: True)
-        assert row is not None
-        row.pop("mismatch/seconds", None)  # each rank has its own
-        rows.append(row)
-    if critic is not None:
-        critic.settle()
-    if checkpoints is not None:
-        save(checkpoints, models, ranks, config, step=end, row=rows[-1])
-    if critic is not None:
-        assert out is not None
-        critic.export(out)
-        critic.close()
-    local = {
-        name: (p.to_local().numel() if isinstance(p, DTensor) else p.numel(), p.numel())
-        for name, p in learner.model.named_parameters()
-    }
-    weights = learner.weights()
-    AcceleratorState._reset_state()
-    return Trained(rows, weights, local, out)
+        overrides = [
+            f"{key if '.' in key else f'trainer.{key}'}={as_text(value)}"
+            for key, value in settings.items()
+        ]
+        overrides += [f"model.path={directory}", f"run.steps={len(batches)}"]
+        config = load_config(overrides=overrides, environ={})
+        AcceleratorState._reset_state()  # a process has one precision, but here
+        model, _, files = open_policy(directory)
+        learner = Learner(model, config.trainer, config.run.steps, ranks, files=files)
+        critic = open_critic(config, learner)
+        mismatch_check = None if lag is None else MismatchCheck(config, learner)
+        update = PolicyUpdate(config, learner, critic, mismatch_check)
+        rows: list[dict[str, Any]] = []
+        models = [learner.state(weights_checksum(directory) if config.trainer.lora_rank else "")]
+        models += [critic.state] if critic is not None else []
+        begin, end = 0, until or len(batches)
+        if checkpoints is not None:
+            folder = CheckpointFolder(checkpoints, config.checkpoint, node=ranks.node)
+            begin = resume(folder, models, ranks)
+        for version in range(begin, end):
+            made = batches[version]
+            if lag is not None:
+                made = [aged(trajectory, version - lag) for trajectory in made]
+            batch = make_batch(made, model.config.vocab_size, routers=learner.replayed)
+            row = update(batch, version, lambda: True)
+            assert row is not None
+            row.pop("mismatch/seconds", None)  # each rank has its own
+            rows.append(row)
+        if critic is not None:
+            critic.settle()
+        if checkpoints is not None:
+            save(checkpoints, models, ranks, config, step=end, row=rows[-1])
+        if critic is not None:
+            assert out is not None
+            critic.export(out)
+            critic.close()
+        local = {
+            name: (p.to_local().numel() if isinstance(p, DTensor) else p.numel(), p.numel())
+            for name, p in learner.model.named_parameters()
+        }
+        weights = learner.weights()
+        AcceleratorState._reset_state()
+        return Trained(rows, weights, local, out)
 
 
 def aged(made: Trajectory, version: int) -> Trajectory:
@@ -179,13 +163,7 @@ def aged(made: Trajectory, version: int) -> Trajectory:
 
 
 def save(
-    path: Path,
-    models: list[ModelState],
-    ranks: Ranks,
-    config: RunConfig,
-    *,
-    step: int,
-    row: Row,
+    path: Path, models: list[ModelState], ranks: Ranks, config: RunConfig, *, step: int, row: Row
 ) -> None:
     folder = CheckpointFolder(path, config.checkpoint, node=ranks.node)
     with closing(Saver(folder, models, ranks, 0, as_dict(config))) as saver:

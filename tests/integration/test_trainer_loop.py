@@ -12,6 +12,7 @@ import torch
 from fakes.fixtures import Closes
 from fakes.policy_rollouts import GROUP_SIZE, GROUPS, config, rollouts
 from torch import Tensor
+from trainer.test_sinks import curves
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from umbra.proto import messages as m
@@ -29,6 +30,7 @@ from umbra.services.config import TrainerConfig
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.trainer import member, service
+from umbra.services.trainer.batch import BatchError
 from umbra.services.trainer.policy import load_policy
 from umbra.services.weights.manifest import checksums
 
@@ -208,14 +210,8 @@ def test_two_steps_then_an_export_that_loads(directory: Path, start: Any, tmp_pa
         assert row["samples"] == GROUPS * GROUP_SIZE
         assert row["grad_norm"] > 0
         assert row["entropy"] > 3
-    assert {row["name"] for row in rows(tmp_path, "span")} == {
-        "wait_batch",
-        "train_step",
-        "commit",
-        "checkpoint",
-        "wait_slot",
-        "snapshot",
-    }
+    spans = {"wait_batch", "train_step", "commit", "checkpoint", "wait_slot", "snapshot"}
+    assert {row["name"] for row in rows(tmp_path, "span")} == spans
     assert [event["step"] for event in world.events if event["kind"] == "step"] == [1, 2]
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
@@ -238,14 +234,27 @@ def test_a_batch_without_advantage_is_committed_and_published_unchanged(
     assert [row["loss"] for row in rows(tmp_path, "step")] == [None, None]
 
 
-@pytest.mark.parametrize("activity", ["waiting for batch 2", "training step 2"])
-def test_a_stop_leaves_without_committing(
-    activity: str, directory: Path, start: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("stop_at", "dead_at", "committed"),
+    [
+        ("waiting for batch 2", (), [1]),
+        ("training step 2", (), [1]),
+        (None, (m.LeaseBatch,), []),  # a buffer that has ended too is not waited for
+        (None, (m.CommitBatch,), [1]),
+    ],
+)
+def test_a_stop_leaves_without_an_export(
+    stop_at: str | None,
+    dead_at: tuple[type[m.Message], ...],
+    committed: list[int],
+    directory: Path,
+    start: Any,
+    tmp_path: Path,
 ) -> None:
     world = World(directory)
-    world.stop_at = activity
+    world.stop_at, world.dead_at = stop_at, dead_at
     assert start(world) == 0
-    assert world.committed() == [1]
+    assert world.committed() == committed
     assert world.left
     assert not (tmp_path / "model").exists()
 
@@ -264,17 +273,6 @@ def test_a_stop_while_a_slot_is_waited_for_leaves_the_row_of_what_is_committed(
     monkeypatch.setattr(HubInTest, "slot", asked_to_stop)
     assert start(world) == 0
     assert world.committed() == [row["step"] for row in rows(tmp_path, "step")] == [1]
-    assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.parametrize("dead_at", [m.LeaseBatch, m.CommitBatch])
-def test_a_stop_does_not_wait_for_a_buffer_that_has_ended_too(
-    dead_at: type[m.Message], directory: Path, start: Any, tmp_path: Path
-) -> None:
-    world = World(directory)
-    world.dead_at = (dead_at,)
-    assert start(world) == 0
-    assert world.left
     assert not (tmp_path / "model").exists()
 
 
@@ -348,12 +346,9 @@ def test_a_checkpoint_on_request(directory: Path, start: Any, tmp_path: Path) ->
     world = World(directory)
     world.wants_checkpoint = True
     assert start(world) == 0
-    told = world.asked.index(m.CheckpointSaved(step=0, newest=1))
-    assert told < next(
-        index
-        for index, body in enumerate(world.asked)
-        if isinstance(body, m.CommitBatch) and body.step == 2
-    )
+    told = m.CheckpointSaved(step=0, newest=1)
+    commits = [body for body in world.asked if isinstance(body, m.CommitBatch) or body == told]
+    assert commits[1] == told
     assert [row["step"] for row in rows(tmp_path, "checkpoint")] == [1, 2]
 
 
@@ -372,3 +367,71 @@ def test_a_checkpoint_of_another_run_is_told(directory: Path, start: Any) -> Non
     other.refuses_checkpoints = True
     with pytest.raises(UsageError, match=r"step-1 does not belong to the buffer's run .*no such"):
         start(other)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_evaluations_reach_the_curves(directory: Path, start: Any, tmp_path: Path) -> None:
+    """One was told with each batch, the last one with the end of the run."""
+    world = World(directory)
+    world.evals = [
+        EvalReport(version=version, done=True, samples=8, accuracy=0.25 * version)
+        for version in range(3)
+    ]
+    assert start(world, **{"metrics.also": '["tensorboard"]'}) == 0
+    found = curves(tmp_path / "tensorboard")
+    assert found["eval/accuracy"] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+    assert [step for step, _ in found["reward/mean"]] == [1, 2]
+
+
+class Broken(World):
+    """The second batch has a sample that is not sound; all have been through the stage `logp`."""
+
+    def __init__(self, model: Path, **changes: Any) -> None:
+        super().__init__(model)
+        self.changes = changes
+
+    def call(self, body: m.Message, *args: Any, **kwargs: Any) -> m.Message:
+        answer = super().call(body, *args, **kwargs)
+        if isinstance(answer, m.BatchLease) and answer.trajectories:
+            made = [
+                msgspec.structs.replace(one, proximal_logprobs=one.logprobs)
+                for one in answer.trajectories
+            ]
+            if answer.step == 2:
+                made[3] = msgspec.structs.replace(made[3], **self.changes)
+            answer = msgspec.structs.replace(answer, trajectories=made)
+        return answer
+
+
+STAGED = {
+    "objective": "decoupled",
+    "proximal": "stage",
+    "buffer.stages": '["logp"]',
+    "checkpoint.every": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"reward": 1e308}, "sample .*: reward is 1e"),
+        ({"proximal_logprobs": None}, "sample .* has no proximal_logprobs, .* buffer.stages"),
+    ],
+)
+def test_a_buffer_that_has_nothing_sound_leaves_the_checkpoint_before_it(
+    directory: Path,
+    start: Any,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    told: str,
+) -> None:
+    """1. A sound batch, then none that is. 2. Another trainer, whose data are sound."""
+    world = Broken(directory, **changes)
+    with pytest.raises(BatchError, match=told) as failure:
+        start(world, **STAGED)
+    assert failure.value.exit_code == 6 and "\n" not in str(failure.value)
+    assert world.committed() == [1]
+    assert not (tmp_path / "model").exists()
+    sound = Broken(directory)
+    assert start(sound, **STAGED) == 0
+    assert sound.committed() == [2], "it goes on from the checkpoint of step 1"

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,14 +58,8 @@ def tokens() -> Tokens:
             lengths.append(prompt_length + length)
             prompts.append(prompt_length)
             family.append(number)
-    return Tokens(
-        torch.cat(ids),
-        torch.tensor(lengths),
-        torch.tensor(learned),
-        torch.tensor(owner),
-        torch.tensor(prompts),
-        torch.tensor(family),
-    )
+    numbers: Any = map(torch.tensor, (lengths, learned, owner, prompts, family))
+    return Tokens(torch.cat(ids), *numbers)
 
 
 def one_by_one(model: PreTrainedModel, tokens: Tokens, temperature: Tensor) -> Tensor:
@@ -109,9 +104,7 @@ def test_entropies_have_a_gradient_when_it_is_asked_for(
     (micro,) = pack(tokens, pack_tokens=200, micro_tokens=10_000)
     scorer, ones = Scorer(model), torch.ones(len(micro.source))
     found = {asked: scorer(micro, ones, entropy_gradient=asked) for asked in (False, True)}
-    assert {asked: entropy.requires_grad for asked, (_, entropy) in found.items()} == {
-        False: False, True: True,
-    }  # fmt: skip
+    assert [found[asked][1].requires_grad for asked in (False, True)] == [False, True]
     assert all(logprobs.requires_grad for logprobs, _ in found.values())
     assert torch.equal(found[True][1].detach(), found[False][1])
     assert not scorer(micro, ones, with_entropy=False)[1].any()
@@ -149,14 +142,9 @@ def test_a_rank_with_fewer_micro_batches_splits_its_own() -> None:
     learned = lengths.cumsum(0) - 1
     ids = torch.zeros(int(lengths.sum()), dtype=torch.int64)
     tokens = Tokens(ids, lengths, learned, torch.arange(4))
-    shapes = [
-        [
-            tuple(micro.input_ids.shape)
-            for micro in pack(tokens, pack_tokens=60, micro_tokens=110, rank=rank, world=2)
-        ]
-        for rank in (0, 1)
-    ]
-    assert shapes == [[(1, 100), (1, 10)], [(1, 55), (1, 55)]]
+    for rank, shapes in enumerate([[(1, 100), (1, 10)], [(1, 55), (1, 55)]]):
+        micros = pack(tokens, pack_tokens=60, micro_tokens=110, rank=rank, world=2)
+        assert [tuple(micro.input_ids.shape) for micro in micros] == shapes
 
 
 def test_a_long_sequence_does_not_stretch_the_short_ones() -> None:
@@ -192,9 +180,8 @@ def test_packing_changes_no_logprob_and_no_gradient(
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     found = torch.full((len(tokens.learned),), float("nan"))
-    for micro in pack(
-        tokens, pack_tokens=pack_tokens, micro_tokens=micro_tokens, share_prompts=share
-    ):
+    how: Any = {"micro_tokens": micro_tokens, "share_prompts": share}
+    for micro in pack(tokens, pack_tokens=pack_tokens, **how):
         rows, width = micro.input_ids.shape
         assert rows == 1 or rows * width <= micro_tokens
         assert width <= pack_tokens or (micro.position_ids[0] == torch.arange(width)).all()
@@ -242,25 +229,17 @@ def test_ranks_get_all_of_it_once_in_equally_many_micro_batches(
         torch.tensor([prompt_of[name] for _, _, name in sizes]).long(),
         torch.tensor([name for _, _, name in sizes]).long(),
     )
-    plans = [
-        pack(
-            tokens,
-            pack_tokens=pack_tokens,
-            micro_tokens=micro_tokens,
-            share_prompts=share,
-            rank=rank,
-            world=world,
-        )
-        for rank in range(world)
-    ]
+    how: Any = {
+        "pack_tokens": pack_tokens, "micro_tokens": micro_tokens, "share_prompts": share,
+    }  # fmt: skip
+    plans = [pack(tokens, **how, rank=rank, world=world) for rank in range(world)]
     assert len({len(plan) for plan in plans}) == 1
     seen = sorted(s for plan in plans for micro in plan for s in micro.source.tolist())
     assert seen == list(range(len(sizes)))
     work = [sum(micro.tokens for micro in plan) for plan in plans]
     largest = max(pack_tokens, max(lengths.tolist(), default=0))
     assert max(work) - min(work) <= largest, "at most one unit apart"
-    whole = pack(tokens, pack_tokens=pack_tokens, micro_tokens=micro_tokens, share_prompts=share)
-    assert sum(work) == sum(micro.tokens for micro in whole)
+    assert sum(work) == sum(micro.tokens for micro in pack(tokens, **how))
 
 
 def long_tailed(seed: int, count: int = 128) -> Tokens:
@@ -308,20 +287,9 @@ def _plans(
         counts = zip(tokens.lengths[of].tolist(), learned.tolist(), strict=True)
         return sum(MODEL.sequence(0, length - 1, count) for length, count in counts)
 
-    return [
-        [
-            cost(micro)
-            for micro in pack(
-                tokens,
-                pack_tokens=pack_tokens,
-                micro_tokens=max(512, pack_tokens),
-                rank=rank,
-                world=world,
-                cost=by,
-            )
-        ]
-        for rank in range(world)
-    ]
+    sizes = {"pack_tokens": pack_tokens, "micro_tokens": max(512, pack_tokens)}
+    how: Any = {**sizes, "world": world, "cost": by}
+    return [[cost(micro) for micro in pack(tokens, **how, rank=rank)] for rank in range(world)]
 
 
 def test_a_rank_without_work_has_an_empty_pass_with_a_gradient(model: PreTrainedModel) -> None:
@@ -354,15 +322,11 @@ def test_a_learned_token_is_predicted_from_all_before_it_and_nothing_else(
     tokens = samples(sizes)
     starts = (tokens.lengths.cumsum(0) - tokens.lengths)[tokens.owner].tolist()
     found: list[int] = []
+    how: Any = {
+        "pack_tokens": limits[0], "micro_tokens": limits[1], "share_prompts": share, "world": world,
+    }  # fmt: skip
     for rank in range(world):
-        for micro in pack(
-            tokens,
-            pack_tokens=limits[0],
-            micro_tokens=limits[1],
-            share_prompts=share,
-            rank=rank,
-            world=world,
-        ):
+        for micro in pack(tokens, **how, rank=rank):
             width = micro.input_ids.shape[1]
             seen = micro.mask.allowed()
             for index, target, source in zip(
