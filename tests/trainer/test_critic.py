@@ -12,11 +12,10 @@ from accelerate.state import AcceleratorState
 from fakes.rank_bench import make_batches
 from torch import Tensor
 
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.errors import UmbraError
 from umbra.proto.records import Trajectory
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
-from umbra.services.config.rules import check_feasible
 from umbra.services.trainer import critic as critic_module
 from umbra.services.trainer.batch import TrainBatch, make_batch
 from umbra.services.trainer.critic import HEAD_FILE, Critic, open_critic, worker
@@ -153,12 +152,6 @@ def test_a_failure_while_it_learns_is_raised_by_the_next_batch(
     with pytest.raises(RuntimeError, match="out of memory"):
         critic.values(batch)
     critic.close()
-
-
-def test_settings_of_a_critic_without_one_are_refused(directory: Path) -> None:
-    config = configured(directory, trainer__objective="grpo")
-    with pytest.raises(UsageError, match=r"\[critic\] is for trainer\.advantage = gae"):
-        check_feasible(config)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -177,6 +177,14 @@ def test_devices_and_ranks_that_are_not_there_are_refused(
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UsageError, match="--use_fsdp"), join_ranks(TrainerConfig()):
         pass
+    for name, value in {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    hosts = r"trainer.nodes = 4, but by WORLD_SIZE = 4 and LOCAL_WORLD_SIZE = 2 .* 2"
+    with pytest.raises(UsageError, match=hosts), join_ranks(TrainerConfig(nodes=4)):
+        pass
+    shared, told = TrainerConfig(sequence_parallel=4), r"4 does not divide the 2 ranks of each host"
+    with pytest.raises(UsageError, match=told), join_ranks(shared):
+        pass
 
 
 def test_a_full_disk_leaves_the_older_export(
