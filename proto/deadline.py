@@ -27,16 +27,12 @@ class Pace:
 
 
 class Deadline:
-    """When to give up waiting: `seconds` from now on.
-
-    `check` raises `error` then; `complaint` is the begin of its sentence, such as "no weight hub
-    joined the run".
-    """
+    """When to give up waiting: `seconds` from now on. `check` raises `error` then."""
 
     def __init__(
         self,
         seconds: float,
-        complaint: str = "nothing happened",
+        complaint: str = "nothing happened",  # the begin of its sentence
         *,
         clock: Callable[[], float] = time.monotonic,
         error: type[UmbraError] = DeadlineError,

@@ -51,16 +51,12 @@ ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/]+):(\d{1,5})|ipc://.+")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """CURVE keys of one end of connections, 40 characters of Z85 each.
-
-    The connecting end names the server that it expects; a binding one has `domain`, by which its
-    allow-list is asked (`proto/net/server.py`), and takes in nobody while there is no list.
-    """
+    """CURVE keys of one end of connections, 40 characters of Z85 each."""
 
     public: bytes
     secret: bytes = field(repr=False)
-    server: bytes = b""
-    domain: str = ""
+    server: bytes = b""  # that a connecting end expects
+    domain: str = ""  # by which a binding end's allow-list is asked; without a list all are refused
 
 
 def check_address(address: str, flag: str) -> None:

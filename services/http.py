@@ -92,14 +92,6 @@ class HttpServer:
     It checks the head of each request, then reads its body within limits. If only this machine
     reaches it, requests must use a loopback name as Host, so that no web page can ask through a
     browser (DNS rebinding).
-
-    Args:
-        key: bearer token, or value of the header X-Api-Key, that clients must send; "" = none.
-        max_body: bytes that the body of a request may have.
-        requests: answered at once; more get 503.
-        name: one more name of this machine, in lower case.
-        types: of bodies that are taken.
-        signed: begins the paths whose requests need no key, as the application checks them.
     """
 
     def __init__(
@@ -107,12 +99,12 @@ class HttpServer:
         app: ASGIApp,
         bound: socket.socket,
         *,
-        key: str = "",
-        max_body: int = 0,
-        requests: int,
-        name: str = "",
-        types: Sequence[str] = ("application/json",),
-        signed: str = "",
+        key: str = "",  # bearer token, or value of X-Api-Key, that clients must send
+        max_body: int = 0,  # bytes
+        requests: int,  # answered at once; more get 503
+        name: str = "",  # one more of this machine, in lower case
+        types: Sequence[str] = ("application/json",),  # of bodies that are taken
+        signed: str = "",  # begins the paths that need no key: the application checks them
     ) -> None:
         self.refusals = Refusals()
         self._app, self._bound, self._local = app, bound, is_local(bound)

@@ -48,13 +48,9 @@ class Session:
     """Membership of this process in the run whose broker is at `broker`, until its block ends.
 
     `stopping` is set by whoever wants the process to end: a signal, the broker's drain command, or
-    a lost broker; `stop_reason` says why, and `failure` is set when the end is an error.
-
-    The broker may be away for `grace_s` seconds, to start again say: requests are resent meanwhile.
-    If it no longer knows us afterwards, we join again, under the same incarnation.
-
-    `metrics` are published to watchers as well. `vocabulary` and `routers` describe the trainer's
-    model; the buffer checks answers against them.
+    a lost broker. The broker may be away for `grace_s` seconds, to start again say: requests are
+    resent meanwhile. If it no longer knows us afterwards, we join again, under the same
+    incarnation. `metrics` are published to watchers. `vocabulary` and `routers` are of `m.Join`.
 
     Raises:
         UsageError: `broker` is no address.
@@ -104,7 +100,7 @@ class Session:
         log.info("joined run %s as %s", self.run_id, name)
         self.stopping = stopping or threading.Event()
         self.stop_reason = ""
-        self.failure: UmbraError | None = None
+        self.failure: UmbraError | None = None  # if the end is an error
         self.version = 0
         self._rejoining = False
         self._lock = threading.Lock()

@@ -33,21 +33,15 @@ Result = Trajectory | Score
 
 
 class TaskClient:
-    """Asks for tasks of one kind, delivers results, renews leases. `poll` takes the answers in.
-
-    Args:
-        wake: set, from other threads, when an answer is there, or anything else to do.
-        grace_s: seconds that the buffer may be away for.
-        kind: of the tasks: samples to generate, or a scoring stage.
-    """
+    """Asks for tasks of one kind, delivers results, renews leases. `poll` takes the answers in."""
 
     def __init__(
         self,
         channel: Channel,
-        wake: threading.Event,
+        wake: threading.Event,  # set, from other threads, when there is anything to do
         clock: Callable[[], float] = time.monotonic,
-        grace_s: float = GRACE_S,
-        kind: str = SAMPLE,
+        grace_s: float = GRACE_S,  # that the buffer may be away for
+        kind: str = SAMPLE,  # of the tasks, or a scoring stage
         gather_s: float = GATHER_S,
     ) -> None:
         self.accepted = self.refused = 0

@@ -59,30 +59,25 @@ def child_error(reason: str, exit_code: int) -> UmbraError:
 
 
 class ChildProcess:
-    """A running child. Its stdin is empty, unless `channel` is given.
+    """A running child.
 
     The kernel's parent-death signal follows the thread that forked: a child that asks for it
     (`parent.py`) has to be made in a thread that outlives it, such as the main thread.
 
-    Args:
-        environ: its environment, `child_environ()` if not given; what `parent.py` reads is added.
-        channel: the child's end of a socket pair (`pipe.py`), as its stdin. It says there that it
-            is up. Its stdout is our stderr, because libraries print there.
-        session: whether it leads a session of its own: Ctrl-C in the terminal does not reach it,
-            and all that it started ends with it. Otherwise what ends our process group ends it too.
-        server: forks it, if it can; for programs of Python without a `channel`.
+    One with a `channel`, its end of a socket pair (`pipe.py`), has that as its stdin and says there
+    that it is up; its stdout is our stderr, because libraries print there.
     """
 
     def __init__(
         self,
         argv: Sequence[str],
         *,
-        environ: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] | None = None,  # else `child_environ()`
         stdout: Output = None,
         stderr: Output = None,
         channel: socket.socket | None = None,
-        session: bool = True,
-        server: ForkServer | None = None,
+        session: bool = True,  # its own: Ctrl-C does not reach it, all that it started ends with it
+        server: ForkServer | None = None,  # forks it, if it can and there is no channel
     ) -> None:
         self.returncode: int | None = None
         self.usage = Usage()
@@ -233,9 +228,8 @@ def child_environ(search: Sequence[Path] = ()) -> dict[str, str]:
 def with_fast_copies(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` with a setting by which copies of 1 MiB and more bypass the cache.
 
-    Otherwise each line of the target is read before it is written, and weights are copied at half
-    the speed. glibc does so beyond a part of the largest cache, which on virtual machines is the
-    whole host's: larger than any tensor. A user's own setting stays.
+    Otherwise weights are copied at half the speed: glibc does so beyond a part of the largest
+    cache, which on virtual machines is the whole host's. A user's own setting stays.
     """
     tunables = environ.get(TUNABLES, "")
     if _PAST_THE_CACHE in tunables:

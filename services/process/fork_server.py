@@ -56,9 +56,7 @@ class ForkOrder(msgspec.Struct, frozen=True):
 
 
 class ForkServer:
-    """The client's end of a server, which imports at once; `ready` says when it is done.
-
-    In a process that a server has forked it is a fork of that process, which has imported all.
+    """The client's end of a server, which imports at once; in a fork of a server, a fork of that.
 
     What libraries read of its `environ` while they are imported is the same in all its forks.
     """

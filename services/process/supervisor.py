@@ -36,34 +36,26 @@ ASKED_CODES = (0, -signal.SIGTERM)  # how a process may end that was asked to
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A process to run: stopped in the order of `wave`.
-
-    One that `recovers` is started again when it fails, and can take up its work: after a pause that
-    doubles from `FIRST_S`, `restarts` times within `window_s`; one more failure is final. The run
-    can do without an `elastic` one, while there is another of its kind; the loss of any other ends
-    it.
-    `environ` is added to its environment. One that needs PyTorch may be `forked` by a process that
-    has it (`fork_server.py`).
+    """A process to run. One that is elastic or recovers is started again when it fails: after a
+    pause that doubles from `FIRST_S`, `restarts` times within `window_s`.
     """
 
     name: str
     argv: tuple[str, ...]
-    wave: int
-    elastic: bool = False
-    recovers: bool = False
+    wave: int  # processes are stopped in this order
+    elastic: bool = False  # the run can do without it, while there is another of its kind
+    recovers: bool = False  # it takes up its work again
     restarts: int = 5
     window_s: float = 60.0
-    environ: Mapping[str, str] = field(default_factory=dict)
-    forked: bool = False
+    environ: Mapping[str, str] = field(default_factory=dict)  # is added to its environment
+    forked: bool = False  # it needs PyTorch: by a process that has it (`fork_server.py`)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the run ended badly: one sentence, the program at fault, the exit code to end with."""
-
-    reason: str
-    program: str
-    exit_code: int
+    reason: str  # in one sentence, why the run ended badly
+    program: str  # at fault
+    exit_code: int  # to end with
     code: int = 0  # with which the program ended itself; a signal's is negative
 
 
@@ -92,24 +84,16 @@ class _Slot:
 
 
 class Supervisor:
-    """The processes of one run, or of one of its services.
-
-    Args:
-        goal: the program whose orderly exit means that the run is done, if there is such a one.
-        report: gets a line for people at every event.
-        last_line: the last thing that a program said, for the sentence about its end.
-        stop_s: seconds that each wave gets to stop until it is killed, and half of what the others
-            get to leave once the goal has.
-    """
+    """The processes of one run, or of one of its services."""
 
     def __init__(
         self,
         spawn: Callable[[Program], ChildProcess],
         *,
-        goal: str = "",
-        report: Callable[[str], None],
-        last_line: Callable[[str], str] = lambda _name: "",
-        stop_s: float = 30.0,
+        goal: str = "",  # the program whose orderly exit means that the run is done, if any
+        report: Callable[[str], None],  # gets a line for people at every event
+        last_line: Callable[[str], str] = lambda _name: "",  # that a program said before its end
+        stop_s: float = 30.0,  # until a wave is killed; all leave in twice that after the goal
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: Failure | None = None
