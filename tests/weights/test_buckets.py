@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from random import Random
 
 import msgspec
 import pytest
+from fakes.hub_bench import WAIT_S
 
 from umbra.proto.errors import WireError
 from umbra.proto.messages import Prepare, Ready, Subscribe
@@ -134,6 +136,34 @@ def test_deltas_are_of_two_versions_while_both_are_in_their_slots() -> None:
     last = hub.store
     hub.close()
     assert last is not None and last._executor._shutdown
+
+
+def test_a_slot_is_withdrawn_once_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the deltas that are being made, and for no others; those are sent whole."""
+    begun: list[int] = []
+    reading, go = threading.Event(), threading.Event()
+
+    def encode(_old: memoryview, new: memoryview, *_: object) -> None:
+        begun.append(len(new))
+        reading.set()
+        assert go.wait(WAIT_S)
+
+    monkeypatch.setattr(delta, "encode", encode)
+    held, versions = store(), [version(1), version(2)]
+    for slot, (data, sums) in enumerate(versions):
+        held.publish(StoredVersion(slot, data, sums), deltas=True)
+    assert reading.wait(WAIT_S)
+    withdrawing = threading.Thread(target=held.withdraw, args=(0,))
+    withdrawing.start()
+    withdrawing.join(0.05)  # as much as it needs where nothing holds it up
+    assert withdrawing.is_alive()
+    go.set()
+    withdrawing.join(WAIT_S)
+    assert len(begun) <= held._threads
+    (_, old), (_, new) = versions
+    assert held.parts(0, old[0], [], 1024) is None
+    assert all(held.parts(b, new[b], [old[b]], 1024) for b in range(COUNT))
+    held.close()
 
 
 def test_the_chain_is_linked_anew() -> None:

@@ -252,7 +252,7 @@ class _Peer:
 
 
 class BucketServer:
-    """A server of the buckets of one store after another, at the pace of slow receivers.
+    """A server of the buckets of one store after another; `pace` limits how slow a receiver is.
 
     Raises:
         StartupError: the address is taken.
