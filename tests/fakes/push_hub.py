@@ -14,7 +14,6 @@ PACE = Pace(DEADLINE_S, least_rate=100.0)
 
 
 def taken(protocol: PushProtocol) -> list[Effect]:
-    """Take the effects since the last call."""
     effects = list(protocol.effects)
     protocol.effects.clear()
     return effects

@@ -49,20 +49,13 @@ def test_items_of_mixed_buckets_are_the_smallest() -> None:
 def test_what_has_not_arrived_is_handed_out_when_it_has() -> None:
     held, (data, sums) = store(), version(1)
     assert held.parts(0, sums[0], [], 1024) is None
-    held.offer(StoredVersion(0, data, sums, set(range(len(sums)))))
-    assert held.parts(0, sums[0], [], 1024) is None
+    held.offer(StoredVersion(0, data, sums, {0, 2}))
+    assert held.parts(0, sums[0], [], 1024) is held.parts(2, sums[2], [], 1024) is None
     held.arrived(0, 0)
-    parts = held.parts(0, sums[0], [], 1024)
-    assert parts is not None
-    start, end = LAYOUT.buckets[0]
-    assert b"".join(bytes(raw) for _, raw in parts) == bytes(data[start:end])
-
-
-def test_a_slot_that_is_written_anew_is_not_handed_out() -> None:
-    held, (data, sums) = store(), version(1)
-    held.offer(StoredVersion(0, data, sums))
-    held.withdraw(0)
-    assert held.parts(0, sums[0], [], 1024) is None
+    for bucket, (start, end) in enumerate(LAYOUT.buckets[:2]):
+        parts = held.parts(bucket, sums[bucket], [], 1000)
+        assert parts is not None and max(len(raw) for _, raw in parts) == 1000
+        assert b"".join(bytes(raw) for _, raw in parts) == bytes(data[start:end])
 
 
 def test_deltas_lead_from_what_is_held_to_what_is_wanted() -> None:
@@ -87,16 +80,6 @@ def test_chains_that_grow_too_long_are_cut() -> None:
         held.encoded(1, (Piece(1, base + 1, base), bytes((end - start) // 5)))
     assert held.parts(1, 5, [1], 1024) is None
     assert held.parts(1, 5, [3], 1024) is not None
-
-
-def test_one_who_has_a_base_waits_for_the_delta_and_others_do_not() -> None:
-    held, (data, sums) = store(), version(1)
-    held.offer(StoredVersion(0, data, sums))
-    held._encoding.add(0)
-    assert held.parts(0, sums[0], [77], 1024) is None
-    assert held.parts(0, sums[0], [0], 1024) is not None
-    held.encoded(0, None)
-    assert held.parts(0, sums[0], [77], 1024) is not None
 
 
 def test_deltas_are_of_two_versions_while_both_are_in_their_slots() -> None:
@@ -150,6 +133,7 @@ def test_a_slot_is_withdrawn_once_nobody_reads_it(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(delta, "encode", encode)
     held, versions = store(), [version(1), version(2)]
+    (_, old), (_, new) = versions
     for slot, (data, sums) in enumerate(versions):
         held.publish(StoredVersion(slot, data, sums), deltas=True)
     assert reading.wait(WAIT_S)
@@ -157,10 +141,11 @@ def test_a_slot_is_withdrawn_once_nobody_reads_it(monkeypatch: pytest.MonkeyPatc
     withdrawing.start()
     withdrawing.join(0.05)  # as much as it needs where nothing holds it up
     assert withdrawing.is_alive()
+    assert held.parts(2, new[2], [old[2]], 1024) is None, "whoever has a base waits for the delta"
+    assert held.parts(2, new[2], [0], 1024) is not None
     go.set()
     withdrawing.join(WAIT_S)
     assert len(begun) <= held._threads
-    (_, old), (_, new) = versions
     assert held.parts(0, old[0], [], 1024) is None
     assert all(held.parts(b, new[b], [old[b]], 1024) for b in range(COUNT))
     held.close()
@@ -324,19 +309,6 @@ def test_pieces_out_of_place_are_refused() -> None:
 
 
 SHARED = build_manifest([("a", "F32", [6, 64])], 512, {"a": [(2, 0), (4, 1), (6, 2)]})
-
-
-def test_each_host_hands_out_its_own_buckets_and_no_others() -> None:
-    data = memoryview(bytes(range(256)) * 6)
-    sums = checksums(SHARED, data)
-    held = BucketStore(SHARED, lambda: None)
-    held.offer(StoredVersion(0, data, sums, {0, 2}))
-    assert held.parts(0, sums[0], [], 1024) is None
-    assert held.parts(2, sums[2], [], 1024) is None
-    parts = held.parts(1, sums[1], [], 1024)
-    assert parts is not None
-    ((_, raw),) = parts
-    assert raw == data[512:1024]
 
 
 @pytest.mark.parametrize(

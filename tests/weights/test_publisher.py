@@ -154,8 +154,7 @@ def test_without_a_free_slot_the_trainer_is_told_why(hub: Hub) -> None:
         stopping.set()
         with pytest.raises(DeadlineError, match="silent"):
             publisher.slot(2, 1.0)
-        arena = publisher._arena
-        assert arena is not None
+        arena = cast(Arena, publisher._arena)
     with pytest.raises(OSError, match="Bad file descriptor"):
         arena.check()  # detached, though nothing was published
 
@@ -171,9 +170,8 @@ def test_a_restarted_hub_gets_the_version_into_its_own_arena(hub: Hub) -> None:
         hub.answers[m.Publish][:0] = [RejectedError("not granted", code="not_granted")]
         hub.answers[m.RegisterManifest] = [hub.ready(1)]
         hub.answers[m.AcquireSlot] = [m.SlotGranted(slot=1), m.SlotGranted(slot=0)]
-        old = publisher._arena
+        old = cast(Arena, publisher._arena)
         sums = published(publisher, 2)
-        assert old is not None
         with pytest.raises(OSError, match="Bad file descriptor"):
             old.check()  # nothing in it is needed any more
         assert hub.asked[-1] == m.Publish(version=2, slot=0, checksums=sums, snapshot_s=0.0)
