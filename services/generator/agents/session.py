@@ -293,8 +293,9 @@ class SessionRegistry:
     ) -> None:
         self._settings = silence_s, pass_on, branches
         self._new_id = new_id
-        self._by_key: dict[str, AgentSession] = {}  # in the order of their beginning
+        self._by_key: dict[str, AgentSession] = {}
         self._by_id: dict[str, AgentSession] = {}  # the newest of `_over` too
+        self._waiting: deque[AgentSession] = deque()
         self._over: deque[str] = deque()
 
     @property
@@ -306,14 +307,17 @@ class SessionRegistry:
         self.close(key, "its sample restarted in another session")
         session = AgentSession(self._new_id(), key, row, *self._settings)
         self._by_id[session.id] = self._by_key[key] = session
+        self._waiting.append(session)
         return session
 
     def lease(self, now: float, lease_s: float = math.inf) -> AgentSession | None:
         """Return the session that has waited longest for an agent."""
-        session = next((each for each in self._by_key.values() if not each.begun), None)
-        if session is not None:
-            session.begin(now, lease_s)
-        return session
+        while self._waiting:
+            session = self._waiting.popleft()
+            if session.over is None and not session.begun:
+                session.begin(now, lease_s)
+                return session
+        return None
 
     def find(self, session_id: str) -> AgentSession:
         """Return the session of that id, over or not; raises ApiError if there is none."""
