@@ -253,11 +253,8 @@ LEAST_RATE, MOST_RATE, MOST_ADAPTER_RATE = 1e-8, 5e-3, 5e-2
 def cautions(config: RunConfig) -> Iterator[tuple[str, str]]:
     trainer = config.trainer
     if config.model.trust_remote_code:
-        yield (
-            "trust_remote_code",
-            "model.trust_remote_code = true: Python code of the model's repository may run, with "
-            "all rights of this user, in trainer, generators, scorers and `umbra eval`",
-        )
+        code = "model.trust_remote_code = true: Python code of the model's repository may run"
+        yield "trust_remote_code", f"{code}, with all rights of this user"
     if text := lone_groups(config):
         yield "lone_groups", text
     limit = MOST_ADAPTER_RATE if trainer.lora_rank else MOST_RATE
@@ -268,31 +265,22 @@ def cautions(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"trainer.learning_rate = {trainer.learning_rate:g} is out of the usual range of "
             f"AdamW ({usual_range})",
         )
-    if trainer.warmup_steps >= config.run.steps > 1:
+    warmup, steps = trainer.warmup_steps, config.run.steps
+    if warmup >= steps > 1:
         yield (
             "warmup",
-            f"trainer.warmup_steps = {trainer.warmup_steps} is not less than run.steps = "
-            f"{config.run.steps}: the learning rate never reaches its peak",
+            f"trainer.warmup_steps = {warmup} never end in run.steps = {steps}: lower it",
         )
     ahead, stale = config.buffer.run_ahead, config.buffer.max_staleness
     if ahead > stale:
-        yield (
-            "run_ahead",
-            f"buffer.run_ahead = {ahead} is more than buffer.max_staleness = {stale}, which keeps "
-            f"generators to {stale} batches ahead: lower the one or raise the other",
-        )
+        beyond = f"buffer.run_ahead = {ahead} is more than buffer.max_staleness = {stale}"
+        yield "run_ahead", f"{beyond}, which bounds it: lower the one or raise the other"
     longest = max(config.all_environments, key=lambda one: config.sampling_for(one).max_tokens)
-    if config.longest_turn >= config.generator.max_context:
-        yield (
-            "max_tokens",
-            f"{longest.sampling_key('max_tokens')} = {config.longest_turn} does not fit into "
-            f"generator.max_context = {config.generator.max_context}, which the prompt needs room "
-            "in too: answers are cut off there",
-        )
-    batch = config.buffer.group_size * config.buffer.batch_groups
-    if batch % trainer.minibatches:
-        yield (
-            "minibatches",
-            f"trainer.minibatches = {trainer.minibatches} does not divide the {batch} samples of a "
-            "batch: its updates are of different sizes",
-        )
+    if config.longest_turn >= (context := config.generator.max_context):
+        key = f"{longest.sampling_key('max_tokens')} = {config.longest_turn}"
+        cut = f"{key} does not fit into generator.max_context = {context} with its prompt"
+        yield "max_tokens", f"{cut}: answers are cut off there"
+    batch, updates = config.buffer.group_size * config.buffer.batch_groups, trainer.minibatches
+    if batch % updates:
+        sizes = f"trainer.minibatches = {updates} does not divide the {batch} samples of a batch"
+        yield "minibatches", f"{sizes}: its updates are of different sizes"
