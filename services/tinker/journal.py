@@ -123,11 +123,7 @@ class FuturesJournal:
                 self.announce(request_id)
 
     def accept(self, request: FutureRequest) -> bool:
-        """Write `request`; return false if it is here already.
-
-        Raises:
-            UsageError: another one has its id.
-        """
+        """Write `request`; false if it is here already. UsageError: another one has its id."""
         digest = xxhash.xxh3_128_hexdigest(request.kind.encode() + b"\0" + request.body)
         with self.transaction():
             known = self._one("SELECT digest FROM requests WHERE id = ?", request.id)

@@ -54,11 +54,7 @@ _SETTINGS = {
 def put_adapter(
     model: PreTrainedModel, shape: TrainedShape, config: RunConfig
 ) -> AdapterFacts | None:
-    """Put the adapter of `shape` into `model`; None if all weights are trained.
-
-    Raises:
-        UsageError: no layer would have one.
-    """
+    """Put an adapter into `model` (none: all weights are trained); UsageError: it has no layer."""
     if not shape.rank:
         return None
     head = model.get_output_embeddings()

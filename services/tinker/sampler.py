@@ -146,22 +146,14 @@ class ShapeEngine:
         return {live.job.id: live.job for live in self._live.values()}
 
     def add(self, job: SampleJob) -> None:
-        """Queue a job.
-
-        Raises:
-            ValueError: it does not fit the engine, with a sentence that says why.
-        """
+        """Queue a job; ValueError, with a sentence that says why, if it does not fit the engine."""
         if job.scored and self._scorer is None:
             raise ValueError("vLLM has no logprobs of prompts here: start the server with torch")
         check_request(self._request(job, 0), self.engine.max_context, self._vocabulary)
         self.waiting.append(job)
 
     def turn(self) -> Iterator[tuple[SampleJob, FutureAnswer]]:
-        """Run a pass of the engine; yield finished jobs with their answers.
-
-        Raises:
-            EngineError: the engine is broken; the live jobs are lost with it.
-        """
+        """Run a pass; yield finished jobs with answers. EngineError: the live ones are lost."""
         if not self._live and self.waiting:
             first = self.waiting[0]
             try:

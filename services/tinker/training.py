@@ -229,12 +229,9 @@ class Training:
         return FutureAnswer.json({"path": path, "type": kind})
 
     def _trainee(self, model_id: str) -> tuple[Bench, Trainee]:
-        """Return a model, loaded from its newest snapshot if need be.
+        """Return a model, loaded from its newest snapshot if need be; UsageError if there is none.
 
         Requests after that are done again: their answers are known, but not their effects on it.
-
-        Raises:
-            UsageError: there is none.
         """
         if (pair := self._trainees.get(model_id)) is not None:
             return pair

@@ -93,11 +93,7 @@ def read_head(body: bytes) -> tuple[str, int, bool]:
 
 
 def read_pass(body: bytes) -> PassRequest:
-    """Decode a ForwardBackwardRequest.
-
-    Raises:
-        UsageError: it is malformed, or has a field or a kind of input that is not supported.
-    """
+    """Decode a ForwardBackwardRequest; UsageError if it is malformed or not supported."""
     request = _parsed(body)
     size = request.ByteSize()
     request.DiscardUnknownFields()

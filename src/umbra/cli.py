@@ -117,11 +117,7 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the sub-command called `cmd_name`; None if there is none of that name.
-
-        Raises:
-            ModuleNotFoundError: an optional package that it needs is not installed.
-        """
+        """Import a sub-command; None: there is none. ModuleNotFoundError: a package is missing."""
         if (entry := COMMANDS.get(cmd_name)) is None:
             return None
         module_name, _, attribute = entry.target.partition(":")

@@ -292,11 +292,9 @@ class VllmEngine(LoopEngine[Live]):
         return self._mapped[1]
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Return its result. vLLM waits forever for a core that dies while it loads weights.
+        """Return its result; DeadlineError if it does not come, EngineDeadError if it cannot.
 
-        Raises:
-            EngineDeadError: the core is dead, and the result does not come.
-            DeadlineError: it does not come within `timeout_s` seconds.
+        vLLM itself waits forever for a core that dies while it loads weights.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         deadline = Deadline(timeout_s, "vLLM did not answer")

@@ -56,18 +56,18 @@ class HttpClient:
 
     async def _exchange(self, target: str, body: Any) -> AsyncGenerator[bytes]:
         http, status, refusal = h11.Connection(h11.CLIENT), 0, b""
-        path, parts = self.url.removeprefix(UNIX), urlsplit(self.url)
+        path, place = self.url.removeprefix(UNIX), urlsplit(self.url)
         try:
             if self.url.startswith(UNIX):
                 reader, writer = await asyncio.open_unix_connection(path)
             else:
-                reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+                reader, writer = await asyncio.open_connection(place.hostname, place.port)
         except OSError as error:
             why = error.strerror or str(error)
             raise PeerLostError(f"{self.url}: nobody answers: {why}") from error
         data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         headers = {
-            "Host": parts.netloc or "vllm",
+            "Host": place.netloc or "vllm",
             "Connection": "close",
             "Content-Type": "application/json",
             "Content-Length": str(len(data)),
@@ -75,8 +75,9 @@ class HttpClient:
         method = "GET" if body is None else "POST"
         request = h11.Request(method=method, target=target, headers=[*headers.items()])
         try:
-            for part in (request, h11.Data(data=data), h11.EndOfMessage()):
-                writer.write(http.send(part) or b"")
+            parts = (request, h11.Data(data=data), h11.EndOfMessage())
+            # At once: a server that needs no body may answer its head, and close.
+            writer.write(b"".join(http.send(part) or b"" for part in parts))
             await writer.drain()
             while not isinstance(event := http.next_event(), h11.EndOfMessage):
                 if event is h11.NEED_DATA:

@@ -276,10 +276,7 @@ class HttpEngine(LoopEngine[Stream]):
             server.salts.forget(session)
 
     async def _serve(self, load: Load) -> UmbraError | None:
-        """Have the servers that are ready load it, and the others when they can.
-
-        Returns why one refused it, if any did.
-        """
+        """Have ready servers load it, and the others when they can; return why one refused it."""
         self.newest = load
         ready = [server for server in self.servers if server.is_ready or self.version < 0]
         await asyncio.gather(*(server.serve(load) for server in ready))

@@ -92,11 +92,7 @@ def require_vllm() -> None:
 
 
 def set_environment(config: GeneratorConfig) -> None:
-    """Set environment variables for vLLM, which is not imported yet; the user's own stay.
-
-    Raises:
-        UsageError: there is no such device.
-    """
+    """Set variables for vLLM, before its import; the user's stay. UsageError: no such device."""
     defaults = {
         OURS_VARIABLE: "1",
         "VLLM_NO_USAGE_STATS": "1",  # nothing about a run is sent anywhere
@@ -124,11 +120,9 @@ def set_environment(config: GeneratorConfig) -> None:
 
 
 def check_device(device: str, platform: str) -> None:
-    """Check that this build of vLLM, for `platform` ("cpu", "cuda"), runs on `device`.
+    """Raise UsageError unless a vLLM built for `platform` ("cpu", "cuda") runs on `device`.
 
-    Raises:
-        UsageError: it does not.
-        StartupError: there is a driver, and torch sees no GPU.
+    StartupError: there is a driver, and torch sees no GPU.
     """
     kind, note = device.partition(":")[0], ""
     if kind == "auto":
@@ -341,11 +335,7 @@ def check_run(config: RunConfig, outline: Any) -> None:
 def engine_arguments(
     config: GeneratorConfig, path: Path, hf_config: Any, dtype: str, seed: int, platform: str
 ) -> dict[str, Any]:
-    """Return arguments of `AsyncEngineArgs`, with `generator.engine_args`.
-
-    Raises:
-        UsageError: see `check_arguments` and `check_served`.
-    """
+    """Return arguments of `AsyncEngineArgs`; raises as `check_arguments` and `check_served`."""
     check_arguments(config)
     check_served(config, hf_config, platform)
     ours: dict[str, Any] = {

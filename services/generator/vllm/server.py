@@ -238,11 +238,7 @@ class VllmServer(HttpClient):
         self._fleet.changed()
 
     async def _join(self) -> ServerFacts:
-        """Return how a server that is new, or was away, is set up.
-
-        Raises:
-            UsageError: it would serve wrong, or anybody can reach it.
-        """
+        """Return how it is set up; UsageError if it would serve wrong, or anybody can reach it."""
         check_private(self.url)
         info = await self._asked("/server_info?config_format=json")
         await self._asked(_GENERATE)
@@ -314,12 +310,7 @@ class VllmServer(HttpClient):
                 self._settle()
 
     async def _update(self, load: Load) -> None:
-        """Load that version while nothing is decoded.
-
-        Raises:
-            PeerLostError: it is gone, or its weights are not those that were sent.
-            RejectedError: it refused.
-        """
+        """Load that version, paused; raise if it refuses, is gone, or has other weights then."""
         call = partial(self.call, timeout_s=load.limit_s)
         clears = "true" if load.kv_policy == "recompute" else "false"
         await call(f"/pause?mode=keep&clear_cache={clears}", {})
@@ -438,11 +429,7 @@ class ServerFacts(NamedTuple):
 
 
 def facts_in(url: str, answer: bytes, max_context: int) -> ServerFacts:
-    """Read the answer of `url` to GET /server_info?config_format=json.
-
-    Raises:
-        UsageError: the server would serve wrong a generator with `max_context`.
-    """
+    """Read `url`'s answer to GET /server_info; UsageError if it would serve a generator wrong."""
     config: Any = read(answer, dict[str, Any]).get("vllm_config")
     try:
         model, transfer = config["model_config"], config["weight_transfer_config"] or {}

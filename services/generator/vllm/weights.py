@@ -62,11 +62,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Map the GPU's memory, before the first update and before the first of each new memory.
-
-        Raises:
-            StartupError: that cannot be mapped.
-        """
+        """Prepare for updates, or map memory of the GPU for them; StartupError if that fails."""
         self._on_gpu: DeviceMemory | None = None  # before another is mapped
         if init_info.handle:
             device = Device(self.device.index or 0)
