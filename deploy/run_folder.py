@@ -15,15 +15,8 @@ from typing import Any, TextIO
 
 from umbra.proto.errors import UNREADABLE, UsageError
 from umbra.services.config.loader import ORIGIN, rewrite_paths
-from umbra.services.process.files import (
-    DISK,
-    LOCK,
-    READABLE_MODE,
-    HeldError,
-    folder_lock,
-    open_regular,
-    read_regular,
-)
+from umbra.services.process import files
+from umbra.services.process.files import DISK, LOCK, READABLE_MODE, open_regular
 from umbra.services.process.metrics import parse_row
 from umbra.services.reporting import number
 
@@ -124,8 +117,8 @@ class RunFolder:
         """Keep other `umbra up` out of the folder; UsageError if one is there, or it is closed."""
         with ExitStack() as stack:
             try:
-                stack.enter_context(folder_lock(self.path))
-            except HeldError as error:
+                stack.enter_context(files.folder_lock(self.path))
+            except files.HeldError as error:
                 raise UsageError(
                     f"the run in {self.path} is under way, started by {error}: watch it with "
                     "`umbra monitor`, or stop it first"
@@ -160,7 +153,7 @@ def read_object(path: Path, remedy: str = "") -> dict[str, Any]:
     """
     value, reason = None, "it holds no JSON object"
     try:
-        value = json.loads(rewrite_paths(read_regular(path).decode(), path))
+        value = json.loads(rewrite_paths(files.read_regular(path).decode(), path))
     except FileNotFoundError:
         return {}
     except (OSError, *UNREADABLE) as error:

@@ -23,7 +23,6 @@ FOREIGN = {
     **dict.fromkeys(("sperated_node_tasks", "separated_node_tasks"), "groups"),
     **dict.fromkeys(("sperated_node_ratios", "separated_node_ratios"), "ratios"),
 }
-FOREIGN_TASKS = {"actor-train": "train", "actor_train": "train", "rollout": "generate"}
 
 
 Text = Annotated[str, Meta(min_length=1)]

@@ -18,20 +18,18 @@ from fractions import Fraction
 
 import msgspec
 
-from umbra.deploy.cluster.cluster_file import (
-    FOREIGN_TASKS,
-    ClusterFile,
-    ClusterSpec,
-    Node,
-    Port,
-    Task,
-)
+from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node, Port, Task
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 
 TOLERANCE = Fraction(1, 1000)  # ratios are written with a few digits: 0.333
 STAGES: tuple[Task, ...] = ("ref_logp", "logp", "reward")
 TASKS = ("train", "generate", *STAGES)
+FOREIGN_TASKS = {
+    "actor-train": "train",
+    "actor_train": "train",
+    "rollout": "generate",
+}  # async-rl's
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import click
 from msgspec.structs import replace
 
-from umbra.deploy.prepare import stage
 from umbra.deploy.prepare.preflight import check_run, set_option
+from umbra.deploy.prepare.stage import StageInterrupted, Stages
 from umbra.deploy.run.command import finish
 from umbra.deploy.run.live import View, choose_view
 from umbra.deploy.run.up import Up
@@ -61,8 +61,8 @@ def run_demo(
     Buffer and weight hub start, and environment and model are tried, during the warm start.
     """
     start, recipe, data = time.monotonic(), RECIPES[task], folder.path / "task"
-    random, base, environ = str(folder.path / "random"), str(folder.path / "base"), child_environ()
-    shared: dict[str, Any] = {"interrupts": interrupts, "server": server}
+    random, base = str(folder.path / "random"), str(folder.path / "base")
+    stages = Stages(folder, child_environ(), interrupts, server)
     seed_flag = ("--seed", str(seed))
 
     def report(activity: str, since: float) -> None:
@@ -83,32 +83,31 @@ def run_demo(
     run_file.write_text(to_toml(as_dict(config)), encoding="utf-8")
     config = located(config, run_file)
     stage_start, activity = time.monotonic(), "model: random weights, character tokenizer"
-    arguments, waiting = ("make-model", random, *seed_flag), partial(view.doing, activity)
-    stage.run_stage(
-        "make-model", arguments, folder=folder, environ=environ, waiting=waiting, **shared
-    )
+    waiting = partial(view.doing, activity)
+    stages.run("make-model", "make-model", random, *seed_flag, waiting=waiting)
     report(activity, stage_start)
     stage_start = time.monotonic()
     activity = f"warm start: {recipe.sft_steps} supervised steps on a poor teacher"
-    arguments = (
+    warm_start = stages.begin(
+        "sft",
         *("sft", random, "--data", str(data / "demos.jsonl"), "--out", base, *seed_flag),
         *("--steps", str(recipe.sft_steps), "--schedule", recipe.sft_schedule),
         *("--threads", "1", "--device", "cpu"),
     )
-    warm_start = stage.begin_stage("sft", arguments, folder, environ, server)
 
     def model_made() -> bool:
-        if done := stage.has_ended(warm_start, "sft", folder):
+        if done := stages.has_ended("sft", warm_start):
             report(activity, stage_start)
         else:
-            detail = stage.last_said(folder, "sft")
+            detail = stages.last_line("sft")
             view.doing(activity, detail if detail.startswith("step ") else "")
         return done
 
-    shared |= {"started": start, "model_made": model_made, "stand_in": random}
+    how: dict[str, Any] = {"view": view, "interrupts": interrupts, "server": server}
+    how |= {"started": start, "model_made": model_made, "stand_in": random}
     try:
         check_run(replace(config, model=replace(config.model, path=random)))
-        return Up(config, folder, view=view, **shared).run()
+        return Up(config, folder, **how).run()
     finally:
         warm_start.kill()
         warm_start.wait(math.inf)
@@ -144,7 +143,7 @@ def command(
         view.say(f"everything goes to {folder.path}")
         try:
             summary = run_demo(task, seed, folder, view, interrupts, overrides, server)
-        except stage.StageInterrupted:
+        except StageInterrupted:
             click.echo("umbra: interrupted", err=True)
             return interrupts.exit_code
         finally:

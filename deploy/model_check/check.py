@@ -17,13 +17,8 @@ from umbra.deploy.model_check import comparisons
 from umbra.deploy.model_check.comparisons import Outcome, Row
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.services.generator.vllm import check as vllm_check
-from umbra.services.modeling.architectures import (
-    architecture,
-    check_architecture,
-    keeps_state,
-    layer_kinds,
-    read_config,
-)
+from umbra.services.modeling import architectures
+from umbra.services.modeling.architectures import keeps_state, layer_kinds
 from umbra.services.modeling.model_directory import check_model_dir, weights_bytes
 from umbra.services.modeling.models import read_weights
 from umbra.services.modeling.pretrained import AS_IT_IS, loading, read_transformers_config
@@ -42,9 +37,9 @@ def check_model(path: Path, layers: int = 0, *, vllm: bool = True, workers: int 
     vLLM is compared too, if it is installed; `workers` divide the model there.
     """
     directory = check_model_dir(path, "PATH")
-    config = read_config(directory, "PATH")
+    config = architectures.read_config(directory, "PATH")
     kind = str(config.get("model_type", ""))
-    check_architecture(directory, "PATH", [kind])
+    architectures.check_architecture(directory, "PATH", [kind])
     transformers_logging.disable_progress_bar()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it reports the layers that a copy leaves out
@@ -57,7 +52,7 @@ def check_model(path: Path, layers: int = 0, *, vllm: bool = True, workers: int 
                 rows += _tried("vLLM", compared)
     finally:
         transformers_logging.set_verbosity(verbosity)
-    return Outcome(str(path), architecture(config), kind, subject.cuts, rows)
+    return Outcome(str(path), architectures.architecture(config), kind, subject.cuts, rows)
 
 
 def _compare(original: Path, directory: Path, scratch: Path, checked: list[str]) -> Iterator[Row]:

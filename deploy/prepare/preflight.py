@@ -23,12 +23,8 @@ from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.config.loader import load_tree
 from umbra.services.config.rules import check_feasible
 from umbra.services.generator.vllm.http_client import check_private
-from umbra.services.modeling.architectures import (
-    check_architecture,
-    check_experts,
-    check_heads,
-    read_config,
-)
+from umbra.services.modeling import architectures
+from umbra.services.modeling.architectures import check_architecture
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.run_file import located
@@ -73,8 +69,8 @@ def check_run(config: RunConfig, *, download: bool = True) -> None:
     _check_security(config)
     model = _model_dir(config.model.name, "model.path", download=download)
     check_architecture(model, checked=config.model.checked)
-    check_heads(read_config(model), config.trainer.sequence_parallel)
-    check_experts(read_config(model), config.trainer.expert_parallel)
+    architectures.check_heads(architectures.read_config(model), config.trainer.sequence_parallel)
+    architectures.check_experts(architectures.read_config(model), config.trainer.expert_parallel)
     open_prompts(config.data, seed=config.run.seed, environments=config.environments)
     if config.eval.prompts:
         _check_eval(config)

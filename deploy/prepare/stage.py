@@ -7,6 +7,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,8 @@ from umbra.services.config import RunConfig
 from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.config.loader import to_json
 from umbra.services.generator.checks import RowsToTry, row_bytes
-from umbra.services.process.child import (
-    ChildError,
-    ChildProcess,
-    child_environ,
-    child_error,
-    describe_exit,
-    own_exit_code,
-    python_argv,
-)
+from umbra.services.process import child
+from umbra.services.process.child import ChildError, ChildProcess, child_environ
 from umbra.services.process.command import SignalCounter
 from umbra.services.process.files import DISK, READABLE_MODE
 from umbra.services.process.fork_server import ForkServer
@@ -43,66 +37,82 @@ class StageInterrupted(Exception):  # noqa: N818 - it is no error
     """The user asked to stop."""
 
 
-def run_stage(
-    name: str,
-    arguments: tuple[str, ...],
-    *,
-    folder: RunFolder,
-    environ: Mapping[str, str],
-    interrupts: SignalCounter | None = None,
-    module: str = UMBRA,
-    server: ForkServer | None = None,
-    waiting: Waiting = lambda: None,
-) -> str:
-    """Run `umbra <arguments>`, logging to `logs/<name>.log`; return its output.
+@dataclass(frozen=True)
+class Stages:
+    """Steps around a run: children that log to `logs/<name>.log` in its folder.
 
-    `server` forks it, if it is given. ChildError has the last line of its log; StageInterrupted
-    (KeyboardInterrupt without `interrupts`) means that the child is dead.
+    A `server` forks them, if it is given. ChildError has the last line of a child's log;
+    StageInterrupted (KeyboardInterrupt without `interrupts`) means that the child is dead.
     """
 
-    def turn() -> None:
-        waiting()
-        if interrupts is None:
-            time.sleep(POLL_S)
-        elif interrupts.count:
-            raise StageInterrupted
-        else:
-            interrupts.wait(POLL_S)
+    folder: RunFolder
+    environ: Mapping[str, str] = field(default_factory=child_environ)
+    interrupts: SignalCounter | None = None
+    server: ForkServer | None = None
 
-    while server is not None and not server.ready():
-        turn()
-    stage = begin_stage(name, arguments, folder, environ, server, module)
-    try:
-        while not has_ended(stage, name, folder):
+    def run(
+        self, name: str, *words: str, module: str = UMBRA, waiting: Waiting = lambda: None
+    ) -> str:
+        """Run `umbra <words>`, or another `module`, to its end; return its output."""
+
+        def turn() -> None:
+            waiting()
+            if self.interrupts is None:
+                time.sleep(POLL_S)
+            elif self.interrupts.count:
+                raise StageInterrupted
+            else:
+                self.interrupts.wait(POLL_S)
+
+        while self.server is not None and not self.server.ready():
             turn()
-    finally:
-        stage.kill()
-        stage.wait(math.inf)
-    return (folder.logs / f"{name}.out").read_text(encoding="utf-8", errors="replace")
+        process = self.begin(name, *words, module=module)
+        try:
+            while not self.has_ended(name, process):
+                turn()
+        finally:
+            process.kill()
+            process.wait(math.inf)
+        return self._output(name).read_text(encoding="utf-8", errors="replace")
 
+    def begin(self, name: str, *words: str, module: str = UMBRA) -> ChildProcess:
+        """Start a stage as `run` does; a `server` has to be ready."""
+        argv, log = child.python_argv(module, *words), self.folder.log(name)
+        out, server = self._output(name), self.server
+        return ChildProcess(argv, environ=self.environ, stdout=out, stderr=log, server=server)
 
-def begin_stage(
-    name: str,
-    arguments: Sequence[str],
-    folder: RunFolder,
-    environ: Mapping[str, str],
-    server: ForkServer | None = None,
-    module: str = UMBRA,
-) -> ChildProcess:
-    """Start a stage as `run_stage` does; a `server` has to be ready."""
-    argv, out = python_argv(module, *arguments), folder.logs / f"{name}.out"
-    return ChildProcess(argv, environ=environ, stdout=out, stderr=folder.log(name), server=server)
+    def _output(self, name: str) -> Path:
+        return self.folder.logs / f"{name}.out"
 
+    def has_ended(self, name: str, process: ChildProcess) -> bool:
+        """Return whether a stage has ended well; ChildError if it has ended otherwise."""
+        if not (code := process.poll()):
+            return code == 0
+        reason = self.last_line(name)
+        if reason and code in FORESEEN_CODES:
+            raise child.child_error(reason, code)
+        failure = f"{name} failed ({child.describe_exit(code)})" + (f": {reason}" if reason else "")
+        raise child.child_error(failure, child.own_exit_code(code))
 
-def has_ended(stage: ChildProcess, name: str, folder: RunFolder) -> bool:
-    """Return whether a stage has ended well; ChildError has the last line that it said."""
-    if not (code := stage.poll()):
-        return code == 0
-    reason = last_said(folder, name)
-    if reason and code in FORESEEN_CODES:
-        raise child_error(reason, code)
-    failure = f"{name} failed ({describe_exit(code)})"
-    raise child_error(f"{failure}: {reason}" if reason else failure, own_exit_code(code))
+    def last_line(self, name: str) -> str:
+        """Return the last line of a log, of an error without its beginning."""
+        return next(iter(tail(self.folder.log(name))[-1:]), "").removeprefix(ERROR_PREFIX)
+
+    def try_environment(
+        self, config: RunConfig, waiting: Waiting = lambda: None, *, model: bool = True,
+        stand_in: str = "",
+    ) -> list[str]:  # fmt: skip
+        """Write `config` to the folder; try its environment on the first prompt, then its model.
+
+        Returns warnings of `check_model`, which brings torch and is left out without `model`. The
+        directory `stand_in` is tried for a model that is not there yet.
+        """
+        DISK.replace(self.folder.config, to_json(config), mode=READABLE_MODE)
+        rows = self.folder.logs / f"{CHECK}.rows"
+        rows.write_bytes(msgspec.json.encode(find_rows(config)))
+        words = (str(self.folder.config), str(rows), *(["model", stand_in] if model else []))
+        program = "umbra.services.generator.checks"
+        return self.run(CHECK, *words, module=program, waiting=waiting).splitlines()
 
 
 def last_object(text: str) -> dict[str, Any]:
@@ -111,43 +121,6 @@ def last_object(text: str) -> dict[str, Any]:
         if line.startswith("{"):
             return json.loads(line)
     raise UmbraError(f"expected one line of JSON, got {text[-200:]!r}")
-
-
-def last_said(folder: RunFolder, name: str) -> str:
-    return next(iter(tail(folder.log(name))[-1:]), "").removeprefix(ERROR_PREFIX)
-
-
-def try_environment(
-    config: RunConfig,
-    folder: RunFolder,
-    environ: Mapping[str, str],
-    interrupts: SignalCounter,
-    waiting: Waiting = lambda: None,
-    *,
-    model: bool = True,
-    stand_in: str = "",
-    server: ForkServer | None = None,
-) -> list[str]:
-    """Write `config` to `folder`, and try its environment on the first prompt, then its model.
-
-    Returns warnings of `check_model`, which brings torch and is left out without `model`. The
-    directory `stand_in` is tried for a model that is not there yet. Raises the errors of
-    `run_stage`.
-    """
-    DISK.replace(folder.config, to_json(config), mode=READABLE_MODE)
-    rows = folder.logs / f"{CHECK}.rows"
-    rows.write_bytes(msgspec.json.encode(find_rows(config)))
-    output = run_stage(
-        CHECK,
-        (str(folder.config), str(rows), *(["model", stand_in] if model else [])),
-        folder=folder,
-        environ=environ,
-        interrupts=interrupts,
-        module="umbra.services.generator.checks",
-        waiting=waiting,
-        server=server,
-    )
-    return output.splitlines()
 
 
 def find_rows(config: RunConfig) -> RowsToTry:
@@ -171,11 +144,12 @@ def find_rows(config: RunConfig) -> RowsToTry:
 
 
 def try_aside(config: RunConfig, search: Sequence[Path], *, model: bool = False) -> list[str]:
-    """Call `try_environment` for a folder that is removed at once."""
+    """Call `Stages.try_environment` for a folder that is removed at once."""
     with tempfile.TemporaryDirectory(prefix="umbra-check-") as scratch, SignalCounter() as signals:
         folder = RunFolder(Path(scratch))
         folder.logs.mkdir()
         try:
-            return try_environment(config, folder, child_environ(search), signals, model=model)
+            stages = Stages(folder, child_environ(search), signals)
+            return stages.try_environment(config, model=model)
         except StageInterrupted as error:
             raise ChildError("interrupted", signals.exit_code) from error

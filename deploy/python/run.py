@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from umbra.deploy.prepare.stage import last_object, run_stage
+from umbra.deploy.prepare.stage import Stages, last_object
 from umbra.deploy.run_folder import Row, RunFolder, StepFollower, read_object, read_rollouts
 from umbra.proto.access import KeyRole
 from umbra.proto.deadline import Deadline
@@ -175,8 +175,7 @@ class Run:
         arguments += ["--prompts", str(prompts)] if prompts else []
         arguments += ["--samples", str(samples)] if samples else []
         arguments += ["--greedy"] if greedy else []
-        text = run_stage("evaluate", tuple(arguments), folder=self._folder, environ=child_environ())
-        return last_object(text)
+        return last_object(Stages(self._folder).run("evaluate", *arguments))
 
     @property
     def under_way(self) -> bool:

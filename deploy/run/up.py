@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from umbra.deploy.prepare.stage import FORESEEN_CODES, StageInterrupted, last_said, try_environment
+from umbra.deploy.prepare.stage import FORESEEN_CODES, StageInterrupted, Stages
 from umbra.deploy.report.page import write_report
 from umbra.deploy.report.summary import summarise, write_summary
 from umbra.deploy.run.live import Progress, View
@@ -69,8 +69,8 @@ class Up:
         stand_in: str = "",
     ) -> None:
         self.config, self.folder = config, folder
-        self.environ: Mapping[str, str] = child_environ(search)
         self._search, self._server = search, server
+        self._stages = Stages(folder, child_environ(search), interrupts, server)
         self._view, self._interrupts = view, interrupts
         self._started = time.monotonic() if started is None else started
         self._model_made, self._stand_in = model_made, stand_in
@@ -88,9 +88,8 @@ class Up:
         try:
             self.folder.write_origin(self._search)
             waiting = partial(self._doing, "trying environment and model on the first prompt")
-            where = (self.config, self.folder, self.environ, self._interrupts, waiting)
-            stand_in, server = self._stand_in, self._server
-            for warning in try_environment(*where, stand_in=stand_in, server=server):
+            stand_in = self._stand_in
+            for warning in self._stages.try_environment(self.config, waiting, stand_in=stand_in):
                 self._view.say(f"warning: {warning}")
         except (UmbraError, StageInterrupted) as error:
             if before is not None:
@@ -127,7 +126,7 @@ class Up:
         return summary
 
     def _supervise(self) -> tuple[str, int]:
-        last_line = partial(last_said, self.folder)
+        last_line = self._stages.last_line
         supervisor = Supervisor(
             self._spawn, goal=TRAINER, report=self._view.say, last_line=last_line
         )
@@ -163,7 +162,7 @@ class Up:
         return self._verdict(supervisor)
 
     def _spawn(self, program: Program) -> ChildProcess:
-        log, environ = self.folder.log(program.name), {**self.environ, **program.environ}
+        log, environ = self.folder.log(program.name), {**self._stages.environ, **program.environ}
         argv = program.argv
         if program.name == BUFFER and not self._addressed:
             argv = (*argv, NEW_ADDRESS)  # another process may have the port that a former life had

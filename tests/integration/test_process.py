@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from fakes.commands import call
 from fakes.slowness import limit
 from fakes.waiting import is_alive, until
 
-from umbra.deploy.prepare.stage import StageInterrupted, run_stage
+from umbra.deploy.prepare.stage import StageInterrupted, Stages
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import UsageError
 from umbra.services.process.child import (
@@ -162,12 +161,12 @@ def test_where_the_server_has_ended_programs_are_executed(folder: RunFolder) -> 
 
 def test_a_failed_stage_says_why_and_a_signal_ends_one(folder: RunFolder) -> None:
     with SignalCounter() as interrupts:
-        stage = partial(run_stage, folder=folder, environ=child_environ(), interrupts=interrupts)
+        stages = Stages(folder, interrupts=interrupts)
         with pytest.raises(UsageError, match=r"nothing\.toml"):
-            stage("show", ("check", "--show", "nothing.toml"))
+            stages.run("show", "check", "--show", "nothing.toml")
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(StageInterrupted):
-            stage("version", ("--version",))
+            stages.run("version", "--version")
     assert interrupts.exit_code == 130
 
 

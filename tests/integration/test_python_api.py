@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def forked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
-    for name in ("ChildProcess", "run_stage"):
+    for name in ("ChildProcess", "Stages"):
         start = getattr(run_module, name)
         monkeypatch.setattr(run_module, name, partial(start, server=forks.server()))
 
