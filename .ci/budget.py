@@ -31,7 +31,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/process": (1_856, 57),
     "services/scorer": (409, 7),
     "services/tinker": (2_404, 48),
-    "services/trainer": (5_707, 137),
+    "services/trainer": (5_701, 137),
     "services/weight_hub": (1_828, 17),
     "services/weights": (5_181, 94),
     "deploy": (6_936, 182),

@@ -180,7 +180,10 @@ def warm_start(
 @click.option("--steps", type=click.IntRange(1), default=350, help="Updates.")
 @click.option("--batch", type=click.IntRange(1), default=64, help="Examples per update.")
 @click.option(
-    "--lr", type=click.FloatRange(0, min_open=True), default=3e-3, help="Peak learning rate."
+    *("--lr", "learning_rate"),
+    type=click.FloatRange(0, min_open=True),
+    default=3e-3,
+    help="Peak learning rate.",
 )
 @click.option(
     "--schedule",
@@ -194,17 +197,7 @@ def warm_start(
 @click.option(
     "--checked", multiple=True, metavar="MODEL_TYPE", help="As model.checked of a run file."
 )
-def command(
-    model: Path,
-    data: Path,
-    out: Path,
-    steps: int,
-    batch: int,
-    seed: int,
-    checked: tuple[str, ...],
-    lr: float,
-    **settings: Any,
-) -> None:
+def command(model: Path, data: Path, out: Path, steps: int, **given: Any) -> None:
     """Warm-start MODEL, a Hugging Face directory, on worked examples.
 
     Each line of the examples is {"messages": [{"role": ..., "content": ...}, ...]}; what the
@@ -219,9 +212,10 @@ def command(
         elif step * 10 // steps != (step - 1) * 10 // steps:
             click.echo(text, err=True)
 
-    config = TrainerConfig(learning_rate=lr, pack_tokens=64, micro_tokens=8192, **settings)
-    options: Any = {"steps": steps, "batch": batch, "seed": seed, "checked": checked}
-    outcome = warm_start(model, data, out, config=config, report=show, **options)
+    keys = ("learning_rate", "schedule", "threads", "device")
+    settings = {key: given.pop(key) for key in keys}
+    config = TrainerConfig(pack_tokens=64, micro_tokens=8192, **settings)
+    outcome = warm_start(model, data, out, steps=steps, config=config, report=show, **given)
     click.echo(
         f"{out}: loss {outcome.first_loss:.3f} -> {outcome.final_loss:.3f} in {steps} steps, "
         f"{outcome.seconds:.1f} s"
