@@ -11,6 +11,7 @@ from fakes.broker_world import as_sent, trajectory, world
 from umbra.proto import messages as m
 from umbra.proto.access import RULES
 from umbra.services.buffer.effects import NackError, Reply
+from umbra.services.buffer.samples import pool
 
 SENT = [
     k for k, rule in RULES.items() if rule.senders and rule.socket in ("any", "control", "data")
@@ -201,6 +202,8 @@ def test_handing_back_is_no_failure() -> None:
         (task,) = run.lease("a", 1, 0)
         assert (task.sample_id, task.attempt) == ("s-0", attempt)
         run.back("a", task)
+    run.back("a", task)
+    assert (run.broker.counters["returned"], run.broker.counters["late_returns"]) == (3, 1)
 
 
 def test_a_failed_environment_ends_the_group_at_once_and_each_reason_is_logged_once(
@@ -251,6 +254,17 @@ def test_a_repeated_answer_is_acknowledged_whatever_became_of_the_sample() -> No
     assert run.submit("a", *answers).accepted == 4
     assert run.broker.counters["duplicate_submits"] == 12
     assert run.pool.ledger.trained == 4
+
+
+def test_of_finished_samples_the_last_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "REMEMBERED", 2)
+    run = world(run_ahead=0)
+    tasks = run.lease("a", 4, 0)
+    run.answer("a", tasks, 0)
+    run.train(1)
+    ack = run.submit("a", *(trajectory(task, 0) for task in tasks))
+    assert ack.accepted == 2 and set(ack.refused) == {"s-0", "s-1"}
+    assert ack.refused["s-0"] == "unknown sample, or one that ended long ago"
 
 
 def test_a_late_answer_is_taken_while_nobody_else_has_the_sample() -> None:

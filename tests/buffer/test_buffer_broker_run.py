@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from umbra.proto import messages as m
 from umbra.services.buffer import members
+from umbra.services.buffer.effects import Reply
 from umbra.services.buffer.members import BEATS_PER_S, BEATS_UNTIL_DEAD
 
 
@@ -146,6 +147,21 @@ def test_an_older_incarnation_is_refused_for_ever() -> None:
     for old in (m.LeaseTasks(capacity=1, version=0, wait_s=0), body):
         reply = run.get("a", old, m.Nack, incarnation="a-1")
         assert reply.code == "stale_incarnation"
+
+
+def test_a_name_is_of_one_role_and_of_one_connection() -> None:
+    run = world()
+    other = run.ask("b", m.Join(role="generator", name="c", pid=1, host="h"))
+    stolen = replace(run.request("a", BEAT), identity=b"another")
+    (effect,) = run.broker.handle(stolen, run.now)
+    assert isinstance(effect, Reply)
+    codes = ["name_taken", "wrong_name", "not_allowed"]
+    for reply, code in zip(
+        [run.join("scorer", "a", "a-2"), other, effect.body], codes, strict=True
+    ):
+        assert isinstance(reply, m.Nack) and reply.code == code
+    (told,) = run.status.refused
+    assert told == "Heartbeat of 'a': 'a' has joined over another connection"
 
 
 @pytest.mark.parametrize("role", ["trainer", "weight_hub", "generator"])

@@ -226,3 +226,23 @@ def test_a_finished_run_stays_finished() -> None:
     world.restart_broker()
     assert world.broker.run.state == "draining"
     assert not any(world.pool.ledger.snapshot().in_flight.values())
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["r/g-0"], "the prompt of group g-0 is gone"),
+        (["g/g-0"], "the state of group g-0 is gone"),
+        (["g/g-0", "r/g-0"], "2 samples are unaccounted for"),
+        (["g/g-2", "r/g-2"], "group g-2 of the batch of step 1 is gone"),
+    ],
+)
+def test_a_store_with_a_gap_is_refused(keys: list[str], words: str) -> None:
+    run = started(run_ahead=3)
+    tasks = run.lease("a", 8, 0)
+    run.answer("a", tasks[4:], 0)
+    run.batch(1)
+    for key in keys:
+        run.store.delete(key)
+    with pytest.raises(StoreError, match=words):
+        run.restart_broker()

@@ -12,6 +12,7 @@ from fakes.broker_world import World, trajectory
 
 from umbra.proto import messages as m
 from umbra.proto.records import Sampling, Support, Task, VersionSpan, pack_float32, pack_int32
+from umbra.services.buffer.endpoints import worker
 from umbra.services.buffer.endpoints.worker import STRIKES
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.trainer.batch import BatchError, make_batch
@@ -161,6 +162,19 @@ def test_malformed_answers_cost_a_generator_its_leases_and_no_sample_an_attempt(
         run.commit(step)
     assert not run.broker.failure and not run.pool.ledger.ended["failed"]
     assert run.pool.ledger.snapshot().balance == 0
+
+
+def test_the_waiting_question_of_a_generator_that_struck_out_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "STRIKES", 1)
+    run = world()
+    (task, *_) = run.lease("bad", 1000, 0)
+    assert run.ask("bad", m.LeaseTasks(capacity=1, version=0, wait_s=9)) is None
+    run.submit("bad", trajectory(task, 0, reward=1e308))
+    (refused,) = run.late["bad"]
+    assert isinstance(refused, m.Nack) and refused.code == "malformed_answers"
+    assert not run.pool.leases.of("bad")
 
 
 def test_a_sound_answer_forgives_malformed_ones() -> None:
