@@ -25,7 +25,7 @@ from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import export_policy, load_policy
 
 
-class Message(TypedDict):
+class ChatMessage(TypedDict):
     """A message; a chat template may read further keys."""
 
     role: str
@@ -41,7 +41,7 @@ class WarmStartResult(NamedTuple):
 
 
 def tokenise(
-    conversations: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase
+    conversations: Sequence[list[ChatMessage]], tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the ids of each conversation, and the positions among them that are learned.
 
@@ -81,17 +81,17 @@ def join(examples: Sequence[tuple[Tensor, Tensor]]) -> Tokens:
     )
 
 
-def read_conversations(path: str | Path) -> list[list[Message]]:
+def read_conversations(path: str | Path) -> list[list[ChatMessage]]:
     """Read a JSONL file of `{"messages": [{"role": ..., "content": ...}, ...]}`.
 
     Raises:
         UsageError: unreadable, or a row that is not of that form; it names the row.
     """
-    conversations: list[list[Message]] = []
+    conversations: list[list[ChatMessage]] = []
     for number, row in enumerate(read_jsonl(path), start=1):
         messages: Any = row.get("messages")
         try:
-            msgspec.convert(messages, list[Message])
+            msgspec.convert(messages, list[ChatMessage])
         except msgspec.ValidationError:
             raise UsageError(
                 f'{path}, row {number}: needs "messages", a list of {{"role": ..., "content": ...}}'
@@ -103,7 +103,7 @@ def read_conversations(path: str | Path) -> list[list[Message]]:
 
 
 def _render(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase
+    messages: list[ChatMessage], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return a conversation's text, and the character ranges of it that the assistant said."""
 

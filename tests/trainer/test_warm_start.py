@@ -11,7 +11,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.trainer.make_model import make_model, make_tokenizer
 from umbra.services.trainer.warm_start import (
-    Message,
+    ChatMessage,
     WarmStartResult,
     join,
     read_conversations,
@@ -19,7 +19,7 @@ from umbra.services.trainer.warm_start import (
     warm_start,
 )
 
-CHAT: list[Message] = [
+CHAT: list[ChatMessage] = [
     {"role": "user", "content": "a?"},
     {"role": "assistant", "content": "xy"},
     {"role": "user", "content": "b?"},
