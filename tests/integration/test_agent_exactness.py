@@ -1,18 +1,24 @@
-"""An agent's sample goes on token for token on another generator."""
+"""An agent's trajectory records the sampled tokens, whatever happens on the way."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.agents import AgentWorld, Make, play
+import torch
+from fakes.agents import AgentWorld, Make, client, play, reward
+from fakes.closeness import assert_same_logprobs
 from fakes.fixtures import Closes
-from fakes.interrupted import TURNS
+from fakes.interrupted import TEMPERATURE, TURNS, teacher_forced
+from fakes.trajectories import sample
+from fakes.versions import load, other_weights
 
-from umbra.proto.records import Sampling
+from umbra.proto.records import Sampling, unpack_float32, unpack_int32
 from umbra.services.config import EnvironmentConfig
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import RolloutSettings
+from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.pretrained import load_tokenizer
 
@@ -34,6 +40,59 @@ def world(tiny_model_dir: Path, closes: Closes) -> Make:
 def engines(model: Any) -> Callable[[int], TorchEngine]:
     options: Any = {"stop_ids": STOPS, "slots": 2, "max_context": 1024, "seed": 5}
     return lambda attempt: TorchEngine(model, **options, version=attempt)
+
+
+def test_tokens_and_logprobs_are_those_of_the_engine_while_weights_change(
+    model: Any, world: Make, tiny_model_dir: Path
+) -> None:
+    models = {0: copy.deepcopy(model), **{v: other_weights(model, v) for v in (1, 2, 3)}}
+    engine = engines(model)(0)
+    due = [(3, 1), (11, 2), (12, 3)]  # (after so many tokens, version)
+
+    def update(runner: RolloutRunner) -> None:
+        if due and engine.decoded_tokens >= due[0][0]:
+            _, version = due.pop(0)
+            runner.take(load(engine, models[version].named_parameters(), version, "recompute"))
+
+    endpoint = world(engine, TEMPERATURE, between=update)
+    endpoint.add(sample({"prompt": "talk"}))
+    work = endpoint.lease()
+    messages: list[Any] = [{"role": "user", "content": "talk"}]
+    logprobs: list[float] = []
+    versions: list[str | None] = []
+    with client(work) as agent:
+        for turn in range(TURNS):
+            said = agent.chat.completions.create(
+                model="m", messages=messages, logprobs=True, temperature=TEMPERATURE
+            )
+            content = said.choices[0].logprobs
+            assert content is not None
+            logprobs += [token.logprob for token in content.content or []]
+            versions.append(said.system_fingerprint)
+            messages += [said.choices[0].message, {"role": "user", "content": f"go {turn}"}]
+    assert reward(work, 1.0)[0] == 200
+    trajectory = endpoint.trajectory()
+    prompt, tokens = unpack_int32(trajectory.prompt_ids), unpack_int32(trajectory.response_ids)
+    mask = torch.tensor(list(trajectory.loss_mask)).bool()
+    got = torch.tensor(unpack_float32(trajectory.logprobs))
+    spans = trajectory.spans
+    assert not due
+    assert [span.version for span in spans] == [0, 1, 2, 3]
+    assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+    assert spans[-1].end == len(tokens)
+    assert versions[-1] == "version-3"
+    expected = torch.cat(
+        [teacher_forced(models[s.version], prompt, tokens)[s.start : s.end] for s in spans]
+    )
+    assert_same_logprobs(got[mask], expected[mask], models[0])
+    assert torch.equal(got[mask], torch.tensor(logprobs))
+    # Whoever had tokenised the messages again would have trained on other tokens.
+    tokenizer = load_tokenizer(tiny_model_dir)
+    history = [m if isinstance(m, dict) else m.model_dump() for m in messages[:-1]]
+    again = tokenizer(
+        tokenizer.apply_chat_template(history, tokenize=False), add_special_tokens=False
+    )["input_ids"]
+    assert again != [*prompt, *tokens]
 
 
 @pytest.mark.parametrize("cuts", [[9], [4, 8, 6]])
