@@ -40,25 +40,16 @@ def noting_client() -> type[Any]:
     from umbra.proto.net.task_client import TaskClient
 
     class NotingClient(TaskClient):
-        def _send(
-            self,
-            body: Message,
-            handle: Callable[[Future[Message]], object],
-            timeout_s: float | None = None,
+        def _answered(
+            self, future: Future[Message], body: Message, leases: Any, asked: int | None
         ) -> None:
-            if not isinstance(body, SubmitResults):
-                return super()._send(body, handle, timeout_s)
-            samples = [one.sample_id for one in body.trajectories]
-
-            def stored(future: Future[Message]) -> None:
-                handle(future)
-                answer = future.result()
-                if isinstance(answer, TaskLeases):
-                    kept = " ".join(name for name in samples if name not in answer.refused)
-                    if kept:
-                        note(f"acknowledged-{os.getpid()}.txt", kept)
-
-            return super()._send(body, stored, timeout_s)
+            super()._answered(future, body, leases, asked)
+            answer = future.result()
+            if isinstance(body, SubmitResults) and isinstance(answer, TaskLeases):
+                samples = [one.sample_id for one in body.trajectories]
+                kept = " ".join(name for name in samples if name not in answer.refused)
+                if kept:
+                    note(f"acknowledged-{os.getpid()}.txt", kept)
 
     return NotingClient
 

@@ -105,7 +105,7 @@ def trainer_memory(folder: Path, steps: Sequence[dict[str, Any]]) -> dict[str, f
     """GiB that the trainer's tensors took at most, and that `umbra check` expects of them."""
     run = load_config(RunFolder(folder).config, environ={})
     needed = estimate(run, this_machine()).needs[0].device
-    expected = peak(item for item in needed if item.bytes != CONTEXT)  # which torch does not count
+    expected = peak([item for item in needed if item.bytes != CONTEXT])  # torch does not count it
     took = max((step.get("memory/peak_gib") or 0.0 for step in steps), default=0.0)
     return {"trainer_peak_gib": took, "trainer_expected_gib": expected / 2**30}
 

@@ -10,6 +10,7 @@ the store of an earlier one continues its run.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 
 from umbra.proto import messages as m
@@ -59,7 +60,7 @@ class Broker:
         self._recovery = Recovery(run, welcome.run_id)
         self.room = DiskQuota(run)
         self._resume(now)
-        counters = {} if wire is None else wire.counters
+        counters = Counter[str]() if wire is None else wire.counters
         self._page = StatusPage(
             run, self.room, welcome.run_id, events, now, counters, self._refusals
         )

@@ -58,7 +58,8 @@ class Parts:
     @property
     def missing(self) -> str:
         """Return why no version is whole now, or ""."""
-        return next(filter(None, map(self._lacks, sorted(self._owners))), "")
+        lacks = (self._lacks(owner) for owner in sorted(self._owners))
+        return next((reason for reason in lacks if reason), "")
 
     @property
     def broken(self) -> str:
