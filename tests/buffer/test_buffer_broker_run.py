@@ -267,6 +267,87 @@ def test_the_status_names_what_is_overdue() -> None:
     assert "waiting for sample s-0 held by a for 125.0 s" in batch.what and batch.age_s == 125
 
 
+@pytest.mark.parametrize(
+    ("straggler_s", "action"),
+    [
+        (0.0, "none: it waits for all (buffer.straggler_s)"),
+        (60.0, "goes on without the others after 60 s"),
+    ],
+)
+def test_the_status_names_a_group_whose_first_sample_waits(straggler_s: float, action: str) -> None:
+    run = world(group_size=3, stall_s=20, lease_s=1000, dead_after_s=1000, straggler_s=straggler_s)
+    run.answer("a", run.lease("a", 3, 0)[:2], 0)
+    run.now += 20
+    assert not [item for item in run.status.stuck if item.what.startswith("group")]
+    run.now += 1
+    (item,) = [item for item in run.status.stuck if item.what.startswith("group")]
+    assert item.what == "group g-0: 2 of 3 samples ready"
+    assert (item.holder, item.age_s, item.action) == ("a", 21, action)
+
+
+def test_the_status_names_who_keeps_a_group_from_its_scorer() -> None:
+    """A reward of whole groups waits for the last answer; the trainer waits for both."""
+    run = world(reward_scope="group", stages=["reward"], batch_groups=1, run_ahead=0)
+    tasks = run.lease("a", 2, 0)
+    run.answer("a", tasks[:1], 0)
+    why = run.batch(1).waiting_for
+    assert "stage reward waits for all of its group: waiting for sample s-1 held by a" in why
+
+
+def test_a_leave_is_no_lost_lease() -> None:
+    run = world(max_attempts=1)
+    tasks = run.lease("b", 4, 0)
+    run.ask("b", m.Leave(reason="drained"))
+    again = run.lease("a", 4, 0)
+    assert [(task.sample_id, task.attempt) for task in again] == [(t.sample_id, 2) for t in tasks]
+
+
+def test_an_answer_forgets_leases_that_were_lost_before_it() -> None:
+    """Two losses would fail a sample; one of its generation and one of its score do not."""
+    run = world(max_attempts=2, stages=["reward"], lease_s=10, dead_after_s=1000)
+    run.join("scorer", "r")
+    run.lease("a", 1, 0)
+    run.pass_time(11)
+    (task,) = run.lease("a", 1, 0)
+    assert task.attempt == 2
+    run.answer("a", [task], 0)
+    assert run.to_score("r", capacity=1)
+    run.pass_time(11)
+    (scored,) = run.to_score("r", capacity=1)
+    assert scored.sample_id == task.sample_id
+    assert not run.status.ledger.ended.get("failed")
+
+
+@pytest.mark.parametrize("change", [{"attempt": 9}, {"sample_id": "s-9"}, {"group_id": "g-9"}])
+def test_a_partial_of_another_lease_is_not_kept(change: dict[str, Any]) -> None:
+    run = world()
+    (task,) = run.lease("a", 1, 0)
+    run.back("a", task, partial=replace(trajectory(task, 0), **change))
+    assert run.broker.run.counters["malformed_partial"] == 1
+    (again,) = run.lease("a", 1, 0)
+    assert (again.sample_id, again.trajectory) == (task.sample_id, None)
+
+
+def test_a_member_can_be_reached_once_it_speaks_to_a_restarted_buffer() -> None:
+    run = world(durable=True)
+    run.restart_broker()
+    run.beat("a")
+    assert run.ask("op", m.Operate(kind="drain", member="a", reason="x")) == m.Ok()
+    assert run.pushes == [("a", m.Command(kind="drain", reason="x"))]
+
+
+def test_a_batch_is_measured_once_and_a_step_without_update_is_counted() -> None:
+    run = world()
+    run.produce("a", 0)
+    assert run.batch(1).trajectories == run.batch(1).trajectories
+    assert [row.fields["step"] for row in run.rows if row.kind == "batch"] == [1]
+    run.get("trainer", m.CommitBatch(step=1, metrics={"skipped": 1.0}), m.CommitAck)
+    run.produce("a", 1)
+    run.batch(2)
+    run.get("trainer", m.CommitBatch(step=2, metrics={"skipped": 0.0}), m.CommitAck)
+    assert run.broker.run.counters["batches_skipped"] == 1
+
+
 def test_finishing_cancels_what_is_in_flight_and_asks_everyone_to_leave() -> None:
     run = world()
     run.produce("a", 0, capacity=5)

@@ -177,6 +177,20 @@ def test_a_run_ends_after_its_evaluation_even_if_the_buffer_starts_again() -> No
     assert report(run).done
 
 
+@pytest.mark.parametrize(("at_ends", "evaluated_at"), [(True, [2, 3]), (False, [2])])
+def test_the_last_version_is_evaluated_whatever_the_interval(
+    at_ends: bool, evaluated_at: list[int]
+) -> None:
+    config = EvalConfig(every=2, at_ends=at_ends, mode="pause", samples=2, prompts="x")
+    run = world(eval_config=config, eval_prompts=PROMPTS, steps=3, dead_after_s=1000)
+    for step in (1, 2, 3):
+        while not run.batch(step).trajectories:
+            run.produce("a", step - 1)
+        run.commit(step)
+    run.produce("a", 3)
+    assert [one.version for one in run.status.evals if one.version] == evaluated_at
+
+
 def test_an_evaluation_that_is_open_when_the_buffer_ends_is_cancelled() -> None:
     run = evaluated("concurrent")
     run.answer("a", run.lease("a", 1, 2), 2)
