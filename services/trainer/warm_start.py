@@ -5,6 +5,7 @@ What the assistant says in them is learned.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -197,7 +198,8 @@ def warm_start(
 @click.option(
     "--checked", multiple=True, metavar="MODEL_TYPE", help="As model.checked of a run file."
 )
-def command(model: Path, data: Path, out: Path, steps: int, **given: Any) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
+def command(model: Path, data: Path, out: Path, steps: int, as_json: bool, **given: Any) -> None:
     """Warm-start MODEL, a Hugging Face directory, on worked examples.
 
     Each line of the examples is {"messages": [{"role": ..., "content": ...}, ...]}; what the
@@ -216,6 +218,9 @@ def command(model: Path, data: Path, out: Path, steps: int, **given: Any) -> Non
     settings = {key: given.pop(key) for key in keys}
     config = TrainerConfig(pack_tokens=64, micro_tokens=8192, **settings)
     outcome = warm_start(model, data, out, steps=steps, config=config, report=show, **given)
+    if as_json:
+        click.echo(json.dumps({"out": str(out), "steps": steps, **outcome._asdict()}))
+        return
     click.echo(
         f"{out}: loss {outcome.first_loss:.3f} -> {outcome.final_loss:.3f} in {steps} steps, "
         f"{outcome.seconds:.1f} s"

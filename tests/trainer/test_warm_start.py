@@ -78,6 +78,10 @@ def test_the_command_says_how_the_loss_went(
     assert re.search(r"out: loss \d\.\d+ -> \d\.\d+ in 10 steps, ", captured.out)
     assert len(captured.err.splitlines()) == 10
     assert captured.err.startswith("step 1/10  loss ")
+    assert cli.main([*args, "--steps", "2", "--batch", "2", "--threads", "1", "--json"]) == 0
+    outcome = json.loads(capsys.readouterr().out)
+    assert outcome["out"].endswith("/out") and outcome["steps"] == 2
+    assert outcome.keys() == {"out", "steps", "first_loss", "final_loss", "seconds"}
 
 
 @pytest.mark.parametrize(
