@@ -45,27 +45,54 @@ class EnvironmentConfig(Section):
     )
     reward_scope: Literal["sample", "group"] = key(
         "sample",
-        "what a function with the parameter completions gets: one, or (kind reward) a group",
+        "what a function with the parameter completions is called with: one sample, or (group; "
+        "kind reward, scorers do it) all samples of a prompt's group at once",
     )
     id: str = key(
         "",
         'for kind "verifiers": name of the environment or taskset; "openenv": URL of a server, '
         'or its app as "module:app"; "trl": class as "module:Class"',
     )
-    agent: str = key("", 'agent, "module:function"; empty = agents come to generator.serve')
-    timeout_s: float = key(30.0, "seconds that a step, or an agent between turns, may take", gt=0)
+    agent: str = key(
+        "", 'agent as "module:function", for kind "agent"; empty = agents come to generator.serve'
+    )
+    timeout_s: float = key(
+        30.0,
+        "seconds that one step of the environment may take, or that a program that asks for "
+        "turns may be silent for between two of them",
+        gt=0,
+    )
     setup_s: float = key(120.0, "seconds in which a process for user code must have started", gt=0)
     max_turns: int = key(0, "turns of the model; 0 = any number", ge=0)
     max_tokens: int = key(0, "response tokens, the environment's included; 0 = any", ge=0)
-    workers: int = key(4, "processes for user code; 0 = `umbra run-agents` has them", ge=0)
-    memory_mb: int = key(4096, "MiB of address space for the plays of a process; 0 = any", ge=0)
-    sandbox: str = key("", 'runs models\' code: "docker", "podman" or "module:Class"; empty = none')
-    sandbox_options: dict[str, Any] = key({}, "image and limits of containers, or class arguments")
+    workers: int = key(
+        4,
+        "processes that run user code, per generator or scorer; 0 = none, since `umbra "
+        "run-agents` runs the environment elsewhere",
+        ge=0,
+    )
+    memory_mb: int = key(
+        4096, "MiB of address space that such a process may take for its plays; 0 = any", ge=0
+    )
+    sandbox: str = key(
+        "",
+        'where a model\'s code runs: "docker", "podman" or a class as "module:Class"; empty = '
+        "there are no tools that run code",
+    )
+    sandbox_options: dict[str, Any] = key(
+        {}, "image and limits of its containers, or the class's arguments"
+    )
     branches: Literal["refuse", "train"] = key(
-        "refuse", "an edited history, or asks at once: refused, or branches with weights 1 / k"
+        "refuse",
+        "an agent that changes its history, or asks several times at once, is refused, or its "
+        "sample becomes several branches that are trained on with weights that sum to one",
     )
     max_branches: ClassVar[int] = 16  # of a sample; changes of the history are refused after
-    python: str = key("", "Python (>= 3.10) of these processes, needs no Umbra; empty = this one")
+    python: str = key(
+        "",
+        "Python (3.10 or newer) of those processes, of an environment of its own in which Umbra "
+        "need not be installed; empty = this one",
+    )
     options: dict[str, Any] = key({}, "arguments of the environment's constructor, agent or loader")
 
     @property
@@ -142,7 +169,11 @@ class NamedEnvironment(EnvironmentConfig):
     name: str = key("", "its name in rows and metrics", pattern="^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     weight: float = key(1.0, "share of the groups, relative to the others'", gt=0)
     prompts: str = key("", "as data.prompts; empty = the rows of data.prompts with its name")
-    sampling: dict[str, Any] = key({}, "its own keys of [sampling], all but stop_tokens")
+    sampling: dict[str, Any] = key(
+        {},
+        "keys of [sampling] that are others for its samples, such as { temperature = 0.7, "
+        "max_tokens = 512 }; all but stop_tokens",
+    )
 
     @property
     def where(self) -> str:
@@ -174,7 +205,8 @@ class GeneratorConfig(Section):
 
     count: int = key(
         1,
-        "that `umbra up` starts, on cuda:N each the next tensor_parallel GPUs; 0 = elsewhere",
+        "generator processes that `umbra up` starts; with generator.device = cuda:N each gets "
+        "the next tensor_parallel GPUs, from N on; 0 = none: one runs where generator.urls are",
         ge=0,
     )
     engine: Literal["auto", "torch", "vllm", "vllm-http"] = key(
@@ -184,8 +216,18 @@ class GeneratorConfig(Section):
     device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")
     slots: int = key(128, "sequences decoded at once", ge=1)
     max_context: int = key(1024, "prompt + response tokens per slot", ge=8)
-    sessions: int = key(0, "samples under way, waiting for tools too; 0 = 4.25 x slots", ge=0)
-    partial_flush_tokens: int = key(512, "tokens between saves of a partial; 0 = none", ge=0)
+    sessions: int = key(
+        0,
+        "samples under way at once, those that wait for tools included, which take no slot; 0 = "
+        "4 x slots, and a quarter of them",
+        ge=0,
+    )
+    partial_flush_tokens: int = key(
+        512,
+        "tokens between saves of a partial rollout in the buffer, the most that a crash loses "
+        "of it; 0 = no saves",
+        ge=0,
+    )
     threads: int = key(0, "CPU threads; 0 = a share of the cores in `umbra up`, else all", ge=0)
     kv_policy: Literal["keep", "recompute", "abort", "drain"] = key(
         "keep",
@@ -194,7 +236,11 @@ class GeneratorConfig(Section):
     )
     tensor_parallel: int = key(1, "GPUs (on CPUs: processes) of one engine; vLLM only", ge=1)
     engine_args: dict[str, Any] = key({}, "vLLM's own engine arguments, by their names")
-    serve: str = key("", "HOST:PORT, or the next free port, for agents; empty = for our own only")
+    serve: str = key(
+        "",
+        'address HOST:PORT where agents ask for completions, for environment.kind "agent"; a '
+        "taken port is passed over; empty = a free port for our own agents",
+    )
     serve_advertise: str = key(
         "",
         "HOST or HOST:PORT that agents are told instead of generator.serve (containers, a proxy)",
@@ -248,7 +294,9 @@ class ScorerConfig(Section):
         {}, "processes of a stage that `umbra up` starts, such as { reward = 4 }; else one", ge=0
     )
     model: str | dict[str, str] = key(
-        "", "reference model or teacher, as model.path, which is the default; or one by environment"
+        "",
+        "reference model or teacher, a directory or ORG/NAME[@REVISION] on the hub; empty = "
+        "model.path. Or one for each of [[environments]], by name",
     )
     capacity: ClassVar[int] = 32  # trajectories leased at once
     device: str = key("auto", "cpu, cuda, cuda:1, ... or auto")

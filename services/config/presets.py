@@ -38,14 +38,20 @@ class ObjectiveSpec(Section):
     )
     gamma: float = key(1.0, "discount per token (reinforce_pp, gae)", ge=0, le=1)
     gae_lambda: float = key(1.0, "lambda of generalised advantage estimation", ge=0, le=1)
-    overlong_buffer: int = key(0, "last tokens of a turn that cost reward (DAPO); 0 = none", ge=0)
+    overlong_buffer: int = key(
+        0, "last tokens before a sample's max_tokens that cost reward (DAPO); 0 = none", ge=0
+    )
     overlong_filter: bool = key(False, "leave out what was cut off at the token limit (DAPO)")
     ratio_level: Level = "token"
     anchor: Literal["behaviour", "proximal"] = key(
-        "behaviour", "policy below the ratio: that sampled, or the trainer's before this batch"
+        "behaviour",
+        "denominator of the ratio: the policy that sampled, or the trainer's before this batch "
+        "(proximal)",
     )
     proximal: Literal["recompute", "stage", "interpolate"] = key(
-        "recompute", "its logprobs: a forward pass, stage logp, or between behaviour and current"
+        "recompute",
+        "logprobs of the proximal policy: a forward pass, the scoring stage logp, or log-linear "
+        "between behaviour and current policy",
     )
     clip: Clip = "ppo"
     clip_low: float = key(0.2, "ratio clip below: 1 - clip_low", gt=0)
@@ -58,12 +64,17 @@ class ObjectiveSpec(Section):
     is_floor: float = key(0.0, "least such weight; 0 = none", ge=0)
     is_cap: float = key(2.0, "largest such weight; 0 = none", ge=0)
     mask: Literal["none", "token", "sequence", "geometric", "m2po", "opsm", "probability"] = key(
-        "none", "masks tokens or sequences by ratio (mask_low..mask_high) or by mask_threshold"
+        "none",
+        "masked out: tokens, sequences by product or by geometric mean with proximal / "
+        "behaviour outside mask_low..mask_high; or by a rule with mask_threshold",
     )
     mask_low: float = key(0.5, "least ratio that is kept", ge=0)
     mask_high: float = key(2.0, "largest ratio that is kept", gt=0)
     mask_threshold: float = key(
-        0.2, "m2po: mean squared log ratio; opsm: mean log ratio; probability: its change", gt=0
+        0.2,
+        "m2po: mean squared log ratio; opsm: mean log ratio of a sequence; probability: change "
+        "of a token's probability",
+        gt=0,
     )
     aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "token_sum"] = (
         key(
@@ -77,7 +88,9 @@ class ObjectiveSpec(Section):
     )
     kl_coef: float = key(0.0, "weight of the KL term; 0 = off", ge=0)
     kl_estimator: Literal["k1", "k2", "k3", "k3_plus"] = key("k3", "estimate of the KL per token")
-    kl_to: Literal["reference", "behaviour"] = key("reference", "the policy that the KL is to")
+    kl_to: Literal["reference", "behaviour"] = key(
+        "reference", "KL to the reference model, or to what sampled"
+    )
     kl_in: Literal["loss", "reward"] = "loss"
     kl_unbiased: bool = key(False, "multiply the KL by pi / mu of the token (DeepSeek-V3.2)")
     entropy_coef: float = key(0.0, "weight of the entropy bonus; 0 = off", ge=0)

@@ -19,7 +19,8 @@ class RunSection(Section):
     broker: str = key("tcp://127.0.0.1:*", "address the buffer binds; port * picks a free one")
     advertise: str = key(
         "",
-        "host by which others reach this process (containers); empty = the bound one, or its name",
+        "host name or address by which others reach this process, where it is not the one that "
+        "is bound (containers); empty = the bound one, or this host's name",
     )
     broker_grace_s: float = key(60.0, "seconds without buffer until a process gives up", gt=0)
 
@@ -29,12 +30,21 @@ class ModelConfig(Section):
 
     path: str = key("", "Hugging Face model directory, tokenizer included, or ORG/NAME on the hub")
     revision: str = key("", "branch, tag or commit on the hub; empty = main. A run pins the commit")
-    trust_remote_code: bool = key(False, "run code of the model's tokenizer; never of the model")
+    trust_remote_code: bool = key(
+        False,
+        "run the Python code that the model brings for its tokenizer; code for the model itself "
+        "is never run",
+    )
     checked: list[str] = key([], "other architectures that umbra check-model found right")
     chat_template: str = key("", "file of a chat template instead of the model's own")
-    chat_template_kwargs: dict[str, Any] = key({}, "template variables: enable_thinking = false")
+    chat_template_kwargs: dict[str, Any] = key(
+        {}, "variables of the chat template, such as enable_thinking = false"
+    )
     parser: str = key(
-        "auto", "of turns: auto, none, a family, vllm/TOOLS[+REASONING]", min_length=1
+        "auto",
+        "how reasoning and tool calls are read: auto (by the chat template's family), none, a "
+        "family's name, vllm/TOOLS or vllm/TOOLS+REASONING",
+        min_length=1,
     )
 
     @property
@@ -52,7 +62,9 @@ class DataConfig(Section):
         '"module:function", which returns an iterable of rows; every row has a "prompt". Or '
         "several of these, each with its weight",
     )
-    columns: dict[str, str] = key({}, 'columns of other names, by ours: { prompt = "question" }')
+    columns: dict[str, str] = key(
+        {}, 'columns that have another name in the prompts, ours to theirs: { prompt = "question" }'
+    )
     shuffle: bool = key(True, "shuffle again in every epoch")
 
     @property
@@ -65,7 +77,11 @@ class DataConfig(Section):
 class SecurityConfig(Section):
     """Keys of the run's processes."""
 
-    keys: str = key("", "folder from `umbra keys`; empty = keys in run.dir or in the run's folder")
+    keys: str = key(
+        "",
+        "folder of the run's keys, from `umbra keys`; empty = the folder keys in the run's "
+        "folder (umbra up: in run.dir) if there is one",
+    )
     insecure: bool = key(False, "let sockets that other machines can reach be bound without keys")
 
 
@@ -74,7 +90,12 @@ class LogConfig(Section):
 
     level: Literal["debug", "info", "warning", "error"] = key("info", "least level")
     format: Literal["console", "json"] = key("console", "one line or one object")
-    samples: int = key(4, "rollouts of each step in samples.jsonl, from worst to best", ge=0)
+    samples: int = key(
+        4,
+        "rollouts of each step, from the worst to the best, that are written as text to "
+        "samples.jsonl in the run's folder; 0 = none",
+        ge=0,
+    )
 
 
 START_S = 600.0  # for all processes of a run to start, besides what their weights take
@@ -83,12 +104,17 @@ START_S = 600.0  # for all processes of a run to start, besides what their weigh
 class WeightHubConfig(Section):
     """Versions, arena and pushes."""
 
-    listen: str = key("tcp://127.0.0.1:*", "address of the hub; plane tcp has the next port")
+    listen: str = key(
+        "tcp://127.0.0.1:*",
+        "address the hub binds, with the next port for plane tcp; port * picks free ones",
+    )
     plane: Literal["auto", "shm", "tcp", "nccl", "cuda_ipc"] = key(
         "auto", "how weights travel; auto = best that both sides have"
     )
     bucket_bytes: int = key(4 << 20, "bytes per bucket (one checksum each)", ge=1024)
-    receive_bucket_bytes: int = key(4 << 20, "bytes per message over plane tcp", ge=1024)
+    receive_bucket_bytes: int = key(
+        4 << 20, "bytes per message over plane tcp, chosen by the receiver", ge=1024
+    )
     connections: ClassVar[int] = 2  # of a receiver to one source over plane tcp
     delta: Literal["auto", "always", "off"] = key(
         "auto", "plane tcp sends lossless differences: over slow links, over all, never"
@@ -99,7 +125,12 @@ class WeightHubConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "dtype of served weights; auto = bfloat16 from and to GPUs, float32 on CPUs"
     )
-    deadline_s: float = key(30.0, "seconds of a receiver per phase, besides bytes / 20 MB/s", gt=0)
+    deadline_s: float = key(
+        30.0,
+        "seconds a receiver may take per phase until it is dropped, besides those for its bytes "
+        "(least_rate)",
+        gt=0,
+    )
     least_rate: ClassVar[float] = LEAST_RATE  # bytes per second; deadlines grow with bytes by it
 
     @property
@@ -134,23 +165,34 @@ class BufferConfig(Section):
     group_size: int = key(8, "samples per prompt", ge=1)
     batch_groups: int = key(32, "groups per optimizer step", ge=1)
     run_ahead: int = key(1, "batches generation may be ahead; 0 = synchronous", ge=0)
-    max_staleness: int = key(2, "versions that a token may be behind the trainer", ge=0, le=65535)
+    max_staleness: int = key(
+        2, "bound on trainer version - version of a sample's oldest token", ge=0, le=65535
+    )
     stale_policy: Literal["drop", "wait"] = key(
         "wait",
-        "keep groups within max_staleness by waiting, or drop them, which favours short answers",
+        "training waits so that no group gets past max_staleness, or one that does is dropped "
+        "and replaced, which favours short answers",
     )
     oversample: int = key(0, "groups issued beyond those that batches need", ge=0)
     on_batch: Literal["continue", "interrupt"] = key(
-        "continue", "samples under way at a full batch: go on, or come back as partials"
+        "continue",
+        "samples under way when a batch is full: go on, or come back as partials to go on later",
     )
     straggler_s: float = key(
-        0.0, "seconds that a group waits for slow samples, until it goes on; 0 = for all", ge=0
+        0.0,
+        "seconds that a group's first sample waits for slow ones, until the group is trained "
+        "without them; 0 = it waits for all",
+        ge=0,
     )
     min_survivors: ClassVar[int] = 2  # without which a group waits nevertheless
     dynamic_sampling: bool = key(False, "replace groups whose rewards are all equal (DAPO)")
     max_filtered: int = key(256, "groups replaced in a row until one is trained on anyway", ge=1)
     max_failed_share: float = key(
-        0.5, "share of the latest samples that may fail until the run ends; 1 = never", ge=0, le=1
+        0.5,
+        "the run ends when more than this share of the samples of the last batches failed for "
+        "reasons of their own (a reward that raises, say); 1 = never",
+        ge=0,
+        le=1,
     )
     stages: list[Literal["reward", "ref_logp", "logp"]] = key(
         [], "scoring stages between generation and training, in order"
@@ -160,7 +202,10 @@ class BufferConfig(Section):
     max_attempts: int = key(5, "leases of one sample until it ends as failed", ge=1)
     dead_after_s: float = key(15.0, "seconds of silence until a member counts as dead", gt=0)
     stall_s: float = key(
-        60.0, "seconds without progress: stuck; an engine ends after 10 times", gt=0
+        60.0,
+        "seconds without progress until a member counts as stuck; a generator whose engine "
+        "makes no token in ten times as many ends with exit code 6",
+        gt=0,
     )
     store: str = key("", 'folder of the durable store; empty = <run dir>/store, or "memory"')
     store_max_bytes: int = key(8 << 30, "bytes in use until no group is issued", ge=64 << 20)

@@ -27,8 +27,12 @@ class TrainerConfig(ObjectiveKeys):
     max_grad_norm: float = key(1.0, "gradient clipping", gt=0)
     minibatches: int = key(1, "optimizer updates per pass over a batch", ge=1)
     epochs: int = key(1, "passes over each batch; those after the first in shuffled order", ge=1)
-    pack_tokens: int | Literal["auto"] = key("auto", "tokens of a row; auto = some samples", ge=8)
-    micro_tokens: int | Literal["auto"] = key("auto", "tokens of a pass; auto = what fits", ge=8)
+    pack_tokens: int | Literal["auto"] = key(
+        "auto", "tokens per packed row; auto = room for several samples", ge=8
+    )
+    micro_tokens: int | Literal["auto"] = key(
+        "auto", "tokens per forward pass; auto = what fits into memory", ge=8
+    )
     logits_mib: ClassVar[float] = 256.0  # of float32 logits at a time; more are computed twice
     share_prompts: bool = key(True, "compute a prompt once for all samples of it in a row")
     router_aux_loss_coef: float = key(0.0, "weight of the experts' balance loss; 0 = none", ge=0)
@@ -53,7 +57,8 @@ class TrainerConfig(ObjectiveKeys):
     rank_timeout_s: float = key(120.0, "seconds of a rank's silence until others give up", gt=0)
     activation_checkpointing: bool | str = key(
         "auto",
-        "recompute layers: all, 'every N', or 'selective' (not products); auto = all on a GPU",
+        "recompute layers in the backward pass, to save memory: all (true), one of N ('every "
+        "N'), or of all but products and attention ('selective'); auto = all on a GPU",
         pattern="^(auto|selective|every [1-9][0-9]*)$",
     )
     deterministic: bool = key(False, "only algorithms whose results are the same in every run")
@@ -156,7 +161,9 @@ class MetricsConfig(Section):
     """Metrics of the training steps; they are always in <run dir>/metrics.jsonl."""
 
     also: list[Tracker] = key(
-        [], "also to <run dir>/tensorboard, or to a tracker, by its variables (WANDB_MODE, ...)"
+        [],
+        "also write them for TensorBoard, to <run dir>/tensorboard, or log them with a tracker, "
+        "whose variables are read (WANDB_MODE, MLFLOW_TRACKING_URI, SWANLAB_PROJECT, ...)",
     )
 
 
@@ -168,7 +175,9 @@ class EvalConfig(Section):
     samples: int = key(256, "samples drawn in each evaluation", ge=1)
     every: int = key(0, "steps between evaluations; 0 = no more than at_ends says", ge=0)
     at_ends: bool = key(True, "evaluate the weights that the run begins with, and its last ones")
-    mode: Literal["pause", "concurrent"] = key("pause", "training waits for evaluations, or not")
+    mode: Literal["pause", "concurrent"] = key(
+        "pause", "training waits for an evaluation, or goes on beside it"
+    )
     samples_per_prompt: int = key(1, "samples of one prompt among them: k of pass@k", ge=1)
     timeout_s: ClassVar[float] = 1800.0  # until an evaluation ends unfinished
 
