@@ -268,7 +268,8 @@ class GeneratorConfig(Section):
         if 0 < sessions < slots:
             yield f"generator.sessions = {sessions} is below generator.slots = {slots}: raise it"
         if (self.engine == "vllm-http") != bool(self.urls):
-            yield f"generator.urls goes with engine vllm-http, not {self.engine}: set both, or none"
+            given = f"generator.urls = {self.urls} with generator.engine = {self.engine}"
+            yield f"{given}: set both urls and vllm-http, or neither"
         if not self.urls and not self.count:
             yield "generator.count = 0 leaves the run without a generator: set it to 1 or more"
         if self.urls and self.count > 1:
