@@ -131,7 +131,7 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         ([*SERVERS, "router_replay=true"], "router_replay = true does not work with generator.eng"),
         ([*SERVERS, "lora_rank=2", "lora_publish=adapter"], "lora_publish = adapter does not work"),
         (["generator.count=0"], "leaves the run without a generator"),
-        (["generator.urls=['unix:/run/vllm']"], "goes with engine vllm-http, not auto"),
+        (["generator.urls=['unix:/run/vllm']"], "with generator.engine = auto: set both"),
         ([*SERVERS, "generator.count=2"], "one has all of generator.urls: set it to 1"),
         ([*SERVERS, "generator.urls=['http://10.0.0.1:80']"], "http://10.0.0.1:80 is not of this"),
         (["generator.serve=0.0.0.0:80"], "= 0.0.0.0:80 is for environment.kind = agent or verif"),
