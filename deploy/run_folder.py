@@ -80,7 +80,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: str | Path, *, extends: bool = False) -> RunFolder:
-        """Return the folder of a run that is to resume; with `extends` also beyond its end."""
+        """Return the folder of a run to resume, by `extends` past its end; or UsageError."""
         folder = cls(Path(path).resolve())
         if not folder.config.is_file():
             raise UsageError(f"{path} is no run's folder: it has no {folder.config.name}")

@@ -115,7 +115,7 @@ def keys(folder: Path, roles: tuple[KeyRole, ...], force: bool) -> int:
 def render(
     plan: Plan, formats: Collection[str], modules: str, out: Path, keys: Path | None
 ) -> dict[str, str]:
-    """Return the texts of `formats` by their path below `out`, which is absolute.
+    """Return the texts of `formats` by path below `out`; UsageError for plans they can't express.
 
     `modules` is the folder of the user's own Python modules, or empty; `keys` that of the run's.
     """

@@ -193,7 +193,7 @@ def _arithmetic(ratio: Fraction, nodes: list[Node], count: int, unit: str = "nod
 
 
 def check_ratios(ratios: Sequence[float], groups: int) -> list[Fraction]:
-    """Return the ratios as exact numbers that add up to 1; equal ones if there are none."""
+    """Return exact ratios, equal ones if there are none; UsageError unless they add up to 1."""
     if not ratios:
         return [Fraction(1, groups)] * groups
     if len(ratios) != groups:

@@ -138,7 +138,7 @@ class Session:
         return self._data
 
     def weights(self, *, deadline_s: float) -> Channel:
-        """Return the channel to the weight hub, once one has joined; it follows restarts."""
+        """Return the channel to the hub; it follows restarts. DeadlineError without one."""
         deadline = Deadline(deadline_s, "no weight hub joined the run")
         while not self._weights_known.wait(0.1):
             if self.stopping.is_set():

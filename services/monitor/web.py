@@ -172,7 +172,7 @@ def _file(name: str, kind: str) -> Resource:
 
 
 class PageServer:
-    """A server of `resources`, by path, in a thread of its own until it is closed.
+    """A server of `resources` in a thread of its own; StartupError or UsageError if it can't bind.
 
     `address` is `[HOST]:PORT`, without a host this machine alone; errors name its `flag`, as of
     `listen`.

@@ -115,7 +115,7 @@ class GpuWorkerProcess:
             self._state = "attached"
 
     def exported(self) -> Generator[None, None, bytes]:
-        """Return the handle of device memory with a place for each slot; as `answer`."""
+        """Return the handle of device memory for all slots; UmbraError if there is no room."""
         yield from self.attached()
         if self.memory is None:
             self.order("export")

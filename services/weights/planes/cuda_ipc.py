@@ -108,7 +108,9 @@ class IpcHub(OncePerVersion):
 
 
 class IpcReceiver:
-    """The receiver's end: copies versions into its own memory on the same GPU, one at a time."""
+    """The receiver's end: copies versions into its own memory on the same GPU, one at a time.
+
+    StartupError if there is no such GPU, or too little of its memory."""
 
     def __init__(self, manifest: Manifest, device: int) -> None:
         self._manifest = manifest
