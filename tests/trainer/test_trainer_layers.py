@@ -79,7 +79,7 @@ def test_one_of_so_many_layers_is_recomputed(
 
 def test_selective_recomputation_is_not_compiled(directory: Path) -> None:
     config = TrainerConfig(device="cpu", compile=True, activation_checkpointing="selective")
-    with pytest.raises(UsageError, match=r"trainer\.compile to false"):
+    with pytest.raises(UsageError, match=r"compile needs trainer\.activation_checkpointing = true"):
         Learner(load_policy(directory)[0], config, steps=1)
 
 
