@@ -20,9 +20,9 @@ PRODUCTION = ("deploy", "proto", "services", "src")
 
 # folder: lines, public names
 BUDGETS: dict[str, tuple[int, int]] = {
-    "proto": (3_398, 150),
+    "proto": (3_401, 150),
     "services": (726, 28),
-    "services/buffer": (4_711, 67),
+    "services/buffer": (4_725, 68),
     "services/config": (2_209, 54),
     "services/environments": (3_276, 84),
     "services/generator": (7_571, 131),

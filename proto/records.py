@@ -219,18 +219,19 @@ class Trajectory(Kept, frozen=True, kw_only=True):
     @property
     def oldest_version(self) -> int:
         """Policy version of the oldest token of any line; staleness is measured from it."""
-        return min(self._versions)
+        spans = self._spans  # mostly one
+        return spans[0].version if len(spans) == 1 else min([span.version for span in spans])
 
     @property
     def newest_version(self) -> int:
-        return max(self._versions)
+        spans = self._spans
+        return spans[0].version if len(spans) == 1 else max([span.version for span in spans])
 
     @property
-    def _versions(self) -> list[int]:
-        versions = [span.version for span in self.spans]
-        for branch in self.branches:
-            versions += [span.version for span in branch.spans]
-        return versions
+    def _spans(self) -> list[VersionSpan]:
+        if not self.branches:
+            return self.spans
+        return [*self.spans, *(span for branch in self.branches for span in branch.spans)]
 
 
 def array_bytes(trajectory: Trajectory | None) -> int:

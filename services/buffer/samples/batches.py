@@ -14,7 +14,13 @@ from typing import Any
 
 from umbra.services.buffer.prompts import PromptFeed
 from umbra.services.buffer.samples.groups import Grant, Group, Sample, State
-from umbra.services.buffer.samples.journal import check_whole, group_record, make_group, unfit
+from umbra.services.buffer.samples.journal import (
+    check_whole,
+    group_record,
+    make_group,
+    sample_ids,
+    unfit,
+)
 from umbra.services.buffer.samples.pool import SamplePool
 from umbra.services.buffer.samples.staleness import StalenessPolicy, StalenessStats
 
@@ -187,9 +193,9 @@ class Batches:
         """Forget the committed batches up to `step`, and their trajectories."""
         while self.kept and self.kept[0] <= step:
             oldest = self.kept.pop(0)
-            for group in map(make_group, self.pool.journal.read(f"b/{oldest}")["groups"]):
-                for sample in group.samples:
-                    self.pool.journal.drop(sample.sample_id)
+            for record in self.pool.journal.read(f"b/{oldest}")["groups"]:
+                for sample_id in sample_ids(record):
+                    self.pool.journal.drop(sample_id)
             self._forget(oldest)
 
     def cancel(self) -> None:

