@@ -65,6 +65,7 @@ def test_an_evaluation_goes_on_when_the_buffer_starts_again(mode: str) -> None:
     first, second = run.lease("a", 2, 2)
     run.answer("a", [first], 2)
     run.back("a", second, failed=True)
+    assert run.broker.run.counters["environment_failures"] == 1
     before, ledger = report(run), run.status.eval_ledger
     assert (before.answered, before.ended) == (1, {"failed": 1})
     run.restart_broker()
