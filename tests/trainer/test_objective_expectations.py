@@ -356,10 +356,18 @@ def test_what_no_advantage_asks_for_moves_nothing_and_is_no_noise(
     assert square[1] < square[0]
 
 
-@pytest.mark.parametrize("preset", ["ppo", "dapo", "dppo"])
-def test_centered_scores_leave_the_trust_region_alone(preset: Preset) -> None:
+@pytest.mark.parametrize(
+    ("preset", "update"),
+    [
+        *((name, on_policy_update) for name in ("ppo", "dapo", "dppo")),
+        *((name, world) for name in ("naive", "tis")),  # clipped in later updates only
+    ],
+)
+def test_centered_scores_leave_the_trust_region_alone(
+    preset: Preset, update: Callable[[int, float], World]
+) -> None:
     """Else the clip's pull back to mu is taken off as a drift, and the policy runs away."""
-    w = on_policy_update(1, 1.0)
+    w = update(1, 1.0)
     outside = COEFFICIENTS[preset](w) == 0
     assert 0 < outside.sum() < len(outside)
     for loss in losses(PRESETS[preset], w, candidates(w))[outside]:
