@@ -37,7 +37,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "deploy": (6_936, 182),
     "src": (921, 9),
     "benchmarks": (6_153, 184),
-    "tests": (54_639, 2_874),
+    "tests": (54_648, 2_875),
 }
 
 

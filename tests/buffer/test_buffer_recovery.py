@@ -246,3 +246,12 @@ def test_a_store_with_a_gap_is_refused(keys: list[str], words: str) -> None:
         run.store.delete(key)
     with pytest.raises(StoreError, match=words):
         run.restart_broker()
+
+
+def test_a_committed_batch_whose_trajectory_is_gone_is_refused() -> None:
+    """It is kept for a trainer that starts again before its step."""
+    run = started()
+    run.steps("a", 1)
+    run.store.delete("t/s-0")
+    with pytest.raises(StoreError, match="the trajectory of sample s-0, or a score of it, is gone"):
+        run.restart_broker()
