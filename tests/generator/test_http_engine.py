@@ -271,7 +271,7 @@ def test_a_server_that_others_reach_is_refused(tmp_path: Path) -> None:
         (["http://10.0.0.5:8000"], "is not of this host"),
         (["https://127.0.0.1:8000"], "is not of this host"),
         (["http://127.0.0.1"], "is not of this host"),
-        ([], "set both, or no"),
+        ([], "set both urls and vllm-http"),
     ):
         faults = list(GeneratorConfig(engine="vllm-http", urls=urls).faults())
         assert any(sentence in fault for fault in faults), faults
