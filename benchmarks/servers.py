@@ -128,11 +128,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--slots", type=int, default=64)
     options = parser.parse_args()
-    load, report, counted = (
-        make_load(options.requests, long_tailed),
-        Report("servers", timed=False),
-        0,
-    )
+    load, report = make_load(options.requests, long_tailed), Report("servers", timed=False)
+    counted = 0
     with opened(options.model.resolve(), options.slots) as (engines, server):
         for turn in range(1 + TRIES * options.passes):
             rows = [measure(name, engine, load, server) for name, engine in engines.items()]

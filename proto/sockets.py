@@ -23,6 +23,7 @@ import zmq
 from umbra.proto.access import MOST_BYTES, socket_bytes
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 
+NOBLOCK = int(zmq.NOBLOCK)  # as a number: the enumeration takes a microsecond to combine
 Socket: TypeAlias = zmq.Socket[bytes]
 Context: TypeAlias = zmq.Context[Socket]
 

@@ -29,6 +29,7 @@ from umbra.services.modeling.models import load_model
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.reference import Expected, Reference
 from umbra.services.modeling.scorer import Scorer
+from umbra.services.modeling.weights import first_names
 from umbra.services.reporting import aligned
 from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.snapshot import tensor_layout, whole_weights, write_shards
@@ -60,7 +61,6 @@ _SLOTS, _TOKENS, _CONTEXT = 4, 24, 64  # of the engine; tokens are sampled for e
 _STEPS = 6  # made before the weights change
 _CHANGE = 0.2  # how far another version is from the first, in each tensor's own spread
 _BUCKET_BYTES = 1 << 20
-_NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +323,7 @@ def export(
     reloaded, _ = load_policy(out, "PATH", checked)
     yield _same("weights exported", policy.state_dict(), reloaded.state_dict())
     extra = sorted(_stored(out) - _stored(original))
-    yield Row("names exported", len(extra), 0, "names", _shortened(extra))
+    yield Row("names exported", len(extra), 0, "names", first_names(extra))
 
 
 def _generate(
@@ -371,7 +371,7 @@ def _same(name: str, expected: Mapping[str, Tensor], tensors: Mapping[str, Tenso
         pair = expected[key].to(tensors[key].dtype), tensors[key]
         if not torch.equal(*(one.detach().contiguous().view(-1).view(torch.uint8) for one in pair)):
             wrong.append(key)
-    return Row(name, len(wrong), 0, "tensors", _shortened(sorted(wrong)))
+    return Row(name, len(wrong), 0, "tensors", first_names(sorted(wrong)))
 
 
 def _stored(directory: Path) -> set[str]:
@@ -380,8 +380,3 @@ def _stored(directory: Path) -> set[str]:
         with safe_open(file, "pt") as opened:
             names.update(opened.keys())
     return names
-
-
-def _shortened(names: list[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -140,10 +140,8 @@ def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
     folders, trace = [folder.path, *others], folder.path / "trace.json"
     summaries.write_trace(recorded(folders), trace)
     summary = run_folder.read_object(folder.summary, remedy := "restore it, or remove it")
-    config, figures = (
-        run_folder.read_object(folder.config, remedy),
-        summaries.gather(recorded(folders)),
-    )
+    config = run_folder.read_object(folder.config, remedy)
+    figures = summaries.gather(recorded(folders))
     warnings = [("warning", f"{row['name']}: {row['text']}") for row in figures.warnings]
     look = recorded_look(
         folder.path.resolve().name,

@@ -31,14 +31,13 @@ from umbra.proto.errors import (
 )
 from umbra.proto.messages import Event, Header, Message, Nack, Role
 from umbra.proto.net.keys import OPEN, Security
-from umbra.proto.sockets import Context, Socket
+from umbra.proto.sockets import NOBLOCK, Context, Socket
 
 INSIST_S = 0.3  # between a refusal and the next try, for a channel that insists
 LOOK_S = 0.1  # how soon a waiting thread sees that it should stop
 STOPPING_S = 1.0
 RESEND_S = 3.0  # a lost connection costs at most this long; the server recognises the repetition
 CLOSE_DEADLINE_S = 5.0
-NOBLOCK = int(zmq.NOBLOCK)  # as a number: the enumeration is slow
 BURST = 256  # messages taken from one socket before the others get their turn
 
 FAILURES = 5  # broken handshakes in a row, before the first that succeeds, that are no accident

@@ -44,7 +44,7 @@ from umbra.proto.codec import (
 from umbra.proto.errors import WireError
 from umbra.proto.messages import Event, Header, Message, Ok
 from umbra.proto.net.keys import OPEN, Keys, Security
-from umbra.proto.sockets import Context, Socket
+from umbra.proto.sockets import NOBLOCK, Context, Socket
 
 BURST = 256  # decisions before the messages of those who are in get their turn
 NAMED = 64  # refusals told apart; there is no end to what peers without keys may try
@@ -64,7 +64,6 @@ FRAMES_KEPT = 3  # of a message: header, body, and one too many, by which it is 
 RECEIVE_BURST = 256  # messages taken from one socket before the others get their turn
 RECEIVE_BYTES = 512 << 10  # the same in bytes: a commit should not wait for a long burst
 
-NOBLOCK = int(zmq.NOBLOCK)  # as numbers: the enumeration takes a microsecond to add two of them
 MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 ANSWERED = Ok()  # the body of a request once there is an answer to it
 

@@ -62,7 +62,7 @@ def scoring_rows(
 
     `weights` are numbers of `each` bytes; the device has `memory` bytes in all.
     """
-    fits = room_for_tokens(memory, weights * each, config) // (each * layer_numbers(model))
+    fits = _room_for_tokens(memory, weights * each, config) // (each * layer_numbers(model))
     return rows_within(config, model, fits, kind, max_tokens, SCORING_PASS)
 
 
@@ -72,7 +72,7 @@ def reading_tokens(kind: str, parameters: int) -> int:
     return max(SHORT_ROW, min(READ_TOKENS, fits))
 
 
-def room_for_tokens(memory: int, weights: int, config: TrainerConfig) -> int:
+def _room_for_tokens(memory: int, weights: int, config: TrainerConfig) -> int:
     """Return the bytes for activations beside `weights`; never negative."""
     return max(0, int(ACTIVATIONS * (memory - weights - 4 * int(config.logits_mib * 2**20))))
 
@@ -103,7 +103,7 @@ def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> in
 
 def fitting_tokens(config: TrainerConfig, model: Any, weights: int, memory: int, kind: str) -> int:
     """Return how many tokens' activations fit beside a rank's weights; 0 if these alone do not."""
-    room = room_for_tokens(memory, WEIGHT_BYTES * weights, config)
+    room = _room_for_tokens(memory, WEIGHT_BYTES * weights, config)
     return room // activation_bytes(config, model, kind)
 
 

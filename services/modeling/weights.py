@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from umbra.services.weights.manifest import Part
 from umbra.services.weights.verify import Move, SlotGuard
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_NAMES_SHOWN = 3
 
 
 def tensors_in(manifest: Manifest, data: Part) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,7 +104,7 @@ class WeightTable:
             if shape != own.get(name, shape)
         ]
         faults = [
-            f"{kind}: {_some(names)}"
+            f"{kind}: {first_names(names)}"
             for kind, names in (("missing", missing), ("unknown", unknown), ("shape", wrong))
             if names
         ]
@@ -181,6 +180,7 @@ def _check_adapter(adapter: AdapterFacts | None, own: AdapterFacts | None) -> No
     )
 
 
-def _some(names: list[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def first_names(names: Sequence[str]) -> str:
+    """Return the first names as text, and how many more there are."""
+    shown, rest = names[:3], names[3:]
+    return ", ".join(shown) + (f" and {len(rest)} more" if rest else "")

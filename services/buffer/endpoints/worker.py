@@ -357,11 +357,8 @@ class WorkerEndpoint:
 
     def _unfit(self, pool: SamplePool, sample: Sample, trajectory: Trajectory) -> str:
         """Return why a sound answer may not be used, or ""."""
-        oldest, version, due = (
-            trajectory.oldest_version,
-            self._run.batches.version,
-            sample.group.due,
-        )
+        oldest, version = trajectory.oldest_version, self._run.batches.version
+        due = sample.group.due
         if pool.pinned and not oldest == trajectory.newest_version == due:
             return f"an eval sample of version {due} has tokens of another version"
         if not pool.pinned and self._run.policy.is_stale(oldest, version):

@@ -110,10 +110,8 @@ def vllm_differences(
     model = reference.model
     engine = VllmEngine(directory, outline, config, dtype=dtype, stop_ids=(), version=0)
     try:
-        draw, vocabulary = (
-            torch.Generator().manual_seed(0),
-            model.config.get_text_config().vocab_size,
-        )
+        draw = torch.Generator().manual_seed(0)
+        vocabulary = model.config.get_text_config().vocab_size
         lengths = [1 + n * (_PROMPT_TOKENS - 1) // (_REQUESTS - 1) for n in range(_REQUESTS)]
         prompts = [torch.randint(vocabulary, (n,), generator=draw).tolist() for n in lengths]
         seen = [engine.checksums()]

@@ -6,7 +6,7 @@ own loader, which copies the worker's part, and fuses and packs it, layer by lay
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -25,7 +25,7 @@ from umbra.proto.errors import UsageError
 from umbra.proto.records import AdapterFacts, Manifest
 from umbra.services.generator.vllm import private
 from umbra.services.modeling.gpu_copies import page_lock
-from umbra.services.modeling.weights import tensors_in
+from umbra.services.modeling.weights import first_names, tensors_in
 from umbra.services.weights.gpu.cuda import Device, DeviceMemory
 from umbra.services.weights.manifest import checksum
 from umbra.services.weights.memory import MappedBlocks
@@ -119,7 +119,7 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             missing = private.not_loaded(self.model, self._loaded, quantized)
         if missing:
             raise UsageError(
-                f"vLLM found no weights for {_some(missing)}: it names the tensors of this "
+                f"vLLM found no weights for {first_names(missing)}: it names the tensors of this "
                 "architecture differently from the trainer, or can't load them again"
             )
         finalize_layerwise_reload(self.model, self.model_config)
@@ -132,10 +132,6 @@ class UmbraWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Do nothing: the end of the process frees all that is held."""
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 _PREFIX = "base_model.model."  # of names in peft's files
@@ -165,8 +161,8 @@ class AdapterTransferEngine(UmbraWeightTransferEngine):
         layers = {name.partition(".lora_")[0] for name in init_info.names}
         if strange := sorted(layers - private.adapter_places(self.model)):
             raise UsageError(
-                f"trainer.lora_targets: vLLM has no adapters for {_some(strange)}: leave such "
-                "layers out, or set trainer.lora_publish = merged"
+                f"trainer.lora_targets: vLLM has no adapters for {first_names(strange)}: leave "
+                "such layers out, or set trainer.lora_publish = merged"
             )
 
     def start_weight_update(self) -> None:

@@ -145,12 +145,8 @@ class Objective:
         return Constants(proximal, weight, keep)
 
     def __call__(self, tokens: TokenInputs, constants: Constants) -> TokenLosses:
-        pieces, pi, mu, advantages = (
-            self.pieces,
-            tokens.logprobs,
-            tokens.behaviour,
-            tokens.advantages,
-        )
+        pieces, advantages = self.pieces, tokens.advantages
+        pi, mu = tokens.logprobs, tokens.behaviour
         anchor = constants.proximal if pieces.anchor == "proximal" else mu
         if pieces.ratio_level == "sequence":
             ratio = terms.sequence_ratio(pi, anchor, tokens.sequences)
