@@ -26,12 +26,13 @@ PART_MB=58
 TOTAL=${SECONDS_IN_ALL:-560}
 PYTHON=${PYTHON:-python3}
 
-# call, name, limit in seconds, command: `facts`, `tests FILE...` or `bench SCRIPT OPTIONS...`
+# call, name, limit in seconds, command: `facts`, `tests FILE...`, `spread FILE...` (tests that compile
+# most of the time, by eight processes) or `bench SCRIPT OPTIONS...`
 STEPS=(
     "1  facts        60  facts"
     "1  copies       60  tests test_page_locked.py"
     "1  trainer     120  tests test_trainer_gpu.py test_checkpoints_gpu.py"
-    "1  attention   200  tests test_attention_gpu.py"
+    "1  attention   200  spread test_attention_gpu.py"
     "1  experts     110  tests test_experts_gpu.py"
     "2  vllm_check  280  tests test_vllm_check_gpu.py"
     "2  vllm        270  tests test_vllm_gpu.py"
@@ -119,8 +120,10 @@ run_step() { # step $1 with limit $2 and kind $3; its words follow
         facts)
             export -f facts
             ARGV=(bash -c facts) ;;
-        tests) ARGV=("$PYTHON" -m pytest -q -m gpu -p no:cacheprovider -o junit_family=xunit1
-            "--junit-xml=$folder/junit.xml" "${@/#/tests/gpu/}") ;;
+        tests | spread)
+            ARGV=("$PYTHON" -m pytest -q -m gpu -p no:cacheprovider -o junit_family=xunit1
+                "--junit-xml=$folder/junit.xml" "${@/#/tests/gpu/}")
+            [ "$kind" = spread ] && ARGV+=(-n 8) ;;
         bench) ARGV=("$PYTHON" "benchmarks/$1.py" "${@:2}" --json "$folder/result.json") ;;
     esac
     if command -v nvidia-smi > /dev/null; then
@@ -178,7 +181,7 @@ PYTHON
 
 dry_run() { # the tests of all steps are collected in one process, and the benchmarks checked in another
     local files
-    files=$(printf '%s\n' "${STEPS[@]}" | sed -n 's/.* tests //p' | tr ' ' '\n' | sed 's|^|tests/gpu/|')
+    files=$(printf '%s\n' "${STEPS[@]}" | sed -n -E 's/.* (tests|spread) //p' | tr ' ' '\n' | sed 's|^|tests/gpu/|')
     # shellcheck disable=SC2086  # files are words
     "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider --collect-only $files > "$WORK/log.txt" 2>&1 ||
         { cat "$WORK/log.txt"; return 1; }

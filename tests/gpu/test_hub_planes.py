@@ -44,7 +44,7 @@ class Models:
 
     def __init__(self, path: Path, bench: Bench) -> None:
         self._path, self._bench = path, bench
-        self.trained = load_model(str(path), torch.device("cuda"), torch.float32)
+        self.trained = load_model(str(path), torch.device("cuda", 0), torch.float32)
         names = dict(self.trained.named_parameters())
         self.manifest = build_manifest(
             [(name, "F32", list(tensor.shape)) for name, tensor in names.items()], BUCKET
@@ -77,7 +77,7 @@ class Engine:
         assert gpu is not None
         self.gpu, self._models = gpu, models
         self._table = WeightTable(model := load_model(
-            str(models._path), torch.device("cuda"), torch.float32
+            str(models._path), torch.device("cuda", 0), torch.float32
         ))  # fmt: skip
         self._model = model
         self.receiver = bench.receiver(name, StagedPlanes(gpu=gpu), check_s=0.5)

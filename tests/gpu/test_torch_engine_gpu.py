@@ -29,7 +29,7 @@ def test_logprobs_are_those_of_a_forward_pass_on_the_cpu(tiny_model_dir: Path, p
         )
         for i in range(40)
     ]
-    model = load_model(tiny_model_dir, torch.device("cuda"), torch.float32)
+    model = load_model(tiny_model_dir, torch.device("cuda", 0), torch.float32)
     reference = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
     engine = TorchEngine(model, stop_ids={3}, slots=12, max_context=128, version=0)
     engine.submit(asked)
