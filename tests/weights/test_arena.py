@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from umbra.services.weights.arena import (
     run_and_suffix,
     shm_host,
 )
+from umbra.services.weights.memory import locate
 
 
 @pytest.fixture
@@ -40,6 +42,7 @@ def test_bytes_written_by_one_are_read_by_the_other(arena: Arena) -> None:
     for index in range(3):
         assert arena.slot(index)[-1] == index + 1
         assert bytes(reader.slot(index)[-64:]) == bytes([index + 1]) * 64
+    assert locate(other.slot(1)) == (f"/proc/{os.getpid()}/fd/{other.fileno()}", 2 * PAGE_BYTES)
     other.close()
     reader.close()
     info = arena.path.stat()
@@ -47,14 +50,29 @@ def test_bytes_written_by_one_are_read_by_the_other(arena: Arena) -> None:
     assert info.st_blocks * 512 >= info.st_size == (3 * 2 + 1) * PAGE_BYTES
 
 
+def test_one_without_a_name_is_handed_to_another_process() -> None:
+    made = Arena.anonymous(slot_bytes=PAGE_BYTES + 64, slots=2)
+    assert os.fstat(made.fileno()).st_size == (2 * 2 + 1) * PAGE_BYTES
+    with closing(made), closing(Arena.inherited(os.dup(made.fileno()), slot_bytes=4097)) as other:
+        assert (other.slots, locate(made.slot(0)) is None) == (2, False)
+        other.slot(1)[-1] = 7
+        assert made.slot(1)[other.slot_bytes - 1] == 7
+
+
 def test_readers_and_views_outlive_the_file(arena: Arena) -> None:
     reader = Arena.attach(arena.path, slot_bytes=arena.slot_bytes)
     view = arena.slot(0)
+    assert reader.has_name
     for _ in range(2):
         arena.unlink()
         arena.close()
+    assert not reader.has_name
     view[0] = 7
     assert reader.slot(0)[0] == view[0] == 7
+    reader.check()
+    os.truncate(reader.fileno(), PAGE_BYTES)
+    with pytest.raises(StartupError, match="has become shorter"):
+        reader.check()
     reader.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         reader.check()
@@ -115,18 +133,12 @@ def test_sequence_numbers_are_odd_while_a_slot_is_written(arena: Arena) -> None:
     assert other[0] == 0
 
 
-def test_an_arena_that_was_cut_short_is_an_error_and_not_the_end(arena: Arena) -> None:
-    reader = Arena.attach(arena.path, slot_bytes=arena.slot_bytes)
-    os.truncate(arena.path, PAGE_BYTES)
-    with pytest.raises(StartupError, match="has become shorter"):
-        reader.check()
-    reader.close()
-
-
 def test_paths_from_the_wire_are_checked(arena: Arena) -> None:
     for path, slot_bytes, reason in (
         ("/etc/passwd", 64, "no arena"),
         ("/dev/shm/umbra-x/../other", 64, "no arena"),
+        ("/dev/shm/other", 64, "no arena"),
+        ("/tmp/umbra-run-w", 64, "no arena"),
         ("/dev/shm/umbra-none-weights1", 64, "share /dev/shm"),
         (arena.path, 4 * PAGE_BYTES, "do not fit slots of"),
         (arena.path, 0, "do not fit slots of"),
@@ -135,22 +147,29 @@ def test_paths_from_the_wire_are_checked(arena: Arena) -> None:
             Arena.attach(path, slot_bytes=slot_bytes)
 
 
-def test_leftovers_are_those_of_the_very_run(run_id: str) -> None:
-    mine = Arena.create(run_id, "weights1", slot_bytes=64, slots=1)
-    other = Arena.create(f"{run_id}-2", "weights1", slot_bytes=64, slots=1)
-    mine.close()
-    other.close()  # as if both hubs had died
-    assert remove_leftovers(run_id) == [str(mine.path)]
-    assert not mine.path.exists()
-    assert other.path.exists()
-    assert remove_leftovers(f"{run_id}-2") == [str(other.path)]
-
-
-def test_the_arena_of_a_living_hub_is_no_leftover(arena: Arena, run_id: str) -> None:
-    trainer = Arena.attach(arena.path, slot_bytes=arena.slot_bytes)
+def test_only_the_arena_of_a_dead_hub_is_taken_over_or_removed(arena: Arena, run_id: str) -> None:
+    """Of this very run, and whoever else holds it."""
+    size = arena.slot_bytes
+    trainer = Arena.attach(arena.path, slot_bytes=size)
+    other = Arena.create(f"{run_id}-2", "weights1", slot_bytes=1, slots=1)
+    link = SHM / f"umbra-{run_id}-link"
+    link.symlink_to(other.path)
+    files = len(os.listdir("/proc/self/fd"))
+    for run, reason in ((run_id, "another weight hub holds"), (f"{run_id}-2", "no arena of run")):
+        with pytest.raises(StartupError, match=reason):
+            Arena.adopt(run, arena.path, slot_bytes=size)
     assert remove_leftovers(run_id) == []
+    assert len(os.listdir("/proc/self/fd")) == files
     arena.close()
-    assert remove_leftovers(run_id) == [str(arena.path)]  # the trainer's hold does not count
+    other.close()
+    adopted = Arena.adopt(run_id, arena.path, slot_bytes=size)
+    assert remove_leftovers(run_id) == []
+    adopted.close()
+    assert remove_leftovers(run_id) == [str(arena.path)]
+    link.unlink()
+    assert not arena.path.exists() and other.path.exists()
+    Arena.attach(other.path, slot_bytes=1).close()
+    assert remove_leftovers(f"{run_id}-2") == [str(other.path)]
     trainer.close()
 
 
@@ -178,13 +197,20 @@ def test_the_first_processes_of_a_host_agree(
         assert len(set(pool.map(lambda _: shm_host(), range(64)))) == 1
 
 
+@pytest.mark.parametrize("why", ["another file", "another user's"])
 def test_who_cannot_have_the_token_shares_with_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
 ) -> None:
     monkeypatch.setattr(arena_module, "SHM", tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("0" * 32, encoding="ascii")
-    (tmp_path / f".umbra-host-{os.geteuid()}").symlink_to(elsewhere)  # put there by somebody else
+    user = os.geteuid() + (why == "another user's")
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    token = tmp_path / f".umbra-host-{user}"
+    if why == "another file":
+        token.symlink_to(elsewhere)  # put there by somebody else
+    else:
+        elsewhere.rename(token)
     first, second = shm_host(), shm_host()
     assert len({first, second, "0" * 32}) == 3
     assert "no shared memory with other processes" in caplog.text
@@ -192,6 +218,7 @@ def test_who_cannot_have_the_token_shares_with_nobody(
 
 OWN = [(0, 100), (3 * PAGE_BYTES - 10, 3 * PAGE_BYTES + 10), (9 * PAGE_BYTES, 10 * PAGE_BYTES)]
 PARTS = 4  # pages of OWN: the middle one is on two
+PAGES = [(0, 1), (2, 4), (9, 11), (12, 14), (19, 21), (22, 24), (29, 31)]  # of three slots
 
 
 def test_an_arena_of_parts_has_memory_for_these_alone(run_id: str) -> None:
@@ -203,6 +230,7 @@ def test_an_arena_of_parts_has_memory_for_these_alone(run_id: str) -> None:
     assert allocated == (3 * PARTS + 1) * PAGE_BYTES
     rank = Arena.attach(made.path, slot_bytes=size)
     assert rank.slots == 3
+    assert [(a // PAGE_BYTES, b // PAGE_BYTES) for a, b in rank._map.ranges] == PAGES
     for start, end in OWN:
         rank.slot(2)[start:end] = bytes([7]) * (end - start)
     made.close()

@@ -5,20 +5,21 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fakes.gpu_world import GpuWorld
-from fakes.hub_bench import LAYOUT, content
+from fakes.hub_bench import LAYOUT, WAIT_S, content
 
+from umbra.proto.errors import DeadlineError, PeerLostError
 from umbra.proto.messages import Prepare
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu import cuda
-from umbra.services.weights.gpu.worker import RING, GpuWorker, broadcast, chunks
+from umbra.services.weights.gpu.worker import RING, GpuWorker, broadcast, chunks, result
 from umbra.services.weights.manifest import checksums
 from umbra.services.weights.memory import private_memory
 from umbra.services.weights.planes import cuda_ipc
@@ -58,6 +59,30 @@ def to_its_place(device: cuda.Device) -> list[int]:
     return [whole + start for start, _ in chunks(SIZE, CHUNK)]
 
 
+@contextmanager
+def joined(device: cuda.Device, uid: bytes, rank: int) -> Iterator[cuda.NcclCommunicator]:
+    communicator = cuda.NcclCommunicator(device, 2, uid, rank)
+    try:
+        yield communicator
+    finally:
+        communicator.abort()
+
+
+def transfer(
+    device: cuda.Device,
+    communicator: cuda.NcclCommunicator,
+    memory: memoryview,
+    places: list[int],
+    *,
+    sends: bool = False,
+    deadline_s: float = WAIT_S,
+) -> None:
+    host, ranges = device.pin(memory), chunks(SIZE, CHUNK)
+    broadcast(
+        ranges, device, communicator, host=host, places=places, sends=sends, deadline_s=deadline_s
+    )
+
+
 @pytest.mark.parametrize("received", [through_a_ring, to_its_place])
 @pytest.mark.parametrize(
     ("change", "delays"),
@@ -84,34 +109,63 @@ def test_a_broadcast(
     change(monkeypatch)
 
     def end(rank: int) -> bytes:
-        device = devices[rank]
-        communicator = cuda.NcclCommunicator(device, 2, uid, rank)
-        memory = private_memory(SIZE)
+        device, memory = devices[rank], private_memory(SIZE)
         if rank == 0:
             memory[:] = version
         places = (received if rank else through_a_ring)(device)
-        try:
-            broadcast(
-                chunks(SIZE, CHUNK),
-                device,
-                communicator,
-                host=device.pin(memory),
-                places=places,
-                sends=rank == 0,
-                deadline_s=10.0,
-            )
+        with joined(device, uid, rank) as communicator:
+            transfer(device, communicator, memory, places, sends=rank == 0)
             found = bytes(memory)
             if rank and received is to_its_place:  # the engine loads what lies there
                 assert (ctypes.string_at(places[0], SIZE) == found) or change is not unchanged
             memory[:] = bytes(SIZE)
             device.drain()
             return found
-        finally:
-            communicator.abort()
 
     with ThreadPoolExecutor(2) as threads:
         _, found = threads.map(end, (0, 1))
     assert (found == version) == (change is unchanged)
+
+
+@pytest.mark.parametrize(
+    ("fault", "deadline_s", "error", "told"),
+    [
+        ("", 0.1, DeadlineError, r"chunk 0 of 10 was not broadcast within 0\.1 s"),
+        ("error-bcast-hub", WAIT_S, PeerLostError, "so the test wants it"),
+    ],
+)
+def test_a_broadcast_that_fails_is_aborted_and_writes_nothing_any_more(
+    gpu_world: GpuWorld,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    deadline_s: float,
+    error: type[Exception],
+    told: str,
+) -> None:
+    """Rank 0 is gone; or NCCL has an error, which is not waited for until the deadline."""
+    monkeypatch.setenv("FAKE_CUDA_DELAYS", SLOW_COPIES)
+    devices, uid, memory = [cuda.Device(0), cuda.Device(0)], cuda.unique_id(), private_memory(SIZE)
+    places = through_a_ring(devices[1])
+    for place in places[:RING]:
+        ctypes.memset(place, 7, CHUNK)
+
+    def receive() -> None:
+        with joined(devices[1], uid, 1) as communicator:
+            if fault:
+                gpu_world.fault(fault)
+            with pytest.raises(error, match=told):
+                transfer(devices[1], communicator, memory, places, deadline_s=deadline_s)
+            with pytest.raises(PeerLostError, match="was aborted"):
+                communicator.check()
+
+    with ThreadPoolExecutor(1) as thread:
+        receiving = thread.submit(receive)
+        with joined(devices[0], uid, 0):
+            pass
+        receiving.result()
+    memory[:] = bytes(SIZE)
+    devices[1].drain()
+    assert not any(memory), "it is filled in another way now"
 
 
 @pytest.mark.parametrize("change", [unchanged, looks_done])
@@ -142,16 +196,10 @@ def test_a_version_is_verified_where_it_was_read_back(
     sums = checksums(LAYOUT, memoryview(bytearray(version)))
     change(monkeypatch)
     prepare = Prepare(epoch=1, version=1, slot=0, checksums=sums, memory=memory.handle)
-    steps = receiver.receive(prepare)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            receipt: Any = end.value
-            break
+    receipt = result(receiver.receive(prepare))
     assert ("checksum" in receipt.error) == (change is looks_done), receipt.error
     if change is unchanged:
-        assert bytes(receipt.data) == version
+        assert receipt.data is not None and bytes(receipt.data) == version
     receiver.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,7 +15,7 @@ from umbra.proto.messages import Prepare
 from umbra.proto.records import GpuFacts
 from umbra.services.config import WeightHubConfig
 from umbra.services.weights.gpu import cuda
-from umbra.services.weights.gpu.worker import GpuWorker, GpuWorkerProcess, broadcast, chunks
+from umbra.services.weights.gpu.worker import GpuWorker, GpuWorkerProcess
 from umbra.services.weights.planes.nccl import CommunicatorRanks, NcclGroup, Rounds
 from umbra.services.weights.planes.plane import Side, check_plane, mismatch, obstacle, unavailable
 from umbra.services.weights.planes.receiving import gpu_for, host_planes
@@ -202,101 +201,6 @@ def test_one_that_leaves_takes_no_blame_for_the_others() -> None:
 def test_who_would_hang_the_others_is_refused(theirs: GpuFacts, reason: str) -> None:
     assert mismatch(FACTS, FACTS) is None
     assert reason in (mismatch(FACTS, theirs) or "")
-
-
-class FakeGpu:
-    """Device and communicator in one: work is done when the test says, and noted."""
-
-    class Mark:
-        def __init__(self, gpu: FakeGpu) -> None:
-            self._gpu, self._number = gpu, len(gpu.log)
-
-        @property
-        def done(self) -> bool:
-            return self._gpu.done_until >= self._number
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, int, int]] = []
-        self.done_until = 0
-        self.aborted = False
-        self.error = ""
-        self.now = 0.0
-
-    def to_device(self, target: int, source: int, size: int) -> None:
-        self.log.append(("to_device", target, source))
-
-    def to_host(self, target: int, source: int, size: int) -> None:
-        self.log.append(("to_host", target, source))
-
-    def drain(self) -> None:
-        self.log.append(("drain", 0, 0))
-
-    def broadcast(self, address: int, size: int) -> None:
-        self.log.append(("broadcast", address, size))
-
-    def mark_copies(self) -> FakeGpu.Mark:
-        return FakeGpu.Mark(self)
-
-    mark_collectives = mark_copies
-
-    def check(self) -> None:
-        if self.error:
-            raise PeerLostError(self.error)
-
-    def abort(self) -> bool:
-        self.aborted = True
-        return True
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-
-
-BUCKETS = chunks(250, 100)
-
-
-def transfer(gpu: FakeGpu, *, sends: bool, working: bool = True) -> None:
-    def pause(seconds: float) -> None:
-        gpu.advance(0.1)
-        if working:
-            gpu.done_until = len(gpu.log)
-
-    double = cast(Any, gpu)
-    broadcast(
-        BUCKETS, double, double, host=1000, places=[1, 2, 1], sends=sends, deadline_s=1.0,
-        clock=lambda: gpu.now, pause=pause,
-    )  # fmt: skip
-
-
-def test_buckets_go_through_the_ring_in_order() -> None:
-    gpu = FakeGpu()
-    transfer(gpu, sends=True)
-    assert gpu.log == [
-        ("to_device", 1, 1000), ("broadcast", 1, 100),
-        ("to_device", 2, 1100), ("broadcast", 2, 100),
-        ("to_device", 1, 1200), ("broadcast", 1, 50),
-    ]  # fmt: skip
-    gpu = FakeGpu()
-    transfer(gpu, sends=False)
-    assert gpu.log[:2] == [("broadcast", 1, 100), ("to_host", 1000, 1)]
-    assert gpu.log[-2:] == [("broadcast", 1, 50), ("to_host", 1200, 1)]
-    assert not gpu.aborted
-
-
-def test_a_peer_that_is_gone_costs_a_deadline_and_an_abort() -> None:
-    gpu = FakeGpu()
-    with pytest.raises(DeadlineError, match="chunk 0 of 3 was not broadcast within 1 s"):
-        transfer(gpu, sends=True, working=False)
-    assert gpu.aborted
-    assert gpu.log[-1][0] == "drain", "nothing may write into the slot any more"
-
-
-def test_an_error_of_nccl_ends_the_transfer_before_its_deadline() -> None:
-    gpu = FakeGpu()
-    gpu.error = "remote process exited"
-    with pytest.raises(PeerLostError, match="remote process exited"):
-        transfer(gpu, sends=False, working=False)
-    assert gpu.aborted
-    assert gpu.now == 0
 
 
 @pytest.fixture

@@ -240,8 +240,6 @@ def broadcast(
     places: Sequence[int],
     sends: bool,
     deadline_s: float,
-    clock: Callable[[], float] = time.monotonic,
-    pause: Callable[[float], None] = time.sleep,
 ) -> None:
     """Send a version from host memory, or receive it there; all ranks with the same `ranges`.
 
@@ -260,12 +258,11 @@ def broadcast(
     marks: list[cuda.CudaEvent] = []
 
     def wait(index: int) -> None:
-        fault = f"chunk {index} of {len(ranges)} was not broadcast"
-        deadline = Deadline(deadline_s, fault, clock=clock)
+        deadline = Deadline(deadline_s, f"chunk {index} of {len(ranges)} was not broadcast")
         while not marks[index].done:
             communicator.check()
             deadline.check()
-            pause(POLL_S)
+            time.sleep(POLL_S)
 
     try:
         for index, (start, end) in enumerate(ranges):
