@@ -58,6 +58,18 @@ class FutureRequest:
     state: Literal["queued", "done", "failed"] = "queued"
 
 
+def _identity(request: FutureRequest) -> bytes:
+    """Return what is the same whenever `request` comes.
+
+    In each try to save for sampling the SDK numbers the sampling session once more.
+    """
+    if request.kind != "save_weights_for_sampler":
+        return request.body
+    body = msgspec.json.decode(request.body)
+    body.pop("sampling_session_seq_id", None)
+    return msgspec.json.encode(body)
+
+
 @dataclass(frozen=True, slots=True)
 class FutureAnswer:
     """The answer to a future: the bytes of a media type."""
@@ -124,7 +136,7 @@ class FuturesJournal:
 
     def accept(self, request: FutureRequest) -> bool:
         """Write `request`; false if it is here already. UsageError: another one has its id."""
-        digest = xxhash.xxh3_128_hexdigest(request.kind.encode() + b"\0" + request.body)
+        digest = xxhash.xxh3_128_hexdigest(request.kind.encode() + b"\0" + _identity(request))
         with self.transaction():
             known = self._one("SELECT digest FROM requests WHERE id = ?", request.id)
             if known is None:

@@ -486,6 +486,12 @@ def test_a_repeated_request_is_applied_once(server: Server) -> None:
     status, error = server.post("optim_step", {**body, "seq_id": 3})
     answer = server.post("retrieve_future", {"request_id": error["request_id"]})[1]
     assert "no pass since the last step" in answer["error"] and answer["category"] == "user"
+    body = {"model_id": client.model_id, "seq_id": 4, "kind": "snapshot"}
+    told = [
+        server.post("save_weights_for_sampler", {**body, "sampling_session_seq_id": number})
+        for number in (7, 8)  # as the SDK numbers a second try
+    ]
+    assert told[0] == told[1] and told[0][0] == 200, told
 
 
 def test_what_differs_is_refused(server: Server) -> None:
