@@ -220,7 +220,7 @@ def _pass(
     if autocast:
         activations += 2 * (sizes.layer[0] * layers + sizes.outside[0])
     masks = (MASK * pairs if kind == "cpu" else 0) + layers_kept * scores
-    chunk = min(4 * tokens * sizes.vocabulary, int(trainer.logits_mib * 2**20))
+    chunk = min(4 * tokens * sizes.vocabulary, trainer.logits_bytes_on(kind))
     head = sizes.vocabulary * sizes.hidden if sizes.outside[1] else 0
     shape = f"{tokens:,} tokens in rows of {width:,}"
     remedy = "lower trainer.micro_tokens"

@@ -33,7 +33,7 @@ class TrainerConfig(ObjectiveKeys):
     micro_tokens: int | Literal["auto"] = key(
         "auto", "tokens per forward pass; auto = what fits into memory", ge=8
     )
-    logits_mib: ClassVar[float] = 256.0  # of float32 logits at a time; more are computed twice
+    logits_mib: ClassVar[float] = 256.0  # of float32 logits at a time, without gradient
     share_prompts: bool = key(True, "compute a prompt once for all samples of it in a row")
     router_aux_loss_coef: float = key(0.0, "weight of the experts' balance loss; 0 = none", ge=0)
     router_replay: bool = key(False, "route tokens to the experts that the engine chose")
@@ -93,6 +93,14 @@ class TrainerConfig(ObjectiveKeys):
     def recomputes_on(self, kind: str) -> bool | str:
         setting = self.activation_checkpointing
         return kind == "cuda" if setting == "auto" else setting
+
+    def logits_bytes_on(self, kind: str) -> int:
+        """Return the bytes of float32 logits at a time in a pass with gradient.
+
+        Where there are more they are computed twice. With few at a time a GPU is slow: each chunk
+        casts the output layer and adds to its gradient.
+        """
+        return int(self.logits_mib * 2**20) * (4 if kind == "cuda" else 1)
 
     @property
     def updates_per_batch(self) -> int:

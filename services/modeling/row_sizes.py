@@ -62,7 +62,8 @@ def scoring_rows(
 
     `weights` are numbers of `each` bytes; the device has `memory` bytes in all.
     """
-    fits = _room_for_tokens(memory, weights * each, config) // (each * layer_numbers(model))
+    room = _room_for_tokens(memory, weights * each, int(config.logits_mib * 2**20))
+    fits = room // (each * layer_numbers(model))
     return rows_within(config, model, fits, kind, max_tokens, SCORING_PASS)
 
 
@@ -72,9 +73,9 @@ def reading_tokens(kind: str, parameters: int) -> int:
     return max(SHORT_ROW, min(READ_TOKENS, fits))
 
 
-def _room_for_tokens(memory: int, weights: int, config: TrainerConfig) -> int:
-    """Return the bytes for activations beside `weights`; never negative."""
-    return max(0, int(ACTIVATIONS * (memory - weights - 4 * int(config.logits_mib * 2**20))))
+def _room_for_tokens(memory: int, weights: int, logits: int) -> int:
+    """Return the bytes for activations beside `weights` and `logits` at a time; never negative."""
+    return max(0, int(ACTIVATIONS * (memory - weights - 4 * logits)))
 
 
 def memory_of(device: torch.device, per_host: int) -> int:
@@ -103,7 +104,7 @@ def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> in
 
 def fitting_tokens(config: TrainerConfig, model: Any, weights: int, memory: int, kind: str) -> int:
     """Return how many tokens' activations fit beside a rank's weights; 0 if these alone do not."""
-    room = _room_for_tokens(memory, WEIGHT_BYTES * weights, config)
+    room = _room_for_tokens(memory, WEIGHT_BYTES * weights, config.logits_bytes_on(kind))
     return room // activation_bytes(config, model, kind)
 
 

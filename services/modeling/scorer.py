@@ -33,7 +33,7 @@ class _Request(NamedTuple):
     """The arguments of `Scorer.forward`."""
 
     batch: MicroBatch
-    temperature: Tensor
+    temperature: Tensor | None  # None: 1 throughout, and no division of the largest tensor
     how: ScoreOptions
 
 
@@ -88,18 +88,20 @@ class Scorer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropies in nats, float32 [N].
 
-        `temperature` [N] divides the logits, as it did when the tokens were sampled. Where the
-        batch has all tokens that could have been drawn, both are of the distribution over these:
-        recomputing these would be wrong at the boundary, where rounding swaps two tokens. The
-        backward pass adds the gradients of the routers' balance loss, if it has a weight.
+        `temperature` [N], on the CPU, divides the logits, as it did when the tokens were sampled.
+        Where the batch has all tokens that could have been drawn, both are of the distribution over
+        these: recomputing these would be wrong at the boundary, where rounding swaps two tokens.
+        The backward pass adds the gradients of the routers' balance loss, if it has a weight.
         """
         if not self._probed:
             self._probed = True
             self._check_neighbours(batch.input_ids.device)
+        scale = temperature.to(batch.index.device) if (temperature != 1).any() else None
         if self._parallel is None:
-            return self._run(_Request(batch, temperature, how), batch)
+            return self._run(_Request(batch, scale, how), batch)
         share = self._parallel.share(batch)
-        request = _Request(share.own, temperature[share.learned], how)
+        scale = None if scale is None else scale[share.learned]
+        request = _Request(share.own, scale, how)
         logprobs, entropy = self._run(request, share.rows, share)
         if how.get("with_entropy", True):
             return share.join(logprobs), share.join(entropy)
@@ -110,7 +112,7 @@ class Scorer(nn.Module):
         """Refuse a model that carries something from a sequence to the next one of its row."""
         words: int = self.model.config.get_text_config().vocab_size
         first, second = (
-            self.forward(micro.to(device), torch.ones(len(micro.targets), device=device))[0]
+            self.forward(micro.to(device), torch.ones(len(micro.targets)))[0]
             for micro in neighbours(words, alone=self._attention.recurrent)
         )
         if (gap := float((first - second).abs().max())) > _APART:
@@ -183,12 +185,14 @@ class Scorer(nn.Module):
         self,
         hidden: Tensor,
         targets: Tensor,
-        temperature: Tensor,
+        temperature: Tensor | None,
         support: Tensor | None,
         whole: Tensor | None,
         how: ScoreOptions,
     ) -> tuple[Tensor, Tensor]:
-        logits = self._logits(hidden).float() / temperature.unsqueeze(-1)  # [n, V]
+        logits = self._logits(hidden).float()  # [n, V]
+        if temperature is not None:
+            logits = logits / temperature.unsqueeze(-1)
         distribution = logits.log_softmax(-1)
         ids = targets.unsqueeze(-1)
         if support is not None:

@@ -93,7 +93,7 @@ class LogprobWorker:
         logprobs = torch.zeros(len(tokens.learned))
         for micro in pack(tokens, **self.rows._asdict()):
             alive()
-            temperature = temperatures[tokens.owner[micro.source]].to(self._device)
+            temperature = temperatures[tokens.owner[micro.source]]
             new, _ = self._scorer(micro.to(self._device), temperature, with_entropy=False)
             logprobs[micro.source] = new.cpu()
         index = itertools.count()

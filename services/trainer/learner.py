@@ -102,7 +102,7 @@ class Learner:
         # What all ranks could do in a second; unknown on CPUs.
         self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0
         # No dropout: these must be the logprobs of the policy that generates.
-        attention, chunk = Attention.prepare(model, self.device), int(config.logits_mib * 2**20)
+        attention, chunk = Attention.prepare(model, self.device), config.logits_bytes_on(kind)
         self._scorer = Scorer(model, chunk, attention, self.ranks.sequence).eval()
         routers = self._scorer.routers
         if config.router_replay and routers is None:
@@ -135,7 +135,7 @@ class Learner:
         """Return logprobs (with gradient) and entropies of the learned tokens, [N] each."""
         phase = "forward" if torch.is_grad_enabled() else "score"
         with self.phases(phase), self._accelerator.autocast():
-            return self._scorer(micro.to(self.device), temperature.to(self.device), **how)
+            return self._scorer(micro.to(self.device), temperature, **how)
 
     @torch.no_grad()
     def logprobs(self, micros: list[MicroBatch], temperature: Tensor) -> Tensor:

@@ -136,5 +136,5 @@ def run(recipe: str, folder: Path) -> dict[str, Any]:
         "agreement": bound_of(config, learner.device.type)[1],
         "compared": row and row.get("mismatch/compared"),
         "largest": gpu.largest,
-        "bound": max(embedding, trainer.logits_mib * 2**20),
+        "bound": max(embedding, trainer.logits_bytes_on("cuda")),
     }
