@@ -59,7 +59,7 @@ class FutureRequest:
 
 
 def _identity(request: FutureRequest) -> bytes:
-    """Return what is the same whenever `request` comes.
+    """Return the content that does not vary when `request` comes again.
 
     In each try to save for sampling the SDK numbers the sampling session once more.
     """
