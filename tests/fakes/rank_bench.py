@@ -46,6 +46,8 @@ PLAIN = {
     "micro_tokens": 48,
 }
 
+QUICK = {"warmup_steps": 0, "device": "cpu", "threads": 1, "pack_tokens": 48, "learning_rate": 1e-3}
+
 
 def narrow_model(factory: pytest.TempPathFactory) -> Path:
     """A directory with a model that a CPU thread trains in no time: four query, two key heads."""
@@ -53,6 +55,13 @@ def narrow_model(factory: pytest.TempPathFactory) -> Path:
     path: Path = factory.mktemp("models") / "tiny"
     make_model(path, hidden=32, ff=64, init_std=0.1)
     return path
+
+
+def configured(directory: Path, **keys: Any) -> RunConfig:
+    """The defaults but for these keys, of [trainer] where no section is named."""
+    named = {key if "." in key else f"trainer.{key}": value for key, value in keys.items()}
+    overrides = [f"{key}={as_text(value)}" for key, value in named.items()]
+    return load_config(overrides=[*overrides, f"model.path={directory}"], environ={})
 
 
 @dataclass(frozen=True)
@@ -111,12 +120,7 @@ def train(
     a `lag` the samples are so many versions old, and are compared with the versions they are of.
     """
     with constants(PLAIN | trainer) as settings:
-        overrides = [
-            f"{key if '.' in key else f'trainer.{key}'}={as_text(value)}"
-            for key, value in settings.items()
-        ]
-        overrides += [f"model.path={directory}", f"run.steps={len(batches)}"]
-        config = load_config(overrides=overrides, environ={})
+        config = configured(directory, **settings, **{"run.steps": len(batches)})
         AcceleratorState._reset_state()  # a process has one precision, but here
         model, _, files = open_policy(directory)
         learner = Learner(model, config.trainer, config.run.steps, ranks, files=files)

@@ -16,14 +16,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from fakes.fixtures import Closes
-from fakes.rank_bench import as_text, make_batches
+from fakes.rank_bench import QUICK, configured, make_batches
 from fakes.slowness import limit
 from safetensors.torch import load_file
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
-from umbra.services.config import CheckpointConfig, RunConfig
-from umbra.services.config.loader import as_dict, load_config
+from umbra.services.config import CheckpointConfig
+from umbra.services.config.loader import as_dict
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.process.files import Disk
 from umbra.services.trainer.batch import make_batch
@@ -41,17 +41,11 @@ from umbra.services.trainer.policy import open_policy
 from umbra.services.trainer.update import PolicyUpdate
 
 BATCHES = make_batches(4)
-KEYS = {"warmup_steps": 0, "device": "cpu", "threads": 1, "pack_tokens": 48, "learning_rate": 1e-3}
 
 
 class Trainer:
     def __init__(self, directory: Path, path: Path, **keys: Any) -> None:
-        trainer = {name: value for name, value in keys.items() if "." not in name}
-        overrides = [f"trainer.{key}={as_text(value)}" for key, value in (KEYS | trainer).items()]
-        overrides += [f"{name}={as_text(value)}" for name, value in keys.items() if "." in name]
-        self.config: RunConfig = load_config(
-            overrides=[*overrides, f"model.path={directory}"], environ={}
-        )
+        self.config = configured(directory, **{**QUICK, **keys})
         AcceleratorState._reset_state()  # a process has one precision, but here
         model, _, files = open_policy(directory)
         self.learner = Learner(model, self.config.trainer, 4, files=files)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from fakes import rank_bench
 from fakes.rank_bench import make_batches
 from torch import Tensor
 
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Trajectory
 from umbra.services.config import RunConfig
-from umbra.services.config.loader import load_config
 from umbra.services.trainer import critic as critic_module
 from umbra.services.trainer.batch import TrainBatch, make_batch
 from umbra.services.trainer.critic import HEAD_FILE, Critic, open_critic, worker
@@ -31,15 +31,13 @@ def trajectories() -> list[Trajectory]:
 
 
 def configured(directory: Path, **keys: Any) -> RunConfig:
-    base = {
-        "model.path": directory,
-        "trainer.objective": "ppo_critic",
-        "trainer.device": "cpu",
-        "trainer.threads": 1,
+    chosen = {
+        "objective": "ppo_critic",
+        "device": "cpu",
+        "threads": 1,
         "critic.learning_rate": 1e-2,
     }
-    chosen = base | {name.replace("__", "."): value for name, value in keys.items()}
-    return load_config(overrides=[f"{k}={v}" for k, v in chosen.items()], environ={})
+    return rank_bench.configured(directory, **{**chosen, **keys})
 
 
 def opened(config: RunConfig) -> tuple[Learner, Critic]:
@@ -59,7 +57,7 @@ def constant_returns(batch: TrainBatch) -> Tensor:
 def test_values_begin_at_zero_and_approach_the_returns(
     directory: Path, trajectories: list[Trajectory], precision: str
 ) -> None:
-    config = configured(directory, critic__value_clip=0.0, trainer__precision=precision)
+    config = configured(directory, precision=precision, **{"critic.value_clip": 0.0})
     _, critic = opened(config)
     batch = make_batch(trajectories, 1000)
     values = critic.values(batch)
@@ -84,7 +82,7 @@ def test_the_value_of_a_token_depends_on_what_came_before_it_alone(
     batch = make_batch(trajectories, 1000)
     found = []
     for pack_tokens in (16, 128):
-        config = configured(directory, trainer__pack_tokens=pack_tokens)
+        config = configured(directory, pack_tokens=pack_tokens)
         _, critic = opened(config)
         critic.learn(critic.values(batch), batch.behaviour.double())
         found.append(critic.values(batch))
@@ -104,7 +102,7 @@ def test_a_critic_comes_back_from_its_directory(
     critic.learn(critic.values(batch), constant_returns(batch))
     out = critic.export(tmp_path / "critic")
     assert (out / HEAD_FILE).exists()
-    _, again = opened(configured(directory, critic__path=out))
+    _, again = opened(configured(directory, **{"critic.path": str(out)}))
     torch.testing.assert_close(again.values(batch), critic.values(batch))
 
     def full(*_: Any) -> None:
@@ -122,7 +120,7 @@ def test_a_critic_comes_back_from_its_directory(
 def test_it_warms_up_before_the_policy_learns(
     directory: Path, trajectories: list[Trajectory]
 ) -> None:
-    config = configured(directory, critic__warmup_steps=1)
+    config = configured(directory, **{"critic.warmup_steps": 1})
     learner, critic = opened(config)
     update = PolicyUpdate(config, learner, critic)
     before = learner.weights()["model.embed_tokens.weight"].clone()

@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from fakes.rank_bench import as_text, make_batches
+from fakes.rank_bench import QUICK, configured, make_batches
 from torch import Tensor
 
 from umbra.proto.errors import DivergedError
 from umbra.proto.records import Trajectory, pack_float32
-from umbra.services.config.loader import load_config
 from umbra.services.config.presets import ObjectiveSpec
 from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.trainer.batch import make_batch
@@ -28,7 +27,6 @@ from umbra.services.trainer.objectives.terms import Sequences
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import Guard, PolicyUpdate
 
-KEYS = {"warmup_steps": 0, "device": "cpu", "threads": 1, "pack_tokens": 48, "learning_rate": 1e-3}
 BATCHES = make_batches(2)
 
 
@@ -73,9 +71,7 @@ def state(learner: Learner) -> dict[str, Tensor]:
 
 
 def trainer(directory: Path, **keys: Any) -> tuple[Learner, PolicyUpdate]:
-    keys = {**KEYS, **keys}
-    overrides = [f"trainer.{key}={as_text(value)}" for key, value in keys.items()]
-    config = load_config(overrides=[*overrides, f"model.path={directory}"], environ={})
+    config = configured(directory, **{**QUICK, **keys})
     learner = Learner(load_policy(directory)[0], config.trainer, 4)
     return learner, PolicyUpdate(config, learner)
 

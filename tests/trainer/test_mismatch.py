@@ -68,36 +68,29 @@ def test_nothing_known_for_long_is_told_once() -> None:
     assert [s for s in range(41, 80) if verdicts.unknown(["a"], s)] == [55]
 
 
+VLLM = "generator.engine=vllm"
+
+
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("device", "settings", "expected"),
     [
-        ([], "float32"),
-        (["trainer.precision=bf16"], "bfloat16"),
-        (["weight_hub.dtype=bfloat16"], "bfloat16"),
-        (["weight_hub.dtype=float16"], "float16"),
-        (["generator.engine=vllm", 'generator.engine_args={quantization = "fp8"}'], "fp8"),
-        (["generator.engine=vllm", 'generator.engine_args={kv_cache_dtype = "fp8_e4m3"}'], "fp8"),
+        ("cpu", [], "float32"),
+        ("cpu", ["trainer.precision=bf16"], "bfloat16"),
+        ("cpu", ["weight_hub.dtype=bfloat16"], "bfloat16"),
+        ("cpu", ["weight_hub.dtype=float16"], "float16"),
+        ("cpu", [VLLM, 'generator.engine_args={quantization = "fp8"}'], "fp8"),
+        ("cpu", [VLLM, 'generator.engine_args={kv_cache_dtype = "fp8_e4m3"}'], "fp8"),
+        ("cuda", [], "bfloat16"),  # as `auto` stands for there
+        ("cuda", ["trainer.precision=no"], "bfloat16"),
+        ("cuda", ["weight_hub.dtype=float32"], "bfloat16"),
+        ("cuda", ["trainer.precision=no", "weight_hub.dtype=float32"], "float32"),
     ],
 )
-def test_the_bound_fits_the_coarsest_format(settings: list[str], expected: str) -> None:
+def test_the_bound_fits_the_coarsest_format(
+    device: str, settings: list[str], expected: str
+) -> None:
     def config(*more: str) -> Any:
         return load_config(overrides=[*settings, *more, "model.path=m"], environ={})
 
-    assert bound_of(config(), "cpu") == (BOUNDS[expected], expected)
-    assert bound_of(config("trainer.max_mismatch=0.5"), "cpu") == (0.5, expected)
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ([], "bfloat16"),
-        (["trainer.precision=no"], "bfloat16"),
-        (["weight_hub.dtype=float32"], "bfloat16"),
-        (["trainer.precision=no", "weight_hub.dtype=float32"], "float32"),
-    ],
-)
-def test_on_a_gpu_it_is_that_of_the_formats_that_auto_stands_for(
-    settings: list[str], expected: str
-) -> None:
-    config = load_config(overrides=[*settings, "model.path=m"], environ={})
-    assert bound_of(config, "cuda") == (BOUNDS[expected], expected)
+    assert bound_of(config(), device) == (BOUNDS[expected], expected)
+    assert bound_of(config("trainer.max_mismatch=0.5"), device) == (0.5, expected)

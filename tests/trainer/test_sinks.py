@@ -6,9 +6,8 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
@@ -65,7 +64,7 @@ def report(version: int, accuracy: float, **scores: float) -> EvalReport:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_evaluations_are_curves_over_their_versions(tmp_path: Path, wandb: FakeWandb) -> None:
+def test_evaluations_are_curves_over_their_versions(tmp_path: Path, wandb: Mock) -> None:
     """The buffer tells the last ones again and again; a trainer that goes on has told the older."""
     first = report(0, 0.25, **{"pass@4": 0.5})
     second = report(2, 0.5, **{"pass@4": 0.75})
@@ -79,57 +78,23 @@ def test_evaluations_are_curves_over_their_versions(tmp_path: Path, wandb: FakeW
     with open_sinks(config('metrics.also=["wandb"]'), tmp_path, 2) as sinks:
         sinks.write(3, {"loss": 0.5})
         sinks.write_evals([first, second])
-    assert wandb.run.logged == [
-        (3, {"loss": 0.5}),
-        (None, {"eval/accuracy": 0.5, "eval/pass@4": 0.75, "eval/version": 2}),
-    ]
-
-
-class FakeRun:
-    def __init__(self) -> None:
-        self.logged: list[tuple[int | None, dict[str, Any]]] = []
-        self.finished = False
-
-    def log(
-        self, data: dict[str, Any], step: int | None = None, commit: bool | None = None
-    ) -> None:
-        assert (step is None) == (commit is False), "else W&B would count steps"
-        self.logged.append((step, data))
-
-    def define_metric(self, name: str, step_metric: str) -> None:
-        assert (name, step_metric) == ("eval/*", "eval/version")
-
-    def finish(self) -> None:
-        self.finished = True
-
-
-class FakeWandb(ModuleType):
-    class Error(Exception):
-        pass
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.run = FakeRun()
-        self.given: dict[str, Any] = {}
-        self.refusal = ""
-
-    def init(self, **given: Any) -> FakeRun:
-        if self.refusal:
-            raise self.Error(self.refusal)
-        self.given = given
-        return self.run
+    run = wandb.init.return_value
+    values = {"eval/accuracy": 0.5, "eval/pass@4": 0.75, "eval/version": 2}
+    told = [call({"loss": 0.5}, step=3), call(values, step=None, commit=False)]
+    assert run.log.call_args_list == told, "W&B counts no steps by itself"
+    run.define_metric.assert_called_once_with("eval/*", step_metric="eval/version")
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    fake = FakeWandb()
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    fake = Mock()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     return fake
 
 
 @pytest.mark.parametrize(("mode", "resume"), [("offline", None), ("online", "allow")])
 def test_weights_and_biases(
-    tmp_path: Path, wandb: FakeWandb, mode: str, resume: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wandb: Mock, mode: str, resume: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run-7"
     settings = config('metrics.also=["wandb"]')
@@ -137,12 +102,12 @@ def test_weights_and_biases(
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     with open_sinks(settings, folder, 0) as sinks:
         sinks.write(1, {"loss": 0.5, "grad_norm": None})
-    assert wandb.run.logged == [(1, {"loss": 0.5})]
-    assert wandb.run.finished
-    assert (wandb.given["project"], wandb.given["id"]) == ("mine", "run-7")
-    assert (wandb.given["mode"], wandb.given["dir"]) == (mode, str(folder))
-    assert wandb.given.get("resume") == resume
-    assert wandb.given["config"]["metrics"]["also"] == ["wandb"]
+    run, given = wandb.init.return_value, wandb.init.call_args.kwargs
+    assert run.log.call_args_list == [call({"loss": 0.5}, step=1)]
+    run.finish.assert_called_once_with()
+    assert (given["project"], given["id"], given.get("resume")) == ("mine", "run-7", resume)
+    assert (given["mode"], given["dir"]) == (mode, str(folder))
+    assert given["config"]["metrics"]["also"] == ["wandb"]
 
 
 TRACKERS = {"trackio": {"name", "resume"}, "swanlab": {"name", "mode", "log_dir"}}
@@ -152,23 +117,21 @@ TRACKERS = {"trackio": {"name", "resume"}, "swanlab": {"name", "mode", "log_dir"
 def test_other_trackers_get_evaluations_at_their_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    tracker: Any = FakeWandb()
-    tracker.config = {}
+    tracker = MagicMock()
     monkeypatch.setitem(sys.modules, name, tracker)
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     with open_sinks(config(f'metrics.also=["{name}"]'), tmp_path, 1) as sinks:
         sinks.write(3, {"loss": 0.5})
         sinks.write_evals([report(2, 0.5, **{"pass@4": 0.75})])
-    assert tracker.run.logged == [
-        (3, {"loss": 0.5}),
-        (2, {"eval/accuracy": 0.5, "eval/pass_at_4": 0.75}),
-    ]
-    assert tracker.given.keys() == TRACKERS[name] | {"project", "config"}
-    assert tracker.run.finished
+    values = {"eval/accuracy": 0.5, "eval/pass_at_4": 0.75}
+    run = tracker.init.return_value
+    assert run.log.call_args_list == [call({"loss": 0.5}, step=3), call(values, step=2)]
+    assert tracker.init.call_args.kwargs.keys() == TRACKERS[name] | {"project", "config"}
+    run.finish.assert_called_once_with()
 
 
-def test_what_a_tracker_refuses_is_the_users_mistake(tmp_path: Path, wandb: FakeWandb) -> None:
-    wandb.refusal = "no key"
+def test_what_a_tracker_refuses_is_the_users_mistake(tmp_path: Path, wandb: Mock) -> None:
+    wandb.init.side_effect = ValueError("no key")
     with pytest.raises(UsageError, match="wandb: no key; log in with"):
         with open_sinks(config('metrics.also=["wandb"]'), tmp_path, 0):
             pass

@@ -5,45 +5,25 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fakes.trajectories import trajectory as made
 
-from umbra.proto.records import Sampling, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.proto.records import Sampling, Trajectory, VersionSpan
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.metrics import mismatch_row, mismatch_sums, sample_metrics
 from umbra.services.trainer.objectives.advantages import dr_grpo
 
+HALF = Sampling(temperature=0.5)
+
 
 def trajectory(**changes: Any) -> Trajectory:
     """Two prompt and three response tokens, the middle one from the environment."""
-    made = Trajectory(
-        sample_id="s1",
-        group_id="g1",
-        prompt_id="p1",
-        attempt=1,
-        prompt_ids=pack_int32([5, 6]),
-        response_ids=pack_int32([7, 8, 9]),
-        loss_mask=bytes([1, 0, 1]),
-        logprobs=pack_float32([-1.0, 0.0, -2.0]),
-        spans=[VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=2, end=3)],
-        finish_reason="stop",
-        reward=1.0,
-        sampling=Sampling(temperature=0.5),
-        generator="generator-0",
-    )
-    return msgspec.structs.replace(made, **changes)
+    spans = [VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=2, end=3)]
+    values = {"loss_mask": b"\1\0\1", "spans": spans, "reward": 1.0, "sampling": HALF}
+    return made([5, 6], [7, 8, 9], [-1.0, 0.0, -2.0], **{**values, **changes})
 
 
 def test_tensors() -> None:
-    second = trajectory(
-        sample_id="s2",
-        group_id="g2",
-        prompt_ids=pack_int32([1]),
-        response_ids=pack_int32([2]),
-        loss_mask=bytes([1]),
-        logprobs=pack_float32([-0.25]),
-        spans=[VersionSpan(version=4, start=0, end=1)],
-        reward=0.0,
-        sampling=Sampling(temperature=1.0),
-    )
+    second = made([1], [2], [-0.25], version=4, group_id="g2", reward=0.0)
     batch = make_batch([trajectory(), second], vocab_size=10)
     assert batch.tokens.ids.tolist() == [5, 6, 7, 8, 9, 1, 2]
     assert batch.tokens.lengths.tolist() == [5, 2]

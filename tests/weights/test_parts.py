@@ -83,6 +83,8 @@ def test_a_layout_is_whole_when_all_part_hubs_hold_theirs(world: World) -> None:
         1: "tcp://10.0.0.1:5558",
         2: "tcp://10.0.0.2:5558",
     }
+    world.parts.begin(LAYOUT, PATH, 2, made=False)
+    assert set(world.told()) == {"part-1", "part-2"}, "the same place for another layout"
 
 
 def test_no_part_hub_is_needed_where_one_host_holds_all(world: World) -> None:
@@ -127,18 +129,11 @@ def test_one_that_came_back_goes_on_with_the_arena_of_its_host(world: World) -> 
     assert [type(m) for m in world.told()["part-1"]] == [OfferSlot]
 
 
-def test_one_that_is_started_again_at_once_is_new(world: World) -> None:
-    """Before anybody has noticed that the one before it was gone."""
-    world.begin()
-    assert not world.says(HubPeer("part-1", "second"), state(1))
-    assert world.parts.missing
-    assert world.told() == {"part-1": [hold(fresh=False)]}
-
-
 def test_a_host_that_lost_its_memory_takes_all_versions_with_it(world: World) -> None:
     world.begin()
-    assert not world.says(HubPeer("part-1", "second"), state(1))
-    world.told()
+    assert not world.says(HubPeer("part-1", "second"), state(1)), "nobody has missed the first"
+    assert world.parts.missing
+    assert world.told() == {"part-1": [hold(fresh=False)]}
     assert not world.parts.loss
     assert not world.says(HubPeer("part-1", "second"), state(1, PATH, "cannot open it"))
     assert "trainer host 1" in world.parts.loss
@@ -168,6 +163,12 @@ def test_one_without_room_is_asked_again(world: World) -> None:
     assert world.told() == {"part-1": [hold(fresh=True)]}
     assert not world.says(ONE, state(1, PATH))
     assert not world.parts.broken
+    world.held = {0: publication(1, 0)}
+    world.told()
+    world.says(ONE, state(1, PATH, "no room"))
+    world.parts.ask_again()
+    assert not world.says(ONE, state(1, PATH))
+    assert [type(m) for m in world.told()["part-1"]] == [HoldArena, OfferSlot], "offered again"
 
 
 def test_a_restarted_hub_goes_on_with_what_part_hubs_hold(world: World) -> None:

@@ -52,20 +52,6 @@ def test_a_push_goes_through_all_phases_and_is_measured() -> None:
     assert hub.protocol.next_deadline() is None
 
 
-def test_a_late_joiner_gets_the_newest_version_at_once() -> None:
-    hub = Hub()
-    hub.registered()
-    hub.new_version(0)
-    hub.new_version(1)
-    assert hub.subscribe(A) == [Send("a", prepare(1, 1, 1))]
-    hub.now += 2
-    hub.ready(A, 1, 1)
-    (pushed,) = hub.committed(A, 1, 1)
-    assert isinstance(pushed, Pushed)
-    assert pushed.total_s == 2  # not the time before it joined
-    assert hub.protocol.counters["skipped"] == 0
-
-
 def test_a_slow_receiver_stalls_nobody_and_skips_what_was_overtaken() -> None:
     hub = Hub(slots=3)
     hub.registered()
@@ -198,14 +184,6 @@ def test_where_nobody_has_the_newest_version_the_deadline_alone_counts() -> None
     assert granted(hub.tick(1)) is not None
 
 
-def test_the_deadline_of_a_commit_is_its_own() -> None:
-    hub = pushing(0)
-    hub.tick(9)
-    hub.ready(A, 1, 0)
-    assert hub.tick(9) == []
-    assert any(isinstance(effect, Failed) for effect in hub.tick(1))
-
-
 @pytest.mark.parametrize("phase", ["ready", "committed"])
 def test_a_failed_push_is_tried_once_more(phase: str) -> None:
     hub = pushing(0)
@@ -225,13 +203,6 @@ def test_a_failed_push_is_tried_once_more(phase: str) -> None:
     assert Failed("a", 0, where, "broken", dropped=True) in effects
     assert hub.protocol.serving == {}
     assert +hub.protocol.counters == {"published": 1, "failed": 2, "dropped": 1}
-
-
-def test_after_a_failure_the_newest_version_is_tried() -> None:
-    hub = pushing(0, 1)
-    assert sent(hub.ready(A, 1, 0, error="broken"), "a")[1] == prepare(2, 1, 1)
-    # A new version, so it has two attempts of its own.
-    assert sent(hub.ready(A, 2, 1, error="broken"), "a")[1] == prepare(3, 1, 1)
 
 
 def test_an_unreachable_receiver_is_dropped_without_a_word() -> None:
@@ -409,6 +380,10 @@ def test_pushes_wait_while_a_part_is_missing_and_go_on_with_the_newest_version()
     hub = pushing(0, slots=3)
     hub.hold_back("gone")
     assert hub.subscribe(B) == []
+    other = pushing(0)
+    other.hold_back("gone")
+    assert sent(other.ready(A, 1, 0), "a") == [Commit(epoch=1, version=0)], "what is under way ends"
+    assert isinstance(other.committed(A, 1, 0)[0], Pushed)
     failed = hub.ready(A, 1, 0, error="the source is gone")
     assert [type(effect) for effect in failed] == [Send, Failed]
     assert sent(failed, "a") == [Abort(epoch=1, version=0, reason="the source is gone")]
@@ -417,14 +392,6 @@ def test_pushes_wait_while_a_part_is_missing_and_go_on_with_the_newest_version()
     effects = hub.hold_back("")
     assert sent(effects, "a") == [prepare(2, 0, 0)]
     assert sent(effects, "b") == [prepare(3, 0, 0)]
-
-
-def test_what_is_under_way_may_end_well_without_the_part_that_went_away() -> None:
-    hub = pushing(0)
-    hub.hold_back("gone")
-    assert sent(hub.ready(A, 1, 0), "a") == [Commit(epoch=1, version=0)]
-    assert isinstance(hub.committed(A, 1, 0)[0], Pushed)
-    assert hub.tick(DEADLINE_S) == []
 
 
 def test_one_that_fails_its_second_attempt_while_a_part_is_missing_is_not_dropped() -> None:
