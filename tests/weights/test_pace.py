@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,52 +37,27 @@ def test_the_first_version_may_take_what_is_done_before_it(
     assert config.first_version_s(weights_bytes(tmp_path / "none")) == 600.0
 
 
-class _SubscribedError(Exception):
-    """As far as the test goes."""
-
-
-@pytest.mark.parametrize("role", ["generator", "scorer"])
+@pytest.mark.parametrize(
+    ("role", "waits"),
+    [("generator", {"subscribe_unless"}), ("scorer", {"subscribe", "wait_first"})],
+)
 def test_who_waits_for_the_first_version_counts_its_model(
-    role: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    role: str, waits: set[str], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits: list[float] = []
-
-    class Session:
-        stopping = threading.Event()
-
-        def progress(self, *_: Any) -> None: ...
-        def weights(self, *, deadline_s: float) -> None:
-            limits.append(deadline_s)
-
-    class Noting:
-        def __init__(self, *_: Any, **_named: Any) -> None: ...
-        def close(self) -> None: ...
-
-        def subscribe(self, timeout_s: float) -> None:
-            limits.append(timeout_s)
-
-        def subscribe_unless(self, _stopping: Any, timeout_s: float, _waiting: Any) -> bool:
-            limits.append(timeout_s)
-            raise _SubscribedError
-
-        def wait_first(self, timeout_s: float, _stopping: Any) -> None:
-            limits.append(timeout_s)
-            raise _SubscribedError
-
-    overrides = (f"model.path={tiny_model_dir}",)
-    config = load_config(overrides=[*overrides, "scorer.device=cpu"], environ={})
+    receiver, session = Mock(), Mock(stopping=threading.Event())
+    receiver.subscribe_unless.side_effect = receiver.wait_first.side_effect = StopAsyncIteration
+    for service in (generator_service, scorer_service):
+        monkeypatch.setattr(service, "Receiver", Mock(return_value=receiver))
     monkeypatch.setattr(WeightHubConfig, "least_rate", 10.0)
-    monkeypatch.setattr(generator_service, "Receiver", Noting)
-    monkeypatch.setattr(scorer_service, "Receiver", Noting)
-    session = cast(Any, Session())
-    with pytest.raises(_SubscribedError):
+    overrides = [f"model.path={tiny_model_dir}", "scorer.device=cpu"]
+    config = load_config(overrides=overrides, environ={})
+    with pytest.raises(StopAsyncIteration):  # as far as the test goes
         if role == "generator":
-            opened = OpenEngine(cast(Any, None), cast(Any, None), "cpu")
-            generator_service._subscribe(session, config, opened)
+            generator_service._subscribe(session, config, OpenEngine(Mock(), Mock(), "cpu"))
         else:
-            context = cast(
-                Any, SimpleNamespace(config=config, options={"stage": "logp"}, begin=print)
-            )
+            context = Mock(config=config, options={"stage": "logp"})
             scorer_service._score_logprobs(context, session)
-    expected = 600.0 + 5 * weights_bytes(tiny_model_dir) / 10
-    assert limits == [expected] * (2 if role == "generator" else 3)
+    limit_s = 600.0 + 5 * weights_bytes(tiny_model_dir) / 10
+    session.weights.assert_called_once_with(deadline_s=limit_s)
+    limits = {name: args for name, args, _ in receiver.method_calls if name != "close"}
+    assert limits.keys() == waits and all(limit_s in args for args in limits.values())
