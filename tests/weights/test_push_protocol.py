@@ -382,7 +382,9 @@ def test_pushes_wait_while_a_part_is_missing_and_go_on_with_the_newest_version()
     assert hub.subscribe(B) == []
     other = pushing(0)
     other.hold_back("gone")
-    assert sent(other.ready(A, 1, 0), "a") == [Commit(epoch=1, version=0)], "what is under way ends"
+    assert sent(other.ready(A, 1, 0), "a") == [Commit(epoch=1, version=0)], (
+        "a push under way may end"
+    )
     assert isinstance(other.committed(A, 1, 0)[0], Pushed)
     failed = hub.ready(A, 1, 0, error="the source is gone")
     assert [type(effect) for effect in failed] == [Send, Failed]
