@@ -6,7 +6,7 @@
 
 Generator and trainer share the GPU, in bf16, and every weight is pushed at each step over
 `--plane`: a push over another one misses a goal, so that a fallback can't pass for the plane. The
-model has random weights, so nothing is learned: it shows that it works, what a push costs, and the
+model has random weights and is paid for answers of odd length: it shows what a push costs, and the
 share of the GPU's rate that an update reaches. With `--kill` the generator is killed half way.
 """
 
@@ -37,6 +37,7 @@ from umbra.services.generator.tasks import write_task
 from umbra.services.trainer.make_model import make_model
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "sort.toml"
+REWARD = "def odd(prompt, completion, row):\n    return float(len(completion) % 2)\n"
 LARGE = {"hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "ff": 3072, "init_std": 0.02}
 PARTS = ("snapshot_s", "wire_s", "stage_s", "commit_s", "total_s")  # of a push
 END_S = 600.0
@@ -45,6 +46,8 @@ SETTINGS = (
     "model.path=model",
     "data.prompts=task/prompts.jsonl",
     "eval.prompts=",
+    "environment.kind=reward",
+    "environment.reward=reward:odd",
     "buffer.batch_groups=16",
     "trainer.learning_rate=1e-6",
 )
@@ -67,6 +70,7 @@ def one_run(home: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Make model and task in `home`, and the run; what it came to."""
     weights = make_model(home / "model", **({} if options.quick else LARGE))
     write_task("sort", home / "task", seed=0, prompts=2048, heldout=16, demos=0)
+    (home / "reward.py").write_text(REWARD, encoding="utf-8")
     config = as_dict(load_config(str(DEMO), overrides=settings(options)))
     (home / "run.toml").write_text(to_toml(config), encoding="utf-8")
     with closing(DemoRun(home, "", None)) as run:
@@ -91,6 +95,7 @@ def one_run(home: Path, options: argparse.Namespace) -> dict[str, Any]:
         "twice": found.twice,
         "out_of_balance": abs(summary["ledger"]["balance"]),
         "steps": summary["steps"],
+        "updates": sum(step.get("skipped") == 0 for step in steps),
         "tokens_s": summary["tokens_per_s"] or 0.0,
         "mfu": median([step.get("mfu") for step in steps]),
         "pushes": len(pushes),
@@ -130,7 +135,7 @@ def kill_half_way(run: DemoRun, steps: int) -> bool:
 def summarise(report: Report) -> None:
     """State the run's figures, and goals."""
     (run,) = report.rows
-    shown = ("weights", "steps", "tokens_s", "pushes", "push_bytes")
+    shown = ("weights", "updates", "tokens_s", "mfu", "pushes", "push_bytes")
     names = [*shown, *(f"push_{name}" for name in PARTS)]
     report.table("run", names, [[run[name] for name in names]])
     report.goal("exit code of the run", run["exit_code"], "<=", 0)
@@ -138,6 +143,7 @@ def summarise(report: Report) -> None:
     report.goal("acknowledged samples lost", run["lost"], "<=", 0)
     report.goal("samples trained twice", run["twice"], "<=", 0)
     report.goal("samples that the ledger lacks", run["out_of_balance"], "<=", 0)
+    report.goal("updates", run["updates"], ">=", run["steps"])
     report.goal("pushes", run["pushes"], ">=", run["steps"])
     report.goal(f"pushes over another plane than {run['plane']}", run["elsewhere"], "<=", 0)
     if "killed" in report.facts:
