@@ -6,6 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,6 +19,7 @@ from umbra.services.config import NamedEnvironment, RunConfig
 from umbra.services.config.loader import FOREIGN, as_dict, load_config, to_json
 from umbra.services.config.presets import PRESETS
 
+RECOMPUTES = "trainer.activation_checkpointing"
 SECTION_TYPES = get_type_hints(RunConfig) | {"environments": NamedEnvironment}
 FIELDS = [
     (section, field)
@@ -56,28 +58,23 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("override", "section", "key", "value"),
+    ("override", "key", "value"),
     [
-        ("trainer.learning_rate=3e-4", "trainer", "learning_rate", 3e-4),
-        ("trainer.betas=[0.9, 0.99]", "trainer", "betas", (0.9, 0.99)),
-        ("data.shuffle=false", "data", "shuffle", False),
-        ("trainer.activation_checkpointing=true", "trainer", "activation_checkpointing", True),
-        (
-            "trainer.activation_checkpointing=every 2",
-            "trainer",
-            "activation_checkpointing",
-            "every 2",
-        ),
-        ("trainer.profile_steps=[2, 5]", "trainer", "profile_steps", [2, 5]),
-        ("run.name=a=b", "run", "name", "a=b"),
-        (" run.steps = 5 ", "run", "steps", 5),
-        ("environment.options.tries=3", "environment", "options", {"tries": 3}),
-        ("environment.options.a.b=x", "environment", "options", {"a": {"b": "x"}}),
-        ("environment.options={a = 1}", "environment", "options", {"a": 1}),
+        ("trainer.learning_rate=3e-4", "trainer.learning_rate", 3e-4),
+        ("trainer.betas=[0.9, 0.99]", "trainer.betas", (0.9, 0.99)),
+        ("data.shuffle=false", "data.shuffle", False),
+        (f"{RECOMPUTES}=true", RECOMPUTES, True),
+        (f"{RECOMPUTES}=every 2", RECOMPUTES, "every 2"),
+        ("trainer.profile_steps=[2, 5]", "trainer.profile_steps", [2, 5]),
+        ("run.name=a=b", "run.name", "a=b"),
+        (" run.steps = 5 ", "run.steps", 5),
+        ("environment.options.tries=3", "environment.options", {"tries": 3}),
+        ("environment.options.a.b=x", "environment.options", {"a": {"b": "x"}}),
+        ("environment.options={a = 1}", "environment.options", {"a": 1}),
     ],
 )
-def test_overrides(override: str, section: str, key: str, value: Any) -> None:
-    assert getattr(getattr(load(overrides=(override,)), section), key) == value
+def test_overrides(override: str, key: str, value: Any) -> None:
+    assert attrgetter(key)(load(overrides=(override,))) == value
 
 
 def test_an_override_keeps_the_rest_of_a_table(tmp_path: Path) -> None:
@@ -114,8 +111,8 @@ def test_as_dict_is_the_whole_tree() -> None:
         ("sampling.top_p=2", "sampling.top_p must be a number > 0 and <= 1, not 2"),
         ("trainer.betas=[0.9]", "trainer.betas must be a list of 2 numbers, not [0.9]"),
         (
-            "trainer.activation_checkpointing=every 0",
-            "trainer.activation_checkpointing must be true or false or text like "
+            f"{RECOMPUTES}=every 0",
+            f"{RECOMPUTES} must be true or false or text like "
             '(auto|selective|every [1-9][0-9]*), not "every 0"',
         ),
         ("trainer.profile_steps=[0]", "trainer.profile_steps must be a list of integers >= 1, not"),
@@ -142,12 +139,9 @@ def test_a_bad_override(override: str, told: str) -> None:
     assert "\n" not in message
 
 
-def test_a_table_is_not_made_out_of_a_value() -> None:
+def test_what_was_wrong_is_named_by_its_variable_or_override() -> None:
     told = mistake("environment.options.a=3", "environment.options.a.b=3")
     assert told == "--set environment.options.a.b=3: a is not a table"
-
-
-def test_a_bad_variable_is_named() -> None:
     assert mistake(UMBRA_RUN__STEPS="x") == (
         'environment variable UMBRA_RUN__STEPS: run.steps must be an integer >= 1, not "x"'
     )
@@ -175,23 +169,24 @@ def test_a_bad_file(text: str, told: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{tmp_path / 'run.toml'}: {told}")
 
 
-def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"run\.toml is not valid TOML: .*line 2") as caught:
-        load("[run]\nsteps = = 3\n", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("run.toml", b"[run]\nsteps = = 3\n", r"run\.toml is not valid TOML: .*line 2"),
+        ("run.json", b'{"run": {"a": 1, "a": 2}}', 'json is not valid JSON: "a" is given twice'),
+        ("nothing.toml", None, r"nothing\.toml does not exist$"),
+        ("", None, "cannot be read: .*directory"),
+        ("binary.toml", b"\xff\xfe\x00", "cannot be read: .*utf-8"),
+    ],
+)
+def test_a_file_that_cannot_be_read(
+    name: str, content: bytes | None, told: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=told) as caught:
+        load_config(tmp_path / name, environ={})
     assert "\n" not in str(caught.value)
-    (tmp_path / "run.json").write_text('{"run": {"steps": 1, "steps": 2}}')
-    with pytest.raises(UsageError, match=r'run\.json is not valid JSON: "steps" is given twice'):
-        load_config(tmp_path / "run.json", environ={})
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nothing\.toml does not exist$"):
-        load_config(tmp_path / "nothing.toml", environ={})
-    with pytest.raises(UsageError, match=r"cannot be read: .*directory"):
-        load_config(tmp_path, environ={})
-    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match=r"cannot be read: .*utf-8"):
-        load_config(tmp_path / "binary.toml", environ={})
 
 
 def test_a_file_from_an_editor_that_marks_its_encoding(tmp_path: Path) -> None:
@@ -206,10 +201,7 @@ def test_every_field_is_described_and_has_a_default() -> None:
         description = (field.type.extra_json_schema or {}).get("description", "")
         assert description and not description.endswith("."), where
         assert not field.required, where
-
-
-def test_no_name_of_ours_is_taken_for_that_of_another_system() -> None:
-    assert not FOREIGN.keys() & {field.name for _, field in FIELDS}
+    assert not FOREIGN.keys() & {field.name for _, field in FIELDS}, "names of other systems"
 
 
 def test_every_piece_of_an_objective_has_a_key_of_its_type() -> None:
@@ -236,12 +228,12 @@ def test_every_piece_of_an_objective_has_a_key_of_its_type() -> None:
             ("bf16", True, "float16"),
         ),
         (
-            ("trainer.precision=no", "trainer.activation_checkpointing=true"),
+            ("trainer.precision=no", f"{RECOMPUTES}=true"),
             ("no", True, "float32"),
             ("no", True, "bfloat16"),
         ),
         (
-            ("trainer.activation_checkpointing=false", "weight_hub.dtype=float32"),
+            (f"{RECOMPUTES}=false", "weight_hub.dtype=float32"),
             ("no", False, "float32"),
             ("bf16", False, "float32"),
         ),
@@ -266,12 +258,9 @@ page = runpy.run_path(str(SCRIPT))
 READERS, described = page["READERS"], page["described"]
 
 
-def test_the_page_is_what_the_script_prints() -> None:
+def test_the_page_is_what_the_script_prints_and_has_170_keys_at_most() -> None:
     made = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=True)
     assert PAGE.read_text(encoding="utf-8") == made.stdout, (
         "write it again: python .ci/config_page.py > docs/config.md"
     )
-
-
-def test_there_are_170_keys_at_most() -> None:
     assert len(list(described())) <= 170

@@ -19,9 +19,10 @@ def loaded(*keys: str) -> RunConfig:
     return load_config(overrides=overrides, environ={})
 
 
-def test_the_defaults_are_feasible() -> None:
+def test_the_defaults_are_feasible_and_so_are_branches_of_agents() -> None:
     defaults = RunConfig()
-    check_feasible(defaults)
+    for config in (defaults, loaded(*AGENT, *BRANCHES)):
+        check_feasible(config)
     assert implied_staleness(defaults).bound == defaults.buffer.max_staleness
 
 
@@ -100,14 +101,11 @@ def test_what_has_no_one_translation_is_explained(text: str, said: str, tmp_path
 
 AGENT = ("environment.kind=agent", "environment.agent=my:agent")
 BRANCHES = ("environment.branches=train",)
+DYNAMIC, LONG = "buffer.dynamic_sampling=true", "generator.max_context=30000"
 REFERENCE = "buffer.stages=['ref_logp']"
 GROUPS = ("environment.reward_scope=group", "buffer.stages=['reward']")
 VERIFIERS = ("environment.kind=verifiers", "environment.id=x")
 SERVERS = ("generator.engine=vllm-http", "generator.urls=['unix:/run/vllm']", "generator.count=0")
-
-
-def test_agents_may_have_branches() -> None:
-    check_feasible(loaded(*AGENT, *BRANCHES))
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("ppo_critic", "opd")])
@@ -120,7 +118,7 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        (["buffer.group_size=1", "buffer.dynamic_sampling=true"], "set buffer.group_size to 2"),
+        (["buffer.group_size=1", DYNAMIC], "set buffer.group_size to 2"),
         (["buffer.group_size=1", "buffer.straggler_s=5"], "set straggler_s to 0"),
         (["buffer.on_batch=interrupt", "buffer.max_staleness=0"], "buffer.on_batch to continue"),
         (["buffer.oversample=2"], "buffer.oversample to 0"),
@@ -180,20 +178,17 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         (["objective=opd"], "trainer.kl_coef = 1 needs ref_logp in buffer.stages: add it"),
         (["objective=opd", "kl_coef=0"], "needs trainer.objective = opd and kl_coef above 0"),
         (["advantage=teacher"], "needs trainer.objective = opd"),
-        (
-            ["objective=opd", "buffer.dynamic_sampling=true", REFERENCE],
-            "dynamic_sampling goes by rew",
-        ),
+        (["objective=opd", DYNAMIC, REFERENCE], "dynamic_sampling goes by rew"),
         (["scorer.model={ math = 'a' }"], "which are none: name these, or one model for all"),
         (["objective=gspo", "score_centering=8"], "centers the scores of tokens"),
         (["objective=dapo", "score_centering=8"], "does nothing with objective dapo, whose weight"),
         (["sampling.top_p=0.9"], "set sampling.top_k to 64, say"),
         (
-            ["sampling.top_k=500", "generator.max_context=30000"],
-            "sampling.top_k = 500: with generator.max_context = 30,000 and batches of 256",
+            ["sampling.top_k=500", LONG],
+            "with generator.max_context = 30,000 and batches of 256",
         ),
         (
-            ["score_centering=128", "generator.max_context=30000"],
+            ["score_centering=128", LONG],
             "trainer.score_centering = 128: with generator.max_context",
         ),
     ],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +31,7 @@ from umbra.proto.records import Trajectory, VersionSpan
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
+Kept = Callable[[Socket], Socket]
 
 HWM_MESSAGES = 1000  # libzmq's own
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -40,13 +43,19 @@ def receive(socket: Socket) -> list[bytes]:
     return socket.recv_multipart()
 
 
-def close(*opened: Socket) -> None:
-    """Close sockets without waiting for what they still have to send."""
-    for socket in opened:
-        socket.close(linger=0)
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    """Closes the sockets of a test, without waiting for what they still have to send."""
+    with ExitStack() as stack:
+
+        def keep(socket: Socket) -> Socket:
+            stack.callback(socket.close, linger=0)
+            return socket
+
+        yield keep
 
 
-def test_options(zmq_context: Context) -> None:
+def test_options(zmq_context: Context, kept: Kept) -> None:
     router, endpoint = sockets.router(zmq_context, ANY_PORT)
     publisher, endpoint_out = sockets.publisher(zmq_context, ANY_PORT)
     waker = sockets.Waker(zmq_context, "wake")
@@ -58,45 +67,40 @@ def test_options(zmq_context: Context) -> None:
         "pair bound": waker.socket,
         "pair connected": waker._outward,
     }
-    try:
-        for name, socket in opened.items():
-            limit_bytes = socket_bytes("events") if name == "pub" else MOST_BYTES
-            own = {zmq.MAXMSGSIZE: limit_bytes, zmq.SNDHWM: HWM_MESSAGES, zmq.RCVHWM: HWM_MESSAGES}
-            own[zmq.HEARTBEAT_IVL] = 0  # libzmq aborts on some of them
-            if name == "router":
-                own[zmq.RCVHWM] = sockets.ROUTER_OPTIONS[zmq.RCVHWM]
-            for option, value in {**sockets.OPTIONS, **own}.items():
-                assert socket.get(option) == value, (name, option)
-        assert opened["dealer"].get(zmq.IDENTITY) == b"me"
-    finally:
-        close(*opened.values())
+    for name, socket in opened.items():
+        kept(socket)
+        limit_bytes = socket_bytes("events") if name == "pub" else MOST_BYTES
+        own = {zmq.MAXMSGSIZE: limit_bytes, zmq.SNDHWM: HWM_MESSAGES, zmq.RCVHWM: HWM_MESSAGES}
+        own[zmq.HEARTBEAT_IVL] = 0  # libzmq aborts on some of them
+        if name == "router":
+            own[zmq.RCVHWM] = sockets.ROUTER_OPTIONS[zmq.RCVHWM]
+        for option, value in {**sockets.OPTIONS, **own}.items():
+            assert socket.get(option) == value, (name, option)
+    assert opened["dealer"].get(zmq.IDENTITY) == b"me"
 
 
 @pytest.mark.parametrize("endpoint", [ANY_PORT, "tcp://127.0.0.1:0"])
-def test_a_free_port_is_told(zmq_context: Context, endpoint: str) -> None:
+def test_a_free_port_is_told(zmq_context: Context, kept: Kept, endpoint: str) -> None:
     router, actual = sockets.router(zmq_context, endpoint)
-    dealer = sockets.dealer(zmq_context, actual, b"me")
-    try:
-        assert actual.startswith("tcp://127.0.0.1:")
-        assert int(actual.rpartition(":")[2]) > 0
-        dealer.send_multipart([b"header", b"body"])
-        assert receive(router) == [b"me", b"header", b"body"]
-    finally:
-        close(router, dealer)
+    dealer = kept(sockets.dealer(zmq_context, actual, b"me"))
+    assert actual.startswith("tcp://127.0.0.1:")
+    assert int(actual.rpartition(":")[2]) > 0
+    dealer.send_multipart([b"header", b"body"])
+    assert receive(kept(router)) == [b"me", b"header", b"body"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "*"])
-def test_an_occupied_port_is_named_with_a_remedy(zmq_context: Context, host: str) -> None:
+def test_an_occupied_port_is_named_with_a_remedy(
+    zmq_context: Context, kept: Kept, host: str
+) -> None:
     """Also before it is bound."""
     router, actual = sockets.router(zmq_context, f"tcp://{host}:*")
+    kept(router)
     endpoint = actual.replace("0.0.0.0", "*")
     said = f"{endpoint} is in use by another process: stop it or choose another port"
-    try:
-        for bind in (partial(sockets.router, zmq_context), sockets.check_port_free):
-            with pytest.raises(StartupError, match=f"^{re.escape(said)}$"):
-                bind(endpoint)
-    finally:
-        close(router)
+    for bind in (partial(sockets.router, zmq_context), sockets.check_port_free):
+        with pytest.raises(StartupError, match=f"^{re.escape(said)}$"):
+            bind(endpoint)
 
 
 @pytest.mark.parametrize(
@@ -127,54 +131,44 @@ def test_an_impossible_address_to_connect_to_is_named(zmq_context: Context, endp
         assert endpoint in str(caught.value)
 
 
-def test_a_restarted_peer_takes_over_its_identity(zmq_context: Context) -> None:
+def test_a_restarted_peer_takes_over_its_identity(zmq_context: Context, kept: Kept) -> None:
     router, endpoint = sockets.router(zmq_context, ANY_PORT)
-    old = sockets.dealer(zmq_context, endpoint, b"generator-0")
-    new = None
-    try:
-        old.send(b"old")
-        assert receive(router) == [b"generator-0", b"old"]
-        new = sockets.dealer(zmq_context, endpoint, b"generator-0")
-        new.send(b"new")
-        assert receive(router) == [b"generator-0", b"new"]
-        router.send_multipart([b"generator-0", b"answer"])
-        assert receive(new) == [b"answer"]
-    finally:
-        close(router, old, *([new] if new is not None else []))
+    kept(router)
+    for word in (b"old", b"new"):
+        dealer = kept(sockets.dealer(zmq_context, endpoint, b"generator-0"))
+        dealer.send(word)
+        assert receive(router) == [b"generator-0", word]
+    router.send_multipart([b"generator-0", b"answer"])
+    assert receive(dealer) == [b"answer"]
 
 
-def test_nobody_gets_in_while_nobody_answers_for_the_domain(zmq_context: Context) -> None:
+def test_nobody_gets_in_while_nobody_answers_for_the_domain(
+    zmq_context: Context, kept: Kept
+) -> None:
     (public, secret), (public_b, secret_b) = zmq.curve_keypair(), zmq.curve_keypair()
-    router, endpoint = sockets.router(
-        zmq_context, ANY_PORT, sockets.Curve(public, secret, domain="control")
-    )
+    curve = sockets.Curve(public, secret, domain="control")
+    router, endpoint = sockets.router(zmq_context, ANY_PORT, curve)
     monitor = sockets.handshakes(zmq_context, router, EVENTS)
-    dealer = sockets.dealer(
-        zmq_context, endpoint, b"me", sockets.Curve(public_b, secret_b, server=public)
-    )
-    try:
-        assert monitor.poll(WAIT_MS)
-        event = recv_monitor_message(monitor)["event"]
-        assert event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    finally:
-        router.disable_monitor()
-        close(router, monitor, dealer)
+    own = sockets.Curve(public_b, secret_b, server=public)
+    kept(sockets.dealer(zmq_context, endpoint, b"me", own))
+    assert kept(monitor).poll(WAIT_MS)
+    event = recv_monitor_message(monitor)["event"]
+    assert event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    kept(router).disable_monitor()
 
 
-def test_a_frame_above_the_limit_never_arrives(zmq_context: Context, tmp_path: Path) -> None:
+def test_a_frame_above_the_limit_never_arrives(
+    zmq_context: Context, kept: Kept, tmp_path: Path
+) -> None:
     router, endpoint = sockets.router(zmq_context, f"ipc://{tmp_path}/r", frame_bytes=1000)
-    monitor = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    monitor = kept(router).get_monitor_socket(zmq.EVENT_DISCONNECTED)
     assert monitor is not None
-    dealer = sockets.dealer(zmq_context, endpoint, b"me")
-    try:
-        dealer.send_multipart([b"header", b"x" * 1001])
-        # The connection ends instead, which is the answer that a peer of this kind gets.
-        assert monitor.poll(WAIT_MS)
-        assert not router.poll(0)
-    finally:
-        router.disable_monitor()
-        close(monitor)
-        close(router, dealer)
+    dealer = kept(sockets.dealer(zmq_context, endpoint, b"me"))
+    dealer.send_multipart([b"header", b"x" * 1001])
+    # The connection ends instead, which is the answer that a peer of this kind gets.
+    assert kept(monitor).poll(WAIT_MS)
+    assert not router.poll(0)
+    router.disable_monitor()
 
 
 def of_versions(name: str, count: int) -> Trajectory:
