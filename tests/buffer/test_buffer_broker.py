@@ -60,7 +60,7 @@ def test_a_bound_below_run_ahead_holds_samples_back_and_never_deadlocks() -> Non
     assert len(others) == 7  # batches 0 and 1; batch 2 needs version 1
     # A group of the very batch that is due fails: its replacement must still be leasable now.
     run.back("a", first, failed=True)
-    assert len(run.lease("a", 1000, 0)) == 2
+    assert [task.pinned_version for task in run.lease("a", 1000, 0)] == [-1, -1]
 
 
 def test_a_generator_with_old_weights_gets_no_sample_that_they_would_make_stale() -> None:
@@ -70,23 +70,21 @@ def test_a_generator_with_old_weights_gets_no_sample_that_they_would_make_stale(
     assert len(run.lease("a", 4, 1)) == 4
 
 
-def test_the_first_to_ask_leaves_a_share_to_those_that_wait() -> None:
-    run = world(run_ahead=0)
-    run.produce("a", 0)
-    run.ask("b", m.LeaseTasks(capacity=100, version=0, wait_s=9))
-    run.train(1)
-    assert len(run.lease("a", 100, 1)) == 2  # half of 4; b waits too, if for newer weights
-    assert len(run.lease("a", 100, 1)) == 1
-
-
-def test_a_share_is_of_all_that_want_work() -> None:
-    run = world(run_ahead=0, batch_groups=6)
+@pytest.mark.parametrize(
+    ("groups", "others", "shares"),
+    [(2, "b", [2, 1]), (6, "bc", [4])],  # half of 4; a third of 12
+)
+def test_the_first_to_ask_leaves_a_share_to_all_that_wait(
+    groups: int, others: str, shares: list[int]
+) -> None:
+    """They do, if for newer weights."""
+    run = world(run_ahead=0, batch_groups=groups)
     run.join("generator", "c")
     run.produce("a", 0)
-    for name in "bc":
+    for name in others:
         run.ask(name, m.LeaseTasks(capacity=100, version=0, wait_s=9))
     run.train(1)
-    assert len(run.lease("a", 100, 1)) == 4  # a third of 12
+    assert [len(run.lease("a", 100, 1)) for _ in shares] == shares
 
 
 def test_parked_questions_are_answered_by_a_commit_with_fair_shares() -> None:
@@ -179,6 +177,7 @@ def test_what_a_gone_generator_held_is_leased_first_and_oldest_first(how: str) -
         run.beat("trainer")
         run.pass_time(2)
         assert run.status.departed == {"a": "dead: silent for 6 s"}
+    assert run.broker.counters["dead_members"] == (how == "death")
     again = run.lease("b", 5, 0)
     assert [t.sample_id for t in again[:3]] == [t.sample_id for t in held]
     assert [t.attempt for t in again] == [2, 2, 2, 1, 1]

@@ -142,6 +142,7 @@ def test_requests_are_only_for_members_of_the_right_role() -> None:
 def test_an_older_incarnation_is_refused_for_ever() -> None:
     run = world()
     run.join("generator", "a", "a-2")
+    assert run.broker.counters["superseded"] == 1
     assert isinstance(run.beat("a"), m.HeartbeatAck)
     body = m.Join(role="generator", name="a", pid=1, host="h")
     for old in (m.LeaseTasks(capacity=1, version=0, wait_s=0), body):

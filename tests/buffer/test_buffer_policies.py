@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from umbra.proto import messages as m
 from umbra.proto.net.session import FAILED
 from umbra.proto.records import pack_float32
+from umbra.services.buffer.endpoints import trainer
 from umbra.services.buffer.samples.ledger import REASONS_KEPT
 from umbra.services.buffer.samples.staleness import StalenessPolicy, split
 from umbra.services.config import GeneratorConfig
@@ -23,6 +24,7 @@ def test_a_flushed_partial_is_kept_and_its_lease_goes_on() -> None:
     run.pass_time(8)
     flushed = m.RenewLeases(partials=[partial, trajectory(task, 0, sample_id="s-99")])
     assert run.ask("a", flushed) == m.TaskLeases(lost=["s-99"])
+    assert (run.broker.counters["flushed"], run.broker.counters["late_flushes"]) == (1, 1)
     run.pass_time(8)
     assert run.pool.samples[task.sample_id].holder == "a"  # the flush counts as a renewal
     run.pass_time(10)
@@ -37,6 +39,17 @@ def test_a_full_batch_interrupts_the_rest() -> None:
     ((_, interrupt),) = run.pushes
     assert isinstance(interrupt, m.Interrupt)
     assert interrupt.leases == [(task.sample_id, 1) for task in tasks[4:]]
+    assert run.broker.counters["interrupted"] == len(tasks) - 4
+
+
+def test_only_those_who_generate_are_interrupted() -> None:
+    run = scored(batch_groups=1)
+    first, second = run.lease("a", 2, 0)
+    run.answer("a", [first], 0)
+    assert run.to_score("r", "reward", 1)
+    trainer.interrupt(run.broker.run, "x")
+    run.take(run.broker.run.outbox.take())
+    assert run.pushes == [("a", m.Interrupt(leases=[(second.sample_id, 1)], reason="x"))]
 
 
 def test_training_waits_for_what_would_be_stale() -> None:

@@ -102,6 +102,7 @@ def test_a_partial_outlives_the_buffer() -> None:
     world.restart_broker()
     (again,) = world.lease("a", 1, 0)
     assert (again.sample_id, again.trajectory) == (task.sample_id, partial)
+    assert again.row == task.row != {}
 
 
 def test_a_trainer_that_starts_again_gets_the_same_batches_in_order() -> None:
@@ -116,6 +117,7 @@ def test_a_trainer_that_starts_again_gets_the_same_batches_in_order() -> None:
         world.join("trainer", "trainer", f"trainer-{2 + kill}")
         assert world.batch(3) == batches[2]
         assert world.broker.batches.version == 2
+        assert world.broker.counters["steps_repeated"] == 3 * (1 + kill)
         ledger = world.pool.ledger.snapshot()
         assert (ledger.trained, ledger.in_flight["training"], ledger.balance) == (8, 16, 0)
         for step in (3, 4, 5, 6):
