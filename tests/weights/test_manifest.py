@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from umbra.proto.bounds import BUCKETS, DIMENSIONS, OWNERS, TENSORS
 from umbra.proto.errors import UsageError, WireError
 from umbra.proto.messages import RegisterManifest
-from umbra.proto.records import Manifest
+from umbra.proto.records import AdapterFacts, Manifest
 from umbra.services.weights.manifest import (
     ALIGN_BYTES,
     ITEM_BYTES,
@@ -22,6 +22,7 @@ from umbra.services.weights.manifest import (
     check_dtype,
     check_manifest,
     checksums,
+    held_whole,
     owned_buckets,
 )
 
@@ -179,6 +180,9 @@ def test_a_manifest_from_the_wire_is_checked() -> None:
     check_manifest(msgspec.json.decode(msgspec.json.encode(good), type=Manifest))
     divided = build_manifest([("a", "F32", [4, 64])], 1024, {"a": [(2, 0), (4, 1)]})
     assert divided.owners == [0, 1]
+    whole = held_whole(divided)
+    check_manifest(whole)
+    assert held_whole(good) is good and whole == _changed(divided, owners=[], digest=whole.digest)
     first, second = good.tensors
     bad = [
         (_changed(good, digest="0" * 32), "digest"),
@@ -194,6 +198,7 @@ def test_a_manifest_from_the_wire_is_checked() -> None:
         (_changed(good, tensors=[first, replace(second, offset=64)]), "tensors"),
         (_changed(good, tensors=[first, replace(second, dtype="X")]), "tensors"),
         (_changed(good, tensors=[first, replace(second, name="a")]), "tensors"),
+        (_changed(good, adapter=AdapterFacts(base="b", rank=4, alpha=8.0)), "digest"),
         (_changed(divided, owners=[0]), "owners"),
         (_changed(divided, owners=[0, 1, 1]), "owners"),
         (_changed(divided, owners=[0, OWNERS]), "owners"),

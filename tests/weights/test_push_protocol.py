@@ -255,7 +255,11 @@ def test_only_the_trainer_that_registered_last_may_write() -> None:
     restarted = HubPeer("trainer", "t2")
     assert hub.registered(publisher=restarted) == []
     assert refusal(hub.publish(0, 0)) == ("publish", "superseded")
+    assert refusal(hub.publish(0, 0, restarted)) == ("publish", "not_granted")
     assert granted(hub.acquire(0, restarted)) == 0
+    hub = pushing(0, 1)
+    hub.acquire(2)
+    assert refusal(hub.registered(publisher=restarted)) == ("acquire 2", "superseded")
 
 
 def test_a_restarted_trainer_keeps_the_pushes_under_way() -> None:

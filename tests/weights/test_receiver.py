@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from fakes.hub_bench import LAYOUT, OTHER_LAYOUT, WAIT_S
@@ -278,6 +279,23 @@ def test_a_load_that_fails_is_reported_and_raised() -> None:
     with pytest.raises(PeerLostError):
         world.receiver.load(staged, fails, WAIT_S, threading.Event())
     assert world.wire.take(m.Committed).error == "out of memory"
+
+
+@pytest.mark.parametrize("readable", [True, False])
+@pytest.mark.parametrize("verified", [True, False])
+def test_bytes_are_verified_after_a_load_unless_the_engine_has_done_it(
+    readable: bool, verified: bool
+) -> None:
+    world, loaded = World(), list[StagedVersion]()
+    guard = Mock(is_readable=readable, is_verified=verified)
+    world.staged(1, guard=guard)
+    staged = world.commit(1)
+    assert staged is not None
+    found = world.receiver.load(staged, loaded.append, WAIT_S, threading.Event())
+    assert (found, loaded) == ((staged, [staged]) if readable else (None, []))
+    assert guard.verify.called == (readable and not verified)
+    error = world.wire.take(m.Committed).error
+    assert error == ("" if readable else "its slot was written again before it was loaded")
 
 
 def test_a_relay_that_is_gone_is_avoided_and_a_hub_that_is_gone_is_an_error() -> None:
