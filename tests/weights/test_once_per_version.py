@@ -6,19 +6,21 @@ import os
 import threading
 import time
 from contextlib import closing
+from typing import Any
 
 import pytest
 from fakes.hub_bench import LAYOUT, PACE, PROGRAMS, WAIT_S
 from fakes.waiting import until
 
-from umbra.proto.errors import PeerLostError
+from umbra.proto.errors import PeerLostError, RejectedError
 from umbra.proto.messages import Prepare, Subscribe, Subscribed
+from umbra.proto.records import BucketsAt
 from umbra.services.config import WeightHubConfig
 from umbra.services.weight_hub.hub_planes import HubPlanes
 from umbra.services.weight_hub.push import HubPeer
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.worker import GpuWorkerProcess, result
-from umbra.services.weights.manifest import checksums
+from umbra.services.weights.manifest import build_manifest, checksums
 from umbra.services.weights.planes.cuda_ipc import IpcHub
 from umbra.services.weights.planes.plane import (
     OncePerVersion,
@@ -155,3 +157,29 @@ def test_a_receiver_that_left_has_no_plane() -> None:
     planes.subscribe(HubPeer("a", "2"), Subscribe(host="here", planes=["shm"]))
     assert not planes.open_tcp()._fetchers, "it has another plane now"
     planes.close()
+
+
+def test_versions_of_several_hosts_are_fetched_from_all_or_from_a_relay() -> None:
+    divided = build_manifest([("a", "F32", [4, 64])], 1024, {"a": [(2, 0), (4, 1)]})
+    planes = HubPlanes(WeightHubConfig(), "here")
+    planes.layout(Arena.anonymous(slot_bytes=divided.total_bytes, slots=2), divided)
+
+    def joins(name: str, host: str, *offered: Any, **more: Any) -> str:
+        return planes.subscribe(
+            HubPeer(name, "1"), Subscribe(host=host, planes=list(offered), **more)
+        )
+
+    with pytest.raises(RejectedError, match="offers no plane tcp; start a relay on its host"):
+        joins("a", "here", "shm")
+    assert (joins("a", "here", "shm", "tcp"), planes.plane_of("a")) == ("", "tcp")
+    at = BucketsAt(endpoint="tcp://far:2", key=bytes(32))
+    assert joins("relay", "far", "tcp", serves="tcp://far:1", buckets=at) == ""
+    assert joins("b", "far", "tcp") == "tcp://far:1"
+    assert joins("b", "far", "tcp", avoid="tcp://far:1") == ""
+    planes.check_layout(divided)
+    planes.close()
+    alone = HubPlanes(WeightHubConfig(plane="shm"), "here")
+    alone.check_layout(LAYOUT)
+    with pytest.raises(RejectedError, match="it takes weights from one host only"):
+        alone.check_layout(divided)
+    alone.close()
