@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +17,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from fakes.fixtures import Closes
+from fakes.lossy_disk import LossyDisk, power_cuts
 from fakes.rank_bench import QUICK, configured, make_batches
 from fakes.slowness import limit
 from safetensors.torch import load_file
@@ -30,9 +32,10 @@ from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.checkpoints.folder import (
     CheckpointFolder,
     export_checkpoint,
+    read_index,
 )
 from umbra.services.trainer.checkpoints.saver import Saver
-from umbra.services.trainer.checkpoints.state import resume
+from umbra.services.trainer.checkpoints.state import ModelState, Saved, resume
 from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import Learner
@@ -264,10 +267,78 @@ def test_another_model(start: Any, directory: Path, tmp_path: Path) -> None:
         export_checkpoint(tmp_path / "checkpoints/step-1", tmp_path / "hf", str(tmp_path / "deep"))
 
 
-def test_they_are_for_their_user_alone(tiny_model_dir: Path, tmp_path: Path) -> None:
-    with closing(Trainer(tiny_model_dir, tmp_path / "checkpoints")) as trainer:
-        trainer.train(1).save()
-        folder = tmp_path / "checkpoints"
-        modes = {p: p.stat().st_mode & 0o777 for p in [folder, *folder.rglob("*")]}
+def test_they_are_for_their_user_alone(start: Any) -> None:
+    folder = start().train(1).save().parent
+    modes = {p: p.stat().st_mode & 0o777 for p in [folder, *folder.rglob("*")]}
     assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
     assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
+
+
+KEEP = CheckpointConfig(every=1, keep=2)
+
+
+class Rows:
+    """Steps with a checkpoint each, from the newest one on; a buffer holds the step."""
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        module = torch.nn.Module()
+        self.rows = torch.zeros(700)
+        module.register_buffer("rows", self.rows)
+        self.models = [ModelState("policy", module)]
+        self.folder = CheckpointFolder(path, KEEP, disk)
+        self.step = resume(self.folder, self.models, Ranks())
+        self._saver = Saver(self.folder, self.models, Ranks(), self.step, {})
+
+    def save(self, step: int) -> None:
+        """A checkpoint of `step`."""
+        self.rows.fill_(step)
+        self.step = self._saver.begun = step - 1
+        (outcome,) = self._saver.last(step, {"loss": 1.0})
+        assert not outcome.error
+
+    def close(self) -> None:
+        self._saver.close()
+
+
+@pytest.fixture(scope="module")
+def disk_of_five(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LossyDisk, list[int]]]:
+    """Yield the disk of five checkpoints, and the newest reported one after each step of it."""
+    root = tmp_path_factory.mktemp("disk")
+    disk = LossyDisk(root)
+    told = [0]
+    with closing(Rows(root / "checkpoints", disk)) as training:
+        for step in (1, 2, 3, 4, 5):
+            training.save(step)
+            told += [told[-1]] * (len(disk.steps) - len(told)) + [step]
+    assert {step[0] for step in disk.steps} >= {"rename", "remove", "sync", "names", "folder"}
+    yield disk, told
+
+
+def test_a_power_cut_leaves_each_checkpoint_whole_or_not_there(
+    disk_of_five: tuple[LossyDisk, list[int]], tmp_path: Path
+) -> None:
+    disk, told = disk_of_five
+    for step, place in power_cuts(disk, tmp_path, seeds=3):
+        training = Rows(place / "checkpoints", Disk())
+        training.close()
+        assert training.step >= told[step], f"after step {step}: {disk.steps[step - 1]}"
+        assert bool((training.rows == training.step).all())
+        folder = training.folder
+        assert not list(folder.path.glob("damaged-*")), f"after step {step}: {disk.steps[step - 1]}"
+        for one in folder.steps():
+            training.models[0].load(Saved(folder, read_index(folder.of(one))))
+        shutil.rmtree(place)
+
+
+def test_a_power_cut_is_no_hindrance_to_the_next_checkpoint(
+    disk_of_five: tuple[LossyDisk, list[int]], tmp_path: Path
+) -> None:
+    for _, place in power_cuts(disk_of_five[0], tmp_path, seeds=0):
+        with closing(Rows(place / "checkpoints", Disk())) as training:
+            after = training.step + 1
+            training.save(after)
+        with closing(Rows(place / "checkpoints", Disk())) as again:
+            assert again.step == after
+        left = {path.name for path in (place / "checkpoints").iterdir()}
+        assert all(name.startswith("step-") for name in left), left
+        shutil.rmtree(place)
