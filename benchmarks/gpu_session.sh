@@ -2,7 +2,7 @@
 # Everything that needs a GPU, by steps, on a machine with one GPU and no network.
 #
 #   benchmarks/gpu_session.sh                  lists the steps, by calls of less than ten minutes
-#   benchmarks/gpu_session.sh 1                the steps of a call: four calls are all of it
+#   benchmarks/gpu_session.sh 1                the steps of a call: five calls are all of it
 #   benchmarks/gpu_session.sh nccl up          these steps, in the order of the list
 #   benchmarks/gpu_session.sh --dry-run        on any machine: whether each step would begin
 #   benchmarks/gpu_session.sh --wheels .whl    packages that such a machine may lack, to be taken there
@@ -36,16 +36,16 @@ STEPS=(
     "1  experts     110  tests test_experts_gpu.py"
     "2  vllm_check  280  tests test_vllm_check_gpu.py"
     "2  vllm        270  tests test_vllm_gpu.py"
-    "3  engine       60  tests test_torch_engine_gpu.py"
-    "3  up_shm      120  bench gpu_run --plane shm"
-    "3  nccl         90  tests test_nccl.py"
+    "3  engine       40  tests test_torch_engine_gpu.py"
+    "3  up_shm      240  bench gpu_run --plane shm"
+    "3  nccl         80  tests test_nccl.py"
     "3  cuda_ipc     60  tests test_cuda_ipc.py"
-    "3  planes       90  tests test_hub_planes.py"
-    "3  up          120  bench gpu_run --plane cuda_ipc"
+    "3  planes       60  tests test_hub_planes.py"
     "4  mfu_06b     140  bench trainer_speed --device cuda --passes 2"
     "4  mfu_06b_16k 140  bench trainer_speed --device cuda --passes 1 --pack-tokens 16384 --micro-tokens 16384"
-    "4  mfu_8b      150  bench trainer_speed --device cuda --passes 2 --hidden 4096 --layers 4 --heads 32 --ff 12288"
-    "4  kill        120  bench gpu_run --plane cuda_ipc --kill"
+    "4  mfu_8b      200  bench trainer_speed --device cuda --passes 2 --hidden 4096 --layers 4 --heads 32 --ff 12288"
+    "5  up          240  bench gpu_run --plane cuda_ipc"
+    "5  kill        260  bench gpu_run --plane cuda_ipc --kill"
 )
 
 fetch() { # the wheels for Python 3.12 on x86-64, into $1/1, $1/2, ...
@@ -203,7 +203,7 @@ for line in sys.stdin.read().splitlines():
 
 list_steps() {
     local call
-    for call in 1 2 3 4; do
+    for call in 1 2 3 4 5; do
         echo "call $call, at most $(printf '%s\n' "${STEPS[@]}" |
             awk -v call=$call '$1 == call {n += $3} END {print n}') s:"
         printf '%s\n' "${STEPS[@]}" | awk -v call=$call '$1 == call {printf "    %-12s %4d s\n", $2, $3}'
