@@ -54,16 +54,6 @@ def test_staleness_of_trained_samples_is_split_by_where_it_arose() -> None:
 BEAT = m.Heartbeat(state="ready", activity="x", progress=1, idle_s=0.0)
 
 
-def test_a_batch_is_handed_out_as_soon_as_it_is_full() -> None:
-    run = world(run_ahead=0)
-    assert run.ask("trainer", m.LeaseBatch(step=1, wait_s=9)) is None
-    run.produce("a", 0, capacity=3)
-    assert run.late["trainer"] == []
-    run.produce("a", 0)
-    (batch,) = run.late["trainer"]
-    assert isinstance(batch, m.BatchLease) and len(batch.trajectories) == 4
-
-
 def test_a_restarted_trainer_gets_the_identical_batch() -> None:
     run = world(run_ahead=1)
     run.produce("a", 0)
@@ -103,15 +93,6 @@ def test_only_the_next_step_can_be_leased(step: int) -> None:
     assert reply.code == "wrong_step"
     assert run.broker.counters["wrong_step"] == 1
     assert "so the next is 1" in reply.reason
-
-
-def test_a_second_trainer_is_refused_while_the_first_lives() -> None:
-    run = world(dead_after_s=5)
-    refusal = run.join("trainer", "other")
-    assert isinstance(refusal, m.Nack) and refusal.code == "duplicate_trainer"
-    assert "'trainer'" in refusal.reason
-    run.pass_time(6)
-    assert isinstance(run.join("trainer", "other"), m.Welcome)
 
 
 def test_a_trainer_with_a_batch_may_be_silent_for_longer() -> None:
@@ -180,19 +161,21 @@ def test_a_second_process_does_not_take_the_name_of_a_live_one(role: Any) -> Non
     assert isinstance(run.join(role, it, "it-2", replaces=0), m.Nack)
     run.pass_time(2)  # silent for three heartbeats by now
     assert isinstance(run.join(role, it, "it-2", replaces=0), m.Welcome)
+    vouched = run.join(role, it, "it-3", replaces=1)
+    assert isinstance(vouched, m.Welcome), "its supervisor knows that the one before is dead"
 
 
-def test_a_supervisor_vouches_for_the_death_of_a_predecessor() -> None:
-    run = world(dead_after_s=15)
-    assert isinstance(run.join("trainer", "trainer", "it-2", replaces=1), m.Welcome)
-
-
-def test_a_member_that_was_dead_is_told_so_and_may_join_again() -> None:
+def test_a_second_trainer_is_refused_while_the_first_lives_and_the_dead_may_return() -> None:
     run = world(dead_after_s=5)
+    refusal = run.join("trainer", "other")
+    assert isinstance(refusal, m.Nack) and refusal.code == "duplicate_trainer"
+    assert "'trainer'" in refusal.reason
     run.pass_time(6)
     reply = run.beat("a")
     assert isinstance(reply, m.Nack) and "dead: silent for 6 s" in reply.reason
     assert isinstance(run.join("generator", "a"), m.Welcome)
+    assert isinstance(run.join("trainer", "other"), m.Welcome)
+    assert set(run.status.departed) == {"b", "trainer"}
 
 
 def test_a_parked_request_of_a_departed_member_is_refused_and_not_served() -> None:
@@ -210,11 +193,12 @@ def test_a_trainer_that_waits_is_refused_when_it_departs_and_by_no_other_departu
     run = world(run_ahead=0)
     run.produce("a", 0, capacity=3)
     (last,) = run.lease("b", 1, 0)
-    run.ask("trainer", m.LeaseBatch(step=1, wait_s=9))
+    assert run.ask("trainer", m.LeaseBatch(step=1, wait_s=9)) is None
     run.join("generator", "a", "a-2")
+    assert run.late["trainer"] == []
     run.answer("b", [last], 0)
     [batch] = run.late.pop("trainer")
-    assert isinstance(batch, m.BatchLease) and batch.trajectories
+    assert isinstance(batch, m.BatchLease) and len(batch.trajectories) == 4, "as soon as it is full"
     run.commit(1)
     run.ask("trainer", m.LeaseBatch(step=2, wait_s=9))
     run.join("trainer", "trainer", "trainer-2")
@@ -293,14 +277,6 @@ def test_the_status_names_who_keeps_a_group_from_its_scorer() -> None:
     run.answer("a", tasks[:1], 0)
     why = run.batch(1).waiting_for
     assert "stage reward waits for all of its group: waiting for sample s-1 held by a" in why
-
-
-def test_a_leave_is_no_lost_lease() -> None:
-    run = world(max_attempts=1)
-    tasks = run.lease("b", 4, 0)
-    run.ask("b", m.Leave(reason="drained"))
-    again = run.lease("a", 4, 0)
-    assert [(task.sample_id, task.attempt) for task in again] == [(t.sample_id, 2) for t in tasks]
 
 
 def test_an_answer_forgets_leases_that_were_lost_before_it() -> None:

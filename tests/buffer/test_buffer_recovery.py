@@ -33,6 +33,8 @@ def test_members_and_leases_outlive_the_buffer() -> None:
     assert world.submit("a", *(trajectory(task, 0) for task in tasks)).accepted == 3
     assert world.submit("a", trajectory(tasks[0], 0)).accepted == 1  # its ack was lost
     assert world.pool.ledger.in_flight["ready"] == 3
+    world.restart_broker()
+    assert isinstance(world.join("generator", "a", "a-2", replaces=0), m.Welcome), "not heard since"
 
 
 def test_a_copied_folder_of_a_run_has_a_name_of_its_own() -> None:
@@ -49,12 +51,6 @@ def test_a_copied_folder_of_a_run_has_a_name_of_its_own() -> None:
             world.restart_broker()
         assert world.status.run_id == "copied"
         assert world.submit("a", *(trajectory(task, 0) for task in tasks)).accepted == 3
-
-
-def test_a_member_that_was_not_heard_since_is_replaced_at_once() -> None:
-    world = started()
-    world.restart_broker()
-    assert isinstance(world.join("generator", "a", "a-2", replaces=0), m.Welcome)
 
 
 def test_what_an_earlier_life_did_is_no_speed_of_this_one() -> None:
@@ -128,20 +124,15 @@ def test_a_trainer_that_starts_again_gets_the_same_batches_in_order() -> None:
     assert world.pool.ledger.snapshot().trained == 24
 
 
-def test_the_same_trainer_cannot_go_back() -> None:
-    world = started()
-    world.steps("a", 1, 2)
-    assert isinstance(world.ask("trainer", m.LeaseBatch(step=1, wait_s=0)), m.Nack)
-
-
 def test_what_a_checkpoint_covers_cannot_be_repeated_and_takes_no_room() -> None:
     world = started(run_ahead=0)
     world.steps("a", 1, 2, 3)
     assert len(world.store.keys("t/")) == 12
     world.get("trainer", m.CheckpointSaved(step=2), m.Ok)
     assert len(world.store.keys("t/")) == 4
-    world.join("trainer", "trainer", "trainer-2")
-    assert isinstance(world.ask("trainer", m.LeaseBatch(step=2, wait_s=0)), m.Nack)
+    for step, incarnation in ((3, "trainer-1"), (2, "trainer-2")):  # the same one never goes back
+        world.join("trainer", "trainer", incarnation)
+        assert isinstance(world.ask("trainer", m.LeaseBatch(step=step, wait_s=0)), m.Nack)
     assert len(world.batch(3).trajectories) == 4
 
 

@@ -242,10 +242,7 @@ def test_a_full_disk_does_not_keep_it_shut(tmp_path: Path, monkeypatch: pytest.M
 def test_a_network_file_system_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    assert stores.file_system(Path("/proc")) == "proc"
     monkeypatch.setattr(stores, "file_system", lambda _: kind)
     with pytest.raises(StoreError, match=rf"network file system \({kind}\).*buffer.store"):
         LmdbStore(tmp_path)
-
-
-def test_the_file_system_of_a_folder_is_known() -> None:
-    assert stores.file_system(Path("/proc")) == "proc"
