@@ -81,7 +81,7 @@ def test_an_evaluation_goes_on_when_the_buffer_starts_again(mode: str) -> None:
     assert [one.done for one in run.status.evals] == [True]
 
 
-def test_an_evaluation_that_takes_long_names_its_holders() -> None:
+def test_an_evaluation_that_takes_long_names_its_holders_and_then_ends_as_overdue() -> None:
     run = evaluated("pause", stall_s=20.0)
     run.lease("a", 2, 2)
     run.now += 20.0
@@ -91,6 +91,10 @@ def test_an_evaluation_that_takes_long_names_its_holders() -> None:
     assert found.what == f"evaluation of version 2: {SAMPLES} samples are missing"
     assert (found.holder, found.age_s) == ("a", 21.0)
     assert found.action == "the rest ends as overdue in 29 s"
+    run.pass_time(28)
+    assert not report(run).ended
+    run.pass_time(1)
+    assert report(run).ended == {"overdue": SAMPLES}
 
 
 def test_training_goes_on_beside_an_evaluation() -> None:
@@ -157,15 +161,6 @@ def test_an_evaluation_is_scored_by_the_reward_stage_alone() -> None:
     run.restart_broker()  # while it waits for its reward
     run.give("r", run.to_score("r"), 0.5)
     assert (report(run).done, report(run).accuracy) == (True, 1.5)
-
-
-def test_an_evaluation_that_hangs_ends_as_overdue() -> None:
-    run = evaluated("pause")
-    run.lease("a", 2, 2)
-    run.pass_time(49)
-    assert not report(run).ended
-    run.pass_time(1)
-    assert report(run).ended == {"overdue": SAMPLES}
 
 
 def test_a_run_ends_after_its_evaluation_even_if_the_buffer_starts_again() -> None:

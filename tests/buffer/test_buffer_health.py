@@ -263,7 +263,7 @@ def test_the_broker_tells_of_stored_answers_that_became_stale() -> None:
     assert (len(tokens["stale"]), len(tokens["trained"])) == (1, 4)
 
 
-def test_every_step_is_a_point_at_first() -> None:
+def test_every_step_is_a_point_at_first_and_counts_once() -> None:
     curves = StepCurves()
     curves.add(1, {"loss": 0.5, "of no interest": 1.0, "samples": 8.0}, 10.0)
     curves.add(2, {"loss": 0.25, "reward/mean": 1.0, "samples": 8.0}, 12.0)
@@ -272,6 +272,12 @@ def test_every_step_is_a_point_at_first() -> None:
     assert record.values == {
         "reward/mean": [None, 1.0], "loss": [0.5, 0.25], "samples_per_s": [None, 4.0],
     }  # fmt: skip
+    for step in (3, 4, 5):
+        curves.add(step, {"loss": 1.0}, 12.0)
+    curves.cut(3)
+    curves.add(3, {"loss": 2.0}, 12.0)
+    assert curves.record().steps == [1, 2, 3]
+    assert curves.record().values["loss"] == [0.5, 0.25, 2.0]
 
 
 @pytest.mark.parametrize("steps", [KEPT, KEPT + 1, 10 * KEPT, 10_001])
@@ -286,16 +292,6 @@ def test_long_runs_are_condensed_to_means(steps: int) -> None:
     first = record.steps[0]
     assert losses[0] == pytest.approx((1 + first) / 2)
     assert losses == sorted(loss for loss in losses if loss is not None)
-
-
-def test_steps_that_are_done_once_more_count_once() -> None:
-    curves = StepCurves()
-    for step in range(1, 6):
-        curves.add(step, {"loss": 1.0}, 0.0)
-    curves.cut(3)
-    curves.add(3, {"loss": 2.0}, 0.0)
-    assert curves.record().steps == [1, 2, 3]
-    assert curves.record().values["loss"] == [1.0, 1.0, 2.0]
 
 
 def test_the_histogram_of_staleness_adds_up() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 import tempfile
 from pathlib import Path
@@ -15,14 +14,11 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from umbra.deploy.cluster.command import keys as command
-from umbra.proto.access import ANYONE, KEY_ROLES, MEMBERS, SENDERS, KeyRole, may_connect, may_send
+from umbra.proto.access import KEY_ROLES, KeyRole, may_connect, may_send
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import TYPES
 from umbra.proto.net.keys import OPEN, Keys, Security, is_local, load_keys, make_keys, open_security
 from umbra.proto.net.server import NAMED, OTHERS, Refusals, zap_reply
-
-ROOT = Path(__file__).resolve().parents[2]
-SPEC = (ROOT / "proto" / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -166,30 +162,6 @@ def test_what_others_can_reach_is_bound_with_keys_only(folder: Path) -> None:
             OPEN.check_bind(endpoint)
         for part in (endpoint, "umbra keys", "--keys", "--insecure"):
             assert part in str(refused.value)
-
-
-def test_the_spec_has_the_same_table() -> None:
-    stated: dict[str, str] = {}
-    for line in SPEC.partition("\n## Keys\n")[2].partition("\n## ")[0].splitlines():
-        if row := re.fullmatch(r"- (.*): (`.*`)", line):
-            stated |= dict.fromkeys(re.findall(r"`(\w+)`", row[2]), row[1])
-    spelled = {ANYONE: "any", MEMBERS: "any but `operator`"}
-    assert stated == {
-        kind.__name__: spelled.get(roles) or ", ".join(f"`{role}`" for role in roles)
-        for kind, roles in SENDERS.items()
-    }
-
-
-def test_every_request_has_its_senders() -> None:
-    """A message that is answered, or that the table of the spec calls one way, is sent by peers."""
-    known = {kind.__name__ for kind in SENDERS}
-    for name in TYPES:
-        text = SPEC.partition(f"\n### {name}\n")[2].partition("\n#")[0]
-        assert ("Answer: `" in text) <= (name in known), name
-    one_way = {"Ready", "Committed", "Event"}
-    assert one_way <= known
-    answers = {answer for answer in re.findall(r"Answer:\s`(\w+)`", SPEC)} - {"Ok"}
-    assert not answers & known
 
 
 READS = {"Ok", "Nack", "Ping", "StatusRequest", "HubStatusRequest"}

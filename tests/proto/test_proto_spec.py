@@ -14,7 +14,7 @@ import zmq
 
 from umbra.proto import access, messages, sockets
 from umbra.proto import messages as m
-from umbra.proto.access import KEY_ROLES, RULES, SENDERS, may_send
+from umbra.proto.access import ANYONE, KEY_ROLES, MEMBERS, RULES, SENDERS, may_send
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = "\n".join(
@@ -172,3 +172,26 @@ def test_nack_codes() -> None:
             used |= codes_in(ast.parse(path.read_text(encoding="utf-8")))
     # These two are made with an f-string out of the role.
     assert set(stated) - {"duplicate_trainer", "duplicate_weight_hub"} == used
+
+
+def test_senders_of_messages() -> None:
+    stated: dict[str, str] = {}
+    for line in section("Keys", 2).splitlines():
+        if row := re.fullmatch(r"- (.*): (`.*`)", line):
+            stated |= dict.fromkeys(re.findall(r"`(\w+)`", row[2]), row[1])
+    spelled = {ANYONE: "any", MEMBERS: "any but `operator`"}
+    assert stated == {
+        kind.__name__: spelled.get(roles) or ", ".join(f"`{role}`" for role in roles)
+        for kind, roles in SENDERS.items()
+    }
+
+
+def test_every_request_has_its_senders() -> None:
+    """A message that is answered, or that the table of the spec calls one way, is sent by peers."""
+    known = {kind.__name__ for kind in SENDERS}
+    for name in m.TYPES:
+        assert ("Answer: `" in section(name, 3)) <= (name in known), name
+    one_way = {"Ready", "Committed", "Event"}
+    assert one_way <= known
+    answers = {answer for answer in re.findall(r"Answer:\s`(\w+)`", SPEC)} - {"Ok"}
+    assert not answers & known

@@ -43,11 +43,6 @@ def test_the_figure_of_a_generator(parts: list[list[float]], figure: float, wher
     assert found.where == f"the worst of batch {where}"
 
 
-def test_one_token_has_no_figure() -> None:
-    assert judge([0.5] * (MIN_TOKENS - 1)) is None
-    assert Compared(0, tokens=1, total=1.0, worst=math.inf).mismatch == 0.0
-
-
 def test_who_was_judged_is_due_again_after_some_steps() -> None:
     verdicts, enough = Verdicts(every=5), torch.zeros(MIN_TOKENS)
     assert verdicts.due("a", 3)
@@ -55,6 +50,8 @@ def test_who_was_judged_is_due_again_after_some_steps() -> None:
     assert [verdicts.due("a", step) for step in (4, 7, 8, 9)] == [False, False, True, True]
     assert verdicts.add("a", 8, enough[:1], "") is None, "the count restarts"
     assert verdicts.due("b", 4), "one that comes later is due at once"
+    assert judge([0.5] * (MIN_TOKENS - 1)) is None
+    assert Compared(0, tokens=1, total=1.0, worst=math.inf).mismatch == 0.0, "of one token none"
     assert not Verdicts(every=0).due("a", 0)
 
 

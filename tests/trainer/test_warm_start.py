@@ -50,6 +50,9 @@ def test_only_what_the_assistant_said_is_learned() -> None:
     learned = tokenizer.convert_ids_to_tokens(tokens.ids[tokens.learned].tolist())
     assert learned == ["x", "y", "<|end|>", "z", "<|end|>", "x", "y", "<|end|>"]
     assert tokens.owner.tolist() == [0] * 5 + [1] * 3
+    tokenizer.chat_template = None
+    with pytest.raises(UsageError, match="chat template"):
+        tokenise([CHAT], tokenizer)
 
 
 def run(model: Path, demos: Path, out: Path, seed: int = 0) -> WarmStartResult:
@@ -97,10 +100,3 @@ def test_bad_examples_are_named(row: object, reason: str, tmp_path: Path) -> Non
     path.write_text(json.dumps(row))
     with pytest.raises(UsageError, match=reason):
         read_conversations(path)
-
-
-def test_a_tokenizer_without_template_is_refused() -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(UsageError, match="chat template"):
-        tokenise([CHAT], tokenizer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from fakes.push_hub import (
     DEADLINE_S,
@@ -70,13 +72,6 @@ def test_a_slow_receiver_stalls_nobody_and_skips_what_was_overtaken() -> None:
     assert hub.protocol.counters["skipped"] == 0
     assert sent(hub.committed(B, 2, 0), "b") == [prepare(5, 2, 2)]
     assert hub.protocol.counters["skipped"] == 1
-
-
-def test_acquire_waits_while_the_other_slot_is_read() -> None:
-    hub = pushing(0, 1)
-    assert hub.acquire(2) == []
-    effects = hub.ready(A, 1, 0)
-    assert granted(effects) == 0  # slot 1 is the newest
 
 
 def test_a_receiver_that_misses_its_deadline_frees_the_slot_and_may_come_back() -> None:
@@ -241,12 +236,6 @@ def test_a_repeated_acquire_gets_the_same_slot() -> None:
     assert hub.publish(5, 0) == [HubReply("publish", Ok())]
 
 
-def test_asking_again_refuses_the_request_that_waits() -> None:
-    hub = pushing(0, 1)
-    hub.acquire(2)
-    assert refusal(hub.acquire(3)) == ("acquire 2", "superseded")
-
-
 def test_only_the_trainer_that_registered_last_may_write() -> None:
     hub = Hub()
     assert refusal(hub.acquire(0)) == ("acquire 0", "not_registered")
@@ -257,9 +246,6 @@ def test_only_the_trainer_that_registered_last_may_write() -> None:
     assert refusal(hub.publish(0, 0)) == ("publish", "superseded")
     assert refusal(hub.publish(0, 0, restarted)) == ("publish", "not_granted")
     assert granted(hub.acquire(0, restarted)) == 0
-    hub = pushing(0, 1)
-    hub.acquire(2)
-    assert refusal(hub.registered(publisher=restarted)) == ("acquire 2", "superseded")
 
 
 def test_a_restarted_trainer_keeps_the_pushes_under_way() -> None:
@@ -304,13 +290,10 @@ def test_another_layout_drops_everyone() -> None:
     assert granted(hub.acquire(0)) == 0
 
 
-def test_a_hub_needs_two_slots() -> None:
+def test_the_slot_with_the_oldest_content_is_written_next() -> None:
+    """An empty one before all; with one slot there would be no other than the newest."""
     with pytest.raises(ValueError, match="two slots"):
         PushProtocol(1, PACE)
-
-
-def test_the_slot_with_the_oldest_content_is_written_next() -> None:
-    """An empty one before all."""
     hub = Hub(slots=3)
     hub.registered()
     slots: list[int | None] = []
@@ -426,7 +409,16 @@ def test_what_is_lost_is_withdrawn_and_has_to_be_registered_again() -> None:
     assert hub.registered() == []
 
 
-def test_whoever_waits_for_a_slot_hears_that_all_is_withdrawn() -> None:
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda hub: hub.acquire(3),
+        lambda hub: hub.registered(publisher=HubPeer("trainer", "t2")),
+        lambda hub: hub.withdraw("lost"),
+    ],
+    ids=["asks again", "another trainer", "all is withdrawn"],
+)
+def test_who_waits_for_a_slot_hears_that_it_gets_none(event: Callable[[Hub], list[Effect]]) -> None:
     hub = pushing(0, 1)
     assert hub.acquire(2) == []
-    assert refusal(hub.withdraw("lost")) == ("acquire 2", "superseded")
+    assert refusal(event(hub)) == ("acquire 2", "superseded")

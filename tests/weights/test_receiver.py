@@ -141,6 +141,10 @@ def test_ready_says_what_it_took_and_commit_hands_it_over_once() -> None:
     world = World()
     ready = world.staged(1, wire_s=1.5, stage_s=0.5, wire_bytes=7)
     assert (ready.epoch, ready.version, ready.error) == (1, 11, "")
+    world.hear(m.HubStatus(subscribed=True), m.Ok())
+    assert not world.dropped(), "it is still subscribed"
+    request = world.receiver._request()
+    assert (request.host, request.planes, request.avoid) == ("host", ["shm"], "")
     assert (ready.wire_s, ready.stage_s, ready.wire_bytes) == (1.5, 0.5, 7)
     assert not ready.in_place and not ready.source_lost
     assert world.receiver.poll() is None, "it is not committed"
@@ -325,14 +329,6 @@ def test_a_relay_that_is_gone_is_avoided_and_a_hub_that_is_gone_is_an_error() ->
     assert news
     with pytest.raises(DeadlineError):
         world.receiver.check()
-
-
-def test_one_that_is_still_subscribed_goes_on() -> None:
-    world = World()
-    world.hear(m.HubStatus(subscribed=True), m.Ok())
-    assert not world.dropped()
-    request = world.receiver._request()
-    assert (request.host, request.planes, request.avoid) == ("host", ["shm"], "")
 
 
 @pytest.mark.parametrize(
