@@ -1,9 +1,7 @@
-"""Rewards that are given to all samples of a group at once."""
+"""Rewards that scorers give to whole groups: in all of a run, or in some of its environments."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -12,98 +10,77 @@ from fakes.broker_world import World, trajectory
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Task
 from umbra.services.buffer.status import StallReport
-from umbra.services.config import EvalConfig
-from umbra.services.environments.protocol import SampleError, StepResult
-from umbra.services.environments.rewards import RewardedGroup, RewardFunction, Rewards
+from umbra.services.config import (
+    BufferConfig,
+    EnvironmentConfig,
+    EvalConfig,
+    NamedEnvironment,
+    RunConfig,
+)
+from umbra.services.config.rules import check_feasible
+from umbra.services.environments.loading import UNREWARDED
+from umbra.services.generator.service import unrewarded
 from umbra.services.prompts import Prompt
 
-ROW = {"prompt": "say", "target": "hi"}
-
-
-def rank(prompts: list[Any], completions: list[str], target: list[str], **kwargs: Any) -> Any:
-    assert (prompts, target) == (["say"] * len(completions), ["hi"] * len(completions))
-    kwargs["log_metric"]("different", float(len(set(completions))))
-    return [sum(len(other) < len(own) for other in completions) for own in completions]
-
-
-def only_some(completions: list[str], **kwargs: Any) -> list[float | None]:
-    return [1.0 if own == "hi" else None for own in completions]
-
-
-async def alone(prompt: Any, completion: str, row: dict[str, Any]) -> float:
-    await asyncio.sleep(0)
-    return float(completion == row["target"])
-
-
-def rewarded(said: list[str], *functions: tuple[Any, float]) -> list[StepResult]:
-    made = [RewardFunction(f, f"mine:{f.__name__}", weight) for f, weight in functions]
-    environment = RewardedGroup(Rewards(made), "mine")
-    environment.reset(ROW)
-
-    async def wait() -> list[StepResult]:
-        answer = environment.step_all(said)
-        return await answer if isinstance(answer, Awaitable) else answer
-
-    return asyncio.run(wait())
-
-
-def test_a_function_gets_all_samples_of_a_group() -> None:
-    found = rewarded(["hi", "hello", ""], (rank, 0.5))
-    assert [one.reward for one in found] == [0.5, 1.0, 0.0]
-    assert found[1].reward_parts == {"rank": 2.0, "different": 3.0}
-
-
-def test_functions_of_one_sample_are_called_for_each() -> None:
-    found = rewarded(["hi", "hello", ""], (rank, 1.0), (alone, 10.0), (only_some, 100.0))
-    assert [one.reward for one in found] == [111.0, 2.0, 0.0]
-    assert found[0].reward_parts["only_some"] == 1.0
-    assert "only_some" not in found[1].reward_parts
-
-
-@pytest.mark.parametrize(
-    ("returned", "says"),
-    [
-        ([1.0, 2.0], "instead of a list with one number for each of 3 completions"),
-        (0.5, "instead of a list with one number for each of 3 completions"),
-        ([1.0, None, 1.0], "no reward function has a reward for this sample"),
-        ([1.0, "2", 1.0], "'2', which is not a finite number"),
-    ],
+RANKED = NamedEnvironment(
+    name="ranked", kind="reward", reward="mine:rank", reward_scope="group", python="/x/python"
 )
-def test_what_is_no_reward_fails_the_group(returned: Any, says: str) -> None:
-    def function(completions: list[str], **kwargs: Any) -> Any:
-        return returned
-
-    with pytest.raises(SampleError, match=says):
-        rewarded(["a", "b", "c"], (function, 1.0))
-
-
-def test_a_function_that_takes_no_group_is_refused() -> None:
-    with pytest.raises(UsageError, match="no function with the parameter completions"):
-        rewarded(["a"], (alone, 1.0))
+ALONE = NamedEnvironment(name="alone", kind="reward", reward="mine:score")
+OWN = 0.25  # what a generator says of a sample of ALONE
 
 
 def world(**options: Any) -> World:
     """Groups of three, of which two are a batch, with scorers `x` and `y`."""
-    fixed = {"stages": ["reward"], "lease_s": 10, "dead_after_s": 1000}
-    made = World(reward_scope="group", group_size=3, **{**fixed, **options})
-    for name in "ab":
-        made.join("generator", name)
-    for name in "xy":
-        made.join("scorer", name)
-    made.join("trainer", "trainer")
+    fixed = {"stages": ["reward"], "lease_s": 10, "dead_after_s": 1000, "group_size": 3}
+    made = World(**{**fixed, **options})
+    join(made)
     return made
 
 
+def ranked(**options: Any) -> World:
+    return world(reward_scope="group", **options)
+
+
+def mixed(**options: Any) -> World:
+    """g-0 and g-2 are of RANKED, g-1 and g-3 of ALONE."""
+    return world(environments=(RANKED, ALONE), **options)
+
+
+def join(run: World) -> None:
+    for name in "ab":
+        run.join("generator", name)
+    for name in "xy":
+        run.join("scorer", name)
+    run.join("trainer", "trainer")
+
+
 def answer(run: World, *tasks: Task, version: int = 0) -> None:
-    assert not run.submit("a", *(trajectory(task, version, reward=0.0) for task in tasks)).refused
+    """Generator `a` answers; it has rewards for samples of ALONE only."""
+    for task in tasks:
+        alone = task.row.get("environment") == "alone"
+        given = {"reward": OWN, "reward_parts": {"score": OWN}} if alone else {"reward": 0.0}
+        assert not run.submit("a", trajectory(task, version, **given)).refused
+
+
+def give(run: World, tasks: list[Task], **said: Any) -> None:
+    """Scores 1, 2, 3, ... for `tasks`."""
+    scores = (float(number) for number, _ in enumerate(tasks, 1))
+    assert run.give("x", tasks, *scores, **said).accepted == len(tasks)
 
 
 def ids(tasks: list[Task]) -> list[str]:
     return [task.sample_id for task in tasks]
 
 
+def evaluating(*rows: dict[str, Any]) -> dict[str, Any]:
+    """The options of a world with two samples of each of these held-out rows."""
+    config = EvalConfig(every=1, at_ends=False, samples=4, samples_per_prompt=2, prompts="x")
+    prompts = [Prompt(str(number), {"prompt": "p", **row}) for number, row in enumerate(rows)]
+    return {"eval_config": config, "eval_prompts": prompts}
+
+
 def test_a_group_is_scored_when_its_last_sample_is_there() -> None:
-    run = world()
+    run = ranked()
     tasks = run.lease("a", 100, 0)
     answer(run, *tasks[:2], *tasks[3:5])
     assert run.to_score("x") == []
@@ -119,7 +96,7 @@ def test_a_group_is_scored_when_its_last_sample_is_there() -> None:
 
 
 def test_scores_of_a_group_are_taken_all_or_not_at_all() -> None:
-    run = world()
+    run = ranked()
     answer(run, *run.lease("a", 3, 0))
     given = run.to_score("x")
     (refused,) = run.give("x", given[:1], 1.0).refused.values()
@@ -134,7 +111,7 @@ def test_scores_of_a_group_are_taken_all_or_not_at_all() -> None:
 
 
 def test_a_group_goes_to_another_scorer_as_a_whole() -> None:
-    run = world()
+    run = ranked()
     answer(run, *run.lease("a", 3, 0))
     assert len(run.to_score("x")) == 3
     run.pass_time(11)
@@ -147,7 +124,7 @@ def test_a_group_goes_to_another_scorer_as_a_whole() -> None:
 def test_a_group_that_cannot_be_scored_fails_once_and_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run = world(max_attempts=2)
+    run = ranked(max_attempts=2)
     answer(run, *run.lease("a", 3, 0))
     for _ in range(2):
         run.give("x", run.to_score("x"), 0.0, 0.0, 0.0, error="raised ValueError: no")
@@ -158,7 +135,7 @@ def test_a_group_that_cannot_be_scored_fails_once_and_is_named(
 
 
 def test_a_sample_that_fails_ends_its_group_which_nobody_scores() -> None:
-    run = world()
+    run = ranked()
     tasks = run.lease("a", 3, 0)
     answer(run, *tasks[:2])
     run.back("a", tasks[2], failed=True)
@@ -168,7 +145,7 @@ def test_a_sample_that_fails_ends_its_group_which_nobody_scores() -> None:
 
 def test_rewards_are_void_when_a_sample_of_the_group_is_made_anew() -> None:
     """Scenario: one of three responses is made again. Result: the others are rewarded once more."""
-    run = world(batch_groups=1, run_ahead=1, max_staleness=1)
+    run = ranked(batch_groups=1, run_ahead=1, max_staleness=1)
     tasks = run.lease("a", 100, 0)
     answer(run, *tasks)
     run.give("x", run.to_score("x"), *(float(n) for n in range(6)))
@@ -185,15 +162,13 @@ def test_rewards_are_void_when_a_sample_of_the_group_is_made_anew() -> None:
 
 
 def test_groups_are_gathered_again_after_a_restart() -> None:
-    run = world(durable=True)
+    run = ranked(durable=True)
     tasks = run.lease("a", 100, 0)
     answer(run, *tasks[:5])
     leased = run.to_score("x")
     assert ids(leased) == ["s-0", "s-1", "s-2"]
     run.restart_broker()
-    for name in "xy":
-        run.join("scorer", name)
-    run.join("generator", "a")
+    join(run)
     assert not run.to_score("y"), "leases outlive the buffer"
     assert not run.give("x", leased, 1.0, 2.0, 3.0).refused
     answer(run, tasks[5])
@@ -201,15 +176,13 @@ def test_groups_are_gathered_again_after_a_restart() -> None:
 
 
 def test_all_samples_of_a_prompt_are_rewarded_at_once_in_evaluations() -> None:
-    prompts = [Prompt(str(n), {"prompt": f"held out {n}"}) for n in range(2)]
-    config = EvalConfig(every=1, at_ends=False, samples=4, samples_per_prompt=2, prompts="x")
-    run = world(batch_groups=1, eval_config=config, eval_prompts=prompts)
+    run = ranked(batch_groups=1, **evaluating({"n": 0}, {"n": 1}))
     answer(run, *run.lease("a", 3, 0))
-    run.give("x", run.to_score("x"), 1.0, 2.0, 3.0)
+    give(run, run.to_score("x"))
     assert run.batch(1).trajectories
     run.commit(1)
     tasks = run.lease("a", 4, 1)
-    assert [task.row["prompt"][-1] for task in tasks] == ["0", "0", "1", "1"]
+    assert [task.row["n"] for task in tasks] == [0, 0, 1, 1]
     answer(run, *tasks[:3], version=1)
     run.give("x", run.to_score("x"), 1.0, 0.0)
     run.back("a", tasks[3], failed=True)
@@ -217,3 +190,122 @@ def test_all_samples_of_a_prompt_are_rewarded_at_once_in_evaluations() -> None:
     assert (report.done, report.answered, report.ended) == (True, 2, {"failed": 2})
     assert report.accuracy == 0.25  # what failed is worth nothing
     run.broker.run.check()
+
+
+def test_only_groups_of_environments_that_ask_for_it_go_to_scorers() -> None:
+    run = mixed()
+    tasks = run.lease("a", 6, 0)
+    answer(run, *tasks[3:], *tasks[:2])
+    assert list(run.pool.complete) == ["g-1"]  # at once, though no scorer has asked
+    assert run.to_score("x") == []
+    missing = StallReport(run.broker.run).missing(run.now)
+    assert "stage reward waits for all of its group: waiting for sample s-2" in missing
+    answer(run, tasks[2])
+    given = run.to_score("x")
+    assert ids(given) == ["s-0", "s-1", "s-2"]
+    give(run, given, reward_parts={"rank": 1.0})
+    made = {one.sample_id: one for one in run.batch(1).scored()}
+    assert [made[f"s-{n}"].reward for n in range(6)] == [1.0, 2.0, 3.0, OWN, OWN, OWN]
+    assert [made[f"s-{n}"].reward_parts for n in (0, 3)] == [{"rank": 1.0}, {"score": OWN}]
+    assert run.broker.counters["scored: reward"] == 3
+    run.commit(1)
+    run.broker.run.check()
+    assert run.pool.ledger.trained == 6
+
+
+def test_what_passed_the_stage_is_ready_after_a_restart() -> None:
+    run = mixed(durable=True)
+    answer(run, *run.lease("a", 6, 0))
+    run.restart_broker()
+    join(run)
+    states = [run.pool.samples[f"s-{number}"].state for number in range(6)]
+    assert states == ["scoring"] * 3 + ["ready"] * 3
+    give(run, run.to_score("x"))
+    rewards = {one.sample_id: one.reward for one in run.batch(1).scored()}
+    assert rewards == {"s-0": 1.0, "s-1": 2.0, "s-2": 3.0, "s-3": OWN, "s-4": OWN, "s-5": OWN}
+
+
+def test_a_run_goes_on_with_the_environments_that_left_rewards_to_scorers() -> None:
+    run = mixed(durable=True)
+    answer(run, *run.lease("a", 6, 0))
+    more = NamedEnvironment(name="more", kind="reward", reward="mine:rank", reward_scope="group")
+    alone = NamedEnvironment(name="ranked", kind="reward", reward="mine:score")
+    run.config = RunConfig(
+        run=run.config.run, buffer=run.config.buffer, environments=(ALONE, alone, more)
+    )
+    with pytest.raises(UsageError, match=r"reward_scope group = \['ranked'\], this one has \["):
+        run.restart_broker()
+
+
+def test_a_failure_in_an_evaluation_costs_a_group_only_where_groups_are_rewarded() -> None:
+    rows = ({"environment": name} for name in ("ranked", "alone"))
+    run = mixed(batch_groups=2, run_ahead=0, **evaluating(*rows))
+    answer(run, *run.lease("a", 6, 0))
+    give(run, run.to_score("x"))
+    assert run.batch(1).trajectories
+    run.commit(1)
+    tasks = run.lease("a", 4, 1)
+    assert [task.row["environment"] for task in tasks] == ["ranked"] * 2 + ["alone"] * 2
+    assert len({task.group_id for task in tasks}) == 3
+    answer(run, *tasks[:3], version=1)
+    run.back("a", tasks[3], failed=True)
+    give(run, run.to_score("x"))
+    (report,) = run.status.evals
+    assert (report.done, report.answered, report.ended) == (True, 3, {"failed": 1})
+    assert report.accuracy == (1.0 + 2.0 + OWN) / 4
+    run.broker.run.check()
+
+
+def config_of(
+    *environments: NamedEnvironment, stages: tuple[Any, ...] = ("reward",), **buffer: Any
+) -> RunConfig:
+    return RunConfig(
+        environments=environments or (RANKED, ALONE),
+        buffer=BufferConfig(stages=list(stages), **buffer),
+    )
+
+
+def test_generators_leave_the_rewards_of_groups_to_scorers() -> None:
+    config = config_of()
+    group, alone = unrewarded(config).environments
+    assert (group.name, group.kind, group.python) == ("ranked", UNREWARDED, "")
+    assert alone == ALONE
+    one = RunConfig(environment=EnvironmentConfig(), buffer=BufferConfig(stages=["reward"]))
+    assert unrewarded(one).environment.kind == UNREWARDED
+    assert unrewarded(RunConfig()) == RunConfig()
+    assert RunConfig().rewarded_by_scorers == ()
+
+
+@pytest.mark.parametrize(
+    ("run", "to_change"),
+    [
+        (
+            config_of(stages=()),
+            'environments.ranked.reward_scope = group .* put "reward" into buffer',
+        ),
+        (
+            config_of(ALONE),
+            r"stages has reward: set reward_scope = group in \[\[environments\]\], or remove",
+        ),
+        (
+            config_of(group_size=1),
+            "environments.ranked.* buffer.group_size = 1 must be from 2 to 512",
+        ),
+        (
+            config_of(straggler_s=5.0),
+            "waits for all samples of a group: set buffer.straggler_s to 0",
+        ),
+        (
+            config_of(NamedEnvironment(name="one", kind="exact", reward_scope="group")),
+            "reward_scope = group has no effect with kind exact: set environments.one.kind to",
+        ),
+        (
+            config_of(NamedEnvironment(name="one", kind="trl", id="m:C", reward_scope="group")),
+            "reward_scope = group has no effect with kind trl, whose objects.* set "
+            "environments.one.kind to reward",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_do(run: RunConfig, to_change: str) -> None:
+    with pytest.raises(UsageError, match=to_change):
+        check_feasible(run)

@@ -1,4 +1,4 @@
-"""Reward functions: ours and TRL's, one or several."""
+"""Reward functions: ours and TRL's, one or several, for one sample or a whole group."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -8,7 +8,12 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import Row, SampleError, StepResult
-from umbra.services.environments.rewards import RewardedTurn, RewardFunction, Rewards
+from umbra.services.environments.rewards import (
+    RewardedGroup,
+    RewardedTurn,
+    RewardFunction,
+    Rewards,
+)
 
 ROW = {"prompt": "say", "target": "hi"}
 CHAT = {**ROW, "prompt": [{"role": "user", "content": "say"}]}
@@ -37,13 +42,37 @@ def never(completions: list[Any], **kwargs: Any) -> list[None]:
     return [None]
 
 
-def scored(row: Row, said: str, *functions: tuple[Any, float], named: bool = True) -> StepResult:
-    made = [RewardFunction(f, f"mine:{f.__name__}", weight) for f, weight in functions]
-    environment = RewardedTurn(Rewards(made, named=named))
-    environment.reset(row)
+def rank(prompts: list[Any], completions: list[str], target: list[str], **kwargs: Any) -> Any:
+    assert (prompts, target) == (["say"] * len(completions), ["hi"] * len(completions))
+    kwargs["log_metric"]("different", float(len(set(completions))))
+    return [sum(len(other) < len(own) for other in completions) for own in completions]
 
-    async def wait() -> StepResult:
-        answer = environment.step(said)
+
+def only_some(completions: list[str], **kwargs: Any) -> list[float | None]:
+    return [1.0 if own == "hi" else None for own in completions]
+
+
+async def alone(prompt: Any, completion: str, row: Row) -> float:
+    await asyncio.sleep(0)
+    return ours(prompt, completion, row)
+
+
+def scored(
+    row: Row, said: str | list[str], *functions: tuple[Any, float], named: bool = True
+) -> Any:
+    """Return the result of one sample, or those of a group if `said` is a list."""
+    made = [RewardFunction(f, f"mine:{f.__name__}", weight) for f, weight in functions]
+    rewards = Rewards(made, named=named)
+
+    async def wait() -> StepResult | list[StepResult]:
+        if isinstance(said, str):
+            turn = RewardedTurn(rewards)
+            turn.reset(row)
+            answer = turn.step(said)
+        else:
+            group = RewardedGroup(rewards, "mine")
+            group.reset(row)
+            answer = group.step_all(said)
         return await answer if isinstance(answer, Awaitable) else answer
 
     return asyncio.run(wait())
@@ -63,20 +92,48 @@ def test_completions_are_messages_if_the_prompt_is() -> None:
     assert scored(CHAT, "hello", (trls, 1.0)).reward == 5.0
 
 
+def test_a_function_gets_all_samples_of_a_group() -> None:
+    found = scored(ROW, ["hi", "hello", ""], (rank, 0.5))
+    assert [one.reward for one in found] == [0.5, 1.0, 0.0]
+    assert found[1].reward_parts == {"rank": 2.0, "different": 3.0}
+
+
+def test_functions_of_one_sample_are_called_for_each_of_a_group() -> None:
+    found = scored(ROW, ["hi", "hello", ""], (rank, 1.0), (alone, 10.0), (only_some, 100.0))
+    assert [one.reward for one in found] == [111.0, 2.0, 0.0]
+    assert found[0].reward_parts["only_some"] == 1.0
+    assert "only_some" not in found[1].reward_parts
+
+
+EACH = "instead of a list with one number for each of 3 completions"
+GROUP = ["a", "b", "c"]
+
+
 @pytest.mark.parametrize(
-    ("returned", "says"),
+    ("said", "returned", "says"),
     [
-        ([1.0, 2.0], "instead of a list with one number"),
-        (0.5, "instead of a list"),
-        ([None], "all"),
+        ("hi", [1.0, 2.0], "instead of a list with one number"),
+        ("hi", 0.5, "instead of a list"),
+        ("hi", [None], "all"),
+        (GROUP, [1.0, 2.0], EACH),
+        (GROUP, 0.5, EACH),
+        (GROUP, [1.0, None, 1.0], "no reward function has a reward for this sample"),
+        (GROUP, [1.0, "2", 1.0], "'2', which is not a finite number"),
     ],
 )
-def test_what_is_no_reward_fails_the_sample(returned: Any, says: str) -> None:
+def test_what_is_no_reward_fails_the_sample_or_its_group(
+    said: str | list[str], returned: Any, says: str
+) -> None:
     def function(completions: list[Any], **kwargs: Any) -> Any:
         return returned
 
     with pytest.raises(SampleError, match=says):
-        scored(ROW, "hi", (function, 1.0))
+        scored(ROW, said, (function, 1.0))
+
+
+def test_a_function_that_takes_no_group_is_refused() -> None:
+    with pytest.raises(UsageError, match="no function with the parameter completions"):
+        scored(ROW, ["a"], (alone, 1.0))
 
 
 def test_a_function_that_needs_what_is_not_known_is_refused() -> None:

@@ -1,12 +1,14 @@
-"""One table of odd values, and each way in: they are read as meant, or refused by their place."""
+"""Rows of each format, and odd values in them: read as meant, or refused by their place."""
 
 from __future__ import annotations
 
+import datetime
 import decimal
 import enum
 import io
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,95 @@ pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 datasets = pytest.importorskip("datasets")
 
-ROWS: list[dict[str, Any]] = [{"prompt": "one", "word": "a"}, {"prompt": "two", "word": "b"}]
+ROWS: list[dict[str, Any]] = [
+    {"prompt": f"sort {n}", "answer": str(n), "weight": n / 2, "tags": ["a", "b"][: n % 3]}
+    for n in range(5)
+]
+PADDED: list[dict[str, Any]] = [  # by Arrow, which has every key in every row
+    {"prompt": [{"role": "user", "content": "a"}], "call": {"x": 1}},
+    {
+        "prompt": [
+            {"role": "assistant", "content": "b", "reasoning_content": "c"},
+            {"role": "user", "content": "d", "name": "e"},
+        ],
+        "call": {"y": "f"},
+    },
+]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def in_parquet(path: Path, **splits: list[dict[str, Any]]) -> str:
+    (rows,) = splits.values()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), f"{path}.parquet")
+    return f"{path}.parquet"
+
+
+def in_json(path: Path, **splits: list[dict[str, Any]]) -> str:
+    path.mkdir()
+    for split, rows in splits.items():
+        (path / f"{split}.json").write_text("\n".join(map(json.dumps, rows)))
+    return f"datasets:{path}"
+
+
+def saved(path: Path, **splits: list[dict[str, Any]]) -> str:
+    made = {split: datasets.Dataset.from_list(rows) for split, rows in splits.items()}
+    datasets.DatasetDict(made).save_to_disk(str(path))
+    return f"datasets:{path}"
+
+
+def saved_alone(path: Path, **splits: list[dict[str, Any]]) -> str:
+    (rows,) = splits.values()
+    datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    return f"datasets:{path}"
+
+
+@pytest.mark.parametrize("rows", [ROWS, PADDED], ids=["plain", "padded"])
+@pytest.mark.parametrize("write", [in_parquet, in_json, saved, saved_alone])
+def test_every_format_gives_the_rows_that_were_written(
+    tmp_path: Path, write: Callable[..., str], rows: list[dict[str, Any]]
+) -> None:
+    found = read_source(write(tmp_path / "rows", train=rows))
+    assert [prompt.row for prompt in found] == rows
+    assert [prompt.prompt_id for prompt in found] == [str(n + 1) for n in range(len(rows))]
+
+
+@pytest.mark.parametrize("write", [in_json, saved])
+def test_a_split_is_named_behind_its_set(tmp_path: Path, write: Callable[..., str]) -> None:
+    name = write(tmp_path / "set", train=ROWS[:3], test=ROWS[3:])
+    assert [prompt.row for prompt in read_source(name)] == ROWS[:3]
+    assert [prompt.row for prompt in read_source(f"{name}:test")] == ROWS[3:]
+
+
+OTHER = [{"question": "x", "answer": "y"}]
+BAD_SOURCES: dict[str, tuple[Callable[[Path], str], str]] = {
+    "missing file": (lambda path: f"{path}.parquet", "there is no such file"),
+    "no rows": (lambda path: in_parquet(path, train=[]), "has no rows"),
+    "missing column": (lambda path: in_parquet(path, train=OTHER), "only question, answer"),
+    "bad row": (lambda path: in_parquet(path, train=[ROWS[0], {"prompt": None}]), "row 2"),
+    "bad type": (
+        lambda path: in_parquet(path, train=[{"prompt": "x", "at": datetime.datetime.min}]),
+        "datetime",
+    ),
+    "missing set": (lambda path: f"datasets:{path}", "cannot be loaded"),
+    "unknown split": (lambda path: in_json(path, train=ROWS) + ":dev", "dev"),
+    "unknown saved split": (lambda path: saved(path, test=ROWS), "no split train, only test"),
+    "column of a set": (lambda path: in_json(path, train=OTHER), "only question, answer"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SOURCES)
+def test_a_bad_source_is_told_in_one_sentence(tmp_path: Path, name: str) -> None:
+    make, words = BAD_SOURCES[name]
+    source = make(tmp_path / "rows")
+    with pytest.raises(UsageError) as caught:
+        read_source(source)
+    text = str(caught.value)
+    assert words in text and "\n" not in text
+    assert str(tmp_path) in text
 
 
 class Color(str, enum.Enum):  # noqa: UP042 - whose `str` is "Color.RED"
@@ -122,7 +212,9 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, words: s
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "text.parquet").write_text("no parquet at all")
     for name, words in [
+        (tmp_path / "text.parquet", r"text\.parquet.*no Parquet file"),
         ("", r"data\.prompts is not set"),
         (tmp_path / "missing.jsonl", r"missing\.jsonl cannot be read"),
         (tmp_path, "cannot be read"),
@@ -132,16 +224,13 @@ def test_files_that_are_none(tmp_path: Path) -> None:
             read_source(name)
 
 
-TABLES: dict[str, Callable[[], Any]] = {
-    "rows": lambda: ROWS,
-    "pandas": lambda: pandas.DataFrame(ROWS).to_dict("records"),
-    "datasets": lambda: datasets.Dataset.from_list(ROWS),
-}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_a_table_is_read_by_rows(name: str) -> None:
-    assert rows_of(TABLES[name](), "prompts") == ROWS
+@pytest.mark.parametrize(
+    "table",
+    [ROWS, pandas.DataFrame(ROWS).to_dict("records"), datasets.Dataset.from_list(ROWS)],
+    ids=["rows", "pandas", "datasets"],
+)
+def test_a_table_is_read_by_rows(table: Any) -> None:
+    assert rows_of(table, "prompts") == ROWS
 
 
 @pytest.mark.parametrize(
@@ -160,40 +249,6 @@ def test_what_has_no_rows_is_refused_by_its_type(table: Any, words: str) -> None
         rows_of(table, "prompts")
 
 
-PADDED = [
-    {"prompt": [{"role": "user", "content": "a"}], "call": {"x": 1}},
-    {
-        "prompt": [
-            {"role": "assistant", "content": "b", "reasoning_content": "c"},
-            {"role": "user", "content": "d", "name": "e"},
-        ],
-        "call": {"y": "f"},
-    },
-]
-
-
-def arrow(folder: Path) -> str:
-    parquet.write_table(pyarrow.Table.from_pylist(PADDED), folder / "rows.parquet")
-    return str(folder / "rows.parquet")
-
-
-def saved(folder: Path) -> str:
-    datasets.Dataset.from_list(PADDED).save_to_disk(folder / "saved")
-    return f"datasets:{folder / 'saved'}"
-
-
-@pytest.fixture
-def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-
-
-@pytest.mark.parametrize("write", [arrow, saved])
-def test_what_arrow_pads_is_left_out(beside: Path, write: Callable[[Path], str]) -> None:
-    assert [prompt.row for prompt in read_source(write(beside))] == PADDED
-
-
 @pytest.mark.timeout(30)
 def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
@@ -201,8 +256,11 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
         read_source(str(tmp_path / "rows.jsonl"))
 
 
-def test_columns_without_a_text_as_name_are_named(beside: Path) -> None:
-    (beside / "numbered.py").write_text('def rows():\n    return [{1: "one"}]\n')
+def test_columns_without_a_text_as_name_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numbered.py").write_text('def rows():\n    return [{1: "one"}]\n')
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match='there is no "prompt", only 1'):
         read_source("numbered:rows")
 

@@ -22,6 +22,13 @@ def none():
 """
 
 
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rows.py").write_text(ROWS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
 def write(path: Path, count: int, name: str = "row") -> str:
     path.write_text("".join(json.dumps({"prompt": f"{name} {i}"}) + "\n" for i in range(count)))
     return str(path)
@@ -52,18 +59,14 @@ def test_without_shuffle_the_order_is_that_of_the_file(tmp_path: Path) -> None:
     assert draw(open_prompts(data, seed=0), 12) == [f"row {n % 10}" for n in range(12)]
 
 
+@pytest.mark.usefixtures("module")
 @pytest.mark.parametrize("kind", ["one", "mixture", "function"])
-def test_no_prompt_is_skipped_or_repeated_after_a_restart(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = DataConfig(prompts=write(tmp_path / "p.jsonl", 7))
-    if kind == "mixture":
-        data = mixed(tmp_path)
-    elif kind == "function":
-        (tmp_path / "my_rows.py").write_text(ROWS)
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.syspath_prepend(tmp_path)
-        data = DataConfig(prompts="my_rows:seven")
+def test_no_prompt_is_skipped_or_repeated_after_a_restart(kind: str, tmp_path: Path) -> None:
+    data = {
+        "one": DataConfig(prompts=write(tmp_path / "p.jsonl", 7)),
+        "mixture": mixed(tmp_path),
+        "function": DataConfig(prompts="my_rows:seven"),
+    }[kind]
     whole = draw(open_prompts(data, seed=1), 60)
     for cut in (0, 1, 7, 20):
         feed = open_prompts(data, seed=1)
@@ -82,12 +85,15 @@ def test_sources_are_drawn_by_weight_and_their_ids_differ(tmp_path: Path) -> Non
     assert len({p.prompt_id for p in prompts}) == len({p.row["prompt"] for p in prompts}) == 53
 
 
+@pytest.mark.usefixtures("module")
 @pytest.mark.parametrize(
     ("data", "said"),
     [
         (DataConfig(), "data.prompts is not set"),
         (DataConfig(prompts={"b": 0.0}), "weight of b"),
         (DataConfig(prompts="no_such_module:f"), "no_such_module:f gave no prompts"),
+        (DataConfig(prompts="my_rows:none"), "my_rows:none has no rows"),
+        (DataConfig(prompts="my_rows:missing"), "my_rows:missing gave no prompts: AttributeError"),
     ],
 )
 def test_mistakes_are_named(data: DataConfig, said: str) -> None:
@@ -100,20 +106,3 @@ def test_a_position_in_other_prompts_is_refused(tmp_path: Path) -> None:
     other = open_prompts(DataConfig(prompts=write(tmp_path / "q.jsonl", 4)), seed=0)
     with pytest.raises(UsageError, match="use the same files"):
         other.seek(feed.position())
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("none", "my_prompts:none has no rows"),
-        ("missing", "my_prompts:missing gave no prompts: AttributeError"),
-    ],
-)
-def test_a_function_that_returns_no_prompts_is_named(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_prompts.py").write_text(ROWS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UsageError, match=said):
-        open_prompts(DataConfig(prompts=f"my_prompts:{name}"), seed=0)
