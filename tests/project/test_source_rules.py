@@ -1,29 +1,46 @@
-"""Rules about the source text that no linter option expresses."""
+"""Rules about source text, packages and images that no linter option expresses."""
 
 import ast
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from fakes.commands import call
+
+from umbra.services.config import RunConfig
+from umbra.services.modeling.pretrained import AS_IT_IS
 
 ROOT = Path(__file__).resolve().parents[2]
 PICKLE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 PICKLE_METHODS = {"recv_pyobj", "send_pyobj", "recv_serialized_pyobj"}
 
 
-def source_files() -> list[Path]:
-    """Return the Python files outside tests that git tracks or could track."""
-    listing = call(
+@cache
+def sources() -> dict[str, str]:
+    """Return the Python files outside tests that git tracks or could track, by path."""
+    names = call(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "*.py"],
         cwd=ROOT,
     )
-    if listing.returncode != 0:
+    if names.returncode != 0:
         pytest.skip("needs a git checkout")
-    paths = [ROOT / name for name in listing.stdout.split("\0") if name]
-    return [p for p in paths if p.is_file() and p.relative_to(ROOT).parts[0] != "tests"]
+    paths = [ROOT / name for name in names.stdout.split("\0") if name]
+    return {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for path in paths
+        if path.is_file() and path.relative_to(ROOT).parts[0] != "tests"
+    }
+
+
+def shipped(*folders: str) -> Iterator[tuple[str, str]]:
+    """Yield path and text of each file in these folders of the package, or in all of it."""
+    for path, text in sources().items():
+        if path.split("/")[0] in (folders or ("deploy", "proto", "services", "src")):
+            yield path, text
 
 
 def pickle_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -50,23 +67,21 @@ def pickle_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_no_source_file_uses_pickle() -> None:
-    files = source_files()
-    assert ROOT / "src" / "umbra" / "cli.py" in files
+    assert "src/umbra/cli.py" in sources()
     found = [
-        f"{path.relative_to(ROOT)}:{line}: {name}"
-        for path in files
-        for line, name in pickle_uses(ast.parse(path.read_text(encoding="utf-8")))
+        f"{path}:{line}: {name}"
+        for path, text in sources().items()
+        for line, name in pickle_uses(ast.parse(text))
     ]
     assert found == []
 
 
 def test_no_class_name_means_two_things() -> None:
     places: defaultdict[str, list[str]] = defaultdict(list)
-    for path in source_files():
-        if (where := path.relative_to(ROOT)).parts[0] in ("proto", "services", "deploy"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    places[node.name].append(str(where))
+    for path, text in shipped("proto", "services", "deploy"):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(path)
     assert len(places) > 400
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
@@ -81,10 +96,99 @@ BARE_THREADS = {
 
 
 def test_a_thread_that_fails_ends_its_process() -> None:
-    found = {
-        str(path.relative_to(ROOT))
-        for path in source_files()
-        if path.relative_to(ROOT).parts[0] in ("proto", "services")
-        and re.search(r"\bThread\(", path.read_text(encoding="utf-8"))
-    }
+    found = {path for path, text in shipped("proto", "services") if re.search(r"\bThread\(", text)}
     assert found == BARE_THREADS
+
+
+# -- vLLM -----------------------------------------------------------------------------------------
+
+# What users of vLLM's engine are given, and its interface for engines that transfer weights.
+PUBLIC = {
+    "vllm.distributed.weight_transfer.base", "vllm.distributed.weight_transfer.factory",
+    "vllm.engine.arg_utils", "vllm.inputs", "vllm.lora.request",
+    "vllm.model_executor.model_loader.reload", "vllm.outputs", "vllm.platforms",
+    "vllm.sampling_params", "vllm.v1.engine.async_llm", "vllm.v1.engine.exceptions",
+}  # fmt: skip
+# Loaded by each of vLLM's processes, which need not import the engine as `private` does.
+OF_THE_PLUGIN = {"vllm.v1.engine.output_processor"}
+
+
+def test_private_names_of_vllm_stand_in_one_file() -> None:
+    texts = {Path(path).stem: text for path, text in shipped() if "/generator/vllm/" in path}
+    del texts["private"]
+    for stem, text in texts.items():
+        found = {n.module for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom)}
+        known = PUBLIC | (OF_THE_PLUGIN if stem == "plugin" else set())
+        assert {name for name in found if name and name.split(".")[0] == "vllm"} <= known, stem
+
+
+# -- packages, models and secrets -----------------------------------------------------------------
+
+LOADERS = {"from_pretrained", "from_config"}
+PLAIN = {"GenerationConfig"}  # data only: it has no code that it could bring along
+# By model.trust_remote_code.
+MAY_TRUST = "services/modeling/pretrained.pyAutoTokenizer.from_pretrained"
+
+
+def requirements() -> Iterator[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    yield from project["build-system"]["requires"]
+    yield from project["project"]["dependencies"]
+    for extra in project["project"]["optional-dependencies"].values():
+        yield from extra
+
+
+@pytest.mark.parametrize("requirement", sorted(set(requirements())))
+def test_every_dependency_has_a_range(requirement: str) -> None:
+    if requirement.startswith("umbra-rl["):
+        return  # our own extras
+    bounds = re.findall(r"(>=|<|==|~=)\s*[\d.]+", requirement)
+    assert sorted(bounds) in (["<", ">="], ["=="]), requirement
+
+
+def loads(tree: ast.AST) -> Iterator[tuple[int, str, dict[str, object]]]:
+    """Yield line, loader and constant keywords of all calls that may bring in somebody's model."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=owner, attr=attr), keywords=words) if (
+                attr in LOADERS and ast.unparse(owner) not in PLAIN
+            ):
+                given = {w.arg: w.value.value for w in words if isinstance(w.value, ast.Constant)}
+                if any(w.arg is None and ast.unparse(w.value) == "AS_IT_IS" for w in words):
+                    given |= AS_IT_IS
+                yield node.lineno, f"{ast.unparse(owner)}.{attr}", given  # type: ignore[misc]
+            case _:
+                pass
+
+
+def test_models_bring_no_code_and_no_pickled_weights() -> None:
+    found = 0
+    for path, text in shipped():
+        for line, what, given in loads(ast.parse(text)):
+            found += 1
+            where = f"{path}:{line}: {what}"
+            if path + what != MAY_TRUST:
+                assert given.get("trust_remote_code") is False, where
+            if what.endswith("from_pretrained"):
+                assert given.get("local_files_only") is True, where
+                if "Tokenizer" not in what and "Config" not in what:
+                    assert given.get("use_safetensors") is True, where
+    assert found >= 4, "the rule looks in the wrong place"
+    assert AS_IT_IS == {"local_files_only": True, "trust_remote_code": False}
+
+
+def test_one_key_turns_it_on_for_tokenizers_alone() -> None:
+    """No other line passes anything but False, and what may be trusted comes from that key."""
+    assert RunConfig().model.trust_remote_code is False
+    text = "\n".join(text for _, text in shipped())
+    passed = re.findall(r"trust_remote_code\"?(?:=|: )([\w.]+)", text)
+    assert {*passed} == {"False", "trust", "bool"}  # the key, and the argument it is passed as
+    sources = re.findall(r"\btrust=([\w.]+)", text)
+    assert {*sources} == {"trust", "config.model.trust_remote_code"}
+
+
+def test_secrets_get_into_no_image_and_no_repository() -> None:
+    image = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    last_taken = max(index for index, line in enumerate(image) if line.startswith("!"))
+    assert "**/*.key_secret" in image[last_taken:], "the last rule that matches decides"
+    assert "*.key_secret" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
