@@ -148,11 +148,6 @@ MISTAKES = {
     # the model
     "no model": wrong("model.path=", told="model.path"),
     "a model that is not there": wrong("model.path=nowhere", told=("model.path", "nowhere")),
-    "a model's path misspelt": Mistake(
-        ("model.path: models/bse is taken for a path", "models/base", "models/bse@main"),
-        ("model.path=models/bse",),
-        lambda project: (project / "models" / "base").mkdir(parents=True),
-    ),
     "a model without tokenizer": Mistake(
         ("model.path", "has no tokenizer"),
         ("model.path=partial",),
@@ -218,6 +213,14 @@ MISTAKES = {
     ),
     "rows without an answer": wrong(
         "environment.kind=exact", "environment.reward=", told='needs "answer" in every row'
+    ),
+    "a row that an environment cannot take": Mistake(
+        ("guess raised ValueError",),
+        ("environment.kind=guess", "environment.reward="),
+        lambda project: (project / "prompts.jsonl").write_text('{"prompt": "a", "answer": "x"}\n'),
+    ),
+    "a function of other values": wrong(
+        "environment.reward=math:sqrt", told="math:sqrt raised TypeError"
     ),
     "a value that is no function": wrong(
         "environment.reward=user_rewards:time", told="user_rewards has no callable 'time'"

@@ -60,7 +60,7 @@ async def alone(prompt: Any, completion: str, row: Row) -> float:
 def scored(
     row: Row, said: str | list[str], *functions: tuple[Any, float], named: bool = True
 ) -> Any:
-    """Return the result of one sample, or those of a group if `said` is a list."""
+    """Return the result of one sample, or all of a group if `said` is a list."""
     made = [RewardFunction(f, f"mine:{f.__name__}", weight) for f, weight in functions]
     rewards = Rewards(made, named=named)
 
@@ -115,6 +115,7 @@ GROUP = ["a", "b", "c"]
         ("hi", [1.0, 2.0], "instead of a list with one number"),
         ("hi", 0.5, "instead of a list"),
         ("hi", [None], "all"),
+        ("hi", [float("nan")], "returned nan, which is not a finite number"),
         (GROUP, [1.0, 2.0], EACH),
         (GROUP, 0.5, EACH),
         (GROUP, [1.0, None, 1.0], "no reward function has a reward for this sample"),

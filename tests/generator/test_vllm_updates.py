@@ -1,4 +1,4 @@
-"""What a new version means to vLLM: names of tensors, who may read whose keys, stale workers."""
+"""Effects of a new version on vLLM: names of tensors, who may read whose keys, stale workers."""
 
 import random
 from pathlib import Path

@@ -1,6 +1,9 @@
-"""Prompts have the tokens that Transformers gives them, except for control tokens in user text."""
+"""Text to tokens: control tokens in user text, memory, and templates of unusual forms."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.chat_templates import chat_tokenizer, template_names
@@ -13,19 +16,13 @@ from umbra.services.environments.protocol import Message, tool_call
 from umbra.services.modeling import chat_template
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.chat_template import end_of_turn
+from umbra.services.modeling.pretrained import load_tokenizer
 
 ASKED: list[Message] = [{"role": "user", "content": "how many?"}]
 CALL = tool_call("look", {"at": "it"}, "1")
 NAMED = """
 {%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
 {%- for m in messages %}{{ m.name }}: {{ m.content }}<|im_end|>{% endfor %}"""
-
-
-@pytest.mark.parametrize("name", template_names())
-def test_a_templated_prompt_has_the_tokens_of_transformers(name: str) -> None:
-    tokenizer, stops = chat_tokenizer(name)
-    own = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
-    assert Chat(tokenizer, stops).prompt_ids(ASKED) == own
 
 
 @pytest.mark.parametrize("name", template_names())
@@ -140,3 +137,70 @@ def test_a_template_that_loops_or_is_broken_is_named(
     assert end_of_turn(tokenizer) is None
     with pytest.raises(UsageError, match=told):
         Chat(tokenizer, stops).prompt_ids(ASKED)
+
+
+# -- the tiny model's tokenizer, one token for each character --------------------------------------
+
+
+@pytest.fixture
+def tokenizer(tiny_model_dir: Path) -> Any:
+    return load_tokenizer(tiny_model_dir)
+
+
+@pytest.mark.parametrize(("length", "times"), [(10, 1), (20_000, 2)])
+def test_short_texts_are_tokenised_once(
+    tokenizer: Any, length: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples of a group have the same; long ones would fill the memory."""
+    chat = Chat(tokenizer, {end := tokenizer.eos_token_id})
+    chat.check_turns(["user"])  # tries the template once
+    template: Any = chat._template
+    made: list[str] = []
+    for name in ("render", "tail"):
+        plain = getattr(template, name)
+        monkeypatch.setattr(template, name, lambda *a, n=name, f=plain: (made.append(n), f(*a))[1])
+    messages: list[Message] = [{"role": "user", "content": "x" * length}]
+    first = chat.prompt_ids(messages)
+    first.append(3)  # is the caller's
+    assert chat.prompt_ids(messages) == first[:-1]
+    assert made == ["render"] * times
+    made.clear()
+    before = chat.turn_ids(messages, 99)
+    assert chat.turn_ids(messages, end) == before[1:], "its end is there already"
+    assert before[0] == end and made.count("tail") == times
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('never') }}", "fails on messages of roles user: never"),
+        ("{{ messages[0].content[0].text }}", "does not write a user's message that is a text"),
+    ],
+)
+def test_a_template_that_does_not_write_prompts_is_refused(
+    tokenizer: Any, template: str, why: str
+) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(UsageError, match=why):
+        Chat(tokenizer, {0}).prompt_ids(ASKED)
+
+
+def test_without_a_template_prompts_are_text(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    chat = Chat(tokenizer, {0})
+    assert chat.text(chat.prompt_ids(ASKED)) == "how many?"
+    with pytest.raises(UsageError, match="has no chat template: prompts must be text"):
+        chat.prompt_ids([*ASKED, *ASKED])
+    with pytest.raises(UsageError, match="which an environment of several turns needs"):
+        chat.turn_ids(ASKED, 0)
+
+
+def test_what_was_said_ends_before_its_stop_token(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, {tokenizer.eos_token_id})
+    ids = chat.text_ids("how many?", begins=False)
+    assert chat.parse(ids).text == "how many?"
+    assert chat.parse([*ids, tokenizer.eos_token_id]).text == "how many?"
+    assert chat.parse([]).text == ""
+    plain = Chat(tokenizer, {ids[-1]})  # a stop token that is ordinary text
+    assert plain.parse(ids).text == "how many"
+    assert "".join(map(chat.piece, ids)) == "how many?"

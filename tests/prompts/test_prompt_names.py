@@ -120,16 +120,3 @@ class TestDataSets:
             pin_source("datasets:acme/sums:a:b:c")
         with pytest.raises(UsageError, match="acme/sums:main:dev cannot be loaded"):
             rows("datasets:acme/sums:main:dev")
-
-    def test_a_folder_is_named_from_anywhere(
-        self, hub: Hub, tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "mine" / "rows").mkdir(parents=True)
-        run_file = tmp_path / "mine" / "run.toml"
-        text = f'[model]\npath = "{tiny_model_dir}"\n[data]\nprompts = "datasets:rows:train[:3]"\n'
-        run_file.write_text(text)
-        monkeypatch.chdir(tmp_path)
-        config = load_given(run_file, ())[0]
-        assert config.data.prompts == f"datasets:{tmp_path}/mine/rows:train[:3]"
-        (tmp_path / "mine" / "rows").rename(tmp_path / "rows")
-        assert load_given(run_file, ())[0].data.prompts == f"datasets:{tmp_path}/rows:train[:3]"
