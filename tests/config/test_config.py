@@ -154,13 +154,9 @@ def test_what_was_wrong_is_named_by_its_variable_or_override() -> None:
     ("text", "told"),
     [
         ("[run]\nsteps = 0", "run.steps must be an integer >= 1, not 0"),
-        ("[run]\nsteps = 'x'", 'run.steps must be an integer >= 1, not "x"'),
         ("[data]\nprompts = 3", "data.prompts must be text or a table, not 3"),
         ("[run]\nsteps = 2020-01-01", 'run.steps must be an integer >= 1, not "2020-01-01"'),
         ("[run]\nstpes = 3", "unknown key run.stpes; did you mean run.steps?"),
-        ("[trainr]", "unknown section [trainr]; did you mean trainer?"),
-        ("steps = 3", "unknown section [steps]; did you mean run.steps?"),
-        ("run = 3", "run must be a table: [run] in a file"),
     ],
 )
 def test_a_bad_file(text: str, told: str, tmp_path: Path) -> None:

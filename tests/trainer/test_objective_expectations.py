@@ -227,14 +227,6 @@ def exact_kl(w: World, reverse: bool = False) -> Tensor:
     return (prefixes * (one.exp() * (one - other)).sum(1)).sum()
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3", "k3_plus"])
-def test_estimators_have_the_value_of_the_kl_on_policy(estimator: str) -> None:
-    w = world(1, 1.0)
-    under_pi = w.chance * (w.pi - w.mu).exp()
-    value = (under_pi * ESTIMATORS[estimator](w.pi, w.reference)).sum()
-    torch.testing.assert_close(value, exact_kl(w))
-
-
 @pytest.mark.parametrize(
     "estimator, expected",
     [
@@ -244,13 +236,15 @@ def test_estimators_have_the_value_of_the_kl_on_policy(estimator: str) -> None:
         ("k3_plus", lambda w: autograd(exact_kl(w), w)),
     ],
 )
-def test_gradients_of_estimators_on_policy(
+def test_values_and_gradients_of_estimators_on_policy(
     estimator: str, expected: Callable[[World], Tensor]
 ) -> None:
     w = world(2, 1.0)
     under_pi = (w.chance * (w.pi - w.mu).exp()).detach()
-    found = autograd((under_pi * ESTIMATORS[estimator](w.pi, w.reference)).sum(), w)
-    torch.testing.assert_close(found, expected(w))
+    value = (under_pi * ESTIMATORS[estimator](w.pi, w.reference)).sum()
+    torch.testing.assert_close(autograd(value, w), expected(w))
+    if estimator != "k2":  # which is biased
+        torch.testing.assert_close(value, exact_kl(w))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -208,40 +208,6 @@ def test_a_prompt_is_fed_once_where_its_responses_fit(tokens: Tokens) -> None:
     assert sum(m.tokens for m in tight) == fed - 2 * 9 - 2 * 1
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 20), st.integers(0, 4)), max_size=24),
-    st.integers(1, 5),
-    st.integers(1, 60),
-    st.integers(1, 120),
-    st.booleans(),
-)
-def test_ranks_get_all_of_it_once_in_equally_many_micro_batches(
-    sizes: list[tuple[int, int, int]], world: int, pack_tokens: int, micro_tokens: int, share: bool
-) -> None:
-    prompt_of = {name: prompt for prompt, _, name in sizes}
-    lengths = torch.tensor([prompt_of[name] + response for _, response, name in sizes])
-    ends = lengths.cumsum(0)
-    tokens = Tokens(
-        torch.zeros(int(lengths.sum())).long(),
-        lengths.long(),
-        (ends - 1).long(),
-        torch.arange(len(sizes)),
-        torch.tensor([prompt_of[name] for _, _, name in sizes]).long(),
-        torch.tensor([name for _, _, name in sizes]).long(),
-    )
-    how: Any = {
-        "pack_tokens": pack_tokens, "micro_tokens": micro_tokens, "share_prompts": share,
-    }  # fmt: skip
-    plans = [pack(tokens, **how, rank=rank, world=world) for rank in range(world)]
-    assert len({len(plan) for plan in plans}) == 1
-    seen = sorted(s for plan in plans for micro in plan for s in micro.source.tolist())
-    assert seen == list(range(len(sizes)))
-    work = [sum(micro.tokens for micro in plan) for plan in plans]
-    largest = max(pack_tokens, max(lengths.tolist(), default=0))
-    assert max(work) - min(work) <= largest, "at most one unit apart"
-    assert sum(work) == sum(micro.tokens for micro in pack(tokens, **how))
-
-
 def long_tailed(seed: int, count: int = 128) -> Tokens:
     """Sequences of 4 to 2,048 tokens, their logarithms normal; half of the tokens learned."""
     source = random.Random(seed)
@@ -306,37 +272,42 @@ def test_a_rank_without_work_has_an_empty_pass_with_a_gradient(model: PreTrained
         assert not parameter.grad.any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     sizes=st.lists(
-        st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=5
+        st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=8
     ),
-    limits=st.tuples(st.integers(2, 24), st.integers(2, 60)),
+    limits=st.tuples(st.integers(1, 30), st.integers(1, 60)),
     share=st.booleans(),
-    world=st.integers(1, 3),
+    world=st.integers(1, 5),
 )
-def test_a_learned_token_is_predicted_from_all_before_it_and_nothing_else(
+def test_each_learned_token_is_predicted_once_from_all_before_it_and_nothing_else(
     sizes: list[tuple[int, int, int]], limits: tuple[int, int], share: bool, world: int
 ) -> None:
-    """So neither padding nor a neighbour gets into a sequence, and nothing is shifted by one."""
+    """So neither padding nor a neighbour gets into a sequence, and nothing is shifted by one.
+
+    All ranks have equally many micro-batches, and at most one unit of work more than another.
+    """
     tokens = samples(sizes)
     starts = (tokens.lengths.cumsum(0) - tokens.lengths)[tokens.owner].tolist()
     found: list[int] = []
-    how: Any = {
-        "pack_tokens": limits[0], "micro_tokens": limits[1], "share_prompts": share, "world": world,
-    }  # fmt: skip
-    for rank in range(world):
-        for micro in pack(tokens, **how, rank=rank):
-            width = micro.input_ids.shape[1]
-            seen = micro.mask.allowed()
-            for index, target, source in zip(
-                micro.index.tolist(), micro.targets.tolist(), micro.source.tolist(), strict=True
-            ):
-                row, place = divmod(index, width)
-                context = micro.input_ids[row][seen[row, place]]
-                before = context[micro.position_ids[row][seen[row, place]].argsort()]
-                where = int(tokens.learned[source])
-                assert torch.equal(before, tokens.ids[starts[source] : where])
-                assert target == tokens.ids[where]
-                found.append(source)
+    how: Any = {"pack_tokens": limits[0], "micro_tokens": limits[1], "share_prompts": share}
+    plans = [pack(tokens, **how, rank=rank, world=world) for rank in range(world)]
+    for micro in (micro for plan in plans for micro in plan):
+        width = micro.input_ids.shape[1]
+        seen = micro.mask.allowed()
+        for index, target, source in zip(
+            micro.index.tolist(), micro.targets.tolist(), micro.source.tolist(), strict=True
+        ):
+            row, place = divmod(index, width)
+            context = micro.input_ids[row][seen[row, place]]
+            before = context[micro.position_ids[row][seen[row, place]].argsort()]
+            where = int(tokens.learned[source])
+            assert torch.equal(before, tokens.ids[starts[source] : where])
+            assert target == tokens.ids[where]
+            found.append(source)
     assert sorted(found) == list(range(len(tokens.learned)))
+    assert len({len(plan) for plan in plans}) == 1
+    work = [sum(micro.tokens for micro in plan) for plan in plans]
+    assert max(work) - min(work) <= max(limits[0], *tokens.lengths.tolist())
+    assert sum(work) == sum(micro.tokens for micro in pack(tokens, **how))
