@@ -52,6 +52,8 @@ def test_tensors() -> None:
     assert (row["staleness/in_flight/mean"], row["staleness/in_queue/mean"]) == (0.5, 2.0)
     assert row["response_length/mean"] == 2.0
     assert row["truncated"] == row["duplicates"] == 0.0
+    repeated = make_batch([trajectory(), trajectory(), trajectory(group_id="g2")], vocab_size=10)
+    assert sample_metrics(repeated, version=6)["duplicates"] == pytest.approx(1 / 3)
 
 
 def test_a_reward_keeps_all_its_digits() -> None:
@@ -61,12 +63,6 @@ def test_a_reward_keeps_all_its_digits() -> None:
     assert batch.rewards.tolist() == rewards
     expected = pytest.approx([-5e-10, 5e-10], rel=1e-6)
     assert dr_grpo(batch.rewards, batch.groups).tolist() == expected
-
-
-def test_samples_that_repeat_another_of_their_group_are_counted() -> None:
-    again, elsewhere = trajectory(sample_id="s2"), trajectory(sample_id="s3", group_id="g2")
-    batch = make_batch([trajectory(), again, elsewhere], vocab_size=10)
-    assert sample_metrics(batch, version=6)["duplicates"] == pytest.approx(1 / 3)
 
 
 def test_mismatch_by_hand() -> None:

@@ -145,6 +145,12 @@ def test_dual_clip_bounds_the_loss_where_the_advantage_is_negative() -> None:
     assert gradient[1] == 0
 
 
+def test_entropies_are_taken_off_the_losses() -> None:
+    entropy = [0.1, 0.2, 0.3, 0.4]
+    plain, found = (compute(PI, entropy, objective="ppo", entropy_coef=c)[0] for c in (0.0, 0.5))
+    torch.testing.assert_close(found.losses, plain.losses - 0.5 * torch.tensor(entropy).double())
+
+
 def test_a_hopeless_ratio_stays_finite() -> None:
     objective = Objective(TrainerConfig(objective="tis").pieces)
     far = torch.tensor([-1e4]).requires_grad_()
@@ -259,17 +265,22 @@ def test_a_kl_in_the_reward_is_taken_off_token_by_token() -> None:
     torch.testing.assert_close(returns, torch.tensor([1.25, 1.5], dtype=torch.float64))
 
 
-def test_group_advantages_are_of_the_reward_less_all_penalties() -> None:
-    advantages, _ = by_token(advantage="dr_grpo")
-    first, second = (0.5 - 0.0) / 2, (1.75 - 0.4) / 2
-    expected = [first, -first, -first, second, -second, -second, -second]
-    torch.testing.assert_close(advantages, torch.tensor(expected))
-
-
 def whiten(values: list[float]) -> list[float]:
     mean = sum(values) / len(values)
     variance = sum((v - mean) ** 2 for v in values) / (len(values) - 1)
     return [(v - mean) / math.sqrt(variance + 1e-8) for v in values]
+
+
+def test_group_advantages_are_of_the_reward_less_all_penalties() -> None:
+    """reinforce_pp_baseline whitens the same advantages."""
+    first, second = (0.5 - 0.0) / 2, (1.75 - 0.4) / 2
+    expected = [first, -first, -first, second, -second, -second, -second]
+    advantages, _ = by_token(advantage="dr_grpo")
+    torch.testing.assert_close(advantages, torch.tensor(expected))
+    advantages, _ = by_token(objective="reinforce_pp_baseline")
+    torch.testing.assert_close(advantages, torch.tensor(whiten(expected)), rtol=1e-5, atol=1e-6)
+    assert torch.count_nonzero(whitened(torch.full((7,), 0.1).double())) == 0, "none of rounding"
+    assert whitened(torch.zeros(0)).numel() == 0
 
 
 def test_reinforce_pp_whitens_discounted_returns_over_all_tokens() -> None:
@@ -279,18 +290,6 @@ def test_reinforce_pp_whitens_discounted_returns_over_all_tokens() -> None:
     advantages, got = by_token(objective="reinforce_pp", gamma=g)
     torch.testing.assert_close(got, torch.tensor(returns).double(), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(advantages, torch.tensor(whiten(returns)), rtol=1e-5, atol=1e-6)
-
-
-def test_reinforce_pp_baseline_whitens_what_is_left_of_the_group_mean() -> None:
-    first, second = (0.5 - 0.0) / 2, (1.75 - 0.4) / 2
-    centred = [first, -first, -first, second, -second, -second, -second]
-    advantages, _ = by_token(objective="reinforce_pp_baseline")
-    torch.testing.assert_close(advantages, torch.tensor(whiten(centred)), rtol=1e-5, atol=1e-6)
-
-
-def test_whitening_makes_no_difference_out_of_rounding() -> None:
-    assert torch.count_nonzero(whitened(torch.full((7,), 0.1).double())) == 0
-    assert whitened(torch.zeros(0)).numel() == 0
 
 
 def test_gae() -> None:

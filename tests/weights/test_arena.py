@@ -106,19 +106,15 @@ def test_what_cannot_be_allocated_leaves_nothing(
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def test_a_taken_name_is_refused(arena: Arena, run_id: str) -> None:
+def test_a_taken_name_and_a_slot_that_there_is_not_are_refused(arena: Arena, run_id: str) -> None:
     with pytest.raises(StartupError, match="File exists"):
         Arena.create(run_id, "weights1", slot_bytes=64, slots=1)
     with pytest.raises(ValueError, match="suffix"):
         Arena.create(run_id, "a-b", slot_bytes=64, slots=1)
-
-
-@pytest.mark.parametrize("index", [-1, 3])
-def test_there_are_no_other_slots(arena: Arena, index: int) -> None:
-    with pytest.raises(IndexError):
-        arena.slot(index)
-    with pytest.raises(IndexError):
-        arena.sequence(index)
+    for index in (-1, 3):
+        for part in (arena.slot, arena.sequence):
+            with pytest.raises(IndexError):
+                part(index)
 
 
 def test_sequence_numbers_are_odd_while_a_slot_is_written(arena: Arena) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -297,22 +297,22 @@ def test_without_a_slot_a_version_is_not_received(answers: list[m.Message], erro
 
 
 @pytest.mark.parametrize(
-    ("upstream", "owner", "expected"),
+    ("upstream", "owner", "role", "named"),
     [
-        ("", None, ("weight_hub", "weight-hub")),
-        ("tcp://hub:1", 2, ("part", "part-2")),
-        ("tcp://hub:1", None, ("relay", "relay-")),
+        ("", None, "weight_hub", "weight-hub"),
+        ("tcp://hub:1", 2, "part", "part-2"),
+        ("tcp://hub:1", None, "relay", "relay-"),
+        ("", 1, "", ""),
+        ("hub", None, "", ""),
     ],
 )
-def test_role_and_name_follow_from_the_options(
-    upstream: str, owner: int | None, expected: tuple[str, str]
+def test_role_and_name_follow_from_the_options_if_these_make_sense(
+    upstream: str, owner: int | None, role: str, named: str
 ) -> None:
-    role, name = _identify({"upstream": upstream, "owner": owner})
-    assert role == expected[0] and name.startswith(expected[1])
-
-
-@pytest.mark.parametrize(("upstream", "owner"), [("", 1), ("hub", None)])
-def test_options_that_make_no_sense_are_refused(upstream: str, owner: int | None) -> None:
-    identify: Callable[[dict[str, Any]], object] = _identify
-    with pytest.raises(UsageError, match="--upstream"):
-        identify({"upstream": upstream, "owner": owner})
+    options = {"upstream": upstream, "owner": owner}
+    if not role:
+        with pytest.raises(UsageError, match="--upstream"):
+            _identify(options)
+        return
+    found = _identify(options)
+    assert found[0] == role and found[1].startswith(named)

@@ -221,22 +221,18 @@ no_cuda = pytest.mark.skipif(cuda.cuda_unavailable() is None, reason="there is a
 
 
 @no_cuda
-def test_without_cuda_the_planes_say_why() -> None:
+def test_without_cuda_the_planes_and_the_check_say_why() -> None:
     for name in ("nccl", "cuda_ipc"):
         reason = unavailable(name)
         assert reason and ("cupy" in reason or "CUDA" in reason)
         with pytest.raises(UsageError, match=f'weight_hub.plane = "{name}" cannot be used: '):
             check_plane(name)
-    assert "the GPU cannot be used" in GpuWorker(0).carry_out({"op": "facts"})["error"]
-    assert "no such order" in GpuWorker(0).carry_out({"op": "dance"})["error"]
-
-
-@no_cuda
-def test_a_check_names_planes_and_reasons() -> None:
     found = {one.subject: one for one in findings()}
     assert found["plane shm"].text == found["plane tcp"].text == "available"
     assert found["plane nccl"].text == unavailable("nccl")
     assert found["plane nccl"].level == "not looked at"
+    assert "the GPU cannot be used" in GpuWorker(0).carry_out({"op": "facts"})["error"]
+    assert "no such order" in GpuWorker(0).carry_out({"op": "dance"})["error"]
 
 
 @no_cuda
