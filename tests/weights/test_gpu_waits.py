@@ -133,6 +133,7 @@ def test_a_broadcast(
         ("", 0.1, DeadlineError, r"chunk 0 of 10 was not broadcast within 0\.1 s"),
         ("error-bcast-hub", WAIT_S, PeerLostError, "so the test wants it"),
     ],
+    ids=["deadline", "error"],  # WAIT_S differs between processes
 )
 def test_a_broadcast_that_fails_is_aborted_and_writes_nothing_any_more(
     gpu_world: GpuWorld,
