@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -29,32 +31,34 @@ FIELDS = [
 
 
 def load(
-    text: str | None = None,
-    tmp_path: Path | None = None,
-    *,
-    overrides: tuple[str, ...] = (),
-    environ: dict[str, str] | None = None,
+    *overrides: str, file: Path | None = None, environ: dict[str, str] | None = None
 ) -> RunConfig:
-    """Load `text` as a run file, without the environment of the tests."""
-    file = None
-    if text is not None:
-        assert tmp_path is not None
-        file = tmp_path / "run.toml"
-        file.write_text(text, encoding="utf-8")
+    """Load a configuration without the environment of the tests."""
     return load_config(file, overrides=overrides, environ=environ or {})
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+        return tmp_path / "run.toml"
+
+    return write
 
 
 def mistake(*overrides: str, **environ: str) -> str:
     with pytest.raises(UsageError) as caught:
-        load(overrides=overrides, environ=environ)
+        load(*overrides, environ=environ)
     return str(caught.value)
 
 
-def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None:
-    text = "[run]\nsteps = 1\nseed = 1\nname = 'file'"
+def test_flags_beat_the_environment_which_beats_the_file(written: Callable[[str], Path]) -> None:
+    file = written("[run]\nsteps = 1\nseed = 1\nname = 'file'")
     environ = {"UMBRA_RUN__STEPS": "2", "UMBRA_RUN__SEED": "2"}
-    run = load(text, tmp_path, overrides=("run.steps=3",), environ=environ).run
+    run = load("run.steps=3", file=file, environ=environ).run
     assert (run.steps, run.seed, run.name, run.dir) == (3, 2, "file", "runs")
+    marked = written("\ufeff[run]\nsteps = 3")  # by an editor that marks its encoding
+    assert load(file=marked).run.steps == 3
 
 
 @pytest.mark.parametrize(
@@ -74,22 +78,19 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None
     ],
 )
 def test_overrides(override: str, key: str, value: Any) -> None:
-    assert attrgetter(key)(load(overrides=(override,))) == value
+    assert attrgetter(key)(load(override)) == value
 
 
-def test_an_override_keeps_the_rest_of_a_table(tmp_path: Path) -> None:
-    text = "[environment.options]\ntries = 1\nlow = 2"
-    config = load(text, tmp_path, overrides=("environment.options.tries=9",))
+def test_an_override_keeps_the_rest_of_a_table(written: Callable[[str], Path]) -> None:
+    file = written("[environment.options]\ntries = 1\nlow = 2")
+    config = load("environment.options.tries=9", file=file)
     assert config.environment.options == {"tries": 9, "low": 2}
 
 
 def test_json_is_read_back(tmp_path: Path) -> None:
-    config = load(
-        overrides=("trainer.betas=[0.5, 0.75]", "environment.options.a.b=x", "log.level=debug")
-    )
-    file = tmp_path / "resolved.json"
-    file.write_bytes(to_json(config))
-    assert load_config(file, environ={}) == config
+    config = load("trainer.betas=[0.5, 0.75]", "environment.options.a.b=x", "log.level=debug")
+    (tmp_path / "resolved.json").write_bytes(to_json(config))
+    assert load(file=tmp_path / "resolved.json") == config
 
 
 def test_as_dict_is_the_whole_tree() -> None:
@@ -159,10 +160,10 @@ def test_what_was_wrong_is_named_by_its_variable_or_override() -> None:
         ("[run]\nstpes = 3", "unknown key run.stpes; did you mean run.steps?"),
     ],
 )
-def test_a_bad_file(text: str, told: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        load(text, tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path / 'run.toml'}: {told}")
+def test_a_bad_file(text: str, told: str, written: Callable[[str], Path]) -> None:
+    file = written(text)
+    with pytest.raises(UsageError, match=f"^{re.escape(f'{file}: {told}')}"):
+        load(file=file)
 
 
 @pytest.mark.parametrize(
@@ -181,12 +182,8 @@ def test_a_file_that_cannot_be_read(
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=told) as caught:
-        load_config(tmp_path / name, environ={})
+        load(file=tmp_path / name)
     assert "\n" not in str(caught.value)
-
-
-def test_a_file_from_an_editor_that_marks_its_encoding(tmp_path: Path) -> None:
-    assert load("\ufeff[run]\nsteps = 3", tmp_path).run.steps == 3
 
 
 def test_every_field_is_described_and_has_a_default() -> None:
@@ -205,11 +202,11 @@ def test_every_piece_of_an_objective_has_a_key_of_its_type() -> None:
         fixed = ("ratio_level", "clip", "kl_in")  # by the preset alone
         values = {k: v for k, v in msgspec.to_builtins(pieces).items() if k not in fixed}
         overrides = tuple(f"trainer.{name}={json.dumps(value)}" for name, value in values.items())
-        loaded = load(overrides=(f"trainer.objective={preset}",)).trainer
+        loaded = load(f"trainer.objective={preset}").trainer
         assert loaded.pieces == pieces
         assert loaded.chosen == {}
         plain = tuple(one.replace('"', "") for one in overrides)
-        spelled = load(overrides=(f"trainer.objective={preset}", *plain)).trainer
+        spelled = load(f"trainer.objective={preset}", *plain).trainer
         assert spelled.pieces == pieces
         assert spelled.chosen == values
 
@@ -238,7 +235,7 @@ def test_every_piece_of_an_objective_has_a_key_of_its_type() -> None:
 def test_auto_is_fast_on_gpus_and_exact_on_cpus(
     overrides: tuple[str, ...], on_cpu: tuple[str, bool, str], on_gpu: tuple[str, bool, str]
 ) -> None:
-    run = load(overrides=overrides)
+    run = load(*overrides)
     for kind, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
         found = (
             run.trainer.precision_on(kind),

@@ -27,24 +27,21 @@ def test_the_defaults_are_feasible_and_so_are_branches_of_agents() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run_ahead", "max_staleness", "minibatches", "epochs", "expected"),
+    ("sizes", "expected"),
     [
-        (0, 5, 1, 1, (0, 0, 0)),
-        (1, 2, 1, 1, (2, 1, 2)),
-        (3, 1, 1, 1, (1, 1, 1)),
-        (0, 0, 4, 1, (0, 0, 3)),  # strictly on-policy, and yet 3 updates behind at the last one
-        (0, 0, 1, 4, (0, 0, 3)),
-        (1, 2, 4, 1, (2, 1, 11)),
-        (1, 2, 2, 2, (2, 1, 11)),
+        ((0, 5, 1, 1), (0, 0, 0)),
+        ((1, 2, 1, 1), (2, 1, 2)),
+        ((3, 1, 1, 1), (1, 1, 1)),
+        ((0, 0, 4, 1), (0, 0, 3)),  # strictly on-policy, and yet 3 updates behind at the last one
+        ((0, 0, 1, 4), (0, 0, 3)),
+        ((1, 2, 4, 1), (2, 1, 11)),
+        ((1, 2, 2, 2), (2, 1, 11)),
     ],
 )
 def test_implied_staleness(
-    run_ahead: int,
-    max_staleness: int,
-    minibatches: int,
-    epochs: int,
-    expected: tuple[int, int, int],
+    sizes: tuple[int, int, int, int], expected: tuple[int, int, int]
 ) -> None:
+    run_ahead, max_staleness, minibatches, epochs = sizes
     config = RunConfig(
         buffer=BufferConfig(run_ahead=run_ahead, max_staleness=max_staleness),
         trainer=TrainerConfig(minibatches=minibatches, epochs=epochs),
@@ -61,25 +58,20 @@ def test_all_faults_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "run_ahead", "max_staleness"),
-    [
-        ("async_generation_ratio", 2, 2, 2),
-        ("generate_ahead_steps", 2, 1, 1),
-    ],
+    ("name", "ahead_and_staleness"),
+    [("async_generation_ratio", (2, 2)), ("generate_ahead_steps", (1, 1))],
 )
 def test_other_systems_names_are_understood(
     name: str,
-    value: int,
-    run_ahead: int,
-    max_staleness: int,
+    ahead_and_staleness: tuple[int, int],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(f"[buffer]\n{name} = {value}\n")
-    for config in (load_config(file, environ={}), loaded(f"buffer.{name}={value}")):
-        assert (config.buffer.run_ahead, config.buffer.max_staleness) == (run_ahead, max_staleness)
-    assert f"{name} = {value} is read as buffer." in caplog.text
+    file.write_text(f"[buffer]\n{name} = 2\n")
+    for config in (load_config(file, environ={}), loaded(f"buffer.{name}=2")):
+        assert (config.buffer.run_ahead, config.buffer.max_staleness) == ahead_and_staleness
+    assert f"{name} = 2 is read as buffer." in caplog.text
 
 
 @pytest.mark.parametrize(
