@@ -13,6 +13,7 @@ from itertools import product
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from umbra.services.config.presets import PRESETS, ObjectiveSpec, Preset
@@ -297,7 +298,8 @@ def within(preset: Preset, cap: float = torch.inf) -> Callable[[World, World], T
     )
 
 
-CENTERED: dict[Preset, Callable[[World, World], Tensor]] = {
+PIECES = {**PRESETS, "tis by response": structs.replace(PRESETS["tis"], is_level="sequence")}
+CENTERED: dict[str, Callable[[World, World], Tensor]] = {
     **{
         name: lambda one, _, name=name: COEFFICIENTS[name](one)
         for name in ("naive", "tis", "decoupled", "icepop", "cispo", "sapo")
@@ -308,6 +310,7 @@ CENTERED: dict[Preset, Callable[[World, World], Tensor]] = {
     "tis_opsm": lambda one, w: torch.where(
         (w.advantages < 0) & (total(w.mu - w.pi) / LENGTH > 0.2), 0.0, tis(one)
     ),
+    "tis by response": lambda one, w: naive(one) * total(w.p - w.mu).exp().clamp(max=2),
 }
 
 
@@ -315,12 +318,12 @@ CENTERED: dict[Preset, Callable[[World, World], Tensor]] = {
 @pytest.mark.parametrize("spread", [0.02, 0.3, 1.0])
 @pytest.mark.parametrize("preset", CENTERED)
 def test_a_centered_gradient_has_the_expected_score_taken_off(
-    preset: Preset, spread: float, head: int
+    preset: str, spread: float, head: int
 ) -> None:
     """arXiv 2609.20807: sum over a of mu(a) A (c(a) s(a) - sum over v of mu(v) c(v) s(v))."""
     for seed in range(3):
         w = on_policy_update(seed, spread)
-        found = autograd((w.chance * losses(PRESETS[preset], w, candidates(w, head))).sum(), w)
+        found = autograd((w.chance * losses(PIECES[preset], w, candidates(w, head))).sum(), w)
         expected = gradient_of(CENTERED[preset](w, w).detach(), w)
         words = w.table.detach().log_softmax(1)[ROWS]
         for word in range(WORDS):

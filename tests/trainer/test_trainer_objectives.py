@@ -143,6 +143,14 @@ def test_dual_clip_bounds_the_loss_where_the_advantage_is_negative() -> None:
     assert result.losses[1] == pytest.approx(3.0)
     assert result.clipped.tolist() == [False, True, True, True]
     assert gradient[1] == 0
+    gain, flat = terms.ppo(torch.tensor([0.2]), torch.tensor([0.5]), 0.2, 0.2, dual=1.5)
+    assert gain.item() == pytest.approx(0.1) and not flat, "another advantage has no such bound"
+
+
+def test_weights_at_their_bounds_are_kept_and_clipped_ones_are_told() -> None:
+    assert terms.masked(torch.tensor([0.4, 0.5, 2.0, 3.0]), 0.5, 2.0).tolist() == [0, 0.5, 2.0, 0]
+    assert terms.masked(torch.tensor([9.0]), 0.5, 0.0).tolist() == [9.0]
+    assert compute(objective="cispo", clip_high=0.3)[0].clipped.tolist() == [False] * 3 + [True]
 
 
 def test_entropies_are_taken_off_the_losses() -> None:
@@ -192,6 +200,10 @@ def test_aggregations_leave_out_what_is_not_trained(
         pieces: Any = SimpleNamespace(aggregation=aggregation, denominator=denominator)
         weights = token_weights(pieces, three_sequences().owner, own, part, updates=1, length=10)
         torch.testing.assert_close(weights, torch.tensor([0.0, *expected]))
+        halves = token_weights(pieces, three_sequences().owner, own, part, updates=2, length=10)
+        share = aggregation == "constant" or denominator == "all"  # of the batch, by updates
+        factor = 2 if share and aggregation != "token_sum" else 1
+        torch.testing.assert_close(halves, factor * weights)
 
 
 def test_learning_rate_rises_then_falls_to_nothing_after_the_last_step() -> None:
@@ -231,12 +243,20 @@ def test_advantages_within_a_group(advantage: Any, expected: list[float]) -> Non
 def test_a_group_of_one_keeps_its_reward_and_equal_rewards_give_exactly_zero(
     advantage: Any,
 ) -> None:
-    rewards = torch.tensor([0.7, *[0.1] * 7], dtype=torch.float64)
-    groups = torch.tensor([0, *[1] * 7])
+    rewards = torch.tensor([0.7, *[0.1] * 7, *[-0.1] * 7], dtype=torch.float64)
+    groups = torch.tensor([0, *[1] * 7, *[2] * 7])
     result = advantage(rewards, groups)
     assert result[0] == pytest.approx(0.7, rel=1e-5)
     assert torch.count_nonzero(result[1:]) == 0
     assert result.dtype == torch.float32
+
+
+def test_epsilons_are_added_to_deviations_and_variances() -> None:
+    pair = torch.tensor([0.0, 1e-5], dtype=torch.float64)
+    scaled = grpo(pair, torch.tensor([0, 0]))[1].item()
+    assert scaled == pytest.approx(5e-6 / (1e-5 / math.sqrt(2) + 1e-6))
+    found = whitened(10 * pair)[1].item()
+    assert found == pytest.approx(5e-5 / math.sqrt(5e-9 + 1e-8))
 
 
 def by_token(**keys: Any) -> tuple[Tensor, Tensor]:
