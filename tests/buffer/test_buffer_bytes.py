@@ -100,11 +100,7 @@ def ask_batch(run: World) -> tuple[Any, BatchLease]:
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [
-        ("trajectory", {"made_up": [[]]}),
-        ("span", {"made_up": 1}),
-        ("sampling", {"made_up": 1}),
-    ],
+    [("trajectory", {"made_up": [[]]}), ("span", {"made_up": 1}), ("sampling", {"made_up": 1})],
 )
 def test_nothing_is_kept_that_was_not_looked_at(kind: str, changes: dict[str, Any]) -> None:
     run = world()

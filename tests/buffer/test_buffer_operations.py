@@ -56,10 +56,7 @@ def test_relays_join_beside_the_hub_and_may_be_drained() -> None:
         assert isinstance(run.ask(name, body), m.Welcome)
     other = run.join("weight_hub", "hub-2")
     assert isinstance(other, m.Nack) and other.code == "duplicate_weight_hub"
-    for name, words in [
-        ("hub", "drain the run as a whole"),
-        ("c", "members are hub, relay-b"),
-    ]:
+    for name, words in [("hub", "drain the run as a whole"), ("c", "members are hub, relay-b")]:
         refused = run.get("op", m.Operate(kind="drain", member=name), m.Nack)
         assert refused.code == "not_drainable" and words in refused.reason
     assert run.ask("op", m.Operate(kind="drain", member="relay-b")) == m.Ok()

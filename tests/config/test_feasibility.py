@@ -175,10 +175,7 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         (["objective=gspo", "score_centering=8"], "centers the scores of tokens"),
         (["objective=dapo", "score_centering=8"], "does nothing with objective dapo, whose weight"),
         (["sampling.top_p=0.9"], "set sampling.top_k to 64, say"),
-        (
-            ["sampling.top_k=500", LONG],
-            "with generator.max_context = 30,000 and batches of 256",
-        ),
+        (["sampling.top_k=500", LONG], "with generator.max_context = 30,000 and batches of 256"),
         (
             ["score_centering=128", LONG],
             "trainer.score_centering = 128: with generator.max_context",

@@ -92,10 +92,7 @@ def test_the_value_of_a_token_depends_on_what_came_before_it_alone(
 
 
 def test_a_critic_comes_back_from_its_directory(
-    directory: Path,
-    trajectories: list[Trajectory],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    directory: Path, trajectories: list[Trajectory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = make_batch(trajectories, 1000)
     _, critic = opened(configured(directory))
@@ -154,10 +151,7 @@ def test_a_failure_while_it_learns_is_raised_by_the_next_batch(
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_several_ranks_learn_where_it_is_called(
-    directory: Path,
-    trajectories: list[Trajectory],
-    monkeypatch: pytest.MonkeyPatch,
-    world: int,
+    directory: Path, trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch, world: int
 ) -> None:
     """Collectives of two threads would be in another order on each rank, and hang."""
     config = configured(directory)

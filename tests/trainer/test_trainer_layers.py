@@ -225,10 +225,7 @@ def same(one: Trained, other: Trained) -> bool:
 
 @pytest.mark.parametrize("offload", ["optimizer", "activations", "all"])
 def test_offload_changes_nothing(
-    directory: Path,
-    batches: list[list[Trajectory]],
-    offload: str,
-    monkeypatch: pytest.MonkeyPatch,
+    directory: Path, batches: list[list[Trajectory]], offload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[bool] = []
 

@@ -97,11 +97,7 @@ def trl_trainer(
 
 
 def trl_side(
-    directory: Path,
-    trainer: Any,
-    trajectories: list[Trajectory],
-    old: str,
-    **keys: Any,
+    directory: Path, trainer: Any, trajectories: list[Trajectory], old: str, **keys: Any
 ) -> tuple[float, dict[str, Tensor], dict[str, Any]]:
     """Loss, gradients, and the batch as TRL has made it of the trajectories."""
     olds = {"old_per_token_logps": padded(trajectories, old)}
@@ -166,10 +162,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "cispo", "epsilon_high": 1.1},
     ),
     "sapo": ({"objective": "sapo"}, {"loss_type": "sapo"}),
-    "delta": (
-        {"objective": "grpo", "dual_clip": 1.3},
-        {"loss_type": "grpo", "delta": 1.3},
-    ),
+    "delta": ({"objective": "grpo", "dual_clip": 1.3}, {"loss_type": "grpo", "delta": 1.3}),
     "kl": (
         {"objective": "grpo", "kl_coef": 0.3},
         {"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": False},

@@ -22,12 +22,7 @@ from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.worker import GpuWorkerProcess, result
 from umbra.services.weights.manifest import build_manifest, checksums
 from umbra.services.weights.planes.cuda_ipc import IpcHub
-from umbra.services.weights.planes.plane import (
-    OncePerVersion,
-    Settled,
-    ShmHub,
-    ShmReceiver,
-)
+from umbra.services.weights.planes.plane import OncePerVersion, Settled, ShmHub, ShmReceiver
 from umbra.services.weights.verify import SlotGuard
 
 

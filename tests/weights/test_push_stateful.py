@@ -11,14 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from umbra.proto.deadline import Pace
 from umbra.proto.messages import Abort, Commit, Committed, Ok, Prepare, Publish, Ready, SlotGranted
-from umbra.services.weight_hub.push import (
-    Failed,
-    HubPeer,
-    HubReply,
-    Pushed,
-    PushProtocol,
-    Send,
-)
+from umbra.services.weight_hub.push import Failed, HubPeer, HubReply, Pushed, PushProtocol, Send
 
 DEADLINE_S = 10.0
 NAMES = ("a", "b", "c")
