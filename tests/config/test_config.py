@@ -221,7 +221,7 @@ def test_every_piece_of_an_objective_has_a_key_of_its_type() -> None:
     ],
 )
 def test_auto_is_fast_on_gpus_and_exact_on_cpus(overrides: str, on_cpu: str, on_gpu: str) -> None:
-    """In precision, in what is computed again, and in the dtype that is served."""
+    """In precision, in layers that are computed again, and in the dtype that is served."""
     run = load(*overrides.split())
     for kind, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
         precision, recomputes = run.trainer.precision_on(kind), run.trainer.recomputes_on(kind)
