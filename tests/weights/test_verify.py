@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from random import Random
 
@@ -17,7 +17,7 @@ from fakes.hub_bench import WAIT_S, Bench, content, publish, push, take
 from umbra.proto.errors import PeerLostError
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import build_manifest, checksum, checksums
-from umbra.services.weights.receiver import Receiver, StagedVersion
+from umbra.services.weights.receiver import StagedVersion
 from umbra.services.weights.verify import ChangedError, Checksums, Move, SlotGuard
 
 TINY = build_manifest([("weights", "F32", [64])], 128)
@@ -124,104 +124,95 @@ def moving(source: memoryview, target: memoryview, origin: int) -> Move:
 
 
 class Engine:
-    """Keeps what it has loaded; what happens under a load is up to a test."""
+    """An engine that keeps what it has loaded; `under` happens within each load."""
 
-    def __init__(self) -> None:
-        self.held = b""
-        self.loads = 0
+    def __init__(self, bench: Bench) -> None:
+        bench.start()
+        self.publisher, self.receiver = bench.publisher(), bench.receiver("gen-0")
+        self.under: Callable[[StagedVersion], object] = lambda _: None
+        self.stopping = threading.Event()
+        self.held, self.loads = b"", 0
 
-    def apply(self, staged: StagedVersion) -> None:
+    def load(self, staged: StagedVersion | None = None) -> int | None:
+        """Load a version; return the one that is served then, whose bytes are whole."""
+        staged = staged or take(self.receiver)
+        loaded = self.receiver.load(staged, self._apply, WAIT_S, self.stopping)
+        if loaded is None:
+            return None
+        assert self.held == content(loaded.version)
+        return loaded.version
+
+    def _apply(self, staged: StagedVersion) -> None:
         self.loads += 1
-        assert isinstance(staged.data, memoryview)
+        assert isinstance(staged.data, memoryview) and staged.guard is not None
         half = len(staged.data) // 2
         taken = bytes(staged.data[:half])
-        self.under_way(staged)
+        self.under(staged)
         self.held = taken + bytes(staged.data[half:])
-        assert staged.guard is not None
         held = memoryview(self.held)
         staged.guard.sums.copy(0, len(held), lambda start, end: held[start:end])
 
-    def under_way(self, staged: StagedVersion) -> None:
-        pass
 
-    def load(self, receiver: Receiver, staged: StagedVersion) -> StagedVersion | None:
-        return receiver.load(staged, self.apply, WAIT_S, threading.Event())
+def damage(staged: StagedVersion) -> None:
+    assert isinstance(staged.data, memoryview)
+    staged.data[-70] ^= 1
 
 
 def test_a_version_that_waits_too_long_is_overwritten_and_not_loaded(bench: Bench) -> None:
     """The trainer waits for its slot no longer than for a load, and nobody is dropped."""
-    bench.start()
-    publisher, receiver, engine = bench.publisher(), bench.receiver("gen-0"), Engine()
-    push(publisher, 0, receiver)
-    publish(publisher, 1)
-    staged = take(receiver)
+    engine = Engine(bench)
+    push(engine.publisher, 0, engine.receiver)
+    publish(engine.publisher, 1)
+    staged = take(engine.receiver)
     for version in (2, 3):
-        publish(publisher, version)
-    assert engine.load(receiver, staged) is None
-    assert engine.loads == 0
-    loaded = engine.load(receiver, take(receiver))
-    assert loaded is not None and loaded.version == 3
-    assert engine.held == content(3)
+        publish(engine.publisher, version)
+    assert (engine.load(staged), engine.loads) == (None, 0)
+    assert engine.load() == 3
     bench.finish()
     assert bench.hub.protocol.counters["dropped"] == 0
     assert [row["version"] for row in bench.rows()] == [0, 3]
 
 
 def test_a_version_that_is_overwritten_under_its_load_gives_way_to_the_next(bench: Bench) -> None:
-    bench.start()
-    publisher, receiver, engine = bench.publisher(), bench.receiver("gen-0"), Engine()
-    push(publisher, 0, receiver)
+    engine = Engine(bench)
+    push(engine.publisher, 0, engine.receiver)
 
     def overwrite(staged: StagedVersion) -> None:
         if staged.version == 1:
-            publish(publisher, 2)
-            publish(publisher, 3)
+            publish(engine.publisher, 2)
+            publish(engine.publisher, 3)
 
-    engine.under_way = overwrite  # type: ignore[method-assign]
-    publish(publisher, 1)
-    loaded = engine.load(receiver, take(receiver))
-    assert loaded is not None and loaded.version == 3
-    assert engine.held == content(3)
-    assert engine.loads == 2
+    engine.under = overwrite
+    publish(engine.publisher, 1)
+    assert (engine.load(), engine.loads) == (3, 2)
 
 
 @pytest.mark.parametrize("when", ["before", "under"])
 def test_bytes_that_something_else_changed_are_never_served(bench: Bench, when: str) -> None:
     """1. A staged version is damaged in shared memory. 2. The next one is published."""
-    bench.start()
-    publisher, receiver, engine = bench.publisher(), bench.receiver("gen-0"), Engine()
+    engine = Engine(bench)
 
-    def damage(staged: StagedVersion) -> None:
+    def spoil(staged: StagedVersion) -> None:
         if staged.version == 0:
-            assert isinstance(staged.data, memoryview)
-            staged.data[-70] ^= 1
-            threading.Timer(0.2, publish, (publisher, 1)).start()
+            damage(staged)
+            threading.Timer(0.2, publish, (engine.publisher, 1)).start()
 
-    publish(publisher, 0)
-    staged = take(receiver)
+    publish(engine.publisher, 0)
+    staged = take(engine.receiver)
     if when == "before":
-        damage(staged)
+        spoil(staged)
     else:
-        engine.under_way = damage  # type: ignore[method-assign]
-    loaded = engine.load(receiver, staged)
-    assert loaded is not None and loaded.version == 1
-    assert engine.held == content(1)
+        engine.under = spoil
+    assert engine.load(staged) == 1
 
 
 def test_an_engine_with_half_a_version_ends_with_the_run(bench: Bench) -> None:
-    bench.start()
-    publisher, receiver, engine = bench.publisher(), bench.receiver("gen-0"), Engine()
-
-    def damage(staged: StagedVersion) -> None:
-        assert isinstance(staged.data, memoryview)
-        staged.data[-70] ^= 1
-
-    engine.under_way = damage  # type: ignore[method-assign]
-    publish(publisher, 0)
-    stopping = threading.Event()
-    stopping.set()
+    engine = Engine(bench)
+    engine.under = damage
+    engine.stopping.set()
+    publish(engine.publisher, 0)
     with pytest.raises(PeerLostError, match="version 0 changed under the load: checksum of bucket"):
-        receiver.load(take(receiver), engine.apply, WAIT_S, stopping)
+        engine.load()
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
