@@ -14,7 +14,6 @@ from fakes.rank_bench import make_batches
 from torch import Tensor
 
 from umbra.proto.errors import UmbraError
-from umbra.proto.records import Trajectory
 from umbra.services.config import RunConfig
 from umbra.services.trainer import critic as critic_module
 from umbra.services.trainer.batch import TrainBatch, make_batch
@@ -26,8 +25,8 @@ from umbra.services.trainer.update import PolicyUpdate
 
 
 @pytest.fixture
-def trajectories() -> list[Trajectory]:
-    return make_batches(1)[0]
+def batch() -> TrainBatch:
+    return make_batch(make_batches(1)[0], 1000)
 
 
 def configured(directory: Path, **keys: Any) -> RunConfig:
@@ -55,11 +54,10 @@ def constant_returns(batch: TrainBatch) -> Tensor:
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_values_begin_at_zero_and_approach_the_returns(
-    directory: Path, trajectories: list[Trajectory], precision: str
+    directory: Path, batch: TrainBatch, precision: str
 ) -> None:
     config = configured(directory, precision=precision, **{"critic.value_clip": 0.0})
     _, critic = opened(config)
-    batch = make_batch(trajectories, 1000)
     values = critic.values(batch)
     assert not values.any()
     losses = []
@@ -76,10 +74,9 @@ def test_values_begin_at_zero_and_approach_the_returns(
 
 
 def test_the_value_of_a_token_depends_on_what_came_before_it_alone(
-    directory: Path, trajectories: list[Trajectory]
+    directory: Path, batch: TrainBatch
 ) -> None:
     """Packing many samples into a row changes no value."""
-    batch = make_batch(trajectories, 1000)
     found = []
     for pack_tokens in (16, 128):
         config = configured(directory, pack_tokens=pack_tokens)
@@ -92,9 +89,8 @@ def test_the_value_of_a_token_depends_on_what_came_before_it_alone(
 
 
 def test_a_critic_comes_back_from_its_directory(
-    directory: Path, trajectories: list[Trajectory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, batch: TrainBatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = make_batch(trajectories, 1000)
     _, critic = opened(configured(directory))
     critic.learn(critic.values(batch), constant_returns(batch))
     out = critic.export(tmp_path / "critic")
@@ -114,14 +110,11 @@ def test_a_critic_comes_back_from_its_directory(
     again.close()
 
 
-def test_it_warms_up_before_the_policy_learns(
-    directory: Path, trajectories: list[Trajectory]
-) -> None:
+def test_it_warms_up_before_the_policy_learns(directory: Path, batch: TrainBatch) -> None:
     config = configured(directory, **{"critic.warmup_steps": 1})
     learner, critic = opened(config)
     update = PolicyUpdate(config, learner, critic)
     before = learner.weights()["model.embed_tokens.weight"].clone()
-    batch = make_batch(trajectories, 1000)
     first = update(batch, 0, lambda: True)
     assert first is not None
     assert (first["updates"], first["critic/loss"]) == (0, None)
@@ -134,13 +127,12 @@ def test_it_warms_up_before_the_policy_learns(
 
 
 def test_a_failure_while_it_learns_is_raised_by_the_next_batch(
-    directory: Path, trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+    directory: Path, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> Tensor:
         raise RuntimeError("out of memory")
 
     _, critic = opened(configured(directory))
-    batch = make_batch(trajectories, 1000)
     values = critic.values(batch)
     monkeypatch.setattr("umbra.services.trainer.critic.value_loss", broken)
     critic.learn(values, constant_returns(batch))
@@ -151,7 +143,7 @@ def test_a_failure_while_it_learns_is_raised_by_the_next_batch(
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_several_ranks_learn_where_it_is_called(
-    directory: Path, trajectories: list[Trajectory], monkeypatch: pytest.MonkeyPatch, world: int
+    directory: Path, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch, world: int
 ) -> None:
     """Collectives of two threads would be in another order on each rank, and hang."""
     config = configured(directory)
@@ -168,7 +160,6 @@ def test_several_ranks_learn_where_it_is_called(
     monkeypatch.setattr("umbra.services.trainer.learner.shard", lambda *_: None)
     monkeypatch.setattr(Ranks, "sum", lambda _, tensor: tensor)
     critic = Critic(config, learner)
-    batch = make_batch(trajectories, 1000)
     critic.learn(critic.values(batch), constant_returns(batch))
     critic.close()
     assert critic.settle()["critic/loss"] is not None
