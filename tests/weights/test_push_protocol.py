@@ -198,6 +198,10 @@ def test_a_failed_push_is_tried_once_more(phase: str) -> None:
     assert Failed("a", 0, where, "broken", dropped=True) in effects
     assert hub.protocol.serving == {}
     assert +hub.protocol.counters == {"published": 1, "failed": 2, "dropped": 1}
+    hub = pushing(0, 1)
+    for epoch, version in ((1, 0), (2, 1)):  # a newer one has two attempts of its own
+        effects = hub.ready(A, epoch, version, error="broken")
+        assert sent(effects, "a")[1] == prepare(epoch + 1, 1, 1)
 
 
 def test_an_unreachable_receiver_is_dropped_without_a_word() -> None:
@@ -316,7 +320,7 @@ def test_a_push_is_timed_from_the_version_or_from_the_subscription() -> None:
         hub.now += expected - 1.0
         (pushed,) = hub.committed(peer, epoch, 1)
         assert isinstance(pushed, Pushed) and pushed.total_s == pytest.approx(expected)
-    assert hub.protocol.counters["dropped"] == 0
+    assert hub.protocol.counters["dropped"] == hub.protocol.counters["skipped"] == 0
     hub.new_version(2)
     hub.tick(DEADLINE_S)
     assert hub.protocol.counters["dropped"] == hub.protocol.counters["deadline"] == 2
