@@ -218,13 +218,15 @@ def test_a_failed_environment_ends_the_group_at_once_and_each_reason_is_logged_o
     assert "s-0" in record.getMessage() and "a" in record.getMessage()
 
 
-def test_a_partial_is_continued_by_any_generator() -> None:
-    run = world(run_ahead=1, max_staleness=1)
+def test_a_partial_outlives_the_buffer_and_is_continued_by_any_generator() -> None:
+    run = world(run_ahead=1, max_staleness=1, durable=True)
     (task,) = run.lease("a", 1, 0)
     partial = trajectory(task, 0, finish_reason="partial")
     run.back("a", task, partial=partial)
+    run.restart_broker()
     (again,) = run.lease("b", 1, 0)
-    assert again.trajectory == partial and again.attempt == 2
+    assert (again.sample_id, again.attempt, again.trajectory) == (task.sample_id, 2, partial)
+    assert again.row == task.row != {}
     # It survives the death of the second holder, who returned nothing.
     run.ask("b", m.Leave(reason=""))
     assert run.lease("a", 1, 0)[0].trajectory == partial

@@ -90,17 +90,6 @@ def test_no_prompt_is_skipped_or_repeated() -> None:
     assert list(dict.fromkeys(seen)) == [str(n) for n in range(1, len(seen) // 2 + 1)]
 
 
-def test_a_partial_outlives_the_buffer() -> None:
-    world = started()
-    (task,) = world.lease("a", 1, 0)
-    partial = trajectory(task, 0, finish_reason="partial")
-    world.back("a", task, partial=partial)
-    world.restart_broker()
-    (again,) = world.lease("a", 1, 0)
-    assert (again.sample_id, again.trajectory) == (task.sample_id, partial)
-    assert again.row == task.row != {}
-
-
 def test_a_trainer_that_starts_again_gets_the_same_batches_in_order() -> None:
     world = started()
     batches = world.steps("a", 1, 2, 3, 4, 5)

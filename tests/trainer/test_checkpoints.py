@@ -237,16 +237,6 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken_if_that_is_whole(
         start()
 
 
-def test_what_a_killed_process_left_is_no_checkpoint(start: Any) -> None:
-    trainer = start().train(1)
-    left = trainer.folder.begin(1)
-    (left / "rank-00000.rows").write_bytes(b"half of it")
-    assert trainer.folder.steps() == []
-    assert start().step == 0
-    trainer.save()
-    assert [entry.name for entry in left.parent.iterdir()] == ["step-1"]
-
-
 def test_another_model(start: Any, directory: Path, tmp_path: Path) -> None:
     start().train(1).save()
     make_model(tmp_path / "wide", hidden=64, ff=64)

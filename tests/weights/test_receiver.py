@@ -197,11 +197,13 @@ def test_an_abort_ends_its_own_push_alone() -> None:
     assert world.dropped() == "because" and not world.dropped()
 
 
-def test_a_version_with_other_buckets_is_refused() -> None:
+def test_a_version_with_other_buckets_or_of_another_dtype_is_refused() -> None:
     world = World()
     world.prepared(1, SUMS[1:])
     assert world.wire.take(m.Ready).error == f"{len(SUMS) - 1} checksums for {len(SUMS)} buckets"
     assert not world.end.begun
+    with pytest.raises(UsageError, match=r"weight_hub\.dtype"):
+        World(dtype="float16")
 
 
 @pytest.mark.parametrize("when", ["opened", "receiving"])
@@ -247,11 +249,6 @@ def test_what_was_received_counts_while_layout_and_place_stay(
     world.hear(reply)
     assert first.given_up == 1, "the push under way was another hub's"
     assert (world.end is first, first.closed) == (same, not same)
-
-
-def test_a_version_of_another_dtype_is_the_users_mistake() -> None:
-    with pytest.raises(UsageError, match=r"weight_hub\.dtype"):
-        World(dtype="float16")
 
 
 @pytest.mark.parametrize("error", [None, UmbraError("no slot")])
