@@ -5,12 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from fakes.hub_bench import WAIT_S, Bench, SmallFrames
@@ -18,7 +18,7 @@ from fakes.trainer_hosts import layout
 from fakes.waiting import until
 
 from umbra.proto import messages as m
-from umbra.proto.errors import DeadlineError, RejectedError, UmbraError, UsageError
+from umbra.proto.errors import DeadlineError, RejectedError, UsageError
 from umbra.proto.records import BucketsAt
 from umbra.services.weight_hub import daemon
 from umbra.services.weight_hub.command import _identify
@@ -34,61 +34,50 @@ MANIFEST = layout(2)
 SIZE = MANIFEST.total_bytes
 
 
-@dataclass
-class Upstream:
-    """A hub above that keeps the states it gets, and whose orders a test makes up."""
-
-    peer: str = "weight hub"
-    pushes: queue.SimpleQueue[m.Message] = field(default_factory=queue.SimpleQueue[m.Message])
-    states: list[m.PartState] = field(default_factory=list[m.PartState])
-    away: bool = False
-
-    def call(self, state: m.PartState, *_: object, **__: object) -> m.Ok:
-        if self.away:
-            raise DeadlineError("silent")
-        self.states.append(state)
-        return m.Ok()
-
-
 class World:
     """A part hub of trainer host 1 that runs in a thread."""
 
     def __init__(self, run_id: str) -> None:
         self.path = f"/dev/shm/umbra-{run_id}-part"
-        self.hub, self.stopping = Upstream(), threading.Event()
+        self.hub = Mock(peer="weight hub", pushes=queue.SimpleQueue[m.Message]())
+        self.stopping = threading.Event()
         self.progress: list[tuple[str, int]] = []
         self.ordered = 0
-        self.part = PartHub(
-            "part-1", 1, "tcp://127.0.0.1:1", Bench.config(delta="off"), "elsewhere"
-        )
-        self.part._hub = cast(Any, self.hub)
-        self.error: UmbraError | None = None
-        self.thread = threading.Thread(target=self.run)
+        config = Bench.config(delta="off")
+        self.part = PartHub("part-1", 1, "tcp://127.0.0.1:1", config, "elsewhere")
+        self.part._hub = self.hub
 
-    def run(self) -> None:
-        session = SimpleNamespace(progress=lambda *said: self.progress.append(said))
-        try:
-            self.part.run(self.stopping, WAIT_S, cast(Any, session))
-        except UmbraError as error:
-            self.error = error
+    @contextmanager
+    def running(self) -> Iterator[World]:
+        session = Mock(progress=lambda *said: self.progress.append(said))
+        with closing(self.part), ThreadPoolExecutor(1) as thread:
+            running = thread.submit(self.part.run, self.stopping, WAIT_S, session)
+            try:
+                yield self
+            finally:
+                self.stopping.set()
+                running.result(WAIT_S)
+
+    @property
+    def states(self) -> list[m.PartState]:
+        """The states that the hub above was told."""
+        return [call.args[0] for call in self.hub.call.call_args_list]
 
     @property
     def store(self) -> BucketStore:
         assert self.part._tcp.store is not None
         return self.part._tcp.store
 
-    def close(self) -> None:
-        self.stopping.set()
-        self.thread.join(WAIT_S)
-        self.part.close()
-
     def hold(self, *, fresh: bool = True, slots: int = 2, path: str | None = None) -> m.PartState:
         """Order an arena, an empty path for none; return the state that answers."""
-        path, states = self.path if path is None else path, self.hub.states
+        path = self.path if path is None else path
         self.order(m.HoldArena(manifest=MANIFEST, path=path, slots=slots, fresh=fresh))
-        before = len(states)
-        until(lambda: any(state.path == path for state in states[before:]), "no answer")
-        return next(state for state in states[before:] if state.path == path)
+        before = len(self.states)
+
+        def answer() -> m.PartState | None:
+            return next((state for state in self.states[before:] if state.path == path), None)
+
+        return until(answer, "no answer")
 
     def offer(self, slot: int, sums: list[int], path: str | None = None) -> None:
         self.order(m.OfferSlot(path=path or self.path, slot=slot, checksums=sums, deltas=False))
@@ -103,7 +92,8 @@ class World:
         """Fetch the buckets of this host from the part hub, as a receiver does."""
         data = memoryview(bytearray(SIZE))
         pull = TcpReceiver(MANIFEST, [data], SmallFrames())
-        at = replace_key(self.part.buckets)
+        buckets = self.part.buckets
+        at = BucketsAt(endpoint=buckets.endpoint, key=grant(buckets.key))
         prepare = m.Prepare(epoch=1, version=1, slot=0, checksums=sums, sources=[at, at])
         with closing(pull), closing(pull.receive(prepare)) as steps:
             mine, came = set(owned_buckets(MANIFEST)[1]), set[int]()
@@ -114,18 +104,12 @@ class World:
         return bytes(data)
 
 
-def replace_key(at: BucketsAt) -> BucketsAt:
-    return BucketsAt(endpoint=at.endpoint, key=grant(at.key))
-
-
 @pytest.fixture
 def world(run_id: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(daemon, "STATE_S", 0.02)
-    made = World(run_id)
-    made.thread.start()
-    yield made
-    made.close()
-    assert not Path(made.path).exists()
+    with World(run_id).running() as world:
+        yield world
+    assert not Path(world.path).exists()
 
 
 def test_a_part_hub_holds_its_own_rows_and_hands_out_what_it_is_told(
@@ -159,7 +143,6 @@ def test_a_part_hub_holds_its_own_rows_and_hands_out_what_it_is_told(
         slot.release()
     world.order(m.Ok())  # nothing that it knows
     assert world.hold(path="") and not Path(world.path).exists()
-    assert world.error is None
 
 
 def test_a_part_hub_adopts_what_its_host_holds_and_says_why_it_cannot(world: World) -> None:
@@ -181,11 +164,11 @@ def test_an_arena_that_is_still_made_is_not_said_to_be_held(
 
     monkeypatch.setattr(Arena, "create", slow)
     world.order(m.HoldArena(manifest=MANIFEST, path=world.path, slots=2, fresh=True))
-    before = len(world.hub.states)
-    until(lambda: len(world.hub.states) > before + 2, "it says nothing")
-    assert not any(state.path for state in world.hub.states)
+    before = len(world.states)
+    until(lambda: len(world.states) > before + 2, "it says nothing")
+    assert not any(state.path for state in world.states)
     make.set()
-    until(lambda: world.hub.states[-1].path == world.path, "it was not made")
+    until(lambda: world.states[-1].path == world.path, "it was not made")
 
 
 @pytest.mark.parametrize("slots", [2, 3])
@@ -201,7 +184,7 @@ def test_a_file_with_other_slots_is_not_adopted(world: World, run_id: str, slots
 def test_a_hub_that_is_away_for_longer_than_its_patience_ends_the_part_hub(run_id: str) -> None:
     world = World(run_id)
     with closing(world.part):
-        world.hub.away = True
+        world.hub.call.side_effect = DeadlineError("silent")
         with pytest.raises(DeadlineError, match="no answer from the weight hub"):
             world.part.run(world.stopping, 0.0)
 
