@@ -24,7 +24,8 @@ ROWS = [{"prompt": "2 + 2 ="}] * 20
 
 
 def config(tmp_path: Path, **changes: Any) -> GRPOConfig:
-    return GRPOConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, **changes)
+    given = {"report_to": "none", **changes}
+    return GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **given)
 
 
 def sections(tmp_path: Path, rows: int = 100, **changes: Any) -> dict[str, dict[str, Any]]:
@@ -189,10 +190,7 @@ def lora(**changes: Any) -> LoraConfig:
 def test_scripts_of_trl_become_a_configuration(
     tmp_path: Path, fields: dict[str, Any], arguments: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    given = {"report_to": "none", **fields}
-    made = trainer(
-        args=GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **given), **arguments
-    )._sections
+    made = trainer(args=config(tmp_path, **fields), **arguments)._sections
     for section, keys in expected.items():
         assert {**made[section], **keys} == made[section]
     assert made["trainer"].get("lora_targets", ["q_proj", "v_proj"]) == ["q_proj", "v_proj"]
@@ -260,9 +258,8 @@ def test_what_is_ignored_is_warned_of(tmp_path: Path) -> None:
     server = config(tmp_path, use_vllm=True, vllm_mode="server", save_steps=7)
     with pytest.warns(UserWarning, match="GRPOConfig: save_steps, vllm_mode: ignored"):
         trainer(args=server)
-    comet = GRPOConfig(output_dir=str(tmp_path), report_to="comet_ml", use_cpu=True)
     with pytest.warns(UserWarning, match="report_to: comet_ml: ignored; use tensorboard"):
-        trainer(args=comet)
+        trainer(args=config(tmp_path, report_to="comet_ml"))
     with pytest.warns(UserWarning, match="lora_dropout: ignored"):
         trainer(peft_config=lora(lora_dropout=0.1))
     with pytest.warns(UserWarning, match="Asks: on_epoch_end: never called"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from umbra.deploy.check.estimate import fullest, judge, needs, published
+from umbra.deploy.check.estimate import Need, fullest, judge, needs, published
 from umbra.deploy.check.machine import Machine
 from umbra.deploy.check.model_sizes import ModelSizes
 from umbra.services.config import RunConfig
@@ -75,9 +75,13 @@ SIZES = ModelSizes(
 HOST = 10**15
 
 
+def by_name(need: Need) -> dict[str, int]:
+    return {item.name: item.bytes for item in (*need.device, *need.host)}
+
+
 def amounts(config: RunConfig, *, gpu: bool = True) -> dict[str, int]:
     (trainer, *_) = needs(config, SIZES, gpu=GPU * gpu, host=HOST)
-    return {item.name: item.bytes for item in (*trainer.device, *trainer.host)}
+    return by_name(trainer)
 
 
 def test_a_trainer_on_one_gpu() -> None:
@@ -160,7 +164,7 @@ def test_a_generator_and_its_cache() -> None:
         "generator.max_context=100", "generator.device=cuda:2", "weight_hub.plane=tcp",
     )  # fmt: skip
     _, generator = needs(config, SIZES, gpu=GPU, host=HOST)
-    found = {item.name: item.bytes for item in (*generator.device, *generator.host)}
+    found = by_name(generator)
     assert generator.gpus == ((2, 3),)
     assert found["weights, bfloat16"] == 10 * GB
     assert found["KV cache, 10 x 100 tokens"] == 2 * 1000 * 1000 // 2
@@ -172,7 +176,7 @@ def test_an_adapter_that_is_published_by_itself() -> None:
     config = settings("trainer.lora_rank=2", "trainer.lora_publish=adapter")
     assert published(config, sizes, gpu=True) == 2 * 2 * 10**6
     _, generator = needs(config, sizes, gpu=GPU, host=HOST)
-    found = {item.name: item.bytes for item in (*generator.device, *generator.host)}
+    found = by_name(generator)
     assert found["weights, bfloat16"] == 20 * GB, "the base"
     assert found["adapter"] == 2 * 2 * 10**6
     assert "a fetched version" not in found, "it is loaded from the arena"

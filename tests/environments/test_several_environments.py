@@ -26,14 +26,14 @@ prompts = "shared.jsonl"
 name = "words"
 weight = 3.0
 max_turns = 2
+sampling = { top_k = 0, stop = [] }
 [[environments]]
 name = "sums"
 kind = "numeric"
 prompts = "sums.jsonl"
 options = { tolerance = 0.5 }
 """
-
-
+ONE = "[[environments]]\nname = 'a'\n"
 THEIRS = "[[environments]]\nname = 'x'\nkind = 'verifiers'\nid = 'y'\n"
 
 
@@ -78,10 +78,23 @@ def test_a_run_file_has_several_and_is_written_back(tmp_path: Path) -> None:
     [
         ("[environments]\nname = 'a'", "write each of environments as"),
         ("[[environments]]\nweight = 1.0", "needs a name"),
-        ("[[environments]]\nname = 'a'\n[[environments]]\nname = 'a'", "have the name a"),
+        (ONE + ONE, "have the name a"),
         ("[[environments]]\nname = 'a/b'", "environments.name must be text like"),
-        ("[[environments]]\nname = 'a'\nkinds = 'x'", "unknown key environments.kinds"),
-        ("[[environments]]\nname = 'a'\nweight = 0", "environments.weight must be a number > 0"),
+        (f"{ONE}kinds = 'x'", "unknown key environments.kinds"),
+        (f"{ONE}weight = 0", "environments.weight must be a number > 0"),
+        (
+            f"{ONE}sampling = {{ temperature = 0 }}",
+            r"environments\.a: sampling\.temperature must be a number > 0",
+        ),
+        (
+            f"{ONE}sampling = {{ temprature = 1.0 }}",
+            r"unknown key sampling\.temprature; did you mean sampling\.temp",
+        ),
+        (
+            f"{ONE}sampling = {{ stop_tokens = ['a'] }}",
+            r"environments\.a: sampling\.stop_tokens end turns in all",
+        ),
+        (f"{ONE}sampling = 'refuse'", r"environments\.sampling must be a table"),
     ],
 )
 def test_a_run_file_that_is_wrong_about_them_is_refused(

@@ -16,13 +16,13 @@ import msgspec
 import pytest
 import torch
 from fakes.rollouts import finish
-from fakes.trajectories import trajectory
+from fakes.trajectories import sample, trajectory
 from msgspec.structs import replace
 
 from umbra.proto.errors import MismatchError, UsageError
 from umbra.proto.records import Sampling, Support, Task, Trajectory, pack_int32, unpack_float32
 from umbra.services.config import RunConfig
-from umbra.services.config.loader import as_dict, load_config, to_json, to_toml
+from umbra.services.config.loader import load_config
 from umbra.services.config.rules import cautions, check_feasible
 from umbra.services.config.trajectory_rules import RunFacts, find_fault, samplings_of
 from umbra.services.generator.agents.protocols import Completions
@@ -87,23 +87,6 @@ def test_keys_of_an_environment_are_others_than_the_runs(tmp_path: Path) -> None
     assert (plain.temperature, plain.top_k, plain.max_tokens, plain.stop) == (0.9, 0, 12, ["so"])
     assert (hot.temperature, hot.stop_tokens) == (1.6, ["<|end|>"])
     assert config.longest_turn == 12
-    (tmp_path / "back.json").write_bytes(to_json(config))
-    assert load_config(tmp_path / "back.json", environ={}) == config
-    assert loaded(tmp_path, to_toml(as_dict(config))) == config
-
-
-@pytest.mark.parametrize(
-    ("sampling", "says"),
-    [
-        ("{ temperature = 0 }", r"environments\.x: sampling\.temperature must be a number > 0"),
-        ("{ temprature = 1.0 }", r"unknown key sampling\.temprature; did you mean sampling\.temp"),
-        ("{ stop_tokens = ['a'] }", r"environments\.x: sampling\.stop_tokens end turns in all"),
-        ("'refuse'", r"environments\.sampling must be a table"),
-    ],
-)
-def test_what_is_wrong_with_it_is_named(tmp_path: Path, sampling: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        loaded(tmp_path, f"[[environments]]\nname = 'x'\nsampling = {sampling}")
 
 
 def test_what_does_not_fit_one_of_them_is_refused_or_warned_of(tmp_path: Path) -> None:
@@ -148,15 +131,8 @@ def test_the_buffer_knows_how_each_environment_samples(tmp_path: Path) -> None:
 
 def task(number: int, partial: Trajectory | None = None) -> Task:
     row = ROWS[number % 3]
-    return Task(
-        sample_id=f"s{number}",
-        group_id=f"g{number % 3}",
-        prompt_id=f"{row['environment']}/0",
-        attempt=1,
-        row=row,
-        lease_s=9.0,
-        trajectory=partial,
-    )
+    names = {"sample_id": f"s{number}", "group_id": f"g{number % 3}"}
+    return sample(row, prompt_id=f"{row['environment']}/0", trajectory=partial, **names)
 
 
 def test_a_partial_that_was_drawn_otherwise_is_begun_anew(chat: Chat, tmp_path: Path) -> None:
@@ -233,18 +209,7 @@ def updated(config: RunConfig, directory: Path, made: list[Trajectory]) -> Row:
 
 def worst_by_scorer(config: RunConfig, directory: Path, made: list[Trajectory]) -> float:
     served = load_model(directory, torch.device("cpu"), torch.float32)
-    tasks = [
-        Task(
-            sample_id=t.sample_id,
-            group_id="g",
-            prompt_id="p",
-            attempt=1,
-            row={},
-            lease_s=1.0,
-            trajectory=t,
-        )
-        for t in made
-    ]
+    tasks = [sample({}, sample_id=one.sample_id, trajectory=one) for one in made]
     scores = LogprobWorker(served, config.trainer).score(tasks, lambda: None)
     found = [x for (score,) in scores for x in unpack_float32(score.logprobs or b"")]
     asked = [x for t in made for x in unpack_float32(t.logprobs)]

@@ -1,5 +1,6 @@
-"""Samples that are interrupted: at once, or when their environment has answered."""
+"""Samples that are interrupted, at once or after an answer, and conversations that are lost."""
 
+from itertools import count
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,7 @@ from fakes.trajectories import sample
 from umbra.proto.records import Trajectory, unpack_int32
 from umbra.services.environments.built_in import ExactMatch, Guess
 from umbra.services.environments.pool import InlinePool
-from umbra.services.environments.protocol import Ask, Begun, EpisodeOutcome, StepResult
+from umbra.services.environments.protocol import Ask, Begun, EpisodeOutcome, Lost, StepResult
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 
@@ -206,3 +207,55 @@ def test_a_sample_that_fails_amid_a_turn_leaves_the_engine(chat: Chat) -> None:
     runner.poll(0.0)
     assert (engine.live, runner.active) == (0, 0)
     assert [one.reason for one in runner.results()[1]] == ["its agent gave up"]
+
+
+class Sums:
+    """Three turns, each worth the number that it says."""
+
+    def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        self.sum = self.turns = 0
+        return [{"role": "user", "content": row["prompt"]}]
+
+    def step(self, response: str) -> StepResult:
+        self.sum += int(response)
+        self.turns += 1
+        said = [{"role": "user", "content": self.said()}]
+        return StepResult(reward=float(response), done=self.turns == 3, messages=said)
+
+    def said(self) -> str:
+        return str(self.sum)
+
+
+class Moody(Sums):
+    """An environment with chance in it."""
+
+    draws = count()
+
+    def said(self) -> str:
+        return str(next(self.draws))
+
+
+@pytest.mark.parametrize(
+    ("kind", "turn", "answering", "asked"),
+    [*((Sums, turn, False, 3) for turn in (1, 2, 3)), (Sums, 1, True, 3), (Moody, 3, False, 6)],
+)
+def test_a_lost_conversation_goes_on_with_its_turns_or_begins_anew(
+    chat: Chat, kind: Any, turn: int, answering: bool, asked: int
+) -> None:
+    """Nothing is generated twice, unless the environment says something else the second time."""
+    pool = SlowPool(kind)
+    runner = runner_of(chat, pool, "1", "2", "4")
+    engine = cast(ScriptedEngine, runner.engine)
+    begin(runner)
+    pool.open = True
+    while len(engine.requests) < turn:
+        runner.poll(0.0)
+    if answering:
+        pool.open = False
+        until_told(runner, pool, 1)
+        pool.open = True
+    pool.forget("s-0/1")
+    pool.held[:] = [EpisodeOutcome("s-0/1", Lost())]
+    (made,) = finish(runner)
+    assert (made.reward, made.turns, made.finish_reason) == (7.0, 3, "stop")
+    assert len(engine.requests) == asked
