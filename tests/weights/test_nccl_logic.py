@@ -10,14 +10,21 @@ import pytest
 from fakes.slowness import limit
 
 from umbra.deploy.check.machine import findings
-from umbra.proto.errors import DeadlineError, PeerLostError, UmbraError, UsageError
+from umbra.proto.errors import DeadlineError, PeerLostError, RejectedError, UmbraError, UsageError
 from umbra.proto.messages import Prepare
 from umbra.proto.records import GpuFacts
 from umbra.services.config import WeightHubConfig
 from umbra.services.weights.gpu import cuda
 from umbra.services.weights.gpu.worker import GpuWorker, GpuWorkerProcess
 from umbra.services.weights.planes.nccl import CommunicatorRanks, NcclGroup, Rounds
-from umbra.services.weights.planes.plane import Side, check_plane, mismatch, obstacle, unavailable
+from umbra.services.weights.planes.plane import (
+    Side,
+    check_plane,
+    choose_plane,
+    mismatch,
+    obstacle,
+    unavailable,
+)
 from umbra.services.weights.planes.receiving import gpu_for, host_planes
 
 FACTS = GpuFacts(nccl=22809, cuda_major=13, environment="a", variables={"NCCL_NET": "Socket"})
@@ -269,3 +276,26 @@ def test_cuda_ipc_is_within_one_gpu_of_one_host() -> None:
     assert "another GPU" in (joins(Side("a", one), Side("a", other)) or "")
     assert "/dev/shm" in (joins(Side("a", one), Side("b", one)) or "")
     assert joins(Side("a", one), Side("a")) == "the receiver has no GPU"
+    assert obstacle("nccl", Side("a"), Side("b", one)) == "the hub has no GPU"
+    assert obstacle("nccl", Side("a", one), Side("b", other)) is None
+
+
+@pytest.mark.parametrize(
+    ("configured", "host", "offered", "broken", "found"),
+    [
+        ("auto", "a", ["tcp", "shm"], {}, "shm"),
+        ("auto", "a", ["tcp", "shm"], {"shm": "full"}, "tcp"),
+        ("auto", "b", ["tcp", "shm"], {}, "tcp"),
+        ("tcp", "a", ["tcp", "shm"], {}, "tcp"),
+        ("auto", "b", ["shm"], {}, r"\(shm: the hub's /dev/shm is not the receiver's\)"),
+        ("tcp", "a", ["shm"], {}, r"\(plane tcp is set, \['shm'\] were offered\)"),
+    ],
+)
+def test_the_first_plane_that_both_ends_have_is_taken(
+    configured: str, host: str, offered: list[str], broken: dict[str, str], found: str
+) -> None:
+    if found in offered:
+        assert choose_plane(configured, Side("a"), Side(host), offered, broken) == found
+    else:
+        with pytest.raises(RejectedError, match=f"no way to push weights .* {found}"):
+            choose_plane(configured, Side("a"), Side(host), offered, broken)

@@ -362,3 +362,18 @@ def test_waiting_for_a_version_ends_with_the_run_or_its_deadline() -> None:
         world.receiver.wait_first(0.0, stopping)
     stopping.set()
     assert world.receiver.wait_first(WAIT_S, stopping) is None
+
+
+def test_waiting_for_a_hub_ends_with_the_run_or_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, stopping, answered = World(), threading.Event(), threading.Event()
+    waiting = Mock(side_effect=stopping.set)
+    monkeypatch.setattr(world.receiver, "subscribe", lambda _: answered.wait(WAIT_S))
+    assert not world.receiver.subscribe_unless(stopping, WAIT_S, waiting)
+    waiting.assert_called_once_with()
+    waiting.side_effect = answered.set
+    assert world.receiver.subscribe_unless(threading.Event(), WAIT_S, waiting)
+    monkeypatch.setattr(world.receiver, "subscribe", Mock(side_effect=UmbraError("no plane")))
+    with pytest.raises(UmbraError, match="no plane"):
+        world.receiver.subscribe_unless(threading.Event(), WAIT_S, waiting)
