@@ -1,5 +1,6 @@
-"""Functions of a program as source: with what they use, or refused with the reason."""
+"""Functions of a program as source, with what they use; and as tools of the model."""
 
+import asyncio
 import importlib.util
 import json
 import math
@@ -11,8 +12,13 @@ from typing import Any
 
 import pytest
 
+import umbra
 from umbra.deploy.python.source import MODULE, CopiedSource
+from umbra.deploy.python.train import _with_tools
 from umbra.proto.errors import UsageError
+from umbra.services.config import EnvironmentConfig
+from umbra.services.environments.loading import load_environment
+from umbra.services.environments.protocol import Opening, ParsedTurn, Response, StepResult
 
 FACTOR = 2.5
 WORDS = {"good": 1.0, "bad": -1.0}
@@ -131,3 +137,39 @@ def test_a_value_that_source_would_not_give_back_is_refused() -> None:
 
     with pytest.raises(UsageError, match="uses 'endless', a float"):
         CopiedSource().target(score, "reward")
+
+
+# -- umbra.train(tools=...) ------------------------------------------------------------------------
+
+
+def double(number: int) -> int:
+    """Twice a number."""
+    return 2 * number
+
+
+def keys(environment: dict[str, Any], *tools: umbra.Tool | str) -> dict[str, Any]:
+    return _with_tools(environment, tools, CopiedSource())
+
+
+def test_functions_are_offered_as_tools_and_called() -> None:
+    given = keys({"options": {"calls": 3}}, double, "calculator")
+    assert given["options"]["calls"] == 3
+    environment: Any = load_environment(EnvironmentConfig(**given))()
+    opening: Opening = environment.reset({"prompt": "twice 21?", "answer": "42"})
+    offered = {tool["function"]["name"]: tool["function"] for tool in opening.tools}
+    assert list(offered) == ["double", "calculator"]
+    assert offered["double"]["description"] == "Twice a number."
+    assert offered["double"]["parameters"]["properties"] == {"number": {"type": "integer"}}
+    call = {"type": "function", "function": {"name": "double", "arguments": {"number": 21}}}
+    said = ParsedTurn(text="a call", content="", tool_calls=[call])
+    answer: StepResult = asyncio.run(environment.step(Response.of(said)))
+    assert (answer.done, answer.messages[0]["content"]) == (False, "42")
+    assert asyncio.run(environment.step(Response.of("42"))).reward == 1.0
+
+
+def test_another_environment_has_tools_of_its_own() -> None:
+    for kind in ("guess", "mine:Environment"):
+        with pytest.raises(UsageError, match="leave out environment"):
+            keys({"kind": kind}, double)
+    with pytest.raises(UsageError, match="a lambda has no name"):
+        keys({}, lambda number: 2 * number)

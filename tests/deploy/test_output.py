@@ -1,15 +1,17 @@
-"""Output that nobody reads, or whose disk is full."""
+"""Output of a run: how often a line is said; and where nobody reads it or the disk is full."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from fakes.slowness import limit
+
+from umbra.deploy.run.live import PlainView, View
 
 ON = """
 import click
@@ -73,3 +75,24 @@ def test_streams_that_are_closed_from_the_start() -> None:
     done = run_shell('exec "$0" -m umbra up nowhere.toml <&- >&-', sys.executable)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "umbra: error: run file nowhere.toml does not exist\n"
+
+
+def test_lines_say_what_goes_on_once_and_details_now_and_then(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    view = PlainView(every_s=5.0, clock=lambda: now[0])
+
+    def said(*calls: Sequence[str]) -> list[str]:
+        for call in calls:
+            view.doing(*call)
+        return capsys.readouterr().out.splitlines()
+
+    assert said(["warm start"], ["warm start", "step 1/9"]) == ["warm start ..."]
+    now[0] = 5.0
+    assert said(["warm start", "step 4/9"], ["warm start", "step 5/9"]) == ["  step 4/9"]
+    now[0] = 10.0
+    assert said(["warm start", "step 4/9"]) == []
+    assert said(["starting"], ["starting"]) == ["starting ..."]
+    View().doing("anything")
+    assert capsys.readouterr().out == ""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from fakes.loop_bench import Bench, open_bench
 from fakes.slowness import limit
 
 from umbra.proto.deadline import LEAST_RATE, Pace
@@ -16,12 +13,6 @@ from umbra.proto.errors import UmbraError
 from umbra.services.generator import activity as stall
 from umbra.services.generator.activity import StallWatch, watching
 from umbra.services.generator.engines.engine import EngineError
-
-
-@pytest.fixture
-def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
-    with open_bench(tmp_path, tiny_model_dir) as opened:
-        yield opened
 
 
 def watched(limit_s: float = 100.0) -> tuple[StallWatch, list[float]]:
@@ -81,47 +72,3 @@ def test_who_is_stuck_leaves_the_run_and_then_ends(
     assert str(found[0]).startswith("the torch engine is stuck: no token for 0 s while it was")
     assert session.said[0] == f"failed: {found[0]}"
     assert "this generator ends unless a token comes" in caplog.text
-
-
-def test_a_turn_without_a_token_is_no_progress(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watch = bench.loop._watch
-    bench.serve()
-    bench.lease("a")
-    bench.turns(2)
-    assert bench.session.activities[-1] == "decoding"
-    monkeypatch.setattr(bench.engine, "poll", lambda _timeout_s: [])
-    for _ in range(200):
-        bench.now[0] += 2.0
-        watch.look()
-        bench.turns(1)
-    assert bench.session.activities[-1] == "decoding: no progress"
-    assert watch.look() >= watch.limit_s
-    assert "while it was decoding, with 1 requests in flight" in watch.describe()
-
-
-def test_the_loop_ends_when_the_receiver_has_failed_whatever_it_waits_for(bench: Bench) -> None:
-    """Also while an evaluation wants no other weights than those that are served."""
-    bench.serve()
-    bench.lease("a", pinned=0)
-    bench.turns(1)
-    bench.receiver.failure = UmbraError("the receiver of weights failed: KeyError: 7")
-    with pytest.raises(UmbraError, match="the receiver of weights failed"):
-        bench.turns(1)
-
-
-def test_whatever_the_loop_raises_is_said_and_what_is_finished_is_delivered(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.serve()
-
-    def fail() -> None:
-        raise KeyError(7)
-
-    delivered: list[float] = []
-    monkeypatch.setattr(bench.loop, "turn", fail)
-    monkeypatch.setattr(bench.loop._buffer, "flush", delivered.append)
-    with pytest.raises(EngineError, match="the generator failed: KeyError: 7"):
-        bench.loop.run()
-    assert delivered

@@ -9,7 +9,7 @@ from fakes.loop_bench import LEASE_S, Bench, open_bench, version
 from fakes.trajectories import sample
 
 from umbra.proto import messages as m
-from umbra.proto.errors import RejectedError, UsageError
+from umbra.proto.errors import RejectedError, UmbraError, UsageError
 from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import ParsedTurn
@@ -330,3 +330,47 @@ def test_no_sample_is_ever_ahead_of_its_partial_by_more_than_is_flushed(bench: B
         everything = bench.engine.peek(bench.engine._live)
         assert all(len(o.token_ids) - saved.get(o.request_id, 0) < 4 for o in everything)
     assert len(saved) > 5
+
+
+def test_a_turn_without_a_token_is_no_progress(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = bench.loop._watch
+    bench.serve()
+    bench.lease("a")
+    bench.turns(2)
+    assert bench.session.activities[-1] == "decoding"
+    monkeypatch.setattr(bench.engine, "poll", lambda _timeout_s: [])
+    for _ in range(200):
+        bench.now[0] += 2.0
+        watch.look()
+        bench.turns(1)
+    assert bench.session.activities[-1] == "decoding: no progress"
+    assert watch.look() >= watch.limit_s
+    assert "while it was decoding, with 1 requests in flight" in watch.describe()
+
+
+def test_the_loop_ends_when_the_receiver_has_failed_whatever_it_waits_for(bench: Bench) -> None:
+    """Also while an evaluation wants no other weights than those that are served."""
+    bench.serve()
+    bench.lease("a", pinned=0)
+    bench.turns(1)
+    bench.receiver.failure = UmbraError("the receiver of weights failed: KeyError: 7")
+    with pytest.raises(UmbraError, match="the receiver of weights failed"):
+        bench.turns(1)
+
+
+def test_whatever_the_loop_raises_is_said_and_what_is_finished_is_delivered(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.serve()
+
+    def fail() -> None:
+        raise KeyError(7)
+
+    delivered: list[float] = []
+    monkeypatch.setattr(bench.loop, "turn", fail)
+    monkeypatch.setattr(bench.loop._buffer, "flush", delivered.append)
+    with pytest.raises(EngineError, match="the generator failed: KeyError: 7"):
+        bench.loop.run()
+    assert delivered

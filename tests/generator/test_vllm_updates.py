@@ -1,7 +1,8 @@
-"""Effects of a new version on vLLM: names of tensors, who may read whose keys, stale workers."""
+"""Effects of a new version on vLLM: names of tensors, whose keys are read, what a check finds."""
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
 
-from umbra.proto.errors import UsageError
+from umbra.deploy.model_check.check import compare_vllm
+from umbra.proto.errors import StartupError, UsageError
 from umbra.proto.records import Manifest, TensorEntry
-from umbra.services.generator.vllm.check import stale
+from umbra.services.generator.vllm import check as vllm_check
+from umbra.services.generator.vllm.check import Differences, stale
 from umbra.services.generator.vllm.updates import CheckpointNames, Salts
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
@@ -154,3 +157,40 @@ def test_parameters_that_a_publish_did_not_reach(
     disk: str, same: str, changed: str, again: str, found: tuple[str, ...]
 ) -> None:
     assert stale(sums(*disk), sums(*same), sums(*changed), sums(*again)) == found
+
+
+CONFIG = SimpleNamespace(hidden_size=64, num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "stale", "outcomes"),
+    [
+        (0.01, (), ["equal"] * 4),
+        (0.9, (), ["equal", "equal", "different", "equal"]),
+        (0.01, ("tp1 w",), ["equal"] * 3 + ["different"]),
+    ],
+)
+def test_the_rows_of_a_check_of_a_model(
+    changed: float, stale: tuple[str, ...], outcomes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = Differences(0.01, 0.01, changed, 1.0, "bfloat16", 2, stale)
+    monkeypatch.setattr(vllm_check, "vllm_differences", lambda *_, **_arguments: result)
+    assert [row.outcome for row in compare_vllm(Path("model"), CONFIG)] == outcomes
+
+
+@pytest.mark.parametrize("error", [UsageError, StartupError])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_only_on_a_gpu_a_failed_start_is_an_error(
+    error: type[UsageError | StartupError], gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **_arguments: object) -> Differences:
+        raise error("why")
+
+    monkeypatch.setattr(vllm_check, "vllm_differences", refuse)
+    monkeypatch.setattr(vllm_check, "on_gpu", lambda: gpu)
+    rows = compare_vllm(Path("model"), CONFIG)
+    if gpu and error is StartupError:
+        with pytest.raises(StartupError, match="why"):
+            list(rows)
+    else:
+        assert [(row.outcome, row.note) for row in rows] == [("left out", "why")]

@@ -1,12 +1,14 @@
-"""The example run files are valid, and their rewards and prompts fit together."""
+"""Run files of examples are valid; their prompts, rewards and environments fit together."""
 
 import asyncio
+import json
 import os
 import re
 import runpy
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,11 +29,14 @@ from umbra.services.environments.protocol import (
 from umbra.services.environments.worker import EnvironmentHost
 from umbra.services.generator.checks import check_environment
 from umbra.services.modeling.run_file import load_service, located
+from umbra.services.process.files import read_jsonl
 from umbra.services.process.parent import SEARCH_VARIABLE
 from umbra.services.prompts import read_source
+from umbra.services.trainer.make_model import CHARACTERS
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted((ROOT / "examples" / "cluster").glob("*.toml"))
+SEARCH: dict[str, Any] = runpy.run_path(str(ROOT / "examples" / "search" / "search.py"))
 RUN_FILES = sorted(set((ROOT / "examples").rglob("*.toml")) - {*CLUSTERS})
 
 
@@ -185,3 +190,107 @@ def test_a_folder_of_a_data_set_stays_where_it_is(
     (beside / "a:b" / "rows").mkdir()
     with pytest.raises(UsageError, match="which has a colon"):
         resolved("datasets:rows")
+
+
+# -- a mixture of environments, and an agent that searches ----------------------------------------
+
+
+def written(folder: Path) -> list[list[dict[str, Any]]]:
+    return [read_jsonl(folder / f"{name}.jsonl") for name in ("prompts", "heldout", "demos")]
+
+
+def test_rows_of_the_mixture_fit_their_environments_and_the_limits(tmp_path: Path) -> None:
+    folder = ROOT / "examples" / "reasoning-gym"
+    program = runpy.run_path(str(folder / "prepare.py"))
+    config = load_config(folder / "run.toml", environ={})
+    environments = {one.name: load_environment(one) for one in config.environments}
+    assert list(environments) == list(program["TASKS"])
+    program["write"](tmp_path, prompts=40, heldout=4, demos=12)
+    prompts, held, demos = written(tmp_path)
+    names = [row["environment"] for row in prompts]
+    assert names == list(environments) * 40, "they take turns"
+    assert len(held) == 12
+    for row in [*prompts, *held]:
+        world = environments[row["environment"]]()
+        world.reset(row)
+        right, wrong = world.step(row["answer"]), world.step("?")
+        assert isinstance(right, StepResult)
+        assert isinstance(wrong, StepResult)
+        assert (right.reward, wrong.reward < 0.5) == (1.0, True)
+        assert set(row["prompt"]) <= set(CHARACTERS)
+        assert len(row["answer"]) < config.sampling.max_tokens
+        told = len(row["prompt"]) + 2  # the marks of user and assistant
+        assert told + config.sampling.max_tokens <= config.generator.max_context
+    assert len({demo["messages"][0]["content"] for demo in demos}) > 12
+
+
+def play(corpus: Path, row: dict[str, Any], *turns: str) -> tuple[list[str], list[float]]:
+    world = SEARCH["Search"](str(corpus))
+    said = [world.reset(row)[0]["content"]]
+    rewards: list[float] = []
+    for turn in turns:
+        result = asyncio.run(world.step(turn))
+        rewards.append(result.reward)
+        said += [message["content"] for message in result.messages]
+    return said, rewards
+
+
+def test_two_look_ups_tell_the_answer(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("mo:ka\nka:zu\n", encoding="utf-8")
+    row = {"prompt": "mo", "answer": "zu"}
+    said, rewards = play(corpus, row, "?mo", "?ka", "zu")
+    assert said == ["mo", "mo:ka", "ka:zu"]
+    assert rewards == [0, 0, 1]
+    assert play(corpus, row, "?xx", "ka") == (["mo", "none"], [0, 0])
+    assert (play(corpus, row, *["?mo"] * 4))[1] == [0] * 4, "three look-ups at most"
+
+
+def test_every_question_is_answered_by_the_corpus_and_the_teacher_is_poor(
+    tmp_path: Path,
+) -> None:
+    SEARCH["write"].__globals__["DEMOS"] = 400
+    SEARCH["write"](tmp_path)
+    prompts, held, demos = written(tmp_path)
+    asked = [{row["prompt"] for row in rows} for rows in (prompts, held)]
+    assert [len(one) for one in asked] == [350, 50]
+    assert not asked[0] & asked[1]
+    facts = dict(line.split(":") for line in (tmp_path / "corpus.txt").read_text().split())
+    for row in [*prompts, *held]:
+        town = facts[row["prompt"]]
+        _, rewards = play(
+            tmp_path / "corpus.txt", row, f"?{row['prompt']}", f"?{town}", facts[town]
+        )
+        assert rewards[-1] == 1
+    answers = {row["prompt"]: row["answer"] for row in prompts}
+    right = [
+        demo["messages"][-1]["content"] == answers[demo["messages"][0]["content"]] for demo in demos
+    ]
+    assert 0.2 < sum(right) / len(right) < 0.7
+
+
+@pytest.mark.real
+@pytest.mark.timeout(1800)
+def test_it_learns_to_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the run file says, but for fewer steps."""
+    monkeypatch.chdir(tmp_path)
+    SEARCH["write"](Path("search"))
+    assert main(["make-model", "search/random"]) == 0
+    warm = ["--data", "search/demos.jsonl", "--out", "search/base", "--threads", "1"]
+    steps = ["--steps", "400", "--schedule", "linear"]
+    assert main(["sft", "search/random", *warm, *steps]) == 0
+    assert (
+        main(
+            [
+                "up",
+                str(ROOT / "examples" / "search" / "run.toml"),
+                "--set",
+                "run.steps=60",
+                "--quiet",
+            ]
+        )
+        == 0
+    )
+    (summary,) = Path("runs").glob("*/summary.json")
+    found = json.loads(summary.read_text(encoding="utf-8"))
+    assert found["accuracy_after"] > found["accuracy_before"] + 0.2

@@ -1,0 +1,236 @@
+"""Programs of users in one process: their event loops, their arguments, and their keys."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from umbra.services.environments.agent_program import AgentProgram
+from umbra.services.environments.protocol import Message, Row, SampleError, StepResult
+from umbra.services.environments.verifiers import TASK_DATA, verifiers_program
+from umbra.services.environments.worker import EnvironmentHost
+
+
+async def later(value: float) -> float:
+    await asyncio.sleep(0)
+    return value
+
+
+class OwnLoop:
+    """Every method begins a loop, as `run_sync` of many libraries does."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def reset(self, row: Row) -> list[Message]:
+        prompt = asyncio.run(later(float(row["number"])))
+        return [{"role": "user", "content": str(prompt)}]
+
+    def step(self, response: str) -> StepResult:
+        if response == "raise":
+            asyncio.run(later(0.0))
+            raise ValueError("as asked")
+        return StepResult(reward=asyncio.run(later(float(response))))
+
+    def close(self) -> None:
+        self.closed = asyncio.run(later(1.0)) == 1.0
+
+
+def test_plain_methods_may_run_loops_of_their_own() -> None:
+    made: list[OwnLoop] = []
+
+    def make() -> OwnLoop:
+        made.append(OwnLoop())
+        return made[-1]
+
+    async def play() -> None:
+        host = EnvironmentHost(make, "mine")
+        ours, task = asyncio.get_running_loop(), asyncio.current_task()
+        opened = await host.play("a", {"number": 3}, [])
+        assert getattr(opened, "messages", None) == [{"role": "user", "content": "3.0"}]
+        assert await host.play("a", {"number": 3}, ["0.5"]) == StepResult(reward=0.5)
+        with pytest.raises(SampleError, match="as asked"):
+            await host.play("b", {"number": 1}, ["raise"])
+        await host.close()
+        assert (asyncio.get_running_loop(), asyncio.current_task()) == (ours, task)
+        assert await asyncio.wait_for(later(2.0), None) == 2.0
+
+    asyncio.run(play())
+    assert all(one.closed for one in made)
+
+
+class LibraryLoop:
+    """Every method uses the loop that there is, as `run_sync` of openai-agents and others does."""
+
+    def __init__(self) -> None:
+        self.loops: list[asyncio.AbstractEventLoop] = []
+
+    def reset(self, row: Row) -> list[Message]:
+        return [{"role": "user", "content": str(self.run_sync(row["number"]))}]
+
+    def step(self, response: str) -> StepResult:
+        if response == "close":
+            self.loops[-1].close()
+            return StepResult(done=False, messages=[{"role": "user", "content": "closed"}])
+        return StepResult(reward=asyncio.run(later(self.run_sync(float(response)))))
+
+    def run_sync(self, value: float) -> float:
+        self.loops.append(asyncio.get_event_loop())
+        return self.loops[-1].run_until_complete(later(value))
+
+
+def test_plain_methods_may_use_the_loop_of_their_thread() -> None:
+    made = LibraryLoop()
+
+    async def play() -> None:
+        ours = asyncio.get_running_loop()
+        host = EnvironmentHost(lambda: made, "mine")
+        for said in ("0.5", "close", "0.25"):
+            answer = await host.play("a", {"number": 3}, [said])
+            assert said == "close" or answer == StepResult(reward=float(said))
+            assert asyncio.get_event_loop_policy().get_event_loop() is ours
+        first, *others = made.loops
+        assert first is not ours and others[:1] == [first]  # as in a script, all use one
+        assert others[1] is not first  # which may be closed
+
+    asyncio.run(play())
+
+
+class Together:
+    """Plain methods that lend their process to others: their loop stays where it is."""
+
+    concurrent = True
+
+    def reset(self, row: Row) -> list[Message]:
+        return [{"role": "user", "content": str(row["prompt"])}]
+
+    def step(self, response: str) -> asyncio.Task[StepResult]:
+        return asyncio.get_running_loop().create_task(self.answer(response))
+
+    async def answer(self, response: str) -> StepResult:
+        """Return the result that `step` promises."""
+        return StepResult(reward=await later(float(response)))
+
+
+def test_methods_that_lend_their_process_see_its_loop() -> None:
+    host = EnvironmentHost(Together, "together")  # pyright: ignore[reportArgumentType]
+    assert asyncio.run(host.play("a", {"prompt": "x"}, ["1"])) == StepResult(reward=1.0)
+
+
+# -- the arguments that an agent's function is called with ----------------------------------------
+
+ENDPOINT = {"base_url": "http://127.0.0.1:1/v1", "api_key": "k"}
+
+
+def both(row: dict[str, Any], endpoint: dict[str, str] | None = None) -> float:
+    return float(endpoint == ENDPOINT)
+
+
+def alone(row: dict[str, Any], *, worth: float = 1.0) -> float:
+    return worth * (os.environ["OPENAI_BASE_URL"] == ENDPOINT["base_url"])
+
+
+async def waits(row: dict[str, Any]) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(("play", "options"), [(both, {}), (alone, {}), (alone, {"worth": 1})])
+def test_a_plain_function_may_take_the_row_alone(
+    monkeypatch: pytest.MonkeyPatch, play: Any, options: dict[str, Any]
+) -> None:
+    for client in ("OPENAI", "ANTHROPIC"):
+        for name in ("BASE_URL", "API_KEY"):
+            monkeypatch.setenv(f"{client}_{name}", "")
+    program = AgentProgram(play, "agent", **options)
+    program.reset({})
+    assert program.step(json.dumps(ENDPOINT)).reward == 1.0  # type: ignore[union-attr]
+    with pytest.raises(TypeError):  # several play in a process, which has one environment
+        AgentProgram(waits, "agent")
+
+
+# -- keys of sessions, which `verifiers` reads from the environment whenever it likes ------------
+
+ROW = {"prompt": "p", TASK_DATA: {}}
+
+
+class Client:
+    def __init__(self, **options: Any) -> None:
+        self.key_variable: str = options["api_key_var"]
+        self.url: str = options["base_url"]
+
+    async def ask(self) -> float:
+        """The number of the endpoint that takes the key, once others were heard."""
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert self.url.endswith(os.environ[self.key_variable]), "the key of another generator"
+        return float(self.url[-1])
+
+
+class Task:
+    def __init__(self, *_: Any) -> None:
+        """Nothing of it matters."""
+
+    @classmethod
+    def data_type(cls) -> type[Task]:
+        return cls
+
+    @classmethod
+    def model_validate(cls, _data: Any) -> Task:
+        return cls()
+
+    @classmethod
+    def task_type(cls) -> type[Task]:
+        return cls
+
+
+class OneOfTheirs:
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(taskset=SimpleNamespace(task=None))
+        self.taskset = Task()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        await asyncio.sleep(0)
+        yield
+
+    async def run_episode(self, _task: Any, context: Any) -> Any:
+        trace = SimpleNamespace(
+            agent=None, errors=[], rewards={}, metrics={}, is_truncated=False,
+            reward=await context.client.ask(),
+        )  # fmt: skip
+        return SimpleNamespace(traces=[trace], errors=[], ok=True)
+
+
+LIBRARY = {
+    "verifiers.v1": SimpleNamespace(
+        env_config_type=lambda *_: SimpleNamespace(model_validate=lambda tree: tree),
+        load_environment=lambda config: OneOfTheirs(),
+        EvalClientConfig=Client,
+        ModelContext=lambda model, client: SimpleNamespace(client=client),
+    ),
+}
+
+
+def test_samples_of_several_generators_in_one_process_keep_their_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(importlib, "import_module", LIBRARY.__getitem__)
+    play: Callable[..., Awaitable[StepResult]] = verifiers_program("theirs", {}, "theirs")
+
+    async def together() -> list[StepResult]:
+        endpoints = [{"base_url": f"http://g/key-{n}", "api_key": f"key-{n}"} for n in (1, 2)]
+        found = await asyncio.gather(*(play(ROW, endpoint) for endpoint in endpoints))
+        for keeper in asyncio.all_tasks() - {asyncio.current_task()}:
+            keeper.cancel()
+        return found
+
+    assert [result.reward for result in asyncio.run(together())] == [1.0, 2.0]
