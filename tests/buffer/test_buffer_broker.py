@@ -325,6 +325,7 @@ def test_a_delivery_sent_again_after_a_restart_is_answered_with_the_same_samples
     first = run.ask("a", done, number=77)
     run.restart_broker()
     again = run.ask("a", done, number=77)
+    assert run.ask("a", done, number=77) == again
     assert isinstance(first, m.TaskLeases) and isinstance(again, m.TaskLeases)
     assert [t.sample_id for t in first.tasks] == [t.sample_id for t in again.tasks]
     assert (again.accepted, len(again.tasks)) == (1, 2)

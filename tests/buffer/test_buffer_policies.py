@@ -81,13 +81,17 @@ def test_survivors_are_trained_without_their_stragglers() -> None:
     assert "over: cancelled" in run.submit("a", trajectory(tasks[2], 0)).refused["s-2"]
 
 
-def test_a_failed_sample_does_not_end_a_group_that_may_survive() -> None:
-    run = world(group_size=3, batch_groups=1, straggler_s=20)
-    tasks = run.lease("a", 3, 0)
-    run.answer("a", tasks[:2], 0, 1.0, 0.0)
-    run.back("a", tasks[2], failed=True)
-    assert len(run.batch(1).trajectories) == 2
-    assert run.pool.ledger.ended == {"failed": 1}
+@pytest.mark.parametrize(("size", "ended"), [(3, {"failed": 1}), (2, {"failed": 2})])
+def test_a_failed_sample_ends_only_a_group_that_cannot_survive(
+    size: int, ended: dict[str, int]
+) -> None:
+    """Two are to be left (min_survivors)."""
+    run = world(group_size=size, batch_groups=1, straggler_s=20)
+    *answered, failed = run.lease("a", size, 0)
+    run.answer("a", answered, 0, 1.0, 0.0)
+    run.back("a", failed, failed=True)
+    assert len(run.batch(1).trajectories) == (2 if size == 3 else 0)
+    assert run.pool.ledger.ended == ended
 
 
 def test_level_groups_are_filtered_and_replaced_but_not_for_ever() -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -25,7 +25,7 @@ from umbra.services.weight_hub.command import _identify
 from umbra.services.weight_hub.daemon import PartHub, UpstreamEnd
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import checksums, owned_buckets, owned_ranges
-from umbra.services.weights.planes.bucket_server import BucketStore, StoredVersion
+from umbra.services.weights.planes.bucket_server import BucketStore
 from umbra.services.weights.planes.bucket_wire import grant
 from umbra.services.weights.planes.plane import Receipt, Receiving
 from umbra.services.weights.planes.tcp import TcpReceiver
@@ -192,43 +192,20 @@ def test_a_hub_that_is_away_for_longer_than_its_patience_ends_the_part_hub(run_i
 # -- a daemon with an upstream --------------------------------------------------------------------
 
 
-class Own:
-    """The daemon's own hub, which answers as a test says, and the end that fills its arena."""
+def own_hub(*answers: m.Message) -> Mock:
+    """Return the daemon's own hub, which answers so and then no more, and fills its arena."""
+    futures = [Future[m.Message]() for _ in range(len(answers) + 1)]
+    for future, answer in zip(futures, answers, strict=False):
+        future.set_result(answer)
 
-    def __init__(self) -> None:
-        self.answers: list[m.Message] = []
-        self.asked: list[m.Message] = []
-        self.offered: list[tuple[int, list[int], set[int]]] = []
-        self.there: list[tuple[int, int]] = []
-        self.closed = 0
-
-    def ask(self, body: m.Message) -> Future[m.Message]:
-        self.asked.append(body)
-        answer: Future[m.Message] = Future()
-        if self.answers:
-            answer.set_result(self.answers.pop())
-        return answer
-
-    def offer(self, version: StoredVersion) -> None:
-        self.offered.append((version.slot, list(version.contents), version.absent))
-
-    def arrived(self, slot: int, bucket: int) -> None:
-        self.there.append((slot, bucket))
-
-    def slot(self, index: int) -> memoryview:
-        return memoryview(bytes([index]))
-
-    def receive(self, _message: m.Prepare, slot: int) -> Receiving:
+    def receive(_message: m.Prepare, slot: int) -> Receiving:
         yield None
         yield 4
-        return Receipt(wire_s=3.0, stage_s=2.0, wire_bytes=9, data=self.slot(slot))
+        return Receipt(wire_s=3.0, stage_s=2.0, wire_bytes=9, data=own.slot(slot))
 
-    def close(self) -> None:
-        self.closed += 1
-
-    def end(self, deadline_s: float = WAIT_S) -> UpstreamEnd:
-        own = cast(Any, self)
-        return UpstreamEnd(own, own, own, own, deadline_s)
+    own = Mock(receive=receive, slot=lambda index: memoryview(bytes([index])))
+    own.ask.side_effect = futures
+    return own
 
 
 PREPARE = m.Prepare(epoch=1, version=8, slot=0, checksums=[5, 6])
@@ -244,28 +221,29 @@ def received(end: UpstreamEnd) -> tuple[list[int | None], Receipt]:
 
 
 def test_a_version_is_handed_on_bucket_by_bucket_and_published_when_it_is_whole() -> None:
-    own = Own()
-    own.answers = [m.SlotGranted(slot=1)]
-    end = own.end()
+    refusal = m.Nack(code="leaving", reason="it ends")
+    own = own_hub(m.SlotGranted(slot=1), refusal, m.Ok())
+    end = UpstreamEnd(own, own, own, own, WAIT_S)
     with pytest.raises(RejectedError, match="version 8 is not the one"):
         end.publish(8)
     seen, receipt = received(end)
-    assert own.asked == [m.AcquireSlot(version=8)]
-    assert own.offered == [(1, [5, 6], {0, 1})], "nothing is there yet"
-    assert seen == [None, 4] and own.there == [(1, 4)]
+    own.ask.assert_called_once_with(m.AcquireSlot(version=8))
+    (offered,) = own.offer.call_args.args
+    assert (offered.slot, list(offered.contents)) == (1, [5, 6])
+    assert offered.absent == {0, 1}, "nothing is there yet"
+    assert seen == [None, 4]
+    own.arrived.assert_called_once_with(1, 4)
     assert replace(receipt, stage_s=2.0) == Receipt(3.0, 2.0, 9, data=own.slot(1))
     assert 2.0 <= receipt.stage_s < 2.0 + WAIT_S, "the wait for a slot counts"
     with pytest.raises(RejectedError, match="version 7 is not the one"):
         end.publish(7)
-    own.answers = [m.Nack(code="leaving", reason="it ends")]
     with pytest.raises(RejectedError, match="it ends") as caught:
         end.publish(8)
     assert caught.value.code == "leaving"
-    own.answers = [m.Ok()]
     end.publish(8)
-    assert own.asked[-1] == m.Publish(version=8, slot=1, checksums=[5, 6], snapshot_s=0.0)
+    own.ask.assert_called_with(m.Publish(version=8, slot=1, checksums=[5, 6], snapshot_s=0.0))
     end.close()
-    assert own.closed == 2, "the end and the arena"
+    assert own.close.call_count == 2, "the end and the arena"
 
 
 @pytest.mark.parametrize(
@@ -273,10 +251,9 @@ def test_a_version_is_handed_on_bucket_by_bucket_and_published_when_it_is_whole(
     [([], "no slot was free within 0 s"), ([m.Nack(code="x", reason="superseded")], "superseded")],
 )
 def test_without_a_slot_a_version_is_not_received(answers: list[m.Message], error: str) -> None:
-    own = Own()
-    own.answers = answers
-    _, receipt = received(own.end(0.0))
-    assert receipt == Receipt(error=error) and not own.offered
+    own = own_hub(*answers)
+    _, receipt = received(UpstreamEnd(own, own, own, own, 0.0))
+    assert receipt == Receipt(error=error) and not own.offer.called
 
 
 @pytest.mark.parametrize(
