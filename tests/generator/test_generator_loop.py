@@ -10,6 +10,7 @@ from fakes.trajectories import sample
 
 from umbra.proto import messages as m
 from umbra.proto.errors import RejectedError, UmbraError, UsageError
+from umbra.proto.records import Trajectory
 from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import ParsedTurn
@@ -17,21 +18,33 @@ from umbra.services.generator.engines.engine import CacheFigures, EngineError
 
 
 @pytest.fixture
-def bench(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
+def waiting(tmp_path: Path, tiny_model_dir: Path) -> Iterator[Bench]:
+    """A generator that waits for its first weights."""
     with open_bench(tmp_path, tiny_model_dir) as opened:
         yield opened
 
 
-def test_nothing_is_leased_before_there_are_weights(bench: Bench) -> None:
-    bench.turns(3)
-    assert not bench.channel.open
-    assert bench.session.activities[-1] == "waiting for weights"
-    bench.serve()
-    assert bench.receiver.answers == [(0, "")]
-    assert [load[:2] for load in bench.engine.loads] == [(0, "keep")]
-    (asked,) = bench.channel.asked(m.LeaseTasks)
+@pytest.fixture
+def bench(waiting: Bench) -> Bench:
+    waiting.serve()
+    return waiting
+
+
+def made(bench: Bench) -> list[Trajectory]:
+    """Return what it has submitted so far."""
+    return [t for body in bench.channel.asked(m.SubmitResults) for t in body.trajectories]
+
+
+def test_nothing_is_leased_before_there_are_weights(waiting: Bench) -> None:
+    waiting.turns(3)
+    assert not waiting.channel.open
+    assert waiting.session.activities[-1] == "waiting for weights"
+    waiting.serve()
+    assert waiting.receiver.answers == [(0, "")]
+    assert [load[:2] for load in waiting.engine.loads] == [(0, "keep")]
+    (asked,) = waiting.channel.asked(m.LeaseTasks)
     assert (asked.capacity, asked.version) == (6, 0)
-    assert bench.session.activities[-1] == "waiting for samples"
+    assert waiting.session.activities[-1] == "waiting for samples"
 
 
 class NeverAnswers(InlinePool):
@@ -61,7 +74,6 @@ def test_samples_that_wait_for_tools_take_no_slot(
 
 
 def test_finished_samples_ask_for_others_in_their_place(bench: Bench) -> None:
-    bench.serve()
     names = [f"s{number}" for number in range(bench.lease().capacity)]
     bench.turns(1)
     bench.lease(*names)
@@ -75,8 +87,7 @@ def test_finished_samples_ask_for_others_in_their_place(bench: Bench) -> None:
     done = bench.channel.answer(m.SubmitResults, m.TaskLeases(accepted=1, tasks=more))
     assert (done.capacity, done.version) == (len(done.trajectories), 0)
     bench.turns(30)
-    submitted = bench.channel.asked(m.SubmitResults)
-    assert "more" in {t.sample_id for body in submitted for t in body.trajectories}
+    assert "more" in {t.sample_id for t in made(bench)}
 
 
 def test_policy_drain_ends_samples_on_the_old_weights(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -97,14 +108,12 @@ def test_policy_drain_ends_samples_on_the_old_weights(tmp_path: Path, tiny_model
         assert [(s.sample_id, s.failed) for s in returned.samples] == [("c", False)]
         assert not bench.channel.asked(m.LeaseTasks)
         bench.turns(12)
-        (submitted,) = bench.channel.asked(m.SubmitResults)
-        assert {span.version for t in submitted.trajectories for span in t.spans} == {0}
+        assert {span.version for t in made(bench) for span in t.spans} == {0}
         assert (bench.engine.version, bench.receiver.answers[-1]) == (1, (1, ""))
         assert [question.version for question in bench.channel.asked(m.LeaseTasks)] == [1]
 
 
 def test_leases_are_renewed_until_the_buffer_has_the_result(bench: Bench) -> None:
-    bench.serve()
     bench.lease("a", attempt=4)
     bench.turns(2)
     assert not bench.channel.asked(m.RenewLeases)
@@ -127,7 +136,6 @@ def test_leases_are_renewed_until_the_buffer_has_the_result(bench: Bench) -> Non
 @pytest.mark.parametrize("again", [False, True])
 def test_a_lost_lease_is_given_up_and_one_won_again_is_kept(bench: Bench, again: bool) -> None:
     """A sample may return under a newer attempt before the loss of the old one is read."""
-    bench.serve()
     bench.lease("a", "b")
     bench.turns(2)
     bench.now[0] += LEASE_S
@@ -136,45 +144,39 @@ def test_a_lost_lease_is_given_up_and_one_won_again_is_kept(bench: Bench, again:
         bench.lease("a", attempt=2)
     bench.channel.answer(m.RenewLeases, m.TaskLeases(lost=["a"]))
     bench.turns(15)
-    submitted = bench.channel.asked(m.SubmitResults)
-    made = {(t.sample_id, t.attempt) for body in submitted for t in body.trajectories}
-    assert made == {("b", 1)} | ({("a", 2)} if again else set())
+    found = {(t.sample_id, t.attempt) for t in made(bench)}
+    assert found == {("b", 1)} | ({("a", 2)} if again else set())
 
 
 def test_a_refusal_ends_the_loop(bench: Bench) -> None:
-    bench.serve()
     bench.channel.answer(m.LeaseTasks, RejectedError("not a member", code="unknown_member"))
     with pytest.raises(RejectedError, match="not a member"):
         bench.turns(1)
 
 
 def test_weights_change_under_way(bench: Bench) -> None:
-    bench.serve()
     bench.lease("a")
     bench.turns(5)
     bench.receiver.staged = version(1)
     bench.turns(12)
-    (submitted,) = bench.channel.asked(m.SubmitResults)
-    spans = submitted.trajectories[0].spans
-    assert [span.version for span in spans] == [0, 1]
+    assert [span.version for span in made(bench)[0].spans] == [0, 1]
     assert [row["version"] for row in bench.spans("load_weights")] == [0, 1]
 
 
 def test_weights_that_do_not_fit_are_reported_and_end_the_loop(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    waiting: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> Any:
         raise UsageError("the weights do not fit")
 
-    monkeypatch.setattr(bench.engine, "load", refuse)
-    bench.receiver.staged = version(0)
+    monkeypatch.setattr(waiting.engine, "load", refuse)
+    waiting.receiver.staged = version(0)
     with pytest.raises(UsageError):
-        bench.turns(1)
-    assert bench.receiver.answers == [(0, "the weights do not fit")]
+        waiting.turns(1)
+    assert waiting.receiver.answers == [(0, "the weights do not fit")]
 
 
 def test_a_failed_sample_is_returned_with_its_reason(bench: Bench) -> None:
-    bench.serve()
     bench.channel.answer(m.LeaseTasks, m.TaskLeases(tasks=[sample({}, sample_id="a")]))
     bench.turns(2)
     (returned,) = bench.channel.answer(m.ReturnTasks, m.Ok()).samples
@@ -186,7 +188,6 @@ def test_a_failed_sample_is_returned_with_its_reason(bench: Bench) -> None:
 def test_drain_hands_back_partials_and_what_comes_late(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.serve()
     bench.lease("a", "b")
     bench.turns(4)
     late = m.TaskLeases(tasks=[sample({}, sample_id="late")])
@@ -204,7 +205,6 @@ def test_drain_hands_back_partials_and_what_comes_late(
 def test_a_broken_engine_ends_the_loop_once_all_that_was_finished_is_delivered(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.serve()
     bench.lease("a")
     bench.turns(4)
     bench.lease("b")
@@ -226,21 +226,20 @@ def test_a_broken_engine_ends_the_loop_once_all_that_was_finished_is_delivered(
     assert [t.sample_id for t in delivered] == ["a"]
 
 
-def test_no_more_samples_are_leased_than_there_is_cache_for(bench: Bench) -> None:
-    bench.engine.holds = 1
-    bench.serve()
-    asked = bench.lease("a", "b", "c")
+def test_no_more_samples_are_leased_than_there_is_cache_for(waiting: Bench) -> None:
+    waiting.engine.holds = 1
+    waiting.serve()
+    asked = waiting.lease("a", "b", "c")
     assert asked.capacity == 1 + 2, "what fits, and generator.prefetch ahead of it"
-    bench.turns(3)
-    assert not bench.channel.asked(m.LeaseTasks), "all of them wait for room"
-    bench.engine.holds = 4
-    bench.turns(1)
-    (asked,) = bench.channel.asked(m.LeaseTasks)
+    waiting.turns(3)
+    assert not waiting.channel.asked(m.LeaseTasks), "all of them wait for room"
+    waiting.engine.holds = 4
+    waiting.turns(1)
+    (asked,) = waiting.channel.asked(m.LeaseTasks)
     assert asked.capacity == 4 + 2 - 3
 
 
 def test_the_figures_of_the_cache_are_told(bench: Bench) -> None:
-    bench.serve()
     bench.lease("a")
     bench.engine.cache = CacheFigures(0.25, asked_tokens=100, cached_tokens=60, preemptions=1)
     bench.turns(2)
@@ -259,7 +258,6 @@ def test_the_figures_of_the_cache_are_told(bench: Bench) -> None:
 
 
 def test_what_there_is_of_a_sample_is_flushed_while_it_goes_on(bench: Bench) -> None:
-    bench.serve()
     bench.lease("a")
     bench.turns(12)
     first, second = bench.channel.asked(m.RenewLeases)
@@ -267,12 +265,10 @@ def test_what_there_is_of_a_sample_is_flushed_while_it_goes_on(bench: Bench) -> 
     assert first.partials[0].finish_reason == "partial"
     assert [(s.version, s.start, s.end) for s in first.partials[0].spans] == [(0, 0, 4)]
     bench.turns(3)
-    (submitted,) = bench.channel.asked(m.SubmitResults)
-    assert submitted.trajectories[0].response_tokens == 11  # flushing took nothing away
+    assert made(bench)[0].response_tokens == 11  # flushing took nothing away
 
 
 def test_interrupted_samples_come_back_as_partials(bench: Bench) -> None:
-    bench.serve()
     bench.lease("a", "b")
     bench.turns(4)
     bench.channel.pushes.put(m.Interrupt(leases=[("a", 1), ("b", 9), ("x", 1)], reason="why"))
@@ -282,13 +278,11 @@ def test_interrupted_samples_come_back_as_partials(bench: Bench) -> None:
     assert (sample.sample_id, sample.reason, sample.failed) == ("a", "why", False)
     assert sample.partial.response_tokens == 4
     bench.turns(12)
-    (submitted,) = bench.channel.asked(m.SubmitResults)
-    assert [t.sample_id for t in submitted.trajectories] == ["b"]
+    assert [t.sample_id for t in made(bench)] == ["b"]
 
 
 def test_new_weights_wait_for_pinned_samples(bench: Bench) -> None:
     """Those come even with the answer that is read in the turn in which the weights are there."""
-    bench.serve()
     bench.lease("a", "b", pinned=0)
     bench.receiver.staged = version(1)
     bench.turns(4)
@@ -297,16 +291,13 @@ def test_new_weights_wait_for_pinned_samples(bench: Bench) -> None:
     (returned,) = bench.channel.asked(m.ReturnTasks)
     assert [s.sample_id for s in returned.samples] == ["c"]
     bench.turns(12)
-    made = [t for s in bench.channel.asked(m.SubmitResults) for t in s.trajectories]
-    assert [(t.sample_id, [span.version for span in t.spans]) for t in made] == [
-        ("a", [0]), ("b", [0]),
-    ]  # fmt: skip
+    versions = {t.sample_id: [span.version for span in t.spans] for t in made(bench)}
+    assert versions == {"a": [0], "b": [0]}
     assert not bench.channel.asked(m.RenewLeases)
     assert bench.engine.version == 1
 
 
 def test_a_lost_evaluation_holds_up_no_weights(bench: Bench) -> None:
-    bench.serve()
     bench.lease("a", pinned=0)
     bench.turns(2)
     bench.receiver.staged = version(1)
@@ -318,7 +309,6 @@ def test_a_lost_evaluation_holds_up_no_weights(bench: Bench) -> None:
 
 
 def test_no_sample_is_ever_ahead_of_its_partial_by_more_than_is_flushed(bench: Bench) -> None:
-    bench.serve()
     saved: dict[str, int] = {}
     for turn in range(60):
         if turn % 3 == 0 and bench.channel.asked(m.LeaseTasks):
@@ -336,7 +326,6 @@ def test_a_turn_without_a_token_is_no_progress(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = bench.loop._watch
-    bench.serve()
     bench.lease("a")
     bench.turns(2)
     assert bench.session.activities[-1] == "decoding"
@@ -352,7 +341,6 @@ def test_a_turn_without_a_token_is_no_progress(
 
 def test_the_loop_ends_when_the_receiver_has_failed_whatever_it_waits_for(bench: Bench) -> None:
     """Also while an evaluation wants no other weights than those that are served."""
-    bench.serve()
     bench.lease("a", pinned=0)
     bench.turns(1)
     bench.receiver.failure = UmbraError("the receiver of weights failed: KeyError: 7")
@@ -363,7 +351,6 @@ def test_the_loop_ends_when_the_receiver_has_failed_whatever_it_waits_for(bench:
 def test_whatever_the_loop_raises_is_said_and_what_is_finished_is_delivered(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.serve()
 
     def fail() -> None:
         raise KeyError(7)

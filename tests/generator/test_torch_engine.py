@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from fakes.closeness import assert_same_logprobs
 from fakes.versions import load, other_weights
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UmbraError, UsageError
 from umbra.proto.records import Sampling, VersionSpan
+from umbra.services.config.loader import load_config
+from umbra.services.generator import service
+from umbra.services.generator.engines import opening
 from umbra.services.generator.engines.engine import EngineError, EngineOutput, EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling import row_sizes
@@ -207,3 +211,19 @@ def test_broken_weights_end_the_engine_with_a_sentence(model: Any) -> None:
     load(engine, spoiled.items(), 2, "keep")
     with pytest.raises(EngineError, match="the logits of version 2 are not finite"):
         engine.poll(0.0)
+
+
+def test_a_generator_that_starts_again_draws_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one seed for all its lives, 16 of 128 samples repeated another of their group."""
+    seeds: list[int] = []
+
+    def refuse(_config: Any, seed: int) -> None:
+        seeds.append(seed)
+        raise UmbraError("no engine")
+
+    monkeypatch.setattr(opening, "open_torch", refuse)
+    config = load_config(overrides=["generator.engine=torch"], environ={})
+    for name in ("generator-0", "generator-0", "generator-1"):
+        with pytest.raises(UmbraError, match="no engine"):
+            service.run(SimpleNamespace(config=config, name=name, begin=print))  # pyright: ignore
+    assert len(set(seeds)) == 3
