@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from fakes.slowness import limit
@@ -20,7 +21,7 @@ BEAT = HeartbeatAck(version=0, heartbeat_s=1.0)
 
 
 class Script:
-    """Server, broker, store and context in one: messages 1 to `count`, one in each turn.
+    """Server, store and what matters of a broker in one: messages 1 to `count`, one in each turn.
 
     A large commit ends once the next message is handled, or there is none. `errors` are what the
     commits raise, in order; `seen` has commits, by their newest message, and replies.
@@ -37,10 +38,6 @@ class Script:
         self.seen: list[tuple[str, int]] = []
         self.waiting_bytes = 0 if small else SMALL_BYTES + 1
         self.listened_s = 0.0
-        self.run = SimpleNamespace(finished="")
-        self.stopping = threading.Event()
-        self.metrics = SimpleNamespace(on_row=None)
-        self.room = self
         self._body, self._asks = body or Ok(), asks or Ok()
         self._count, self._came, self._stored = count, 0, 0
         self._errors = list(errors)
@@ -75,17 +72,6 @@ class Script:
 
     def handle_all(self, requests: list[Request], _now: float) -> list[Effect]:
         return [Reply(request, self._body) for request in requests]
-
-    def tick(self, _now: float) -> list[Effect]:
-        return []
-
-    close = tick
-
-    def save(self) -> None:
-        pass
-
-    def is_over(self, now: float) -> bool:
-        return now == 1.0
 
     def _full(self, why: str) -> None:
         if why:
@@ -127,8 +113,11 @@ class Script:
 
 
 def served(script: Script) -> list[tuple[str, int]]:
-    parts = cast(Any, script)
-    Service(parts, parts, parts, parts).run()
+    parts, context = cast(Any, script), Mock(stopping=threading.Event())
+    broker = Mock(handle_all=script.handle_all, room=script, run=Mock(finished=""))
+    broker.tick = broker.close = lambda _: []
+    broker.is_over = lambda now: now == 1.0
+    Service(context, parts, broker, parts).run()
     return script.seen
 
 
