@@ -6,6 +6,7 @@ from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -18,12 +19,8 @@ from umbra.deploy.run_folder import RunFolder, pieces, read_rollouts, rollout_te
 from umbra.proto.records import Branch, Trajectory, VersionSpan
 from umbra.services.trainer.rollout_log import EVERY_S, TOLD_CHARS, RolloutLog, spread, told
 
-
-class Bytes:
-    """A tokenizer whose tokens are bytes, so that a character may have several."""
-
-    def decode(self, ids: list[int], **_options: Any) -> str:
-        return bytes(ids).decode(errors="replace")
+# A tokenizer whose tokens are bytes, so that a character may have several.
+BYTES = Mock(decode=lambda ids, **_: bytes(ids).decode(errors="replace"))
 
 
 def rewarded(reward: float, **changes: Any) -> Trajectory:
@@ -45,7 +42,7 @@ def logged(
 ) -> list[dict[str, Any]]:
     """The rows of these steps as they were told; they are in the folder too."""
     rows: list[dict[str, Any]] = []
-    with closing(RolloutLog(folder.path, Bytes(), count, rows.append, **more)) as log:
+    with closing(RolloutLog(folder.path, BYTES, count, rows.append, **more)) as log:
         for step, trajectories in steps:
             log.step(step, trajectories)
     return rows
