@@ -162,6 +162,19 @@ def test_a_scorer_that_fails_costs_attempts_and_then_the_group(
     assert ("r is gone" in caplog.text) == (how == "death")
 
 
+def test_a_group_whose_sample_is_made_again_is_taken_from_its_scorer() -> None:
+    run = world(reward_scope="group", stages=["reward"], batch_groups=1)
+    run.join("scorer", "r")
+    tasks = run.lease("a", 2, 0)
+    run.answer("a", tasks, 0)
+    leased = run.to_score("r")
+    run.pool.again(run.pool.samples[tasks[0].sample_id])
+    assert not run.pool.leases.of("r")
+    assert run.give("r", leased, 1.0, 0.0).refused.keys() == {task.sample_id for task in tasks}
+    run.answer("a", run.lease("a", 1, 0), 0)
+    assert len(run.to_score("r")) == len(leased) == 2
+
+
 def test_each_stage_has_all_its_attempts() -> None:
     run = scored(batch_groups=1, max_attempts=2)
     run.answer("a", run.lease("a", 2, 0), 0, 1.0, 0.0)
