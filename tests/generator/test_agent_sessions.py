@@ -79,6 +79,14 @@ def agent() -> Agent:
 
 
 @pytest.fixture
+def begun(agent: Agent) -> Agent:
+    """One that has asked "a" and been told "b"."""
+    agent.ask(user("a"))
+    agent.hear("b")
+    return agent
+
+
+@pytest.fixture
 def branching() -> Agent:
     return Agent(branches=True)
 
@@ -124,16 +132,14 @@ def test_a_tools_answer_comes_with_the_calls_that_it_answers(agent: Agent) -> No
     ],
 )
 def test_an_edited_history_is_refused_and_changes_nothing(
-    agent: Agent, messages: list[Message], says: str
+    begun: Agent, messages: list[Message], says: str
 ) -> None:
-    agent.ask(user("a"))
-    agent.hear("b")
     with pytest.raises(ApiError, match=says) as caught:
-        agent.ask(*messages)
+        begun.ask(*messages)
     assert (caught.value.code, caught.value.status) == ("history_edited", 400)
     with pytest.raises(ApiError, match="tools differ from the first"):
-        agent.ask(user("a"), said("b"), user("c"), tools=TOOLS)
-    assert agent.ask(user("a"), said("b"), user("c")) == News([user("c")], after=0)
+        begun.ask(user("a"), said("b"), user("c"), tools=TOOLS)
+    assert begun.ask(user("a"), said("b"), user("c")) == News([user("c")], after=0)
 
 
 def test_a_repeated_call_gets_the_same_reply(agent: Agent) -> None:
@@ -148,14 +154,12 @@ def test_a_repeated_call_gets_the_same_reply(agent: Agent) -> None:
         agent.ask(user("b"))
 
 
-def test_a_refused_call_leaves_the_conversation_as_it_was(agent: Agent) -> None:
-    agent.ask(user("a"))
-    agent.hear("b")
-    agent.ask(user("a"), said("b"), user("long"))
-    agent.session.answered(RefusedError("too long", "context_length_exceeded"), 2.0)
-    assert agent.told[-1] == "context_length_exceeded"
-    assert agent.session.refusal == "too long"
-    assert agent.ask(user("a"), said("b"), user("c")) == News([user("c")], after=0)
+def test_a_refused_call_leaves_the_conversation_as_it_was(begun: Agent) -> None:
+    begun.ask(user("a"), said("b"), user("long"))
+    begun.session.answered(RefusedError("too long", "context_length_exceeded"), 2.0)
+    assert begun.told[-1] == "context_length_exceeded"
+    assert begun.session.refusal == "too long"
+    assert begun.ask(user("a"), said("b"), user("c")) == News([user("c")], after=0)
 
 
 def test_a_reward_ends_it_once(agent: Agent) -> None:

@@ -148,14 +148,16 @@ class TestRefusals:
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    def test_not_found(self, hub: Hub) -> None:
+    def test_what_the_hub_has_not(self, hub: Hub, tiny_model_dir: Path) -> None:
         told = self.refused("acme/none")
         assert told.startswith("model.path: acme/none is no directory here, and ")
         assert hub.url in told and "HF_TOKEN" in told
-
-    def test_no_such_revision(self, hub: Hub, tiny_model_dir: Path) -> None:
         hub.add_model(NAME, tiny_model_dir)
         assert "acme/tiny has no revision 'v9'" in self.refused(f"{NAME}@v9")
+        kept = {file.name: file.read_bytes() for file in tiny_model_dir.iterdir()}
+        weights = kept.pop("model.safetensors")
+        hub.add("models/acme/pickled", {**kept, "pytorch_model.bin": weights})
+        assert "no safetensors weights" in self.refused("acme/pickled")
 
     def test_gated_and_private_without_a_token(
         self, hub: Hub, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,12 +174,6 @@ class TestRefusals:
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
         told = self.refused(NAME, StartupError)
         assert "cannot be downloaded from http://127.0.0.1:9" in told and "name a directory" in told
-
-    def test_no_safetensors(self, hub: Hub, tiny_model_dir: Path) -> None:
-        kept = {file.name: file.read_bytes() for file in tiny_model_dir.iterdir()}
-        weights = kept.pop("model.safetensors")
-        hub.add(f"models/{NAME}", {**kept, "pytorch_model.bin": weights})
-        assert "no safetensors weights" in self.refused(NAME)
 
 
 class TestARun:
