@@ -50,12 +50,18 @@ def until_told(runner: RolloutRunner, pool: SlowPool, turns: int) -> None:
     pool.collect()
 
 
-def test_a_sample_whose_environment_is_at_work_waits_for_its_answer(chat: Chat) -> None:
+def interrupted(chat: Chat, *turns: str) -> tuple[RolloutRunner, SlowPool]:
+    """A sample that is interrupted while its environment works on the first of these turns."""
     pool = SlowPool()
-    runner = runner_of(chat, pool, "2", "6")
+    runner = runner_of(chat, pool, *turns)
     begin(runner)
     until_told(runner, pool, 1)
     runner.interrupt([LEASE], "the batch is full")
+    return runner, pool
+
+
+def test_a_sample_whose_environment_is_at_work_waits_for_its_answer(chat: Chat) -> None:
+    runner, pool = interrupted(chat, "2", "6")
     for _ in range(5):
         runner.poll(0.0)
     assert runner.results() == ([], [])
@@ -95,11 +101,7 @@ def test_a_turn_after_an_answer_goes_on_to_its_end(chat: Chat) -> None:
 
 
 def test_a_sample_that_ends_meanwhile_is_finished(chat: Chat) -> None:
-    pool = SlowPool()
-    runner = runner_of(chat, pool, "6")
-    begin(runner)
-    until_told(runner, pool, 1)
-    runner.interrupt([LEASE], "now")
+    runner, pool = interrupted(chat, "6")
     pool.open = True
     runner.poll(0.0)
     (trajectory,), moved = runner.results()
@@ -129,11 +131,7 @@ def test_a_sample_that_is_played_again_makes_a_turn_before_it_moves(chat: Chat) 
 
 
 def test_what_is_dropped_while_it_waits_to_move_is_gone(chat: Chat) -> None:
-    pool = SlowPool()
-    runner = runner_of(chat, pool, "2", "6")
-    begin(runner)
-    until_told(runner, pool, 1)
-    runner.interrupt([LEASE], "now")
+    runner, pool = interrupted(chat, "2", "6")
     runner.drop([LEASE])
     begin(runner, attempt=2)
     pool.held.clear()

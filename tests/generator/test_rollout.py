@@ -1,13 +1,11 @@
 """Rollouts, by a scripted engine and the real one: tokens, partials, limits, stop strings."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 from fakes.engine import ScriptedEngine, output
 from fakes.rollouts import STOP, after, finish, rolled, runner_of, says, settings
 from fakes.trajectories import sample
@@ -37,7 +35,6 @@ from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Rollout
 from umbra.services.generator.tokens import ResponseTokens, shortened
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_model
 
 
 def opening(prompt: str) -> Ask:
@@ -87,9 +84,8 @@ def test_a_prompt_without_room_for_an_answer_fails(chat: Chat) -> None:
     assert "generator.max_context = 10" in failed.reason
 
 
-def test_what_the_engine_refuses_costs_that_sample_only(tiny_model_dir: Path, chat: Chat) -> None:
+def test_what_the_engine_refuses_costs_that_sample_only(model: Any, chat: Chat) -> None:
     """Scenario: a tokenizer that knows more tokens than the model."""
-    model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
     model.resize_token_embeddings(90)
     engine = TorchEngine(model, stop_ids={STOP}, slots=4, max_context=64)
     runner = runner_of(chat, ExactMatch, engine=engine)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.broker_world import trajectory
+from fakes.versions import other_weights
 from msgspec.structs import replace
 
 from umbra.proto.errors import UsageError
@@ -30,7 +31,6 @@ from umbra.services.environments.built_in import ExactMatch
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import StepResult
 from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.models import load_model
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.modeling.scorer import Scorer as ModelScorer
@@ -57,18 +57,14 @@ def scoring_task(name: str, response: list[int], mask: bytes, row: dict[str, Any
 
 
 @pytest.fixture
-def reward_worker(tiny_model_dir: Path) -> Iterator[RewardWorker]:
-    wake = threading.Event()
-    chat = Chat(load_tokenizer(tiny_model_dir), {STOP})
-    worker = RewardWorker(chat, InlinePool(ExactMatch), wake.wait)
+def reward_worker(chat: Chat) -> Iterator[RewardWorker]:
+    worker = RewardWorker(chat, InlinePool(ExactMatch), threading.Event().wait)
     yield worker
     worker.close()
 
 
-def test_rewards_are_those_of_the_environment(
-    reward_worker: RewardWorker, tiny_model_dir: Path
-) -> None:
-    one = load_tokenizer(tiny_model_dir)("1", add_special_tokens=False)["input_ids"]
+def test_rewards_are_those_of_the_environment(reward_worker: RewardWorker, chat: Chat) -> None:
+    one = chat.text_ids("1", begins=False)
     tasks = [
         scoring_task("right", [*one, STOP], b"\1\1", {"prompt": "x", "answer": "1"}),
         scoring_task("wrong", [*one, STOP], b"\1\1", {"prompt": "x", "answer": "2"}),
@@ -97,9 +93,8 @@ def test_a_reward_that_the_buffer_would_refuse_is_the_samples_error(
     assert not scores["even"].error
 
 
-def test_scorer_and_trainer_find_the_same_logprobs(tiny_model_dir: Path) -> None:
+def test_scorer_and_trainer_find_the_same_logprobs(model: Any, tiny_model_dir: Path) -> None:
     """Scenario: other packing, other code, the same weights. Result: k3 far below 1e-5."""
-    torch.set_num_threads(1)
     source = random.Random(0)
     tasks: list[Task] = []
     for index in range(24):
@@ -110,18 +105,17 @@ def test_scorer_and_trainer_find_the_same_logprobs(tiny_model_dir: Path) -> None
         sampling = Sampling(temperature=source.choice([0.6, 1.0, 1.7]))
         made = replace(task.made, sampling=sampling, logprobs=pack_float32([0.0] * count))
         tasks.append(replace(task, trajectory=made))
-    served = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
-    worker = LogprobWorker(served, TrainerConfig(pack_tokens=64, micro_tokens=300), lambda: 7)
+    worker = LogprobWorker(model, TrainerConfig(pack_tokens=64, micro_tokens=300), lambda: 7)
     scores = [score for (score,) in worker.score(tasks, lambda: None)]
     assert [(s.sample_id, s.version) for s in scores] == [(task.sample_id, 7) for task in tasks]
     found = [unpack_float32(s.logprobs or b"") for s in scores]
     policy, _ = load_policy(tiny_model_dir)
     batch = make_batch([task.made for task in tasks], policy.config.vocab_size)
-    model = ModelScorer(policy).eval()
+    trainers = ModelScorer(policy).eval()
     expected = torch.zeros(len(batch.tokens.learned))
     with torch.no_grad():
         for micro in pack(batch.tokens, pack_tokens=256, micro_tokens=4096):
-            expected[micro.source], _ = model(micro, batch.temperature[micro.source])
+            expected[micro.source], _ = trainers(micro, batch.temperature[micro.source])
     masks = [task.made.loss_mask for task in tasks]
     learned = [m for mask in masks for m in mask]
     flat = [x for x, m in zip(itertools.chain(*found), learned, strict=True) if m]
@@ -131,8 +125,7 @@ def test_scorer_and_trainer_find_the_same_logprobs(tiny_model_dir: Path) -> None
         assert not any(x for x, m in zip(values, mask, strict=True) if not m)
 
 
-def test_what_the_model_cannot_score_costs_that_sample_only(tiny_model_dir: Path) -> None:
-    model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
+def test_what_the_model_cannot_score_costs_that_sample_only(model: Any) -> None:
     worker = LogprobWorker(model, TrainerConfig())
     good, foreign, empty = (scoring_task(n, [7, 8], b"\1\1", {}) for n in ("a", "b", "c"))
     foreign = replace(foreign, trajectory=replace(foreign.made, response_ids=pack_int32([7, 500])))
@@ -144,8 +137,7 @@ def test_what_the_model_cannot_score_costs_that_sample_only(tiny_model_dir: Path
     assert next(worker.score([empty], lambda: None))[0].error
 
 
-def test_greedy_samples_are_scored_by_the_plain_softmax(tiny_model_dir: Path) -> None:
-    model = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
+def test_greedy_samples_are_scored_by_the_plain_softmax(model: Any) -> None:
     worker = LogprobWorker(model, TrainerConfig())
     task = scoring_task("a", [7, 8, 9], b"\1\1\1", {})
     greedy = replace(task, trajectory=replace(task.made, sampling=Sampling(temperature=0.0)))
@@ -153,15 +145,9 @@ def test_greedy_samples_are_scored_by_the_plain_softmax(tiny_model_dir: Path) ->
     assert plain.logprobs == found.logprobs
 
 
-def test_each_environment_has_a_teacher_of_its_own(tiny_model_dir: Path) -> None:
+def test_each_environment_has_a_teacher_of_its_own(model: Any) -> None:
     """Tasks come mixed; a model that is scored by itself finds the same."""
-    models = {
-        name: load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
-        for name in ("math", "code")
-    }
-    with torch.no_grad():
-        for parameter in models["code"].parameters():
-            parameter.mul_(1.5)
+    models = {"math": model, "code": other_weights(model, 1)}
     workers = {name: LogprobWorker(model, TrainerConfig()) for name, model in models.items()}
     tasks = [
         replace(one, prompt_id=f"{name}/{one.sample_id}")
