@@ -162,7 +162,11 @@ def test_a_scorer_that_fails_costs_attempts_and_then_the_group(
     assert ("r is gone" in caplog.text) == (how == "death")
 
 
-def test_a_group_whose_sample_is_made_again_is_taken_from_its_scorer() -> None:
+def test_a_group_whose_sample_is_made_again_is_taken_from_its_batch_and_from_its_scorer() -> None:
+    run = world(batch_groups=1, run_ahead=0)
+    tasks = run.produce("a", 0)
+    run.pool.again(run.pool.samples[tasks[0].sample_id])
+    assert not run.pool.complete and not run.batch(1).trajectories
     run = world(reward_scope="group", stages=["reward"], batch_groups=1)
     run.join("scorer", "r")
     tasks = run.lease("a", 2, 0)
