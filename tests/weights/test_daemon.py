@@ -143,6 +143,7 @@ def test_a_part_hub_holds_its_own_rows_and_hands_out_what_it_is_told(
         slot.release()
     world.order(m.Ok())  # nothing that it knows
     assert world.hold(path="") and not Path(world.path).exists()
+    assert all((word == "handing out") == (count > 0) for word, count in world.progress)
 
 
 def test_a_part_hub_adopts_what_its_host_holds_and_says_why_it_cannot(world: World) -> None:
