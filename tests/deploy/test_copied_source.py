@@ -55,15 +55,17 @@ def test_what_lies_in_a_module_is_named_and_not_copied() -> None:
     assert Path(__file__).resolve().parent in source.search
 
 
-def test_a_function_is_copied_with_all_that_it_uses(tmp_path: Path) -> None:
+def test_a_function_is_copied_with_all_that_it_uses_by_each_of_its_names(tmp_path: Path) -> None:
     offset = 0.25
 
     def weigh(text: str) -> float:
         return sum(WORDS.get(word, 0.0) for word in text.split())
 
+    alias = weigh
+
     def score(prompt: str, completion: str, row: "dict[str, Any]") -> float:
         digits = Counter(DIGITS.findall(completion))
-        return FACTOR * weigh(completion) + math.sqrt(len(digits)) + offset
+        return FACTOR * alias(completion) + math.sqrt(len(digits)) + offset
 
     again = copied(score, tmp_path)
     for text in ("good 1 2 3", "bad", "", "A1 a1"):
@@ -92,24 +94,19 @@ def test_a_class_is_copied_with_its_base_and_what_its_methods_use(tmp_path: Path
     assert again.limit == 2
 
 
-def test_another_name_for_a_function_is_kept(tmp_path: Path) -> None:
-    def worth(text: str) -> int:
-        return len(text)
-
-    alias = worth
-
-    def score(completion: str) -> int:
-        return alias(completion)
-
-    assert copied(score, tmp_path)("four") == 4
-
-
 def test_what_cannot_be_copied_is_refused_with_its_name() -> None:
+    endless = float("inf")  # which its source would not give back
+
     def opens(completion: str) -> bool:
         return HANDLE is not None
 
+    def score(completion: str) -> float:
+        return endless
+
     with pytest.raises(UsageError, match="'opens' uses 'HANDLE', a object, which cannot be copied"):
         CopiedSource().target(opens, "reward")
+    with pytest.raises(UsageError, match="uses 'endless', a float"):
+        CopiedSource().target(score, "reward")
     with pytest.raises(UsageError, match="a lambda has no name: write it with def"):
         CopiedSource().target(lambda completion: 0.0, "reward")
     with pytest.raises(UsageError, match="is a int; give a function or a class"):
@@ -127,16 +124,6 @@ def test_two_things_of_one_name_are_refused() -> None:
     source.target(made(1.0), "reward")
     with pytest.raises(UsageError, match="two things are called 'score'"):
         source.target(made(2.0), "reward")
-
-
-def test_a_value_that_source_would_not_give_back_is_refused() -> None:
-    endless = float("inf")
-
-    def score(completion: str) -> float:
-        return endless
-
-    with pytest.raises(UsageError, match="uses 'endless', a float"):
-        CopiedSource().target(score, "reward")
 
 
 # -- umbra.train(tools=...) ------------------------------------------------------------------------
