@@ -30,6 +30,10 @@ def turn(said: str, *, complete: bool = True, tools: Any = TOOLS) -> Turn:
     return Turn(reader.read("", said, tools), ids, [-0.5] * len(ids), pieces, 7, complete, 3)
 
 
+def asking(role: str = "", **message: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, **message} if role else message]}
+
+
 def test_what_agrees_with_the_run_is_served() -> None:
     call = chat(
         temperature=0.7,
@@ -65,20 +69,12 @@ def test_what_agrees_with_the_run_is_served() -> None:
         ({"response_format": {"type": "json_object"}}, "response_format", "use"),
         ({"max_tokens": 0}, "max_tokens", "use 1 or more"),
         ({"messages": []}, "messages", "empty"),
-        ({"messages": [{"content": "x"}]}, "messages[0]", "no role"),
+        (asking(content="x"), "messages[0]", "no role"),
         ({"messages": [USER, {"role": "user", "content": 3}]}, "messages[1].content", "text"),
+        (asking("user", content=[{"type": "image_url"}]), "messages[0].content", "text"),
+        (asking("assistant", tool_calls=[{"id": "x"}]), "messages[0].tool_calls", "malformed"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content",
-            "text",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
-            "messages[0].tool_calls",
-            "malformed",
-        ),
-        (
-            {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+            asking("assistant", function_call={"name": "f"}),
             "messages[0].function_call",
             "not supported",
         ),

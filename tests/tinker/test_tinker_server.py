@@ -9,7 +9,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 import warnings
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.waiting import until
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -65,12 +65,6 @@ class Server:
         with os.fdopen(read) as ready:
             self.url = json.loads(ready.readline())["url"]
         self._address = self.url.removeprefix("http://")
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
@@ -123,13 +117,8 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tiny_model_dir, tmp_path_factory.mktemp("tinker")) as server:
+    with closing(Server(tiny_model_dir, tmp_path_factory.mktemp("tinker"))) as server:
         yield server
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():
-        time.sleep(0.02)
 
 
 def data_of(step: int, loss: str) -> list[dict[str, list[Any]]]:
@@ -316,7 +305,7 @@ def test_vllm_samples_of_the_version_that_was_pinned(
     vllm_model_dir: Path, tmp_path: Path, rank: int
 ) -> None:
     pytest.importorskip("vllm", reason='vLLM is not installed (pip install "umbra-rl[vllm]")')
-    with Server(vllm_model_dir, tmp_path / "vllm", engine="vllm") as own:
+    with closing(Server(vllm_model_dir, tmp_path / "vllm", engine="vllm")) as own:
         service = own.client()
         first, trained = (
             service.create_lora_training_client(NAME, rank=rank, seed=1).result() for _ in "ab"
@@ -389,7 +378,7 @@ CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
 def test_a_killed_server_goes_on_at_each_call(
     server: Server, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    with Server(tiny_model_dir, tmp_path / "killed") as own:
+    with closing(Server(tiny_model_dir, tmp_path / "killed")) as own:
         services = [server.client(), own.client()]
         made: list[dict[str, Any]] = [{}, {}]
         for name, call in CALLS.items():
@@ -422,14 +411,14 @@ def test_a_killed_server_goes_on_at_each_call(
 def test_samples_are_answered_when_a_process_dies_that_has_them(
     tiny_model_dir: Path, tmp_path: Path, killed: str
 ) -> None:
-    with Server(tiny_model_dir, tmp_path / "killed", samplers=2) as own:
+    with closing(Server(tiny_model_dir, tmp_path / "killed", samplers=2)) as own:
         client = own.model(9)
         train(client, 0)
         sampler = client.save_weights_and_get_sampling_client().result()
         before = own.samplers()
         os.kill(before[0], signal.SIGSTOP)  # so that it has its requests for ever
         futures = [sampler.sample(PROMPT, 3, TWELVE) for _ in range(4)]
-        until(lambda: own.samples() == {"done": 2, "queued": 2})
+        until(lambda: own.samples() == {"done": 2, "queued": 2}, "two are answered")
         if killed == "server":
             own.kill()
         os.kill(before[0], signal.SIGKILL)
@@ -460,13 +449,14 @@ def test_files_are_those_that_something_needs(server: Server) -> None:
         client.save_weights_and_get_sampling_client().result()
     client.save_state("kept").result()
     kept = client.save_state("kept", overwrite=True).result().path
-    until(lambda: len(list(place.iterdir())) == UNNAMED + 1)
+    until(lambda: len(list(place.iterdir())) == UNNAMED + 1, "old ones are removed")
     server.end(service)
-    until(lambda: [file.name for file in place.iterdir()] == [f"weights-{UNNAMED + 4}"])
+    last = [f"weights-{UNNAMED + 4}"]
+    until(lambda: [file.name for file in place.iterdir()] == last, "one is kept")
     twin = server.client().create_training_client_from_state(kept).result()
     assert [run.training_run_id for run in rest.list_training_runs(1000).result().training_runs]
     rest.delete_checkpoint_from_tinker_path(kept).result()
-    until(lambda: not place.exists())
+    until(lambda: not place.exists(), "nothing needs it")
     assert twin.forward(ROWS, "cross_entropy").result().loss_fn_outputs
     runs = rest.list_training_runs(1000).result().training_runs
     assert client.model_id not in [run.training_run_id for run in runs]
