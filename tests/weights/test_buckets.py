@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from random import Random
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -115,6 +116,31 @@ def test_deltas_are_of_two_versions_while_both_are_in_their_slots() -> None:
     last = hub.store
     hub.close()
     assert last is not None and last._executor._shutdown
+
+
+def test_a_link_is_slow_by_a_whole_version_that_went_over_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then deltas are made, if they are not off."""
+    publish, whole = Mock(), LAYOUT.total_bytes
+    monkeypatch.setattr(BucketStore, "publish", publish)
+    for delta_mode in ("auto", "off"):
+        config = WeightHubConfig(delta=delta_mode)  # type: ignore[arg-type]
+        hub = tcp.TcpHub("tcp://127.0.0.1:*", config)
+        hub.layout(Arena.anonymous(slot_bytes=whole, slots=1), LAYOUT)
+        hub.subscribed("a", "1", Subscribe(host="a", planes=["tcp"]))
+        for seconds, nbytes in ((0.0, whole), (1e6, whole - 1), (1e6, whole)):
+            slow = seconds > 0 and nbytes == whole
+            ready = Ready(epoch=1, version=0, wire_s=seconds, stage_s=0, wire_bytes=nbytes)
+            hub.staged("a", ready)
+            assert hub.links_are_slow == slow
+            hub.complete("a", prepare(0))
+            assert publish.call_args.kwargs["deltas"] == (slow and delta_mode == "auto")
+        hub.subscribed("a", "2", Subscribe(host="a", planes=["tcp"]))
+        assert hub.links_are_slow, "a process that starts again has the same link"
+        hub.left("a")
+        assert not hub.links_are_slow
+        hub.close()
 
 
 def test_a_slot_is_withdrawn_once_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
