@@ -10,11 +10,11 @@ from pathlib import Path
 SESSION = Path(__file__).parents[2] / "benchmarks" / "gpu_session.sh"
 
 
-def gpu_session(out: Path, *arguments: str, **variables: str) -> tuple[int, str]:
+def gpu_session(out: Path, *arguments: str) -> tuple[int, str]:
+    own = {"OUT": str(out), "WHEELS": str(out / "none"), "PYTHON": sys.executable}
     done = subprocess.run(
         [str(SESSION), *arguments],
-        env={**os.environ, "OUT": str(out), "PYTHON": sys.executable, **variables},
-        capture_output=True, text=True, check=False,
+        env=os.environ | own, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 

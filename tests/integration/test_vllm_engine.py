@@ -43,7 +43,7 @@ pytestmark = [
 ]
 
 SLOTS = 64
-WAITING = 48  # requests that have no slot at first
+WAITING = 2 * SLOTS  # that have no slot at first: a busy machine can't begin all before an update
 CONTEXT = 512
 VERSIONS = 4
 TOLERANCE = 2e-4
