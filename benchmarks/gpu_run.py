@@ -28,8 +28,9 @@ from chaos_audit import audit, rows
 from chaos_run import DemoRun
 from report import Report
 
-from umbra.deploy.check.estimate import CONTEXT, estimate, peak
+from umbra.deploy.check.estimate import CONTEXT, Estimate, peak
 from umbra.deploy.check.machine import this_machine
+from umbra.deploy.check.model_sizes import read_sizes
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.deadline import Deadline
 from umbra.services.config.loader import as_dict, load_config, to_toml
@@ -61,9 +62,8 @@ ON_GPU = (
 
 def settings(options: argparse.Namespace) -> list[str]:
     """Return the keys of the run that differ from the demo's."""
-    device = () if options.quick else ON_GPU
     own = (f"run.steps={options.steps}", f"weight_hub.plane={options.plane}")
-    return [*SETTINGS, *device, *own]
+    return [*SETTINGS, *(() if options.quick else ON_GPU), *own]
 
 
 def one_run(home: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def one_run(home: Path, options: argparse.Namespace) -> dict[str, Any]:
 def trainer_memory(folder: Path, steps: Sequence[dict[str, Any]]) -> dict[str, float]:
     """GiB that the trainer's tensors took at most, and that `umbra check` expects of them."""
     run = load_config(RunFolder(folder).config, environ={})
-    needed = estimate(run, this_machine()).needs[0].device
+    needed = Estimate(run, read_sizes(run), this_machine()).needs[0].device
     expected = peak([item for item in needed if item.bytes != CONTEXT])  # torch does not count it
     took = max((step.get("memory/peak_gib") or 0.0 for step in steps), default=0.0)
     return {"trainer_peak_gib": took, "trainer_expected_gib": expected / 2**30}

@@ -12,7 +12,7 @@ import click
 
 from umbra.deploy.check import machine as machines
 from umbra.deploy.check.choose import for_hardware
-from umbra.deploy.check.estimate import Estimate, Need, fullest_phase, judge, peak
+from umbra.deploy.check.estimate import Estimate, Need, fullest_phase, peak
 from umbra.deploy.check.machine import GPUS, Finding, Machine, findings, refusal, this_machine
 from umbra.deploy.check.model_sizes import read_sizes
 from umbra.deploy.prepare import preflight
@@ -90,7 +90,7 @@ def command(
     import_without_torch()
     sizes = read_sizes(run)
     try:
-        needed = judge(run, sizes, machine)
+        needed = Estimate(run, sizes, machine)
         checks += [refusal("memory", fault) for fault in needed.faults]
         if choice.refusal and not needed.faults:
             checks.append(refusal("devices", choice.refusal))

@@ -1,7 +1,7 @@
 """Estimate of a run's memory on one host, in bytes; docs/models.md.
 
 `needs` has each process's on its GPU and host (the kernel measures at most 5 % more in tests), and
-`judge` the margin, and the key to lower if it does not fit.
+`Estimate` the margin, and the key to lower if it does not fit.
 """
 
 from __future__ import annotations
@@ -349,28 +349,53 @@ SLOTS_PER_CONTEXT = 4  # at most for room: answers are seldom as long as they ma
 SMALLER = "trainer.lora_rank, trainer.offload or a smaller generator.max_context"
 
 
-@dataclass(frozen=True, slots=True)
 class Estimate:
     """Needs by process, their sums by GPU (`loads`) and on the host, and what does not fit.
 
-    Each of `faults` is a sentence with the key to change; `notes` are worth knowing.
+    Each of `faults` is a sentence with the key to change; `notes` are worth knowing. `room` is how
+    many full contexts vLLM's KV cache has room for; None where it need not be known.
+
+    Raises:
+        UsageError: it is not known what such a run takes.
     """
 
-    machine: Machine
-    needs: tuple[Need, ...]
-    arena: Item
-    loads: dict[int, int]
-    host: int
-    faults: tuple[str, ...]
-    notes: tuple[str, ...]
-    room: float | None  # in vLLM's KV cache, as `_vllm_room`
-    largest: Item  # that a user can change, on the fullest GPU or the host
+    def __init__(self, config: RunConfig, sizes: ModelSizes, machine: Machine) -> None:
+        if (value := config.trainer.expert_parallel) > 1:
+            raise UsageError(
+                f"trainer.expert_parallel = {value}: the estimate does not know yet what it takes; "
+                "estimate the run with expert_parallel = 1"
+            )
+        self.machine, self._generator = machine, config.generator
+        self.needs = needs(config, sizes, gpu=machine.gpu, host=machine.host)
+        slots, version = config.weight_hub.slots, published(config, sizes, gpu=machine.gpu > 0)
+        remedy = "set weight_hub.slots = 2"
+        self.arena = Item(f"arena, {slots} versions", slots * version, LOADED, remedy)
+        self._by_gpu: dict[int, list[Need]] = defaultdict(list)
+        for need in self.needs:
+            for index in sum(need.gpus, ()):
+                self._by_gpu[index].append(need)
+        self.loads = {i: sum(map(self._gpu_bytes, own)) for i, own in sorted(self._by_gpu.items())}
+        host_items = [item for need in self.needs for item in need.host * need.count]
+        self.host = peak([self.arena, *host_items])
+        self.room = self._vllm_room()
+        self.faults, self.notes = [*self._faults()], list[str]()
+        slots, context = config.generator.slots, config.generator.max_context
+        if self.room is not None and self.room < max(1, slots / SLOTS_PER_CONTEXT):
+            advice = "raise generator.tensor_parallel"
+            if any(len(own) > 1 for own in self._by_gpu.values()):  # with the trainer, on its GPU
+                advice = "train an adapter (trainer.lora_rank), which takes less beside it"
+            (self.faults if self.room < 1 else self.notes).append(
+                f"the KV cache of a generator has room for {self.room:.1f} sequences of "
+                f"generator.max_context = {context} tokens, of generator.slots = {slots}"
+                f"{', so vLLM would refuse to start' if self.room < 1 else ''}: lower "
+                f"generator.max_context, or {advice}"
+            )
 
     def places(self) -> list[tuple[str, int, int | None, str]]:
         """Return name, bytes needed, bytes there (if known) and kind of each memory."""
         gpu, kind = self.machine.gpu or None, self.machine.name
         return [
-            *((f"GPU {index}", load, gpu, kind) for index, load in sorted(self.loads.items())),
+            *((f"GPU {index}", load, gpu, kind) for index, load in self.loads.items()),
             ("host", self.host, self.machine.host, ""),
             ("/dev/shm", self.arena.bytes, self.machine.shm, ""),
         ]
@@ -382,11 +407,15 @@ class Estimate:
             + (f" of {size(available)} ({1 - needed / available:.0%} left)" if available else "")
             for name, needed, available, _ in self.places()
         ]
-        if self.room is not None:
+        group = self.needs
+        if self.loads:
+            group = self._by_gpu[max(self.loads, key=self.loads.__getitem__)]
+        if self.room is not None:  # vLLM takes its share whatever it needs
             sums.append(f"vLLM's KV cache has {self.room:.0f} full contexts")
-        item, text = self.largest, ", ".join(sums)
+            group = [need for need in group if need.name != "generator"] or group
+        item = _largest([i for need in group for i in (need.device if self.loads else need.host)])
         advice = f"; for more room, {item.remedy} ({item.name}: {size(item.bytes)})"
-        return text + (advice if item.remedy else "")
+        return ", ".join(sums) + (advice if item.remedy else "")
 
     def as_dict(self) -> dict[str, Any]:
         """Return values for JSON; sizes in bytes."""
@@ -394,103 +423,55 @@ class Estimate:
             "fits": not self.faults,
             "gpu": self.machine.name,
             "gpu_bytes": self.machine.gpu,
-            "gpus": {str(index): load for index, load in sorted(self.loads.items())},
+            "gpus": {str(index): load for index, load in self.loads.items()},
             "host_bytes": self.host,
             "shm_bytes": self.arena.bytes,
             "processes": [asdict(need) for need in self.needs],
         }
 
+    def _gpu_bytes(self, need: Need) -> int:
+        """Return the bytes of each of its GPUs; vLLM takes its share whatever it needs."""
+        generator, gpu = self._generator, self.machine.gpu
+        if need.name == "generator" and generator.engine == "vllm" and gpu:
+            return int(generator.engine_args.get(SHARE, VLLM_SHARE) * gpu)
+        return peak(need.device)
 
-def estimate(config: RunConfig, machine: Machine) -> Estimate:
-    """Return the run's memory by its model's config.json; UsageError if that is impossible."""
-    return judge(config, read_sizes(config), machine)
+    def _vllm_room(self) -> float | None:
+        generator = self._generator
+        need = next((need for need in self.needs if need.name == "generator" and need.gpus), None)
+        fixed_cache = generator.engine_args.get("kv_cache_memory_bytes")
+        if need is None or generator.engine != "vllm" or fixed_cache or not self.machine.gpu:
+            return None
+        weights, cache, *_ = need.device
+        free = self._gpu_bytes(need) - weights.bytes - VLLM_WORK
+        return max(0.0, free / (cache.bytes / generator.slots))
 
-
-def judge(config: RunConfig, sizes: ModelSizes, machine: Machine) -> Estimate:
-    """Return `estimate` for a model of these sizes."""
-    if (value := config.trainer.expert_parallel) > 1:
-        raise UsageError(
-            f"trainer.expert_parallel = {value}: the estimate does not know yet what it takes; "
-            "estimate the run with expert_parallel = 1"
-        )
-    all_needs = needs(config, sizes, gpu=machine.gpu, host=machine.host)
-    copies = config.weight_hub.slots
-    version = published(config, sizes, gpu=machine.gpu > 0)
-    arena = Item(f"arena, {copies} versions", copies * version, LOADED, "set weight_hub.slots = 2")
-    by_gpu: dict[int, list[Need]] = defaultdict(list)
-    for need in all_needs:
-        for index in sum(need.gpus, ()):
-            by_gpu[index].append(need)
-    loads = {i: sum(_gpu_bytes(config, n, machine) for n in own) for i, own in by_gpu.items()}
-    host = peak([arena, *(item for need in all_needs for item in need.host * need.count)])
-    faults = [*_faults(by_gpu, loads, all_needs, arena, host, machine)]
-    slots, room = config.generator.slots, _vllm_room(config, all_needs, machine)
-    notes: list[str] = []
-    if room is not None and room < max(1, slots / SLOTS_PER_CONTEXT):
-        has = (
-            f"the KV cache of a generator has room for {room:.1f} sequences of "
-            f"generator.max_context = {config.generator.max_context} tokens, of generator.slots = "
-            f"{slots}{', so vLLM would refuse to start' if room < 1 else ''}"
-        )
-        advice = "raise generator.tensor_parallel"
-        if any(len(group) > 1 for group in by_gpu.values()):  # with the trainer, on the same GPU
-            advice = "train an adapter (trainer.lora_rank), which takes less beside it"
-        (faults if room < 1 else notes).append(f"{has}: lower generator.max_context, or {advice}")
-    # vLLM takes its share whatever it needs.
-    group = by_gpu[max(loads, key=loads.__getitem__)] if loads else all_needs
-    choosable = [need for need in group if room is None or need.name != "generator"] or group
-    largest = _largest([item for n in choosable for item in (n.device if loads else n.host)])
-    messages = tuple(faults), tuple(notes)
-    return Estimate(machine, tuple(all_needs), arena, loads, host, *messages, room, largest)
-
-
-def _gpu_bytes(config: RunConfig, need: Need, machine: Machine) -> int:
-    """Return the bytes of each of its GPUs; vLLM takes its share whatever it needs."""
-    if need.name == "generator" and config.generator.engine == "vllm" and machine.gpu:
-        return int(config.generator.engine_args.get(SHARE, VLLM_SHARE) * machine.gpu)
-    return peak(need.device)
-
-
-def _vllm_room(config: RunConfig, all_needs: list[Need], machine: Machine) -> float | None:
-    """Return how many full contexts vLLM's KV cache has room for; None where it need not be."""
-    generator = config.generator
-    need = next((need for need in all_needs if need.name == "generator" and need.gpus), None)
-    fixed_cache = generator.engine_args.get("kv_cache_memory_bytes")
-    if need is None or generator.engine != "vllm" or fixed_cache or not machine.gpu:
-        return None
-    weights, cache, *_ = need.device
-    free = _gpu_bytes(config, need, machine) - weights.bytes - VLLM_WORK
-    return max(0.0, free / (cache.bytes / generator.slots))
-
-
-def _faults(
-    by_gpu: dict[int, list[Need]], loads: dict[int, int], needs: list[Need], arena: Item, host: int,
-    machine: Machine,
-) -> Iterator[str]:  # fmt: skip
-    reported: set[str] = set()
-    for index, group in sorted(by_gpu.items()):
-        names = " and ".join(need.name for need in group)
-        if not machine.gpu or loads[index] <= USABLE * machine.gpu or names in reported:
-            continue
-        reported.add(names)
-        has, needed = f"GPU {index} has {size(machine.gpu)} ({machine.name})", size(loads[index])
-        if len(group) > 1:
+    def _faults(self) -> Iterator[str]:
+        machine, reported = self.machine, set[str]()
+        for index, load in self.loads.items():
+            group = self._by_gpu[index]
+            names = " and ".join(need.name for need in group)
+            if not machine.gpu or load <= USABLE * machine.gpu or names in reported:
+                continue
+            reported.add(names)
+            has = f"GPU {index} has {size(machine.gpu)} ({machine.name})"
+            if len(group) > 1:
+                yield (
+                    f"{has}, {names} need {size(load)} together: give the generator other GPUs "
+                    "(generator.device), or lower what each takes"
+                )
+            else:
+                yield f"{has}, a {names} needs {size(load)}, most of it {_advice(group[0].device)}"
+        if machine.shm is not None and self.arena.bytes > machine.shm:
             yield (
-                f"{has}, {names} need {needed} together: give the generator other GPUs "
-                "(generator.device), or lower what each takes"
+                f"/dev/shm has {size(machine.shm)}, the arena of the weights needs "
+                f"{size(self.arena.bytes)}: make it larger (docker: --shm-size), or set "
+                "weight_hub.slots = 2 or a smaller weight_hub.dtype"
             )
-        else:
-            yield f"{has}, a {names} needs {needed}, most of it {_advice(group[0].device)}"
-    if machine.shm is not None and arena.bytes > machine.shm:
-        yield (
-            f"/dev/shm has {size(machine.shm)}, the arena of the weights needs "
-            f"{size(arena.bytes)}: make it larger (docker: --shm-size), or set weight_hub.slots = "
-            "2 or a smaller weight_hub.dtype"
-        )
-    if machine.host is not None and host > machine.host:
-        advice = _advice([item for need in needs for item in need.host], " per process")
-        has = f"the host has {size(machine.host)} of memory"
-        yield f"{has}, the run needs {size(host)}, most of it {advice}"
+        if machine.host is not None and self.host > machine.host:
+            advice = _advice([item for need in self.needs for item in need.host], " per process")
+            has = f"the host has {size(machine.host)} of memory"
+            yield f"{has}, the run needs {size(self.host)}, most of it {advice}"
 
 
 def _advice(items: Collection[Item], unit: str = "") -> str:
@@ -512,9 +493,10 @@ def divide(config: RunConfig, set_keys: Collection[str], machine: Machine) -> tu
     as fit. A run that is refused, not estimated yet, or wrong in another way is returned as it is.
     """
     try:
-        part = _generator_part(config, estimate(config, machine), set_keys)
+        sizes = read_sizes(config)
+        part = _generator_part(config, Estimate(config, sizes, machine), set_keys)
         divided = msgspec.structs.replace(config, generator=part)
-        faults = estimate(divided, machine).faults
+        faults = Estimate(divided, sizes, machine).faults
     except UsageError:
         return config, ""
     if faults:

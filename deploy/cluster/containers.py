@@ -31,11 +31,22 @@ Tree = dict[str, Any]
 def compose_files(plan: Plan, paths: Paths, config: str) -> dict[str, str]:
     """Return the texts of all nodes by path; `config` is that of the run's configuration."""
     variables = "".join(f"{k}={v}\n" for k, v in environment(plan, paths).items())
+    user, group = plan.cluster.owner
+    memory = f"size={plan.cluster.shm_gib}g,uid={user},gid={group},mode=0700"
+    shm = {"driver_opts": {"type": "tmpfs", "device": "tmpfs", "o": memory}}
     files: dict[str, str] = {}
     for node, local in _by_node(plan, paths):
-        files[f"{node.name}/{COMPOSE_FILE}"] = to_yaml(_compose(plan, node, local, paths))
-        files[f"{node.name}/{ENVIRONMENT_FILE}"] = variables
-        files[f"{node.name}/{CONFIG_FILE}"] = config
+        volumes = sorted({name for launch in local for name in launch.volumes})
+        tree: Tree = {
+            "name": f"umbra-{node.name.replace('.', '-')}",
+            "services": {each.process.name: _service(plan, each, local, paths) for each in local},
+            "volumes": {name: shm if name == "shm" else {} for name in volumes},
+        }
+        if paths.keys:
+            keys = sorted({name for launch in local for name in launch.key_files})
+            tree["secrets"] = {name: {"file": f"./{KEYS_FOLDER}/{name}"} for name in keys}
+        texts = {COMPOSE_FILE: to_yaml(tree), ENVIRONMENT_FILE: variables, CONFIG_FILE: config}
+        files |= {f"{node.name}/{name}": text for name, text in texts.items()}
     return files
 
 
@@ -44,22 +55,6 @@ def _by_node(plan: Plan, paths: Paths) -> list[tuple[Node, list[Launch]]]:
     every = launches(plan, paths)
     nodes = ((node, [e for e in every if e.process.node == node]) for node in plan.nodes)
     return [(node, local) for node, local in nodes if local]
-
-
-def _compose(plan: Plan, node: Node, local: list[Launch], paths: Paths) -> Tree:
-    user, group = plan.cluster.owner
-    memory = f"size={plan.cluster.shm_gib}g,uid={user},gid={group},mode=0700"
-    shm = {"driver_opts": {"type": "tmpfs", "device": "tmpfs", "o": memory}}
-    volumes = sorted({name for launch in local for name in launch.volumes})
-    tree: Tree = {
-        "name": f"umbra-{node.name.replace('.', '-')}",
-        "services": {launch.process.name: _service(plan, launch, local, paths) for launch in local},
-        "volumes": {name: shm if name == "shm" else {} for name in volumes},
-    }
-    if paths.keys:
-        keys = sorted({name for launch in local for name in launch.key_files})
-        tree["secrets"] = {name: {"file": f"./{KEYS_FOLDER}/{name}"} for name in keys}
-    return tree
 
 
 def _service(plan: Plan, launch: Launch, local: list[Launch], paths: Paths) -> Tree:
@@ -104,15 +99,13 @@ def _service(plan: Plan, launch: Launch, local: list[Launch], paths: Paths) -> T
     if paths.keys:
         files = ({"source": name, "target": f"{paths.keys}/{name}"} for name in launch.key_files)
         service["secrets"] = [*files]
-    if launch.fetches:
+    if "cache" in launch.volumes:
         service["environment"] = HUB_VARIABLES
-    limits, resources = Tree(), Tree()
+    resources = Tree()
     if launch.memory_mib is not None:
-        limits["memory"] = f"{launch.memory_mib}m"
+        resources["limits"] = {"memory": f"{launch.memory_mib}m"}
     if launch.cpus is not None:
-        limits["cpus"] = f"{launch.cpus:g}"
-    if limits:
-        resources["limits"] = limits
+        resources.setdefault("limits", Tree())["cpus"] = f"{launch.cpus:g}"
     if ids := [str(gpu) for gpu in launch.process.gpus]:
         device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
         resources["reservations"] = {"devices": [device]}
@@ -222,7 +215,7 @@ def _node_documents(
 
 def _container(plan: Plan, launch: Launch, paths: Paths, inputs: list[str]) -> Tree:
     env: list[Tree] = [{"name": k, "value": v} for k, v in environment(plan, paths).items()]
-    if launch.fetches:  # an optional Secret, whose token reads private models
+    if "cache" in launch.volumes:  # an optional Secret, whose token reads private models
         token = {"name": _name(plan, "hub"), "key": "HF_TOKEN", "optional": True}
         env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": token}})
     mounts: list[Tree] = [

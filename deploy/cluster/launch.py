@@ -47,19 +47,15 @@ ROOT = "/srv/umbra"  # of a run's files in containers
 CONFIG_FILE = "run.toml"
 
 
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """Folders of a process's files; `keys` and `modules` may be empty: none.
-
-    `cache` is for what it downloads; empty: the user's own.
-    """
+class Paths(NamedTuple):
+    """Folders of a process's files; `keys` and `modules` may be empty: none."""
 
     config: str
     results: str
     store: str
     keys: str
     modules: str
-    cache: str = ""
+    cache: str = ""  # for what it downloads; empty: the user's own
 
 
 def container_paths(plan: Plan, modules: str, *, keys: bool) -> Paths:
@@ -91,10 +87,6 @@ class Launch:
     cpus: float | None
 
     @property
-    def fetches(self) -> bool:
-        return "cache" in self.volumes
-
-    @property
     def key_files(self) -> list[str]:
         """Return the key files that it needs: all public ones; its own and the monitor's secret."""
         secret = sorted({self.role, "monitor"})
@@ -106,7 +98,7 @@ def launches(plan: Plan, paths: Paths) -> list[Launch]:
 
 
 def launch(plan: Plan, process: Process, paths: Paths) -> Launch:
-    cluster, task = plan.cluster, process.task
+    cluster, task, kind = plan.cluster, process.task, KINDS[process.task]
     several_nodes = task == "train" and len(plan.trainers()) > 1
     sources = _sources(plan.config, task)
     inputs = {path for path in sources if path and not _is_elsewhere(path)}
@@ -117,7 +109,7 @@ def launch(plan: Plan, process: Process, paths: Paths) -> Launch:
     if any(map(_is_elsewhere, sources)):
         volumes["cache"] = paths.cache
     memory = cluster.memory_gib.get(task)
-    if memory is not None and KINDS[task].section == "weight_hub":
+    if memory is not None and kind.section == "weight_hub":
         memory += cluster.shm_gib
     return Launch(
         process,
@@ -130,7 +122,7 @@ def launch(plan: Plan, process: Process, paths: Paths) -> Launch:
         host_network=cluster.network == "host" or several_nodes,
         inputs=sorted(inputs),
         volumes=volumes,
-        role=KINDS[task].role,
+        role=kind.role,
         memory_mib=None if memory is None else round(memory * 1024),
         cpus=cluster.cpus.get(task),
     )
@@ -206,7 +198,7 @@ def _image(plan: Plan, process: Process, sources: list[str]) -> str:
     target = "generator" if process.task == "generate" else "trainer"
     if serves and not (process.task == "buffer" and data_sets):
         target = "broker"
-    elif not plan.on_gpus:
+    elif not any(node.gpus for node in plan.nodes):
         target = "cpu"
     return f"{plan.cluster.image}-{target}:{plan.cluster.tag}"
 

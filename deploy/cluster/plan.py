@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import islice
 
 import msgspec
 
@@ -25,11 +26,8 @@ from umbra.services.config import RunConfig
 TOLERANCE = Fraction(1, 1000)  # ratios are written with a few digits: 0.333
 STAGES: tuple[Task, ...] = ("ref_logp", "logp", "reward")
 TASKS = ("train", "generate", *STAGES)
-FOREIGN_TASKS = {
-    "actor-train": "train",
-    "actor_train": "train",
-    "rollout": "generate",
-}  # async-rl's
+# async-rl's names.
+FOREIGN_TASKS = {"actor-train": "train", "actor_train": "train", "rollout": "generate"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ def place_groups(file: ClusterFile, config: RunConfig) -> list[TaskGroup]:
     says, with the numbers, where tasks and ratios do not fit the run or the nodes.
     """
     tasks = [(group,) if isinstance(group, str) else tuple(group) for group in file.cluster.groups]
-    _check_tasks(tasks, config)
+    _check_tasks(tasks, config.buffer.stages)
     ratios = check_ratios(file.cluster.ratios, len(tasks))
     nodes = [node for node in file.nodes if not node.joins]
     with_gpus = [node for node in nodes if node.gpus]
@@ -87,8 +85,8 @@ def _group_of(task: str, groups: Sequence[TaskGroup]) -> TaskGroup:
     return next(group for group in groups if task in group.tasks)
 
 
-def _check_tasks(groups: Sequence[tuple[str, ...]], config: RunConfig) -> None:
-    tasks, stages = [task for group in groups for task in group], config.buffer.stages
+def _check_tasks(groups: Sequence[tuple[str, ...]], stages: Sequence[str]) -> None:
+    tasks = [task for group in groups for task in group]
     for task in tasks:
         if task in FOREIGN_TASKS:
             raise UsageError(f"cluster.groups: {task} is called {FOREIGN_TASKS[task]} here")
@@ -127,11 +125,11 @@ def _divide_nodes(
         for tasks, ratio in zip(groups, ratios, strict=True)
     ]
     free, task_groups = iter(nodes), list[TaskGroup]()
-    counts = divide(ratios, len(nodes), limits)
-    for tasks, ratio, count in zip(groups, ratios, counts, strict=True):
-        own = tuple(next(free) for _ in range(count))
+    for tasks, ratio, count in zip(groups, ratios, divide(ratios, len(nodes), limits), strict=True):
+        own = tuple(islice(free, count))
         gpus = tuple(tuple(range(node.gpus)) for node in own)
-        task_groups.append(TaskGroup(tasks, own, gpus, _arithmetic(ratio, nodes, count)))
+        arithmetic = _arithmetic(ratio, len(nodes), "nodes", count)
+        task_groups.append(TaskGroup(tasks, own, gpus, arithmetic))
     return task_groups
 
 
@@ -153,7 +151,7 @@ def _divide_gpus(
     task_groups: dict[int, TaskGroup] = {}
     for index in sorted(range(len(groups)), key=lambda i: "train" not in groups[i]):
         tasks, count = groups[index], counts[index]
-        arithmetic = _arithmetic(ratios[index], nodes, count, "GPUs")
+        arithmetic = _arithmetic(ratios[index], total, "GPUs", count)
         homes, each = nodes, count
         if "train" in tasks:
             homes = _fewest_nodes(count, nodes, spread)
@@ -185,8 +183,7 @@ def _fewest_nodes(count: int, nodes: list[Node], spread: int) -> list[Node]:
     return []
 
 
-def _arithmetic(ratio: Fraction, nodes: list[Node], count: int, unit: str = "nodes") -> str:
-    units = len(nodes) if unit == "nodes" else sum(node.gpus for node in nodes)
+def _arithmetic(ratio: Fraction, units: int, unit: str, count: int) -> str:
     share = ratio * units
     rounded = "" if share == count else f", rounded to {count}"
     return f"ratio {float(ratio):.3g} x {units} {unit} = {float(share):.3g}{rounded}"
@@ -284,10 +281,6 @@ class Plan:
 
         processes = tuple(replace(p, node=relocate(p.node)) for p in self.processes)
         return replace(self, nodes=tuple(map(relocate, self.nodes)), processes=processes)
-
-    @property
-    def on_gpus(self) -> bool:
-        return any(node.gpus for node in self.nodes)
 
 
 def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from umbra.deploy.cluster.cluster_file import Node
@@ -203,7 +202,7 @@ def _line(text: str) -> str:
 def _step(plan: Plan, order: list[str], process: Process, paths: Paths) -> str:
     """Return the line that starts `process`; each node has a results folder of its own."""
     node = process.node.name
-    entry = launch(plan, process, replace(paths, results=f"{paths.results}/{node}"))
+    entry = launch(plan, process, paths._replace(results=f"{paths.results}/{node}"))
     gpus = ",".join(map(str, process.gpus))
     words = ["step", str(order.index(node)), gpus, process.name, str(entry.restarts), "umbra"]
     line = " ".join(map(_quoted, [*words, *entry.command])) + "\n"

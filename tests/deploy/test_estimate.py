@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from umbra.cli import main
 from umbra.deploy.check.aside import count_of
-from umbra.deploy.check.estimate import _pass, estimate, peak  # pyright: ignore[reportPrivateUsage]
+from umbra.deploy.check.estimate import Estimate, _pass, peak  # pyright: ignore[reportPrivateUsage]
 from umbra.deploy.check.machine import GIB, Machine
 from umbra.deploy.check.model_sizes import (
     PLAIN,
@@ -238,17 +238,17 @@ def test_rows_of_auto_are_those_of_the_trainer(run_file: Path) -> None:
     auto = ("trainer.pack_tokens=auto", "trainer.micro_tokens=auto")
     config = load_config(str(run_file), overrides=auto)
     machine = Machine(host=1 << 34)
-    model = read_sizes(config).config
-    chosen = rows_within(config.trainer, model, CPU_PASS, "cpu", config.sampling.max_tokens)
+    sizes = read_sizes(config)
+    chosen = rows_within(config.trainer, sizes.config, CPU_PASS, "cpu", config.sampling.max_tokens)
     numbers = [f"trainer.{name}={value}" for name, value in chosen._asdict().items()]
     known = load_config(str(run_file), overrides=numbers)
-    assert estimate(config, machine).needs == estimate(known, machine).needs
+    assert Estimate(config, sizes, machine).needs == Estimate(known, sizes, machine).needs
 
 
 def test_what_the_sums_do_not_know_is_refused_by_name(run_file: Path) -> None:
     config = load_config(str(run_file), overrides=["trainer.expert_parallel=2"], environ={})
     with pytest.raises(UsageError, match="expert_parallel = 2: the estimate"):
-        estimate(config, Machine((GIB,)))
+        Estimate(config, read_sizes(config), Machine((GIB,)))
 
 
 def test_what_does_not_fit_is_a_problem_with_a_remedy(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from umbra.deploy.check.estimate import Need, fullest, judge, needs, published
+from umbra.deploy.check.estimate import Estimate, Need, fullest, needs, published
 from umbra.deploy.check.machine import Machine
 from umbra.deploy.check.model_sizes import ModelSizes
 from umbra.services.config import RunConfig
@@ -201,7 +201,7 @@ def test_teachers_take_what_their_own_sizes_say() -> None:
 
 
 def test_on_a_cpu_all_of_it_is_memory_of_the_host() -> None:
-    found = judge(settings(), SIZES, Machine(host=10**15, shm=10**15))
+    found = Estimate(settings(), SIZES, Machine(host=10**15, shm=10**15))
     assert not found.loads
     assert all(not need.device and not need.gpus for need in found.needs)
     assert found.host > 160 * GB
@@ -209,7 +209,7 @@ def test_on_a_cpu_all_of_it_is_memory_of_the_host() -> None:
 
 
 def fault(machine: Machine, *overrides: str) -> str:
-    found = judge(settings(*overrides), SIZES, machine)
+    found = Estimate(settings(*overrides), SIZES, machine)
     assert found.faults
     return "; ".join(found.faults)
 
@@ -256,7 +256,7 @@ def test_room_for_a_quarter_of_the_slots_is_told() -> None:
     keys = ["generator.engine=vllm", "generator.device=cuda:1", "generator.max_context=100000"]
     for slots in ("128", "2000", "20000"):
         run = settings(*keys, f"generator.slots={slots}")
-        found = judge(run, SIZES, msgspec.structs.replace(LARGE, gpus=(250 * GB,)))
+        found = Estimate(run, SIZES, msgspec.structs.replace(LARGE, gpus=(250 * GB,)))
         assert not found.faults
         assert found.room is not None
         assert (found.room < int(slots) / 4) == bool(found.notes)

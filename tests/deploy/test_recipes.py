@@ -16,7 +16,7 @@ from fakes.full_rows import RowShape, full_rows
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from umbra.deploy.check.aside import count_of
-from umbra.deploy.check.estimate import Estimate, judge
+from umbra.deploy.check.estimate import Estimate
 from umbra.deploy.check.machine import GIB, Machine
 from umbra.deploy.check.model_sizes import sizes_of
 from umbra.services.config import RunConfig
@@ -91,7 +91,7 @@ def estimates() -> dict[str, Estimate]:
         config = recipe(name)
         model = MODELS[config.model.path][1]
         sizes = sizes_of(model, count_of(model, config.trainer))
-        found[name] = judge(config, sizes, machine)
+        found[name] = Estimate(config, sizes, machine)
     return found
 
 
