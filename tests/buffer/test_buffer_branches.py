@@ -1,7 +1,5 @@
 """Samples with branches in the buffer: one lease, one answer, one count, and every line judged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A trajectory and its scores stay the very bytes in which they came, up to the trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Evaluations within a run: pinned to one version, first in line, never lost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

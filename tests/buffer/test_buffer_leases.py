@@ -1,7 +1,5 @@
 """One queue of leases: what each role may ask for, and how much of it one reply brings."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import msgspec
@@ -32,20 +30,16 @@ def test_leases_are_filled_by_bytes_as_well_as_by_count(monkeypatch: pytest.Monk
     assert len(run.lease("a", 512, 0)) == 22
 
 
-def test_one_row_larger_than_a_reply_is_leased_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_larger_than_a_reply_is_leased_and_scored_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(groups, "FILL_BYTES", 10)
-    run = world()
-    assert [len(run.lease(name, 8, 0)) for name in "abab"] == [1, 1, 1, 1]
-
-
-def test_scoring_leases_are_filled_by_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     run = world(stages=["ref_logp"])
     run.join("scorer", "r")
-    run.produce("a", 0)
-    monkeypatch.setattr(groups, "FILL_BYTES", 10)
-    assert len(run.to_score("r", "ref_logp", 8)) == 1
+    assert [len(run.produce(name, 0, 8)) for name in "abab"] == [1, 1, 1, 1]
+    assert len(run.to_score("r", "ref_logp")) == 1
     monkeypatch.undo()
-    assert len(run.to_score("r", "ref_logp", 8)) > 1
+    assert len(run.to_score("r", "ref_logp")) == 3
 
 
 def test_a_role_has_its_own_tasks_and_results() -> None:

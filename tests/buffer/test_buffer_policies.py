@@ -1,7 +1,5 @@
 """The broker's policies beyond the plain life of a sample; B = 2 groups of 2 if nothing is said."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from msgspec.structs import replace
 from umbra.proto import messages as m
 from umbra.proto.net.session import FAILED
 from umbra.proto.records import pack_float32
-from umbra.services.buffer.endpoints import trainer
 from umbra.services.buffer.samples.ledger import REASONS_KEPT
 from umbra.services.buffer.samples.staleness import StalenessPolicy, split
 from umbra.services.config import GeneratorConfig
@@ -31,25 +28,19 @@ def test_a_flushed_partial_is_kept_and_its_lease_goes_on() -> None:
     assert run.lease("b", 1, 0)[0].trajectory == partial  # lost with "a", but for what was flushed
 
 
-def test_a_full_batch_interrupts_the_rest() -> None:
-    run = world(on_batch="interrupt")
+def test_a_full_batch_interrupts_the_rest_that_is_generated() -> None:
+    """Scoring goes on."""
+    run = world(on_batch="interrupt", stages=["reward"])
+    run.join("scorer", "r")
     tasks = run.lease("a", 1000, 0)
-    run.answer("a", tasks[:4], 0, 1.0, 0.0)
+    run.answer("a", tasks[:5], 0)
+    run.give("r", run.to_score("r", capacity=4), 1.0, 0.0, 1.0, 0.0)
+    assert len(run.to_score("r")) == 1
     run.batch(1)
     ((_, interrupt),) = run.pushes
     assert isinstance(interrupt, m.Interrupt)
-    assert interrupt.leases == [(task.sample_id, 1) for task in tasks[4:]]
-    assert run.broker.counters["interrupted"] == len(tasks) - 4
-
-
-def test_only_those_who_generate_are_interrupted() -> None:
-    run = scored(batch_groups=1)
-    first, second = run.lease("a", 2, 0)
-    run.answer("a", [first], 0)
-    assert run.to_score("r", "reward", 1)
-    trainer.interrupt(run.broker.run, "x")
-    run.take(run.broker.run.outbox.take())
-    assert run.pushes == [("a", m.Interrupt(leases=[(second.sample_id, 1)], reason="x"))]
+    assert interrupt.leases == [(task.sample_id, 1) for task in tasks[5:]]
+    assert run.broker.counters["interrupted"] == len(tasks) - 5
 
 
 def test_training_waits_for_what_would_be_stale() -> None:
@@ -186,18 +177,6 @@ def test_each_stage_has_all_its_attempts() -> None:
         run.give("r", run.to_score("r", stage, 1), error="no such thing")
         run.give("r", run.to_score("r", stage), **said)
     assert run.broker.counters["scoring_retries"] == 2 and not run.pool.ledger.ended
-
-
-def test_scoring_leases_are_renewed_and_belong_to_one() -> None:
-    run = scored(batch_groups=1)
-    run.answer("a", run.lease("a", 2, 0), 0, 1.0, 0.0)
-    (task,) = run.to_score("r", "reward", 1)
-    run.pass_time(8)
-    renewal = m.RenewLeases(leases=[(task.sample_id, 1), ("s-99", 1)])
-    assert run.ask("r", renewal) == m.TaskLeases(lost=["s-99"])
-    run.pass_time(8)
-    assert run.give("q", [task], reward=1.0).refused
-    assert not run.give("r", [task], reward=1.0).refused
 
 
 def test_stages_without_a_scorer_of_their_own_and_busy_ones_are_named() -> None:

@@ -2,8 +2,6 @@
 trained twice, none is too old, the ledger balances, and honest peers can always end the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

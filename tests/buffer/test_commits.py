@@ -1,7 +1,5 @@
 """The service sends only stored answers; its turns wait for small commits only, then they pause."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any, cast

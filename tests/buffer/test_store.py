@@ -1,7 +1,5 @@
 """The stores: what was put is read back, what was committed survives, a full disk loses nothing."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

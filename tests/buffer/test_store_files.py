@@ -7,8 +7,6 @@ and then with all of them and the new head or the old one. Each is made out of t
 after a commit.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import re

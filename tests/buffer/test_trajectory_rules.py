@@ -1,7 +1,5 @@
 """One set of rules for trajectories: what the buffer takes is what scorers and trainer can use."""
 
-from __future__ import annotations
-
 import math
 import random
 from array import array
@@ -81,28 +79,17 @@ def world(**changes: Any) -> World:
     return run
 
 
-def ask_batch(run: World, step: int) -> m.BatchLease:
-    return run.get("trainer", m.LeaseBatch(step=step, wait_s=0.0), m.BatchLease)
-
-
-def answer(run: World, name: str, capacity: int = 4) -> None:
-    """`name` leases and answers as it should."""
-    version = run.broker.batches.version
-    tasks = run.lease(name, capacity, version)
-    assert not run.submit(name, *[trajectory(task, version) for task in tasks]).refused
-
-
 @pytest.mark.parametrize(("changes", "words"), POISON, ids=NAMES)
 def test_poison_is_refused_before_it_is_acknowledged(changes: dict[str, Any], words: str) -> None:
     run = world()
-    ask_batch(run, 1)
-    answer(run, "a", 1)
+    run.batch(1)
+    run.produce("a", 0, 1)
     (task,) = run.lease("bad", 1, 0)
     refused = run.submit("bad", trajectory(task, 0, **changes)).refused
     assert words in refused[task.sample_id]
     assert run.broker.counters["malformed_trajectory"] == 1
-    answer(run, "b", 8)
-    batch = ask_batch(run, 1)
+    run.produce("b", 0, 8)
+    batch = run.batch(1)
     assert len(batch.trajectories) == 4
     make_batch(batch.trajectories, VOCABULARY)
     assert run.pool.ledger.snapshot().balance == 0
@@ -157,8 +144,8 @@ def test_malformed_answers_cost_a_generator_its_leases_and_no_sample_an_attempt(
     assert refused.code == "malformed_answers"
     assert not run.pool.leases.of("bad")
     for step in range(1, 4):
-        while not ask_batch(run, step).trajectories:
-            answer(run, "a")
+        while not run.batch(step).trajectories:
+            run.produce("a", step - 1, 4)
         run.commit(step)
     assert not run.broker.failure and not run.pool.ledger.ended["failed"]
     assert run.pool.ledger.snapshot().balance == 0
@@ -183,13 +170,13 @@ def test_a_sound_answer_forgives_malformed_ones() -> None:
         for _ in range(STRIKES - 1):
             (task,) = run.lease("bad", 1, 0)
             run.ask("bad", m.SubmitResults(trajectories=[trajectory(task, 0, reward=1e308)]))
-        answer(run, "bad")
+        run.produce("bad", 0, 4)
     assert run.lease("bad", 1, 0)
 
 
 def test_a_generator_that_comes_back_has_to_show_again_that_its_answers_are_sound() -> None:
     run = world(max_attempts=1)
-    answer(run, "bad")
+    run.produce("bad", 0, 4)
     run.ask("bad", m.Leave(reason="done"))
     run.join("generator", "bad")
     (task,) = run.lease("bad", 1, 0)
@@ -222,7 +209,7 @@ def test_scores_are_judged_by_the_same_rules(
 ) -> None:
     run = world(stages=[stage])
     run.join("scorer", "r")
-    answer(run, "a", 1)
+    run.produce("a", 0, 1)
     (task,) = run.to_score("r", stage, 1)
     ack = run.give("r", [task], **changes)
     assert words in ack.refused[task.sample_id]

@@ -1,7 +1,5 @@
 """The configuration: who overrides whom, and what a person is told about a mistake."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Consequences of a configuration, and refused ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

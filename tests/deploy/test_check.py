@@ -1,7 +1,5 @@
 """`umbra check`: the meaning of each fact of a machine, and its message."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

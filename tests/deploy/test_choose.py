@@ -1,7 +1,5 @@
 """Choices for GPUs, with made-up ones; the memory is that of the estimate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NoReturn
 

@@ -1,7 +1,5 @@
 """`umbra check`: a step takes as much as estimated; the command's output."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

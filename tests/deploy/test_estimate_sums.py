@@ -1,7 +1,5 @@
 """`umbra check`: sums over settings, the fullest micro-batch, and verdicts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """The Dockerfile and what it pins. It is not built here: that needs a container engine."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -5,8 +5,6 @@ of its checks. More of run files are in tests/config, of prompts in tests/prompt
 in tests/environments; those that take a service or a signal in tests/integration/test_refusals.py.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Output of a run: how often a line is said; and where nobody reads it or the disk is full."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

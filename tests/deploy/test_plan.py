@@ -1,7 +1,5 @@
 """The cluster planner: who gets what, by which rule, and refusals with their arithmetic."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`umbra plan`: files with commands that exist and by their specifications; keys; YAML, TOML."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """Plans for SLURM and Kubernetes: scripts that run, manifests that hold to the schema."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The recipes for real models: each fits where it says, and trains a tiny model of its shape."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from functools import cache

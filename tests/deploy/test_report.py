@@ -1,7 +1,5 @@
 """Records of a run: its timeline by one clock, and its page."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

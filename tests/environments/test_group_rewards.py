@@ -1,7 +1,5 @@
 """Rewards that scorers give to whole groups: in all of a run, or in some of its environments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

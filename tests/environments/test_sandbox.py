@@ -1,7 +1,5 @@
 """Sandboxes, with a command in the place of docker; the real one is in tests/real."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Progress is counted in tokens: an engine that is busy without them is noticed, named, ended."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any, cast
 

@@ -4,8 +4,6 @@ A batch of samples that were drawn at several temperatures is what every place t
 logprobs has to get right: the update, the comparison with the generator, and the scorers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which requests an HTTP server answers, by their heads."""
 
-from __future__ import annotations
-
 import hmac
 from contextlib import closing
 from typing import Any

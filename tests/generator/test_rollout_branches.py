@@ -1,7 +1,5 @@
 """Rollouts of agents that change their history: which tokens each branch is made of."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

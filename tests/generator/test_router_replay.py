@@ -1,7 +1,5 @@
 """Which experts an engine chose travels with its trajectories, and the trainer chooses the same."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Versions that are an adapter alone: from the trainer's factors to a generator's logprobs."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

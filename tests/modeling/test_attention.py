@@ -1,7 +1,5 @@
 """Backends of attention compute the same, whatever lies in the rows; a wrong one is found out."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator

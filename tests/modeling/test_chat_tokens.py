@@ -1,7 +1,5 @@
 """Text to tokens: control tokens in user text, memory, and templates of unusual forms."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts: how they are computed, what they are called outside, how evenly they are used."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

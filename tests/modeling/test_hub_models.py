@@ -1,7 +1,5 @@
 """Models by their names on a hub: downloads, the names that processes get, refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Devices, models, weights, tokenizers and stop tokens of a directory, or a refusal by name."""
 
-from __future__ import annotations
-
 import json
 import operator
 import os

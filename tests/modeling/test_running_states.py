@@ -3,8 +3,6 @@
 What each architecture computes is compared with Transformers in `test_architectures.py`.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

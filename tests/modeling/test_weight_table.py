@@ -1,7 +1,5 @@
 """A version's bytes become tensors and fill a model: all of it, to the last element, or nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

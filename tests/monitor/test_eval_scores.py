@@ -1,7 +1,5 @@
 """pass@k and mean@k, against what they estimate."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

@@ -1,7 +1,5 @@
 """A run as the monitors show it: what a terminal draws, and what it keeps of telemetry."""
 
-from __future__ import annotations
-
 import io
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """The alerts and the dashboard in examples/monitoring ask for figures that a run really has."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of each format, and odd values in them: read as meant, or refused by their place."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import enum

@@ -1,7 +1,5 @@
 """Where prompts come from: the same rows in the same order, whatever happened in between."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

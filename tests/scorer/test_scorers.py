@@ -1,7 +1,5 @@
 """The workers of the scoring stages, with a real tokenizer and a tiny model."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import shutil

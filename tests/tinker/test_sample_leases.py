@@ -1,7 +1,5 @@
 """Which sampler gets which request, and the journal that keeps requests."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from pathlib import Path

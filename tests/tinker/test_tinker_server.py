@@ -1,7 +1,5 @@
 """The Tinker API by the client of its SDK, beside a loop that is written against Transformers."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

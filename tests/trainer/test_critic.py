@@ -1,7 +1,5 @@
 """The critic on one process: what it learns, when, and how it comes back from a directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from threading import current_thread
 from typing import Any

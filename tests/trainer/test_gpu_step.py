@@ -3,8 +3,6 @@
 Its tensors have no numbers. `one_gpu.cpp` gives a torch without CUDA what autograd asks of a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

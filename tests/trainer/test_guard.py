@@ -1,7 +1,5 @@
 """Tokens, and updates, that would do harm are left out."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

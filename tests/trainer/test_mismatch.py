@@ -1,7 +1,5 @@
 """When generators are judged, by which figure, and against which bound."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ sampling error. The policies pi, mu, p and the reference are tables of condition
 row 0 for the first token, row 1 + w for the second after the word w.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product

@@ -1,7 +1,5 @@
 """A batch's update as the configuration combines the pieces: what reaches the gradient."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock

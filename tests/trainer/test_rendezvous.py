@@ -1,7 +1,5 @@
 """How ranks of several hosts meet, also after a death, and the names of the missing."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import socket

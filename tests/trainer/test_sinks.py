@@ -1,7 +1,5 @@
 """Metrics of the steps for TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Where the seconds of a step go, traces of chosen steps, and operations, counted and measured."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Trajectories become tensors; metrics of a batch are the same on any number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

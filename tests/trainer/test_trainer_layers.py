@@ -1,7 +1,5 @@
 """Options of layers and of memory that leave a policy's learning unchanged; adapters."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Advantages, value targets and objectives, token by token, against values worked out by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

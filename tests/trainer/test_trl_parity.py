@@ -8,8 +8,6 @@ epsilon is another, so that Umbra's are used. What the two models before the upd
 tokens (old, reference) is in the batch, and not computed by TRL.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

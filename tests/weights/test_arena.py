@@ -1,7 +1,5 @@
 """Shared memory: made whole, seen by others, never left behind."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """Names belong to connections: at the hub, and at a buffer that starts again from its store."""
 
-from __future__ import annotations
-
 import pytest
 from fakes.broker_world import World
 

@@ -1,7 +1,5 @@
 """Connections for buckets: who gets in, what of a record counts, what unknown peers cost."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Handing out buckets on credit, chains of deltas and of relays, putting versions together."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The delta codec: bit-exact for every format, and safe against any bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Work of a GPU that was begun is not done: each wait for it is taken away once, and missed."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

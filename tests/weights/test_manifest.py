@@ -1,7 +1,5 @@
 """The layout of a version: whole, aligned, in order, in bounded buckets."""
 
-from __future__ import annotations
-
 from math import prod
 
 import msgspec

@@ -1,7 +1,5 @@
 """Copies of memory that let other threads go on."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -1,7 +1,5 @@
 """Planes `nccl` and `cuda_ipc` without a GPU: membership, transfers, workers, why they are out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

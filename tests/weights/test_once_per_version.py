@@ -1,7 +1,5 @@
 """Planes that handle a version once for all receivers that wait for it."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

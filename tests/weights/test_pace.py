@@ -1,7 +1,5 @@
 """Whatever moves the bytes of a version may take the longer the more bytes there are."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Part hubs as the weight hub sees them: who is there, what each is told, and when pushes wait."""
 
-from __future__ import annotations
-
 import pytest
 
 from umbra.proto.bounds import OWNERS

@@ -1,7 +1,5 @@
 """A publisher by its hub's answers, which a test gives one by one."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing

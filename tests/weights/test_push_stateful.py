@@ -1,7 +1,5 @@
 """Whatever happens, in any order: no slot is written while it is read, and everyone gets there."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -114,6 +112,7 @@ class PushMachine(RuleBasedStateMachine):
         if restart:
             self.incarnations += 1
             self.trainer = HubPeer("trainer", f"t{self.incarnations}")
+            self.version = 0  # from a checkpoint: the newest is the last one, not the greatest
         if restart or not self.registered:
             self.granted = self.waiting = None
         if change == 0 or not self.digest:

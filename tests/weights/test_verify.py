@@ -1,7 +1,5 @@
 """Loads from a slot that others may write: a version that passes is that version, whole."""
 
-from __future__ import annotations
-
 import multiprocessing
 import subprocess
 import sys
