@@ -2,7 +2,7 @@
 
 `docs/operate.md` lists all figures; each is computed here, or in one other place: recent rates and
 shares of what teaches nothing in `buffer/health.py`, rates of a whole run in
-`deploy/report/summary.py`.
+`deploy/report.py`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import click
 
 from umbra.deploy.check.choose import in_one_line, ready
 from umbra.deploy.prepare import preflight
-from umbra.deploy.report.summary import summary_rows
+from umbra.deploy.report import summary_rows
 from umbra.deploy.run.live import choose_view
 from umbra.deploy.run.up import Up
 from umbra.deploy.run_folder import RunFolder

@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from umbra.deploy.prepare.stage import FORESEEN_CODES, StageInterrupted, Stages
-from umbra.deploy.report.page import write_report
-from umbra.deploy.report.summary import summarise, write_summary
+from umbra.deploy.report import summarise, write_report, write_summary
 from umbra.deploy.run.live import Progress, View
 from umbra.deploy.run_folder import RunFolder, read_object, tail
 from umbra.deploy.shown import command_line, shown_path

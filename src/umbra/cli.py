@@ -64,7 +64,7 @@ drain       services.monitor.command:drain              End a run in order, or h
 
 Look back
 runs        deploy.commands.runs:command                List runs, or print rollouts of one.
-report      deploy.report.page:command                  Write a run as a page, and its timeline.
+report      deploy.report:command                       Write a run as a page, and its timeline.
 eval        services.generator.command:evaluate         Measure a model on held-out prompts.
 export      services.trainer.checkpoints.folder:command Write a checkpoint as a Hugging Face model.
 

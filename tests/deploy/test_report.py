@@ -14,8 +14,7 @@ from fakes.slowness import limit
 
 from umbra.deploy.commands import demo
 from umbra.deploy.prepare.stage import StageInterrupted
-from umbra.deploy.report.page import POINTS, command, recorded_look, write_report
-from umbra.deploy.report.summary import Figures
+from umbra.deploy.report import POINTS, Figures, command, recorded_look, write_report
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import UsageError
 from umbra.services.process.files import is_held
@@ -170,11 +169,9 @@ def test_nothing_is_written_through_a_link(folder: RunFolder, tmp_path: Path) ->
     assert mine.read_text() == "mine"
 
 
-def test_long_runs_are_thinned_out_by_means() -> None:
-    steps = [{"step": n, "loss": float(n % 2)} for n in range(1, 10_001)]
-    look = recorded_look(
-        "r", Figures(steps), summary={}, facts=[], status={}, config={}, rollouts=[]
-    )
+def test_long_runs_are_thinned_out_by_means(folder: RunFolder) -> None:
+    steps = [{"kind": "step", "step": n, "loss": float(n % 2)} for n in range(1, 10_001)]
+    look = recorded_look(folder, Figures(steps))
     assert len(look["curves"]["steps"]) == POINTS
     assert set(look["curves"]["values"]["loss"]) <= {0.48, 0.5, 0.52}
     assert look["curves"]["steps"][-1] == 10_000

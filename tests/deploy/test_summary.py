@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.deploy.report.summary import (
-    gather,
+from umbra.deploy.report import (
+    Figures,
     measure,
     overlap,
     summarise,
@@ -77,12 +77,12 @@ def eval_row(version: int, accuracy: float, end: float) -> dict[str, Any]:
 
 
 def test_an_evaluation_before_the_first_step_is_no_part_of_the_speed() -> None:
-    result = measure(gather([*ROWS, eval_row(0, 0.25, 0.5)]))
+    result = measure(Figures([*ROWS, eval_row(0, 0.25, 0.5)]))
     assert result["samples_per_s"] == pytest.approx(24 / 6.5)
 
 
 def test_measures() -> None:
-    result = measure(gather(ROWS))
+    result = measure(Figures(ROWS))
     assert result["steps"] == 3
     assert result["samples"] == 24
     assert result["pushes"] == 1
@@ -109,13 +109,13 @@ def test_the_speed_of_two_steps_is_that_of_the_run() -> None:
         span("wait_batch", 99.95, 99.96),
         span("train_step", 99.96, 100.0), step(2, samples=150.0),
     ]  # fmt: skip
-    result = measure(gather(rows))
+    result = measure(Figures(rows))
     assert result["samples_per_s"] == pytest.approx(3.0)
     assert result["tokens_per_s"] == pytest.approx(30.0)
     assert result["overlap"]["generator_busy"] == pytest.approx(1.0)
     assert result["overlap"]["trainer_busy"] == pytest.approx(0.0009)
     assert result["overlap"]["window_s"] == pytest.approx(100.0)
-    one = measure(gather(rows[:103]))
+    one = measure(Figures(rows[:103]))
     assert one["samples_per_s"] == pytest.approx(150 / 99.95)
 
 

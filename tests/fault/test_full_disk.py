@@ -13,7 +13,7 @@ from fakes.whole_runs import DEADLINE_S, Up
 from trainer.test_checkpoints import Trainer
 
 from umbra import cli
-from umbra.deploy.report.page import write_report
+from umbra.deploy.report import write_report
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.messages import Status
 from umbra.services.monitor.client import StatusClient

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from umbra.deploy.report.page import command
+from umbra.deploy.report import command
 from umbra.deploy.run.live import Progress
 from umbra.deploy.run_folder import RunFolder, read_rows
 from umbra.proto.errors import UsageError

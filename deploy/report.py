@@ -1,29 +1,49 @@
-"""Records of a run: its rows as figures and as a timeline, and its outcome in one object.
+"""Records of a run: its rows as figures, its outcome in one object, its page and its timeline.
 
-Times are by the clock of each service's machine.
+`umbra report` writes report.html, the page of `umbra monitor --web`, and trace.json. Times are by
+the clock of each service's machine.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from umbra.deploy.run_folder import Row, RunFolder, read_object, read_rows, rewritten
-from umbra.proto.errors import UsageError
-from umbra.services.monitor.view import health_text
+import click
+
+from umbra.deploy.run_folder import (
+    Row,
+    RunFolder,
+    only_rows_of_runs,
+    read_object,
+    read_rollouts,
+    read_rows,
+    rewritten,
+)
+from umbra.proto.errors import EXIT_DONE, UsageError
+from umbra.services.monitor.view import health_text, page_file
 from umbra.services.process.child import Usage
-from umbra.services.process.files import DISK, READABLE_MODE
+from umbra.services.process.files import DISK, READABLE_MODE, named_run
 from umbra.services.process.metrics import span_name
-from umbra.services.reporting import PHASES, counts, is_idle, number
+from umbra.services.reporting import PHASES, busy, counts, is_idle, number
 
 Interval = tuple[float, float]  # start and end, seconds
 JOIN_S = 0.001  # spans that are closer are one
 EVENT_FIELDS = ("time", "service", "kind", "name", "start", "end")  # of a row, by the event itself
+COLUMNS = (
+    "reward/mean", "solved", "samples_per_s", "loss", "response_length/mean", "response_length/p99",
+    "staleness/total/mean", "staleness/total/max", "entropy", "grad_norm", "mismatch/k3", "ess",
+    "train_tokens_per_s", "truncated", "seconds/wait_batch", "seconds/train_step",
+)  # fmt: skip
+"""Metrics of steps that the page draws, by their names in metrics.jsonl."""
+ROLLOUT_STEPS = 12  # whose rollouts are shown, from the first step to the last
+POINTS, PUSHES = 400, 2_000  # of a line at most, of which more are thinned out by means; the newest
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
 
 def recorded(folders: Sequence[Path]) -> Iterator[Row]:
@@ -51,23 +71,28 @@ def _span(row: Row) -> tuple[str, float, float, str] | None:
             return None
 
 
-@dataclass
 class Figures:
-    """The figures of a run; `seconds` are by service and activity.
+    """The figures of the rows of a run; of a step that a trainer has repeated the last one counts.
 
-    `spans` are by service and whether it was busy; contiguous ones are merged, so they stay few.
+    `seconds` are by service and activity, `spans` by service and whether it was busy; contiguous
+    ones are merged, so they stay few. `warnings` are as they were first raised.
     """
 
-    steps: list[Row] = field(default_factory=list[Row])
-    pushes: list[Row] = field(default_factory=list[Row])
-    evals: list[Row] = field(default_factory=list[Row])
-    warnings: list[Row] = field(default_factory=list[Row])  # as they were first raised
-    seconds: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
-    spans: dict[tuple[str, bool], list[Interval]] = field(
-        default_factory=dict[tuple[str, bool], list[Interval]]
-    )
-    first_decode: float = math.inf
-    last_train: float = -math.inf
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.pushes, self.evals, self.warnings = list[Row](), list[Row](), list[Row]()
+        self.seconds: dict[str, dict[str, float]] = {}
+        self.spans: dict[tuple[str, bool], list[Interval]] = defaultdict(list)
+        self.first_decode, self.last_train = math.inf, -math.inf
+        steps: dict[int, Row] = {}
+        lists = {"push": self.pushes, "eval": self.evals, "warning": self.warnings}
+        for row in rows:
+            if (kind := row["kind"]) == "step":
+                steps[row["step"]] = row
+            elif kind == "span":
+                self._add_span(row)
+            elif kind in lists:
+                lists[kind].append(row)
+        self.steps = [steps[number] for number in sorted(steps)]
 
     def busy(self, doing: str) -> list[Interval]:
         """Return when the services that ever do `doing` were not idle."""
@@ -78,11 +103,11 @@ class Figures:
             for span in self.spans.get((service, True), ())
         ]
 
-    def add_span(self, row: Row) -> None:
+    def _add_span(self, row: Row) -> None:
         service, name, start, end = row["service"], row["name"], row["start"], row["end"]
         seconds, activity = self.seconds.setdefault(service, {}), span_name(row)
         seconds[activity] = seconds.get(activity, 0.0) + max(0.0, end - start)
-        spans = self.spans.setdefault((service, not is_idle(name)), [])
+        spans = self.spans[service, not is_idle(name)]
         if spans and 0 <= start - spans[-1][1] < JOIN_S:
             start = spans.pop()[0]
         spans.append((start, end))
@@ -90,21 +115,6 @@ class Figures:
             self.first_decode = min(self.first_decode, row["start"])
         elif name == "train_step":
             self.last_train = max(self.last_train, end)
-
-
-def gather(rows: Iterable[Row]) -> Figures:
-    """Return the figures of `rows`; of a step that a trainer has repeated the last one counts."""
-    figures, steps = Figures(), dict[int, Row]()
-    lists = {"push": figures.pushes, "eval": figures.evals, "warning": figures.warnings}
-    for row in rows:
-        if (kind := row["kind"]) == "step":
-            steps[row["step"]] = row
-        elif kind == "span":
-            figures.add_span(row)
-        elif kind in lists:
-            lists[kind].append(row)
-    figures.steps = [steps[number] for number in sorted(steps)]
-    return figures
 
 
 def write_trace(rows: Iterable[Row], path: Path) -> None:
@@ -165,7 +175,7 @@ def summarise(
 
     `last_status` is the last one that the buffer was asked for.
     """
-    figures = gather(recorded([folder.path]) if folder.metrics.exists() else [])
+    figures = Figures(recorded([folder.path]) if folder.metrics.exists() else [])
     accuracy = {row["version"]: row["accuracy"] for row in figures.evals}
     steps = (read_object(folder.config).get("run") or {}).get("steps")
     status = read_object(folder.buffer)  # empty if the buffer was killed before it could write it
@@ -336,3 +346,109 @@ def overlap(
     names = ("generator_busy", "trainer_busy", "both_busy")
     shares = (side / window_s for side in (*sides, both))
     return {**dict(zip(names, shares, strict=True)), "window_s": window_s}
+
+
+def page(look: Mapping[str, Any]) -> str:
+    """Return the page, which needs nothing else: its scripts and its data are in itself."""
+    html, style, script = (page_file(f"page.{kind}") for kind in ("html", "css", "js"))
+    data = json.dumps(look, separators=(",", ":")).replace("<", "\\u003c")
+    recorded = f'<script type="application/json" id="recorded">{data}</script>\n'
+    for old, new in (
+        ("<title>", f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<title>'),
+        ('<link rel="stylesheet" href="page.css">', f"<style>\n{style}</style>"),
+        ('<script src="page.js"></script>', f"{recorded}<script>\n{script}</script>"),
+    ):
+        html = html.replace(old, new, 1)
+    return html
+
+
+def recorded_look(folder: RunFolder, figures: Figures) -> dict[str, Any]:
+    """Return the page's data, in the form of a live run's (`look_dict`)."""
+    summary = read_object(folder.summary, remedy := "restore it, or remove it")  # empty: under way
+    config, status = read_object(folder.config, remedy), read_object(folder.buffer)
+    warnings = [("warning", f"{row['name']}: {row['text']}") for row in figures.warnings]
+    steps = figures.steps
+    size = max(1, math.ceil(len(steps) / POINTS))
+    thinned = [steps[i : i + size] for i in range(0, len(steps), size)]
+    return {
+        "recorded": True,
+        "run_id": folder.path.resolve().name,
+        "state": summary.get("exit_reason", "not ended"),
+        "uptime_s": (summary.get("seconds") or {}).get("total", 0.0),
+        "version": steps[-1]["step"] if steps else 0,
+        "steps": (config.get("run") or {}).get("steps", len(steps)),
+        "facts": summary_rows(summary) if summary else warnings,
+        "curves": {
+            "steps": [group[-1]["step"] for group in thinned],
+            "values": {name: [_mean(group, name) for group in thinned] for name in COLUMNS},
+        },
+        "ledger": balanced(status.get("ledger")),
+        "staleness_counts": status.get("staleness_counts", []),
+        "counters": status.get("counters", {}),
+        "evals": [{"scores": report, **report} for report in figures.evals],
+        "departed": {},
+        "members": [_member(name, seconds) for name, seconds in sorted(figures.seconds.items())],
+        "pushes": figures.pushes[-PUSHES:],
+        "rollouts": _rollouts(folder),
+        "config": {
+            section: {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
+            for section, values in config.items()
+            if isinstance(values, dict) and values
+        },
+    }
+
+
+def _member(name: str, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """Return a service with its activities and their shares of the whole time."""
+    total = sum(seconds.values())
+    work = sorted(((s, n) for n, s in seconds.items() if not is_idle(n)), reverse=True)
+    return {
+        "name": name,
+        "role": "",
+        "state": f"{total:.1f} s",
+        "shares": {what: spent / total for what, spent in seconds.items()} if total else {},
+        "busy": busy(seconds),
+        "activity": ", ".join(f"{activity} {duration:.1f} s" for duration, activity in work),
+    }
+
+
+def _rollouts(folder: RunFolder) -> list[Row]:
+    steps = sorted({row["step"] for row in read_rollouts(folder)})
+    last = len(steps) - 1
+    sample_steps = {steps[i * last // (ROLLOUT_STEPS - 1)] for i in range(ROLLOUT_STEPS) if steps}
+    return [row for row in read_rollouts(folder) if row["step"] in sample_steps]
+
+
+def _mean(steps: Sequence[Row], name: str) -> float | None:
+    values = [float(row[name]) for row in steps if row.get(name) is not None]
+    return sum(values) / len(values) if values else None
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--also", "others", multiple=True, type=click.Path(path_type=Path), metavar="FOLDER",
+    help="Folder of the same run from another node; may be given several times.",
+)  # fmt: skip
+def command(run: Path, others: tuple[Path, ...]) -> int:
+    """Write RUN/report.html, a page that needs nothing else, and RUN/trace.json for Perfetto.
+
+    RUN is the folder of a run, or its id in runs/; it may still be going on.
+    """
+    folder = named_run(run)
+    if not folder.is_dir():
+        raise UsageError(f"{run} is no run: neither it nor runs/{run} is a folder")
+    with only_rows_of_runs(folder):
+        for path in write_report(RunFolder(folder), others):
+            click.echo(str(path))
+    return EXIT_DONE
+
+
+def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
+    """Write the page and the timeline of a run, and return where; UsageError if it is none."""
+    folders, trace = [folder.path, *others], folder.path / "trace.json"
+    write_trace(recorded(folders), trace)
+    look = recorded_look(folder, Figures(recorded(folders)))
+    with rewritten(folder.report) as file:
+        file.write(page(look))
+    return [folder.report, trace]
