@@ -24,7 +24,6 @@ from umbra.services.modeling.models import read_weights
 from umbra.services.modeling.pretrained import AS_IT_IS, loading, read_transformers_config
 from umbra.services.modeling.reference import Reference
 from umbra.services.trainer.policy import load_policy
-from umbra.services.trainer.snapshot import whole_weights
 
 LARGE = 600_000_000  # bytes of weights; a copy is made of larger models
 WINDOW = 16  # tokens; the sequences that are compared are longer
@@ -60,7 +59,7 @@ def _compare(original: Path, directory: Path, scratch: Path, checked: list[str])
     policy, tokenizer = load_policy(directory, "PATH", checked)
     yield from _tried("training", comparisons.training(policy, reference))
     before = comparisons.publish(policy)
-    comparisons.change(policy)
+    vllm_check.change(policy, torch.float32)
     versions = before, comparisons.publish(policy)
     rows = comparisons.torch_engine(directory, reference, versions, checked)
     yield from _tried("torch engine", rows)
@@ -89,7 +88,7 @@ def compare_vllm(
     try:
         result = vllm_check.vllm_differences(
             directory,
-            lambda model: whole_weights(model).items(),
+            comparisons.publish,
             checked=checked,
             threads=torch.get_num_threads(),
             tensor_parallel=workers,

@@ -59,7 +59,6 @@ _CPU = torch.device("cpu")
 _PROMPTS = (1, 30, 12, 3, 21, 12, 7)  # tokens of each; more prompts than slots
 _SLOTS, _TOKENS, _CONTEXT = 4, 24, 64  # of the engine; tokens are sampled for each prompt
 _STEPS = 6  # made before the weights change
-_CHANGE = 0.2  # how far another version is from the first, in each tensor's own spread
 _BUCKET_BYTES = 1 << 20
 
 
@@ -253,15 +252,6 @@ def publish(policy: PreTrainedModel, dtype: str = "float32") -> Version:
     write_shards(policy, manifest, memory)
     weights = {name: tensor.clone() for name, tensor in whole_weights(policy).items()}
     return Version(weights, manifest, memory)
-
-
-@torch.no_grad()
-def change(policy: PreTrainedModel) -> None:
-    """Move every weight, as an update would, but further."""
-    generator = torch.Generator().manual_seed(5)
-    for weight in policy.parameters():
-        scale = weight.std() if weight.numel() > 1 else weight.abs()
-        weight.add_(torch.randn(weight.shape, generator=generator) * scale * _CHANGE)
 
 
 def torch_engine(

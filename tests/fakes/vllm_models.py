@@ -18,9 +18,9 @@ import torch
 from fakes.architectures import ARCHITECTURES
 from transformers import AutoModelForCausalLM
 
+from umbra.deploy.model_check.comparisons import publish
 from umbra.proto.errors import UmbraError
 from umbra.services.generator.vllm.check import Differences, change, vllm_differences
-from umbra.services.trainer.snapshot import whole_weights
 
 RECORD = Path(__file__).parents[2] / "benchmarks/results/vllm_models.json"
 BOUND = 1e-4  # nats; what rounding makes of float32 is 20 times below
@@ -64,9 +64,7 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
     """Return the outcome for that model, as the record has it."""
     directory = write_model(name, folder / name)
     try:
-        found = vllm_differences(
-            directory, lambda model: whole_weights(model).items(), **_ENGINE_ARGS.get(name, {})
-        )
+        found = vllm_differences(directory, publish, **_ENGINE_ARGS.get(name, {}))
     except UmbraError as error:
         kind = type(error).__name__.removesuffix("Error").lower()
         return {"outcome": "refused" if kind == "usage" else kind, "why": _why(error, directory)}
@@ -90,7 +88,7 @@ def quantized(
         found.append(
             vllm_differences(
                 directory,
-                lambda model: whole_weights(model).items(),
+                publish,
                 dtype="bfloat16",
                 **engine_args,
             )

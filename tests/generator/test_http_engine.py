@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from socket import AF_INET6, create_connection, create_server
 from typing import Any
 
 import pytest
@@ -255,18 +256,18 @@ def test_an_engine_whose_servers_are_all_away_ends(fleet: Fleet) -> None:
             engine.poll(0.05)
 
 
-def test_a_server_that_others_reach_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tcp").write_text(
-        "  sl  local_address rem_address   st tx_queue\n"
-        "   0: 0100007F:1F40 00000000:0000 0A 0\n"  # 127.0.0.1:8000
-        "   1: 00000000:1F41 00000000:0000 0A 0\n"  # 0.0.0.0:8001
-        "   2: 0200A8C0:1F40 0100A8C0:0050 01 0\n",  # a connection
-        encoding="ascii",
-    )
-    check_private("http://127.0.0.1:8000", str(tmp_path))
-    check_private("unix:/run/vllm", str(tmp_path))
-    with pytest.raises(UsageError, match=r"8001 listens at 0\.0\.0\.0 too"):
-        check_private("http://127.0.0.1:8001", str(tmp_path))
+def test_a_server_that_others_reach_is_refused() -> None:
+    check_private("unix:/run/vllm")
+    with create_server(("127.0.0.1", 0)) as own, create_server(("0.0.0.0", 0)) as open_to_all:
+        with create_connection(own.getsockname()):  # its connections don't count
+            check_private(f"http://127.0.0.1:{own.getsockname()[1]}")
+        port = open_to_all.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"{port} listens at 0\.0\.0\.0 too"):
+            check_private(f"http://127.0.0.1:{port}")
+    with create_server(("::", 0), family=AF_INET6) as open_to_all:
+        port = open_to_all.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"{port} listens at :: too"):
+            check_private(f"http://[::1]:{port}")
     for urls, sentence in (
         (["http://10.0.0.5:8000"], "is not of this host"),
         (["https://127.0.0.1:8000"], "is not of this host"),

@@ -8,7 +8,7 @@ same weights have the same checksums, whichever way and however often they came.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,14 @@ from umbra.services.generator.engines.engine import Engine, EngineOutput, Engine
 from umbra.services.generator.vllm.options import require_vllm, set_environment
 from umbra.services.modeling.models import outline_model
 from umbra.services.modeling.reference import Reference
-from umbra.services.modeling.weights import tensors_in
-from umbra.services.weights.manifest import build_manifest
 
 _REQUESTS = 8
 _PROMPT_TOKENS = 96  # of the longest prompt
 _TOKENS = 24  # sampled by each request
 _CHANGE = 0.3  # standard deviation of the noise added to each tensor, in its own
 _GPU_SHARE = 0.3  # of its memory, for vLLM
-_BUCKET_BYTES = 1 << 20
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
-Publish = Callable[[Any], Iterable[tuple[str, torch.Tensor]]]
+Publish = Callable[[Any, str], tuple[object, Manifest, memoryview]]
 _Sums = Mapping[str, Mapping[str, str]]  # of parameters, by worker and name
 
 
@@ -76,7 +72,7 @@ def vllm_differences(
 
     Args:
         directory: of the model, with its tokenizer.
-        publish: name and tensor of what the trainer publishes of a model.
+        publish: makes a version of a model, in a dtype: its weights, their layout, the bytes.
         checked: see `check_architecture`.
         dtype: what vLLM computes in, "float32" or "bfloat16", by default as it is served: in
             bfloat16 on GPUs. Transformers computes in float32.
@@ -116,13 +112,13 @@ def vllm_differences(
         prompts = [torch.randint(vocabulary, (n,), generator=draw).tolist() for n in lengths]
         seen = [engine.checksums()]
         from_disk, *_ = _compared(engine, reference, prompts, computed)
-        first = _version(model, publish, computed)
+        first = publish(model, dtype)[1:]
         engine.load(*first, 1, "keep")
         seen.append(engine.checksums())
         same, outputs, before = _compared(engine, reference, prompts, computed)
         change(model, computed)
         moved = float((_logprobs(reference, prompts, outputs) - before).abs().mean())
-        engine.load(*_version(model, publish, computed), 2, "keep")
+        engine.load(*publish(model, dtype)[1:], 2, "keep")
         seen.append(engine.checksums())
         changed, *_ = _compared(engine, reference, prompts, computed)
         engine.load(*first, 3, "keep")
@@ -193,20 +189,3 @@ def change(model: Any, dtype: torch.dtype) -> None:
         spread = weight.std() if weight.numel() > 1 else weight.abs().mean()
         noise = torch.randn(weight.shape, generator=generator)
         weight.add_(noise * _CHANGE * spread).copy_(weight.to(dtype))
-
-
-def _version(model: Any, publish: Publish, dtype: torch.dtype) -> tuple[Manifest, memoryview]:
-    """Return a version as in a slot of the trainer: weights in `dtype`, buffers as they are."""
-    weights = {name for name, _ in model.named_parameters()}
-    tensors = {
-        name: tensor.detach().to(dtype if name in weights else tensor.dtype)
-        for name, tensor in publish(model)
-    }
-    manifest = build_manifest(
-        ((name, _NAMES[tensor.dtype], tensor.shape) for name, tensor in tensors.items()),
-        _BUCKET_BYTES,
-    )
-    memory = memoryview(bytearray(manifest.total_bytes))
-    for name, place in tensors_in(manifest, memory):
-        place.copy_(tensors[name])
-    return manifest, memory

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +27,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from umbra.proto.deadline import LEAST_RATE, Deadline, Pace
+from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.records import AdapterFacts, Manifest
 from umbra.services.config import GeneratorConfig
@@ -42,17 +40,17 @@ from umbra.services.generator.engines.engine import (
     take,
 )
 from umbra.services.generator.vllm import options, private
-from umbra.services.generator.vllm.loop_engine import Live, LoopEngine
+from umbra.services.generator.vllm.loop_engine import REPLY_S, Live, LoopEngine
 from umbra.services.generator.vllm.plugin import ADAPTER
 from umbra.services.generator.vllm.updates import Salts
 from umbra.services.modeling.lora import factors
+from umbra.services.process.loop_thread import LoopThread
 from umbra.services.weights.gpu.cuda import DeviceMemory
 from umbra.services.weights.manifest import Part
 from umbra.services.weights.verify import SlotGuard
 
 log = logging.getLogger(__name__)
 
-_REPLY_S = 60.0  # of a request's abort
 _CLOSE_S = 5.0
 _LOOK_S = 1.0  # between checks of the engine core
 _KILL_S = 2.0  # until its processes, which hold nothing that is needed any more, are killed
@@ -125,11 +123,9 @@ class VllmEngine(LoopEngine[Live]):
             self._lora = LoRARequest("umbra", ADAPTER, "umbra")
         self._cache_log = private.CacheLog()
         self._llm = _started(arguments, self._cache_log)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="umbra-vllm")
-        self._thread.start()
+        self._loop = LoopThread("umbra-vllm")
         try:
-            self._wait(self._begin(version), _REPLY_S)
+            self._wait(self._begin(version))
         except BaseException as error:
             self.close()
             if adapter is None or not isinstance(error, Exception) or isinstance(error, UmbraError):
@@ -157,7 +153,7 @@ class VllmEngine(LoopEngine[Live]):
     @property
     def _died(self) -> EngineError | None:
         """Return why there will be no more outputs, once that is so."""
-        if self._loop.is_closed() or not self._llm.errored:
+        if self._loop.closed or not self._llm.errored:
             return None
         ends = private.exits(self._llm) or "no exit code yet"
         return EngineError(f"vLLM's engine core died ({ends}); if it said why, it did so above")
@@ -171,7 +167,7 @@ class VllmEngine(LoopEngine[Live]):
             )
             key = f"{request.request_id}#{next(self._numbers)}"
             live = self._open[key] = Live(request)
-            self._loop.call_soon_threadsafe(self._start, key, live, params)
+            self._loop.call(self._start, key, live, params)
 
     def poll(self, timeout_s: float = 0.0) -> list[EngineOutput]:
         if not self._ready and self._open:
@@ -227,27 +223,24 @@ class VllmEngine(LoopEngine[Live]):
 
     def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         live = self._named(set(request_ids))
-        return list(self._wait(self._look(live), _REPLY_S).values()) if live else []
+        return list(self._wait(self._look(live)).values()) if live else []
 
     def checksums(self) -> dict[str, dict[str, str]]:
         """Return a checksum of each parameter by worker and name, of a model that is idle."""
         return self._wait(private.checksums(self._llm), self._pace.limit_s(0))
 
     def forget(self, session: str) -> None:
-        self._loop.call_soon_threadsafe(self._salts.forget, session)
+        self._loop.call(self._salts.forget, session)
 
     def close(self) -> None:
-        if self._loop.is_closed():
+        if self._loop.closed:
             return
         with suppress(UmbraError):
             self._wait(self._end(), _CLOSE_S)
         self._open.clear()
         with suppress(Exception):  # it may have died half-way; nothing of it is needed any more
             self._llm.shutdown(timeout=_KILL_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
-        if not self._thread.is_alive():
-            self._loop.close()
+        self._loop.close()
         private.close_sockets(self._llm)
         # Its destructor must not run when the interpreter has begun to take itself apart.
         del self._llm
@@ -257,10 +250,10 @@ class VllmEngine(LoopEngine[Live]):
     def _stop(self, live: dict[str, Live]) -> None:
         if not self._llm.errored:
             with suppress(EngineDeadError):
-                self._wait(self._abort(live), _REPLY_S)
+                self._wait(self._abort(live))
         self._collect(0.0)
         if self._llm.errored and self._open:  # no output comes, but vLLM's records can be read
-            for key, output in self._wait(self._look(live), _REPLY_S).items():
+            for key, output in self._wait(self._look(live)).items():
                 self.ended.put((key, output))
             self._collect(0.0)
         for key in live:
@@ -282,7 +275,7 @@ class VllmEngine(LoopEngine[Live]):
             self._mapped = data.handle, True
             init = WeightTransferInitRequest({"handle": data.handle, "size": len(data)})
             try:
-                self._wait(self._llm.init_weight_transfer_engine(init), _REPLY_S)
+                self._wait(self._llm.init_weight_transfer_engine(init))
             except Exception as error:  # whatever it is, the model is as it was
                 if (died := self._died) is not None:
                     raise died from error
@@ -291,23 +284,22 @@ class VllmEngine(LoopEngine[Live]):
                 log.warning(warning, _sentence(error))
         return self._mapped[1]
 
-    def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Return its result; DeadlineError if it does not come, EngineDeadError if it cannot.
+    def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = REPLY_S) -> T:
+        """Return its result; EngineDeadError if it cannot come.
 
         vLLM itself waits forever for a core that dies while it loads weights.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        deadline = Deadline(timeout_s, "vLLM did not answer")
-        while True:
-            futures.wait([future], min(_LOOK_S, timeout_s))
-            if future.done():
-                return future.result()
-            if self._llm.errored:
-                future.cancel()
-                raise EngineDeadError
-            deadline.check()
+        return super()._wait(self._unless_dead(coroutine), timeout_s)
 
     # -- in the loop's thread ---------------------------------------------------------------------
+
+    async def _unless_dead(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(coroutine)
+        while not (await asyncio.wait({task}, timeout=_LOOK_S))[0]:
+            if self._llm.errored:
+                task.cancel()
+                raise EngineDeadError
+        return task.result()
 
     async def _begin(self, version: int) -> None:
         await self._llm.get_supported_tasks()  # so that no request has to ask
@@ -326,7 +318,7 @@ class VllmEngine(LoopEngine[Live]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self, key: str, live: Live, params: SamplingParams) -> None:
-        live.task = self._loop.create_task(self._run(key, live, params))
+        live.task = asyncio.create_task(self._run(key, live, params))
 
     async def _run(self, key: str, live: Live, params: SamplingParams) -> None:
         request = live.request

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncGenerator, Mapping
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -19,7 +17,6 @@ from umbra.proto.errors import UNREADABLE, PeerLostError, RejectedError, UsageEr
 UNIX = "unix:"
 _READ_BYTES = 1 << 16
 _SHOWN = 300  # characters of a refusal
-_LISTENS = "0A"  # state of a socket in /proc/net/tcp
 _REFUSED = 400  # the first status that is a refusal
 
 T = TypeVar("T")
@@ -110,28 +107,19 @@ def _sentence(body: bytes) -> str:
     return (str(answer).strip().splitlines() or ["no reason"])[0][:_SHOWN]
 
 
-def check_private(url: str, tables: str = "/proc/net") -> None:
+def check_private(url: str) -> None:
     """Raise UsageError if other machines reach the server at `url`, which is on this one."""
-    addresses: list[str] = []
+    import psutil  # with the generator's engines
+
     port = None if url.startswith(UNIX) else urlsplit(url).port
-    for name in ("tcp", "tcp6") if port is not None else ():
-        table = Path(tables, name)
-        for line in table.read_text("ascii").splitlines()[1:] if table.exists() else ():
-            _, local, _, state, *_ = line.split()
-            address, _, number = local.partition(":")
-            if state == _LISTENS and int(number, 16) == port:
-                addresses.append(_address(bytes.fromhex(address)))
-    if addresses := [address for address in addresses if not ip_address(address).is_loopback]:
+    sockets = psutil.net_connections("tcp") if port is not None else ()
+    listening = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr]
+    addresses = [ip for ip, at in listening if at == port and not ip_address(ip).is_loopback]
+    if addresses:
         raise UsageError(
             f"generator.urls: {url} listens at {', '.join(addresses)} too, where whoever reaches "
             "it can replace its weights: start it with --host 127.0.0.1"
         )
-
-
-def _address(words: bytes) -> str:
-    """Return an address of /proc/net/tcp: its 32-bit words are of this machine's byte order."""
-    swapped = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
-    return socket.inet_ntop(socket.AF_INET6 if len(words) > 4 else socket.AF_INET, swapped)
 
 
 def read(answer: bytes, kind: type[T]) -> T:

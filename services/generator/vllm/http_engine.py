@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from umbra.proto.deadline import Deadline, Pace
 from umbra.proto.errors import StartupError, UmbraError
@@ -32,12 +32,9 @@ from umbra.services.weights.manifest import Part
 from umbra.services.weights.verify import OVERWRITTEN, THREADS, ChangedError, Checksums, SlotGuard
 
 _LOOK_S = 0.05
-_REPLY_S = 60.0  # of the loop
 _TOLD = 32  # tokens of a message at most: each costs a server about 0.2 ms
 _WATCHED = 8  # where they are looked at
 _CALLS = 8  # of a load, at most, each with its limit
-
-T = TypeVar("T")
 
 
 class HttpEngine(LoopEngine[Stream]):
@@ -86,7 +83,7 @@ class HttpEngine(LoopEngine[Stream]):
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = LoopThread("umbra-servers")
         try:
-            self._wait(self._begin(), _REPLY_S)
+            self._wait(self._begin())
             self.dtype = self._joined(start_s)
         except BaseException:
             self.close()
@@ -209,7 +206,7 @@ class HttpEngine(LoopEngine[Stream]):
 
     def peek(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         streams = self._named(set(request_ids)).values()
-        return self._wait(self._look(streams), _REPLY_S) if streams else []
+        return self._wait(self._look(streams)) if streams else []
 
     def forget(self, session: str) -> None:
         self._loop.call(self._forget, session)
@@ -218,21 +215,13 @@ class HttpEngine(LoopEngine[Stream]):
         self._open.clear()
         if not self._loop.closed:
             with suppress(UmbraError):
-                self._wait(self._end(), _REPLY_S)
+                self._wait(self._end())
             self._loop.close()
 
     # -- in the driver's thread -------------------------------------------------------------------
 
     def _stop(self, live: dict[str, Stream]) -> None:
-        self._wait(self._abort(live.values()), _REPLY_S)
-
-    def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        try:
-            return self._loop.wait(coroutine, timeout_s)
-        except TimeoutError:
-            raise EngineError(
-                f"the thread of the vLLM servers was silent for {timeout_s:g} s"
-            ) from None
+        self._wait(self._abort(live.values()))
 
     # -- in the loop's thread ---------------------------------------------------------------------
 

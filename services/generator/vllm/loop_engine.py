@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import queue
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from umbra.proto.records import AdapterFacts
 from umbra.services.config import GeneratorConfig
+from umbra.services.config.rules import VLLM_COOLEST
 from umbra.services.generator.engines import engine
-from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
-from umbra.services.generator.vllm.options import sampling_arguments
+from umbra.services.generator.engines.engine import EngineError, EngineOutput, EngineRequest
 from umbra.services.generator.vllm.updates import Updates
+from umbra.services.process.loop_thread import LoopThread
+
+REPLY_S = 60.0  # of the loop
+_TIES = 8  # tokens that are asked for beyond top_k, all that tie with its last being kept
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +32,7 @@ class Live:
 
 
 L = TypeVar("L", bound=Live)
-Ended = queue.SimpleQueue[tuple[str, EngineOutput | BaseException]]
+T = TypeVar("T")
 
 
 class LoopEngine(Generic[L]):
@@ -37,6 +41,8 @@ class LoopEngine(Generic[L]):
     Attributes:
         ended: takes each request that is done, by its key, with its output or with what broke.
     """
+
+    _loop: LoopThread
 
     def __init__(
         self,
@@ -48,7 +54,7 @@ class LoopEngine(Generic[L]):
     ) -> None:
         self.version = -1
         self.slots, self.max_context = config.slots, config.max_context
-        self.ended: Ended = queue.SimpleQueue()
+        self.ended = queue.SimpleQueue[tuple[str, EngineOutput | BaseException]]()
         self._updates = Updates(outline, adapter)
         self._head, self._stop_ids = head, sorted(set(stop_ids))
         self._vocabulary: int = outline.config.get_text_config().vocab_size
@@ -76,17 +82,39 @@ class LoopEngine(Generic[L]):
         live = self._open.items()
         return {k: one for k, one in live if names is None or one.request.request_id in names}
 
+    def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = REPLY_S) -> T:
+        """Return its result, from the loop's thread; EngineError if it does not come."""
+        try:
+            return self._loop.wait(coroutine, timeout_s)
+        except TimeoutError:
+            raise EngineError(f"vLLM did not answer within {timeout_s:g} s") from None
+
     def _sampling(self, request: EngineRequest, *, itself: bool) -> dict[str, Any]:
         """Return arguments of vLLM's `SamplingParams`; ValueError if it would refuse them.
 
         `itself`: the sampled token is one of those whose logprobs are asked for.
         """
         limit = engine.check_request(request, self.max_context, self._vocabulary)
-        support = engine.support_limit(request.sampling, self._head)
-        support += bool(support and itself)
-        return sampling_arguments(
-            request.sampling, limit, self._stop_ids, support, self._vocabulary
-        )
+        sampling = request.sampling
+        if 0 < sampling.temperature < VLLM_COOLEST:
+            raise ValueError(
+                f"sampling.temperature = {sampling.temperature:g} is out of range: vLLM takes "
+                f"0 (greedy) or at least {VLLM_COOLEST}"
+            )
+        logprobs = engine.support_limit(sampling, self._head)
+        if logprobs:  # beside the sampled token's; vLLM keeps all that tie with the last of top_k
+            logprobs += itself + _TIES * sampling.cuts_off
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "max_tokens": limit,
+            "stop_token_ids": self._stop_ids,
+            "ignore_eos": True,  # stop_token_ids say it all
+            "logprobs": min(logprobs, self._vocabulary),
+            "detokenize": False,
+        }
 
     def _collect(self, timeout_s: float) -> None:
         """Take the outputs that are done, or wait `timeout_s` seconds for one."""

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Routing, Sampling
+from umbra.proto.records import Routing
 from umbra.services.config import GeneratorConfig, RunConfig
-from umbra.services.config.rules import VLLM_COOLEST
 from umbra.services.generator.vllm.plugin import ADAPTER_BACKEND, BACKEND, OURS_VARIABLE
 from umbra.services.modeling.architectures import keeps_state
 from umbra.services.modeling.experts import NO_ROUTERS, Routers, check_routing_fits
@@ -31,7 +30,6 @@ from umbra.services.process.host import package_version
 log = logging.getLogger(__name__)
 
 TRIED = (0, 32)  # that runs were made with; 0.33 was read (`private.py`)
-_TIES = 8  # tokens that are asked for beyond top_k, all that tie with its last being kept
 _BLOCK_TOKENS = 128  # of vLLM's KV cache on CPUs
 _RECENT = 256  # sequences
 _BIND, _NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
@@ -230,33 +228,6 @@ def _faults(config: GeneratorConfig, hf_config: Any, platform: str) -> Iterator[
             f"model.path: vLLM takes the embedding for the output layer of a {kind}, and this "
             f"model has another (tie_word_embeddings): {remedy}"
         )
-
-
-def sampling_arguments(
-    sampling: Sampling, limit: int, stop_ids: Sequence[int], logprobs: int, vocabulary: int
-) -> dict[str, Any]:
-    """Return arguments of vLLM's `SamplingParams`, with `logprobs` tokens beside each sampled one.
-
-    Raises:
-        ValueError: vLLM would sample at another temperature.
-    """
-    if 0 < sampling.temperature < VLLM_COOLEST:
-        raise ValueError(
-            f"sampling.temperature = {sampling.temperature:g} is out of range: vLLM takes "
-            f"0 (greedy) or at least {VLLM_COOLEST}"
-        )
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "max_tokens": limit,
-        "stop_token_ids": stop_ids,
-        "ignore_eos": True,  # stop_token_ids say it all
-        # Beside the sampled token's. vLLM keeps all that tie with the last of top_k.
-        "logprobs": min(logprobs + _TIES * bool(logprobs and sampling.cuts_off), vocabulary),
-        "detokenize": False,
-    }
 
 
 def adapter_arguments(

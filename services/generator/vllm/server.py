@@ -239,9 +239,9 @@ class VllmServer(HttpClient):
 
     async def _join(self) -> ServerFacts:
         """Return how it is set up; UsageError if it would serve wrong, or anybody can reach it."""
-        check_private(self.url)
         info = await self._asked("/server_info?config_format=json")
         await self._asked(_GENERATE)
+        check_private(self.url)
         facts = facts_in(self.url, info, self._config.max_context)
         check_served(self._config, self._hf_config, facts.platform)
         await self.call("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=_INFO_S)
