@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Branch, Sampling, Task, Trajectory, unpack_int32
+from umbra.proto.records import Branch, Sampling, Task, Trajectory
 from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.config.trajectory_rules import reward_fault
 from umbra.services.environments.protocol import (
@@ -26,7 +26,7 @@ from umbra.services.environments.protocol import (
     Turn,
 )
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
-from umbra.services.generator.tokens import Line, shortened, tokens_of
+from umbra.services.generator.tokens import Line, line_of, shortened
 from umbra.services.modeling.chat import Chat, StopSearch
 from umbra.services.process.metrics import STEADY
 
@@ -80,8 +80,7 @@ class Rollout:
         self.lost = False  # its environment or agent is gone: it begins again after the turn
         self.ask: Ask | None = None  # the turn that is asked for
         self.turns = 0  # of the model that have ended, without the current one
-        self._line = Line(Opening([]))  # which the model continues
-        self._lines = [self._line]
+        self._line = Line()  # which the model continues
         # Of the turns before the current one: where they ended, and whether the model ended them.
         self._turn_ends: list[tuple[Line, int, bool]] = []
         self._search: StopSearch | None = None  # in the current turn
@@ -89,12 +88,12 @@ class Rollout:
         self._parts: dict[str, float] = {}
         # Of turns that have to be asked for again: where the model's ends, and what follows it.
         self._replay: list[tuple[int, int]] = []
-        if partial is not None and (tokens := tokens_of(partial, self._settings.sampling)):
-            self._line.prompt = unpack_int32(partial.prompt_ids)
-            self._line.tokens = tokens
+        if partial is not None and (line := line_of(partial, self._settings.sampling)):
+            self._line = line
             self._started = partial.started_at or self._started
-            ends = tokens.turn_ends()
+            ends = line.turn_ends()
             self._replay = list(zip(ends[0::2], ends[1::2], strict=False))
+        self._lines = [self._line]
 
     @property
     def session(self) -> str:
@@ -138,7 +137,7 @@ class Rollout:
             self._line.opening = Opening(ask.messages, ask.tools)
         elif self._replay:
             turn_end, answer_end = self._replay[0]
-            ids = self._line.tokens.ids
+            ids = self._line.ids
             if ask.after != self.turns or (
                 self._asked_ids(ask, self._line, ids[turn_end - 1]) != ids[turn_end:answer_end]
             ):  # the conversation goes another way now: the sample starts again
@@ -173,26 +172,26 @@ class Rollout:
 
     def turn(self) -> Turn:
         """Return the model's last turn, for who asked for it (phase STEP)."""
-        tokens, start, ask = self._line.tokens, self._line.turn_start, self.ask
-        end = self._replay[0][0] if self._replay else len(tokens.ids)
+        line, start, ask = self._line, self._line.turn_start, self.ask
+        end = self._replay[0][0] if self._replay else len(line.ids)
         assert ask is not None
-        ids, chat = tokens.ids[start:end], self._settings.chat
-        before = [*self._line.prompt, *tokens.ids[:start]]
+        ids, chat = line.ids[start:end], self._settings.chat
+        before = [*line.prompt, *line.ids[:start]]
         return Turn(
-            parsed=chat.parse(ids, before, self._line.opening.tools, self.stops),
+            parsed=chat.parse(ids, before, line.opening.tools, self.stops),
             token_ids=ids,
-            logprobs=tokens.logprobs[start:end],
+            logprobs=line.logprobs[start:end],
             pieces=[chat.piece(token) for token in ids] if ask.pieces else [],
             prompt_tokens=len(before),
             complete=bool(self._replay) or self._turn_complete(),
-            version=[span.version for span in tokens.spans if span.start < end][-1],
+            version=[span.version for span in line.spans if span.start < end][-1],
         )
 
     def request(self) -> EngineRequest:
         """Return the engine's next request (phase GENERATE)."""
         return EngineRequest(
             request_id=self.task.sample_id,
-            prompt_ids=[*self._line.prompt, *self._line.tokens.ids],
+            prompt_ids=[*self._line.prompt, *self._line.ids],
             sampling=self._settings.sampling,
             max_tokens=self._room(),
             session=self._engine_session(self._line),
@@ -201,7 +200,7 @@ class Rollout:
 
     def generated(self, output: EngineOutput) -> None:
         """Take the engine's output; text after a stop string is dropped."""
-        self._line.tokens.add_model(self._cut(output))
+        self._line.add_model(self._cut(output))
         self._continue_turn()
 
     @property
@@ -224,7 +223,7 @@ class Rollout:
     @property
     def tokens(self) -> int:
         """Return the count of response tokens without those that the engine has."""
-        return len(self._line.tokens.ids)
+        return len(self._line.ids)
 
     def trajectory(self, under_way: EngineOutput | None = None) -> Trajectory:
         """Return the sample, finished or not, with one response token at least.
@@ -233,27 +232,26 @@ class Rollout:
         """
         task, trained = self.task, self.task.pinned_version < 0
         line, *further = [line for line in self._lines if line.spoken] or [self._line]
-        tokens = line.tokens
         if under_way is not None:
             assert not further, "partials are of one line"
-            tokens = tokens.copy()
-            tokens.add_model(self._cut(under_way))
+            line = line.copy()
+            line.add_model(self._cut(under_way))
         return Trajectory(
             sample_id=task.sample_id,
             group_id=task.group_id,
             prompt_id=task.prompt_id,
             attempt=task.attempt,
-            **tokens.packed(line.prompt, trained),
+            **line.packed(trained),
             finish_reason=self._reason,
             reward=self._reward,
             reward_parts=self._parts,
             turns=self.turns,
-            routing=tokens.routing if trained else None,  # nobody learns from others
+            routing=line.routing if trained else None,  # nobody learns from others
             sampling=self._settings.sampling,
             generator=self._settings.generator,
             started_at=self._started,
             finished_at=self._settings.clock(),
-            branches=[Branch(**line.tokens.packed(line.prompt, trained)) for line in further],
+            branches=[Branch(**other.packed(trained)) for other in further],
         )
 
     def partial(self) -> Trajectory | None:
@@ -261,7 +259,7 @@ class Rollout:
 
         One with branches begins again elsewhere, and so does one of a pinned version.
         """
-        if self._line.tokens.ids and not self.branched and self.task.pinned_version < 0:
+        if self._line.ids and not self.branched and self.task.pinned_version < 0:
             return self.trajectory()
         return None
 
@@ -273,9 +271,9 @@ class Rollout:
             reached = f"turn limit reached (environment.max_turns = {most}): post the reward"
             raise RefusedError(reached, "turn_limit_reached")
         ids: list[int] = []
-        if line.tokens.ids:
-            ids = self._asked_ids(ask, line, line.tokens.ids[-1])
-            total = len(line.tokens.ids) + len(ids)
+        if line.ids:
+            ids = self._asked_ids(ask, line, line.ids[-1])
+            total = len(line.ids) + len(ids)
             if total >= self._most(line):
                 raise _full(
                     f"{len(line.prompt)} prompt tokens and {total} more leave no room for an "
@@ -287,8 +285,8 @@ class Rollout:
             self._lines.append(line)
         self._line = line
         if ids:
-            line.tokens.add_environment(ids)
-        line.turn_start = len(line.tokens.ids)
+            line.add_environment(ids)
+        line.turn_start = len(line.ids)
 
     def _asked_line(self, ask: Ask) -> Line:
         """Return the branch that an agent continues, or a new one."""
@@ -304,7 +302,7 @@ class Rollout:
             raise _full(
                 "the last turn was cut off at a limit or the context length: post the reward"
             )
-        if end == len(line.tokens.ids):
+        if end == len(line.ids):
             return line
         self._check_branches()
         return line.until(end)
@@ -357,7 +355,7 @@ class Rollout:
     def _stop_search(self) -> StopSearch | None:
         if self._search is None and (stops := self.stops):
             self._search = StopSearch(self._settings.chat, stops)
-            self._search.feed(self._line.tokens.ids[self._line.turn_start :])
+            self._search.feed(self._line.ids[self._line.turn_start :])
         return self._search
 
     def _cut(self, output: EngineOutput) -> EngineOutput:
@@ -386,7 +384,7 @@ class Rollout:
             return False
         search = self._stop_search()
         stopped = search is not None and search.end is not None
-        return stopped or self._line.tokens.ids[-1] in self._settings.chat.stop_ids
+        return stopped or self._line.ids[-1] in self._settings.chat.stop_ids
 
 
 def _full(reason: str) -> RefusedError:

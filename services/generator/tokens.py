@@ -1,4 +1,4 @@
-"""The tokens of a sample's response, with mask, logprobs and routing; only ever appended."""
+"""A line of tokens: a prompt and its response, with mask, logprobs and routing."""
 
 from __future__ import annotations
 
@@ -25,16 +25,29 @@ from umbra.services.environments.protocol import Opening
 from umbra.services.generator.engines.engine import EngineOutput, joined
 
 
-@dataclass
-class ResponseTokens:
-    """The response so far; the lists have one entry per token."""
+@dataclass(eq=False)
+class Line:
+    """A prompt, and the model's turns with what came between them; it only ever grows.
 
+    Its response has one entry per token in each list.
+    """
+
+    opening: Opening = Opening([])  # noqa: RUF009 - it is frozen
+    prompt: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     mask: bytearray = field(default_factory=bytearray)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
-    routing: Routing | None = None  # of the prompt's tokens, and of these but the last
+    routing: Routing | None = None  # of the prompt's tokens, and of the response's but the last
     supports: list[Support | None] = field(default_factory=list)  # in parts, from first to last
+    turn_start: int = 0  # where the current model turn begins
+    shared: int = 0  # response tokens that it has from another line
+    number: int = 0  # of its prompt: lines with the same one have the same
+
+    @property
+    def spoken(self) -> bool:
+        """True if it has a token of the model that no earlier branch has."""
+        return 1 in self.mask[self.shared :]
 
     @property
     def support(self) -> Support | None:
@@ -78,25 +91,26 @@ class ResponseTokens:
             routing = replace(known, chosen=known.chosen + routing.chosen[len(known.chosen) :])
         self.routing = routing
 
-    def copy(self) -> ResponseTokens:
+    def copy(self) -> Line:
         lists = self.ids[:], self.mask[:], self.logprobs[:], self.spans[:]
-        return ResponseTokens(*lists, self.routing, self.supports[:])
+        return Line(self.opening, self.prompt, *lists, self.routing, self.supports[:])
 
-    def first(self, count: int) -> ResponseTokens:
-        """Return the first `count` of them, without routing."""
-        lists = self.ids[:count], self.mask[:count], self.logprobs[:count]
-        support = self.support and self.support.part(0, count)
-        return ResponseTokens(*lists, _spans(self.spans, count), supports=[support])
+    def until(self, end: int) -> Line:
+        """Return a line that branches off after `end` response tokens, at the end of a turn."""
+        lists = self.ids[:end], self.mask[:end], self.logprobs[:end], _spans(self.spans, end)
+        supports = [self.support and self.support.part(0, end)]
+        known = self.opening, self.prompt, *lists, None, supports
+        return Line(*known, turn_start=end, shared=end, number=self.number)
 
     def turn_ends(self) -> list[int]:
         """Return where model turn, environment turn, model turn, ... end, in order."""
         runs = (len(list(run)) for _, run in itertools.groupby(self.mask))
         return list(itertools.accumulate(runs))
 
-    def packed(self, prompt: list[int], trained: bool) -> dict[str, Any]:
-        """Return the fields that a `Trajectory` or `Branch` after `prompt` has of them."""
+    def packed(self, trained: bool) -> dict[str, Any]:
+        """Return the fields that a `Trajectory` or `Branch` has of it."""
         return {
-            "prompt_ids": pack_int32(prompt),
+            "prompt_ids": pack_int32(self.prompt),
             "response_ids": pack_int32(self.ids),
             "loss_mask": bytes(self.mask),
             "logprobs": pack_float32(self.logprobs),
@@ -129,8 +143,8 @@ def _kind(routing: Routing) -> tuple[int, int, int]:
     return routing.layers, routing.choices, routing.experts
 
 
-def tokens_of(partial: Trajectory, sampling: Sampling) -> ResponseTokens | None:
-    """Return the tokens of a partial; None if it can't be continued.
+def line_of(partial: Trajectory, sampling: Sampling) -> Line | None:
+    """Return the line of a partial; None if it can't be continued.
 
     One that can is sound, one line, begins with a model's token, and was drawn as `sampling` says.
     """
@@ -141,32 +155,12 @@ def tokens_of(partial: Trajectory, sampling: Sampling) -> ResponseTokens | None:
         or partial.loss_mask[0] != 1
     ):
         return None
-    return ResponseTokens(
-        unpack_int32(partial.response_ids),
-        bytearray(partial.loss_mask),
-        unpack_float32(partial.logprobs),
-        list(partial.spans),
-        partial.routing,
-        [partial.support],
+    return Line(
+        prompt=unpack_int32(partial.prompt_ids),
+        ids=unpack_int32(partial.response_ids),
+        mask=bytearray(partial.loss_mask),
+        logprobs=unpack_float32(partial.logprobs),
+        spans=list(partial.spans),
+        routing=partial.routing,
+        supports=[partial.support],
     )
-
-
-@dataclass(eq=False)
-class Line:
-    """A prompt, and the model's turns with what came between them."""
-
-    opening: Opening
-    prompt: list[int] = field(default_factory=list)
-    tokens: ResponseTokens = field(default_factory=ResponseTokens)
-    turn_start: int = 0  # where the current model turn begins
-    shared: int = 0  # response tokens that it has from another line
-    number: int = 0  # of its prompt: lines with the same one have the same
-
-    @property
-    def spoken(self) -> bool:
-        """True if it has a token of the model that no earlier branch has."""
-        return 1 in self.tokens.mask[self.shared :]
-
-    def until(self, end: int) -> Line:
-        """Return a line that branches off after `end` response tokens, at the end of a turn."""
-        return Line(self.opening, self.prompt, self.tokens.first(end), end, end, self.number)

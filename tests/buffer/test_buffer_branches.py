@@ -24,7 +24,7 @@ from umbra.proto.records import (
 from umbra.services.buffer.samples.trajectories import MORE_BYTES, pack, size_fault
 from umbra.services.config import TrainerConfig
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
-from umbra.services.generator.tokens import tokens_of
+from umbra.services.generator.tokens import line_of
 from umbra.services.modeling.models import load_model
 from umbra.services.scorer.logprobs import LogprobWorker
 
@@ -112,7 +112,7 @@ def test_a_partial_is_one_line() -> None:
     made.back("a", task, partial=partial)
     assert made.broker.counters["malformed_partial"] == 1
     assert made.lease("b", 1, 0)[0].trajectory is None, "it restarts"
-    assert tokens_of(partial, partial.sampling) is None
+    assert line_of(partial, partial.sampling) is None
 
 
 def test_as_many_branches_as_there_may_be_fit() -> None:

@@ -33,7 +33,7 @@ from umbra.services.environments.protocol import (
 from umbra.services.generator.engines.engine import EngineOutput
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Rollout
-from umbra.services.generator.tokens import ResponseTokens, shortened
+from umbra.services.generator.tokens import Line, shortened
 from umbra.services.modeling.chat import Chat
 
 
@@ -371,18 +371,18 @@ def test_the_support_goes_along_with_its_tokens() -> None:
         told = Support(sizes=b"\2\0" * len(ids), ids=pack_int32([*ids, *ids])) if ids else None
         return EngineOutput("r", ids, [-1.0] * len(ids), spans, "stop", support=told)
 
-    tokens = ResponseTokens()
+    line = Line(prompt=[1])
     for ids in ([5, 6], [], [7]):
-        tokens.add_model(said(ids))
-    tokens.add_environment([1, 2])
-    branch = tokens.first(5)
-    tokens.add_model(said([8]))
+        line.add_model(said(ids))
+    line.add_environment([1, 2])
+    branch = line.until(5)
+    line.add_model(said([8]))
     sizes = b"\2\0\2\0\2\0\0\0\0\0"
     ids = pack_int32([5, 6, 5, 6, 7, 7])
     assert branch.support == Support(sizes=sizes, ids=ids)
-    assert tokens.support == Support(sizes=sizes + b"\2\0", ids=ids + pack_int32([8, 8]))
-    assert tokens.copy().support == tokens.support
-    assert tokens.packed([1], trained=False)["support"] is None
+    assert line.support == Support(sizes=sizes + b"\2\0", ids=ids + pack_int32([8, 8]))
+    assert line.copy().support == line.support
+    assert line.packed(trained=False)["support"] is None
 
 
 def test_a_token_costs_the_same_however_long_the_turn_is(

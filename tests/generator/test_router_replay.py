@@ -24,7 +24,7 @@ from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.rollout import Rollout, RolloutSettings
-from umbra.services.generator.tokens import ResponseTokens, tokens_of
+from umbra.services.generator.tokens import Line, line_of
 from umbra.services.generator.vllm.options import reported_routers, routing
 from umbra.services.modeling.experts import Routers, chosen_experts
 from umbra.services.modeling.packing import pack
@@ -265,11 +265,11 @@ def test_a_token_keeps_the_experts_of_the_pass_that_predicted_the_next(policy: A
 def test_a_resumed_sample_keeps_the_experts_of_its_first_segment() -> None:
     model, later = (ARCHITECTURES[MIXTURE].model(seed) for seed in (0, 1))
     (first,) = generated(model, samples=1)[:1]
-    tokens = ResponseTokens()
-    tokens.add_model(first)
-    told: Any = {"spans": tokens.spans, "routing": tokens.routing, "finish_reason": "partial"}
-    partial = trajectory(PROMPTS[0], tokens.ids, tokens.logprobs, **told)
-    resumed = tokens_of(partial, partial.sampling)
+    line = Line(prompt=PROMPTS[0])
+    line.add_model(first)
+    told: Any = {"spans": line.spans, "routing": line.routing, "finish_reason": "partial"}
+    partial = trajectory(PROMPTS[0], line.ids, line.logprobs, **told)
+    resumed = line_of(partial, partial.sampling)
     assert resumed is not None
     again = engine(later, version=1)
     again.submit([EngineRequest("s", [*PROMPTS[0], *resumed.ids], Sampling(), 4)])
