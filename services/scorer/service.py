@@ -96,7 +96,7 @@ class RewardWorker:
 
     chat: Chat
     pool: EnvironmentPool
-    wait: Callable[[float], object]  # up to so many seconds for an outcome
+    wake: threading.Event  # set when there may be an outcome
     stops: Callable[[Row], Sequence[str]] = lambda _: ()  # texts that end a turn
     whole: bool = False  # the environments reward groups; the tasks of one come together
 
@@ -113,13 +113,11 @@ class RewardWorker:
 
         def wait() -> None:
             alive()
-            self.wait(OUTCOME_S)
+            self.wake.wait(OUTCOME_S)
+            self.wake.clear()
 
         for outcome in outcomes_of(self.pool, plays, wait):
             yield _scores(groups[outcome.key], outcome)
-
-    def close(self) -> None:
-        self.pool.close()
 
 
 def _scores(tasks: Sequence[Task], outcome: EpisodeOutcome) -> list[Score]:
@@ -152,7 +150,8 @@ def run(context: ServiceContext) -> int:
         reward = None
         if stage == "reward":
             context.begin("stage reward, without a model")
-            reward = held.enter_context(closing(reward_worker(context.config)))
+            reward = reward_worker(context.config)
+            held.enter_context(closing(reward.pool))
         session = held.enter_context(context.join("scorer"))
         if reward is not None:
             context.ready({"stage": stage})
@@ -172,17 +171,13 @@ def reward_worker(config: RunConfig) -> RewardWorker:
     tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
     stops = named_tokens(tokenizer, config.sampling.stop_tokens) | {tokenizer.eos_token_id} - {None}
     wake = threading.Event()
-
-    def wait(seconds: float) -> None:
-        wake.wait(seconds)
-        wake.clear()
-
-    def stop_strings(row: Row) -> Sequence[str]:
-        return config.sampling_for(config.environment_of(row)).stop
-
-    chat = Chat.configured(config.model, tokenizer, stops)
-    whole = bool(config.rewarded_by_groups)
-    return RewardWorker(chat, open_rewards(config, wake=wake.set), wait, stop_strings, whole=whole)
+    return RewardWorker(
+        Chat.configured(config.model, tokenizer, stops),
+        open_rewards(config, wake=wake.set),
+        wake,
+        stops=lambda row: config.sampling_for(config.environment_of(row)).stop,
+        whole=bool(config.rewarded_by_groups),
+    )
 
 
 def _score_logprobs(context: ServiceContext, session: Session) -> None:

@@ -70,11 +70,9 @@ def rewards(function: str, **changes: Any) -> EnvironmentConfig:
 
 @contextmanager
 def scorer(config: EnvironmentConfig, model: Path) -> Iterator[RewardWorker]:
-    wake = threading.Event()
     chat = Chat(load_tokenizer(model), {STOP})
-    pool = open_rewards(RunConfig(environment=config))
-    with closing(RewardWorker(chat, pool, wake.wait, whole=True)) as worker:
-        yield worker
+    with closing(open_rewards(RunConfig(environment=config))) as pool:
+        yield RewardWorker(chat, pool, threading.Event(), whole=True)
 
 
 def group(name: str, model: Path, *said: str, **columns: str) -> list[Task]:
@@ -146,7 +144,8 @@ def test_each_group_is_rewarded_by_the_functions_of_its_environment(
         environments=(longest, shared, alone),
         buffer=BufferConfig(stages=["reward"]),
     )
-    with closing(reward_worker(config)) as worker:
+    worker = reward_worker(config)
+    with closing(worker.pool):
         tasks = [
             *group("a", tiny_model_dir, "1", "123", environment="longest"),
             *group("b", tiny_model_dir, "12", "1", "13", environment="shared"),

@@ -4,7 +4,6 @@ import itertools
 import random
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +54,8 @@ def scoring_task(name: str, response: list[int], mask: bytes, row: dict[str, Any
 
 
 @pytest.fixture
-def reward_worker(chat: Chat) -> Iterator[RewardWorker]:
-    worker = RewardWorker(chat, InlinePool(ExactMatch), threading.Event().wait)
-    yield worker
-    worker.close()
+def reward_worker(chat: Chat) -> RewardWorker:
+    return RewardWorker(chat, InlinePool(ExactMatch), threading.Event())
 
 
 def test_rewards_are_those_of_the_environment(reward_worker: RewardWorker, chat: Chat) -> None:

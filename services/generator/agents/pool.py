@@ -53,7 +53,7 @@ class AgentSettings:
     advertise: str = ""  # HOST or HOST:PORT that agents are told
 
 
-class AgentPool:
+class AgentPool(Outcomes):
     """An `EnvironmentPool` whose conversations are led by agents, who come to `bound`.
 
     `wake` is called, from any thread, whenever an outcome is there.
@@ -71,10 +71,9 @@ class AgentPool:
         *,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(wake)
         self.url = url_of(bound, settings.advertise)
-        self._config = config
-        self._key = settings.key
-        self._outcomes = Outcomes(wake)
+        self._config, self._key = config, settings.key
         branches = config.branches == "train"
         self.sessions = SessionRegistry(config.timeout_s, self._pass_on, branches=branches)
         self._arrival = asyncio.Event()  # of a sample, for agents that wait for one
@@ -110,10 +109,6 @@ class AgentPool:
     def forget(self, key: str) -> None:
         self._thread.call(self._close, key)
 
-    def collect(self) -> list[EpisodeOutcome]:
-        """Return the requests and rewards of agents since the last call."""
-        return self._outcomes.collect()
-
     def close(self) -> None:
         if not self._thread.closed:
             self._thread.wait(self._stop(), END_S)
@@ -140,7 +135,7 @@ class AgentPool:
                 async with asyncio.timeout(deadline.left_s):
                     await self._arrival.wait()
         self._idle_since = time.monotonic()
-        self._outcomes.deliver(EpisodeOutcome(session.key, Begun()))
+        self.deliver(EpisodeOutcome(session.key, Begun()))
         return session
 
     def _pass_on(self, session: AgentSession, call: Call, news: News) -> None:
@@ -154,7 +149,7 @@ class AgentPool:
             pieces=call.logprobs,
             stops=call.stops,
         )
-        self._outcomes.deliver(EpisodeOutcome(session.key, ask))
+        self.deliver(EpisodeOutcome(session.key, ask))
 
     def reward(self, session: AgentSession, result: StepResult) -> None:
         session.rewarded(result)
@@ -167,7 +162,7 @@ class AgentPool:
         if session.over is None and session.reward is not None:
             raise ApiError("this session has its reward", code="rewarded")
         session.abandon(f"its agent gave up: {reason}")
-        self._outcomes.deliver(EpisodeOutcome(session.key, error=session.verdict))
+        self.deliver(EpisodeOutcome(session.key, error=session.verdict))
 
     def _open(self, key: str, row: Row) -> None:
         session = self.sessions.open(key, row)
@@ -193,14 +188,14 @@ class AgentPool:
     def _settle(self, session: AgentSession) -> None:
         """Deliver the reward, if there is one and the model is done with its turn."""
         if session.reward is not None and not session.asking and session.over is None:
-            self._outcomes.deliver(EpisodeOutcome(session.key, session.reward))
+            self.deliver(EpisodeOutcome(session.key, session.reward))
 
     # -- our own agents ---------------------------------------------------------------------------
 
     def _began(self, key: str) -> None:
         if (session := self.sessions.of(key)) is not None:
             session.begin(time.monotonic())
-            self._outcomes.deliver(EpisodeOutcome(key, Begun()))
+            self.deliver(EpisodeOutcome(key, Begun()))
 
     def _left(self, outcome: EpisodeOutcome) -> None:
         """Take an agent's result, or that it is lost with its process."""
@@ -219,7 +214,7 @@ class AgentPool:
             elif session.reward is None:
                 raise ApiError(NO_REWARD)
         except ApiError as problem:
-            self._outcomes.deliver(EpisodeOutcome(key, error=str(problem)))
+            self.deliver(EpisodeOutcome(key, error=str(problem)))
         else:
             session.leave()
             self._settle(session)
@@ -257,7 +252,7 @@ class AgentPool:
                     f"{name_of(self._config)} asked for nothing for {self._config.where}.timeout_s "
                     f"= {self._config.timeout_s:g} s after turn {session.turns}{refusal}"
                 )
-                self._outcomes.deliver(EpisodeOutcome(session.key, error=session.verdict))
+                self.deliver(EpisodeOutcome(session.key, error=session.verdict))
             for session in self.sessions.expired(now):
                 why = "its agent's lease was not renewed in time"
                 self._lose(session.key, why, Lost(why))
@@ -273,4 +268,4 @@ class AgentPool:
         """Have the sample begin again, for another agent."""
         self.sessions.close(key, why)
         log.info("sample %s: its agent is lost: %s", key, why)
-        self._outcomes.deliver(EpisodeOutcome(key, lost))
+        self.deliver(EpisodeOutcome(key, lost))

@@ -98,7 +98,7 @@ class Edge:
             routes += [("GET", path, self._models), ("GET", base + path, self._models)]
         return Starlette(
             routes=[Route(path, run, methods=[method]) for method, path, run in routes],
-            exception_handlers={HTTPException: _http_error, ApiError: _refusal},
+            exception_handlers={HTTPException: _refusal, ApiError: _refusal},
         )
 
     async def _lease(self, request: Request) -> Response:
@@ -192,15 +192,12 @@ def _read(body: bytes, kind: type[Any]) -> Any:
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):  # of a path or method that there is not
+        sentence = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(sentence, status=error.status_code, code="not_found")
     assert isinstance(error, ApiError)
     headers = {"retry-after": "1"} if error.status == 503 else None
     return JSONResponse(error.body(), error.status, headers)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    sentence = f"{request.method} {request.url.path}: {error.detail}"
-    return await _refusal(request, ApiError(sentence, status=error.status_code, code="not_found"))
 
 
 def bind(address: str, key: str) -> socket.socket:
