@@ -94,6 +94,7 @@ BRANCHES = ("environment.branches=train",)
 DYNAMIC, LONG = "buffer.dynamic_sampling=true", "generator.max_context=30000"
 REFERENCE = "buffer.stages=['ref_logp']"
 GROUPS = ("environment.reward_scope=group", "buffer.stages=['reward']")
+RANKED = (*GROUPS, "environment.kind=reward", "environment.reward=my:rank")
 VERIFIERS = ("environment.kind=verifiers", "environment.id=x")
 SERVERS = ("generator.engine=vllm-http", "generator.urls=['unix:/run/vllm']", "generator.count=0")
 
@@ -125,6 +126,9 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         (["generator.serve=0.0.0.0:80"], "= 0.0.0.0:80 is for environment.kind = agent or verif"),
         (["environment.kind=agent"], "environment.kind = agent has no agent: set env"),
         ([*GROUPS, "environment.kind=trl", "environment.id=m:C"], "no effect with kind trl, whose"),
+        ([*GROUPS, "environment.kind=exact"], "with kind exact: set environment.kind to reward"),
+        ([*RANKED, "buffer.group_size=1"], "buffer.group_size = 1 must be from 2 to 512"),
+        ([*RANKED, "buffer.straggler_s=5"], "waits for all samples of a group: set buffer.stra"),
         (["environment.id=x"], "environment.id = x has no effect: set environment.kind to ver"),
         (["environment.kind=verifiers"], "environment.kind = verifiers needs environment.id"),
         ([*VERIFIERS, "environment.max_turns=2"], "environment.max_turns is not for verifiers"),

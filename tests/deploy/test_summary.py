@@ -197,23 +197,13 @@ def covered(intervals: list[tuple[float, float]]) -> set[int]:
     return {cell for start, end in intervals for cell in range(int(start), int(end))}
 
 
-def test_time_in_which_nothing_ran_does_not_count() -> None:
-    """The run was ended after 4 s and taken up again a day later."""
-    day = 86_400.0
-    work = [(0.0, 4.0), (day, day + 4.0)]
-    result = overlap([(2.0, 4.0), (day + 2.0, day + 4.0)], work, work, (0.0, day + 4.0))
-    assert result is not None
-    shares = {"generator_busy": 1.0, "trainer_busy": 0.5, "both_busy": 0.5, "window_s": 8.0}
-    assert result == shares
-
-
 @given(spans, spans)
 def test_it_is_the_time_that_is_covered(
     left: list[tuple[float, float]], right: list[tuple[float, float]]
 ) -> None:
     window = set(range(10, 30))
     generating, training = covered(left) & window, covered(right) & window
-    running = generating | training
+    running = generating | training  # time in which nothing ran does not count
     result = overlap(right, left, [*left, *right], (10, 30))
     if not running:
         assert result is None

@@ -72,8 +72,9 @@ def ids(tasks: list[Task]) -> list[str]:
 
 def evaluating(*rows: dict[str, Any]) -> dict[str, Any]:
     """The options of a world with two samples of each of these held-out rows."""
-    config = EvalConfig(every=1, at_ends=False, samples=4, samples_per_prompt=2, prompts="x")
     prompts = [Prompt(str(number), {"prompt": "p", **row}) for number, row in enumerate(rows)]
+    count = 2 * len(prompts)
+    config = EvalConfig(every=1, at_ends=False, samples=count, samples_per_prompt=2, prompts="x")
     return {"eval_config": config, "eval_prompts": prompts}
 
 
@@ -159,37 +160,6 @@ def test_rewards_are_void_when_a_sample_of_the_group_is_made_anew() -> None:
     run.broker.run.check()
 
 
-def test_groups_are_gathered_again_after_a_restart() -> None:
-    run = ranked(durable=True)
-    tasks = run.lease("a", 100, 0)
-    answer(run, *tasks[:5])
-    leased = run.to_score("x")
-    assert ids(leased) == ["s-0", "s-1", "s-2"]
-    run.restart_broker()
-    join(run)
-    assert not run.to_score("y"), "leases outlive the buffer"
-    assert not run.give("x", leased, 1.0, 2.0, 3.0).refused
-    answer(run, tasks[5])
-    assert ids(run.to_score("x")) == ["s-3", "s-4", "s-5"]
-
-
-def test_all_samples_of_a_prompt_are_rewarded_at_once_in_evaluations() -> None:
-    run = ranked(batch_groups=1, **evaluating({"n": 0}, {"n": 1}))
-    answer(run, *run.lease("a", 3, 0))
-    give(run, run.to_score("x"))
-    assert run.batch(1).trajectories
-    run.commit(1)
-    tasks = run.lease("a", 4, 1)
-    assert [task.row["n"] for task in tasks] == [0, 0, 1, 1]
-    answer(run, *tasks[:3], version=1)
-    run.give("x", run.to_score("x"), 1.0, 0.0)
-    run.back("a", tasks[3], failed=True)
-    (report,) = run.status.evals
-    assert (report.done, report.answered, report.ended) == (True, 2, {"failed": 2})
-    assert report.accuracy == 0.25  # what failed is worth nothing
-    run.broker.run.check()
-
-
 def test_only_groups_of_environments_that_ask_for_it_go_to_scorers() -> None:
     run = mixed()
     tasks = run.lease("a", 6, 0)
@@ -211,14 +181,20 @@ def test_only_groups_of_environments_that_ask_for_it_go_to_scorers() -> None:
     assert run.pool.ledger.trained == 6
 
 
-def test_what_passed_the_stage_is_ready_after_a_restart() -> None:
+def test_after_a_restart_groups_go_on_from_where_they_were() -> None:
+    """One is being scored, one needs no scorer, one waits for its last sample."""
     run = mixed(durable=True)
-    answer(run, *run.lease("a", 6, 0))
+    tasks = run.lease("a", 9, 0)
+    answer(run, *tasks[:8])
+    leased = run.to_score("x")
     run.restart_broker()
     join(run)
-    states = [run.pool.samples[f"s-{number}"].state for number in range(6)]
-    assert states == ["scoring"] * 3 + ["ready"] * 3
-    give(run, run.to_score("x"))
+    states = [run.pool.samples[f"s-{number}"].state for number in range(9)]
+    assert states == ["scoring"] * 3 + ["ready"] * 3 + ["scoring"] * 2 + ["generating"]
+    assert not run.to_score("y"), "leases outlive the buffer"
+    give(run, leased)
+    answer(run, tasks[8])
+    assert ids(run.to_score("x")) == ["s-6", "s-7", "s-8"]
     rewards = {one.sample_id: one.reward for one in run.batch(1).scored()}
     assert rewards == {"s-0": 1.0, "s-1": 2.0, "s-2": 3.0, "s-3": OWN, "s-4": OWN, "s-5": OWN}
 
@@ -236,35 +212,27 @@ def test_a_run_goes_on_with_the_environments_that_left_rewards_to_scorers() -> N
 
 
 def test_a_failure_in_an_evaluation_costs_a_group_only_where_groups_are_rewarded() -> None:
-    rows = ({"environment": name} for name in ("ranked", "alone"))
+    """A sample that failed is worth nothing."""
+    rows = ({"environment": name} for name in ("ranked", "alone", "ranked"))
     run = mixed(batch_groups=2, run_ahead=0, **evaluating(*rows))
     answer(run, *run.lease("a", 6, 0))
     give(run, run.to_score("x"))
-    assert run.batch(1).trajectories
-    run.commit(1)
-    tasks = run.lease("a", 4, 1)
-    assert [task.row["environment"] for task in tasks] == ["ranked"] * 2 + ["alone"] * 2
-    assert len({task.group_id for task in tasks}) == 3
-    answer(run, *tasks[:3], version=1)
+    run.train(1)
+    tasks = run.lease("a", 6, 1)
+    assert [task.row["environment"] for task in tasks[::2]] == ["ranked", "alone", "ranked"]
+    assert len({task.group_id for task in tasks}) == 4
+    answer(run, *tasks[:3], tasks[4], version=1)
     run.back("a", tasks[3], failed=True)
+    run.back("a", tasks[5], failed=True)
     give(run, run.to_score("x"))
     (report,) = run.status.evals
-    assert (report.done, report.answered, report.ended) == (True, 3, {"failed": 1})
-    assert report.accuracy == (1.0 + 2.0 + OWN) / 4
+    assert (report.done, report.answered, report.ended) == (True, 3, {"failed": 3})
+    assert report.accuracy == (1.0 + 2.0 + OWN) / 6
     run.broker.run.check()
 
 
-def config_of(
-    *environments: NamedEnvironment, stages: tuple[Any, ...] = ("reward",), **buffer: Any
-) -> RunConfig:
-    return RunConfig(
-        environments=environments or (RANKED, ALONE),
-        buffer=BufferConfig(stages=list(stages), **buffer),
-    )
-
-
 def test_generators_leave_the_rewards_of_groups_to_scorers() -> None:
-    config = config_of()
+    config = RunConfig(environments=(RANKED, ALONE), buffer=BufferConfig(stages=["reward"]))
     group, alone = unrewarded(config).environments
     assert (group.name, group.kind, group.python) == ("ranked", UNREWARDED, "")
     assert alone == ALONE
@@ -275,35 +243,15 @@ def test_generators_leave_the_rewards_of_groups_to_scorers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "to_change"),
+    ("environments", "stages", "to_change"),
     [
-        (
-            config_of(stages=()),
-            'environments.ranked.reward_scope = group .* put "reward" into buffer',
-        ),
-        (
-            config_of(ALONE),
-            r"stages has reward: set reward_scope = group in \[\[environments\]\], or remove",
-        ),
-        (
-            config_of(group_size=1),
-            "environments.ranked.* buffer.group_size = 1 must be from 2 to 512",
-        ),
-        (
-            config_of(straggler_s=5.0),
-            "waits for all samples of a group: set buffer.straggler_s to 0",
-        ),
-        (
-            config_of(NamedEnvironment(name="one", kind="exact", reward_scope="group")),
-            "reward_scope = group has no effect with kind exact: set environments.one.kind to",
-        ),
-        (
-            config_of(NamedEnvironment(name="one", kind="trl", id="m:C", reward_scope="group")),
-            "reward_scope = group has no effect with kind trl, whose objects.* set "
-            "environments.one.kind to reward",
-        ),
+        ((RANKED, ALONE), [], 'environments.ranked.reward_scope = group .* put "reward" into buf'),
+        ((ALONE,), ["reward"], r"set reward_scope = group in \[\[environments\]\], or remove"),
     ],
 )
-def test_what_cannot_work_is_refused_with_what_to_do(run: RunConfig, to_change: str) -> None:
+def test_what_cannot_work_is_refused_with_what_to_do(
+    environments: tuple[NamedEnvironment, ...], stages: list[Any], to_change: str
+) -> None:
+    """Of one environment alone: `test_feasibility`."""
     with pytest.raises(UsageError, match=to_change):
-        check_feasible(run)
+        check_feasible(RunConfig(environments=environments, buffer=BufferConfig(stages=stages)))

@@ -44,25 +44,15 @@ def opening(prompt: str) -> Ask:
 GUESSED = {"prompt": "g", "answer": "6"}
 
 
-def test_one_turn(chat: Chat, tokenizer: Any) -> None:
-    engine = ScriptedEngine(says(tokenizer, "123"), version=7)
-    row = {"prompt": "312", "answer": "123"}
-    made = rolled(chat, ExactMatch, row, engine=engine, generator="gen")
-    assert tokenizer.decode(unpack_int32(made.prompt_ids)) == "<|user|>312<|assistant|>"
-    assert tokenizer.decode(unpack_int32(made.response_ids)) == "123<|end|>"
-    assert made.loss_mask == b"\x01\x01\x01\x01"
-    assert made.spans == [VersionSpan(version=7, start=0, end=4)]
-    assert (made.reward, made.turns, made.finish_reason) == (1.0, 1, "stop")
-    assert (made.generator, made.attempt) == ("gen", 1)
-
-
 def test_turns_of_the_environment_are_masked(chat: Chat, tokenizer: Any) -> None:
     engine = ScriptedEngine(says(tokenizer, "2", "77", "6"), version=1)
-    runner = runner_of(chat, Guess, engine=engine)
-    runner.add([sample(GUESSED)])
+    runner = runner_of(chat, Guess, engine=engine, generator="gen")
+    runner.add([sample(GUESSED, attempt=4)])
     after(runner, 3)
     engine.version = 2
     (trajectory,) = finish(runner)
+    assert (trajectory.generator, trajectory.attempt) == ("gen", 4)
+    assert tokenizer.decode(unpack_int32(trajectory.prompt_ids)) == "<|user|>g<|assistant|>"
     ids = unpack_int32(trajectory.response_ids)
     text = "2<|end|><|user|>><|assistant|>77<|end|><|user|>?<|assistant|>6<|end|>"
     assert tokenizer.decode(ids) == text

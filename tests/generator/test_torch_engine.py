@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from fakes.closeness import assert_same_logprobs
-from fakes.versions import load, other_weights
+from fakes.versions import load
 
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.errors import UmbraError
 from umbra.proto.records import Sampling, VersionSpan, unpack_float32, unpack_int32
 from umbra.services.config.loader import load_config
 from umbra.services.generator import service
@@ -149,21 +149,6 @@ def test_a_pass_begins_no_more_contexts_than_a_cpu_reads_in_seconds(
     assert_logprobs(model, asked, got)
 
 
-def test_abort_policy_returns_partials_and_keeps_the_queue(model: Any) -> None:
-    asked = [EngineRequest(r.request_id, r.prompt_ids, PLAIN, 20) for r in requests(16)]
-    engine = TorchEngine(model, stop_ids=(), slots=8, max_context=64, version=3)
-    engine.submit(asked)
-    for _ in range(5):
-        assert not engine.poll(0.0)
-    aborted = load(engine, other_weights(model, 1).named_parameters(), 4, "abort")
-    whole = VersionSpan(version=3, start=0, end=5)
-    assert {o.request_id: o.spans for o in aborted} == {f"r{n}": [whole] for n in range(8)}
-    assert {o.finish_reason for o in aborted} == {"abort"}
-    outputs = finish(engine)
-    assert len(outputs) == 8
-    assert_logprobs(model, asked[8:], outputs)
-
-
 def test_aborting_some_leaves_the_others_exact(model: Any) -> None:
     asked = [EngineRequest(r.request_id, r.prompt_ids, PLAIN, 15) for r in requests(12)]
     engine = TorchEngine(model, stop_ids=(), slots=8, max_context=64)
@@ -174,16 +159,6 @@ def test_aborting_some_leaves_the_others_exact(model: Any) -> None:
     outputs = finish(engine)
     assert len(outputs) == 9
     assert_logprobs(model, [r for r in asked if r.request_id not in gone], outputs)
-
-
-def test_weights_that_do_not_fit_change_nothing(model: Any) -> None:
-    engine = TorchEngine(model, stop_ids={STOP}, slots=2, max_context=64, version=1)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    new = {**dict(other_weights(model, 2).named_parameters()), "model.norm.weight": torch.zeros(2)}
-    with pytest.raises(UsageError, match="shape: model"):
-        load(engine, new.items(), 2, "keep")
-    assert engine.version == 1
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_sampling_is_each_requests_own(model: Any) -> None:

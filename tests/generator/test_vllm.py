@@ -35,7 +35,6 @@ from umbra.services.generator.vllm.updates import CheckpointNames, Salts
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
-from umbra.services.weights.memory import MappedBlocks, locate, shared_memory
 
 MODEL = SimpleNamespace(
     model_type="qwen3",
@@ -174,24 +173,6 @@ def test_adapters_that_vllm_was_not_seen_to_serve(
 def test_what_only_vllm_has_is_refused_by_the_torch_engine(generator: GeneratorConfig) -> None:
     with pytest.raises(UsageError, match=r"is for vLLM"):
         open_engine(RunConfig(generator=generator), "generator-0")
-
-
-def test_a_block_of_shared_memory_ends_with_its_last_view() -> None:
-    blocks = MappedBlocks()
-    first = shared_memory(4096)
-    place = locate(first)
-    assert place is not None
-    first[0] = 1
-    assert blocks.view(place[0])[0] == 1
-    del first
-    second = shared_memory(8192)  # the kernel gives it the same number again
-    other = locate(second)
-    assert other is not None
-    assert other[0] == place[0]
-    assert len(blocks.view(other[0])) == 8192
-    del second
-    with pytest.raises(StartupError, match="staging memory"):
-        MappedBlocks().view(place[0])
 
 
 def test_how_many_sequences_fit_goes_by_lengths_of_late() -> None:

@@ -8,6 +8,7 @@ import logging
 import random
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -303,28 +304,24 @@ def disk_of_five(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Los
 def test_a_power_cut_leaves_each_checkpoint_whole_or_not_there(
     disk_of_five: tuple[LossyDisk, list[int]], tmp_path: Path
 ) -> None:
+    """And is no hindrance to the next one, tried with the two extremes of each step."""
     disk, told = disk_of_five
+    cuts = Counter[int]()
     for step, place in power_cuts(disk, tmp_path, seeds=3):
-        training = Rows(place / "checkpoints", Disk())
-        training.close()
-        assert training.step >= told[step], f"after step {step}: {disk.steps[step - 1]}"
-        assert bool((training.rows == training.step).all())
-        folder = training.folder
-        assert not list(folder.path.glob("damaged-*")), f"after step {step}: {disk.steps[step - 1]}"
-        for one in folder.steps():
-            training.models[0].load(Saved(folder, read_index(folder.of(one))))
-        shutil.rmtree(place)
-
-
-def test_a_power_cut_is_no_hindrance_to_the_next_checkpoint(
-    disk_of_five: tuple[LossyDisk, list[int]], tmp_path: Path
-) -> None:
-    for _, place in power_cuts(disk_of_five[0], tmp_path, seeds=0):
+        cuts[step] += 1
+        where = f"after step {step}: {disk.steps[step - 1]}"
         with closing(Rows(place / "checkpoints", Disk())) as training:
+            assert training.step >= told[step], where
+            assert bool((training.rows == training.step).all())
+            folder = training.folder
+            assert not list(folder.path.glob("damaged-*")), where
+            for one in folder.steps():
+                training.models[0].load(Saved(folder, read_index(folder.of(one))))
             after = training.step + 1
-            training.save(after)
-        with closing(Rows(place / "checkpoints", Disk())) as again:
-            assert again.step == after
-        left = {path.name for path in (place / "checkpoints").iterdir()}
-        assert all(name.startswith("step-") for name in left), left
+            if cuts[step] <= 2:
+                training.save(after)
+        if cuts[step] <= 2:
+            with closing(Rows(place / "checkpoints", Disk())) as again:
+                assert again.step == after
+            assert all(path.name.startswith("step-") for path in folder.path.iterdir()), where
         shutil.rmtree(place)

@@ -101,7 +101,8 @@ def compute(
         # Mean log mu/pi of the sequences: -0.182 and (0.693 - 1.609) / 2 = -0.458.
         ({"objective": "ppo", "mask": "opsm"}, [-2.4, 2.4, 0.8, -1.3], "0011"),
         ({"objective": "tis_opsm"}, [-2.6 * 0.8, 3.0 * 0.8, 0.8, -2.0], "1010"),
-        ({"objective": "ppo", "dual_clip": 1.25, "clip_high": 0.2}, [-2.4, 2.4, 0.8, -1.2], "0011"),
+        # At most c |A| where the advantage is negative.
+        ({"objective": "ppo", "dual_clip": 1.1}, [-2.4, 2.2, 0.8, -1.3], "0111"),
     ],
     ids=str,
 )
@@ -131,18 +132,6 @@ def test_the_proximal_policy_is_half_way_after_one_version() -> None:
         torch.tensor([-1.0] * 3), torch.tensor([-3.0] * 3), torch.tensor([5, 4, 2]), 5
     )
     assert found.tolist() == [-3.0, -2.0, -1.5]
-
-
-def test_dual_clip_bounds_the_loss_where_the_advantage_is_negative() -> None:
-    result, gradient = compute(
-        pi=[0.6, 0.9, 0.2, 0.5], objective="ppo", dual_clip=1.5, clip_high=0.3
-    )
-    # The second token has r = 1.8 and A = -2: -c A = 3 instead of 3.6.
-    assert result.losses[1] == pytest.approx(3.0)
-    assert result.clipped.tolist() == [False, True, True, True]
-    assert gradient[1] == 0
-    gain, flat = terms.ppo(torch.tensor([0.2]), torch.tensor([0.5]), 0.2, 0.2, dual=1.5)
-    assert gain.item() == pytest.approx(0.1) and not flat, "another advantage has no such bound"
 
 
 def test_weights_at_their_bounds_are_kept_and_clipped_ones_are_told() -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from umbra.proto.errors import StartupError
 from umbra.services.weights import memory
 from umbra.services.weights.memory import (
     TRIM_S,
@@ -55,6 +56,9 @@ def test_shared_memory_is_found_by_its_place_and_mapped_once() -> None:
     os.dup2(own, fd)
     os.close(own)
     os.close(other)
+    del block, view
+    with pytest.raises(StartupError, match="staging memory"):
+        MappedBlocks().view(place[0])
 
 
 def test_heaps_are_trimmed_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
