@@ -122,7 +122,7 @@ class BackgroundRunner:
 
 @pytest.fixture
 def place() -> str:
-    """Where `library_play` has its worlds: "generator" or "runner"."""
+    """Where `library_play` has its agents: "generator", "runner", or "nowhere" yet."""
     return "generator"
 
 
@@ -158,7 +158,7 @@ def library_play(
             branches=branches,
         )
         engine = ScriptedEngine(says(tokenizer, *turns, given=given), max_context=max_context)
-        key = KEY if place == "runner" else ""
+        key = KEY if place != "generator" else ""
         world = closes(AgentWorld(engine, chosen, environment, key=key))
         if place == "runner":
             closes(BackgroundRunner(environment, world.url))

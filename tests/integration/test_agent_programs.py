@@ -1,45 +1,55 @@
-"""Agents that the run starts itself: functions of the user in processes of their own."""
+"""Functions of the user as agents, in processes beside the generator or of runners elsewhere."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.agents import AgentWorld
-from fakes.engine import ScriptedEngine
-from fakes.fixtures import Closes
-from fakes.rollouts import STOP, says, settings
+from fakes.agents import AgentWorld, send
+from fakes.library_environments import TRL
+from fakes.library_worlds import KEY, BackgroundRunner, LibraryPlay, call
 from fakes.slowness import limit, seconds
 from fakes.trajectories import sample
+from fakes.waiting import until
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Sampling, Task
-from umbra.services.config import EnvironmentConfig, GeneratorConfig, RunConfig, SamplingConfig
+from umbra.proto.records import Task
+from umbra.services.config import (
+    EnvironmentConfig,
+    GeneratorConfig,
+    NamedEnvironment,
+    RunConfig,
+    SamplingConfig,
+)
+from umbra.services.environments import runner as runners
 from umbra.services.environments.loading import load_environment
+from umbra.services.environments.runner import Generators, run_agents
 from umbra.services.generator.checks import check_environment
 from umbra.services.generator.evaluate import evaluate_model
-from umbra.services.modeling.chat import Chat
-from umbra.services.modeling.pretrained import load_tokenizer
+from umbra.services.generator.runner import MOST_LOSSES
 
+AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 USER_CODE = """
-import asyncio, json, os, time, urllib.request
+import asyncio, json, os, pathlib, time, urllib.request
 
-def post(url, body):
-    headers = {"content-type": "application/json"}
+def post(endpoint, path, body):
+    headers = {"content-type": "application/json",
+               "authorization": "Bearer " + endpoint["api_key"]}
+    url = endpoint["base_url"] + path
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.load(response)
 
-def talk(base_url, turns=2):
+def talk(endpoint, turns=2):
     messages = [{"role": "user", "content": "go"}]
     for _ in range(turns):
-        said = post(base_url + "/chat/completions", {"messages": messages})
+        said = post(endpoint, "/chat/completions", {"messages": messages})
         messages += [said["choices"][0]["message"], {"role": "user", "content": "more"}]
-    return messages
 
 def plain(row, endpoint, turns=2):
     assert os.environ["OPENAI_BASE_URL"] == endpoint["base_url"]
@@ -47,10 +57,11 @@ def plain(row, endpoint, turns=2):
     do = row["do"]
     if do == "silent":
         return 1.0
-    talk(endpoint["base_url"], turns)
+    talk(endpoint, turns)
     if do == "raise":
         raise KeyError("gold")
     if do == "hang":
+        pathlib.Path("hangs").touch()
         time.sleep(600)
     if do == "exit":
         os._exit(3)
@@ -59,99 +70,91 @@ def plain(row, endpoint, turns=2):
     if do == "text":
         return "1.0"
     if do == "post":
-        post(endpoint["base_url"] + "/reward", {"reward": 0.75, "parts": {"tidy": 1.0}})
+        post(endpoint, "/reward", {"reward": 0.75, "parts": {"tidy": 1.0}})
         return None
     if do == "linger":
-        post(endpoint["base_url"] + "/reward", {"reward": 0.25})
+        post(endpoint, "/reward", {"reward": 0.25})
         time.sleep(600)
     if do == "both":
-        post(endpoint["base_url"] + "/reward", {"reward": 0.75})
+        post(endpoint, "/reward", {"reward": 0.75})
         return 1.0
     return 0.5
 
 async def together(row, endpoint):
-    await asyncio.to_thread(talk, endpoint["base_url"])
+    await asyncio.to_thread(talk, endpoint)
     if row["do"] == "hang":
         await asyncio.sleep(600)
-    if row["do"] == "block":
-        time.sleep(600)
     return float(os.getpid())
 """
-World = Callable[..., AgentWorld]
+PLAIN = EnvironmentConfig(kind="agent", agent="theirs:plain", workers=1)
+ELSEWHERE = pytest.mark.parametrize("place", ["runner"])
+NOBODY_YET = pytest.mark.parametrize("place", ["nowhere"])
 
 
 @pytest.fixture
-def world(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, closes: Closes
-) -> World:
-    (tmp_path / "mine.py").write_text(USER_CODE)
-    monkeypatch.chdir(tmp_path)
-    tokenizer = load_tokenizer(tiny_model_dir)
-
-    def make(agent: str, **options: Any) -> AgentWorld:
-        chosen = settings(Chat(tokenizer, {STOP}), sampling=Sampling(), max_context=2048)
-        environment = EnvironmentConfig(kind="agent", agent=agent, **{"workers": 1, **options})
-        engine = ScriptedEngine(says(tokenizer, "one", "two", "three"))
-        return closes(AgentWorld(engine, chosen, environment))
-
-    return make
+def play(library_play: LibraryPlay, tmp_path: Path) -> LibraryPlay:
+    """Makes a generator's endpoint whose agents are the user's, `theirs:plain` if none is named."""
+    (tmp_path / "theirs.py").write_text(USER_CODE)
+    return partial(library_play, "agent", USER_CODE, "one", "two", "three", agent="theirs:plain")
 
 
-def task(name: str, do: str) -> Task:
-    return sample({"do": do}, sample_id=name)
+def task(do: str = "") -> Task:
+    return sample({"do": do}, sample_id=do or "good")
 
 
-@pytest.mark.parametrize("agent", ["mine:plain", "mine:together"])
+@pytest.mark.parametrize("agent", ["theirs:plain", "theirs:together"])
 def test_agents_reach_the_endpoint_past_a_proxy(
-    world: World, monkeypatch: pytest.MonkeyPatch, agent: str
+    play: LibraryPlay, monkeypatch: pytest.MonkeyPatch, agent: str
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    made = world(agent)
-    made.add(task("s0", ""))
-    assert made.trajectory().turns == 2
+    endpoint = play(agent=agent)
+    endpoint.add(task())
+    assert endpoint.trajectory().turns == 2
 
 
-def test_what_an_agent_does_costs_its_own_sample_only(world: World) -> None:
+@pytest.mark.parametrize("place", ["generator", "runner"])
+def test_rewards_are_returned_or_posted(play: LibraryPlay) -> None:
+    endpoint = play()
+    for do, reward, parts in (("", 0.5, {}), ("post", 0.75, {"tidy": 1.0})):
+        endpoint.add(task(do))
+        made = endpoint.trajectory()
+        assert (made.reward, made.reward_parts, made.turns) == (reward, parts, 2)
+
+
+def test_what_an_agent_does_costs_its_own_sample_only(play: LibraryPlay) -> None:
     patience_s = seconds(1.0)
-    endpoint = world("mine:plain", timeout_s=patience_s)
+    endpoint = play(timeout_s=patience_s)
     faults = {
-        "raise": "agent mine:plain raised KeyError: 'gold'",
+        "raise": "agent theirs:plain raised KeyError: 'gold'",
         "hang": f"asked for nothing for environment.timeout_s = {patience_s:g} s after turn 2",
         "exit": "the process of its environment ended (exit code 3)",
         "nothing": "its agent returned no reward, and has posted none",
-        "text": "agent mine:plain returned '1.0', which is not a finite number",
+        "text": "agent theirs:plain returned '1.0', which is not a finite number",
         "silent": "this session has no completion yet",
         "both": "this session has its reward already: 0.75",
     }
     for do, reason in faults.items():
-        endpoint.add(task(do, do))
+        endpoint.add(task(do))
         assert reason in endpoint.failed().reason
-    endpoint.add(task("good", ""))
-    trajectory = endpoint.trajectory()
-    assert (trajectory.reward, trajectory.turns) == (0.5, 2)
-    endpoint.add(task("posted", "post"))
-    trajectory = endpoint.trajectory()
-    assert (trajectory.reward, trajectory.reward_parts) == (0.75, {"tidy": 1.0})
-    endpoint.add(task("rewarded", "linger"))
+    endpoint.add(task("linger"))
     assert endpoint.trajectory().reward == 0.25  # what hangs after that is ended
 
 
-def test_async_agents_share_a_process(world: World) -> None:
-    endpoint = world("mine:together", timeout_s=seconds(1.0))
-    endpoint.add(*(task(f"s{i}", "") for i in range(8)), task("hung", "hang"))
+def test_async_agents_share_a_process(play: LibraryPlay) -> None:
+    endpoint = play(agent="theirs:together", timeout_s=seconds(1.0))
+    endpoint.add(*(sample({"do": ""}, sample_id=f"s{i}") for i in range(8)), task("hang"))
     rewards = {endpoint.trajectory().reward for _ in range(8)}
     assert len(rewards) == 1
-    assert endpoint.failed().sample_id == "hung"
-    endpoint.add(task("next", ""))
+    assert endpoint.failed().sample_id == "hang"
+    endpoint.add(task())
     assert endpoint.trajectory().reward in rewards  # what hung was ended, not its process
 
 
-def test_a_model_is_evaluated_by_its_agent(world: World, tiny_model_dir: Path) -> None:
-    del world  # but for the module
-    agent = EnvironmentConfig(kind="agent", agent="mine:plain", options={"turns": 1}, workers=1)
+@pytest.mark.usefixtures("play")
+def test_a_model_is_evaluated_by_its_agent(tiny_model_dir: Path) -> None:
     config = RunConfig(
-        environment=agent,
+        environment=EnvironmentConfig(kind="agent", agent="theirs:plain", options={"turns": 1}),
         sampling=SamplingConfig(max_tokens=4),
         generator=GeneratorConfig(slots=2, max_context=64, device="cpu", threads=1),
     )
@@ -162,31 +165,29 @@ def test_a_model_is_evaluated_by_its_agent(world: World, tiny_model_dir: Path) -
 @pytest.mark.parametrize(
     ("agent", "options", "says"),
     [
-        ("mine:plan", {}, "did you mean 'plain'"),
+        ("theirs:plan", {}, "did you mean 'plain'"),
         ("nowhere:plain", {}, "no module 'nowhere'"),
-        ("mine:plain", {"turn": 1}, "environment.options do not fit"),
+        ("theirs:plain", {"turn": 1}, "environment.options do not fit"),
         ("", {}, "needs environment.agent"),
     ],
 )
-def test_an_agent_that_cannot_be_loaded(
-    world: World, agent: str, options: dict[str, Any], says: str
+def test_an_agent_that_cannot_be_loaded_is_refused_without_running_it(
+    play: LibraryPlay, agent: str, options: dict[str, Any], says: str
 ) -> None:
+    config = EnvironmentConfig(kind="agent", agent=agent, options=options)
     with pytest.raises(UsageError, match=says):
-        load_environment(EnvironmentConfig(kind="agent", agent=agent, options=options))
-    if agent:
+        load_environment(config)
+    check_environment(RunConfig(environment=PLAIN), {})
+    if agent:  # else agents come from elsewhere
         with pytest.raises(UsageError, match=says):
-            world(agent, options=options)
+            play(agent=agent, options=options)
+        with pytest.raises(UsageError, match=says):
+            check_environment(RunConfig(environment=config), {})
+    else:
+        check_environment(RunConfig(environment=config), {})
 
 
-def test_a_check_loads_the_agent_without_running_it(world: World) -> None:
-    check_environment(
-        RunConfig(environment=EnvironmentConfig(kind="agent", agent="mine:plain")), {}
-    )
-    check_environment(RunConfig(environment=EnvironmentConfig(kind="agent")), {})
-    with pytest.raises(UsageError, match="did you mean"):
-        check_environment(
-            RunConfig(environment=EnvironmentConfig(kind="agent", agent="mine:plan")), {}
-        )
+# -- runners --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -208,3 +209,157 @@ def test_a_runner_that_is_told_to_end_leaves_in_order(tmp_path: Path, number: in
         assert any("running [" in line for line in runner.stderr)
         runner.send_signal(number)
         assert runner.wait(limit(30.0)) == 0
+
+
+@ELSEWHERE
+def test_an_environment_of_another_library_elsewhere(library_play: LibraryPlay) -> None:
+    turns = [call("add", '{"number": 2}')] * 2
+    endpoint = library_play("trl", TRL, *turns, id="theirs:Sums", options={"tool_rounds": 1})
+    endpoint.add(sample({"prompt": "add numbers", "target": 2}))
+    trajectory = endpoint.trajectory()
+    assert (trajectory.turns, trajectory.finish_reason) == (2, "turns")
+    assert trajectory.reward_parts["tool_calls"] == 1.0
+
+
+@ELSEWHERE
+def test_a_silent_agent_fails_its_sample_and_is_ended(
+    play: LibraryPlay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runners, "LEASE_S", 1.5)
+    endpoint = play(timeout_s=seconds(1.0))
+    endpoint.add(task("hang"))
+    assert "asked for nothing for environment.timeout_s" in endpoint.failed().reason
+    endpoint.add(task())
+    assert endpoint.trajectory().reward == 0.5  # in the only process
+
+
+def lease(endpoint: AgentWorld, **asked: Any) -> tuple[int, Any]:
+    return send(f"{endpoint.url}/sessions", {"wait_s": seconds(20), **asked}, headers=AUTHORIZED)
+
+
+def leased(endpoint: AgentWorld) -> Any:
+    """The next session, for as long as it takes."""
+    status, work = lease(endpoint, lease_s=1000.0)
+    assert (status, work["row"]) == (201, {"do": ""})
+    return work
+
+
+def ask(work: Any, text: str, *, after: list[Any] | None = None) -> list[Any]:
+    messages = [*(after or []), {"role": "user", "content": text}]
+    url = work["base_url"] + "/chat/completions"
+    status, said = send(url, {"messages": messages}, headers=AUTHORIZED)
+    assert status == 200, said
+    return [*messages, said["choices"][0]["message"]]
+
+
+def reward(work: Any, value: float) -> int:
+    return send(f"{work['url']}/reward", {"reward": value}, headers=AUTHORIZED)[0]
+
+
+def renew(endpoint: AgentWorld, work: Any, lease_s: float) -> list[str]:
+    asked = {"ids": [work["id"]], "lease_s": lease_s}
+    status, answer = send(f"{endpoint.url}/sessions/renew", asked, headers=AUTHORIZED)
+    assert status == 200, answer
+    return answer["lost"]
+
+
+@NOBODY_YET
+def test_a_lease_that_is_not_renewed_begins_the_sample_again(play: LibraryPlay) -> None:
+    endpoint = play()
+    endpoint.add(task())
+    first = leased(endpoint)
+    said = ask(first, "go")
+    decoded = endpoint.runner.engine.decoded_tokens
+    assert renew(endpoint, first, 1000.0) == []
+    assert renew(endpoint, first, 0.0) == []  # as if its time were over
+    second = leased(endpoint)
+    assert renew(endpoint, first, 9.0) == [first["id"]]
+    assert reward(first, 1.0) == 410
+    assert ask(second, "go") == said
+    assert endpoint.runner.engine.decoded_tokens == decoded  # the recorded turn was given again
+    ask(second, "more", after=said)
+    assert reward(second, 0.25) == 200
+    renew(endpoint, second, 0.0)  # a session that is rewarded needs no lease
+    trajectory = endpoint.trajectory()
+    assert (trajectory.reward, trajectory.turns) == (0.25, 2)
+
+
+@NOBODY_YET
+def test_a_sample_whose_agents_are_lost_again_and_again_fails(play: LibraryPlay) -> None:
+    endpoint = play()
+    endpoint.add(task())
+    for _ in range(MOST_LOSSES):
+        renew(endpoint, leased(endpoint), 0.0)
+    assert f"its agents were lost {MOST_LOSSES} times" in endpoint.failed().reason
+
+
+@NOBODY_YET
+def test_a_runner_that_ends_gives_its_sessions_back(play: LibraryPlay, tmp_path: Path) -> None:
+    endpoint = play(timeout_s=600.0)
+    runner = BackgroundRunner(endpoint.environment, endpoint.url)
+    endpoint.add(task("hang"))
+    until(lambda: (tmp_path / "hangs").exists(), "an agent at work")
+    runner.close()
+    status, work = lease(endpoint)  # long before the lease of the runner would have ended
+    assert (status, work["row"]) == (201, {"do": "hang"})
+
+
+@NOBODY_YET
+def test_who_gets_sessions(play: LibraryPlay) -> None:
+    endpoint = play()
+    url = f"{endpoint.url}/sessions"
+    for headers in (None, {"authorization": "Bearer wrong"}):
+        assert send(url, {"wait_s": 0}, headers=headers)[0] == 401
+        assert send(f"{url}/renew", {"ids": [], "lease_s": 1}, headers=headers)[0] == 401
+    status, refused = lease(endpoint, environment="agent theirs:other")
+    assert (status, refused["error"]["code"]) == (404, "other_environment")
+    assert "serves agent theirs:plain, not agent theirs:other" in refused["error"]["message"]
+    for bad in ({"lease_s": -1}, {"lease_s": 4000}, {"lease_s": "x"}):
+        assert lease(endpoint, **bad)[0] == 400
+    for bad in ({"ids": [], "lease_s": -1}, {"ids": ["x"] * 20_000, "lease_s": 1}, {"x": 1}):
+        assert send(f"{url}/renew", bad, headers=AUTHORIZED)[0] == 400
+    assert lease(endpoint, wait_s=0)[1]["error"]["code"] == "no_work"
+
+
+@NOBODY_YET
+@pytest.mark.parametrize(
+    ("agent", "key", "says"),
+    [
+        ("theirs:plain", "wrong", "refuses the key: give both sides the same UMBRA_AGENT"),
+        ("theirs:plane", KEY, "did you mean 'plain'"),
+    ],
+)
+def test_a_runner_that_can_do_nothing_ends(
+    play: LibraryPlay, agent: str, key: str, says: str
+) -> None:
+    only = EnvironmentConfig(kind="agent", agent=agent, workers=1)
+    generators = Generators([play().url], key)
+    with pytest.raises(UsageError, match=says):
+        asyncio.run(run_agents([only], generators, asyncio.Event()))
+
+
+@NOBODY_YET
+def test_a_runner_is_without_what_it_cannot_load(play: LibraryPlay) -> None:
+    endpoint = play()
+    other = NamedEnvironment(name="other", kind="agent", agent="theirs:plane", workers=1)
+    runner = BackgroundRunner([other, PLAIN], endpoint.url)
+    endpoint.add(task())
+    assert endpoint.trajectory().reward == 0.5
+    runner.close()
+
+
+@NOBODY_YET
+def test_a_runner_ends_when_its_generators_are_gone(
+    play: LibraryPlay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runners, "GONE_S", 1.0)
+    monkeypatch.setattr(runners, "LEASE_S", 0.3)
+    caplog.set_level("INFO")
+    endpoint = play()
+    runner = BackgroundRunner(endpoint.environment, endpoint.url)
+    endpoint.add(task())
+    assert endpoint.trajectory().reward == 0.5
+    endpoint.close()
+    until(lambda: runner.ended, "the runner's end")
+    assert "no generator has answered for" in caplog.text
+    runner.close()
