@@ -165,8 +165,7 @@ def open_environments(
         return open_pool(environment, wake=wake)
     # No other environment needs an HTTP server.
     from umbra.services.generator.agents.calls import CallRules
-    from umbra.services.generator.agents.pool import AgentPool, AgentSettings
-    from umbra.services.generator.agents.server import bind
+    from umbra.services.generator.agents.pool import AgentPool, AgentSettings, bind
     from umbra.services.http import KEY_VARIABLE
 
     rules = CallRules(

@@ -15,8 +15,7 @@ from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import Task, Trajectory
 from umbra.services.config import EnvironmentConfig
 from umbra.services.generator.agents.calls import CallRules
-from umbra.services.generator.agents.pool import AgentPool, AgentSettings
-from umbra.services.generator.agents.server import bind
+from umbra.services.generator.agents.pool import AgentPool, AgentSettings, bind
 from umbra.services.generator.engines.engine import Engine
 from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner

@@ -21,6 +21,7 @@ from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.vllm import check as vllm_check
 from umbra.services.generator.vllm import options
 from umbra.services.generator.vllm.check import Differences, stale
+from umbra.services.generator.vllm.loop_engine import CheckpointNames, Salts
 from umbra.services.generator.vllm.options import (
     RecentLengths,
     adapter_arguments,
@@ -31,7 +32,6 @@ from umbra.services.generator.vllm.options import (
     require_vllm,
     set_environment,
 )
-from umbra.services.generator.vllm.updates import CheckpointNames, Salts
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest

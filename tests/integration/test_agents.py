@@ -20,8 +20,8 @@ from fakes.waiting import until
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_int32
 from umbra.services.config import EnvironmentConfig
-from umbra.services.generator.agents import server
-from umbra.services.generator.agents.server import bind, url_of
+from umbra.services.generator.agents import pool
+from umbra.services.generator.agents.pool import bind, url_of
 from umbra.services.modeling.chat import Chat
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def ask(work: Any, *messages: dict[str, Any], **fields: Any) -> tuple[int, Any]:
 def test_an_answer_comes_as_events_too(
     world: World, silent_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "SILENT_S", silent_s)  # 0: comments come before the reply
+    monkeypatch.setattr(pool, "SILENT_S", silent_s)  # 0: comments come before the reply
     endpoint = world("well " + CALL, "done")
     work = work_of(endpoint)
     with client(work) as agent:

@@ -40,9 +40,8 @@ from umbra.services.generator.engines.engine import (
     take,
 )
 from umbra.services.generator.vllm import options, private
-from umbra.services.generator.vllm.loop_engine import REPLY_S, Live, LoopEngine
+from umbra.services.generator.vllm.loop_engine import REPLY_S, Live, LoopEngine, Salts
 from umbra.services.generator.vllm.plugin import ADAPTER
-from umbra.services.generator.vllm.updates import Salts
 from umbra.services.modeling.lora import factors
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.weights.gpu.cuda import DeviceMemory
@@ -196,9 +195,8 @@ class VllmEngine(LoopEngine[Live]):
             UsageError: as there.
             EngineError: vLLM died, or the load broke off.
         """
-        self._updates.check(manifest)
         is_mapped = isinstance(data, DeviceMemory) and self._maps(data)
-        update = self._updates.of(manifest, data, is_mapped=is_mapped)
+        update = self._update(manifest, data, is_mapped=is_mapped)
         limit_s = self._pace.limit_s(manifest.total_bytes)
         try:
             self._wait(self._pause(kv_policy), limit_s)

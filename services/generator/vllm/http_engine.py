@@ -175,8 +175,7 @@ class HttpEngine(LoopEngine[Stream]):
             ChangedError: it is overwritten.
             EngineError: the servers refuse it.
         """
-        self._updates.check(manifest)
-        update = self._updates.of(manifest, data)
+        update = self._update(manifest, data)
         assert isinstance(update.memory, memoryview)
         if guard is not None:
             guard.verify()

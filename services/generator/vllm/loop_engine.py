@@ -1,4 +1,7 @@
-"""The driver's half of engines that answer requests on an event loop in another thread."""
+"""The common half of engines over vLLM: versions as its updates, salts of its prefixes, requests.
+
+Requests are answered on an event loop in another thread than the driver's.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,147 @@ import queue
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from math import prod
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from umbra.proto.records import AdapterFacts
+import msgspec
+import torch
+from msgspec.structs import replace
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from umbra.proto.errors import UsageError
+from umbra.proto.records import AdapterFacts, Manifest, TensorEntry
 from umbra.services.config import GeneratorConfig
 from umbra.services.config.rules import VLLM_COOLEST
 from umbra.services.generator.engines import engine
 from umbra.services.generator.engines.engine import EngineError, EngineOutput, EngineRequest
-from umbra.services.generator.vllm.updates import Updates
+from umbra.services.modeling.weights import WeightTable
 from umbra.services.process.loop_thread import LoopThread
+from umbra.services.weights.manifest import Part
+from umbra.services.weights.memory import copy, locate, shared_memory
 
 REPLY_S = 60.0  # of the loop
 _TIES = 8  # tokens that are asked for beyond top_k, all that tie with its last being kept
+# A tensor of a checkpoint: its name, at which element of the model's tensor it begins, its shape.
+_TensorPart = tuple[str, int, tuple[int, ...]]
+
+
+class CheckpointNames:
+    """Names of the tensors of `model`, which may be without weights, in its checkpoints.
+
+    Transformers fuses the experts of a layer when it loads a checkpoint, and the trainer publishes
+    what it trains: `mlp.experts.gate_up_proj` [experts, 2 x ff, hidden] where the checkpoint has
+    `mlp.experts.0.gate_proj.weight` and so on, or another architecture's names. Every tensor of the
+    checkpoint is a part of one such tensor, row after row, so only names and offsets change: no
+    byte is copied.
+
+    Raises UsageError: a checkpoint has them in another layout.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._parts = {
+            name: _parts(model, name, tuple(tensor.shape))
+            for name, tensor in model.state_dict().items()
+        }
+        names = [name for parts in self._parts.values() for name, _, _ in parts]
+        if len(set(names)) != len(names):  # one of a checkpoint is made of several of the model
+            raise _another_layout(model, next(name for name in names if names.count(name) > 1))
+
+    def of(self, entry: TensorEntry) -> list[TensorEntry]:
+        """Return `entry`, a whole tensor of the model, as tensors of a checkpoint."""
+        item = entry.nbytes // max(1, prod(entry.shape))
+        return [
+            replace(
+                entry,
+                name=name,
+                shape=list(shape),
+                offset=entry.offset + first * item,
+                nbytes=prod(shape) * item,
+            )
+            for name, first, shape in self._parts[entry.name]
+        ]
+
+
+def _parts(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> list[_TensorPart]:
+    """Return where Transformers puts the tensor `name` when it writes a checkpoint.
+
+    It converts a tensor that holds numbers of places instead of weights, the first two of each row.
+    """
+    width = shape[-1] if shape else 1
+    columns = min(width, 2)
+    numbers = torch.arange(prod(shape[:-1]) * columns).view(*shape[:-1], *[columns] * bool(shape))
+    try:
+        converted = revert_weight_conversion(model, {name: numbers})
+    except (ValueError, RuntimeError, KeyError, IndexError) as error:
+        raise _another_layout(model, name) from error
+    parts: list[_TensorPart] = []
+    count = 0
+    for target, part in sorted(converted.items(), key=lambda pair: int(pair[1].flatten()[0])):
+        ascending = torch.arange(count, count + part.numel()).view(part.shape)
+        if not torch.equal(part, ascending) or tuple(part.shape[-1:]) != numbers.shape[-1:]:
+            raise _another_layout(model, name)
+        parts.append((target, count // columns * width, (*part.shape[:-1], *shape[-1:])))
+        count += part.numel()
+    if count != numbers.numel():
+        raise _another_layout(model, name)
+    return parts
+
+
+def _another_layout(model: PreTrainedModel, name: str) -> UsageError:
+    return UsageError(
+        f'generator.engine = "vllm": checkpoints of {type(model).__name__} have {name} in another '
+        'layout than the trainer publishes it in: set generator.engine = "torch"'
+    )
+
+
+class Update(NamedTuple):
+    """A version on its way: the fields of `UpdateInfo`, and the bytes that they name."""
+
+    info: dict[str, Any]
+    start: int  # of these bytes in the file that workers map
+    memory: Part
+    is_copy: bool  # nobody else keeps the memory
+
+
+class Salts:
+    """Requests that begin between two loads share a salt, later turns of older sessions do not.
+
+    A session whose last turn began under the weights of now goes on under the salt that all share,
+    one of whom older weights made a part gets a salt of its own from then on. So a group reads its
+    prompt once, a session reads itself again at one load and never after it, and nobody reads the
+    KV that older weights computed for another session.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._own = "own."  # begins a salt that one session has alone
+        self.shared = ""
+        self._last: dict[str, str] = {}  # by session, the salt of its last turn
+
+    def loaded(self, version: int, *, keep: bool) -> None:
+        """Note that `version` is served from now on; without `keep` no earlier KV is valid.
+
+        A trainer that goes back gives a number to other weights, so the version alone is no name.
+        """
+        self.shared = f"{version}.{next(self._numbers)}"
+        if not keep:
+            self._own = f"own{self.shared}."
+            self._last.clear()
+
+    def of(self, session: str) -> str:
+        """Return the salt of the next request of `session`; "" = of no session."""
+        last = self._last.get(session, self.shared)
+        if last != self.shared and not last.startswith(self._own):
+            last = self._last[session] = f"{self._own}{next(self._numbers)}"
+        return last
+
+    def used(self, session: str, salt: str) -> None:
+        if session:
+            self._last[session] = salt
+
+    def forget(self, session: str) -> None:
+        self._last.pop(session, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +187,8 @@ class LoopEngine(Generic[L]):
         self.version = -1
         self.slots, self.max_context = config.slots, config.max_context
         self.ended = queue.SimpleQueue[tuple[str, EngineOutput | BaseException]]()
-        self._updates = Updates(outline, adapter)
+        self._fit = WeightTable(outline, adapter)
+        self._checkpoint = CheckpointNames(outline) if adapter is None else None
         self._head, self._stop_ids = head, sorted(set(stop_ids))
         self._vocabulary: int = outline.config.get_text_config().vocab_size
         self._numbers = itertools.count()
@@ -81,6 +214,36 @@ class LoopEngine(Generic[L]):
         """Return the requests of these names (None: all), by key."""
         live = self._open.items()
         return {k: one for k, one in live if names is None or one.request.request_id in names}
+
+    def _update(self, manifest: Manifest, data: Part, *, is_mapped: bool = False) -> Update:
+        """Return the update that loads `data`, from the GPU where workers have mapped it.
+
+        Data that is neither there nor in shared memory is copied to shared memory. Raises
+        UsageError unless versions of this layout fit the model.
+        """
+        self._fit.check(manifest)
+        place = ("", 0) if is_mapped else locate(data) if isinstance(data, memoryview) else None
+        if is_copy := place is None:
+            whole = shared_memory(len(data))
+            copy(data if isinstance(data, memoryview) else bytes(data), whole)
+            data, place = whole, locate(whole)
+            assert place is not None
+        path, start = place  # "": memory of the GPU
+        layout = msgspec.json.encode(self._layout(manifest, start)).decode()
+        info = {"path": path, "manifest": layout, "buckets": []}
+        return Update(info, start, data, is_copy)
+
+    def _layout(self, manifest: Manifest, start: int) -> Manifest:
+        """Return the layout of a version from byte `start` on, in the names of checkpoints."""
+        # A version has tied tensors once, but vLLM packs them for each layer.
+        names = {entry.name for entry in manifest.tensors}
+        tied = self._fit.left_out(names) if self._checkpoint is not None else {}
+        tensors: list[TensorEntry] = []
+        for entry in manifest.tensors:
+            for name in (entry.name, *tied.get(entry.name, ())):
+                moved = replace(entry, name=name, offset=entry.offset + start)
+                tensors += self._checkpoint.of(moved) if self._checkpoint is not None else [moved]
+        return replace(manifest, tensors=tensors)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = REPLY_S) -> T:
         """Return its result, from the loop's thread; EngineError if it does not come."""

@@ -28,10 +28,9 @@ from umbra.services.generator.engines.engine import (
     support_limit,
 )
 from umbra.services.generator.vllm.http_client import HttpClient, check_private, read
-from umbra.services.generator.vllm.loop_engine import Live
+from umbra.services.generator.vllm.loop_engine import Live, Salts
 from umbra.services.generator.vllm.options import check_served
 from umbra.services.generator.vllm.plugin import BACKEND
-from umbra.services.generator.vllm.updates import Salts
 
 if TYPE_CHECKING:
     from umbra.services.generator.vllm.http_engine import HttpEngine
