@@ -65,9 +65,7 @@ def test_a_bound_below_run_ahead_holds_samples_back_and_never_deadlocks() -> Non
     ("groups", "others", "shares"),
     [(2, "b", [2, 1]), (6, "bc", [4])],  # half of 4; a third of 12
 )
-def test_the_first_to_ask_leaves_a_share_to_all_that_wait(
-    groups: int, others: str, shares: list[int]
-) -> None:
+def test_the_first_to_ask_leaves_all_a_share(groups: int, others: str, shares: list[int]) -> None:
     """They do, if for newer weights."""
     run = world(run_ahead=0, batch_groups=groups)
     run.join("generator", "c")

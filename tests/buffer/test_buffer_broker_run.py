@@ -220,9 +220,7 @@ def test_pings_and_status_need_no_membership() -> None:
     assert run.ask("anyone", m.Ok()) is None
 
 
-def test_of_those_that_have_left_the_last_ones_are_remembered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_those_that_left_the_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "DEPARTED_KEPT", 2)
     run = world()
     for number in range(5):

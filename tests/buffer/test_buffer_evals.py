@@ -174,9 +174,7 @@ def test_a_run_ends_after_its_evaluation_even_if_the_buffer_starts_again() -> No
 
 
 @pytest.mark.parametrize(("at_ends", "evaluated_at"), [(True, [2, 3]), (False, [2])])
-def test_the_last_version_is_evaluated_whatever_the_interval(
-    at_ends: bool, evaluated_at: list[int]
-) -> None:
+def test_the_last_version_is_always_evaluated(at_ends: bool, evaluated_at: list[int]) -> None:
     config = EvalConfig(every=2, at_ends=at_ends, mode="pause", samples=2, prompts="x")
     run = world(eval_config=config, eval_prompts=PROMPTS, steps=3, dead_after_s=1000)
     for step in (1, 2, 3):

@@ -30,9 +30,7 @@ def test_leases_are_filled_by_bytes_as_well_as_by_count(monkeypatch: pytest.Monk
     assert len(run.lease("a", 512, 0)) == 22
 
 
-def test_one_row_larger_than_a_reply_is_leased_and_scored_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_row_beyond_a_reply_is_leased_and_scored_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "FILL_BYTES", 10)
     run = world(stages=["ref_logp"])
     run.join("scorer", "r")

@@ -73,9 +73,7 @@ def test_survivors_are_trained_without_their_stragglers() -> None:
 
 
 @pytest.mark.parametrize(("size", "ended"), [(3, {"failed": 1}), (2, {"failed": 2})])
-def test_a_failed_sample_ends_only_a_group_that_cannot_survive(
-    size: int, ended: dict[str, int]
-) -> None:
+def test_a_failure_ends_only_a_group_that_cannot_survive(size: int, ended: dict[str, int]) -> None:
     """Two are to be left (min_survivors)."""
     run = world(group_size=size, batch_groups=1, straggler_s=20)
     *answered, failed = run.lease("a", size, 0)

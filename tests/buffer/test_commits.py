@@ -146,9 +146,7 @@ def test_small_turns_pause_unless_the_trainer_has_just_asked(
 
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("is_promise", [True, False])
-def test_a_full_disk_leaves_answers_unsent_that_are_not_stored(
-    is_promise: bool, small: bool
-) -> None:
+def test_a_full_disk_leaves_unstored_answers_unsent(is_promise: bool, small: bool) -> None:
     script = Script(1, OSError(28, "full"), body=Ok() if is_promise else BEAT, small=small)
     told = [("reply", 1)]
     before, after = ([], told) if is_promise else (told, [])

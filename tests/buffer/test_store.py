@@ -74,9 +74,7 @@ def test_the_size_follows_what_is_kept(store: Store) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1 << 30))
-def test_it_is_a_dictionary_that_survives(
-    tmp_path_factory: pytest.TempPathFactory, seed: int
-) -> None:
+def test_a_dictionary_that_survives(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     """Random writes, commits, restarts and losses of what was not committed."""
     chance = random.Random(seed)
     store = LmdbStore(tmp_path_factory.mktemp("store"), map_bytes=1 << 16)
@@ -179,9 +177,7 @@ class SmallDisk:
         monkeypatch.setattr(stores.os, "posix_fallocate", reserve)
 
 
-def test_a_full_disk_loses_nothing_and_recovers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = SmallDisk(monkeypatch)
     store = filled(tmp_path)
     disk.full = True

@@ -158,9 +158,7 @@ def test_what_was_acknowledged_must_be_readable_or_removed(tmp_path: Path, data:
     assert found(tmp_path) == held
 
 
-def test_stores_of_other_versions_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "SCHEMA", 99)
     filled(tmp_path / "new")
     monkeypatch.undo()

@@ -151,9 +151,7 @@ def test_malformed_answers_cost_a_generator_its_leases_and_no_sample_an_attempt(
     assert run.pool.ledger.snapshot().balance == 0
 
 
-def test_the_waiting_question_of_a_generator_that_struck_out_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_waiting_question_of_who_struck_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "STRIKES", 1)
     run = world()
     (task, *_) = run.lease("bad", 1000, 0)

@@ -174,9 +174,7 @@ def test_a_bad_file(text: str, told: str, written: Callable[[str], Path]) -> Non
         ("binary.toml", b"\xff\xfe\x00", "cannot be read: .*utf-8"),
     ],
 )
-def test_a_file_that_cannot_be_read(
-    name: str, content: bytes | None, told: str, tmp_path: Path
-) -> None:
+def test_an_unreadable_file(name: str, content: bytes | None, told: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=told) as caught:

@@ -36,9 +36,7 @@ def test_the_defaults_are_feasible_and_so_are_branches_of_agents() -> None:
         ((1, 2, 2, 2), (2, 1, 11)),
     ],
 )
-def test_implied_staleness(
-    sizes: tuple[int, int, int, int], expected: tuple[int, int, int]
-) -> None:
+def test_what_it_implies(sizes: tuple[int, int, int, int], expected: tuple[int, int, int]) -> None:
     run_ahead, max_staleness, minibatches, epochs = sizes
     config = RunConfig(
         buffer=BufferConfig(run_ahead=run_ahead, max_staleness=max_staleness),
@@ -178,10 +176,7 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         (["objective=dapo", "score_centering=8"], "does nothing with objective dapo, whose weight"),
         (["sampling.top_p=0.9"], "set sampling.top_k to 64, say"),
         (["sampling.top_k=500", LONG], "with generator.max_context = 30,000 and batches of 256"),
-        (
-            ["score_centering=128", LONG],
-            "trainer.score_centering = 128: with generator.max_context",
-        ),
+        (["score_centering=128", LONG], "trainer.score_centering = 128: with generator.max_conte"),
     ],
 )
 def test_what_cannot_work_is_refused(keys: list[str], told: str) -> None:

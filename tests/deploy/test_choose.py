@@ -151,9 +151,7 @@ def test_the_torch_engine_has_as_many_slots_as_fit(model: Path) -> None:
     assert shared(model, 8, *unknown, vllm=False)[0].generator.slots == 128
 
 
-def test_who_starts_a_run_asks_another_process(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_asks_another_process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(overrides=[f"model.path={model}"], environ={})
     monkeypatch.setattr(choosing, "this_machine", lambda: ONE)
     run, told = for_this_machine(config, {"model": {"path": str(model)}})
@@ -197,10 +195,7 @@ BLIND = GpuReport([], OLD, torch="2.13.0+cu130", cuda="13.0")
             "torch 2.13.0+cpu is built for CPUs", "install one from PyPI (CUDA 13, driver 580",
         ),
         (replace(BLIND, node=False), "580.1", "as in a container without", "give it GPUs (docker"),
-        (
-            replace(BLIND, visible=""), "550.90",
-            'CUDA_VISIBLE_DEVICES = "" hides all GPUs', "unset it",
-        ),
+        (replace(BLIND, visible=""), "550.90", 'CUDA_VISIBLE_DEVICES = "" hides', "unset it"),
         (replace(BLIND, visible="7"), "580.1", f'{OLD} with CUDA_VISIBLE_DEVICES = "7"', "see"),
         (BLIND, "?", OLD, "see whether nvidia-smi lists"),
     ],

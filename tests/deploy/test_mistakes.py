@@ -366,9 +366,7 @@ def test_rows_of_a_parquet_file_and_of_several_sources(here: Path) -> None:
             try_aside(load_given(here / "run.toml", bad)[0], [here])
 
 
-def test_a_disk_that_is_full_from_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_full_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(overrides=[f"run.dir={tmp_path / 'runs'}"], environ={})
     check_room(config)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=500_000))

@@ -261,10 +261,7 @@ def edited(old: str, new: str, more: str = "") -> str:
         ("two nodes have the name a", GOOD + '[[nodes]]\nname = "a"\naddress = "i"\n'),
         ("cluster.broker = c is no node", edited("groups", "broker = 'c'\ngroups")),
         ("there are no nodes", "[cluster]\n"),
-        (
-            "cluster.slurm: unknown key times; did you mean time",
-            GOOD + "[cluster.slurm]\ntimes = '1'\n",
-        ),
+        ("cluster.slurm: unknown key times; did you mean", GOOD + "[cluster.slurm]\ntimes = '1'\n"),
         (
             "cluster.memory_gib: unknown task generates; did you mean generate",
             edited("groups", "memory_gib = {generates = 3}\ngroups"),
@@ -321,9 +318,7 @@ def test_a_share_of_two_nodes_is_two_nodes() -> None:
         ((8,) * 5, [0.7, 0.3], 3),
     ],
 )
-def test_the_share_is_not_rounded_up(
-    gpus: tuple[int, ...], ratios: list[float], nodes: int
-) -> None:
+def test_a_share_is_not_rounded_up(gpus: tuple[int, ...], ratios: list[float], nodes: int) -> None:
     plan = plan_of(*gpus, ratios=ratios)
     assert len(plan.trainers()) == plan.config.trainer.nodes == nodes
     assert {process.node.name for process in plan.processes} == {node.name for node in plan.nodes}

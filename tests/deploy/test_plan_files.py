@@ -35,9 +35,7 @@ def compose_files(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 @plans
-def test_every_planned_command_is_one_that_exists(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_planned_command_exists(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = container_paths(plan, "/m", keys=False)
     for name, value in environment(plan, paths).items():
         monkeypatch.setenv(name, value)
@@ -238,9 +236,7 @@ def plan_command(tmp_path: Path, *flags: str, project: str = ".", run: str = "")
     return cli.main(["plan", *files, "--out", str(tmp_path / "out"), *flags])
 
 
-def test_the_table_comes_first_and_then_the_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_precedes_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_command(tmp_path) == 0
     out = capsys.readouterr().out
     assert out.startswith("node  address")
@@ -323,9 +319,7 @@ def test_a_run_without_keys_has_to_ask_for_it(tmp_path: Path) -> None:
     assert tomllib.loads((tmp_path / "out/a/run.toml").read_text())["security"]["insecure"]
 
 
-def test_kubernetes_is_told_how_to_get_the_keys(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kubernetes_is_told_of_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_command(tmp_path, "--format", "kubernetes", "--run-id", "Run_1") == 0
     keys = tmp_path / "out" / "keys"
     line = f"kubectl create secret generic run-1-keys --from-file={keys}\n"

@@ -254,9 +254,7 @@ def test_a_step_that_fails_is_started_again(tmp_path: Path) -> None:
     assert (tmp_path / "calls").read_text().count("umbra generator") == 2
 
 
-def test_processes_reach_one_another_at_the_addresses_of_the_hosts_that_the_job_got(
-    tmp_path: Path,
-) -> None:
+def test_processes_meet_at_the_addresses_of_the_hosts_that_the_job_got(tmp_path: Path) -> None:
     hosts = ("x1", "c,x2", "head")  # c is in the cluster file, with an address
     lists = {f"SLURM_JOB_NODELIST_HET_GROUP_{i}": names for i, names in enumerate(hosts)}
     ended, named, said, plan = run_script(tmp_path, 2, 0, 1, 1, broker="b", **lists)
@@ -284,9 +282,7 @@ def test_an_idle_node_is_no_part_of_the_job() -> None:
 
 
 @plans
-def test_scripts_are_valid_shell_and_ask_for_what_the_plan_needs(
-    plan: Plan, tmp_path: Path
-) -> None:
+def test_scripts_are_valid_shell_and_ask_for_what_plans_need(plan: Plan, tmp_path: Path) -> None:
     text = render(plan, "slurm", out=tmp_path)["run.sbatch"]
     checked = subprocess.run(["bash", "-n"], input=text, text=True, timeout=limit(30), check=False)
     assert checked.returncode == 0

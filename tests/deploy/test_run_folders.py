@@ -168,9 +168,7 @@ def test_a_spoiled_status_and_torn_metrics_tell_nothing(folder: RunFolder, left:
 
 
 @pytest.mark.parametrize("left", [None, b"", b"no number", b"999999999"])
-def test_a_lock_is_that_of_a_process_and_not_of_a_file(
-    folder: RunFolder, left: bytes | None
-) -> None:
+def test_a_lock_is_of_a_process_and_not_of_a_file(folder: RunFolder, left: bytes | None) -> None:
     lock = folder.path / "lock"
     if left is not None:
         lock.write_bytes(left)

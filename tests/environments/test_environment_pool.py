@@ -131,9 +131,7 @@ def text(outcome: EpisodeOutcome) -> str:
         ("die", "the process of its environment ended (killed by SIGKILL)"),
     ],
 )
-def test_a_faulty_reward_costs_its_sample_only(
-    start: Callable[..., Player], said: str, error: str
-) -> None:
+def test_a_bad_reward_costs_its_sample(start: Callable[..., Player], said: str, error: str) -> None:
     player = start("score")
     for name, completion in (("bad", said), ("good", "fine"), ("better", "fine")):
         player.pool.play(name, {"prompt": "p"}, [completion])
@@ -181,9 +179,7 @@ def test_a_module_that_ends_the_process_is_named(tmp_path: Path, module: str) ->
 
 
 @pytest.mark.parametrize("kind", ["Waiting", "Blocking"])
-def test_opening_and_step_have_a_limit(
-    start: Callable[..., Player], module: str, kind: str
-) -> None:
+def test_opening_and_step_are_limited(start: Callable[..., Player], module: str, kind: str) -> None:
     """The sentence names phase, seconds and key."""
     limit_s = seconds(0.5)  # in which the next one has to be opened
     player = start(kind, timeout_s=limit_s)

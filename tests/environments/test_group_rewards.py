@@ -120,9 +120,7 @@ def test_a_group_goes_to_another_scorer_as_a_whole() -> None:
     assert ids(run.to_score("x")) == ["s-0", "s-1", "s-2"]
 
 
-def test_a_group_that_cannot_be_scored_fails_once_and_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_unscorable_group_fails_once_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
     run = ranked(max_attempts=2)
     answer(run, *run.lease("a", 3, 0))
     for _ in range(2):

@@ -95,9 +95,7 @@ def test_code_runs_in_a_container_of_its_sample(docker: Path) -> None:
     assert not {"--volume", "-v", "--mount", "--privileged", "-e"} & set(run)
 
 
-def test_what_the_command_line_gets_of_our_environment(
-    docker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_do_not_get_our_secrets(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     monkeypatch.setenv("UMBRA_AGENT_KEY", "secret")
     outcome = asyncio.run(Container("docker", ContainerLimits()).run(["env"]))

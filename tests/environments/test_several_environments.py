@@ -97,9 +97,7 @@ def test_a_run_file_has_several_and_is_written_back(tmp_path: Path) -> None:
         (f"{ONE}sampling = 'refuse'", r"environments\.sampling must be a table"),
     ],
 )
-def test_a_run_file_that_is_wrong_about_them_is_refused(
-    tmp_path: Path, text: str, says: str
-) -> None:
+def test_a_run_file_wrong_about_them_is_refused(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         loaded(tmp_path, text)
 
@@ -118,9 +116,7 @@ def test_a_run_file_that_is_wrong_about_them_is_refused(
         ),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_start(
-    tmp_path: Path, extra: str, says: str
-) -> None:
+def test_what_cannot_work_is_refused_before_a_start(tmp_path: Path, extra: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         check_feasible(loaded(tmp_path, RUN + extra))
 

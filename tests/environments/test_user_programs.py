@@ -219,9 +219,7 @@ LIBRARY = {
 }
 
 
-def test_samples_of_several_generators_in_one_process_keep_their_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_samples_of_several_generators_keep_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(importlib, "import_module", LIBRARY.__getitem__)
     play: Callable[..., Awaitable[StepResult]] = verifiers_program("theirs", {}, "theirs")

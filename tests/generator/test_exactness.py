@@ -111,9 +111,7 @@ def generate_with_updates(
 
 @pytest.mark.parametrize("policy", ["keep", "recompute", "abort"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_every_logprob_is_that_of_the_version_of_its_token(
-    model: Any, policy: Any, seed: int
-) -> None:
+def test_every_logprob_is_of_the_version_of_its_token(model: Any, policy: Any, seed: int) -> None:
     models = {0: copy.deepcopy(model), **{v: other_weights(model, v) for v in (1, 2, 3)}}
     source = random.Random(seed)
     sampling = Sampling(temperature=TEMPERATURE)

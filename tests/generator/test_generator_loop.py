@@ -185,7 +185,7 @@ def test_a_failed_sample_is_returned_with_its_reason(bench: Bench) -> None:
     assert "sample_failed" in bench.session.events
 
 
-def test_drain_hands_back_partials_and_what_comes_late(
+def test_a_drain_hands_back_even_what_is_late(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.lease("a", "b")
@@ -322,9 +322,7 @@ def test_no_sample_is_ever_ahead_of_its_partial_by_more_than_is_flushed(bench: B
     assert len(saved) > 5
 
 
-def test_a_turn_without_a_token_is_no_progress(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_without_token_is_no_progress(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = bench.loop._watch
     bench.lease("a")
     bench.turns(2)

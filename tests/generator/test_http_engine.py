@@ -101,9 +101,7 @@ def test_versions_change_in_flight_and_both_servers_work(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("after", ["", "+"], ids=["before", "after"])
 @pytest.mark.parametrize("step", [*UPDATE, "resume"])
-def test_a_server_that_dies_in_a_load_never_serves_half_of_it(
-    step: str, after: str, fleet: Fleet
-) -> None:
+def test_who_dies_in_a_load_never_serves_half_of_it(step: str, after: str, fleet: Fleet) -> None:
     engine, servers = fleet.open(), fleet.servers
     fleet.start()
     servers[0].dies_at = after + step
@@ -147,9 +145,7 @@ def test_one_that_is_slow_or_refuses_is_left_behind(fleet: Fleet) -> None:
     assert not fleet.torn
 
 
-def test_one_whose_weights_differ_serves_nothing(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_weights_serve_nothing(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     liar = fleet.servers[1]
     liar.lies = True
     engine = fleet.open()

@@ -230,9 +230,7 @@ def test_what_an_agent_asks_is_measured_before_it_is_tokenized(
     assert refused.value.code == "context_length_exceeded"
 
 
-def test_what_environments_say_is_measured_before_it_is_tokenized(
-    untokenized: Chat,
-) -> None:
+def test_what_environments_say_is_measured_before_it_is_tokenized(untokenized: Chat) -> None:
     class Long:
         def reset(self, row: Row) -> list[Message]:
             return LONG if row["prompt"] == "long" else prompt_messages(row)
@@ -273,9 +271,7 @@ def test_a_reward_that_the_buffer_would_refuse_costs_its_sample_only(
     assert finished.finish_reason == "stop"
 
 
-def test_a_turn_that_its_parser_fails_on_is_words(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_its_parser_fails_on_is_words(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> ParsedTurn:
         raise KeyError("name")
 
@@ -374,9 +370,7 @@ def test_the_support_goes_along_with_its_tokens() -> None:
     assert line.packed(trained=False)["support"] is None
 
 
-def test_a_token_costs_the_same_however_long_the_turn_is(
-    chat: Chat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_costs_the_same_in_a_long_turn(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     """400 tokens once took 80,200 decodes."""
     tokens = 400
     decoded: list[int] = []

@@ -159,9 +159,7 @@ def test_a_resumed_sample_may_branch_once_it_is_where_it_was(tokenizer: Any) -> 
     assert early.texts(early.end()) == ["U1A[7.]"]
 
 
-def test_a_branch_with_a_prompt_of_its_own_goes_on_with_nothing_that_was_read_for_another(
-    tokenizer: Any,
-) -> None:
+def test_a_branch_with_its_own_prompt_goes_on_with_nothing_read_for_another(tokenizer: Any) -> None:
     talk = Talk(tokenizer)
     sessions: list[str] = []
     for text, after in (("1", None), ("2", 0), ("3", None), ("4", 2), ("5", 0)):

@@ -109,7 +109,7 @@ def test_room_for_every_slot_in_the_kv_cache() -> None:
         (
             {"quantization_config": {"a": 1}},
             HF_CONFIG,
-            r"quantization_config: set .*\.quantization, to",
+            r"quantization_config: set .*\.quantization",
         ),
         ({"speculative_config": {"method": "ngram"}}, HF_CONFIG, "logprobs that were off"),
         ({"enable_eplb": True}, HF_CONFIG, "places of the start"),
@@ -141,9 +141,7 @@ def test_what_would_be_wrong_after_new_weights_is_refused(
         ({"enable_lora": True}, "Umbra sets it itself"),
     ],
 )
-def test_engine_arguments_that_are_refused(
-    given: dict[str, object], part: str, tmp_path: Path
-) -> None:
+def test_refused_engine_arguments(given: dict[str, object], part: str, tmp_path: Path) -> None:
     config = GeneratorConfig(engine="vllm", engine_args=given)
     with pytest.raises(UsageError, match=part):
         engine_arguments(config, tmp_path, HF_CONFIG, "float32", 0, "cuda")

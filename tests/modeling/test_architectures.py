@@ -90,9 +90,7 @@ def run_of(model_dir: Path, tmp_path: Path, **trainer: Any) -> RunConfig:
 
 
 @of(*REFUSED)
-def test_what_cannot_be_right_is_refused_by_name_before_anything_starts(
-    model_dir: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_right_is_refused_before_a_start(model_dir: Path, tmp_path: Path) -> None:
     architecture = json.loads((model_dir / "config.json").read_text())["architectures"][0]
     run = run_of(model_dir, tmp_path)
     for refuse in (
@@ -119,9 +117,7 @@ def test_the_lists_are_those_of_the_tests() -> None:
 
 
 @of("bloom")
-def test_an_architecture_that_is_not_listed_may_be_named_once_it_was_checked(
-    model_dir: Path,
-) -> None:
+def test_an_architecture_not_listed_may_be_named_once_it_was_checked(model_dir: Path) -> None:
     check_architecture(model_dir, checked=["bloom"])
     outcome = compare(model_dir)
     assert not outcome.equal
@@ -194,9 +190,7 @@ def different(outcome: Outcome) -> dict[str, Row]:
 
 
 @of("mistral-window", "olmo3")
-def test_a_window_that_is_left_out_is_noticed(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_left_out_is_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(config: Any) -> Attention:
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         return Attention(tuple((kind, None) for kind in sorted(kinds)))
@@ -210,9 +204,7 @@ def test_a_window_that_is_left_out_is_noticed(
 
 
 @of("gemma2")
-def test_a_soft_cap_that_is_left_out_is_noticed(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_soft_cap_left_out_is_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "attention_implementation", lambda _: "sdpa")
     right = attention_backends.attend
     monkeypatch.setattr(
@@ -225,9 +217,7 @@ def test_a_soft_cap_that_is_left_out_is_noticed(
 
 
 @of("qwen3-moe")
-def test_weights_that_arrive_damaged_are_noticed(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_weights_are_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, written = comparisons.write_shards, comparisons.whole_weights
 
     def damaged(policy: PreTrainedModel, manifest: Any, memory: memoryview) -> None:

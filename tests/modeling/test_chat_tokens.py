@@ -97,9 +97,7 @@ def plain_tokenizer(begin: str, end: str) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("end", ["", "</s>"])
 @pytest.mark.parametrize("begin, opening", [("<s>", [0]), ("", [])])
-def test_a_plain_prompt_begins_as_the_tokenizer_begins_texts(
-    begin: str, opening: list[int], end: str
-) -> None:
+def test_a_plain_prompt_begins_as_texts_do(begin: str, opening: list[int], end: str) -> None:
     chat = Chat(plain_tokenizer(begin, end), {1})
     assert chat.prompt_ids([{"role": "user", "content": "a b"}]) == [*opening, 2, 3]
     assert chat.text_ids("<s> a", begins=True) == [0, 2]
@@ -175,9 +173,7 @@ def test_short_texts_are_tokenised_once(
         ("{{ messages[0].content[0].text }}", "does not write a user's message that is a text"),
     ],
 )
-def test_a_template_that_does_not_write_prompts_is_refused(
-    tokenizer: Any, template: str, why: str
-) -> None:
+def test_a_template_that_drops_prompts_is_refused(tokenizer: Any, template: str, why: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(UsageError, match=why):
         Chat(tokenizer, {0}).prompt_ids(ASKED)

@@ -80,7 +80,7 @@ def one_sequence() -> MicroBatch:
 
 @pytest.mark.parametrize("recompute", ["false", "true", "selective"])
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "olmoe"])
-def test_balance_loss_has_the_gradients_of_transformers(
+def test_the_balance_loss_is_that_of_transformers(
     name: str, recompute: str, tmp_path: Path
 ) -> None:
     """Of one layer; Transformers takes the means over all layers together."""

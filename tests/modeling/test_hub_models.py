@@ -58,9 +58,7 @@ def downloads(hub: Hub) -> list[str]:
 
 
 class TestOneModel:
-    def test_a_name_is_what_no_path_is(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_name_is_no_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         assert is_hub_name("Qwen/Qwen3-0.6B") and is_hub_name("a/b@v1.0") and is_hub_name("a/b@r/1")
         for path in ("model", "/models/x", "./a/b", "../a/b", "a/b/c", "~/a", "a/b@", "", "a/.b"):
@@ -88,9 +86,7 @@ class TestOneModel:
         assert downloads(hub).count("model.safetensors") == 1
         assert missing_bytes(name, "model.path") == 0
 
-    def test_a_commit_stays_what_it_was(
-        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path
-    ) -> None:
+    def test_a_commit_is_for_ever(self, hub: Hub, tiny_model_dir: Path, tmp_path: Path) -> None:
         first = hub.add_model(NAME, tiny_model_dir)
         other = shutil.copytree(tiny_model_dir, tmp_path / "other")
         (other / "generation_config.json").write_text('{"eos_token_id": 1}')
@@ -187,9 +183,7 @@ class TestARun:
         hub.requests.clear()
         assert located(again, tmp_path / "run.toml", pytest.fail) == config and hub.requests == []
 
-    def test_a_directory_goes_before_a_name(
-        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path
-    ) -> None:
+    def test_a_directory_goes_first(self, hub: Hub, tiny_model_dir: Path, tmp_path: Path) -> None:
         hub.add_model(NAME, tiny_model_dir)
         fetch(NAME, "model.path")
         (tmp_path / "acme").mkdir()
@@ -215,9 +209,7 @@ class TestARun:
             name = "models/bse" if keys else "models/bse@main"
             assert load_given(run_of(tmp_path, name, **keys), ())[0].model.revision == commit
 
-    def test_the_reference_and_the_critic_too(
-        self, hub: Hub, tiny_model_dir: Path, tmp_path: Path
-    ) -> None:
+    def test_reference_and_critic_too(self, hub: Hub, tiny_model_dir: Path, tmp_path: Path) -> None:
         commit = hub.add_model(NAME, tiny_model_dir)
         settings = (f"scorer.model={NAME}", f"critic.path={NAME}@main")
         config = load_given(run_of(tmp_path, str(tiny_model_dir)), settings)[0]

@@ -65,9 +65,7 @@ def test_a_device_is_found_or_named(
         assert str(error) == outcome
 
 
-def test_gpus_that_torch_does_not_see_are_not_left_out_without_a_word(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpus_unseen_by_torch_are_not_left_out_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("umbra.services.modeling.models.driver_version", lambda: "?")
     with pytest.raises(StartupError, match="torch sees no GPU: `umbra check` says why; to compute"):

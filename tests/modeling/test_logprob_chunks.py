@@ -113,9 +113,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_no_more_logits_than_a_chunk_exist_at_a_time(
-    qwen: PreTrainedModel, micro: MicroBatch
-) -> None:
+def test_no_more_than_a_chunk_of_logits_exists(qwen: PreTrainedModel, micro: MicroBatch) -> None:
     temperature, micro = temperatures(micro), told(micro)
     rows: list[int] = []
     for scorer in (Scorer(qwen), chunked(qwen)):
@@ -126,9 +124,7 @@ def test_no_more_logits_than_a_chunk_exist_at_a_time(
     assert rows == [len(micro.source), AT_A_TIME]
 
 
-def test_a_model_that_does_something_else_to_its_logits_is_refused(
-    qwen: PreTrainedModel, micro: MicroBatch
-) -> None:
+def test_another_treatment_of_logits_is_refused(qwen: PreTrainedModel, micro: MicroBatch) -> None:
     class Louder(type(qwen)):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)

@@ -48,9 +48,7 @@ def test_a_row_has_room_for_two_of_the_longest_responses(
     assert sizes(model, max_tokens=longest) == (row, passed)
 
 
-def test_a_pass_on_a_gpu_has_what_fits_and_is_one_row(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_on_a_gpu_is_one_row_that_fits(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given_memory(monkeypatch, 141)
     plain = sizes(model, GPU, activation_checkpointing=False)
     assert plain.pack_tokens == plain.micro_tokens
@@ -63,9 +61,7 @@ def test_a_pass_on_a_gpu_has_what_fits_and_is_one_row(
     assert sizes(model, GPU, precision="no") == (65536, 65536)
 
 
-def test_all_ranks_take_what_the_smallest_has_room_for(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_take_what_fits_the_smallest(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given_memory(monkeypatch, 1000)
     ranks: Any = SimpleNamespace(
         world=2,

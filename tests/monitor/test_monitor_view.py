@@ -85,9 +85,7 @@ def test_members_gone_and_processes_without_membership_are_shown() -> None:
         status(members=[decodes], departed={"generator-1": "silent for 15 s"}),
         {**processes, "generator-2": "restarts in 0.5 s"},
     ) == [
-        MemberRow(
-            "generator-0", "ready", "a", "3", "37", "1,234", "75%", "25% (work)", "decoding",
-        ),
+        MemberRow("generator-0", "ready", "a", "3", "37", "1,234", "75%", "25% (work)", "decoding"),
         MemberRow("generator-1", "gone", activity="silent for 15 s"),
         MemberRow("trainer", "starting"),
         MemberRow("generator-2", "restarts in 0.5 s"),

@@ -254,9 +254,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
         read_source(str(tmp_path / "rows.jsonl"))
 
 
-def test_columns_without_a_text_as_name_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_whose_names_are_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "numbered.py").write_text('def rows():\n    return [{1: "one"}]\n')
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match='there is no "prompt", only 1'):

@@ -45,9 +45,7 @@ def mixed(tmp_path: Path) -> DataConfig:
     return DataConfig(prompts={a: 3.0, b: 1.0})
 
 
-def test_every_epoch_has_all_rows_in_another_order_and_the_same_for_the_same_seed(
-    tmp_path: Path,
-) -> None:
+def test_every_epoch_has_all_rows_in_an_order_of_its_own_by_the_seed(tmp_path: Path) -> None:
     data = DataConfig(prompts=write(tmp_path / "p.jsonl", 20))
     feed = open_prompts(data, seed=1)
     first, second = draw(feed, 20), draw(feed, 20)

@@ -71,9 +71,7 @@ def test_values_begin_at_zero_and_approach_the_returns(
     critic.close()
 
 
-def test_the_value_of_a_token_depends_on_what_came_before_it_alone(
-    directory: Path, batch: TrainBatch
-) -> None:
+def test_a_value_depends_on_what_came_before_it_alone(directory: Path, batch: TrainBatch) -> None:
     """Packing many samples into a row changes no value."""
     found = []
     for pack_tokens in (16, 128):

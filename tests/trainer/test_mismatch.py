@@ -81,9 +81,7 @@ VLLM = "generator.engine=vllm"
         ("cuda", ["trainer.precision=no", "weight_hub.dtype=float32"], "float32"),
     ],
 )
-def test_the_bound_fits_the_coarsest_format(
-    device: str, settings: list[str], expected: str
-) -> None:
+def test_a_bound_fits_the_coarsest_format(device: str, settings: list[str], expected: str) -> None:
     def config(*more: str) -> Any:
         return load_config(overrides=[*settings, *more, "model.path=m"], environ={})
 

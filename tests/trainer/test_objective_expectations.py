@@ -235,9 +235,7 @@ def exact_kl(w: World, reverse: bool = False) -> Tensor:
         ("k3_plus", lambda w: autograd(exact_kl(w), w)),
     ],
 )
-def test_values_and_gradients_of_estimators_on_policy(
-    estimator: str, expected: Callable[[World], Tensor]
-) -> None:
+def test_estimators_on_policy(estimator: str, expected: Callable[[World], Tensor]) -> None:
     w = world(2, 1.0)
     under_pi = (w.chance * (w.pi - w.mu).exp()).detach()
     value = (under_pi * ESTIMATORS[estimator](w.pi, w.reference)).sum()
@@ -249,9 +247,7 @@ def test_values_and_gradients_of_estimators_on_policy(
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("anchor", ["behaviour", "proximal"])
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_the_unbiased_kl_has_the_value_and_the_gradient_of_the_kl(
-    estimator: str, anchor: str, level: str
-) -> None:
+def test_the_unbiased_kl_is_the_kl(estimator: str, anchor: str, level: str) -> None:
     """Off-policy and at every anchor, since the tokens are mu's: DeepSeek-V3.2, eq. 7."""
     w = world(3, 1.0)
     pieces = ObjectiveSpec(
@@ -315,9 +311,7 @@ CENTERED: dict[str, Callable[[World, World], Tensor]] = {
 @pytest.mark.parametrize("head", [WORDS, WORDS - 1])  # one word is left: no approximation
 @pytest.mark.parametrize("spread", [0.02, 0.3, 1.0])
 @pytest.mark.parametrize("preset", CENTERED)
-def test_a_centered_gradient_has_the_expected_score_taken_off(
-    preset: str, spread: float, head: int
-) -> None:
+def test_centering_takes_off_the_expected_score(preset: str, spread: float, head: int) -> None:
     """arXiv 2609.20807: sum over a of mu(a) A (c(a) s(a) - sum over v of mu(v) c(v) s(v))."""
     for seed in range(3):
         w = on_policy_update(seed, spread)
@@ -334,9 +328,7 @@ def test_a_centered_gradient_has_the_expected_score_taken_off(
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("preset", ["naive", "tis", "icepop", "sapo"])
-def test_what_no_advantage_asks_for_moves_nothing_and_is_no_noise(
-    preset: Preset, sign: float
-) -> None:
+def test_what_no_advantage_asks_for_moves_nothing_nor_is_noise(preset: Preset, sign: float) -> None:
     """Equal advantages: uncentered they drift, and the spread of the gradient is never less."""
     w = on_policy_update(1, 1.0)
     w = replace(w, advantages=torch.full_like(w.advantages, sign))

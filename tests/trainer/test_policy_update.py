@@ -127,9 +127,7 @@ def test_minibatches() -> None:
     assert minibatches(samples[:0], 0, 2, "") == []
 
 
-def test_stage_logp_stands_in_for_a_pass_of_the_trainer(
-    directory: Path, trajectories: list[Trajectory]
-) -> None:
+def test_stage_logp_stands_in_for_a_pass(directory: Path, trajectories: list[Trajectory]) -> None:
     """Where the stage found what the trainer would, the update is the same."""
     noiseless = noisy_trajectories(load_policy(directory)[0], spread=0.0)
     same = [
@@ -356,9 +354,7 @@ def test_samples_without_the_sampler_s_likeliest_tokens_cannot_be_centered(
             make_batch(made, vocabulary, centered=True)
 
 
-def test_a_teacher_s_logprobs_are_the_advantages(
-    directory: Path, trajectories: list[Trajectory]
-) -> None:
+def test_a_teacher_gives_the_advantages(directory: Path, trajectories: list[Trajectory]) -> None:
     """Rewards are not read, and groups of one are trained on like any other."""
     found, row = update(directory, trajectories, "ref_logp", objective="opd")
     paid = [msgspec.structs.replace(t, reward=0.0, group_id=t.sample_id) for t in trajectories]

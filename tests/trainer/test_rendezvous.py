@@ -65,9 +65,7 @@ def test_a_host_that_does_not_come_is_named(port: int, threads: ThreadPoolExecut
         come(threads, 1, 0.2).result()
 
 
-def test_a_rank_that_is_asked_to_stop_waits_no_longer(
-    port: int, threads: ThreadPoolExecutor
-) -> None:
+def test_a_rank_asked_to_stop_waits_no_longer(port: int, threads: ThreadPoolExecutor) -> None:
     asked = threading.Event()
     waiting = come(threads, 1, asked=asked)
     asked.set()
@@ -76,9 +74,7 @@ def test_a_rank_that_is_asked_to_stop_waits_no_longer(
     assert ended.value.code == 0
 
 
-def test_one_that_comes_back_waits_for_the_next_life(
-    port: int, threads: ThreadPoolExecutor
-) -> None:
+def test_who_comes_back_waits_for_the_next_life(port: int, threads: ThreadPoolExecutor) -> None:
     """1. Two ranks meet. 2. Rank 1 comes again, while rank 0 knows nothing. 3. Rank 0 starts again.
 
     Result: the one that came back is in with the new rank 0, and is told why it is not before.

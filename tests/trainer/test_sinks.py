@@ -148,9 +148,7 @@ def test_a_missing_package_is_named(
             pass
 
 
-def test_a_sink_that_fails_is_told_once_and_the_others_go_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_failing_sink_is_told_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
     good, full = Mock(), Mock()
     full.log.side_effect = OSError("No space left on device")
     sinks = Sinks({"full": full, "good": good})

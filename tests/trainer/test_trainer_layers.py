@@ -241,9 +241,7 @@ def test_offload_changes_nothing(
     assert bool(passes) == (offload != "optimizer")
 
 
-def test_bf16_weights_learn_as_float32_ones_do(
-    directory: Path, batches: list[list[Trajectory]]
-) -> None:
+def test_bf16_learns_as_float32_does(directory: Path, batches: list[list[Trajectory]]) -> None:
     keys: dict[str, Any] = {"precision": "bf16"}
     plain = train(directory, batches, Ranks(), **keys)
     found = train(directory, batches, Ranks(), **keys, weights="bf16")
@@ -286,9 +284,7 @@ def test_steps_too_small_for_bf16_add_up(directory: Path) -> None:
         ),
     ],
 )
-def test_what_auto_turns_into_is_refused_too(
-    directory: Path, keys: dict[str, Any], told: str
-) -> None:
+def test_what_auto_becomes_is_refused_too(directory: Path, keys: dict[str, Any], told: str) -> None:
     """On a CPU `auto` computes in float32 and recomputes nothing."""
     with pytest.raises(UsageError, match=told):
         Learner(load_policy(directory)[0], TrainerConfig(device="cpu", **keys), 1)

@@ -82,11 +82,7 @@ def compute(
         ({"objective": "icepop", "is_cap": 4.0}, [-2.6 * 0.8, 3.0 * 0.8, 0.8, 0.0], "1010"),
         ({"objective": "icepop", "is_floor": 0.9}, [0.0, 0.0, 0.8, -5.0], "1010"),
         # Products of a sequence: 0.64 and 5.
-        (
-            {"objective": "tis", "is_level": "sequence"},
-            [-2.6 * 0.64, 3.0 * 0.64, 0.8 * 2, -2.0],
-            "1010",
-        ),
+        ({"objective": "tis", "is_level": "sequence"}, [-2.6 * 0.64, 3 * 0.64, 1.6, -2.0], "1010"),
         ({"objective": "naive", "mask": "token", "mask_low": 0.9}, [0.0, 0.0, 0.8, 0.0], "1010"),
         ({"objective": "naive", "mask": "sequence"}, [-2.6, 3.0, 0.0, 0.0], "1010"),
         # Geometric means of a sequence: 0.8 and sqrt(5) = 2.24.
@@ -227,9 +223,7 @@ def test_advantages_within_a_group(advantage: Any, expected: list[float]) -> Non
 
 
 @pytest.mark.parametrize("advantage", [dr_grpo, grpo, rloo])
-def test_a_group_of_one_keeps_its_reward_and_equal_rewards_give_exactly_zero(
-    advantage: Any,
-) -> None:
+def test_a_group_of_one_keeps_its_reward_and_equal_ones_give_exactly_zero(advantage: Any) -> None:
     rewards = torch.tensor([0.7, *[0.1] * 7, *[-0.1] * 7], dtype=torch.float64)
     groups = torch.tensor([0, *[1] * 7, *[2] * 7])
     result = advantage(rewards, groups)

@@ -98,9 +98,7 @@ def test_entropy_of_a_flat_distribution(model: PreTrainedModel, tokens: Tokens) 
     assert_same_sums(logprobs, -flat.expand_as(logprobs), terms=terms)
 
 
-def test_entropies_have_a_gradient_when_it_is_asked_for(
-    model: PreTrainedModel, tokens: Tokens
-) -> None:
+def test_entropies_have_a_gradient_when_asked_for(model: PreTrainedModel, tokens: Tokens) -> None:
     (micro,) = pack(tokens, pack_tokens=200, micro_tokens=10_000)
     scorer, ones = Scorer(model), torch.ones(len(micro.source))
     found = {asked: scorer(micro, ones, entropy_gradient=asked) for asked in (False, True)}
@@ -158,9 +156,7 @@ def test_a_long_sequence_does_not_stretch_the_short_ones() -> None:
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60))
-def test_first_fit_decreasing_places_each_once_within_capacity(
-    lengths: list[int], capacity: int
-) -> None:
+def test_first_fit_places_each_once_within_capacity(lengths: list[int], capacity: int) -> None:
     rows = first_fit_decreasing(lengths, capacity)
     assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
     for row in rows:
@@ -226,9 +222,7 @@ def long_tailed(seed: int, count: int = 128) -> Tokens:
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([2, 4, 8]), st.sampled_from([256, 2048]))
 @example(199, 2, 256)  # one of its passes has two rows of one sequence each
-def test_ranks_are_done_no_later_than_with_equally_many_tokens(
-    seed: int, world: int, pack_tokens: int
-) -> None:
+def test_ranks_end_no_later_than_with_equal_tokens(seed: int, world: int, pack_tokens: int) -> None:
     """By what passes cost; of each rank the costliest comes first."""
     tokens = long_tailed(seed, count=48)
     by_cost = _plans(tokens, world, pack_tokens)

@@ -75,9 +75,7 @@ def test_what_may_not_be_read_is_said_to_be_so(tmp_path: Path, closed: str) -> N
 
 
 @pytest.mark.parametrize("shard", ["pytorch_model.bin", "../model.safetensors", "/etc/passwd", 3])
-def test_an_index_names_safetensors_files_beside_it_only(
-    directory: Path, tmp_path: Path, shard: object
-) -> None:
+def test_an_index_names_safetensors_only(directory: Path, tmp_path: Path, shard: object) -> None:
     """Transformers would read a file of another name with torch.load."""
     copy = tmp_path / "copy"
     shutil.copytree(directory, copy)

@@ -183,9 +183,7 @@ def test_a_host_is_named_by_what_lies_in_its_shared_memory(
     assert token.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_first_processes_of_a_host_agree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_processes_of_a_host_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_module, "SHM", tmp_path)
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(lambda _: shm_host(), range(64)))) == 1

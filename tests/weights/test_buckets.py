@@ -116,9 +116,7 @@ def test_deltas_are_of_two_versions_while_both_are_in_their_slots() -> None:
     assert last is not None and last._executor._shutdown
 
 
-def test_a_link_is_slow_by_a_whole_version_that_went_over_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_link_is_slow_by_a_whole_version_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then deltas are made, if they are not off."""
     publish, whole = Mock(), LAYOUT.total_bytes
     monkeypatch.setattr(BucketStore, "publish", publish)

@@ -154,9 +154,7 @@ def test_a_part_hub_adopts_what_its_host_holds_and_says_why_it_cannot(world: Wor
     assert Path(world.path).stat().st_ino == inode, "it holds that one already"
 
 
-def test_an_arena_that_is_still_made_is_not_said_to_be_held(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arena_in_the_making_is_not_held(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     make, create = threading.Event(), Arena.create
 
     def slow(*args: Any, **options: Any) -> Arena:

@@ -103,9 +103,7 @@ def test_only_a_version_with_a_slot_is_published_and_once(hub: Hub) -> None:
             publisher.publish(3, 0.0, sums)
 
 
-def test_a_missing_part_hub_is_waited_for_and_named_once(
-    hub: Hub, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_part_hubs_are_awaited_and_named_once(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
     hub.answers[m.Publish] = [AWAY, AWAY, RejectedError("another", code="part_missing"), m.Ok()]
     with closing(hub.publisher()) as publisher:
         published(publisher, 1)
@@ -186,9 +184,7 @@ def moved(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("arena", [0, 1])
-def test_a_hub_that_moved_gets_the_last_version_again_until_it_answers(
-    hub: Hub, arena: int
-) -> None:
+def test_a_moved_hub_gets_the_last_version_again_until_it_answers(hub: Hub, arena: int) -> None:
     with closing(hub.publisher()) as publisher:
         published(publisher, 1)
         hub.answers[m.RegisterManifest] = [DeadlineError("silent"), hub.ready(arena)]

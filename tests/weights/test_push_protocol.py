@@ -138,9 +138,7 @@ def test_where_stagings_take_long_the_trainer_waits_for_longer() -> None:
 @pytest.mark.parametrize(
     ("loads", "waited"), [([], PATIENCE_S), ([0.25], LOAD_S), ([4.0], 8.0), ([4.0, 0.25], 8.0)]
 )
-def test_a_load_in_place_is_waited_for_no_longer_than_a_few_loads(
-    loads: list[float], waited: float
-) -> None:
+def test_a_load_in_place_is_awaited_for_a_few_loads(loads: list[float], waited: float) -> None:
     """A receiver that still loads then is not dropped; one with a copy keeps nobody waiting."""
     hub = pushing(0)
     for version, commit_s in enumerate(loads):

@@ -284,9 +284,7 @@ def test_a_load_that_fails_is_reported_and_raised() -> None:
 
 @pytest.mark.parametrize("readable", [True, False])
 @pytest.mark.parametrize("verified", [True, False])
-def test_bytes_are_verified_after_a_load_unless_the_engine_has_done_it(
-    readable: bool, verified: bool
-) -> None:
+def test_loads_are_verified_unless_the_engine_has_done_it(readable: bool, verified: bool) -> None:
     world, loaded = World(), list[StagedVersion]()
     guard = Mock(is_readable=readable, is_verified=verified)
     world.staged(1, guard=guard)
@@ -364,9 +362,7 @@ def test_waiting_for_a_version_ends_with_the_run_or_its_deadline() -> None:
     assert world.receiver.wait_first(WAIT_S, stopping) is None
 
 
-def test_waiting_for_a_hub_ends_with_the_run_or_an_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_waiting_for_a_hub_ends_with_the_run_or_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     world, stopping, answered = World(), threading.Event(), threading.Event()
     waiting = Mock(side_effect=stopping.set)
     monkeypatch.setattr(world.receiver, "subscribe", lambda _: answered.wait(WAIT_S))
