@@ -1,18 +1,28 @@
-"""Hub, publisher and receivers over real sockets and real shared memory."""
+"""Hub, publisher and receivers over real sockets and shared memory; also one hub after another."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
-from fakes.hub_bench import LAYOUT, WAIT_S, Bench, load, publish, push, take
+from fakes.hub_bench import (
+    LAYOUT,
+    WAIT_S,
+    Bench,
+    content,
+    load,
+    publish,
+    publish_slot,
+    push,
+    take,
+    whole,
+)
 
 from umbra.proto import messages as m
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError
-from umbra.proto.records import Manifest
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import build_manifest
-from umbra.services.weights.planes.plane import PLANES, Side, check_plane, choose_plane
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
@@ -44,59 +54,26 @@ def test_who_stops_does_not_wait_for_a_hub_that_has_ended(bench: Bench) -> None:
     publisher.close()
 
 
-def test_a_manifest_with_another_digest_is_refused(bench: Bench) -> None:
+def test_what_a_hub_cannot_take_is_refused_with_the_reason(bench: Bench) -> None:
     bench.start()
-    wrong = Manifest(
-        tensors=LAYOUT.tensors,
-        buckets=LAYOUT.buckets,
-        total_bytes=LAYOUT.total_bytes,
-        digest="0" * 32,
-    )
+    wrong = m.RegisterManifest(manifest=msgspec.structs.replace(LAYOUT, digest="0" * 32))
     with pytest.raises(RejectedError, match="digest"):
-        bench.channel("trainer").call(
-            m.RegisterManifest(manifest=wrong), m.ArenaReady, timeout_s=WAIT_S
-        )
-
-
-def test_too_little_shared_memory_is_the_trainers_error(bench: Bench) -> None:
-    bench.start()
-    huge = build_manifest([("w", "F32", [1 << 44])], 1 << 44)
+        bench.channel("trainer").call(wrong, m.ArenaReady, timeout_s=WAIT_S)
     with pytest.raises(RejectedError, match="bytes free") as caught:
-        bench.publisher(huge)
+        bench.publisher(build_manifest([("w", "F32", [1 << 44])], 1 << 44))
     assert caught.value.code == "no_room"
-
-
-def test_a_receiver_elsewhere_is_told_why_there_is_no_way(bench: Bench) -> None:
-    bench.start()
-    receiver = Receiver(bench.channel("gen-0"), StagedPlanes(), host="elsewhere")
+    far = Receiver(bench.channel("far"), StagedPlanes(), host="elsewhere")
     with pytest.raises(RejectedError, match=r"shm: the hub's /dev/shm is not the receiver's"):
-        receiver.subscribe(WAIT_S)
-
-
-def test_planes_are_chosen_and_refused_with_reasons() -> None:
-    here, there = Side("h"), Side("other")
-    assert choose_plane("auto", here, here, ["tcp", "shm"]) == "shm"
-    assert choose_plane("auto", here, there, ["shm", "tcp"]) == "tcp"
-    with pytest.raises(RejectedError, match="shm: the hub's /dev/shm is not the receiver's"):
-        choose_plane("auto", here, there, ["shm"])
-    with pytest.raises(RejectedError, match="plane shm is set"):
-        choose_plane("shm", here, here, ["tcp"])
-    check_plane("auto")
-    check_plane("shm")
-    check_plane("tcp")
-    for name in set(PLANES) - {"shm", "tcp"}:
-        with pytest.raises(UsageError, match=f'weight_hub.plane = "{name}" cannot be used'):
-            check_plane(name)
-
-
-def test_a_version_without_a_checksum_for_each_bucket_is_refused(bench: Bench) -> None:
-    bench.start()
+        far.subscribe(WAIT_S)
     publisher = bench.publisher()
     publisher.slot(0, WAIT_S)
     with pytest.raises(RejectedError, match=f"1 checksums for {len(LAYOUT.buckets)} buckets"):
         publisher.publish(0, 0.0, [1])
     publish(publisher, 0)
     load(bench.receiver("gen-0"), 0)
+    bench.publisher(name="trainer-2")
+    with pytest.raises(RejectedError, match="trainer-2 has registered since trainer did"):
+        publisher.slot(1, WAIT_S)
 
 
 def test_whoever_asks_a_daemon_that_ends_is_refused(bench: Bench) -> None:
@@ -174,3 +151,61 @@ def test_while_an_arena_is_made_others_are_answered(
     assert len(made) == 1
     publish(publisher, 0)
     load(bench.receiver("gen-0"), 0)
+
+
+# -- a hub dies without a word, and another takes its place ---------------------------------------
+
+
+def receiver_of(bench: Bench) -> Receiver:
+    """One that looks after its hub once a minute: it has to hear that there is another."""
+    return bench.receiver("a", check_s=60.0)
+
+
+def replace(bench: Bench, slots: int = 2) -> None:
+    bench.start(slots=slots)
+    for channel in bench.channels:
+        channel.move(bench.endpoint)
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_an_arena_that_is_gone_is_written_again(bench: Bench, slots: int) -> None:
+    """Removed by somebody, or of another number of slots: the trainer copies what it has."""
+    bench.start(slots=2)
+    publisher, receiver = bench.publisher(), receiver_of(bench)
+    push(publisher, 0, receiver)
+    path = bench.kill()
+    if slots == 2:
+        path.unlink()
+    replace(bench, slots)
+    load(receiver, 0)
+    assert not path.exists()
+    push(publisher, 1, receiver)
+
+
+@pytest.mark.parametrize("arena_stays", [True, False])
+def test_what_is_being_written_is_published_to_the_new_hub(bench: Bench, arena_stays: bool) -> None:
+    bench.start()
+    publisher, receiver = bench.publisher(), receiver_of(bench)
+    push(publisher, 0, receiver)
+    slot = publisher.slot(1, WAIT_S)
+    path = bench.kill()
+    if not arena_stays:
+        path.unlink()
+    replace(bench)
+    slot[:] = content(1)
+    publish_slot(publisher, 1)
+    load(receiver, 1)  # version 0 may come first: pushed before the trainer was done
+    assert publisher._arena is not None and (publisher._arena.path == path) == arena_stays
+    push(publisher, 2, receiver)
+
+
+def test_a_trainer_that_comes_back_after_the_hub_starts_afresh(bench: Bench) -> None:
+    bench.start()
+    publish(bench.publisher(), 5)
+    path = bench.kill()
+    bench.start()
+    again = bench.publisher()
+    assert not path.exists(), "nobody has it any more"
+    publish(again, 0)
+    staged = take(receiver_of(bench))
+    assert (staged.version, whole(staged)) == (0, content(0))

@@ -2,8 +2,8 @@
 
 Arguments: how many ranks divide experts, and a folder with a folder `models`. Ends with 0 if ranks
 read, bit for bit, what Transformers loads and nobody holds more than its rows, and if they write
-the bytes of the version that one rank would; where experts are divided, if adapters of them are
-refused, and if they compute what they do undivided.
+the bytes of the version that one rank would, each its own, and tell its checksums; where experts
+are divided, if adapters of them are refused, and if they compute what they do undivided.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from fakes.architectures import ARCHITECTURES
 from fakes.closeness import assert_same_sums, model_terms
+from fakes.full_rows import RowShape, full_rows
 from fakes.slowness import limit
 from torch.distributed.tensor import DTensor
 
@@ -29,8 +30,8 @@ from umbra.services.modeling.experts import ExpertGroup, divide_experts
 from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy, open_policy
-from umbra.services.trainer.snapshot import tensor_layout, write_shards
-from umbra.services.weights.manifest import build_manifest
+from umbra.services.trainer.snapshot import Snapshots, tensor_layout, write_shards
+from umbra.services.weights.manifest import build_manifest, checksums
 
 
 def main(experts: int, folder: Path) -> int:
@@ -70,17 +71,29 @@ def compare(directory: Path, config: TrainerConfig, ranks: Ranks, file: Path) ->
     layout = tensor_layout(learner.model, "bfloat16")
     assert layout == tensor_layout(plain, "bfloat16"), "of the same names and shapes"
     manifest = build_manifest(layout, 4096)
+    total = manifest.total_bytes
+    alone = bytearray(b"\xaa" * total)
+    write_shards(plain, manifest, memoryview(alone))
+    shares = ranks.collect(
+        write_shards(
+            learner.model, manifest, memoryview(bytearray(total)), ranks.rank, ranks.world
+        ),
+        int,
+    )
+    assert sum(shares) == sum(entry.nbytes for entry in manifest.tensors), "nobody wrote another's"
+    assert max(shares) < 1.5 * total / ranks.world
+    with torch.no_grad():  # leaves the root gathered
+        micro = full_rows(RowShape(1, 8, packed=False))
+        learner.score(micro, torch.ones(len(micro.targets)))
     if ranks.rank == 0:
-        file.write_bytes(b"\xaa" * manifest.total_bytes)
+        file.write_bytes(b"\xaa" * total)
     dist.barrier()
     with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
-        view = memoryview(mapped)
-        write_shards(learner.model, manifest, view, ranks.rank, ranks.world)
+        view = memoryview(mapped)  # in place of a slot of the host's arena
+        sums = Snapshots(learner.model, manifest, ranks).write(("", 0), view)
         view.release()
-    dist.barrier()
-    alone = bytearray(b"\xaa" * manifest.total_bytes)
-    write_shards(plain, manifest, memoryview(alone))
     assert file.read_bytes() == alone, directory.name
+    assert sums == checksums(manifest, memoryview(alone))
 
 
 def compare_experts(name: str, how: str, group: ExpertGroup) -> None:
