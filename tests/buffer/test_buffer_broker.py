@@ -97,13 +97,6 @@ def test_a_parked_question_ends_empty_when_its_wait_is_over_or_a_newer_one_comes
     assert run.late["b"] == 2 * [m.TaskLeases(tasks=[])]
 
 
-@pytest.mark.parametrize("version", [-1, 1])
-def test_a_version_that_does_not_exist_is_refused(version: int) -> None:
-    run = world()
-    reply = run.get("a", m.LeaseTasks(capacity=1, version=version, wait_s=0), m.Nack)
-    assert reply.code == "wrong_version"
-
-
 def test_an_expired_lease_goes_to_the_one_who_waits() -> None:
     run = world(run_ahead=0, lease_s=30, dead_after_s=1000)
     (first, *_) = run.lease("a", 4, 0)

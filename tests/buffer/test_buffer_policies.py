@@ -213,18 +213,12 @@ def test_reasons_of_failure_are_counted_by_name_as_far_as_that_is_bounded() -> N
     assert counts["failed: a 1"] == counts["failed: reward: b 0"] == 1
 
 
-def test_scoring_is_served_as_it_comes_and_unknown_stages_are_refused() -> None:
+def test_scoring_is_served_as_it_comes() -> None:
     run = scored()
     assert run.ask("r", m.LeaseTasks(kind="reward", capacity=9, wait_s=9)) is None
     run.answer("a", run.lease("a", 1, 0), 0, 1.0, 0.0)
     (lease,) = run.late["r"]
     assert isinstance(lease, m.TaskLeases) and len(lease.tasks) == 1
-    reply = world().ask("a", m.LeaseTasks(kind="reward", capacity=1, wait_s=0))
-    assert isinstance(reply, m.Nack) and reply.code == "wrong_role"
-    run = world()
-    run.join("scorer", "r")
-    reply = run.get("r", m.LeaseTasks(kind="reward", capacity=1, wait_s=0), m.Nack)
-    assert reply.code == "unknown_stage"
 
 
 def counted(run: World) -> dict[str, int]:

@@ -107,32 +107,6 @@ def test_model_tokens_are_never_tokenised_again() -> None:
     assert engine.requests[1].prompt_ids == [6, 10, 4, 4, STOP, 6, 9]
 
 
-class Moody(Guess):
-    """An environment with chance in it: it never gives the hint of last time."""
-
-    hints = 0
-
-    def step(self, response: str) -> StepResult:
-        result = super().step(response)
-        Moody.hints += 1
-        messages = [{"role": "user", "content": str(Moody.hints)} for _ in result.messages]
-        return StepResult(reward=result.reward, done=result.done, messages=messages)
-
-
-def test_a_partial_that_cannot_be_replayed_starts_anew(chat: Chat, tokenizer: Any) -> None:
-    turns = "1", "2", "6"
-    first = runner_of(chat, Moody, *turns)
-    first.add([sample(GUESSED)])
-    after(first, 4)
-    (returned,) = first.drain("drained")
-    assert returned.partial is not None
-    second = runner_of(chat, Moody, engine=ScriptedEngine(says(tokenizer, *turns), version=5))
-    second.add([sample(GUESSED, attempt=2, trajectory=returned.partial)])
-    (trajectory,) = finish(second)
-    assert trajectory.spans == [VersionSpan(version=5, start=0, end=trajectory.response_tokens)]
-    assert (trajectory.reward, trajectory.turns) == (1.0, 3)
-
-
 def test_an_unsound_partial_is_not_used(chat: Chat) -> None:
     rollout = Rollout(sample({"prompt": "1"}), settings(chat))
     rollout.asked(opening("1"))
