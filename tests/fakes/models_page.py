@@ -12,8 +12,7 @@ import torch
 from fakes import vllm_models
 from fakes.architectures import ARCHITECTURES, Architecture
 
-from umbra.deploy.model_check.check import check_model
-from umbra.deploy.model_check.comparisons import Outcome
+from umbra.deploy.model_check.check import Outcome, check_model
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.architectures import check_architecture
 

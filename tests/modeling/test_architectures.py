@@ -13,10 +13,9 @@ from fakes import models_page
 from fakes.architectures import ARCHITECTURES
 from transformers import AutoModel, PreTrainedModel
 
-from umbra.deploy.model_check import comparisons
-from umbra.deploy.model_check.check import check_model, fewest_layers
+from umbra.deploy.model_check import check
+from umbra.deploy.model_check.check import Outcome, Row, check_model, fewest_layers
 from umbra.deploy.model_check.command import command
-from umbra.deploy.model_check.comparisons import Outcome, Row
 from umbra.deploy.prepare.preflight import check_run
 from umbra.proto.errors import UsageError
 from umbra.services.config import DataConfig, RunConfig, TrainerConfig
@@ -218,7 +217,7 @@ def test_a_soft_cap_left_out_is_noticed(model_dir: Path, monkeypatch: pytest.Mon
 
 @of("qwen3-moe")
 def test_damaged_weights_are_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, written = comparisons.write_shards, comparisons.whole_weights
+    whole, written = check.write_shards, check.whole_weights
 
     def damaged(policy: PreTrainedModel, manifest: Any, memory: memoryview) -> None:
         whole(policy, manifest, memory)
@@ -230,8 +229,8 @@ def test_damaged_weights_are_noticed(model_dir: Path, monkeypatch: pytest.Monkey
         next(t for n, t in weights.items() if "experts.down_proj" in n).view(-1)[0] += 1
         return weights
 
-    monkeypatch.setattr(comparisons, "write_shards", damaged)
-    monkeypatch.setattr(comparisons, "whole_weights", damaged_export)
+    monkeypatch.setattr(check, "write_shards", damaged)
+    monkeypatch.setattr(check, "whole_weights", damaged_export)
     found = different(compare(model_dir))
     for name in ("weights published in float32", "weights published in bfloat16"):
         assert found[name].worst == 1
@@ -266,7 +265,7 @@ def test_a_copy_has_few_layers_and_short_windows(
     assert list(outcome.cuts) == cuts
     assert outcome.equal, outcome.as_text()
     assert all(f"compared on a copy with {cut}" in outcome.as_text() for cut in cuts)
-    monkeypatch.setattr("umbra.deploy.model_check.check.LARGE", 1000)
+    monkeypatch.setattr(check, "LARGE", 1000)
     assert list(compare(path).cuts) == cuts
 
 
