@@ -15,10 +15,6 @@ from typing import Any, TextIO, cast
 
 import click
 
-from umbra.services.config import RunSection
-
-COLUMNS = 80  # that a terminal has at least
-
 
 def shown_path(path: Path) -> str:
     """Return `path` from the current folder, if it lies below it."""
@@ -74,11 +70,8 @@ def shown_command() -> str:
 
 
 def command_line(command: str, run: Path, *arguments: str) -> str:
-    """Return a command on the run in folder `run` to copy: by its id if that is shorter."""
-    line = f"{shown_command()} {shlex.join((command, shown_path(run), *arguments))}"
-    if len(line) <= COLUMNS - 4 or run.parent != Path(RunSection().dir).resolve():
-        return line
-    return f"{shown_command()} {shlex.join((command, run.name, *arguments))}"
+    """Return a command on the run in folder `run` to copy."""
+    return f"{shown_command()} {shlex.join((command, shown_path(run), *arguments))}"
 
 
 def print_facts(rows: Sequence[tuple[str, str]]) -> None:

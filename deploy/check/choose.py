@@ -23,7 +23,6 @@ from umbra.services.modeling.model_directory import directory_of
 from umbra.services.process.host import driver_version, versions_line
 
 MOST_CONTEXT = 8192  # of a model that could take more: longer answers are asked for by name
-PATIENCE_S = 1800.0  # for a choice in another process, which ends itself far earlier
 CONTEXT, TOKENS = "generator.max_context", "sampling.max_tokens"
 
 
@@ -73,8 +72,7 @@ def for_this_machine(config: RunConfig, tree: Mapping[str, Any]) -> tuple[RunCon
         choice = for_hardware(config, set_keys, machine)
     else:
         try:
-            request = ChoiceRequest(config, sorted(set_keys), machine)
-            choice = machines.ask_aside(Choice, request, timeout_s=PATIENCE_S)
+            choice = machines.ask_aside(Choice, ChoiceRequest(config, sorted(set_keys), machine))
         except UmbraError as error:
             raise StartupError(
                 f"it cannot be estimated how trainer and generator share the GPU: {error}; set "

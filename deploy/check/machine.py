@@ -42,6 +42,7 @@ GPUS: dict[str, float] = {
     "h200-141": 139.8, "l4-24": 22.0, "l40s-48": 44.4, "rtx4090-24": 23.5, "rtx5090-32": 31.3,
 }  # fmt: skip
 PROGRAM_S = 180.0  # for a process that loads torch, on a slow disk
+REQUEST_S = 1800.0  # for one that also builds a model, which ends itself far earlier
 LEAST_DRIVER = {12: 525, 13: 580}  # by CUDA major (NVIDIA, "CUDA minor version compatibility")
 
 T = TypeVar("T")
@@ -84,8 +85,9 @@ class Gpu(msgspec.Struct, frozen=True):
 class GpuReport(msgspec.Struct, frozen=True):
     """The GPUs that torch sees, and what says `why_not` if it sees none.
 
-    `torch` is its version, `cuda` of the CUDA it is built for (empty: for CPUs), `node` whether
-    the process is given a device of the driver, `visible` its CUDA_VISIBLE_DEVICES.
+    `torch` is its version (empty: it did not answer), `cuda` of the CUDA it is built for (empty:
+    for CPUs), `node` whether the process is given a device of the driver, `visible` its
+    CUDA_VISIBLE_DEVICES.
     """
 
     gpus: list[Gpu]
@@ -96,10 +98,11 @@ class GpuReport(msgspec.Struct, frozen=True):
     visible: str | None = None
 
 
-def ask_aside(kind: type[T], request: object = None, *, timeout_s: float = PROGRAM_S) -> T:
+def ask_aside(kind: type[T], request: object = None) -> T:
     """Return the answer of `aside` to a request; UmbraError with the reason if there is none."""
     argv = python_argv("umbra.deploy.check.aside")
     data = b"" if request is None else msgspec.json.encode(request)
+    timeout_s = PROGRAM_S if request is None else REQUEST_S
     try:
         process = subprocess.run(argv, input=data, capture_output=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -112,8 +115,11 @@ def ask_aside(kind: type[T], request: object = None, *, timeout_s: float = PROGR
 
 @cache
 def gpu_report() -> GpuReport:
-    """Return the GPUs that torch sees; UmbraError with the reason if it does not answer."""
-    return ask_aside(GpuReport)
+    """Return the GPUs that torch sees; none, and the reason, if it does not answer."""
+    try:
+        return ask_aside(GpuReport)
+    except UmbraError as error:
+        return GpuReport([], f"torch was asked for them, and {error}")
 
 
 def why_blind(report: GpuReport, driver: str) -> str:
@@ -121,6 +127,8 @@ def why_blind(report: GpuReport, driver: str) -> str:
     least = LEAST_DRIVER.get(int(report.cuda.partition(".")[0] or 0), 0)
     major, visible = driver.partition(".")[0], report.visible
     variable = f'CUDA_VISIBLE_DEVICES = "{visible}"'
+    if not report.torch:
+        return f"{report.why_not}; see whether nvidia-smi answers, and torch loads"
     if not report.cuda:
         return (
             f"torch {report.torch} is built for CPUs; install one from PyPI (CUDA 13, driver 580 "
@@ -143,30 +151,19 @@ def why_blind(report: GpuReport, driver: str) -> str:
     return f"{report.why_not}{hidden}; see whether nvidia-smi lists the GPUs, and which"
 
 
-def silent(error: UmbraError) -> str:
-    """Return why torch names no GPU if it did not answer, and after the semicolon the remedy."""
-    return f"torch was asked for them, and {error}; see whether nvidia-smi answers, and torch loads"
-
-
 def this_machine() -> Machine:
     """Return this machine's hardware; `blind` is set also if torch does not answer."""
-    stats = os.statvfs(SHM)
-    machine = Machine(
+    stats, driver = os.statvfs(SHM), driver_version()
+    report = gpu_report() if driver else GpuReport([])
+    return Machine(
+        gpus=tuple(gpu.total for gpu in report.gpus),
+        name=report.gpus[0].name if report.gpus else "",
         host=host_bytes(),
         shm=stats.f_blocks * stats.f_frsize,
+        vllm=bool(driver) and importlib.util.find_spec("vllm") is not None,
+        blind=why_blind(report, driver) if driver and not report.gpus else "",
         cores=len(os.sched_getaffinity(0)),
     )
-    if not (driver := driver_version()):
-        return machine
-    change, vllm = msgspec.structs.replace, importlib.util.find_spec("vllm") is not None
-    try:
-        report = gpu_report()
-    except UmbraError as error:
-        return change(machine, vllm=vllm, blind=silent(error))
-    if not report.gpus:
-        return change(machine, vllm=vllm, blind=why_blind(report, driver))
-    sizes = tuple(gpu.total for gpu in report.gpus)
-    return change(machine, vllm=vllm, gpus=sizes, name=report.gpus[0].name)
 
 
 def kind_of(device: str, *, gpu: bool) -> str:
@@ -261,10 +258,7 @@ def find_gpus(needed: int) -> Finding:
     driver = driver_version()
     if not driver and not needed:
         return Finding("GPUs", "ok", "none")
-    try:
-        return judge_gpus(gpu_report(), driver, needed)
-    except UmbraError as error:
-        return refusal("GPUs", silent(error))
+    return judge_gpus(gpu_report(), driver, needed)
 
 
 def for_cpus(config: RunConfig) -> bool:

@@ -95,9 +95,6 @@ def count_plain(config: Any, trainer: TrainerConfig) -> Counts | None:
     )
 
 
-ROOM_S = 600.0  # for another process to build a model without weights; it ends itself earlier
-
-
 class ModelSizes(Counts, frozen=True, kw_only=True):
     """Counts of elements, not bytes."""
 
@@ -131,7 +128,7 @@ def _model_sizes(config: RunConfig, name: str, source: str, trainer: TrainerConf
     if counts is None:
         build = Build(str(directory), source, trainer)
         if torch_is_hidden():  # then another process builds it
-            counts = ask_aside(Counts, build, timeout_s=ROOM_S)
+            counts = ask_aside(Counts, build)
         else:
             from umbra.deploy.check.aside import count
 

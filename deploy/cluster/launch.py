@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,27 +63,38 @@ def container_paths(plan: Plan, modules: str, *, keys: bool) -> Paths:
     return Paths(f"{ROOT}/{CONFIG_FILE}", results, store, folder, modules, f"{ROOT}/cache")
 
 
-@dataclass(frozen=True, slots=True)
 class Launch:
-    """Command and mounts of a process.
+    """Command and mounts of a process, as any launcher starts it."""
 
-    `command` and `health` are arguments of `umbra`, the second checks the process from beside it.
-    `volumes` are mounted at their values: results, store, shm (shared by the node's processes, for
-    the versions of the weights) and cache. `inputs` are read at the same path on every node.
-    """
-
-    process: Process
-    command: list[str]
-    health: list[str]
-    image: str
-    restarts: int
-    ports: list[int]  # that it binds and others reach; gloo and NCCL choose theirs
-    host_network: bool
-    inputs: list[str]
-    volumes: dict[str, str]
-    role: KeyRole
-    memory_mib: int | None  # at most, shared memory included for the process that makes it
-    cpus: float | None
+    def __init__(self, plan: Plan, process: Process, paths: Paths) -> None:
+        cluster, task, kind = plan.cluster, process.task, KINDS[process.task]
+        several_nodes = task == "train" and len(plan.trainers()) > 1
+        sources = _sources(plan.config, task)
+        self.process, self.role = process, kind.role
+        self.command = _command(plan, process, paths)  # arguments of `umbra`
+        self.health = _health(plan, process)  # the same, to check the process from beside it
+        self.image = _image(plan, process, sources)
+        self.restarts = TRAINER_RESTARTS if task == "train" and not several_nodes else RESTARTS
+        self.ports = ports(plan, process)
+        # The ranks of several nodes connect with each other at ports that gloo and NCCL choose.
+        self.host_network = cluster.network == "host" or several_nodes
+        inputs = {path for path in sources if path and not _is_elsewhere(path)}
+        if paths.modules and task in ("buffer", "generate", "reward"):
+            inputs.add(paths.modules)
+        self.inputs = sorted(inputs)  # read at the same path on every node
+        # Mounted at their values; shm is shared by the node's processes, for versions of weights.
+        self.volumes = {"results": str(Path(paths.results).parent)}
+        if task == "buffer":
+            self.volumes["store"] = str(Path(paths.store).parent)
+        else:
+            self.volumes["shm"] = "/dev/shm"
+        if any(map(_is_elsewhere, sources)):
+            self.volumes["cache"] = paths.cache
+        memory = cluster.memory_gib.get(task)
+        if memory is not None and kind.section == "weight_hub":  # which makes the shared memory
+            memory += cluster.shm_gib
+        self.memory_mib = None if memory is None else round(memory * 1024)
+        self.cpus = cluster.cpus.get(task)
 
     @property
     def key_files(self) -> list[str]:
@@ -94,42 +104,11 @@ class Launch:
 
 
 def launches(plan: Plan, paths: Paths) -> list[Launch]:
-    return [launch(plan, process, paths) for process in plan.processes]
-
-
-def launch(plan: Plan, process: Process, paths: Paths) -> Launch:
-    cluster, task, kind = plan.cluster, process.task, KINDS[process.task]
-    several_nodes = task == "train" and len(plan.trainers()) > 1
-    sources = _sources(plan.config, task)
-    inputs = {path for path in sources if path and not _is_elsewhere(path)}
-    if paths.modules and task in ("buffer", "generate", "reward"):
-        inputs.add(paths.modules)
-    volumes = {"results": str(Path(paths.results).parent)}
-    volumes |= {"store": str(Path(paths.store).parent)} if task == "buffer" else {"shm": "/dev/shm"}
-    if any(map(_is_elsewhere, sources)):
-        volumes["cache"] = paths.cache
-    memory = cluster.memory_gib.get(task)
-    if memory is not None and kind.section == "weight_hub":
-        memory += cluster.shm_gib
-    return Launch(
-        process,
-        command=_command(plan, process, paths),
-        health=_health(plan, process),
-        image=_image(plan, process, sources),
-        restarts=TRAINER_RESTARTS if task == "train" and not several_nodes else RESTARTS,
-        ports=ports(plan, process),
-        # The ranks of several nodes connect with each other at ports that gloo and NCCL choose.
-        host_network=cluster.network == "host" or several_nodes,
-        inputs=sorted(inputs),
-        volumes=volumes,
-        role=kind.role,
-        memory_mib=None if memory is None else round(memory * 1024),
-        cpus=cluster.cpus.get(task),
-    )
+    return [Launch(plan, process, paths) for process in plan.processes]
 
 
 def ports(plan: Plan, process: Process) -> list[int]:
-    """Return the ports that `process` binds and others reach."""
+    """Return the ports that `process` binds and others reach; gloo and NCCL choose theirs."""
     is_rendezvous = process.task == "train" and len(plan.trainers()) > 1 and not process.node_rank
     kinds = (Port.RENDEZVOUS,) if is_rendezvous else KINDS[process.task].ports
     return [plan.cluster.port(kind) for kind in kinds]

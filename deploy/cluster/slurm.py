@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from umbra.deploy.cluster.cluster_file import Node
-from umbra.deploy.cluster.launch import CONFIG_FILE, Paths, environment, launch
+from umbra.deploy.cluster.launch import CONFIG_FILE, Launch, Paths, environment
 from umbra.deploy.cluster.plan import Plan, Process
 from umbra.proto.errors import UsageError
 from umbra.services.process.supervisor import FINAL_CODES
@@ -202,7 +202,7 @@ def _line(text: str) -> str:
 def _step(plan: Plan, order: list[str], process: Process, paths: Paths) -> str:
     """Return the line that starts `process`; each node has a results folder of its own."""
     node = process.node.name
-    entry = launch(plan, process, paths._replace(results=f"{paths.results}/{node}"))
+    entry = Launch(plan, process, paths._replace(results=f"{paths.results}/{node}"))
     gpus = ",".join(map(str, process.gpus))
     words = ["step", str(order.index(node)), gpus, process.name, str(entry.restarts), "umbra"]
     line = " ".join(map(_quoted, [*words, *entry.command])) + "\n"

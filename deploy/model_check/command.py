@@ -21,11 +21,8 @@ from umbra.proto.errors import EXIT_DONE, UsageError
     "--tensor-parallel", "workers", type=click.IntRange(1), default=1, show_default=True,
     help="GPUs (without any: processes) that divide the model in vLLM.",
 )  # fmt: skip
-@click.option(
-    "--threads", type=click.IntRange(0), default=0, show_default=True, help="CPU threads; 0 = all."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
-def command(path: Path, layers: int, vllm: bool, workers: int, threads: int, as_json: bool) -> int:
+def command(path: Path, layers: int, vllm: bool, workers: int, as_json: bool) -> int:
     """Compare what Umbra computes with the model in PATH with plain Transformers.
 
     Logprobs and gradients of packed rows, tokens that the engines sample before and after their
@@ -33,13 +30,9 @@ def command(path: Path, layers: int, vllm: bool, workers: int, threads: int, as_
     float32 on the CPU; vLLM on GPUs in bfloat16. The exit code is 0 if nothing differs, and 2 if
     something does or the model is refused.
     """
-    import torch
-
-    from umbra.deploy.model_check.check import check_model
+    from umbra.deploy.model_check.check import check_model  # brings torch
     from umbra.services.modeling.architectures import PROVEN
 
-    if threads:
-        torch.set_num_threads(threads)
     outcome = check_model(path, layers, vllm=vllm, workers=workers)
     click.echo(json.dumps(outcome.as_dict()) if as_json else outcome.as_text())
     if not outcome.equal:

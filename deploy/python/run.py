@@ -131,14 +131,9 @@ class Run:
             time.sleep(LOOK_S)
 
     @property
-    def metrics(self) -> Any:
-        """Return a row for each step so far: a pandas DataFrame if it is installed, else dicts."""
-        rows = [step.metrics for step in self._steps()]
-        try:
-            import pandas  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
-        except ModuleNotFoundError:
-            return rows
-        return pandas.DataFrame(rows)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return a row for each step so far; `pandas.DataFrame` takes them."""
+        return [step.metrics for step in self._steps()]
 
     def samples(self) -> list[dict[str, Any]]:
         """Return rollouts that were trained on, oldest first: `log.samples` of each step."""

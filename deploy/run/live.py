@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import click
 from rich.console import Console, RenderableType
@@ -25,7 +25,6 @@ LINE_S = 5.0
 POLL_S = 0.5
 IDLE_S = 5.0  # without a step, after which it is looked less often
 ANSWER_S = 2.0
-Clock = Callable[[], float]
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +67,6 @@ class Progress:
     def idle(self) -> bool:
         return time.monotonic() - self._moved_at > IDLE_S
 
-    @property
-    def recent_reward(self) -> float | None:
-        recent = self.rewards[-10:]
-        return sum(recent) / len(recent) if recent else None
-
     def close(self) -> None:
         self._closing.set()
         if self._client is not None:
@@ -97,15 +91,11 @@ class View:
 
 
 class PlainView(View):
-    """Lines, one about progress every `every_s` seconds and at the last step."""
+    """Lines, one about progress every `LINE_S` seconds and at the last step."""
 
-    def __init__(
-        self, *, err: bool = False, every_s: float = LINE_S, clock: Clock = time.monotonic
-    ) -> None:
+    def __init__(self, *, err: bool = False) -> None:
         self._err = err
-        self._every_s = every_s
-        self._clock = clock
-        self._next = clock() + every_s
+        self._next = time.monotonic() + LINE_S
         self._shown = -1
         self._warnings = NewWarnings()
         self._doing = ("", "")
@@ -116,9 +106,9 @@ class PlainView(View):
     def doing(self, activity: str, detail: str = "") -> None:
         """Print it when it begins, and now and then a detail that is new."""
         begins = activity != self._doing[0]
-        if begins or (detail != self._doing[1] and self._clock() >= self._next):
+        if begins or (detail != self._doing[1] and time.monotonic() >= self._next):
             self._doing = (activity, "" if begins else detail)
-            self._next = self._clock() + self._every_s
+            self._next = time.monotonic() + LINE_S
             self.say(f"{activity} ..." if begins else f"  {detail}")
 
     def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
@@ -129,10 +119,11 @@ class PlainView(View):
         for line in self._warnings.lines(status):
             self.say(line)
         over = status.version >= status.steps
-        if self._shown < status.steps if over else self._clock() >= self._next:
-            self._next = self._clock() + self._every_s
+        if self._shown < status.steps if over else time.monotonic() >= self._next:
+            self._next = time.monotonic() + LINE_S
             self._shown = status.version
-            self.say(headline(status, progress.recent_reward))
+            recent = progress.rewards[-10:]
+            self.say(headline(status, sum(recent) / len(recent) if recent else None))
 
 
 class TerminalView(View):

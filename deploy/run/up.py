@@ -9,6 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,38 +42,25 @@ BUFFER, HUB, TRAINER = "buffer", "weight-hub", "trainer"
 EXIT_DRAINED = 128 + signal.SIGTERM  # `umbra drain` is as if it had got this signal
 
 
+@dataclass
 class Up:
-    """One run in its folder.
+    """One run in its folder."""
 
-    Args:
-        config: resolved, with absolute paths.
-        search: where the user's modules are looked for.
-        server: forks the processes that need PyTorch, if it is given.
-        started: when what the user waits for began (`time.monotonic`); now, if not given.
-        model_made: whether the model is there, where it is being made. It shows how that goes, and
-            until then no process starts that loads the model.
-        stand_in: a directory that differs from the model's in its weights alone, to be tried.
-    """
+    config: RunConfig  # resolved, with absolute paths
+    folder: RunFolder
+    view: View
+    interrupts: SignalCounter
+    search: Sequence[Path] = ()  # where the user's modules are looked for
+    server: ForkServer | None = None  # forks the processes that need PyTorch
+    started: float = field(default_factory=time.monotonic)  # since when the user waits
+    # Whether a model that is being made is there: it shows how that goes, and until then no process
+    # starts that loads the model.
+    model_made: Callable[[], bool] | None = None
+    stand_in: str = ""  # a directory to be tried, which differs from the model's in weights alone
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: RunFolder,
-        *,
-        view: View,
-        interrupts: SignalCounter,
-        search: Sequence[Path] = (),
-        server: ForkServer | None = None,
-        started: float | None = None,
-        model_made: Callable[[], bool] | None = None,
-        stand_in: str = "",
-    ) -> None:
-        self.config, self.folder = config, folder
-        self._search, self._server = search, server
-        self._stages = Stages(folder, child_environ(search), interrupts, server)
-        self._view, self._interrupts = view, interrupts
-        self._started = time.monotonic() if started is None else started
-        self._model_made, self._stand_in = model_made, stand_in
+    def __post_init__(self) -> None:
+        environ = child_environ(self.search)
+        self._stages = Stages(self.folder, environ, self.interrupts, self.server)
         self._outcome: dict[str, Any] = {}
         self._addressed = False  # somebody was told where the buffer is
         self._trained = False  # a step in this life of the run
@@ -85,11 +73,11 @@ class Up:
         """
         before = self.folder.remember() if self.folder.config.is_file() else None
         try:
-            self.folder.write_origin(self._search)
+            self.folder.write_origin(self.search)
             waiting = partial(self._doing, "trying environment and model on the first prompt")
-            stand_in = self._stand_in
-            for warning in self._stages.try_environment(self.config, waiting, stand_in=stand_in):
-                self._view.say(f"warning: {warning}")
+            warnings = self._stages.try_environment(self.config, waiting, stand_in=self.stand_in)
+            for warning in warnings:
+                self.view.say(f"warning: {warning}")
         except (UmbraError, StageInterrupted) as error:
             if before is not None:
                 self.folder.put_back(before)
@@ -98,7 +86,7 @@ class Up:
             if isinstance(error, UmbraError):
                 raise
             sentence = "interrupted before anything was started"
-            raise ChildError(sentence, self._interrupts.exit_code) from error
+            raise ChildError(sentence, self.interrupts.exit_code) from error
         try:
             remove_leftovers(self.folder.id)  # of a life of this run that was killed
             self.folder.forget_end()
@@ -108,11 +96,11 @@ class Up:
         if before is not None and code in FORESEEN_CODES and not self._trained:
             self.folder.put_back(before)
             raise ChildError(reason, code)
-        if self._model_made is not None:
+        if self.model_made is not None:
             self.folder.discard()  # nobody can go on without a model
         if not self.folder.config.is_file():
             raise ChildError(reason, code)
-        total_s = time.monotonic() - self._started
+        total_s = time.monotonic() - self.started
         summary = summarise(self.folder, reason, code, total_s, **self._outcome)
         if code == EXIT_DONE and (bad := _contradiction(summary)):
             summary["exit_reason"], summary["exit_code"] = bad, UmbraError.exit_code
@@ -121,13 +109,13 @@ class Up:
             if self.folder.metrics.exists():
                 write_report(self.folder)
         except OSError as error:
-            self._view.say(f"no summary or no report was written: {error.strerror}")
+            self.view.say(f"no summary or no report was written: {error.strerror}")
         return summary
 
     def _supervise(self) -> tuple[str, int]:
         last_line = self._stages.last_line
         supervisor = Supervisor(
-            self._spawn, goal=TRAINER, report=self._view.say, last_line=last_line
+            self._spawn, goal=TRAINER, report=self.view.say, last_line=last_line
         )
         progress = Progress(self.folder)
         progress.poll()
@@ -152,7 +140,7 @@ class Up:
             self._trained = len(progress.rewards) > steps
             if progress.status is not None:
                 self._outcome["last_status"] = msgspec.to_builtins(progress.status)
-            self._view.update(progress, supervisor.states())
+            self.view.update(progress, supervisor.states())
             progress.close()
             supervisor.close()
             RunAddress.forget(self.folder.path)
@@ -165,7 +153,7 @@ class Up:
         argv = program.argv
         if program.name == BUFFER and not self._addressed:
             argv = (*argv, NEW_ADDRESS)  # another process may have the port that a former life had
-        server = self._server if program.forked else None
+        server = self.server if program.forked else None
         return ChildProcess(argv, environ=environ, stdout=log, stderr=log, server=server)
 
     def _start(self, supervisor: Supervisor, progress: Progress) -> None:
@@ -183,11 +171,11 @@ class Up:
         self._addressed = True
         progress.watch(broker, open_security(self.config.security.keys, ["monitor"]))
         RunAddress(broker, self.config.security.keys).write(self.folder.path)
-        self._view.say(f"run {self.folder.id}, its buffer at {broker}")
-        self._view.say(f"to watch it:\n  {command_line('monitor', self.folder.path)}")
+        self.view.say(f"run {self.folder.id}, its buffer at {broker}")
+        self.view.say(f"to watch it:\n  {command_line('monitor', self.folder.path)}")
         hub, *others = other_programs(self.config, self.folder, broker)
         supervisor.start(hub)
-        while self._model_made or (self._server is not None and not self._server.ready()):
+        while self.model_made or (self.server is not None and not self.server.ready()):
             if not supervisor.poll() or supervisor.draining:
                 return
             self._turn(supervisor, progress)
@@ -196,40 +184,40 @@ class Up:
 
     def _doing(self, activity: str, detail: str = "") -> None:
         """Show what goes on, once the model is made."""
-        if self._model_made is not None and self._model_made():
-            self._model_made = None
-        if self._model_made is None:
-            self._view.doing(activity, detail)
+        if self.model_made is not None and self.model_made():
+            self.model_made = None
+        if self.model_made is None:
+            self.view.doing(activity, detail)
 
     def _turn(self, supervisor: Supervisor, progress: Progress) -> None:
         """Run one turn of the loop: heed signals, show progress, sleep a little."""
-        if self._interrupts.count >= 2:
+        if self.interrupts.count >= 2:
             supervisor.kill()
-        elif self._interrupts.count == 1 and not supervisor.draining:
-            self._view.say("stopping; once more to end at once")
+        elif self.interrupts.count == 1 and not supervisor.draining:
+            self.view.say("stopping; once more to end at once")
             supervisor.drain()
         progress.poll()
-        if progress.status is None or self._model_made:
+        if progress.status is None or self.model_made:
             up = [name for name, state in supervisor.states().items() if state == "running"]
             self._doing("starting", ", ".join(up))
-        if self._model_made is None:
-            self._view.update(progress, supervisor.states())
-        idle = progress.idle and self._model_made is None
-        self._interrupts.wait(IDLE_POLL_S if idle else POLL_S)
+        if self.model_made is None:
+            self.view.update(progress, supervisor.states())
+        idle = progress.idle and self.model_made is None
+        self.interrupts.wait(IDLE_POLL_S if idle else POLL_S)
 
     def _verdict(self, supervisor: Supervisor) -> tuple[str, int]:
         if (failure := supervisor.failure) is not None:
             if failure.exit_code not in FORESEEN_CODES:
                 log = self.folder.log(failure.program)
                 for line in (f"-- the end of {log}", *(f"   {t}" for t in tail(log)[-LOG_LINES:])):
-                    self._view.say(line)
+                    self.view.say(line)
             return failure.reason, failure.exit_code
         if supervisor.done:
             status = read_object(self.folder.buffer)
             if status.get("ending") and not status.get("finished"):
                 return f"drained: {status['ending']}", EXIT_DRAINED
             return "finished", EXIT_DONE
-        return "interrupted", self._interrupts.exit_code
+        return "interrupted", self.interrupts.exit_code
 
 
 def _contradiction(summary: Mapping[str, Any]) -> str:

@@ -70,18 +70,15 @@ class _Sampler:
     weights: Weights | None = None  # of the newest request
 
 
+@dataclass
 class SampleLeases:
-    """Requests that wait, in order, and the sampler that has each of the others.
+    """Requests that wait, in order, and the sampler that has each of the others."""
 
-    Args:
-        slots: samples that a sampler decodes at once.
-        silent_s: for which a sampler with requests may say nothing.
-    """
+    slots: int  # samples that a sampler decodes at once
+    silent_s: float  # for which a sampler with requests may say nothing
+    clock: Callable[[], float] = time.monotonic
 
-    def __init__(
-        self, slots: int, silent_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._slots, self._silent_s, self._clock = slots, silent_s, clock
+    def __post_init__(self) -> None:
         self._waiting: deque[SampleJob] = deque()
         self._samplers: dict[int, _Sampler] = {}
         self._losses: Counter[str] = Counter()
@@ -90,12 +87,12 @@ class SampleLeases:
         self._waiting.append(job)
 
     def join(self, name: int) -> None:
-        self._samplers[name] = _Sampler(self._clock())
+        self._samplers[name] = _Sampler(self.clock())
 
     def note(self, name: int, job_id: str) -> bool:
         """Note a sign of life; return true if it answers a request that the sampler has."""
         sampler = self._samplers[name]
-        sampler.active_at = self._clock()
+        sampler.active_at = self.clock()
         if sampler.jobs.pop(job_id, None) is None:
             return False
         self._losses.pop(job_id, None)
@@ -115,14 +112,14 @@ class SampleLeases:
         while self._waiting and (name := self._place(self._waiting[0])) is not None:
             job, sampler = self._waiting.popleft(), self._samplers[name]
             if not sampler.jobs:
-                sampler.active_at = self._clock()
+                sampler.active_at = self.clock()
             sampler.jobs[job.id], sampler.weights = job, job.weights
             leases.append((name, job))
         return leases
 
     def overdue(self) -> list[int]:
         """Return samplers that are silent with requests; on any thread."""
-        limit = self._clock() - self._silent_s
+        limit = self.clock() - self.silent_s
         samplers = list(self._samplers.items())
         return [name for name, sampler in samplers if sampler.jobs and sampler.active_at < limit]
 
@@ -133,33 +130,27 @@ class SampleLeases:
             jobs, other = sampler.jobs.values(), sampler.weights != job.weights
             load = sum(one.count for one in jobs)
             is_apart = any(self._losses[one.id] == TRIES - 1 for one in (*jobs, job))
-            if load < self._slots and not (jobs and is_apart):
-                costs.append((load + (self._slots if load and other else 0), other, name))
+            if load < self.slots and not (jobs and is_apart):
+                costs.append((load + (self.slots if load and other else 0), other, name))
         return min(costs)[2] if costs else None
 
 
+@dataclass
 class Samplers:
-    """The processes, and their pipes on the loop of the HTTP server.
+    """The processes, and their pipes on the loop of the HTTP server."""
 
-    Args:
-        gpus: of this machine; the trainer has the first one.
-        finish: gets each request with its answer, on that loop.
-    """
+    config: RunConfig
+    gpus: int  # of this machine; the trainer has the first one
+    loop: LoopThread
+    finish: Callable[[str, FutureAnswer], None]  # gets requests with their answers, on that loop
 
-    def __init__(
-        self,
-        config: RunConfig,
-        gpus: int,
-        loop: LoopThread,
-        finish: Callable[[str, FutureAnswer], None],
-    ) -> None:
-        self._config, self._loop, self._finish = config, loop, finish
-        silent_s = config.buffer.engine_stall_s
-        self._leases = SampleLeases(config.generator.slots, silent_s)
+    def __post_init__(self) -> None:
+        generator, silent_s = self.config.generator, self.config.buffer.engine_stall_s
+        self._leases = SampleLeases(generator.slots, silent_s)
         self._children: dict[int, ChildProcess] = {}
         self._pipes: dict[int, AsyncPipe[SampleReport]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._devices = devices(config.generator.device, config.generator.count, gpus)
+        self._devices = devices(generator.device, generator.count, self.gpus)
         self.supervisor = Supervisor(self._spawn, report=log.warning, stop_s=STOP_S)
 
     def start(self) -> None:
@@ -188,9 +179,9 @@ class Samplers:
             child = ChildProcess(program.argv, channel=theirs)
         self._children[child.pid] = child
         device = self._devices[int(program.name.rpartition("-")[2])]
-        generator = msgspec.structs.replace(self._config.generator, device=device)
-        config = to_json(msgspec.structs.replace(self._config, generator=generator))
-        self._loop.call(self._join, child.pid, ours, SamplerStart(config, secrets.randbits(31)))
+        generator = msgspec.structs.replace(self.config.generator, device=device)
+        config = to_json(msgspec.structs.replace(self.config, generator=generator))
+        self.loop.call(self._join, child.pid, ours, SamplerStart(config, secrets.randbits(31)))
         return child
 
     # -- on the loop ------------------------------------------------------------------------------
@@ -206,14 +197,14 @@ class Samplers:
     async def _follow(self, pid: int, pipe: AsyncPipe[SampleReport]) -> None:
         while (report := await pipe.receive()) is not None:
             if self._leases.note(pid, report.id) and report.answer is not None:
-                self._finish(report.id, report.answer)
+                self.finish(report.id, report.answer)
                 self._assign()
         self._pipes.pop(pid).close()
         self._children.pop(pid, None)
         self._tasks.pop(pid)
         for job in self._leases.leave(pid):
             why = f"{TRIES} samplers ended while they had this request: see the server's log"
-            self._finish(job.id, FutureAnswer.failure(UmbraError(why)))
+            self.finish(job.id, FutureAnswer.failure(UmbraError(why)))
         self._assign()
 
     def submit(self, job: SampleJob) -> None:

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -49,22 +50,17 @@ _CHECKPOINT = _CHECKPOINTS + "/{name:path}"
 log = logging.getLogger("umbra.tinker")
 
 
+@dataclass(eq=False)
 class Api:
     """Sessions, futures and checkpoints; a thread trains, and processes sample."""
 
-    def __init__(
-        self,
-        journal: FuturesJournal,
-        training: Training,
-        submit: Callable[[SampleJob], None],
-        max_context: int,
-        tokenizer: str,
-        secret: bytes,
-    ) -> None:
-        self._journal, self._training, self._to_samplers = journal, training, submit
-        self._base_model, self._max_context = training.base_model, max_context
-        self._tokenizer, self._secret = tokenizer, secret
-        self._waiting: dict[str, asyncio.Event] = {}
+    journal: FuturesJournal
+    training: Training
+    submit: Callable[[SampleJob], None]
+    max_context: int
+    tokenizer: str
+    secret: bytes  # signs URLs
+    _waiting: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
 
     def app(self) -> Starlette:
         """Return the application; a handler gets a request and its body, and returns JSON."""
@@ -102,7 +98,7 @@ class Api:
 
     def resume(self) -> None:
         """Queue requests for samples that an earlier server left unfinished."""
-        for request in self._journal.samples():
+        for request in self.journal.samples():
             self._submit(request, read(request.body, bodies.SampleBody))
 
     def wake(self, request_id: str) -> None:
@@ -125,23 +121,23 @@ class Api:
 
     def _create_session(self, _http: HttpRequest, _data: bytes) -> Any:
         session = uuid.uuid4().hex
-        self._journal.put(SessionRecord(at=time.time()), session, "")
+        self.journal.put(SessionRecord(at=time.time()), session, "")
         return {"type": "create_session", "session_id": session}
 
     def _heartbeat(self, _http: HttpRequest, data: bytes) -> Any:
         name = str(read(data, bodies.Named).session_id)
-        with self._journal.transaction():
+        with self.journal.transaction():
             session, now = self._session(name), time.time()
             if session.at < now - HEARTBEAT_S:
-                self._journal.put(replace(session, at=now), name, "")
+                self.journal.put(replace(session, at=now), name, "")
         return {"type": "session_heartbeat"}
 
     def _finish_session(self, http: HttpRequest, _data: bytes) -> Any:
         name = http.path_params["session"]
-        with self._journal.transaction():
-            if (session := self._journal.get(SessionRecord, name)) is not None:
-                self._journal.put(replace(session, finished=True), name, "")
-        self._training.wake(sweep=True)
+        with self.journal.transaction():
+            if (session := self.journal.get(SessionRecord, name)) is not None:
+                self.journal.put(replace(session, finished=True), name, "")
+        self.training.wake(sweep=True)
         return {}
 
     def _numbered(self, http: HttpRequest, data: bytes) -> Any:
@@ -156,24 +152,24 @@ class Api:
     def _accept(self, kind: str, model_id: str, seq: int, data: bytes) -> Any:
         """Write a request of a model and return its future; once, however often it comes."""
         request = FutureRequest(f"{model_id}:{seq}", model_id, seq, kind, data)
-        model = self._journal.get(Model, model_id)
+        model = self.journal.get(Model, model_id)
         if model is None and seq:
             raise ApiError(f"there is no model {model_id}", status=404)
         self._session(bodies.session_of(model_id))
         # One that is done, and whose answer is too old, is unknown.
         is_past = model is not None and seq < model.next
-        if not (is_past and self._journal.answer(request.id) == "unknown"):
-            if self._journal.accept(request):
-                self._training.wake()
+        if not (is_past and self.journal.answer(request.id) == "unknown"):
+            if self.journal.accept(request):
+                self.training.wake()
         return {"request_id": request.id, "model_id": model_id}
 
     async def _retrieve(self, _http: HttpRequest, data: bytes) -> Any:
         name = read(data, bodies.Named).request_id
         event = self._waiting.setdefault(name, asyncio.Event())
-        if (answer := self._journal.answer(name)) is None:
+        if (answer := self.journal.answer(name)) is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), POLL_S)
-            answer = self._journal.answer(name)
+            answer = self.journal.answer(name)
         if answer is None:
             pending = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return JSONResponse(pending, 408)
@@ -189,19 +185,19 @@ class Api:
         self._session(body.session_id)
         sampler = SamplerRecord()
         if (path := body.model_path) is None:
-            self._training.check_base(body.base_model)
+            self.training.check_base(body.base_model)
         elif (saved := self._find(Checkpoint, path)).kind == "save_weights_for_sampler":
             sampler = SamplerRecord(saved.weights, path)
         else:
             raise ApiError(f"{path} is not for sampling: save_weights_for_sampler makes those")
         name = bodies.sampler_name(body.session_id, body.sampling_session_seq_id)
-        self._journal.put(sampler, name, body.session_id)
+        self.journal.put(sampler, name, body.session_id)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     def _get_sampler(self, http: HttpRequest, _data: bytes) -> Any:
         name = http.path_params["sampler"]
         path = self._find(SamplerRecord, name).path
-        return {"sampler_id": name, "base_model": self._base_model, "model_path": path}
+        return {"sampler_id": name, "base_model": self.training.base_model, "model_path": path}
 
     def _sample(self, _http: HttpRequest, data: bytes) -> Any:
         body = read(data, bodies.SampleBody)
@@ -209,7 +205,7 @@ class Api:
         self._find(SamplerRecord, sampler)
         body.check()
         request = FutureRequest(f"{sampler}:{seq}", sampler, seq, "asample", data)
-        if self._journal.accept(request):
+        if self.journal.accept(request):
             self._submit(request, body)
         names = [f"{request.id}:{index}" for index in range(body.num_samples)]
         return {"request_id": request.id, "sample_sequence_ids": names}
@@ -227,12 +223,12 @@ class Api:
             sampling=Sampling(
                 temperature=given.temperature, top_p=given.top_p, top_k=max(0, given.top_k)
             ),
-            max_tokens=given.max_tokens or self._max_context,
+            max_tokens=given.max_tokens or self.max_context,
             stop_tokens=None if stop is None else [end for end in stop if isinstance(end, int)],
             stop_texts=[end for end in stop or () if isinstance(end, str)],
             scored=last if body.prompt_logprobs else 0,
         )
-        self._to_samplers(job)
+        self.submit(job)
 
     # -- models and checkpoints -------------------------------------------------------------------
 
@@ -241,8 +237,8 @@ class Api:
         return {
             "type": "get_info",
             "model_id": model.id,
-            "model_name": self._base_model,
-            "model_data": {"model_name": self._base_model, "tokenizer_id": self._tokenizer},
+            "model_name": self.training.base_model,
+            "model_data": {"model_name": self.training.base_model, "tokenizer_id": self.tokenizer},
             "optimizer_config": {"type": "adamw"},
             **_lora(model.shape),
         }
@@ -250,24 +246,24 @@ class Api:
     def _weights_info(self, _http: HttpRequest, data: bytes) -> Any:
         shape = self._find(Checkpoint, read(data, bodies.Named).tinker_path).weights.shape
         parts = {key: getattr(shape, key) for key in ("train_unembed", "train_mlp", "train_attn")}
-        return {"base_model": self._base_model, **_lora(shape), **parts}
+        return {"base_model": self.training.base_model, **_lora(shape), **parts}
 
     def _capabilities(self, _http: HttpRequest, _data: bytes) -> Any:
-        model = {"model_name": self._base_model, "max_context_length": self._max_context}
+        model = {"model_name": self.training.base_model, "max_context_length": self.max_context}
         return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
     def _runs(self, http: HttpRequest, _data: bytes) -> Any:
-        page, cursor = _page(http, self._journal.all(Model))
+        page, cursor = _page(http, self.journal.all(Model))
         return {"training_runs": [self._run(name) for name in page], "cursor": cursor}
 
     def _run(self, name: str) -> dict[str, Any]:
         model = self._find(Model, name)
-        saved = self._journal.all(Checkpoint, name)
+        saved = self.journal.all(Checkpoint, name)
         newest = {entry.kind: _checkpoint(path, entry) for path, entry in saved.items()}
         metadata = model.user_metadata
         return {
             "training_run_id": name,
-            "base_model": self._base_model,
+            "base_model": self.training.base_model,
             "model_owner": "umbra",
             "last_request_time": datetime.fromtimestamp(model.created, UTC).isoformat(),
             "last_checkpoint": newest.get("save_weights"),
@@ -277,15 +273,15 @@ class Api:
         }
 
     def _checkpoints(self, http: HttpRequest, _data: bytes) -> Any:
-        saved = self._journal.all(Checkpoint, http.path_params.get("run"))
+        saved = self.journal.all(Checkpoint, http.path_params.get("run"))
         page, cursor = _page(http, saved)
         return {"checkpoints": [_checkpoint(path, saved[path]) for path in page], "cursor": cursor}
 
     def _delete_checkpoint(self, http: HttpRequest, _data: bytes) -> Any:
         path = _path_of(http)
         self._find(Checkpoint, path)
-        self._journal.drop(Checkpoint, path)
-        self._training.wake(sweep=True)  # which deletes its files
+        self.journal.drop(Checkpoint, path)
+        self.training.wake(sweep=True)  # which deletes its files
         return {}
 
     def _urls(self, http: HttpRequest, _data: bytes) -> Any:
@@ -309,14 +305,14 @@ class Api:
         if int(expires) < time.time():
             raise ApiError("the URL has expired", status=403)
         model, name = http.path_params["model"], http.path_params["name"]
-        return FileResponse(self._training.folder / "models" / model / name)
+        return FileResponse(self.training.folder / "models" / model / name)
 
     def _sign(self, path: str, expires: int) -> str:
-        return hmac.new(self._secret, f"{expires} {path}".encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self.secret, f"{expires} {path}".encode(), hashlib.sha256).hexdigest()
 
     def _find(self, kind: type[T], name: str) -> T:
         """Return a record; ApiError if there is none."""
-        if (record := self._journal.get(kind, name)) is None:
+        if (record := self.journal.get(kind, name)) is None:
             noun = kind.__name__.lower().replace("record", "")
             raise ApiError(f"there is no {noun} {name}", status=404)
         return record

@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -33,19 +34,16 @@ SEGMENTS = {
 }
 
 
+@dataclass(eq=False)
 class Training:
-    """The worker that does requests, and writes their answers into the journal.
+    """The worker that does requests, and writes their answers into the journal."""
 
-    Args:
-        folder: gets states, versions and exports.
-        base_model: the name that clients know the model by.
-    """
+    config: RunConfig
+    folder: Path  # gets states, versions and exports
+    base_model: str  # the name that clients know the model by
+    journal: FuturesJournal
 
-    def __init__(
-        self, config: RunConfig, folder: Path, base_model: str, journal: FuturesJournal
-    ) -> None:
-        self.folder, self.base_model = folder, base_model
-        self._config, self._journal = config, journal
+    def __post_init__(self) -> None:
         self._benches: dict[bodies.TrainedShape, Bench] = {}
         self._trainees: dict[str, tuple[Bench, Trainee]] = {}
         # What a request makes, with its name and its parent: written with the answer.
@@ -64,7 +62,7 @@ class Training:
     def run(self) -> None:
         """Do requests until the end."""
         while not self._closed:
-            if (request := self._journal.next()) is not None:
+            if (request := self.journal.next()) is not None:
                 self._do(request)
             elif (wait_s := self._sweep_at - time.monotonic()) > 0:
                 self._wake.wait(wait_s)
@@ -92,31 +90,29 @@ class Training:
                 bench.save(trainee, state)
                 trainee.cost_s = 0.0
                 update |= {"snapshot": request.seq, "state": str(state)}
-        with self._journal.transaction():
+        with self.journal.transaction():
             for record in self._records:
-                self._journal.put(*record)
-            self._journal.finish(
-                request.id, answer, keep=kind in ("forward_backward", "optim_step")
-            )
-            if (model := self._journal.get(Model, request.owner)) is not None:
-                self._journal.put(replace(model, **update), model.id, model.session)
+                self.journal.put(*record)
+            self.journal.finish(request.id, answer, keep=kind in ("forward_backward", "optim_step"))
+            if (model := self.journal.get(Model, request.owner)) is not None:
+                self.journal.put(replace(model, **update), model.id, model.session)
             if "snapshot" in update:
-                self._journal.trim(request.owner, request.seq)
+                self.journal.trim(request.owner, request.seq)
         if "snapshot" in update or kind in SEGMENTS:
             self._collect(request.owner)
 
     def _sweep(self) -> None:
         """Drop old answers, expired checkpoints, and versions of ended sessions."""
         self._sweep_at = time.monotonic() + SWEEP_S
-        self._journal.purge()
+        self.journal.purge()
         now, silent = _stamp(0), time.time() - ABANDONED_S
-        for path, checkpoint in self._journal.all(Checkpoint).items():
+        for path, checkpoint in self.journal.all(Checkpoint).items():
             if checkpoint.expires and checkpoint.expires < now:
-                self._journal.drop(Checkpoint, path)
-        for name, session in self._journal.all(SessionRecord).items():
+                self.journal.drop(Checkpoint, path)
+        for name, session in self.journal.all(SessionRecord).items():
             if session.finished or max(session.at, self._began) < silent:
-                self._journal.end(name)
-        models = list(self._journal.all(Model))
+                self.journal.end(name)
+        models = list(self.journal.all(Model))
         for model_id in models:
             self._collect(model_id)
         known = {self._place(model_id) for model_id in models}
@@ -128,15 +124,15 @@ class Training:
 
         Checkpoints stay, with the model that they are listed under.
         """
-        if (model := self._journal.get(Model, model_id)) is None:
+        if (model := self.journal.get(Model, model_id)) is None:
             return
         place = self._place(model_id)
-        checkpoints = self._journal.all(Checkpoint, model_id).values()
+        checkpoints = self.journal.all(Checkpoint, model_id).values()
         needed = {checkpoint.weights.folder for checkpoint in checkpoints}
-        if self._journal.get(SessionRecord, model.session) is None:
+        if self.journal.get(SessionRecord, model.session) is None:
             self._trainees.pop(model_id, None)
             if not needed:
-                self._journal.drop(Model, model_id)
+                self.journal.drop(Model, model_id)
         else:
             needed.add(model.state)
             unnamed = {str(folder) for folder in place.glob("sampler_weights-*")} - needed
@@ -166,7 +162,7 @@ class Training:
 
     def _load(self, request: FutureRequest) -> FutureAnswer:
         body = read(request.body, bodies.LoadWeights)
-        saved = self._journal.get(Checkpoint, body.path)
+        saved = self.journal.get(Checkpoint, body.path)
         if saved is None or saved.kind != "save_weights":
             raise UsageError(
                 f"{body.path} is no training checkpoint of this server: save_state makes them"
@@ -205,7 +201,7 @@ class Training:
         bench, trainee = self._trainee(model_id)
         number = body.sampling_session_seq_id if kind == "save_weights_for_sampler" else None
         path = f"tinker://{model_id}/{segment}/{body.name}"
-        if number is None and not body.overwrite and self._journal.get(Checkpoint, path):
+        if number is None and not body.overwrite and self.journal.get(Checkpoint, path):
             raise UsageError(f"{path} exists: choose another name, or overwrite=True")
         # Numbers of requests are used once, so none is ever written over another.
         folder = self._place(model_id) / f"{segment}-{request.seq}"
@@ -235,11 +231,11 @@ class Training:
         """
         if (pair := self._trainees.get(model_id)) is not None:
             return pair
-        if (model := self._journal.get(Model, model_id)) is None:
+        if (model := self.journal.get(Model, model_id)) is None:
             raise UsageError(f"there is no model {model_id}")
         begun, bench = time.monotonic(), self._bench(model.shape)
         _, trainee = self._trainees[model_id] = bench, bench.begin(model)
-        for request in self._journal.past(model_id, model.snapshot):
+        for request in self.journal.past(model_id, model.snapshot):
             if request.state == "done":
                 _HANDLERS[request.kind](self, request)
             elif request.kind == "optim_step":
@@ -251,7 +247,7 @@ class Training:
 
     def _bench(self, shape: bodies.TrainedShape) -> Bench:
         if shape not in self._benches:
-            self._benches[shape] = Bench(self._config, shape)
+            self._benches[shape] = Bench(self.config, shape)
         return self._benches[shape]
 
     def _place(self, model_id: str) -> Path:

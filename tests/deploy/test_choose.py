@@ -157,7 +157,7 @@ def test_a_run_asks_another_process(model: Path, monkeypatch: pytest.MonkeyPatch
     run, told = for_this_machine(config, {"model": {"path": str(model)}})
     assert run.generator.engine_args == shared(model, 8)[0].generator.engine_args
     assert told[:2] == ["generator.engine = vllm", "generator.max_context = 8192"]
-    monkeypatch.setattr(choosing, "PATIENCE_S", 0.001)
+    monkeypatch.setattr(looking, "REQUEST_S", 0.001)
     with pytest.raises(StartupError, match="cannot be estimated how trainer and generator share"):
         for_this_machine(config, {})
 
@@ -166,11 +166,12 @@ CPUS = ["trainer.device=cpu", "generator.device=cpu"]
 
 
 def test_gpus_that_do_not_answer_are_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent() -> NoReturn:
+    def silent(_kind: object) -> NoReturn:
         raise UmbraError("it took longer than 180 s")
 
     monkeypatch.setattr(looking, "driver_version", lambda: "550.1")
-    monkeypatch.setattr(looking, "gpu_report", silent)
+    monkeypatch.setattr(looking, "ask_aside", silent)
+    monkeypatch.setattr(looking, "gpu_report", looking.gpu_report.__wrapped__)
     with pytest.raises(StartupError, match=r"sees no GPU: .* took longer than 180 s; see whether"):
         for_this_machine(load_config(environ={}), {})
     assert not for_this_machine(load_config(overrides=CPUS, environ={}), {})[1]

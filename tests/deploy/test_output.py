@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fakes.slowness import limit
 
+from umbra.deploy.run import live
 from umbra.deploy.run.live import PlainView, View
 
 ON = """
@@ -76,10 +77,11 @@ def test_streams_that_are_closed_from_the_start() -> None:
 
 
 def test_lines_say_what_goes_on_once_and_details_now_and_then(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
-    view = PlainView(every_s=5.0, clock=lambda: now[0])
+    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    view = PlainView()
 
     def said(*calls: Sequence[str]) -> list[str]:
         for call in calls:
@@ -87,9 +89,9 @@ def test_lines_say_what_goes_on_once_and_details_now_and_then(
         return capsys.readouterr().out.splitlines()
 
     assert said(["warm start"], ["warm start", "step 1/9"]) == ["warm start ..."]
-    now[0] = 5.0
+    now[0] = live.LINE_S
     assert said(["warm start", "step 4/9"], ["warm start", "step 5/9"]) == ["  step 4/9"]
-    now[0] = 10.0
+    now[0] = 2 * live.LINE_S
     assert said(["warm start", "step 4/9"]) == []
     assert said(["starting"], ["starting"]) == ["starting ..."]
     View().doing("anything")

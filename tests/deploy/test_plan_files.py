@@ -22,7 +22,7 @@ from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node, pl
 from umbra.deploy.cluster.command import render as render_plan
 from umbra.deploy.cluster.command import write
 from umbra.deploy.cluster.containers import to_yaml
-from umbra.deploy.cluster.launch import KINDS, container_paths, environment, launch, ports
+from umbra.deploy.cluster.launch import KINDS, Launch, container_paths, environment, ports
 from umbra.deploy.cluster.plan import Plan, Process, make_plan
 from umbra.proto.access import KEY_ROLES
 from umbra.proto.net.keys import load_keys
@@ -40,7 +40,7 @@ def test_every_planned_command_exists(plan: Plan, monkeypatch: pytest.MonkeyPatc
     for name, value in environment(plan, paths).items():
         monkeypatch.setenv(name, value)
     for process in plan.processes:
-        one = launch(plan, process, paths)
+        one = Launch(plan, process, paths)
         parse_planned(one.command)
         parse_planned(one.health)
         settings = [value for flag, value in pairwise(one.command) if flag == "--set"]

@@ -11,7 +11,7 @@ import pytest
 from umbra import cli
 from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node
 from umbra.deploy.cluster.command import render as render_plan
-from umbra.deploy.cluster.launch import Launch, container_paths, launch, modules_of
+from umbra.deploy.cluster.launch import Launch, container_paths, modules_of
 from umbra.deploy.cluster.plan import Plan, Process, make_plan
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
@@ -82,7 +82,7 @@ def render(plan: Plan, *formats: str, out: Path = Path("/out")) -> dict[str, str
 
 
 def launched(plan: Plan, process: Process) -> Launch:
-    return launch(plan, process, container_paths(plan, "", keys=True))
+    return Launch(plan, process, container_paths(plan, "", keys=True))
 
 
 def parse_planned(arguments: list[str]) -> None:

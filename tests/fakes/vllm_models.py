@@ -18,7 +18,7 @@ import torch
 from fakes.architectures import ARCHITECTURES
 from transformers import AutoModelForCausalLM
 
-from umbra.deploy.model_check.comparisons import publish
+from umbra.deploy.model_check.check import publish
 from umbra.proto.errors import UmbraError
 from umbra.services.generator.vllm.check import Differences, change, vllm_differences
 

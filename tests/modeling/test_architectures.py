@@ -276,7 +276,7 @@ def umbra(*arguments: object) -> Result:
 
 @of("qwen3")
 def test_the_command_prints_the_table_and_ends_well(model_dir: Path) -> None:
-    result = umbra(model_dir, "--threads", 1)
+    result = umbra(model_dir)
     assert result.return_value == 0
     assert "Qwen3ForCausalLM" in result.output
     assert result.output.count(" equal ") == 15

@@ -68,7 +68,7 @@ def test_a_warning_that_holds_is_shown_everywhere_and_told_once(
     ]  # fmt: skip
     progress = Progress(RunFolder(tmp_path))
     progress.status = warned
-    view = PlainView(every_s=5.0, clock=lambda: 0.0)
+    view = PlainView()
     view.update(progress, {})
     view.update(progress, {})
     assert capsys.readouterr().out == sentence + "\n"
