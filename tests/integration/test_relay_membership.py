@@ -1,9 +1,8 @@
-"""A relay is a member of the run: it is seen, may be drained, and ends when the run does."""
+"""Relays and part hubs are members of the run: seen, drained, and over when the run is."""
 
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import zmq
 from fakes.commands import UMBRA, call
 from fakes.crash_run import BufferProcess, Peer
+from fakes.forks import SEARCH
 from fakes.slowness import limit, seconds
 from fakes.waiting import until
 
@@ -19,6 +19,7 @@ from umbra.services.monitor.client import StatusClient
 
 WAIT_S = limit(40.0)
 HOST = socket.gethostname()
+Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -29,25 +30,34 @@ def buffer(tmp_path: Path) -> Iterator[BufferProcess]:
 
 
 @pytest.fixture
-def relay(buffer: BufferProcess, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """One that has not found a hub yet."""
-    nobody = "tcp://127.0.0.1:9"
-    own = ("weight-hub", "--upstream", nobody, "--set", "weight_hub.listen=tcp://127.0.0.1:*")
-    with (tmp_path / "relay.log").open("wb") as log:
-        popen = subprocess.Popen(
-            [*UMBRA, *own, "--broker", buffer.broker, "--name", "relay-b"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=log,
-            stderr=log,
+def start(buffer: BufferProcess) -> Iterator[Start]:
+    """Starts a daemon that never finds its hub, and waits until it is a member."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str, *words: str) -> subprocess.Popen[str]:
+        own = ("--upstream", "tcp://127.0.0.1:9", "--set", "weight_hub.listen=tcp://127.0.0.1:*")
+        started.append(
+            subprocess.Popen(
+                [*UMBRA, "weight-hub", *own, "--broker", buffer.broker, *words],
+                env={**os.environ, "PYTHONPATH": SEARCH},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         )
-    yield popen
-    popen.kill()
-    popen.wait()
+        members(buffer, lambda found: name in found)
+        return started[-1]
+
+    yield start
+    for popen in started:
+        popen.kill()
+        popen.communicate()
 
 
-def members(broker: str, done: Callable[[dict[str, Member]], object]) -> dict[str, Member]:
+def members(
+    buffer: BufferProcess, done: Callable[[dict[str, Member]], object]
+) -> dict[str, Member]:
     """The members, once they are as they should be."""
-    with StatusClient(broker) as client:
+    with StatusClient(buffer.broker) as client:
 
         def found() -> list[dict[str, Member]]:
             members = {member.name: member for member in client.status(WAIT_S).members}
@@ -56,99 +66,60 @@ def members(broker: str, done: Callable[[dict[str, Member]], object]) -> dict[st
         return until(found, lambda: client.status(WAIT_S).members)[0]
 
 
-def test_a_relay_ends_with_a_run_that_ends_at_once(
-    buffer: BufferProcess,
-    relay: subprocess.Popen[bytes],
-    tmp_path: Path,
-    zmq_context: zmq.Context[zmq.Socket[bytes]],
-) -> None:
-    """Nobody else has to leave, so the buffer stays no longer than for the relay."""
-    (member,) = members(buffer.broker, lambda found: "relay-b" in found).values()
-    assert member.role == "relay"
+def drain(buffer: BufferProcess, *whom: str) -> subprocess.CompletedProcess[str]:
+    return call([*UMBRA, "drain", *whom, "--broker", buffer.broker])
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "words"),
+    [("relay-b", "relay", ("--name", "relay-b")), ("part-1", "part", ("--owner", "1"))],
+)
+def test_it_ends_with_a_run_that_ends_at_once(
+    buffer: BufferProcess, start: Start, zmq_context: zmq.Context[zmq.Socket[bytes]],
+    name: str, role: str, words: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Nobody else has to leave, so the buffer stays no longer than for it."""
+    daemon = start(name, *words)
+    assert members(buffer, lambda found: found)[name].role == role
+    if role == "part":
+        told = "part-1 is the part, without which the run cannot go on"
+        assert told in drain(buffer, "--member", name).stderr
     trainer = Peer(zmq_context, buffer.broker, "trainer", "trainer")
     assert isinstance(trainer.call(FinishRun(reason="done")), RunFinished)
     trainer.close()
-    assert relay.wait(WAIT_S) == 0, (tmp_path / "relay.log").read_text()
+    _, errors = daemon.communicate(timeout=WAIT_S)
+    assert daemon.returncode == 0, errors
 
 
-def test_a_part_hub_ends_with_the_run_too(
-    buffer: BufferProcess, tmp_path: Path, zmq_context: zmq.Context[zmq.Socket[bytes]]
-) -> None:
-    """Also if it has not found the weight hub."""
-    own = (
-        "weight-hub",
-        "--upstream",
-        "tcp://127.0.0.1:9",
-        "--set",
-        "weight_hub.listen=tcp://127.0.0.1:*",
-    )
-    with (tmp_path / "part.log").open("wb") as log:
-        part = subprocess.Popen(
-            [*UMBRA, *own, "--owner", "1", "--broker", buffer.broker], stdout=log, stderr=log
-        )
-    try:
-        (member,) = members(buffer.broker, lambda found: "part-1" in found).values()
-        assert member.role == "part"
-        drain = ("drain", "--member", "part-1", "--broker", buffer.broker)
-        done = call([*UMBRA, *drain])
-        assert "part-1 is the part, without which the run cannot go on" in done.stderr
-        trainer = Peer(zmq_context, buffer.broker, "trainer", "trainer")
-        assert isinstance(trainer.call(FinishRun(reason="done")), RunFinished)
-        trainer.close()
-        assert part.wait(WAIT_S) == 0, (tmp_path / "part.log").read_text()
-    finally:
-        part.kill()
-        part.wait()
-
-
-def test_a_relay_is_drained_alone(buffer: BufferProcess, relay: subprocess.Popen[bytes]) -> None:
-    members(buffer.broker, lambda found: "relay-b" in found)
-    drain = ("drain", "--member", "relay-b", "--broker", buffer.broker)
-    call([*UMBRA, *drain], check=True)
-    assert relay.wait(WAIT_S) == 0
-    members(buffer.broker, lambda found: not found)
-
-
-def test_a_relay_that_lost_the_buffer_fails(buffer: BufferProcess, tmp_path: Path) -> None:
-    listen = ("--set", "weight_hub.listen=tcp://127.0.0.1:*")
-    own = ("--upstream", "tcp://127.0.0.1:9", *listen, "--name", "relay-b")
+def test_a_relay_that_lost_the_buffer_fails(buffer: BufferProcess, start: Start) -> None:
     grace_s = round(seconds(1.0))  # it must be seen before a busy buffer is taken for a lost one
-    popen = subprocess.Popen(
-        [*UMBRA, "weight-hub", *own, "--broker", buffer.broker,
-         "--set", f"run.broker_grace_s={grace_s}"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    members(buffer.broker, lambda found: "relay-b" in found)
+    relay = start("relay-b", "--name", "relay-b", "--set", f"run.broker_grace_s={grace_s}")
     buffer.kill()
-    _, errors = popen.communicate(timeout=WAIT_S)
-    assert popen.returncode == 5, errors
+    _, errors = relay.communicate(timeout=WAIT_S)
+    assert relay.returncode == 5, errors
     assert errors.splitlines()[-1].endswith(f"is silent for {grace_s} s")
 
 
-def test_a_node_is_drained_unless_the_trainer_is_there(
-    buffer: BufferProcess,
-    relay: subprocess.Popen[bytes],
-    zmq_context: zmq.Context[zmq.Socket[bytes]],
+def test_a_relay_is_drained_alone_or_with_its_node_unless_the_trainer_is_there(
+    buffer: BufferProcess, start: Start, zmq_context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    def drain(node: str) -> subprocess.CompletedProcess[str]:
-        words = ("drain", "--node", node, "--broker", buffer.broker)
-        return call([*UMBRA, *words])
+    def drained(relay: subprocess.Popen[str], *whom: str) -> None:
+        done = drain(buffer, *whom)
+        assert (done.returncode, done.stdout) == (0, "relay-b is draining\n")
+        _, errors = relay.communicate(timeout=WAIT_S)
+        assert relay.returncode == 0, errors
+        members(buffer, lambda found: set(found) == {"trainer", "generator"})
 
-    trainer = Peer(zmq_context, buffer.broker, "trainer", "trainer")  # on host "h"
-    generator = Peer(zmq_context, buffer.broker, "generator", "generator-0")
-    members(buffer.broker, lambda found: "relay-b" in found)
-    refused = drain("h")
-    assert refused.returncode == 2
-    assert "--node h: trainer runs there, and the run cannot do without it" in refused.stderr
-    unknown = drain("nowhere")
-    assert unknown.returncode == 2
-    assert f"no member runs there; members are on {', '.join(sorted({'h', HOST}))}" in (
-        unknown.stderr
-    )
-    done = drain(HOST)
-    assert (done.returncode, done.stdout) == (0, "relay-b is draining\n")
-    assert relay.wait(WAIT_S) == 0
-    members(buffer.broker, lambda found: set(found) == {"trainer", "generator-0"})
-    trainer.close()
-    generator.close()
+    peers = [Peer(zmq_context, buffer.broker, role, role) for role in ("trainer", "generator")]
+    relay = start("relay-b", "--name", "relay-b")
+    for node, told in (  # peers are on host "h"
+        ("h", "--node h: trainer runs there, and the run cannot do without it"),
+        ("nowhere", f"no member runs there; members are on {', '.join(sorted({'h', HOST}))}"),
+    ):
+        refused = drain(buffer, "--node", node)
+        assert refused.returncode == 2
+        assert told in refused.stderr
+    drained(relay, "--node", HOST)
+    drained(start("relay-b", "--name", "relay-b"), "--member", "relay-b")
+    for peer in peers:
+        peer.close()

@@ -10,7 +10,6 @@ import pytest
 from fakes.commands import UMBRA, call
 from fakes.slowness import limit
 from fakes.waiting import until
-from fakes.whole_runs import Up
 
 from umbra.proto.net.keys import load_keys
 from umbra.services.process.child import ChildProcess
@@ -75,10 +74,3 @@ def test_the_monitor_commands_use_keys(buffer: str, keys: Path, tmp_path: Path) 
     assert "not allowed with the monitor key" in changes.stderr
     allowed = umbra("pause", "--broker", buffer, "--keys", str(keys), cwd=tmp_path)
     assert allowed.returncode == 0, allowed
-
-
-def test_a_whole_run_with_keys(project: Path, up: Up) -> None:
-    """`umbra up` takes the keys in its `run.dir`; the weights go over plane `tcp`."""
-    assert umbra("keys", cwd=project).returncode == 0
-    process = up("weight_hub.plane=tcp", quiet_s=170.0)
-    assert process.finish()["exit_reason"] == "finished"

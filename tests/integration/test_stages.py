@@ -1,12 +1,15 @@
-"""A whole run with scorers for every stage, interruptions, evaluations and prompts that fail."""
+"""A whole run with scorers for all stages, interruptions, evaluations, bad prompts and keys."""
 
 import json
 from pathlib import Path
 
+from fakes.commands import UMBRA, call
 from fakes.whole_runs import Up
 
 
-def test_a_run_with_all_stages_and_evaluations(project: Path, up: Up) -> None:
+def test_a_run_with_all_stages_evaluations_and_keys(project: Path, up: Up) -> None:
+    """`umbra up` takes the keys in its `run.dir`; the weights go over plane `tcp`."""
+    call([*UMBRA, "keys"], cwd=project, check=True)
     rows = (project / "prompts.jsonl").read_text()
     (project / "heldout.jsonl").write_text(rows)
     first, _, others = rows.partition("\n")
@@ -21,6 +24,7 @@ def test_a_run_with_all_stages_and_evaluations(project: Path, up: Up) -> None:
         "eval.at_ends=false",
         "eval.prompts=heldout.jsonl",
         "eval.samples=8",
+        "weight_hub.plane=tcp",
         quiet_s=150.0,
     )
     summary = process.finish()
@@ -36,3 +40,4 @@ def test_a_run_with_all_stages_and_evaluations(project: Path, up: Up) -> None:
         ": prompt 2: the prompt has 202 tokens, which leaves no room for an answer in the context "
         "length, generator.max_context = 64\n"
     ) in process.log("generator-0")
+    assert "weights come over plane tcp" in process.log("generator-0")
