@@ -1,17 +1,30 @@
-"""Docker as `tests/real/setup.sh` installs it, and whether it can be used here."""
+"""Machines made of namespaces, with real SLURM, Docker or neither; what their tests have in common.
+
+`tests/real/setup.sh` installs what they need.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+from fakes.commands import UMBRA, call
+from fakes.slowness import limit
+
+from umbra.proto.messages import Status
+
 ROOT = Path(__file__).parents[2]
+PROGRAMS = ROOT / "tests" / "programs"
 INSTALLED = Path("/opt/umbra-docker")  # where setup.sh puts it beside a system without Compose
 SPACES = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
-NEEDED = ("dockerd", "docker", "containerd", "runc", "docker-init", "iptables", "ip", "unshare")
+DOCKER = ("dockerd", "docker", "containerd", "runc", "docker-init", "iptables", "ip", "unshare")
+LIMIT_S = limit(600.0)
 
 ENVIRON = {
     **os.environ,
@@ -27,15 +40,72 @@ def python_places() -> list[str]:
     return sorted(place for place in places if Path(place).exists())
 
 
+def why_not(what: str, *needed: str) -> str:
+    """Why `what` cannot be run here, which needs these programs; empty if it can."""
+    missing = [p for p in needed if shutil.which(p, path=ENVIRON["PATH"]) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed: tests/real/setup.sh installs {what}"
+    if os.geteuid() != 0:
+        return f"{what}: its machines need root"
+    tried = call([*SPACES, "true"])
+    return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+
+
 def why_no_docker(*more: str) -> str:
     """Why no daemon can be run here, or what of `more` is missing; empty if all is there."""
-    missing = [p for p in (*NEEDED, *more) if shutil.which(p, path=ENVIRON["PATH"]) is None]
-    if missing:
-        return f"{', '.join(missing)} not installed: tests/real/setup.sh installs Docker"
-    if os.geteuid() != 0:
-        return "Docker's daemons need root"
-    for argv in ((*SPACES, "true"), ("docker", "compose", "version")):
-        tried = subprocess.run(argv, env=ENVIRON, capture_output=True, text=True, check=False)
-        if tried.returncode:
-            return f"{' '.join(argv)}: {tried.stderr.strip()}"
-    return ""
+    if reason := why_not("Docker", *DOCKER, *more):
+        return reason
+    tried = call(["docker", "compose", "version"], env=ENVIRON)
+    return f"docker compose: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def sort_task(folder: Path, cluster: str, *plan: str) -> None:
+    """The sort task with a random base model in `folder`, and its plan for `cluster`, if any."""
+    shutil.copy(ROOT / "examples" / "sort.toml", folder / "run.toml")
+    (folder / "cluster.toml").write_text(cluster, encoding="utf-8")
+    umbra(folder, "make-model", "sort/base")
+    umbra(folder, "make-task", "sort", "--out", "sort", "--prompts", "512", "--heldout", "64")
+    if plan:
+        umbra(folder, "plan", "cluster.toml", "run.toml", *plan)
+
+
+def umbra(folder: Path, *words: str) -> None:
+    call([*UMBRA, *words], cwd=folder, check=True, quiet_s=300)
+
+
+def on_machines(
+    program: str,
+    folder: Path,
+    machines: Sequence[str] | Mapping[str, int],
+    script: str,
+    environ: Mapping[str, str] = ENVIRON,
+    limit_s: float = LIMIT_S,
+) -> str:
+    """Run a shell script with the machines of one of `tests/programs`; return what it prints."""
+    (folder / "script.sh").write_text(script, encoding="utf-8")
+    places = (str(folder / "machines"), json.dumps(machines), str(folder / "script.sh"))
+    done = subprocess.run(
+        [*SPACES, sys.executable, str(PROGRAMS / program), *places],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-6000:]}{done.stderr[-6000:]}{logs(folder)}"
+    return done.stdout
+
+
+def logs(folder: Path) -> str:
+    """The ends of all logs, for a test that fails."""
+    found = sorted(path for path in folder.rglob("*.log") if path.is_file())
+    return "".join(f"\n== {path}\n{path.read_text(errors='replace')[-2000:]}" for path in found)
+
+
+def check_ledger(status: Path, trained: int) -> None:
+    """Check that so many samples were trained, each once, and none is unaccounted for."""
+    ledger = msgspec.json.decode(status.read_bytes(), type=Status).ledger
+    assert ledger.balance == 0
+    assert ledger.trained == trained
+    assert sum(ledger.in_flight.values()) == 0

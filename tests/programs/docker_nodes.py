@@ -20,10 +20,9 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from slurm_cluster import BRIDGE, CONTROLLER, NETWORK, sh
+from network import CONTROLLER, make_network, start_machine
 
 FUNCTIONS = """\
 on() {
@@ -41,14 +40,10 @@ daemon_up() {
     until on "$1" docker info >/dev/null 2>&1; do sleep 0.2; done
 }
 """
-# Holds the machine's namespaces and starts its daemon, again unless NODE.down is there.
+# Starts the machine's daemon, again unless NODE.down is there.
 MACHINE = """\
-hostname {name}
 mount -t tmpfs tmpfs /run
 mkdir /run/exec
-echo $$ > {folder}/{name}.part; mv {folder}/{name}.part {folder}/{name}.pid
-until ip link set eth0 up 2>/dev/null; do sleep 0.05; done
-ip addr add {network}.{index}/24 dev eth0; ip link set lo up
 ip route add default via {controller}
 while :; do
     if [ ! -e {folder}/{name}.down ]; then
@@ -66,29 +61,12 @@ READY_S = 120.0
 
 
 def start(folder: Path, nodes: list[str]) -> None:
-    sh(
-        f"ip link set lo up; ip link add {BRIDGE} type bridge;"
-        f"ip addr add {CONTROLLER}/24 dev {BRIDGE}; ip link set {BRIDGE} up; hostname ctl"
-    )
+    make_network(CONTROLLER)
+    subprocess.run(["hostname", "ctl"], check=True)
     for index, name in enumerate(nodes, 1):
-        script = MACHINE.format(
-            name=name, folder=folder, network=NETWORK, index=index, controller=CONTROLLER
-        )
+        script = MACHINE.format(name=name, folder=folder, controller=CONTROLLER)
         with (folder / f"{name}.log").open("ab") as log:
-            subprocess.Popen(
-                ["unshare", "--net", "--mount", "--uts", "sh", "-ec", script],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        pid = folder / f"{name}.pid"
-        while not pid.exists():
-            time.sleep(0.05)
-        sh(
-            f"ip link add to-{index} type veth peer name eth0"
-            f" netns {pid.read_text(encoding='ascii').strip()};"
-            f"ip link set to-{index} master {BRIDGE} up"
-        )
+            start_machine(folder, index, name, script, log)
 
 
 def main() -> None:

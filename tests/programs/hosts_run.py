@@ -19,12 +19,13 @@ codes by process; what ended with a lost host has none.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +35,48 @@ from umbra.services.process.parent import PARENT_PID_VARIABLE
 from umbra.services.process.supervisor import FINAL_CODES
 
 POLL_S = 0.1
-PAUSE_S = 1.0  # until what has failed is started again
-RESTARTS = 20
 
 
 class Service:
-    def __init__(self, name: str, argv: list[str], log: Path) -> None:
+    """A process that is started again when it has failed, as by a launcher.
+
+    Args:
+        name: of it.
+        argv: its command.
+        log: gets its output.
+        environ: its environment variables.
+        restarts: how often it is started again.
+        final: codes after which it is not.
+        pause_s: until it is started again; each time `growth` times longer, up to a minute.
+        growth: of the pause.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: list[str],
+        log: Path,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        restarts: int = 20,
+        final: Collection[int] = (0, *FINAL_CODES),
+        pause_s: float = 1.0,
+        growth: float = 1.0,
+    ) -> None:
         self.name = name
         self.codes: list[int] = []
         self._argv, self._log = argv, log
+        self.environ = {**environ, PARENT_PID_VARIABLE: str(os.getpid())}  # it ends with us
+        self._restarts, self._final = restarts, final
+        self._pause_s, self._growth = pause_s, growth
         self._process: subprocess.Popen[bytes] | None = None
-        self._again = 0.0
+        self._due = math.inf
 
     def start(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._argv,
-                env={**os.environ, PARENT_PID_VARIABLE: str(os.getpid())},  # it ends with us
+                env=self.environ,
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -58,23 +84,24 @@ class Service:
             )
 
     def poll(self) -> bool:
+        """Start it again if that is due; whether it runs, or will."""
         if self._process is not None and (code := self._process.poll()) is not None:
             self.codes.append(code)
             self._process = None
-            self._again = time.monotonic() + PAUSE_S if code not in (0, *FINAL_CODES) else 0.0
-        if self._process is None and self._again and len(self.codes) <= RESTARTS:
-            if time.monotonic() >= self._again:
-                self._again = 0.0
-                self.start()
-            return True
-        return self._process is not None
+            if code not in self._final and len(self.codes) <= self._restarts:
+                self._due = time.monotonic() + self._pause_s
+                self._pause_s = min(60.0, self._growth * self._pause_s)
+        if self._due <= time.monotonic():
+            self._due = math.inf
+            self.start()
+        return self._process is not None or self._due < math.inf
 
     def kill(self) -> None:
         """End it; only `start` starts it again."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._process, self._again = None, 0.0
+        self._process, self._due = None, math.inf
 
 
 def services(folder: Path, hosts: dict[str, Host], relays: list[str]) -> dict[str, list[Service]]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from slurm_cluster import BRIDGE, CONTROLLER, NETWORK, sh
+from network import CONTROLLER, NETWORK, Host, make_network, sh
 
 POLL_S = 0.2
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -71,25 +71,9 @@ class Pod:
         assert self._security["runAsGroup"] == self._security["fsGroup"]
         return self._security["fsGroup"]
 
-    def connect(self, link: str) -> None:
-        # It ends when we do, because then its input does.
-        hold = f"hostname {self.spec['hostname']}; echo up; exec cat"
-        self._holder = subprocess.Popen(
-            ["unshare", "--net", "--uts", "sh", "-ec", hold],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self._holder.stdout is not None
-        self._holder.stdout.readline()
-        sh(
-            f"ip link add {link} type veth peer name eth0 netns {self._holder.pid};"
-            f"ip link set {link} master {BRIDGE} up;"
-            f"nsenter --target {self._holder.pid} --net sh -ec '"
-            f"ip addr add {self.address}/24 dev eth0; ip link set eth0 up; ip link set lo up'"
-        )
-
-    def enter(self) -> list[str]:
-        return ["nsenter", f"--target={self._holder.pid}", "--net", "--uts", "--"]
+    def start(self, link: str) -> None:
+        """Make the machine, which sees the volumes that there are by now."""
+        self.host = Host(self.spec["hostname"], self.address, link)
 
     def _volume(self, volume: dict[str, Any]) -> Path:
         """The file or folder that is mounted for `volume`."""
@@ -177,7 +161,7 @@ class Container:
         ]
         script = "\n".join([*self._mounts(world), f"exec {shlex.join(last)}"])
         spaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--", "sh", "-ec"]
-        return [*self._pod.enter(), *spaces, script]
+        return [*self._pod.host.enter, *spaces, script]
 
     def _mounts(self, world: World) -> list[str]:
         lines = [
@@ -216,17 +200,14 @@ class World:
         self.keys = Path(settings["keys"])
         self.image: list[str] = settings["image"]
         self.claims = folder / "claims"
-        sh(
-            f"ip link set lo up; ip link add {BRIDGE} type bridge;"
-            f"ip addr add {CONTROLLER}/24 dev {BRIDGE}; ip link set {BRIDGE} up"
-        )
+        make_network(CONTROLLER)
         jobs = [document for document in self._documents if document["kind"] == "Job"]
         self.pods = [
             Pod(job, f"{NETWORK}.{index}", folder / job["metadata"]["name"], self)
             for index, job in enumerate(jobs, 1)
         ]
         for index, pod in enumerate(self.pods, 1):
-            pod.connect(f"to-{index}")
+            pod.start(f"to-{index}")
 
     def of(self, kind: str, name: str) -> dict[str, Any]:
         (found,) = (

@@ -19,8 +19,8 @@ import sys
 import time
 from pathlib import Path
 
-BRIDGE, NETWORK = "umbra0", "10.88.0"
-CONTROLLER = f"{NETWORK}.254"
+from network import CONTROLLER, NETWORK, make_network, start_machine
+
 READY_S = 120.0
 
 CONF = """\
@@ -53,13 +53,6 @@ SchedulerParameters=bf_interval=2,sched_interval=2
 PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP
 PartitionName=short Nodes={names} MaxTime=5 State=UP
 """
-
-
-def sh(command: str) -> None:
-    """Run a shell command; what it says on failure is the error."""
-    done = subprocess.run(["sh", "-ec", command], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{command}: {done.stderr.strip()}")
 
 
 def configure(folder: Path, nodes: dict[str, int]) -> None:
@@ -98,30 +91,14 @@ def start(folder: Path, nodes: dict[str, int]) -> None:
         )
         while not (folder / "munge.socket").exists():
             time.sleep(0.05)
-        sh(
-            f"ip link set lo up; ip link add {BRIDGE} type bridge;"
-            f"ip addr add {CONTROLLER}/24 dev {BRIDGE}; ip link set {BRIDGE} up; hostname ctl"
-        )
+        make_network(CONTROLLER)
+        subprocess.run(["hostname", "ctl"], check=True)
         daemon("slurmctld", "-D", "-i")
         for index, name in enumerate(nodes, 1):
             (folder / f"spool-{name}").mkdir()
-            # Names its process in the file, then waits for its end of the cable.
-            script = (
-                f"hostname {name}; mount -t tmpfs -o mode=1777 tmpfs /dev/shm;"
-                f"echo $$ > {folder}/{name}.part; mv {folder}/{name}.part {folder}/{name}.pid;"
-                "until ip link set eth0 up 2>/dev/null; do sleep 0.05; done;"
-                f"ip addr add {NETWORK}.{index}/24 dev eth0; ip link set lo up;"
-                f"while :; do slurmd -D -N {name} || true; sleep 1; done"
-            )
-            daemon("unshare", "--net", "--mount", "--uts", "sh", "-ec", script)
-            pid = folder / f"{name}.pid"
-            while not pid.exists():
-                time.sleep(0.05)
-            holder = pid.read_text(encoding="ascii").strip()
-            sh(
-                f"ip link add to-{index} type veth peer name eth0 netns {holder};"
-                f"ip link set to-{index} master {BRIDGE} up"
-            )
+            serve = f"while :; do slurmd -D -N {name} || true; sleep 1; done"
+            memory = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm"
+            start_machine(folder, index, name, f"{memory}; {serve}", log)
 
 
 def wait_for_nodes(count: int) -> None:

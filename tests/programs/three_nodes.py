@@ -14,67 +14,42 @@ No container is made: images, users and limits are not tried.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from programs.hosts_run import POLL_S, Service
 from programs.network import Host, make_network
 
-from umbra.services.process.parent import PARENT_PID_VARIABLE
 
-POLL_S = 0.1
+class Planned(Service):
+    """A service of a compose file, restarted as Docker does it, with its health check."""
 
-
-@dataclass
-class Service:
-    name: str
-    argv: list[str]
-    health: list[str]
-    environ: dict[str, str]
-    log: Path
-    restarts_left: int
-    tries: int  # of its health check, until it counts as unhealthy
-    process: subprocess.Popen[bytes] | None = None
-    codes: list[int] = field(default_factory=list[int])
-    pause_s: float = 0.1  # doubles up to a minute, as Docker's does
-    due: float = math.inf
-
-    def start(self) -> None:
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.argv, env=self.environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-            )
-
-    def poll(self) -> bool:
-        if self.process is not None and (code := self.process.poll()) is not None:
-            self.codes.append(code)
-            self.process = None
-            if code != 0 and self.restarts_left > 0:
-                self.restarts_left -= 1
-                self.due = time.monotonic() + self.pause_s
-                self.pause_s = min(60.0, 2 * self.pause_s)
-        if self.due <= time.monotonic():
-            self.due = math.inf
-            self.start()
-        return self.process is not None or self.due < math.inf
+    def __init__(
+        self, name: str, umbra: list[str], spec: dict[str, Any], environ: dict[str, str], log: Path
+    ) -> None:
+        policy, _, limit = spec["restart"].partition(":")
+        assert policy == "on-failure"
+        how: dict[str, Any] = {"restarts": int(limit), "final": (0,), "pause_s": 0.1, "growth": 2.0}
+        super().__init__(name, [*umbra, *spec["command"]], log, environ, **how)
+        self._health = [*umbra, *spec["healthcheck"]["test"][2:]]
+        self._tries: int = spec["healthcheck"]["retries"]  # until it counts as unhealthy
 
     def is_healthy(self, *, keys: bool = True) -> bool:
         """Return the outcome of its health check; without `keys` as an unauthenticated peer."""
         environ = {k: v for k, v in self.environ.items() if keys or k != "UMBRA_SECURITY__KEYS"}
-        for _ in range(self.tries if keys else 1):
-            done = subprocess.run(
-                self.health, env=environ, capture_output=True, timeout=600, check=False
-            )
-            if done.returncode == 0:
-                return True
-        return False
+        return any(
+            subprocess.run(
+                self._health, env=environ, capture_output=True, timeout=600, check=False
+            ).returncode
+            == 0
+            for _ in range(self._tries if keys else 1)
+        )
 
 
 class Node(Host):
@@ -87,8 +62,10 @@ class Node(Host):
             for secret in service.get("secrets", []):
                 source = file["secrets"][secret["source"]]["file"]
                 self._bind((folder / source).resolve(), secret["target"])
+        umbra = [*self.enter, sys.executable, "-m", "umbra"]
         self.services = [
-            self._service(folder, name, service) for name, service in file["services"].items()
+            Planned(name, umbra, spec, self._environ(folder, spec), folder / f"{name}.log")
+            for name, spec in file["services"].items()
         ]
 
     def _mount(
@@ -114,25 +91,15 @@ class Node(Host):
         )
         self.sh(f"mountpoint -q {target} || {{ {make}; mount --bind {source} {target}; }}")
 
-    def _service(self, folder: Path, name: str, service: dict[str, Any]) -> Service:
-        umbra = [*self.enter, sys.executable, "-m", "umbra"]
-        policy, _, limit = service["restart"].partition(":")
-        assert policy == "on-failure"
-        environ = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid())}
-        for file in service["env_file"]:
+    @staticmethod
+    def _environ(folder: Path, spec: dict[str, Any]) -> dict[str, str]:
+        environ = dict(os.environ)
+        for file in spec["env_file"]:
             for line in (folder / file).read_text(encoding="utf-8").splitlines():
                 key, _, value = line.partition("=")
                 before = environ.get("PYTHONPATH") if key == "PYTHONPATH" else None
                 environ[key] = f"{value}:{before}" if before else value
-        return Service(
-            name=name,
-            argv=[*umbra, *service["command"]],
-            health=[*umbra, *service["healthcheck"]["test"][2:]],
-            environ=environ,
-            log=folder / f"{name}.log",
-            restarts_left=int(limit),
-            tries=service["healthcheck"]["retries"],
-        )
+        return environ
 
 
 class World:
@@ -179,10 +146,9 @@ class World:
 
     def kill(self) -> None:
         for service in self._services():
-            if service.process is not None:
-                service.process.terminate()
+            service.kill()
 
-    def _services(self) -> list[Service]:
+    def _services(self) -> list[Planned]:
         return [service for node in self.nodes.values() for service in node.services]
 
     def _until(self, condition: Any, what: str) -> None:

@@ -6,18 +6,12 @@ And a run on two machines with these images, by the words of docs/cluster.md.
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
-import msgspec
 import pytest
-from fakes.docker import ENVIRON, SPACES, why_no_docker
+from fakes.machines import ENVIRON, ROOT, check_ledger, on_machines, why_no_docker
 from fakes.slowness import limit
 
-from umbra.proto.messages import Status
-
-ROOT = Path(__file__).parents[2]
-NODES = ROOT / "tests" / "programs" / "docker_nodes.py"
 LIMIT_S = limit(1500.0)
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 PACKAGES = "python3,python3-venv,python3-pip,ca-certificates"
@@ -145,20 +139,7 @@ def test_two_machines_by_the_words_of_the_page(folder: Path) -> None:
         "command docker save umbra-broker umbra-cpu >../images.tar\n"
     )
     docker(folder, BUILD + building + save)
-    (folder / "rest.sh").write_text(AT_A + rest, encoding="utf-8")
-    done = subprocess.run(
-        [*SPACES, sys.executable, NODES, folder / "nodes", '["a", "b"]', folder / "rest.sh"],
-        cwd=folder,
-        env=ENVIRON,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    print(done.stdout[-6000:], done.stderr[-6000:])
-    assert done.returncode == 0
+    print(on_machines("docker_nodes.py", folder, ["a", "b"], AT_A + rest, limit_s=LIMIT_S)[-6000:])
     (results,) = (folder / "umbra" / "results").glob("**/buffer.json")
-    status = msgspec.json.decode(results.read_bytes(), type=Status)
-    assert status.ledger.balance == 0
-    assert status.ledger.trained == 100 * 8 * 32
+    check_ledger(results, 100 * 8 * 32)
     assert (results.parent / "model" / "model.safetensors").exists()

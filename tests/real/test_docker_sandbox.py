@@ -1,14 +1,10 @@
 """Sandboxes in a real Docker; `tests/real/setup.sh` installs it."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from fakes.commands import call
-from fakes.docker import ENVIRON, SPACES, why_no_docker
-
-PROGRAMS = Path(__file__).parents[1] / "programs"
+from fakes.machines import ENVIRON, PROGRAMS, on_machines, why_no_docker
 
 pytestmark = [
     pytest.mark.real,
@@ -30,15 +26,8 @@ kill %1
 
 def test_what_a_sandbox_cannot_reach(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("hidden")
-    (tmp_path / "script.sh").write_text(SCRIPT)
-    program = [sys.executable, str(PROGRAMS / "docker_nodes.py"), str(tmp_path / "docker"), '["a"]']
-    done = call(
-        [*SPACES, *program, str(tmp_path / "script.sh")],
-        cwd=tmp_path,
-        env={**ENVIRON, "TRY": str(PROGRAMS / "sandbox_try.py")},
-        quiet_s=500.0,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    own = {"TRY": str(PROGRAMS / "sandbox_try.py")}
+    on_machines("docker_nodes.py", tmp_path, ["a"], SCRIPT, {**ENVIRON, **own})
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["python"] == [0, "42"]
     assert found["user"] == [0, "65534"]

@@ -4,45 +4,37 @@ There is no Kubernetes here: `tests/programs/pods.py` does as its nodes would.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from fakes.docker import SPACES, python_places
+from fakes.machines import (
+    PROGRAMS,
+    SPACES,
+    check_ledger,
+    logs,
+    python_places,
+    sort_task,
+    umbra,
+    why_not,
+)
 from fakes.slowness import limit
 
 from umbra.proto.access import KEY_ROLES
-from umbra.proto.messages import Status
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = ROOT / "tests" / "programs" / "pods.py"
 NEEDED = ("unshare", "nsenter", "setpriv", "chroot", "ip")
-LIMIT_S = limit(300.0)
 STEPS = 40
 PLACE = "/srv/umbra"  # of all files in the containers
-
-
-def why_not() -> str:
-    """Why no pods can be made here; empty if they can."""
-    missing = [program for program in NEEDED if shutil.which(program) is None]
-    if missing:
-        return f"{', '.join(missing)} not installed: tests/real/setup.sh installs them"
-    if os.geteuid() != 0:
-        return "pods with users of their own need root"
-    tried = subprocess.run([*SPACES, "true"], capture_output=True, text=True, check=False)
-    return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
-
+WHY_NOT = why_not("pods with users of their own", *NEEDED)
 
 pytestmark = [
     pytest.mark.real,
     pytest.mark.cluster,
     pytest.mark.timeout(660),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]
 
 CLUSTER = """\
@@ -67,18 +59,11 @@ CONTAINERS = {
 }
 
 
-def umbra(folder: Path, *arguments: str) -> None:
-    argv = (sys.executable, "-m", "umbra", *arguments)
-    subprocess.run(argv, cwd=folder, check=True, timeout=LIMIT_S)
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sort task, with a file that is nobody's."""
     folder = tmp_path_factory.mktemp("project")
-    shutil.copy(ROOT / "examples" / "sort.toml", folder / "run.toml")
-    umbra(folder, "make-model", "sort/base")
-    umbra(folder, "make-task", "sort", "--out", "sort", "--prompts", "512", "--heldout", "64")
+    sort_task(folder, "")
     (folder / "sort" / "secrets.txt").write_text("nobody's", encoding="utf-8")
     return folder
 
@@ -97,14 +82,13 @@ def pods(project: Path, folder: Path, settings: str, *, run: bool) -> dict[str, 
     wanted = {"keys": str(folder / "plan" / "keys"), "image": python_places(), "run": run}
     manifests = folder / "plan" / "kubernetes.yaml"
     done = subprocess.run(
-        [*SPACES, sys.executable, PROGRAM, manifests, folder, json.dumps(wanted)],
+        [*SPACES, sys.executable, PROGRAMS / "pods.py", manifests, folder, json.dumps(wanted)],
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=limit(300.0),
         check=False,
     )
-    logs = "".join(f"\n== {p.name}\n{p.read_text()[-1500:]}" for p in sorted(folder.rglob("*.log")))
-    assert done.returncode == 0, done.stderr + logs
+    assert done.returncode == 0, done.stderr + logs(folder)
     return json.loads(done.stdout) | {"claims": folder / "claims"}
 
 
@@ -142,7 +126,4 @@ def test_the_run_ends_with_every_sample_trained_once(outcome: dict[str, Any]) ->
     assert outcome["probes"] == dict.fromkeys(CONTAINERS, "")
     assert outcome["codes"] == dict.fromkeys(CONTAINERS, 0)
     (file,) = outcome["claims"].glob("*/pods/buffer.json")
-    status = msgspec.json.decode(file.read_bytes(), type=Status)
-    assert status.ledger.balance == 0
-    assert status.ledger.trained == STEPS * 8 * 32
-    assert sum(status.ledger.in_flight.values()) == 0
+    check_ledger(file, STEPS * 8 * 32)

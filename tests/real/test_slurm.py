@@ -3,66 +3,30 @@
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from fakes.clusters import cluster, run_config
-from fakes.slowness import limit
+from fakes.machines import check_ledger, logs, on_machines, sort_task, why_not
 
 from umbra.deploy.cluster.command import render
 from umbra.deploy.cluster.command import write as write_files
 from umbra.deploy.cluster.plan import Plan, make_plan
-from umbra.proto.messages import Status
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "slurm_cluster.py"
-NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "ip")
-SPACES = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
-LIMIT_S = limit(600.0)
-
-
-def why_not() -> str:
-    """Why no SLURM can be run here; empty if one can."""
-    missing = [program for program in NEEDED if shutil.which(program) is None]
-    if missing:
-        return f"{', '.join(missing)} not installed: tests/real/setup.sh installs SLURM"
-    if os.geteuid() != 0:
-        return "SLURM's nodes need root"
-    tried = subprocess.run([*SPACES, "true"], capture_output=True, text=True, check=False)
-    return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
-
+WHY_NOT = why_not("SLURM", "slurmctld", "slurmd", "sbatch", "munged", "unshare", "ip")
 
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(660),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
 ]
 
 
 def on_slurm(folder: Path, nodes: dict[str, int], script: str, **environ: str) -> str:
     """Run `script` with SLURM's commands on a cluster of `nodes`; what it prints."""
-    (folder / "script.sh").write_text(script, encoding="utf-8")
-    program = [sys.executable, str(PROGRAM), str(folder / "slurm"), json.dumps(nodes)]
-    done = subprocess.run(
-        [*SPACES, *program, str(folder / "script.sh")],
-        cwd=folder,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}{logs(folder)}"
-    return done.stdout
-
-
-def logs(folder: Path) -> str:
-    """The ends of all logs, for a test that fails."""
-    found = sorted(path for path in folder.rglob("*.log") if path.is_file())
-    return "".join(f"\n== {path}\n{path.read_text(errors='replace')[-1500:]}" for path in found)
+    whole = {**os.environ, **environ}
+    return on_machines("slurm_cluster.py", folder, nodes, ENDED + script, whole)
 
 
 # Waits until the job has ended; its state is in $state.
@@ -133,7 +97,7 @@ def test_nodes_with_and_without_gpus(tmp_path: Path, stand_in: dict[str, str]) -
     printed = on_slurm(
         tmp_path,
         MIXED,
-        ENDED + f'job=$(sbatch --parsable "{script}"); ended "$job"; echo "$state"; sinfo',
+        f'job=$(sbatch --parsable "{script}"); ended "$job"; echo "$state"; sinfo',
         **stand_in,
     )
     assert printed.startswith("COMPLETED\n"), logs(tmp_path)
@@ -155,7 +119,7 @@ def test_a_trainer_of_two_nodes(tmp_path: Path, stand_in: dict[str, str]) -> Non
     config = run_config(f"run.dir={tmp_path}/runs", "trainer.ranks=2", "trainer.nodes=2")
     plan = make_plan(cluster(0, 0, 0, ratios=[0.67, 0.33]), config, "two")
     script = write(plan, tmp_path / "plan")
-    whole = ENDED + f'job=$(sbatch --parsable "{script}"); ended "$job"; echo "$state"'
+    whole = f'job=$(sbatch --parsable "{script}"); ended "$job"; echo "$state"'
     nodes = {"x1": 0, "x2": 0, "x3": 0}
     assert on_slurm(tmp_path, nodes, whole, **stand_in) == "COMPLETED\n", logs(tmp_path)
     folder = tmp_path / "runs" / "two" / "logs"
@@ -171,7 +135,7 @@ def test_a_trainer_of_two_nodes(tmp_path: Path, stand_in: dict[str, str]) -> Non
         hosts.append(found[1])
     assert hosts[0] != hosts[1]
     assert f"host={hosts[1]} " in said["part-b"]
-    assert "part --hub tcp://" in said["part-b"]
+    assert "weight-hub --upstream tcp://" in said["part-b"]
 
 
 def test_a_job_that_is_cancelled_drains(tmp_path: Path, stand_in: dict[str, str]) -> None:
@@ -183,7 +147,7 @@ def test_a_job_that_is_cancelled_drains(tmp_path: Path, stand_in: dict[str, str]
     scancel "$job"; ended "$job"; echo "$state"
     until [ -z "$(squeue --noheader)" ]; do sleep 0.2; done
     """
-    assert on_slurm(tmp_path, MIXED, ENDED + cancel, **stand_in) == "CANCELLED\n"
+    assert on_slurm(tmp_path, MIXED, cancel, **stand_in) == "CANCELLED\n"
     trainer = tmp_path / "my 100% runs" / "the run 7%" / "logs" / "trainer.log"
     assert "drained" in trainer.read_text(encoding="utf-8")
 
@@ -196,12 +160,11 @@ def test_a_job_ends_as_its_trainer(tmp_path: Path, stand_in: dict[str, str], cod
     scontrol show job "$job" | sed -n 's/.*ExitCode=\\([0-9]*\\):.*/\\1/p' | head -n 1
     """
     environ = {**stand_in, "TRAINER_EXIT": str(code)}
-    assert on_slurm(tmp_path, MIXED, ENDED + fail, **environ) == f"FAILED\n{code}\n"
+    assert on_slurm(tmp_path, MIXED, fail, **environ) == f"FAILED\n{code}\n"
 
 
 # -- whole runs -----------------------------------------------------------------------------------
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 40
 CLUSTER = """
 [cluster]
@@ -212,9 +175,7 @@ time = "2:00:00"
 """
 THREE = {"x1": 0, "x2": 0, "x3": 0}
 # Submits the run and waits for its fifth step.
-BEGIN = (
-    ENDED
-    + """
+BEGIN = """
 steps() { cat runs/slurm/*/metrics.jsonl 2>/dev/null | grep -c '"kind":"step"' || true; }
 job=$(sbatch --parsable plan/run.sbatch)
 until [ "$(steps)" -ge 5 ]; do
@@ -222,7 +183,6 @@ until [ "$(steps)" -ge 5 ]; do
     squeue --noheader --job "$job" | grep -q . || { echo "the job ended early" >&2; exit 1; }
 done
 """
-)
 FINISH = """
 ended "$job"
 echo "$state"
@@ -231,21 +191,12 @@ echo "$state"
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with the sort task, and a plan of it on three nodes; the base model is random."""
-    shutil.copy(EXAMPLES / "sort.toml", tmp_path / "run.toml")
+    """A folder with the sort task, and a plan of it on three nodes."""
     nodes = [f'[[nodes]]\nname = "{n}"\naddress = "unused-{n}"\n' for n in "abc"]
-    (tmp_path / "cluster.toml").write_text(CLUSTER + "".join(nodes), encoding="utf-8")
     overrides = (f"run.steps={STEPS}", "checkpoint.every=2", "run.broker_grace_s=120")
-    for command in (
-        ("make-model", "sort/base"),
-        ("make-task", "sort", "--out", "sort", "--prompts", "512", "--heldout", "64"),
-        (
-            *("plan", "cluster.toml", "run.toml", "--format", "slurm", "--run-id", "slurm"),
-            *(part for override in overrides for part in ("--set", override)),
-        ),
-    ):
-        umbra = (sys.executable, "-m", "umbra")
-        subprocess.run([*umbra, *command], cwd=tmp_path, check=True, timeout=LIMIT_S)
+    settings = [part for override in overrides for part in ("--set", override)]
+    own = ("--format", "slurm", "--run-id", "slurm", *settings)
+    sort_task(tmp_path, CLUSTER + "".join(nodes), *own)
     return tmp_path
 
 
@@ -255,13 +206,9 @@ def run_whole(project: Path, script: str) -> str:
     return on_slurm(project, THREE, script, PATH=path)
 
 
-def check_ledger(project: Path) -> None:
-    """All samples of all steps, each trained once, and none unaccounted for."""
+def check_samples(project: Path) -> None:
     (file,) = (project / "runs" / "slurm").glob("*/buffer.json")
-    status = msgspec.json.decode(file.read_bytes(), type=Status)
-    assert status.ledger.balance == 0
-    assert status.ledger.trained == STEPS * 8 * 32
-    assert sum(status.ledger.in_flight.values()) == 0
+    check_ledger(file, STEPS * 8 * 32)
 
 
 @pytest.mark.cluster
@@ -274,7 +221,7 @@ def test_a_run_that_is_requeued_goes_on_from_its_checkpoint(project: Path) -> No
     until scontrol show job "$job" | grep -q "Restarts=1"; do sleep 0.5; done
     """
     assert run_whole(project, BEGIN + requeue + FINISH).endswith("COMPLETED\n")
-    check_ledger(project)
+    check_samples(project)
     metrics = project / "runs" / "slurm" / "a" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     steps = [row["step"] for row in rows if row["kind"] == "step"]
@@ -291,7 +238,7 @@ def test_a_run_outlives_a_node_of_a_generator(project: Path) -> None:
     """
     printed = run_whole(project, BEGIN + lose + FINISH)
     assert printed.endswith("COMPLETED\n"), printed
-    check_ledger(project)
+    check_samples(project)
 
 
 def test_a_whole_run_that_is_cancelled_leaves_a_checkpoint(project: Path) -> None:
