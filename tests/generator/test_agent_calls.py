@@ -36,24 +36,11 @@ def asking(role: str = "", **message: Any) -> dict[str, Any]:
 
 def test_what_agrees_with_the_run_is_served() -> None:
     call = chat(
-        temperature=0.7,
-        top_p=1,
-        top_k=20,
-        stop=["<|end|>"],
-        n=1,
-        presence_penalty=0.0,
-        tool_choice="auto",
-        parallel_tool_calls=True,
-        response_format={"type": "text"},
-        user="me",
-        seed=None,
-        max_tokens=9,
-        max_completion_tokens=5,
-        logprobs=True,
-        stream=True,
-        stream_options={"include_usage": True},
-        tools=TOOLS,
-    )
+        temperature=0.7, top_p=1, top_k=20, stop=["<|end|>"], n=1, presence_penalty=0.0, seed=None,
+        tool_choice="auto", parallel_tool_calls=True, response_format={"type": "text"}, user="me",
+        max_tokens=9, max_completion_tokens=5, logprobs=True, stream=True,
+        stream_options={"include_usage": True}, tools=TOOLS,
+    )  # fmt: skip
     asked: Any = {"logprobs": True, "stream": True, "stream_usage": True}
     assert call == Call([USER], TOOLS, max_tokens=5, **asked)
 

@@ -127,20 +127,6 @@ def test_sequence_numbers_are_odd_while_a_slot_is_written(arena: Arena) -> None:
     assert other[0] == 0
 
 
-def test_paths_from_the_wire_are_checked(arena: Arena) -> None:
-    for path, slot_bytes, reason in (
-        ("/etc/passwd", 64, "no arena"),
-        ("/dev/shm/umbra-x/../other", 64, "no arena"),
-        ("/dev/shm/other", 64, "no arena"),
-        ("/tmp/umbra-run-w", 64, "no arena"),
-        ("/dev/shm/umbra-none-weights1", 64, "share /dev/shm"),
-        (arena.path, 4 * PAGE_BYTES, "do not fit slots of"),
-        (arena.path, 0, "do not fit slots of"),
-    ):
-        with pytest.raises(StartupError, match=reason):
-            Arena.attach(path, slot_bytes=slot_bytes)
-
-
 def test_only_the_arena_of_a_dead_hub_is_taken_over_or_removed(arena: Arena, run_id: str) -> None:
     """Of this very run, and whoever else holds it."""
     size = arena.slot_bytes
@@ -245,6 +231,7 @@ def test_room_is_asked_for_the_parts_alone(run_id: str, monkeypatch: pytest.Monk
 
 
 def test_the_name_of_an_arena_says_whose_it_is(arena: Arena, run_id: str) -> None:
+    """Names come over the wire, and sizes with them."""
     assert run_and_suffix(str(arena.path)) == (run_id, "weights1")
     wrong = (
         "", "/dev/shm/other", "/dev/shm/umbra-run", "/dev/shm/umbra-a/../b-c", "/tmp/umbra-run-w",
@@ -253,3 +240,11 @@ def test_the_name_of_an_arena_says_whose_it_is(arena: Arena, run_id: str) -> Non
     for path in wrong:
         with pytest.raises(StartupError, match="no arena"):
             run_and_suffix(path)
+    for path, slot_bytes, reason in (
+        ("/dev/shm/other", 64, "no arena"),
+        ("/dev/shm/umbra-none-weights1", 64, "share /dev/shm"),
+        (arena.path, 4 * PAGE_BYTES, "do not fit slots of"),
+        (arena.path, 0, "do not fit slots of"),
+    ):
+        with pytest.raises(StartupError, match=reason):
+            Arena.attach(path, slot_bytes=slot_bytes)

@@ -94,17 +94,6 @@ def test_one_that_worked_and_hangs_now_is_found_as_well() -> None:
     assert group.eligible == ["b"]
 
 
-def test_nobody_is_blamed_for_one_who_left() -> None:
-    group = NcclGroup()
-    group.join("a", "1")
-    group.join("b", "1")
-    group.begin()
-    group.leave("b")
-    group.broke(left=True)
-    assert group.eligible == ["a"]
-    assert group.begin() == CommunicatorRanks(2, {"a": 1}, fresh=True)
-
-
 def prepare(version: int, epoch: int = 1, slot: int = 0) -> Prepare:
     return Prepare(epoch=epoch, version=version, slot=slot, checksums=[version])
 
@@ -182,6 +171,7 @@ def test_one_that_leaves_takes_no_blame_for_the_others() -> None:
     failed = rounds.dropped("b")
     assert failed is not None and failed.open == {"a"}
     assert rounds.group.eligible == ["a"]
+    assert rounds.group.begin() == CommunicatorRanks(2, {"a": 1}, fresh=True)
     assert rounds.dropped("a") is None
 
 
