@@ -115,14 +115,11 @@ class RunFolder:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Keep other `umbra up` out of the folder; UsageError if one is there, or it is closed."""
+        fault = f"the run in {self.path} is under way, started by"
+        remedy = "watch it with `umbra monitor`, or stop it first"
         with ExitStack() as stack:
             try:
-                stack.enter_context(files.folder_lock(self.path))
-            except files.HeldError as error:
-                raise UsageError(
-                    f"the run in {self.path} is under way, started by {error}: watch it with "
-                    "`umbra monitor`, or stop it first"
-                ) from error
+                stack.enter_context(files.folder_lock(self.path, fault, remedy))
             except OSError as error:
                 raise UsageError(f"cannot write to {self.path}: {error.strerror}") from error
             yield

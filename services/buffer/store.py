@@ -34,7 +34,7 @@ from lmdb.verify import verify as verify_file  # pyright: ignore[reportUnknownVa
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from umbra.proto.errors import UNREADABLE, UmbraError
-from umbra.services.process.files import DISK, FILE_MODE, HeldError, folder_lock
+from umbra.services.process.files import DISK, FILE_MODE, folder_lock
 
 DATA = "data.mdb"
 ACKNOWLEDGED = "acknowledged"
@@ -131,10 +131,8 @@ class LmdbStore:
         self._pending: Group = {}
         self._frozen: Group = {}  # being written
         with ExitStack() as held:
-            try:
-                held.enter_context(folder_lock(directory))
-            except HeldError as error:
-                raise StoreError(f"the store in {directory} is in use by {error}") from error
+            fault = f"the store in {directory} is in use by"
+            held.enter_context(folder_lock(directory, fault, error=StoreError))
             if not self._data.exists():
                 self._make()
             self._check_pages()

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from umbra.proto.errors import UNREADABLE, UsageError
+from umbra.proto.errors import UNREADABLE, UmbraError, UsageError
 from umbra.services.config import RunSection
 from umbra.services.config.loader import decode_json
 
@@ -120,26 +120,22 @@ def _closing(fd: int) -> Iterator[int]:
 DISK = Disk()
 
 
-class HeldError(Exception):
-    """Another process has the lock; `pid` is its id, 0 if it did not say."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(f"process {pid}" if pid else "another process")
-        self.pid = pid
-
-
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder` for the block; HeldError if another process does.
+def folder_lock(
+    folder: Path, fault: str, remedy: str = "", error: type[UmbraError] = UsageError
+) -> Iterator[None]:
+    """Hold the lock of `folder` for the block; raise `error` if another process does.
 
-    The kernel takes it from a process that is killed.
+    That says the `fault`, the process, and the `remedy`. The kernel takes the lock from a process
+    that is killed.
     """
     with DISK.opened(folder / LOCK) as fd:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            pid = os.read(fd, 32)
-            raise HeldError(int(pid) if pid.isdigit() else 0) from error
+        except BlockingIOError as held:
+            pid = os.read(fd, 32).decode(errors="replace")
+            holder = f"process {pid}" if pid.isdecimal() else "another process"
+            raise error(f"{fault} {holder}{remedy and f': {remedy}'}") from held
         os.ftruncate(fd, 0)
         with suppress(OSError):  # a full disk: the lock holds, and names nobody
             os.write(fd, str(os.getpid()).encode())

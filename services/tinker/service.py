@@ -20,7 +20,7 @@ from umbra.services.modeling.hub import is_hub_name
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.process.child import child_error
 from umbra.services.process.command import stop_on_signals
-from umbra.services.process.files import DISK, HeldError, folder_lock
+from umbra.services.process.files import DISK, folder_lock
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.process.parent import tell_ready
 from umbra.services.tinker.command import KEY_VARIABLE
@@ -60,48 +60,44 @@ def run(config: RunConfig, address: str, name: str, folder: Path) -> int:
         if key and not key.startswith("tml-"):
             raise UsageError(f"{KEY_VARIABLE} has to begin with tml-: the SDK sends no other keys")
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with folder_lock(folder), closing(FuturesJournal(folder / "journal.sqlite")) as journal:
-                loop = LoopThread("http")
-                training = Training(config, folder.resolve(), name, journal)
-                samplers = Samplers(config, torch.cuda.device_count(), loop, journal.finish)
-                tokenizer = str(named if is_hub_name(named) else directory.resolve())
-                context, secret = config.generator.max_context, _secret(folder / "secret")
-                api = Api(journal, training, samplers.submit, context, tokenizer, secret)
-                journal.announce = partial(loop.call, api.wake)
-                loop.call(api.resume)
-                trainer = service_thread(training.run, "training")
-                trainer.start()
-                server = HttpServer(
-                    api.app(),
-                    bound,
-                    key=key,
-                    max_body=MAX_BODY,
-                    requests=REQUESTS,
-                    types=("application/json", PROTOBUF),
-                    signed=FILES,
-                )
-                samplers.start()
-                loop.wait(server.start(), _WAIT_S)
-                url = url_at(*bound.getsockname()[:2])
-                log.info("serving %s at %s", name, url)
-                tell_ready({"url": url})
-                stopping = threading.Event()
-                with stop_on_signals(stopping):
-                    while samplers.poll() and not stopping.wait(_LOOK_S):
-                        pass
-                samplers.stop()
-                loop.wait(server.stop(), _WAIT_S)
-                loop.close()
-                training.wake(close=True)
-                trainer.join()
-                if (failure := samplers.supervisor.failure) is not None:
-                    raise child_error(failure.reason, failure.exit_code)
-        except HeldError as error:
-            raise UsageError(
-                f"--dir {folder} is in use by process {error.pid}: stop that server, or name "
-                "another folder"
-            ) from error
+        fault, remedy = f"--dir {folder} is in use by", "stop that server, or name another folder"
+        lock = folder_lock(folder, fault, remedy)
+        with lock, closing(FuturesJournal(folder / "journal.sqlite")) as journal:
+            loop = LoopThread("http")
+            training = Training(config, folder.resolve(), name, journal)
+            samplers = Samplers(config, torch.cuda.device_count(), loop, journal.finish)
+            tokenizer = str(named if is_hub_name(named) else directory.resolve())
+            context, secret = config.generator.max_context, _secret(folder / "secret")
+            api = Api(journal, training, samplers.submit, context, tokenizer, secret)
+            journal.announce = partial(loop.call, api.wake)
+            loop.call(api.resume)
+            trainer = service_thread(training.run, "training")
+            trainer.start()
+            server = HttpServer(
+                api.app(),
+                bound,
+                key=key,
+                max_body=MAX_BODY,
+                requests=REQUESTS,
+                types=("application/json", PROTOBUF),
+                signed=FILES,
+            )
+            samplers.start()
+            loop.wait(server.start(), _WAIT_S)
+            url = url_at(*bound.getsockname()[:2])
+            log.info("serving %s at %s", name, url)
+            tell_ready({"url": url})
+            stopping = threading.Event()
+            with stop_on_signals(stopping):
+                while samplers.poll() and not stopping.wait(_LOOK_S):
+                    pass
+            samplers.stop()
+            loop.wait(server.stop(), _WAIT_S)
+            loop.close()
+            training.wake(close=True)
+            trainer.join()
+            if (failure := samplers.supervisor.failure) is not None:
+                raise child_error(failure.reason, failure.exit_code)
     return EXIT_DONE
 
 

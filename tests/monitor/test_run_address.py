@@ -36,14 +36,14 @@ def test_a_run_is_named_by_its_folder_its_id_or_not_at_all(
     with pytest.raises(UsageError, match="neither it nor runs/older is a folder"):
         find_run("older")
     # The newest is over, so commands are for the newest that is under way.
-    with folder_lock(old):
+    with folder_lock(old, "held by"):
         assert find_address() == find_address("old") == RunAddress("tcp://h:1", "keys")
         with pytest.raises(UsageError, match=r"new is not under way; `umbra up .*new` resumes it"):
             find_address("new")
         RunAddress.forget(old)
         (new / "config.json").unlink()  # as a demo that makes its model
         for held, said in ((old, "old is starting: its buffer"), (new, "new is starting")):
-            with nullcontext() if held == old else folder_lock(held):
+            with nullcontext() if held == old else folder_lock(held, "held by"):
                 with pytest.raises(UsageError, match=said):
                     find_address()
         (old / "summary.json").touch()
@@ -68,7 +68,7 @@ def test_an_address_that_was_spoiled_is_none(tmp_path: Path) -> None:
 
 def test_whether_a_folder_is_held_is_seen_without_taking_it(tmp_path: Path) -> None:
     assert not is_held(tmp_path)
-    with folder_lock(tmp_path):
+    with folder_lock(tmp_path, "held by"):
         assert is_held(tmp_path)
     assert not is_held(tmp_path)
     with (tmp_path / LOCK).open() as file:
