@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from contextlib import closing
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import openai
 import pytest
@@ -54,7 +54,7 @@ def world(tokenizer: Any, closes: Closes) -> World:
     return make
 
 
-def user(text: str) -> Any:
+def user(text: Any) -> Any:
     return {"role": "user", "content": text}
 
 
@@ -71,42 +71,128 @@ def sampled(endpoint: AgentWorld, tokenizer: Any) -> tuple[str, str]:
     return tokenizer.decode(response), tokenizer.decode(said)
 
 
-def test_an_agent_with_tools_makes_a_trajectory(world: World, tokenizer: Any) -> None:
-    endpoint = world(CALL, "it is 3")
-    endpoint.add(sample({"prompt": "1+2?", "answer": "3"}))
-    work = endpoint.lease()
-    assert work["row"] == {"prompt": "1+2?", "answer": "3"}
-    messages: list[Any] = [user(work["row"]["prompt"])]
-    with client(work) as agent:
-        first = agent.chat.completions.create(model="any", messages=messages, tools=[TOOL])
-        (choice,) = first.choices
+def anthropic(work: Any, key: str = "none") -> "Anthropic":
+    from anthropic import Anthropic  # seconds of a core, here for those who need it
+
+    return Anthropic(base_url=work["url"], api_key=key, max_retries=0)
+
+
+class Said(NamedTuple):
+    """Two turns of an agent, the first of which calls a tool whose answer is 3."""
+
+    text: str | None
+    name: str
+    arguments: str
+    end: str | None
+    tokens: tuple[int, int]  # of the last prompt, of the last turn
+
+
+def by_chat(work: Any, stream: bool) -> Said:
+    del stream  # see `test_an_answer_comes_as_events_too`
+    history: list[Any] = [{"role": "system", "content": "Be good."}, user("1+2?")]
+    with client(work, api_key="secret") as agent:
+        asked = {"model": "any", "messages": history, "tools": [TOOL]}
+        (choice,) = agent.chat.completions.create(**asked).choices
         assert choice.finish_reason == "tool_calls"
-        (call,) = choice.message.tool_calls or []
-        assert call.type == "function"
-        assert call.function.arguments == '{"a": 1}'
-        messages.append(choice.message)
-        messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
-        second = agent.chat.completions.create(model="any", messages=messages, tools=[TOOL])
-    assert second.choices[0].message.content == "it is 3"
-    assert second.choices[0].finish_reason == "stop"
-    assert reward(work, 1.0, calls=1.0)[0] == 200
-    trajectory = endpoint.trajectory()
-    assert (trajectory.reward, trajectory.turns) == (1.0, 2)
-    assert trajectory.reward_parts == {"calls": 1.0}
-    prompt, response = unpack_int32(trajectory.prompt_ids), unpack_int32(trajectory.response_ids)
-    assert first.usage is not None and second.usage is not None
-    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (
-        len(prompt),
-        len(CALL) + 1,
+        (call,) = choice.message.tool_calls
+        history += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+        second = agent.chat.completions.create(**asked)
+    (last,) = second.choices
+    assert last.finish_reason == "stop"
+    assert second.usage.total_tokens == second.usage.prompt_tokens + second.usage.completion_tokens
+    tokens = (second.usage.prompt_tokens, second.usage.completion_tokens)
+    function = call.function
+    return Said(
+        choice.message.content, function.name, function.arguments, last.message.content, tokens
     )
-    assert second.usage.total_tokens == len(prompt) + len(response)
-    text = tokenizer.decode(response)
-    assert text == (
-        f"{CALL}<|end|><|user|><tool_response>3</tool_response><|assistant|>it is 3<|end|>"
-    )
-    said = tokenizer.decode([t for t, m in zip(response, trajectory.loss_mask, strict=True) if m])
-    assert said == f"{CALL}<|end|>it is 3<|end|>"
-    assert "add" in tokenizer.decode(prompt)
+
+
+def by_responses(work: Any, stream: bool) -> Said:
+    history: list[Any] = [user("1+2?")]
+    with client(work, api_key="secret") as agent:
+
+        def say() -> Any:
+            asked: Any = {"model": "m", "instructions": "Be good.", "tools": [FUNCTION]}
+            if not stream:
+                return agent.responses.create(input=history, **asked)
+            with agent.responses.stream(input=history, **asked) as events:
+                heard = list(events)
+                final = events.get_final_response()
+            numbers = [event.sequence_number for event in heard]
+            assert numbers == sorted(set(numbers))
+            deltas = [e.delta for e in heard if e.type == "response.output_text.delta"]
+            assert "".join(deltas) == final.output_text
+            return final
+
+        first = say()
+        assert first.status == "completed"
+        assert [item.type for item in first.output] == ["message", "function_call"]
+        call = first.output[-1]
+        history += [item.model_dump(exclude={"parsed_arguments"}) for item in first.output]
+        history.append({"type": "function_call_output", "call_id": call.call_id, "output": "3"})
+        second = say()
+    tokens = (second.usage.input_tokens, second.usage.output_tokens)
+    return Said(first.output_text, call.name, call.arguments, second.output_text, tokens)
+
+
+def by_messages(work: Any, stream: bool) -> Said:
+    history: list[Any] = [user("1+2?")]
+    with anthropic(work, "secret") as agent:
+
+        def say() -> Any:
+            asked: Any = {"max_tokens": 128, "system": "Be good.", "tools": [BLOCK_TOOL]}
+            if not stream:
+                return agent.messages.create(model="m", messages=history, **asked)
+            with agent.messages.stream(model="m", messages=history, **asked) as events:
+                pieces = "".join(events.text_stream)
+                final = events.get_final_message()
+            assert pieces == getattr(final.content[0], "text", None)
+            return final
+
+        first = say()
+        assert first.stop_reason == "tool_use"
+        words, use = first.content
+        assert (words.type, use.type) == ("text", "tool_use")
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": "3"}
+        history += [{"role": "assistant", "content": first.content}, user([result])]
+        second = say()
+    assert second.stop_reason == "end_turn"
+    tokens = (second.usage.input_tokens, second.usage.output_tokens)
+    return Said(words.text, use.name, json.dumps(use.input), second.content[0].text, tokens)
+
+
+@pytest.mark.parametrize(
+    ("talk", "stream"),
+    [
+        (by_chat, False),
+        (by_responses, False),
+        (by_responses, True),
+        (by_messages, False),
+        (by_messages, True),
+    ],
+)
+def test_an_agent_with_a_tool_makes_a_trajectory(
+    world: World, tokenizer: Any, talk: Callable[[Any, bool], Said], stream: bool
+) -> None:
+    endpoint = world("well " + CALL, "it is 3", key="secret")
+    endpoint.add(sample({"prompt": "1+2?", "answer": "3"}))
+    authorized = {"authorization": "Bearer secret"}
+    work = endpoint.lease(headers=authorized)
+    assert work["row"] == {"prompt": "1+2?", "answer": "3"}
+    said = talk(work, stream)
+    assert said[:4] == ("well", "add", '{"a": 1}', "it is 3")
+    posted = {"reward": 1.0, "parts": {"calls": 1.0}}
+    assert send(work["url"] + "/reward", posted, headers=authorized)[0] == 200
+    made = endpoint.trajectory()
+    assert (made.reward, made.turns, made.reward_parts) == (1.0, 2, {"calls": 1.0})
+    prompt, response = unpack_int32(made.prompt_ids), unpack_int32(made.response_ids)
+    own = len("it is 3") + 1
+    assert said.tokens == (len(prompt) + len(response) - own, own)
+    answer = "<|end|><|user|><tool_response>3</tool_response><|assistant|>"
+    assert tokenizer.decode(response) == f"well {CALL}{answer}it is 3<|end|>"
+    sampled_ids = [t for t, m in zip(response, made.loss_mask, strict=True) if m]
+    assert tokenizer.decode(sampled_ids) == f"well {CALL}<|end|>it is 3<|end|>"
+    assert "add" in tokenizer.decode(prompt) and "Be good." in tokenizer.decode(prompt)
 
 
 def ask(work: Any, *messages: dict[str, Any], **fields: Any) -> tuple[int, Any]:
@@ -234,106 +320,6 @@ def test_what_others_can_reach_needs_a_key() -> None:
         assert url_of(anywhere).startswith("http://127.0.0.1:")
 
 
-def test_responses_with_a_tool(world: World, tokenizer: Any) -> None:
-    endpoint = world("well " + CALL, "it is 3")
-    work = work_of(endpoint)
-    history: list[Any] = [user("1+2?")]
-    with client(work) as agent:
-        asked = {"model": "m", "instructions": "Be good.", "tools": [FUNCTION]}
-        first = agent.responses.create(input=history, **asked)
-        assert (first.status, first.output_text) == ("completed", "well")
-        call = first.output[-1]
-        assert call.type == "function_call"
-        assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1})
-        history += [item.model_dump() for item in first.output]
-        history.append({"type": "function_call_output", "call_id": call.call_id, "output": "3"})
-        second = agent.responses.create(input=history, **asked)
-        assert second.output_text == "it is 3"
-        assert second.usage is not None
-        assert second.usage.output_tokens == len("it is 3") + 1
-    assert reward(work, 1.0)[0] == 200
-    response, said = sampled(endpoint, tokenizer)
-    assert said == f"well {CALL}<|end|>it is 3<|end|>"
-    assert "<tool_response>3</tool_response>" in response
-
-
-def test_responses_as_events(world: World) -> None:
-    endpoint = world("well " + CALL)
-    work = work_of(endpoint)
-    with client(work) as agent:
-        with agent.responses.stream(model="m", input="go", tools=[FUNCTION]) as stream:
-            events = list(stream)
-            final = stream.get_final_response()
-    deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
-    assert deltas == ["well"]
-    assert [item.type for item in final.output] == ["message", "function_call"]
-    assert [event.sequence_number for event in events] == sorted(
-        {event.sequence_number for event in events}
-    )
-    call = final.output[1]
-    assert call.type == "function_call"
-    assert call.arguments == '{"a": 1}'
-
-
-def anthropic(work: Any, key: str = "none") -> "Anthropic":
-    from anthropic import Anthropic  # seconds of a core, here for those who need it
-
-    return Anthropic(base_url=work["url"], api_key=key, max_retries=0)
-
-
-def test_messages_with_a_tool(world: World, tokenizer: Any) -> None:
-    endpoint = world("well " + CALL, "it is 3", key="secret")
-    endpoint.add(sample({"prompt": "go"}))
-    work = endpoint.lease(headers={"authorization": "Bearer secret"})
-    history: list[Any] = [user("1+2?")]
-    with anthropic(work, "secret") as agent:
-        ask = {"model": "m", "max_tokens": 128, "system": "Be good.", "tools": [BLOCK_TOOL]}
-        first = agent.messages.create(messages=history, **ask)
-        assert first.stop_reason == "tool_use"
-        words, use = first.content
-        assert words.type == "text"
-        assert words.text == "well"
-        assert use.type == "tool_use"
-        assert (use.name, use.input) == ("add", {"a": 1})
-        result = {"type": "tool_result", "tool_use_id": use.id, "content": "3"}
-        history += [
-            {"role": "assistant", "content": first.content},
-            {"role": "user", "content": [result]},
-        ]
-        second = agent.messages.create(messages=history, **ask)
-        assert second.stop_reason == "end_turn"
-        assert second.usage.output_tokens == len("it is 3") + 1
-    status, _ = send(
-        work["url"] + "/reward", {"reward": 1.0}, headers={"authorization": "Bearer secret"}
-    )
-    assert status == 200
-    response, said = sampled(endpoint, tokenizer)
-    assert said == f"well {CALL}<|end|>it is 3<|end|>"
-    assert "<tool_response>3</tool_response>" in response
-
-
-def test_messages_as_events(world: World) -> None:
-    from anthropic import BadRequestError
-
-    endpoint = world("well " + CALL)
-    work = work_of(endpoint)
-    with anthropic(work) as agent:
-        with agent.messages.stream(
-            model="m",
-            max_tokens=128,
-            messages=[user("go")],
-            tools=[BLOCK_TOOL],
-        ) as stream:
-            pieces = list(stream.text_stream)
-            final = stream.get_final_message()
-        assert pieces == ["well"]
-        assert [block.type for block in final.content] == ["text", "tool_use"]
-        assert final.content[1].type == "tool_use"
-        assert final.content[1].input == {"a": 1}
-        with pytest.raises(BadRequestError, match="history_edited"):
-            agent.messages.create(model="m", max_tokens=128, messages=[user("other")])
-
-
 def test_a_stop_string_ends_the_turn_and_stays_in_its_tokens(world: World, tokenizer: Any) -> None:
     endpoint = world("think. Observation: made up", "42")
     work = work_of(endpoint)
@@ -378,12 +364,16 @@ def test_reasoning_is_returned_and_taken_back(closes: Closes) -> None:
     assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
     del message["reasoning_content"]
     asked += [message, user("b")]
+    from anthropic import BadRequestError
+
     with anthropic(work) as agent:  # another protocol, the same session
         second = agent.messages.create(model="m", max_tokens=50, messages=asked)
-    assert [block.type for block in second.content] == ["thinking", "text"]
-    asked.append({"role": "assistant", "content": "no", "reasoning_content": "other"})
-    status, refused = send(url, {"messages": [*asked, user("c")]})
-    assert (status, refused["error"]["code"]) == (400, "history_edited")
+        assert [block.type for block in second.content] == ["thinking", "text"]
+        asked.append({"role": "assistant", "content": "no", "reasoning_content": "other"})
+        status, refused = send(url, {"messages": [*asked, user("c")]})
+        assert (status, refused["error"]["code"]) == (400, "history_edited")
+        with pytest.raises(BadRequestError, match="history_edited"):
+            agent.messages.create(model="m", max_tokens=50, messages=[user("other")])
     assert reward(work, 1.0)[0] == 200
     _, said = sampled(endpoint, tokenizer)
     assert said == "".join(turns)

@@ -95,7 +95,7 @@ def assert_as_alone(folder: Path, case: str, world: int, alone: Trained) -> list
     return found
 
 
-# Three ranks divide most things unevenly; two are in the suite where checkpoints are read.
+# Three ranks divide most things unevenly; whole runs have two.
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.real), 3])
 def sharded(
     request: pytest.FixtureRequest,
