@@ -28,7 +28,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/generator": (7_565, 131),
     "services/modeling": (4_722, 117),
     "services/monitor": (1_164, 39),
-    "services/process": (1_856, 57),
+    "services/process": (1_860, 57),
     "services/scorer": (409, 7),
     "services/tinker": (2_416, 48),
     "services/trainer": (5_702, 137),

@@ -8,6 +8,8 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from umbra.proto.errors import ends_process, service_thread
 
+CLOSE_S = 5.0  # for what runs in the thread when it is closed
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -34,11 +36,13 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
     def close(self) -> None:
+        """End the thread; one whose loop is held up ends with the process."""
         if self.closed:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

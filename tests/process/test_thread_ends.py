@@ -24,6 +24,7 @@ from umbra.proto.net.io_thread import IoThread
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.worker_pool import WorkerPool
 from umbra.services.http import HttpServer, listen
+from umbra.services.process import loop_thread
 from umbra.services.process.command import service_command
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.process.metrics import MetricsFile
@@ -86,6 +87,18 @@ def test_what_is_called_in_an_event_loop(ends: Ends) -> None:
     with closing(LoopThread("environments")) as loop:
         loop.call(breaks)
         assert ends() == "the thread environments failed: KeyError: 7"
+
+
+def test_an_event_loop_that_is_held_up_holds_up_no_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_thread, "CLOSE_S", 0.01)
+    loop, goes_on = LoopThread("environments"), threading.Event()
+    loop.call(goes_on.wait, WAIT_S)
+    loop.close()
+    assert not loop.closed
+    goes_on.set()
+    loop._thread.join(WAIT_S)
+    loop.close()
+    assert loop.closed
 
 
 def test_an_http_server(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
