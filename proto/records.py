@@ -411,8 +411,5 @@ class Header(Record, frozen=True, kw_only=True):
     sent_at: Number = 0.0  # seconds since the epoch
 
 
-class Message(Record, frozen=True, kw_only=True):
-    """Base of all message bodies; the class-level tag is the header's `type`."""
-
-    def __post_init__(self) -> None:
-        keep_to_bounds(self)
+class Message(Told, frozen=True, kw_only=True):
+    """Base of all message bodies; the name of the class is the header's `type`."""

@@ -81,7 +81,6 @@ class Channel:
         self.endpoint = endpoint
         self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.on_moved: Callable[[], None] | None = None  # on the link's thread: it must be quick
-        self.sender = link.name  # this process, as the server knows it
         self.security = link.security
         self._peer = peer
         self._link = link
@@ -164,19 +163,20 @@ class Channel:
 
     def move(self, endpoint: str) -> None:
         """Connect to the restarted server at `endpoint`, and send it all open requests."""
-        self._link.run(lambda: self._move(endpoint))
+
+        def connect() -> None:
+            if endpoint != self.endpoint:
+                self.socket.disconnect(self.endpoint)
+                self.socket.connect(endpoint)
+                self.endpoint = endpoint
+            for pending in self._pending.values():
+                self._transmit(pending.frames)
+            if self.on_moved is not None:
+                self.on_moved()
+
+        self._link.run(connect)
 
     # -- the link's thread ------------------------------------------------------------------------
-
-    def _move(self, endpoint: str) -> None:
-        if endpoint != self.endpoint:
-            self.socket.disconnect(self.endpoint)
-            self.socket.connect(endpoint)
-            self.endpoint = endpoint
-        for pending in self._pending.values():
-            self._transmit(pending.frames)
-        if self.on_moved is not None:
-            self.on_moved()
 
     def _start(self, body: Message, future: Future[Message], timeout_s: float) -> None:
         if self._locked:

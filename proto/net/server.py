@@ -230,7 +230,8 @@ class Server:
         self._events: Socket | None = None  # to those who watch
         self._clock = clock
         self._polled_at = clock()
-        self._waker: sockets.Waker | None = None
+        self._waker = sockets.Waker(context, f"wake-{id(self)}")
+        self._poller.register(self._waker.socket, zmq.POLLIN)
         keys = security.keys
         self._gate = None if keys is None else ZapGate(context, keys, self.refusals)
 
@@ -268,7 +269,7 @@ class Server:
         self._polled_at = now
         for socket, _ in ready:
             channel = self._channels.get(socket)
-            if self._waker and socket is self._waker.socket:
+            if socket is self._waker.socket:
                 self._waker.drain()
             elif channel is not None:
                 requests.extend(self._receive(channel))
@@ -292,12 +293,9 @@ class Server:
         _, frames = self._encoder.encode(body)
         return self._send(self._by_name[channel], identity, frames)
 
-    def waker(self) -> Callable[[], None]:
-        """Return a function that ends a `poll` under way early, from any thread, until `close`."""
-        if self._waker is None:
-            self._waker = sockets.Waker(self._context, f"wake-{id(self)}")
-            self._poller.register(self._waker.socket, zmq.POLLIN)
-        return self._waker.wake
+    def wake(self) -> None:
+        """End a `poll` under way early, from any thread."""
+        self._waker.wake()
 
     def close(self) -> None:
         """Close all sockets; queued frames get the bounded LINGER."""

@@ -156,7 +156,6 @@ class Service:
         self._leaving: list[Effect] = []  # the part of it that the commit under way is for
         self._thread = ThreadPoolExecutor(1, "commit")
         self._commit: Future[None] | None = None  # the one under way
-        self._wake = self.server.waker()
 
     def run(self) -> None:
         drained, freed = False, HeapTrimmer()
@@ -218,7 +217,7 @@ class Service:
             self._send()
         else:
             self._commit = self._thread.submit(write)
-            self._commit.add_done_callback(lambda _: self._wake())
+            self._commit.add_done_callback(lambda _: self.server.wake())
 
     def _end(self, now: float) -> None:
         is_finished = bool(self.broker.run.finished)

@@ -195,10 +195,6 @@ class SamplingConfig(Section):
     stop_tokens: list[str] = key([], "tokens, as text, that end a turn besides the model's own")
     stop: list[str] = key([], "texts that end a turn, of any number of tokens", min_length=1)
 
-    @property
-    def cuts_off(self) -> bool:
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-
 
 class GeneratorConfig(Section):
     """The inference side."""

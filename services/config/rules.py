@@ -15,6 +15,7 @@ from umbra.proto.bounds import SUBMITTED, SUPPORT_BYTES
 from umbra.proto.errors import UsageError
 from umbra.services.config import CriticConfig, EnvironmentConfig, RunConfig, Section
 from umbra.services.config.generation import LIBRARIES
+from umbra.services.config.trajectory_rules import sampling_of
 
 VLLM_COOLEST = 0.01  # it raises lower temperatures to this, but for 0
 MOST_SUPPORT = 1 << 15  # tokens that could have been drawn in the place of one
@@ -146,7 +147,7 @@ def _support_faults(config: RunConfig) -> Iterator[str]:
         MOST_BYTES // (8 if trainer.score_centering else 4) // context // batch,
     )
     for one in config.all_environments:
-        sampling, key = config.sampling_for(one), one.sampling_key("top_k")
+        sampling, key = sampling_of(config.sampling_for(one)), one.sampling_key("top_k")
         if sampling.cuts_off and not sampling.top_k:
             yield (
                 f"{key} = 0: with top_p or min_p a trajectory records, for each token, the tokens "

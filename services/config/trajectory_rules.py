@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, compress
 
-from umbra.proto.bounds import SUPPORT_BYTES, TOKENS
+from umbra.proto.bounds import PARTS, SUPPORT_BYTES, TOKENS
 from umbra.proto.records import Sampling, Support, Trajectory, unpack_int32
 from umbra.services.config import NamedEnvironment, RunConfig, SamplingConfig
 from umbra.services.config.generation import environment_of
@@ -24,7 +24,6 @@ MOST_TOKENS = 1 << 22  # of any trajectory
 MOST_REWARD = 1e9  # its square is a float32 still
 MOST_TEMPERATURE, LEAST_TEMPERATURE = 1e6, 1e-6  # logits over it are float32 numbers
 MOST_TURNS = 1_000_000
-MOST_PARTS = 64  # of a reward; each becomes a column of the step's metrics
 MOST_NAME = 100  # characters
 LATEST = 1e12  # seconds since the epoch
 MOST_VERSION = 1 << 31
@@ -158,8 +157,8 @@ def reward_fault(reward: float, parts: dict[str, float], reason: str = "stop") -
         return f"reward is {reward}, which is not within {MOST_REWARD:g}"
     if not _is_name(reason):
         return f"reason must be a short name, not {reason[:MOST_NAME]!r}"
-    if len(parts) > MOST_PARTS:
-        return f"reward_parts has {len(parts)} names, {MOST_PARTS} at most are kept"
+    if len(parts) > PARTS:
+        return f"reward_parts has {len(parts)} names, {PARTS} at most are kept"
     for name, value in parts.items():
         if not -MOST_REWARD <= value <= MOST_REWARD:
             return f"reward part {name[:MOST_NAME]!r} is {value}, not within {MOST_REWARD:g}"

@@ -22,7 +22,7 @@ from umbra.services.environments.agent_program import Program
 from umbra.services.environments.protocol import Row, SampleError, StepResult, finite_number
 
 _KEY_VARIABLE = "UMBRA_SESSION_KEY_"  # what their names begin with, see `_key_variable`
-_MOST_PARTS, _LONGEST_NAME = 64, 100  # of a reward, as `config/trajectory_rules.py` has them
+_MOST_PARTS, _LONGEST_NAME = 64, 100  # of a reward, as `trajectory_rules.py` bounds them
 TASK_DATA = "task_data"  # the column with a task
 _DEFAULTS = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 

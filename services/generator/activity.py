@@ -14,7 +14,7 @@ from umbra.proto.deadline import Pace
 from umbra.proto.errors import end_process, service_thread
 from umbra.proto.net.session import Session
 from umbra.services.generator.engines.engine import CacheFigures, EngineError
-from umbra.services.process.metrics import STEADY, MetricsFile
+from umbra.services.process.metrics import MetricsFile, steady_clock
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Activity:
     "load_weights" has `version`.
     """
 
-    def __init__(self, metrics: MetricsFile, clock: Callable[[], float] = STEADY) -> None:
+    def __init__(self, metrics: MetricsFile, clock: Callable[[], float] = steady_clock) -> None:
         self.clock = clock
         self._metrics = metrics
         self._reason: str | None = None  # of the current span: "" = decoding, None = there is none

@@ -43,7 +43,7 @@ from umbra.services.environments.protocol import (
 )
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest, joined
 from umbra.services.modeling.chat import Chat, StopSearch
-from umbra.services.process.metrics import STEADY
+from umbra.services.process.metrics import steady_clock
 
 
 @dataclass(eq=False)
@@ -200,7 +200,7 @@ class RolloutSettings:
     branches: int = 1  # lines of tokens, at most
     stops: tuple[str, ...] = ()  # texts that end a turn
     generator: str = ""
-    clock: Callable[[], float] = STEADY
+    clock: Callable[[], float] = steady_clock
     several: Mapping[str, RolloutSettings] = field(default_factory=dict)  # by environment's name
 
     def of(self, row: dict[str, Any]) -> RolloutSettings:

@@ -23,7 +23,6 @@ from umbra.proto.messages import Event, Header, Status
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.sockets import check_address
-from umbra.services.monitor.view import status_dict
 
 M = TypeVar("M", bound=m.Message)
 
@@ -201,9 +200,3 @@ class Watch(StatusClient):
             self._endpoint = status.events
             self._link.subscribe(status.events, self._feed.receive)
         return self._feed.look(status)
-
-
-def look_dict(look: Look) -> dict[str, Any]:
-    """Return all of it as plain values for JSON."""
-    events = {"pushes": look.pushes, "rollouts": look.rollouts}
-    return status_dict(look.status) | msgspec.to_builtins(events)

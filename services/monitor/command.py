@@ -18,9 +18,17 @@ from umbra.proto.access import KeyRole
 from umbra.proto.errors import EXIT_DONE, PeerLostError, UsageError
 from umbra.proto.messages import Role, Status
 from umbra.proto.net.keys import Security, open_security
-from umbra.services.monitor.client import Look, StatusClient, Watch, look_dict
+from umbra.services.monitor.client import Look, StatusClient, Watch
 from umbra.services.monitor.run_address import find_address
-from umbra.services.monitor.view import NewWarnings, headline, left_text, plain, screen, status_dict
+from umbra.services.monitor.view import (
+    NewWarnings,
+    headline,
+    left_text,
+    look_dict,
+    plain,
+    screen,
+    status_dict,
+)
 from umbra.services.process.command import KEYS, stop_on_signals
 
 if TYPE_CHECKING:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+from rich.console import Group
+from rich.text import Text
 
 from umbra.proto.messages import Member, Status, Stuck
 from umbra.proto.records import EvalReport
+from umbra.services.monitor.client import Look, RolloutEvent
 from umbra.services.reporting import (
     PHASES,
     aligned,
@@ -21,11 +24,6 @@ from umbra.services.reporting import (
     number,
     shown_scores,
 )
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from umbra.services.monitor.client import Look, RolloutEvent
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVES = (
@@ -56,6 +54,11 @@ def status_dict(status: Status) -> dict[str, Any]:
     for member, row in zip(status.members, values["members"], strict=True):
         row["busy"] = busy(member.shares) if member.shares else None
     return values
+
+
+def look_dict(look: Look) -> dict[str, Any]:
+    events = {"pushes": look.pushes, "rollouts": look.rollouts}
+    return status_dict(look.status) | msgspec.to_builtins(events)
 
 
 def headline(status: Status, reward: float | None = None) -> str:
@@ -250,13 +253,9 @@ def page_file(name: str) -> str:
 # -- the screen ------------------------------------------------------------------------------------
 
 
-def screen(look: Look, width: int, processes: Mapping[str, str] | None = None) -> RenderableType:
+def screen(look: Look, width: int, processes: Mapping[str, str] | None = None) -> Group:
     """Return the view for a terminal of `width` columns; `processes` as of `member_rows`."""
-    from rich.console import Group
-    from rich.text import Text
-
-    styled = lines(look, width, processes)
-    return Group(*(Text(line.text, style=line.style) for line in styled))
+    return Group(*(Text(line.text, line.style) for line in lines(look, width, processes)))
 
 
 def plain(look: Look) -> str:

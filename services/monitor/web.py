@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from umbra.services.http import HttpServer, is_local, listen, url_at
-from umbra.services.monitor.client import Look, look_dict
-from umbra.services.monitor.view import page_file
+from umbra.services.monitor.client import Look
+from umbra.services.monitor.view import look_dict, page_file
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.reporting import PHASES, busy
 

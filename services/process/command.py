@@ -79,18 +79,22 @@ def stop_on_signals(stopping: threading.Event) -> Iterator[None]:
         yield
 
 
-class SignalCounter:
-    """A counter of signals while entered, for a supervisor, to which the second can mean more.
+class SignalCounter(ExitStack):
+    """A counter of signals until its block ends, for a supervisor: the second can mean more.
 
     Handlers only count, and wake through a pipe: setting a `threading.Event` in one can wait for a
     lock that the interrupted code holds.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.count = 0
         self.number = 0  # the first signal's
-        self._read_fd = self._write_fd = -1
-        self._entered = ExitStack()
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        for fd in (self._read_fd, self._write_fd):
+            self.callback(os.close, fd)
+        self.enter_context(_handled(self._handle))
 
     @property
     def exit_code(self) -> int:
@@ -108,17 +112,6 @@ class SignalCounter:
         self.count += 1
         with suppress(BlockingIOError):  # full: it is awake
             os.write(self._write_fd, b"!")
-
-    def __enter__(self) -> SignalCounter:
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._write_fd, False)
-        for fd in (self._read_fd, self._write_fd):
-            self._entered.callback(os.close, fd)
-        self._entered.enter_context(_handled(self._handle))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._entered.close()
 
 
 class LineFormatter(logging.Formatter):

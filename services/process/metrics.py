@@ -26,14 +26,12 @@ KEPT = 256  # spans that nobody has taken yet
 JOIN_S = 0.001  # two of one name that are closer are one
 
 
-def steady_clock() -> Callable[[], float]:
-    """Return a clock of seconds since the epoch that goes on evenly when the machine's is set."""
-    epoch = time.time() - time.monotonic()
-    return lambda: epoch + time.monotonic()
+_EPOCH = time.time() - time.monotonic()
 
 
-STEADY = steady_clock()
-"""The clock of this process, by which its spans and rates are measured."""
+def steady_clock() -> float:
+    """Return seconds since the epoch, which go on evenly when the machine's clock is set."""
+    return _EPOCH + time.monotonic()
 
 
 class Span(NamedTuple):
@@ -101,7 +99,7 @@ class MetricsFile:
     """
 
     def __init__(
-        self, path: Path | None, service: str, clock: Callable[[], float] = STEADY
+        self, path: Path | None, service: str, clock: Callable[[], float] = steady_clock
     ) -> None:
         self.service = service
         self.spans = SpanLog(clock)

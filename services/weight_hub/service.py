@@ -118,11 +118,10 @@ class WeightHub:
         self._clock = clock
         self._asked: SimpleQueue[tuple[m.Message, Future[m.Message]]] = SimpleQueue()
         self._is_leaving = False
-        self._wake = server.waker()
         self._arena: Arena | None = None
         self._token = uuid.uuid4().hex[:8]  # another hub on this machine may have the same run id
         self._arenas_made = 0
-        self._making: Background[Arena] = Background("umbra-arena", self._wake)
+        self._making: Background[Arena] = Background("umbra-arena", server.wake)
         # For the first of these the arena is made; the others wait until it is there.
         self._registering: list[tuple[Reply, HubPeer, m.RegisterManifest]] = []
         self._manifest: Manifest | None = None
@@ -132,7 +131,7 @@ class WeightHub:
         self._parts = Parts(host)
         self._taken_over: m.Publish | None = None  # what lies in the arena of the hub before us
         self._is_lost = False  # a trainer host came back without the memory of the layout
-        self.planes = HubPlanes(config, host, server.security, self._wake)
+        self.planes = HubPlanes(config, host, server.security, server.wake)
 
     def step(self, timeout_s: float = POLL_S) -> int:
         """Serve what arrives within `timeout_s` seconds; returns the number of requests."""
@@ -174,7 +173,7 @@ class WeightHub:
             answer.set_result(LEAVING)
             return answer
         self._asked.put((body, answer))
-        self._wake()
+        self._server.wake()
         return answer
 
     def leave(self) -> None:

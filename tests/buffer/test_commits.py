@@ -44,8 +44,8 @@ class Script:
 
     # the server's
 
-    def waker(self) -> Any:
-        return self._woken.release
+    def wake(self) -> None:
+        self._woken.release()
 
     def poll(self, _timeout_s: float) -> list[Request]:
         if self._came < self._count:
