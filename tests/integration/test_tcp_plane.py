@@ -11,7 +11,6 @@ from fakes.relays import Relay
 from fakes.slowness import seconds
 from fakes.waiting import until
 
-from umbra.proto.messages import Ready
 from umbra.proto.records import Manifest
 from umbra.services.weights.manifest import build_manifest
 from umbra.services.weights.planes import tcp
@@ -31,19 +30,14 @@ class Weights:
         self.versions: list[bytes] = []
 
     def publish(self, publisher: Publisher, share: float) -> int:
-        """As `write`; publish."""
-        version = self.write(publisher, share)
-        publish_slot(publisher, version)
-        return version
-
-    def write(self, publisher: Publisher, share: float) -> int:
-        """Change a share of the elements by one unit in the last place; write the version."""
+        """Change a share of the elements by one unit in the last place; the version."""
         count = round(share * self._now.size)
         places = self._random.choice(self._now.size, count, replace=False)
         self._now[places] += self._random.choice(np.array([1, 65535], np.uint16), count)
         version = len(self.versions)
         self.versions.append(self._now.tobytes())
         publisher.slot(version, WAIT_S)[:] = self.versions[-1]
+        publish_slot(publisher, version)
         return version
 
     def load(self, receiver: Receiver, version: int) -> None:
@@ -86,24 +80,6 @@ def test_versions_that_were_skipped_and_a_late_joiner(bench: Bench) -> None:
     bench.finish()
     assert wire_bytes(bench, "gen-0")[-1] < LAYOUT.total_bytes / 5
     assert wire_bytes(bench, "gen-1") == [LAYOUT.total_bytes]
-
-
-def test_over_a_fast_link_everything_is_sent(bench: Bench) -> None:
-    """The first version shows what the link can do."""
-    bench.start(plane="tcp")
-    publisher = bench.publisher(LAYOUT)
-    receiver = bench.receiver("gen-0", ["tcp"])
-    weights = Weights(LAYOUT)
-    for rate in (2e9, 2e9, 1e7, 1e7, 1e7):
-        weights.load(receiver, weights.publish(publisher, 0.01))
-        ready = Ready(
-            epoch=0, version=0, wire_s=LAYOUT.total_bytes / rate, stage_s=0.0,
-            wire_bytes=LAYOUT.total_bytes,
-        )  # fmt: skip
-        bench.hub.planes.open_tcp().staged("gen-0", ready)
-    bench.finish()
-    whole = [size == LAYOUT.total_bytes for size in wire_bytes(bench, "gen-0")]
-    assert whole == [True, True, True, False, False]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fakes import forks
 from fakes.commands import call
+from fakes.installed import needs
 from fakes.slowness import limit
 from fakes.whole_runs import QUIET_S, UMBRA, Up
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,6 +22,7 @@ from umbra.proto.errors import UmbraError
 from umbra.services.config.loader import load_config
 from umbra.services.modeling.run_file import located
 from umbra.services.process.command import SignalCounter
+from umbra.services.trainer.make_model import make_model
 
 
 def test_a_run_with_own_model_prompts_and_reward(up: Up) -> None:
@@ -94,6 +96,21 @@ def test_buffer_and_hub_do_not_wait_for_the_model(
             with pytest.raises(UmbraError, match=outcome):
                 run.run()
     assert folder.config.is_file() == (outcome == "made")  # nobody can go on without a model
+
+
+@pytest.mark.timeout(400)
+def test_a_run_on_vllm(project: Path, up: Up) -> None:
+    """A core that dies is in `test_vllm_engine.py`."""
+    needs("vllm")
+    (project / "model").unlink()
+    make_model(project / "model", hidden=64, heads=2, kv_heads=1, layers=1, ff=32)
+    own = ("generator.engine=vllm", "generator.engine_args.block_size=32")
+    process = up(*own, "sampling.max_tokens=24", "weight_hub.dtype=float32", quiet_s=400.0)
+    summary = process.finish()
+    assert len(process.steps()) == summary["steps"] == 4
+    assert summary["ledger"]["trained"] == 4 * 16
+    assert sum(summary["ledger"]["in_flight"].values()) == 0
+    assert summary["mismatch_k3_on_policy"] < 1e-5
 
 
 def test_a_second_signal_ends_at_once(up: Up) -> None:

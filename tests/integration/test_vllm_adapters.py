@@ -1,4 +1,4 @@
-"""Versions that are an adapter alone, on real vLLM on the CPU."""
+"""Real vLLM on the CPU with versions that are an adapter alone, and with too little memory."""
 
 import gc
 from pathlib import Path
@@ -9,15 +9,18 @@ import torch
 from fakes.adapters import config_of, publish, trained
 from fakes.installed import needs
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
-from fakes.versions import decode, finish, request, worst
+from fakes.versions import decode, finish, prompt, request, weights, worst
+from fakes.versions import load as load_weights
 from fakes.vllm_models import write_model
 from fakes.vllm_serve import opened
+from fakes.vllm_serve import vllm_config as plain_config
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 from umbra.services.generator.engines.engine import Engine, EngineOutput
 from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.vllm import options as vllm_options
+from umbra.services.modeling.models import load_model
 from umbra.services.trainer.learner import Learner
 
 needs("vllm")
@@ -105,3 +108,33 @@ def test_layers_that_vllm_has_no_adapters_for(
     with pytest.raises(UsageError, match=said):
         open_engine(config, "generator-0")
     gc.collect()
+
+
+@pytest.mark.real
+def test_with_too_little_memory_it_preempts_and_then_says_how_many_fit(
+    vllm_model_dir: Path,
+) -> None:
+    """Each slot gets some hundred tokens, and there is room for two thousand."""
+    torch.set_num_threads(1)
+    model, slots = load_model(vllm_model_dir, torch.device("cpu"), torch.float32), 64
+    few = {"threads": 1, "slots": slots, "max_context": 512, "device": "cpu"}
+    few["engine_args.kv_cache_memory_bytes"] = 1 << 20
+    with opened(plain_config(vllm_model_dir, **few)) as engine:
+        load_weights(engine, weights({0: model}, 0), 0, "keep")
+        at_first = engine.fits
+        assert 1 <= at_first < slots, "each may get as long as the context"
+        outputs: list[EngineOutput] = []
+        usage = 0.0
+        for _ in range(2):
+            engine.submit([request(i, 400) for i in range(slots)])
+            while engine.busy:
+                outputs += engine.poll(0.05)
+                usage = max(usage, engine.cache.usage)
+        assert len(outputs) == 2 * slots
+        assert engine.cache.preemptions > 0
+        assert usage > 0.9
+        assert engine.cache.usage == 0.0
+        assert at_first <= engine.fits < slots
+    for output in outputs[-4:]:
+        again = logprobs_recomputing_cache({0: model}, prompt(int(output.request_id[1:])), output)
+        assert output.logprobs == pytest.approx(again, abs=TOLERANCE)
