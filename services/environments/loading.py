@@ -15,14 +15,9 @@ from umbra.services.environments import built_in
 from umbra.services.environments.agent_program import AgentProgram, Program
 from umbra.services.environments.openenv import openenv_program
 from umbra.services.environments.protocol import Environment, EnvironmentFactory
-from umbra.services.environments.rewards import (
-    RewardedGroup,
-    RewardedTurn,
-    RewardFunction,
-    Rewards,
-)
+from umbra.services.environments.rewards import RewardedGroup, RewardedTurn, RewardFunction, Rewards
 from umbra.services.environments.sandbox import TOOLS as SANDBOXED
-from umbra.services.environments.sandbox import SandboxTools, sandbox_factory
+from umbra.services.environments.sandbox import Sandbox, SandboxTools, container_factory
 from umbra.services.environments.tools import BUILT_IN, ToolUse
 from umbra.services.environments.trl import trl_program
 from umbra.services.environments.verifiers import verifiers_program
@@ -65,15 +60,12 @@ def name_of(config: EnvironmentConfig) -> str:
 def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
     """Return the factory of the configured environment; a UsageError names its fault."""
     kind, options = config.kind, dict(config.options)
-    sandbox: Callable[[], Any] | None = None
-    if config.sandbox:
-        sandbox = sandbox_factory(config.sandbox, config.sandbox_options, _load)
-    if kind in _PROGRAMS:
-        program = _program(config)
-        return lambda: AgentProgram(program, name_of(config))
+    sandbox: Callable[[], Any] | None = _sandbox(config) if config.sandbox else None
     runs_code = kind == "agent" or ":" in kind
     make: Callable[..., Environment]
-    if kind == "reward":
+    if kind in _PROGRAMS:
+        make, options = partial(AgentProgram, _program(config), name_of(config)), {}
+    elif kind == "reward":
         make = _rewarded(config)
     elif kind == "agent":
         if not config.agent:
@@ -98,10 +90,7 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
                 )
             runs_code, sandbox = True, partial(SandboxTools, sandbox)
     elif ":" in kind:
-        make = _load(kind, "environment.kind")
-        missing = [name for name in ("reset", "step") if not callable(getattr(make, name, None))]
-        if missing:
-            raise UsageError(f"environment.kind {kind!r} has no method {' and no '.join(missing)}")
+        make = _load(kind, "environment.kind", "reset", "step")
     elif kind in _KINDS:
         make = _KINDS[kind]
     else:
@@ -113,7 +102,7 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
     if sandbox is not None and not runs_code:
         raise UsageError(
             f"environment.sandbox = {config.sandbox} has no effect: kind {kind!r} runs no code of "
-            "the model's; remove it, or name a tool that does in environment.options.tools"
+            "the model's in it; remove it, or name a tool that does in environment.options.tools"
         )
 
     def factory() -> Environment:
@@ -127,6 +116,13 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
     return factory
 
 
+def _sandbox(config: EnvironmentConfig) -> Callable[[], Sandbox]:
+    if ":" in config.sandbox:
+        make = _load(config.sandbox, "environment.sandbox", "run", "close")
+        return partial(make, **config.sandbox_options)
+    return container_factory(config.sandbox, config.sandbox_options)
+
+
 def _rewarded(config: EnvironmentConfig) -> Callable[..., Environment]:
     rewards = _rewards(config)
     if not rewards.any:
@@ -134,9 +130,14 @@ def _rewarded(config: EnvironmentConfig) -> Callable[..., Environment]:
             'environment.kind = "reward" needs environment.reward = "module:function", or a table '
             "of several with their weights"
         )
-    if config.reward_scope == "group":
-        return partial(RewardedGroup, rewards, name_of(config))
-    return partial(RewardedTurn, rewards)
+    if config.reward_scope != "group":
+        return partial(RewardedTurn, rewards)
+    if not rewards.batched:
+        raise UsageError(
+            f'environment.reward_scope = "group": {name_of(config)} has no function with the '
+            "parameter completions, that would be called with a group"
+        )
+    return partial(RewardedGroup, rewards)
 
 
 def _rewards(config: EnvironmentConfig) -> Rewards:
@@ -190,8 +191,8 @@ def _tool(name: str) -> Callable[..., Any] | str:
     return _load(name, "environment.options.tools")
 
 
-def _load(target: str, key: str) -> Callable[..., Any]:
-    """Return the callable "module:name", which may lie in the working directory."""
+def _load(target: str, key: str, *methods: str) -> Callable[..., Any]:
+    """Return the callable "module:name", which has `methods`, and may lie in our directory."""
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise UsageError(f'{key} {target!r}: write it as "module:name"')
@@ -199,9 +200,9 @@ def _load(target: str, key: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing not in (module_name.split(".")[0], module_name):
-            reason = f"{error}" if missing else f"{type(error).__name__}: {error}"
+        lacked = error.name if isinstance(error, ModuleNotFoundError) else None
+        if lacked not in (module_name.split(".")[0], module_name):
+            reason = f"{error}" if lacked else f"{type(error).__name__}: {error}"
             raise UsageError(f"{key} {target!r}: importing it failed: {reason}") from error
         files = [path.stem for path in Path(folder).glob("*.py")]
         raise UsageError(
@@ -214,6 +215,8 @@ def _load(target: str, key: str) -> Callable[..., Any]:
         raise UsageError(
             f"{key} {target!r}: {module_name} has no callable {name!r}{_nearest(name, known)}"
         )
+    if missing := [method for method in methods if not callable(getattr(value, method, None))]:
+        raise UsageError(f"{key} {target!r} has no method {' and no '.join(missing)}")
     return value
 
 

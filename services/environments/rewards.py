@@ -147,19 +147,8 @@ class RewardedTurn(SingleTurn):
 class RewardedGroup(RewardedTurn):
     """All turns that answer one prompt, which functions that take `completions` get at once.
 
-    Others are called for each sample; raises UsageError if all are.
+    Others are called for each sample.
     """
-
-    def __init__(self, rewards: Rewards, name: str) -> None:
-        super().__init__(rewards)
-        if not rewards.batched:
-            raise UsageError(
-                f'environment.reward_scope = "group": {name} has no function with the parameter '
-                "completions, that would be called with a group"
-            )
-
-    def step(self, response: str) -> StepResult:
-        raise SampleError("the samples of a group are rewarded at once, not one by one")
 
     def step_all(self, responses: Sequence[str]) -> list[StepResult] | Awaitable[list[StepResult]]:
         return self._results(responses)

@@ -191,19 +191,11 @@ async def _outcome(process: asyncio.subprocess.Process, stdin: bytes) -> Command
     return CommandOutcome(code, output + (f"\n({dropped} more bytes)" if dropped else ""))
 
 
-def sandbox_factory(
-    kind: str, options: Mapping[str, Any], load: Callable[[str, str], Callable[..., Any]]
-) -> Callable[[], Sandbox]:
-    """Return the factory of sandboxes; `load` imports "module:Class" for a key."""
-    if ":" in kind:
-        make = load(kind, "environment.sandbox")
-        lacks = [name for name in ("run", "close") if not callable(getattr(make, name, None))]
-        if lacks:
-            raise UsageError(f"environment.sandbox {kind!r} has no method {' and no '.join(lacks)}")
-        return lambda: make(**options)
-    if kind not in ("docker", "podman"):
+def container_factory(runtime: str, options: Mapping[str, Any]) -> Callable[[], Container]:
+    """Return the factory of containers of `environment.sandbox` = `runtime`; UsageError if none."""
+    if runtime not in ("docker", "podman"):
         raise UsageError(
-            f"environment.sandbox {kind!r} is unknown: use docker, podman, or a class as "
+            f"environment.sandbox {runtime!r} is unknown: use docker, podman, or a class as "
             '"module:Class"'
         )
     try:
@@ -211,11 +203,13 @@ def sandbox_factory(
     except TypeError as error:
         known = ", ".join(ContainerLimits.__dataclass_fields__)
         raise UsageError(
-            f"environment.sandbox_options do not fit {kind!r} ({error}): it knows {known}"
+            f"environment.sandbox_options do not fit {runtime!r} ({error}): it knows {known}"
         ) from error
-    if shutil.which(kind) is None:
-        raise UsageError(f"environment.sandbox = {kind}: there is no such command on this machine")
-    return lambda: Container(kind, limits)
+    if shutil.which(runtime) is None:
+        raise UsageError(
+            f"environment.sandbox = {runtime}: there is no such command on this machine"
+        )
+    return lambda: Container(runtime, limits)
 
 
 class SandboxTools:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import EnvironmentConfig
+from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import Row, SampleError, StepResult
 from umbra.services.environments.rewards import (
     RewardedGroup,
@@ -70,7 +72,7 @@ def scored(
             turn.reset(row)
             answer = turn.step(said)
         else:
-            group = RewardedGroup(rewards, "mine")
+            group = RewardedGroup(rewards)
             group.reset(row)
             answer = group.step_all(said)
         return await answer if isinstance(answer, Awaitable) else answer
@@ -133,8 +135,9 @@ def test_what_is_no_reward_fails_the_sample_or_its_group(
 
 
 def test_a_function_that_takes_no_group_is_refused() -> None:
-    with pytest.raises(UsageError, match="no function with the parameter completions"):
-        scored(ROW, ["a"], (alone, 1.0))
+    own = EnvironmentConfig(kind="reward", reward=f"{__name__}:alone", reward_scope="group")
+    with pytest.raises(UsageError, match=":alone has no function with the parameter completions"):
+        load_environment(own)
 
 
 def test_a_function_that_needs_what_is_not_known_is_refused() -> None:

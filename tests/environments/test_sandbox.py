@@ -157,6 +157,12 @@ class Coding:
     async def close(self):
         await self.sandbox.close()
 
+class Theirs:
+    def reset(self, **row):
+        return None
+    def get_reward(self):
+        return 1.0
+
 async def agent(row, endpoint, sandbox):
     return float(len((await sandbox.run(["x"])).output))
 """
@@ -202,10 +208,12 @@ def test_environments_and_agents_get_a_sandbox(own: Any) -> None:
         ({"sandbox_options": {"network": "host"}}, "would let a model's code reach"),
         ({"sandbox": "pathlib:Path"}, "has no method run and no close"),
         ({"kind": "exact", "options": {}}, "environment.sandbox = docker has no effect"),
+        ({"kind": "trl", "id": "own_box:Theirs", "options": {}}, "kind 'trl' runs no code"),
         ({"options": {"tools": ["pyhton"]}}, "did you mean 'python'"),
     ],
 )
-def test_settings_that_cannot_be(docker: Path, changes: dict[str, Any], says: str) -> None:
+@pytest.mark.usefixtures("docker", "own")
+def test_settings_that_cannot_be(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         load_environment(replace(tools("python"), **changes))
 
