@@ -1,14 +1,21 @@
 """Sessions of agents: what continues a conversation or branches, who waits, who gets a sample."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from umbra.services.environments.protocol import RefusedError, StepResult, Turn
+from umbra.services.environments.protocol import (
+    Ask,
+    EpisodeOutcome,
+    RefusedError,
+    StepResult,
+    Turn,
+)
 from umbra.services.generator.agents.calls import Call, response_id
-from umbra.services.generator.agents.session import AgentSession, News, SessionRegistry
+from umbra.services.generator.agents.session import AgentSession, SessionRegistry
 from umbra.services.http import ApiError
 from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
 
@@ -34,6 +41,15 @@ def said(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
+@dataclass
+class News:
+    """The part of an `Ask` that depends on what was said before."""
+
+    messages: list[Message]
+    calls: list[Any] = field(default_factory=list)
+    after: int | None = None
+
+
 class Agent:
     """Asks a session; keeps what the model is asked and what the agent is told."""
 
@@ -41,11 +57,12 @@ class Agent:
         self.news: list[News] = []
         self.told: list[Any] = []  # messages, or codes of errors
 
-        def pass_on(session: AgentSession, call: Call, news: News) -> None:
-            assert session is self.session
-            self.news.append(news)
+        def deliver(outcome: EpisodeOutcome) -> None:
+            assert outcome.key == "key" and isinstance(outcome.value, Ask)
+            self.news.append(News(outcome.value.messages, outcome.value.calls, outcome.value.after))
 
-        self.session = AgentSession("session", "key", {}, TIMEOUT_S, pass_on, branches=branches)
+        own = "session", "key", {}, TIMEOUT_S, deliver, Mock()
+        self.session = AgentSession(*own, branches=branches)
         self.session.begin(0.0)
 
     def ask(self, *messages: Message, repeated: bool = False, **fields: Any) -> News | None:
@@ -281,7 +298,7 @@ def test_the_end_comes_to_all_who_wait(branching: Agent) -> None:
 
 def test_samples_are_handed_out_in_order_and_once() -> None:
     names = iter("abcdef")
-    registry = SessionRegistry(TIMEOUT_S, lambda *_: None, lambda: next(names))
+    registry = SessionRegistry(TIMEOUT_S, Mock(), Mock(), new_id=lambda: next(names))
     for key in ("one", "two", "three"):
         registry.open(key, {"prompt": key})
     registry.close("one")

@@ -35,7 +35,6 @@ from umbra.services.config.trajectory_rules import reward_fault
 from umbra.services.environments.loading import name_of
 from umbra.services.environments.pool import Outcomes
 from umbra.services.environments.protocol import (
-    Ask,
     Begun,
     EpisodeOutcome,
     Lost,
@@ -47,7 +46,7 @@ from umbra.services.environments.protocol import (
 from umbra.services.environments.worker_pool import END_S, NO_REWARD, WorkerPool, offered_name
 from umbra.services.generator.agents.calls import AgentProtocol, Answer, Call, CallRules
 from umbra.services.generator.agents.protocols import Completions, Messages, Responses
-from umbra.services.generator.agents.session import AgentSession, News, SessionRegistry
+from umbra.services.generator.agents.session import AgentSession, SessionRegistry
 from umbra.services.http import KEY_VARIABLE, ApiError, HttpServer, is_local, listen, url_at
 from umbra.services.process.loop_thread import LoopThread, ends_with_it
 
@@ -125,8 +124,12 @@ class AgentPool(Outcomes):
         self.url = url_of(bound, settings.advertise)
         self._config, self._settings = config, settings
         self._created = int(time.time())  # the time in replies
-        branches = config.branches == "train"
-        self.sessions = SessionRegistry(config.timeout_s, self._pass_on, branches=branches)
+        self.sessions = SessionRegistry(
+            config.timeout_s,
+            self.deliver,
+            lambda session, turn: self._thread.call(self._replied, session, turn),
+            branches=config.branches == "train",
+        )
         self._arrival = asyncio.Event()  # of a sample, for agents that wait for one
         self._stopping = False
         self._workers: WorkerPool | None = None
@@ -278,19 +281,6 @@ class AgentPool(Outcomes):
         return self.sessions.find(request.path_params["session"])
 
     # -- sessions, within the event loop ----------------------------------------------------------
-
-    def _pass_on(self, session: AgentSession, call: Call, news: News) -> None:
-        ask = Ask(
-            reply=lambda turn: self._thread.call(self._replied, session, turn),
-            messages=news.messages,
-            tools=call.tools,
-            calls=news.calls,
-            after=news.after,
-            max_tokens=call.max_tokens,
-            pieces=call.logprobs,
-            stops=call.stops,
-        )
-        self.deliver(EpisodeOutcome(session.key, ask))
 
     def _open(self, key: str, row: Row) -> None:
         session = self.sessions.open(key, row)

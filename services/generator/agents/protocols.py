@@ -86,10 +86,7 @@ def _choice(call: Call, answer: Answer) -> dict[str, Any]:
     message = dict(answer.message)
     if calls := message.get("tool_calls"):
         message["content"] = message["content"] or None
-        made = [{"name": name, "arguments": text} for name, text in map(_written, calls)]
-        message["tool_calls"] = [
-            {**call, "function": function} for call, function in zip(calls, made, strict=True)
-        ]
+        message["tool_calls"] = [{**call, "function": _written(call)} for call in calls]
     if call.logprobs:
         content = [
             {"token": piece, "logprob": value, "bytes": list(piece.encode()), "top_logprobs": []}
@@ -99,9 +96,10 @@ def _choice(call: Call, answer: Answer) -> dict[str, Any]:
     return {"message": message, "logprobs": logprobs}
 
 
-def _written(call: dict[str, Any]) -> tuple[str, str]:
+def _written(call: dict[str, Any]) -> dict[str, str]:
     """Return name and arguments of a tool call, these as JSON."""
-    return call["function"]["name"], json.dumps(call["function"]["arguments"])
+    function = call["function"]
+    return {"name": function["name"], "arguments": json.dumps(function["arguments"])}
 
 
 # -- /v1/responses --------------------------------------------------------------------------------
@@ -259,11 +257,11 @@ def _items(name: str, call: Call, answer: Answer) -> list[dict[str, Any]]:
         head = {"type": "message", "id": f"msg_{name}", "role": "assistant"}
         items.append({**head, "content": [part]})
     for index, made in enumerate(message.get("tool_calls", ())):
-        called, arguments = _written(made)
-        space, own = call.namespaces.get(called, ("", called))
         head = {"type": "function_call", "id": f"fc_{name}_{index}", "call_id": made["id"]}
-        named = {"name": own, "namespace": space} if space else {"name": own}
-        items.append({**head, **named, "arguments": arguments})
+        called = _written(made)
+        if named := call.namespaces.get(called["name"]):
+            called |= {"name": named[1], "namespace": named[0]}
+        items.append({**head, **called})
     return [{**item, "status": "completed"} for item in items]
 
 

@@ -1,9 +1,7 @@
 """Sessions: an agent's conversation becomes one sample. No IO, no thread, no clock of its own.
 
-The messages are a tree: each turn of the model is a place to go on from, and a request goes on from
-the longest place whose history it repeats. Where it repeats none, its history was edited: it is
-refused, or begins a branch, to which the model's turns behind the edit are text, since a chat
-template writes such turns as it likes. The model answers one request at a time.
+A request goes on from the longest place whose history it repeats, each turn of the model being one.
+Where it repeats none, it is refused, or begins a branch, to which earlier turns are but text.
 """
 
 from __future__ import annotations
@@ -15,29 +13,25 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from umbra.proto.errors import UmbraError
-from umbra.services.environments.protocol import Message, RefusedError, StepResult, Turn
+from umbra.services.environments.protocol import (
+    Ask,
+    EpisodeOutcome,
+    Message,
+    RefusedError,
+    StepResult,
+    Turn,
+)
 from umbra.services.generator.agents.calls import Answer, Call, continues, response_id
 from umbra.services.http import ApiError
 
 _REMEMBERED = 4096  # sessions that are over, so that late requests learn why
 _ANSWERS = 16  # the newest, kept for calls that come again: so many may have come at once
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """The messages that a call adds, after the tool calls of the last turn.
-
-    `after` is the turn of the model that they follow, counted from 0; None where nothing is before.
-    """
-
-    messages: list[Message] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    after: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +60,6 @@ class _Place:
         later = call.messages[len(self.history) :]
         return not self.gap(call) and all(message["role"] != "assistant" for message in later)
 
-    def news(self, call: Call) -> tuple[Call, News]:
-        """Return `call` with this history's messages for its own, and its new messages.
-
-        So the messages of before are kept once, however often they come.
-        """
-        *before, last = self.history
-        said, *new = call.messages[len(before) :]
-        if not continues(last, said):  # the stop string is written behind it
-            last = said
-        joined = replace(call, messages=[*before, last, *new])
-        return joined, News(new, last.get("tool_calls", []), after=self.number)
-
     def _adds_stop(self, index: int, new: Message) -> bool:
         """True if `new` is the model's last turn with the stop text that ended it.
 
@@ -105,7 +87,8 @@ class AgentSession:
     key: str  # of the sample's play
     row: dict[str, Any]
     silence_s: float  # that the agent may be silent for
-    pass_on: Callable[[AgentSession, Call, News], None]  # is to have the model answer a call
+    deliver: Callable[[EpisodeOutcome], None]  # takes each `Ask` for a turn of the model
+    reply: Callable[[AgentSession, Turn | UmbraError], None]  # is called with it, from any thread
     branches: bool = False  # calls may go on from any turn or begin again, several at once
     deadline: float = math.inf  # by when the agent has to say something
     leased_until: float = math.inf  # by when whoever runs the agent has to renew
@@ -246,13 +229,13 @@ class AgentSession:
     def _ask(self, pending: _Open) -> None:
         if self.reward is not None:
             raise ApiError("this session has its reward: it is over", code="rewarded")
-        pending.call, news = self._joined(pending.call)
+        pending.call, ask = self._joined(pending.call)
         self._open, self.refusal = pending, ""
         self.deadline = math.inf
-        self.pass_on(self, pending.call, news)
+        self.deliver(EpisodeOutcome(self.key, ask))
 
-    def _joined(self, call: Call) -> tuple[Call, News]:
-        """Return `call` with the whole history, and its new messages.
+    def _joined(self, call: Call) -> tuple[Call, Ask]:
+        """Return `call` with the whole history, and what it asks of the model after that.
 
         Raises ApiError: it goes on from nothing that was said, and must.
         """
@@ -270,11 +253,25 @@ class AgentSession:
         elif self.branches:
             ordered = sorted(self._places, key=lambda p: (-len(p.history), -p.number))
             places = [place for place in ordered if place.is_before(call)][:1]
+        ask = Ask(
+            partial(self.reply, self),
+            call.messages,
+            call.tools,
+            max_tokens=call.max_tokens,
+            pieces=call.logprobs,
+            stops=call.stops,
+        )
         if not places:
-            return call, News(call.messages)
+            return call, ask
         if gap := places[0].gap(call):
             raise _edited(gap)
-        return places[0].news(call)
+        *before, last = places[0].history
+        said, *new = call.messages[len(before) :]
+        if not continues(last, said):  # the stop string is written behind it
+            last = said
+        call = replace(call, messages=[*before, last, *new])  # the earlier ones are kept once
+        made = last.get("tool_calls", [])
+        return call, replace(ask, messages=new, calls=made, after=places[0].number)
 
 
 class SessionRegistry:
@@ -286,12 +283,13 @@ class SessionRegistry:
     def __init__(
         self,
         silence_s: float,
-        pass_on: Callable[[AgentSession, Call, News], None],
-        new_id: Callable[[], str] = lambda: secrets.token_urlsafe(18),
+        deliver: Callable[[EpisodeOutcome], None],
+        reply: Callable[[AgentSession, Turn | UmbraError], None],
         *,
         branches: bool = False,
+        new_id: Callable[[], str] = lambda: secrets.token_urlsafe(18),
     ) -> None:
-        self._settings = silence_s, pass_on, branches
+        self._settings = silence_s, deliver, reply, branches
         self._new_id = new_id
         self._by_key: dict[str, AgentSession] = {}
         self._by_id: dict[str, AgentSession] = {}  # the newest of `_over` too
