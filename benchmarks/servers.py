@@ -55,15 +55,13 @@ def opened(model: Path, slots: int) -> Iterator[tuple[dict[str, Engine], int]]:
         urls = ["generator.engine=vllm-http", f'generator.urls=["{server.url}"]']
         alike = ["generator.engine=vllm", "generator.engine_args.block_size=32"]
         config, own = (load_config(overrides=common + keys, environ={}) for keys in (urls, alike))
-        outline, pace = outline_model(str(model)), config.weight_hub.pace
-        served = HttpEngine(outline, config.generator, stop_ids=(), pace=pace, away_s=60.0)
+        outline = outline_model(str(model))
+        served = HttpEngine(outline, config, stop_ids=())
         stack.callback(served.close)
         set_environment(own.generator)
         from umbra.services.generator.vllm.engine import VllmEngine  # brings vLLM
 
-        inside = VllmEngine(
-            model, outline, own.generator, dtype="float32", stop_ids=(), pace=pace, seed=1
-        )
+        inside = VllmEngine(model, outline, own, stop_ids=(), seed=1)
         stack.callback(inside.close)
         whole = load_model(str(model), torch.device("cpu"), torch.float32)
         weights = {name: one.detach() for name, one in whole.named_parameters()}

@@ -2,9 +2,7 @@
 
     python -m umbra.services.generator.checks CONFIG ROWS [model [DIRECTORY]]
 
-tries each environment on its first prompt, in a process of its own, because it runs the user's
-code: that may hang, or pull in all of torch. With "model", which takes torch, also the rest, in
-DIRECTORY if the run's model is not there yet.
+It is a process of its own since it runs the user's code, which may hang. "model" takes torch.
 """
 
 from __future__ import annotations

@@ -307,6 +307,9 @@ class Rollout:
         else:
             self._asked_more(ask)
         self.ask, self._search = ask, None
+        if stops := self.stops:
+            self._search = StopSearch(self._settings.chat, stops)
+            self._search.feed(self._line.ids[self._line.turn_start :])
         self._continue_turn()
 
     def credit(self, result: StepResult) -> None:
@@ -369,7 +372,7 @@ class Rollout:
 
         Only those that are new since the last call are looked at.
         """
-        if (search := self._stop_search()) is None:
+        if (search := self._search) is None:
             return False
         return search.feed(tokens[search.seen - self._said_tokens :]) is not None
 
@@ -509,12 +512,6 @@ class Rollout:
     def _said_tokens(self) -> int:
         return self.tokens - self._line.turn_start
 
-    def _stop_search(self) -> StopSearch | None:
-        if self._search is None and (stops := self.stops):
-            self._search = StopSearch(self._settings.chat, stops)
-            self._search.feed(self._line.ids[self._line.turn_start :])
-        return self._search
-
     def _cut(self, output: EngineOutput) -> EngineOutput:
         if not self.is_stopped(output.token_ids):
             return output
@@ -539,8 +536,7 @@ class Rollout:
     def _turn_complete(self) -> bool:
         if not self._said_tokens:
             return False
-        search = self._stop_search()
-        stopped = search is not None and search.end is not None
+        stopped = self._search is not None and self._search.end is not None
         return stopped or self._line.ids[-1] in self._settings.chat.stop_ids
 
 

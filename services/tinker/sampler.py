@@ -124,10 +124,8 @@ class ShapeEngine:
             self.engine = VllmEngine(
                 check_model_dir(path),
                 model if shape.rank else outline,
-                generator,
-                dtype=dtype,
+                config,
                 stop_ids=(),  # each request has its own
-                pace=config.weight_hub.pace.after(config.buffer.engine_stall_s),
                 seed=seed,
                 adapter=adapter,
             )

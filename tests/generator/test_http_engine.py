@@ -14,9 +14,14 @@ from fakes.versions import finish, go_on, in_memory, load, request, versions_of
 from fakes.vllm_server import TORN, FakeVllm, next_token
 from fakes.waiting import until
 
-from umbra.proto.deadline import Pace
 from umbra.proto.errors import StartupError, UsageError
-from umbra.services.config import GeneratorConfig
+from umbra.services.config import (
+    BufferConfig,
+    GeneratorConfig,
+    RunConfig,
+    TrainerConfig,
+    WeightHubConfig,
+)
 from umbra.services.generator.engines.engine import EngineError, EngineOutput
 from umbra.services.generator.vllm.http_client import check_private
 from umbra.services.generator.vllm.http_engine import HttpEngine
@@ -36,11 +41,26 @@ class Fleet:
         self.tensors = {name: torch.zeros(one.shape) for name, one in outline.named_parameters()}
         self._outline, self._stack = outline, stack
 
-    def open(self, servers: list[FakeVllm] | None = None, **given: Any) -> HttpEngine:
+    def open(
+        self,
+        servers: list[FakeVllm] | None = None,
+        *,
+        load_s: float = limit(5.0),
+        away_s: float = limit(10.0),
+        start_s: float = 5.0,
+        key: str = "",
+        tell_head: int = 0,
+    ) -> HttpEngine:
         urls = [server.url for server in servers or self.servers]
-        config = GeneratorConfig(engine="vllm-http", urls=urls, slots=SLOTS, max_context=CONTEXT)
-        given = {"pace": Pace(limit(5.0), 1e9), "away_s": limit(10.0), "start_s": 5.0} | given
-        self.engine = HttpEngine(self._outline, config, stop_ids=[3], **given)
+        config = RunConfig(
+            generator=GeneratorConfig(
+                engine="vllm-http", urls=urls, slots=SLOTS, max_context=CONTEXT
+            ),
+            weight_hub=WeightHubConfig(deadline_s=load_s),
+            buffer=BufferConfig(stall_s=away_s / 9),
+            trainer=TrainerConfig(score_centering=tell_head),
+        )
+        self.engine = HttpEngine(self._outline, config, stop_ids=[3], key=key, start_s=start_s)
         return self._stack.enter_context(closing(self.engine))
 
     def load(self, version: int, policy: str = "keep") -> list[EngineOutput]:
@@ -52,6 +72,7 @@ class Fleet:
     def start(self, requests: int = 8) -> None:
         """Have version 0 answer some tokens of so many requests, and the rest after a load."""
         self.load(0)
+        until(lambda: self.engine.fits == SLOTS, "all serve")  # one may have joined late
         for server in self.servers:
             server.stops_at = TOKENS // 3
         self.engine.submit([request(i, TOKENS) for i in range(requests)])
@@ -126,7 +147,7 @@ def test_who_dies_in_a_load_never_serves_half_of_it(step: str, after: str, fleet
 
 
 def test_one_that_is_slow_or_refuses_is_left_behind(fleet: Fleet) -> None:
-    engine, servers = fleet.open(pace=Pace(limit(0.5), 1e9)), fleet.servers
+    engine, servers = fleet.open(load_s=limit(0.5)), fleet.servers
     fleet.load(0)
     servers[0].slow["update_weights"] = limit(2.0)
     began = time.monotonic()

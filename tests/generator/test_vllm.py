@@ -142,9 +142,9 @@ def test_what_would_be_wrong_after_new_weights_is_refused(
     ],
 )
 def test_refused_engine_arguments(given: dict[str, object], part: str, tmp_path: Path) -> None:
-    config = GeneratorConfig(engine="vllm", engine_args=given)
+    config = RunConfig(generator=GeneratorConfig(engine="vllm", device="cuda", engine_args=given))
     with pytest.raises(UsageError, match=part):
-        engine_arguments(config, tmp_path, HF_CONFIG, "float32", 0, "cuda")
+        engine_arguments(config, tmp_path, SimpleNamespace(config=HF_CONFIG), "cuda")
 
 
 @pytest.mark.parametrize(

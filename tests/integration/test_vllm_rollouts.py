@@ -24,7 +24,7 @@ from fakes.interrupted import (
 )
 from fakes.versions import load, weights
 
-from umbra.services.config import GeneratorConfig
+from umbra.services.config import GeneratorConfig, RunConfig
 from umbra.services.generator.engines.engine import Engine
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.vllm.check import stale
@@ -61,7 +61,8 @@ def vllm(vllm_model_dir: Path) -> Iterator[Engine]:
     from umbra.services.generator.vllm.engine import VllmEngine
 
     outline = outline_model(vllm_model_dir)
-    engine = VllmEngine(vllm_model_dir, outline, config, dtype="float32", stop_ids=STOPS, seed=1)
+    run = RunConfig(generator=config)
+    engine = VllmEngine(vllm_model_dir, outline, run, stop_ids=STOPS, seed=1)
     yield engine
     engine.close()
     del engine

@@ -85,13 +85,9 @@ def _vllm(config: RunConfig, seed: int) -> OpenEngine:
     engine = VllmEngine(
         check_model_dir(config.model.name),
         outline,
-        config.generator,
-        dtype=config.weight_hub.dtype_on(platform()),  # it computes in what it is served
+        config,
         stop_ids=chat.stop_ids,
-        pace=config.weight_hub.pace.after(config.buffer.engine_stall_s),
         seed=seed,
-        tell_routing=config.trainer.router_replay,
-        tell_head=config.trainer.score_centering,
         adapter=put_adapter(outline, config),
     )
     expected = config.weight_hub.expected_on(platform())
@@ -106,13 +102,7 @@ def _servers(config: RunConfig) -> OpenEngine:
     outline = outline_model(config.model.name, checked=config.model.checked)
     chat = open_chat(config, outline)
     engine = HttpEngine(
-        outline,
-        config.generator,
-        stop_ids=chat.stop_ids,
-        pace=config.weight_hub.pace,
-        away_s=0.9 * config.buffer.engine_stall_s,  # before it counts as stuck
-        tell_head=config.trainer.score_centering,
-        key=os.environ.get("VLLM_API_KEY", ""),
+        outline, config, stop_ids=chat.stop_ids, key=os.environ.get("VLLM_API_KEY", "")
     )
     if config.weight_hub.dtype not in ("auto", engine.dtype):
         engine.close()

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
 
 from umbra.proto.records import Manifest, Sampling
-from umbra.services.config import GeneratorConfig
+from umbra.services.config import GeneratorConfig, RunConfig, WeightHubConfig
 from umbra.services.generator.engines.engine import Engine, EngineOutput, EngineRequest
 from umbra.services.generator.vllm.options import require_vllm, set_environment
 from umbra.services.modeling.models import outline_model
@@ -61,7 +61,7 @@ def vllm_differences(
     publish: Publish,
     *,
     checked: Collection[str] = (),
-    dtype: str = "",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     threads: int = 1,
     tensor_parallel: int = 1,
     **engine_args: Any,
@@ -74,8 +74,8 @@ def vllm_differences(
         directory: of the model, with its tokenizer.
         publish: makes a version of a model, in a dtype: its weights, their layout, the bytes.
         checked: see `check_architecture`.
-        dtype: what vLLM computes in, "float32" or "bfloat16", by default as it is served: in
-            bfloat16 on GPUs. Transformers computes in float32.
+        dtype: what vLLM computes in, by default as it is served: in bfloat16 on GPUs.
+            Transformers computes in float32.
         threads: of vLLM and of this process.
         tensor_parallel: workers among which vLLM divides the model.
         engine_args: of vLLM, as in `generator.engine_args`.
@@ -97,14 +97,15 @@ def vllm_differences(
 
     if on_gpu():
         engine_args = {"gpu_memory_utilization": _GPU_SHARE} | engine_args
-    config = msgspec.structs.replace(config, engine_args=engine_args)
-    dtype = dtype or ("bfloat16" if on_gpu() else "float32")
     outline = outline_model(directory, checked=checked)
     torch.set_num_threads(threads)
-    computed: torch.dtype = getattr(torch, dtype)
     reference = Reference(directory)
     model = reference.model
-    engine = VllmEngine(directory, outline, config, dtype=dtype, stop_ids=(), version=0)
+    own = msgspec.structs.replace(config, engine_args=engine_args)
+    run = RunConfig(generator=own, weight_hub=WeightHubConfig(dtype=dtype))
+    served = run.weight_hub.dtype_on("cuda" if on_gpu() else "cpu")
+    computed: torch.dtype = getattr(torch, served)
+    engine = VllmEngine(directory, outline, run, stop_ids=(), version=0)
     try:
         draw = torch.Generator().manual_seed(0)
         vocabulary = model.config.get_text_config().vocab_size
@@ -112,20 +113,20 @@ def vllm_differences(
         prompts = [torch.randint(vocabulary, (n,), generator=draw).tolist() for n in lengths]
         seen = [engine.checksums()]
         from_disk, *_ = _compared(engine, reference, prompts, computed)
-        first = publish(model, dtype)[1:]
+        first = publish(model, served)[1:]
         engine.load(*first, 1, "keep")
         seen.append(engine.checksums())
         same, outputs, before = _compared(engine, reference, prompts, computed)
         change(model, computed)
         moved = float((_logprobs(reference, prompts, outputs) - before).abs().mean())
-        engine.load(*publish(model, dtype)[1:], 2, "keep")
+        engine.load(*publish(model, served)[1:], 2, "keep")
         seen.append(engine.checksums())
         changed, *_ = _compared(engine, reference, prompts, computed)
         engine.load(*first, 3, "keep")
         seen.append(engine.checksums())
     finally:
         engine.close()
-    return Differences(from_disk, same, changed, moved, dtype, len(seen[0]), stale(*seen))
+    return Differences(from_disk, same, changed, moved, served, len(seen[0]), stale(*seen))
 
 
 def on_gpu() -> bool:

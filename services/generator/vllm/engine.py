@@ -27,10 +27,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.records import AdapterFacts, Manifest
-from umbra.services.config import GeneratorConfig
+from umbra.services.config import RunConfig
 from umbra.services.generator.engines.engine import (
     CacheFigures,
     EngineError,
@@ -42,6 +41,7 @@ from umbra.services.generator.engines.engine import (
 from umbra.services.generator.vllm import options, private
 from umbra.services.generator.vllm.loop_engine import REPLY_S, Live, LoopEngine, Salts
 from umbra.services.generator.vllm.plugin import ADAPTER
+from umbra.services.modeling.experts import Routers
 from umbra.services.modeling.lora import factors
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.weights.gpu.cuda import DeviceMemory
@@ -68,14 +68,10 @@ class VllmEngine(LoopEngine[Live]):
     Args:
         path: the model directory.
         outline: the model without weights (`outline_model`), which says what a version must have.
-        config: of the generator.
-        dtype: "bfloat16" or "float32".
+        config: of the run.
         stop_ids: tokens that end a turn.
-        pace: how long vLLM may take to pause, to load a version, and to resume.
         seed: of the sampling.
         version: of the weights in `path`; -1 = not to be served.
-        tell_routing: outputs say which experts their tokens met.
-        tell_head: as `head` of `support_limit`.
         adapter: what versions are of; None: whole weights.
 
     Raises:
@@ -87,37 +83,33 @@ class VllmEngine(LoopEngine[Live]):
         self,
         path: Path,
         outline: Any,
-        config: GeneratorConfig,
+        config: RunConfig,
         *,
-        dtype: str,
         stop_ids: Iterable[int],
-        pace: Pace = Pace(600.0, LEAST_RATE),  # noqa: B008 - it is frozen
         seed: int = 0,
         version: int = -1,
-        tell_routing: bool = False,
-        tell_head: int = 0,
         adapter: AdapterFacts | None = None,
     ) -> None:
-        options.check_device(config.device, platform())
-        super().__init__(outline, config, stop_ids, tell_head, adapter)
-        self.version, self._pace = version, pace
+        rank = adapter.rank if adapter is not None else 0
+        arguments = options.engine_arguments(
+            config, path, outline, platform(), seed=seed, rank=rank
+        )
+        super().__init__(
+            outline, config.generator, stop_ids, config.trainer.score_centering, adapter
+        )
+        self.version = version
+        # To pause, to load a version, and to resume.
+        self._pace = config.weight_hub.pace.after(config.buffer.engine_stall_s)
         self.decoded_tokens = self._finished_tokens = 0
-        self._lengths = options.RecentLengths(config.max_context)
+        self._lengths = options.RecentLengths(self.max_context)
         self._salts = Salts()  # of the loop's thread
         self._mapped: tuple[bytes, bool] = b"", False  # memory of the GPU, and whether they could
-        arguments = options.engine_arguments(
-            config, path, outline.config, dtype, seed % 2**31, platform()
-        )
-        self._routers = None
-        if tell_routing:
-            self._routers = options.reported_routers(outline, platform(), self.max_context)
-            arguments["enable_return_routed_experts"] = True
+        self._routers = Routers.of(outline) if config.trainer.router_replay else None
         self._adapter: dict[str, Any] = {}
         self._lora: LoRARequest | None = None
         if adapter is not None:
-            names = list(factors(outline))
-            arguments |= options.adapter_arguments(config, outline.config, adapter.rank, names)
-            self._adapter = {"facts": msgspec.msgpack.encode(adapter), "names": names}
+            facts = msgspec.msgpack.encode(adapter)
+            self._adapter = {"facts": facts, "names": list(factors(outline))}
             # Its path is never read: no request is made before the first version is loaded.
             self._lora = LoRARequest("umbra", ADAPTER, "umbra")
         self._cache_log = private.CacheLog()
@@ -147,7 +139,7 @@ class VllmEngine(LoopEngine[Live]):
 
     @property
     def busy(self) -> bool:
-        return bool(self._open or self._ready) or self._died is not None
+        return super().busy or self._died is not None
 
     @property
     def _died(self) -> EngineError | None:

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from umbra.proto.deadline import Deadline, Pace
+from umbra.proto.deadline import Deadline
 from umbra.proto.errors import StartupError, UmbraError
 from umbra.proto.records import Manifest
-from umbra.services.config import GeneratorConfig
+from umbra.services.config import RunConfig
 from umbra.services.generator.engines.engine import (
     CacheFigures,
     EngineError,
@@ -42,11 +42,8 @@ class HttpEngine(LoopEngine[Stream]):
 
     Args:
         outline: the model without weights (`outline_model`), which says what a version must have.
-        config: of the generator.
+        config: of the run.
         stop_ids: tokens that end a turn.
-        pace: how long a server may take for each step of a load.
-        away_s: how long all may be away.
-        tell_head: as `head` of `support_limit`.
         key: that the servers were started with, if any.
         start_s: for a first server to answer.
 
@@ -55,22 +52,23 @@ class HttpEngine(LoopEngine[Stream]):
         StartupError: none answered.
     """
 
+    cache = CacheFigures()  # servers tell theirs at /metrics
+
     def __init__(
         self,
         outline: Any,
-        config: GeneratorConfig,
+        config: RunConfig,
         *,
         stop_ids: Iterable[int],
-        pace: Pace,
-        away_s: float,
-        tell_head: int = 0,
         key: str = "",
         start_s: float = 600.0,
     ) -> None:
-        super().__init__(outline, config, stop_ids, tell_head)
-        self._pace, self._away_s = pace, away_s
+        own = config.generator
+        super().__init__(outline, own, stop_ids, config.trainer.score_centering)
+        self._pace = config.weight_hub.pace  # of each step of a load
+        self._away_s = 0.9 * config.buffer.engine_stall_s  # of all, before we count as stuck
         # As a partial is due an eighth early.
-        self._interval = max(1, min(_TOLD, (config.partial_flush_tokens or 8 * _TOLD) // 8))
+        self._interval = max(1, min(_TOLD, (own.partial_flush_tokens or 8 * _TOLD) // 8))
         self._name = secrets.token_hex(4)  # begins what this engine names on a server
         self._served_at = time.monotonic()  # when a server was ready last
         # Of the loop's thread.
@@ -78,7 +76,7 @@ class HttpEngine(LoopEngine[Stream]):
         self._waiting: list[Stream] = []  # for a server
         self._places: dict[str, VllmServer] = {}  # by session, the server of its last turn
         self.servers = [
-            VllmServer(url.rstrip("/"), key, config, outline.config, self) for url in config.urls
+            VllmServer(url.rstrip("/"), key, own, outline.config, self) for url in own.urls
         ]
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = LoopThread("umbra-servers")
@@ -114,14 +112,6 @@ class HttpEngine(LoopEngine[Stream]):
     def fits(self) -> int:
         ready = sum(server.is_ready for server in self.servers)
         return max(1, self.slots * ready // len(self.servers))
-
-    @property
-    def cache(self) -> CacheFigures:
-        return CacheFigures()  # servers tell theirs at /metrics
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._open or self._ready)
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
         if not self._open:
@@ -254,7 +244,7 @@ class HttpEngine(LoopEngine[Stream]):
         server.start(stream)
 
     def changed(self) -> None:
-        """Place waiting requests: a server has come or gone."""
+        """Place waiting requests: a server has come."""
         waiting, self._waiting = self._waiting, []
         for stream in waiting:
             self._place(stream)

@@ -199,6 +199,10 @@ class LoopEngine(Generic[L]):
     def live(self) -> int:
         return min(len(self._open), self.slots)
 
+    @property
+    def busy(self) -> bool:
+        return bool(self._open or self._ready)
+
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
         names = None if request_ids is None else set(request_ids)
         if live := self._named(names):

