@@ -23,6 +23,7 @@ from umbra.services.environments.protocol import (
     SampleError,
     StepResult,
     finite_number,
+    prompt_messages,
 )
 from umbra.services.environments.sandbox import Sandbox
 from umbra.services.process.parent import bypass_proxy
@@ -90,28 +91,30 @@ class AgentProgram:
         return StepResult(reward=finite_number(value, self._name))
 
 
-class NoTurnError(Exception):
-    """The model gets no more turns, but its sample can be rewarded; its text is the reason."""
-
-
 class Conversation:
-    """Messages, to which the model's turns are added as they come.
+    """The messages of a sample, to which the model's turns are added as they come.
 
-    `endpoint` has `base_url` and `api_key` of the session; `tools` are JSON schemas.
+    They begin as the row's prompt, with `observation` at the end of its last message. `endpoint`
+    has `base_url` and `api_key` of the session; `tools` are JSON schemas. `reason` is the finish
+    reason so far.
     """
 
     def __init__(
-        self, endpoint: dict[str, str], messages: Sequence[Message], tools: Sequence[Any] = ()
+        self, endpoint: dict[str, str], row: Row, observation: str, tools: Sequence[Any]
     ) -> None:
-        self.messages = list(messages)
+        self.messages = prompt_messages(row)
+        if observation:
+            last = self.messages[-1]
+            self.messages[-1] = {**last, "content": f"{last['content']}{observation}"}
+        self.reason = "stop"
         self._turns = 0
         self._endpoint = endpoint
         self._options = {"model": "policy", **({"tools": list(tools)} if tools else {})}
 
-    async def ask(self) -> Message:
-        """Return the model's next turn, which is among `messages` now.
+    async def ask(self) -> Message | None:
+        """Return the model's next turn, or None at a limit, also after a turn that was cut by it.
 
-        Raises NoTurnError at a limit, also after a turn that was cut by it.
+        The sample can be rewarded then. Raises SampleError if the endpoint fails.
         """
         body = {**self._options, "messages": self.messages}
         url = f"{self._endpoint['base_url']}/chat/completions"
@@ -122,23 +125,21 @@ class Conversation:
         if status != 200:
             error = answer.get("error", {})
             if error.get("code") in ENDS and self._turns:
-                raise NoTurnError(ENDS[error["code"]])
+                self.reason = ENDS[error["code"]]
+                return None
             raise SampleError(f"the model gave no turn: {error.get('message', answer)}")
         self._turns += 1
         choice = answer["choices"][0]
         self.messages.append(choice["message"])
         if choice["finish_reason"] == "length":
-            raise NoTurnError("length")
+            self.reason = "length"
+            return None
         return choice["message"]
 
-    async def hold(self, answer: Callable[[Message], Awaitable[bool]]) -> str:
-        """Ask for turns until `answer`, which adds messages, returns False; return the reason."""
-        try:
-            while await answer(await self.ask()):
-                pass
-        except NoTurnError as end:
-            return str(end)
-        return "stop"
+    def answer(self, call: dict[str, Any], content: str) -> None:
+        """Add the answer to a tool call of the last turn."""
+        facts = {"tool_call_id": call["id"], "name": call["function"]["name"]}
+        self.messages.append({"role": "tool", **facts, "content": content})
 
 
 def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
@@ -148,17 +149,6 @@ def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise ValueError("the arguments of a call must be a JSON object")  # noqa: TRY004 - the model's
     return arguments
-
-
-def tool_answer(call: dict[str, Any], content: str) -> Message:
-    name = call["function"]["name"]
-    return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
-
-
-def with_observation(messages: Sequence[Message], observation: str) -> list[Message]:
-    """Add `observation` to the last of `messages`, where the task is."""
-    *before, last = messages
-    return [*before, {**last, "content": f"{last['content']}{observation}"}]
 
 
 async def request(

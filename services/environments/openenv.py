@@ -19,20 +19,12 @@ import urllib.request
 from typing import Any
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.agent_program import (
-    Conversation,
-    Program,
-    arguments_of,
-    tool_answer,
-    with_observation,
-)
+from umbra.services.environments.agent_program import Conversation, Program, arguments_of
 from umbra.services.environments.protocol import (
-    Message,
     Row,
     SampleError,
     StepResult,
     finite_number,
-    prompt_messages,
     tool_schema,
 )
 from umbra.services.environments.run_module import command_line
@@ -77,47 +69,42 @@ def openenv_program(
             if not isinstance(arguments, dict):
                 raise SampleError(f'{name}: "{RESET}" in a row of data.prompts must be an object')
             result = await server.reset(**arguments)
-            messages = prompt_messages(row)
-            if observed := _observation_text(result.observation, observation):
-                messages = with_observation(messages, f"\n{observed}")
             tools: list[dict[str, Any]] = []
             if mcp and not text:
                 listed = (await server.step({"type": "list_tools"})).observation["tools"]
                 tools = [_tool(t["name"], t["input_schema"], t["description"]) for t in listed]
             elif not text:
                 tools = [_tool(_ACT, action)]
-            conversation = Conversation(endpoint, messages, tools)
-            total = _reward(result, name)
+            shown = _observation_text(result.observation, observation)
+            conversation = Conversation(endpoint, row, f"\n{shown}" if shown else "", tools)
+            total, done = _reward(result, name), bool(result.done)
 
-            async def act(payload: dict[str, Any], role: Message) -> bool:
-                """Take an action; return whether the environment is done."""
-                nonlocal total
+            async def act(payload: dict[str, Any]) -> str:
+                """Take an action; return what the model is told of it."""
+                nonlocal total, done
                 try:
                     reached = await server.step(payload)
                 except RuntimeError as error:
                     if not str(error).endswith(_INVALID):
                         raise SampleError(f"the server failed: {error}") from error
-                    conversation.messages.append({**role, "content": f"error: {error}"})
-                    return False
-                shown = _observation_text(reached.observation, observation)
-                conversation.messages.append({**role, "content": shown})
-                total += _reward(reached, name)
-                return bool(reached.done)
+                    return f"error: {error}"
+                total, done = total + _reward(reached, name), bool(reached.done)
+                return _observation_text(reached.observation, observation)
 
-            async def answer(turn: Message) -> bool:
+            while not done and (turn := await conversation.ask()):
                 if text:
-                    return not await act({text: turn.get("content") or ""}, {"role": "user"})
+                    told = await act({text: turn.get("content") or ""})
+                    conversation.messages.append({"role": "user", "content": told})
+                    continue
                 calls = turn.get("tool_calls") or []
                 for call in calls:
                     payload = _action(call, mcp=mcp)
-                    if isinstance(payload, str):
-                        conversation.messages.append(tool_answer(call, payload))
-                    elif await act(payload, tool_answer(call, "")):
-                        return False
-                return bool(calls)  # an answer without a call is the last one
-
-            reason = "stop" if result.done else await conversation.hold(answer)
-            return StepResult(reward=total, reason=reason)
+                    told = payload if isinstance(payload, str) else await act(payload)
+                    conversation.answer(call, told)
+                    if done:
+                        break
+                done = done or not calls  # an answer without a call is the last one
+            return StepResult(reward=total, reason=conversation.reason)
 
     return play
 

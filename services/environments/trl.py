@@ -12,28 +12,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.agent_program import (
-    Conversation,
-    NoTurnError,
-    Program,
-    arguments_of,
-    tool_answer,
-    with_observation,
-)
-from umbra.services.environments.protocol import (
-    Message,
-    Row,
-    SampleError,
-    StepResult,
-    finite_number,
-    prompt_messages,
-)
+from umbra.services.environments.agent_program import Conversation, Program, arguments_of
+from umbra.services.environments.protocol import Row, SampleError, StepResult, finite_number
 from umbra.services.environments.rewards import Rewards
 
 _NO_TOOLS = ("reset", "get_reward", "close")
@@ -72,33 +57,29 @@ def trl_program(
     async def _play(environment: Any, row: Row, endpoint: dict[str, str]) -> StepResult:
         columns = {key: value for key, value in row.items() if key != ENVIRONMENT}
         observation = await _call(environment.reset, **columns)
-        messages = prompt_messages(row)
-        if isinstance(observation, str):
-            messages = with_observation(messages, observation)
-        elif observation is not None:
+        if not isinstance(observation, str | None):
             shown = type(observation).__name__
             raise SampleError(f"{name}: reset returned {shown}; only text can be shown")
-        conversation = Conversation(endpoint, messages, schemas)
+        conversation = Conversation(endpoint, row, observation or "", schemas)
+        begins = len(conversation.messages)
         rounds = 0
         counts = {"tool_calls": 0.0, "failed_calls": 0.0} if tools else {}
-
-        async def answer(turn: Message) -> bool:
-            nonlocal rounds
+        while turn := await conversation.ask():
             calls = turn.get("tool_calls") or []
-            rounds += bool(calls)
-            if rounds > tool_rounds > 0:
-                raise NoTurnError("turns")
+            if not calls:
+                break
+            if rounds == tool_rounds > 0:
+                conversation.reason = "turns"
+                break
+            rounds += 1
             for call in calls:
                 reply, failed = await _tool(environment, call, tools)
                 counts["tool_calls"] += 1
                 counts["failed_calls"] += failed
-                conversation.messages.append(tool_answer(call, reply))
-            return bool(calls)
-
-        reason = await conversation.hold(answer)
+                conversation.answer(call, reply)
         total, parts = 0.0, counts
         if rewards.any:
-            completion = conversation.messages[len(messages) :]
+            completion = conversation.messages[begins:]
             turns = [message for message in completion if message["role"] == "assistant"]
             text = turns[-1].get("content") or ""
             results = rewards.results(row, [completion], [text], {"environments": [environment]})
@@ -107,7 +88,7 @@ def trl_program(
         if "get_reward" in methods:
             score = finite_number(await _call(environment.get_reward), f"{name}: get_reward")
             total, parts = total + score, {**parts, type(environment).__name__: score}
-        return StepResult(reward=total, reward_parts=parts, reason=reason)
+        return StepResult(reward=total, reward_parts=parts, reason=conversation.reason)
 
     return play
 
@@ -127,20 +108,19 @@ async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
     """Return the result of a coroutine, or of a function in its own thread, as it may wait."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
 
-    def run() -> None:
+    def run() -> Any:
         try:
-            future.set_result(function(**arguments))
+            return function(**arguments)
         except StopIteration as error:
-            future.set_exception(RuntimeError(repr(error)))  # no future of asyncio takes it
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            future.set_exception(error)
+            raise RuntimeError(repr(error)) from error  # no future of asyncio takes it
 
-    # Not of a pool: a call that hangs must not take a place that others need.
-    threading.Thread(target=run, name="a method of the environment", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    # Of its own: a call that hangs must not take a place that others need.
+    thread = ThreadPoolExecutor(1, "a method of the environment")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(thread, run)
+    finally:
+        thread.shutdown(wait=False)
 
 
 def _schema(method: Callable[..., Any], name: str) -> dict[str, Any]:
