@@ -141,10 +141,8 @@ def _check_private(path: Path) -> None:
     """
     status = path.stat()
     mode = stat.S_IMODE(status.st_mode)
-    who = "every user of this machine" if mode & 0o007 else ""
-    if not who and mode & 0o070 and status.st_uid == os.geteuid():
-        who = "its group"
-    if who:
+    if mode & (0o077 if status.st_uid == os.geteuid() else 0o007):
+        who = "every user of this machine" if mode & 0o007 else "its group"
         reason = f"the permissions of {path} ({mode:03o}) open it to {who}: chmod 600 {path}"
         raise UsageError(reason)
 

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 from umbra.proto import messages as m
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 class Metrics(Protocol):
     """The rows and spans that this process writes: `services.process.metrics.MetricsFile`."""
 
-    on_row: Callable[[str, dict[str, Any]], None] | None
+    on_push: Callable[..., None] | None
 
     @property
     def spans(self) -> Any: ...
@@ -111,7 +112,7 @@ class Session:
         self._stats: dict[str, float] = {}
         self._metrics = metrics
         if metrics is not None:
-            metrics.on_row = self._row
+            metrics.on_push = partial(self.emit, "push")
         self._hub = ("", "")  # endpoint and incarnation, from the first heartbeat on
         self._weights: Channel | None = None
         self._data: Channel | None = None
@@ -237,10 +238,6 @@ class Session:
                     log.info("the weight hub was restarted at %s", ack.weights)
                     self._weights.move(ack.weights)
         self._take_commands()
-
-    def _row(self, kind: str, fields: dict[str, Any]) -> None:
-        if kind == "push":
-            self.emit(kind, **fields)
 
     def _rejoin(self) -> None:
         """Join again: the broker restarted, or had dropped this member."""

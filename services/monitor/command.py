@@ -226,7 +226,6 @@ def _describe_member(status: Status, name: str) -> str:
 @operated_run
 @timeout_option
 @json_option
-@click.option("--once", is_flag=True, help="Print the state once and exit.")
 @_seconds("--interval", "interval_s", 1.0, "Time between two looks.", min=0.1)
 @click.option(
     "--web", metavar="[HOST]:PORT", help="Serve a page; stays until Ctrl-C.  [host: 127.0.0.1]"
@@ -241,7 +240,6 @@ def monitor(
     security: Security,
     timeout_s: float,
     as_json: bool,
-    once: bool,
     interval_s: float,
     web: str | None,
     prometheus: str | None,
@@ -254,12 +252,9 @@ def monitor(
     """
     stopping, warnings = threading.Event(), NewWarnings()
     with Watch(broker, security) as watch, stop_on_signals(stopping), ExitStack() as stack:
-        look = watch.look(timeout_s)
+        look, lost = watch.look(timeout_s), False
         stays = web is not None or prometheus is not None
         board = _serve(stack, look, web, prometheus) if stays else None
-        if once:
-            click.echo(json.dumps(look_dict(look)) if as_json else plain(look))
-            return EXIT_DONE
         on_screen = sys.stdout.isatty() and not as_json and not stays
         with Live(screen=True, auto_refresh=False) if on_screen else nullcontext() as live:
 
@@ -272,11 +267,23 @@ def monitor(
                     for line in [*warnings.lines(look.status), headline(look.status)]:
                         click.echo(line)
 
-            look, lost = _follow(watch, look, stopping, show, board, interval_s, timeout_s)
+            show(look)
+            while not stopping.wait(interval_s):
+                try:
+                    look, lost = watch.look(timeout_s), False
+                except PeerLostError:
+                    if not lost and not on_screen:
+                        click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)
+                    lost = True
+                    if board is None:
+                        break
+                    board.lose()  # and wait for it to answer again
+                else:
+                    show(look)
+                    if board is not None:
+                        board.show(look)
         if on_screen:
             click.echo(left_text(look.status, lost=lost))
-        elif lost and board is None:
-            click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)
     return EXIT_DONE
 
 
@@ -294,35 +301,3 @@ def _serve(stack: ExitStack, look: Look, web: str | None, prometheus: str | None
                 warning = "umbra: whoever reaches that address can read prompts and samples"
                 click.echo(warning, err=True)
     return board
-
-
-def _follow(
-    watch: Watch,
-    look: Look,
-    stopping: threading.Event,
-    show: Callable[[Look], None],
-    board: Board | None,
-    interval_s: float,
-    timeout_s: float,
-) -> tuple[Look, bool]:
-    """Show `look` and what follows until the run or the user ends it.
-
-    Return the last look, and whether the run stopped answering; with a `board`, which is served,
-    wait for it to answer again.
-    """
-    lost = False
-    show(look)
-    while not stopping.wait(interval_s):
-        try:
-            look, lost = watch.look(timeout_s), False
-            show(look)
-            if board is not None:
-                board.show(look)
-        except PeerLostError:
-            if board is None:
-                return look, True
-            if not lost:
-                click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)
-                board.lose()
-            lost = True
-    return look, lost

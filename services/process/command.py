@@ -208,6 +208,24 @@ def keys_of(*roles: KeyRole) -> Callable[[Callable[..., Any]], Callable[..., Any
     return click.option("--keys", "security", envvar="UMBRA_SECURITY__KEYS", callback=load, **KEYS)
 
 
+# Flags of every service, by the key of the configuration that each sets.
+FLAGS: dict[str, click.Option] = {
+    "run.broker": click.Option(
+        ["--broker"],
+        envvar="UMBRA_BROKER",
+        help=f"Address of the buffer.  [default: {RunSection().broker}]",
+    ),
+    "run.advertise": click.Option(["--advertise"], help="Host by which others reach this process."),
+    "security.keys": click.Option(["--keys"], **KEYS),
+    "security.insecure": click.Option(
+        ["--insecure"],
+        flag_value="true",
+        default=None,
+        help="Bind addresses that other machines can reach without keys (security.insecure).",
+    ),
+}
+
+
 def service_command(
     section: str,
     run: Callable[[ServiceContext], int],
@@ -223,73 +241,47 @@ def service_command(
     these options, where they decide that.
     """
     service = section.replace("_", "-")
-    flags: dict[str, click.Option] = {  # by the key of the configuration that each sets
-        "run.broker": click.Option(
-            ["--broker"],
-            envvar="UMBRA_BROKER",
-            help=f"Address of the buffer.  [default: {RunSection().broker}]",
-        ),
-        "run.advertise": click.Option(
-            ["--advertise"], help="Host by which others reach this process."
-        ),
-        "security.keys": click.Option(["--keys"], **KEYS),
-        "security.insecure": click.Option(
-            ["--insecure"],
-            flag_value="true",
-            default=None,
-            help="Bind addresses that other machines can reach without keys (security.insecure).",
-        ),
-    }
 
     def invoke(**values: Any) -> None:
-        overrides = list(values.pop("set"))
-        own = {option.name: values.pop(option.name) for option in options if option.name}
-        given = ((key, values[flag.name or ""]) for key, flag in flags.items())
-        overrides += [f"{key}={value}" for key, value in given if value is not None]
-        config = load(values["config"], overrides=overrides)
+        own = {option.name: values[option.name] for option in options if option.name}
+        given = ((key, values[flag.name or ""]) for key, flag in FLAGS.items())
+        flags = [f"{key}={value}" for key, value in given if value is not None]
+        config: RunConfig = load(values["config"], overrides=[*values["set"], *flags])
         role, name = identify(own) if identify is not None else (cast(Role, section), service)
-        name = values["name"] or name
-        raise SystemExit(_run_service(run, role, config, name, values["run_dir"], own))
+        name, run_dir = values["name"] or name, cast(Path | None, values["run_dir"])
+        setup_logging(config.log, name)
+        advertise(config.run.advertise)
+        allow_connections()
+        broker_given = config.run.broker != RunSection().broker
+        if role != "buffer" and (broker_given or role not in STANDALONE):
+            check_address(config.run.broker, "--broker")
+        keys, insecure = config.security.keys, config.security.insecure
+        security = open_security(keys, [role], run_dir, insecure=insecure)
+        try:
+            if run_dir is not None:
+                run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"--run-dir {run_dir} cannot be made: {error.strerror}; name a folder that this "
+                "user may write to"
+            ) from error
+        stopping, log = threading.Event(), logging.getLogger(f"umbra.{name}")
+        metrics = MetricsFile(run_dir / "metrics.jsonl" if run_dir else None, name)
+        context = ServiceContext(config, name, run_dir, stopping, log, metrics, security, own)
+        with closing(metrics), stop_on_signals(stopping), named_errors(name):
+            code = run(context)
+        raise SystemExit(code)
 
     params: list[click.Parameter] = [
         click.Option(["--config"], type=str, help="Run file (TOML, or the resolved JSON)."),
         click.Option(["--set"], multiple=True, metavar="SECTION.KEY=VALUE", help="Set a key."),
-        *flags.values(),
+        *FLAGS.values(),
         click.Option(["--name"], help="Name in the run.  [default: " + service + "]"),
         click.Option(["--run-dir"], type=click.Path(path_type=Path), help="Folder for results."),
         *options,
     ]
     summary = f"{get_type_hints(RunConfig)[section].__doc__}  Its keys are in docs/config.md."
     return click.Command(service, params=params, callback=invoke, help=summary)
-
-
-def _run_service(
-    run: Callable[[ServiceContext], int],
-    role: Role,
-    config: RunConfig,
-    name: str,
-    run_dir: Path | None,
-    options: Mapping[str, Any],
-) -> int:
-    setup_logging(config.log, name)
-    advertise(config.run.advertise)
-    allow_connections()
-    if role != "buffer" and not (role in STANDALONE and config.run.broker == RunSection().broker):
-        check_address(config.run.broker, "--broker")
-    keys, insecure = config.security.keys, config.security.insecure
-    security = open_security(keys, [role], run_dir, insecure=insecure)
-    try:
-        if run_dir is not None:
-            run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"--run-dir {run_dir} cannot be made: {error.strerror}; name a folder that this "
-            "user may write to"
-        ) from error
-    stopping, log = threading.Event(), logging.getLogger(f"umbra.{name}")
-    metrics = MetricsFile(run_dir / "metrics.jsonl" if run_dir else None, name)
-    with closing(metrics), stop_on_signals(stopping), named_errors(name):
-        return run(ServiceContext(config, name, run_dir, stopping, log, metrics, security, options))
 
 
 def allow_connections() -> None:

@@ -94,8 +94,8 @@ class MetricsFile:
     """Append-only JSON lines; each is one `write` to an O_APPEND file: processes don't interleave.
 
     A row that the disk does not take is lost; `lost` counts them, and the log has the 1st, 2nd,
-    4th, ... Whoever watches gets the same: `spans` holds the last ones, and `on_row` is called with
-    kind and fields of every other row. The file is made if it is missing; None: nothing is written.
+    4th, ... Watchers get the last `spans`, and `on_push` is called with the fields of each push.
+    The file is made if it is missing; None: nothing is written.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class MetricsFile:
     ) -> None:
         self.service = service
         self.spans = SpanLog(clock)
-        self.on_row: Callable[[str, dict[str, Any]], None] | None = None
+        self.on_push: Callable[..., None] | None = None
         self.lost = 0  # rows
         self._torn = False  # the last row ended somewhere in its middle
         self._clock = clock  # seconds since the epoch
@@ -116,8 +116,8 @@ class MetricsFile:
             self._append(self._fd, json.dumps(row, separators=(",", ":")).encode() + b"\n")
         if kind == "span":
             self.spans.add(Span(span_name(fields), fields["start"], fields["end"]))
-        elif self.on_row is not None:
-            self.on_row(kind, fields)
+        elif kind == "push" and self.on_push is not None:
+            self.on_push(**fields)
 
     def _append(self, fd: int, line: bytes) -> None:
         if self._torn:

@@ -135,9 +135,10 @@ def test_contiguous_spans_are_joined_and_never_too_many() -> None:
 def test_rows_of_the_metrics_file_are_watched() -> None:
     now = 10.0
     file = MetricsFile(None, "generator-0", lambda: now)
-    rows: list[tuple[str, dict[str, Any]]] = []
-    file.on_row = lambda kind, fields: rows.append((kind, fields))
+    pushes: list[dict[str, Any]] = []
+    file.on_push = lambda **fields: pushes.append(fields)
     file.write("push", version=3)
+    file.write("step", step=3)
     file.write("span", name="idle", reason="work", start=8.0, end=9.0)
     with file.span("score"):
         assert "score" in file.spans.shares() or now == 10.0
@@ -146,7 +147,7 @@ def test_rows_of_the_metrics_file_are_watched() -> None:
         now = 12.0
         raise TimeoutError
     now = 21.0
-    assert rows == [("push", {"version": 3})]
+    assert pushes == [{"version": 3}]
     ended = [Span("idle: work", 8.0, 9.0), Span("score", 10.0, 11.0), Span("wait_work", 11.0, 12.0)]
     assert file.spans.take() == ended
     assert file.spans.shares()["wait_work"] == pytest.approx(0.1)

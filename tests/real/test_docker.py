@@ -63,9 +63,9 @@ for node in $MACHINES; do
     done
 done
 compose() { local node=$1; shift; (cd plan/$node && on $node docker compose "$@"); }
-monitor() { umbra monitor --broker tcp://10.88.0.1:5555 --keys plan/keys "$@"; }
+status() { umbra status --broker tcp://10.88.0.1:5555 --keys plan/keys --json; }
 steps() {
-    monitor --json --once | python -c 'import json, sys; print(json.load(sys.stdin)["version"])'
+    status | python -c 'import json, sys; print(json.load(sys.stdin)["version"])'
 }
 reach() { # STEP
     until [ "$(steps 2>/dev/null || echo 0)" -ge "$1" ]; do
@@ -138,7 +138,7 @@ def test_two_machines_start_by_compose_and_end_by_themselves(project: Path) -> N
     echo healthy
     # Only the ports of the table are open, on the machine's address alone.
     on a ss --listening --tcp --numeric --no-header | awk '{print "open", $4}' | sort -u
-    if umbra monitor --broker tcp://10.88.0.1:5555 --once --json >/dev/null 2>&1; then
+    if umbra status --broker tcp://10.88.0.1:5555 --json >/dev/null 2>&1; then
         echo "answered without keys"
     fi
     # A machine that is taken away and brought back by hand.
