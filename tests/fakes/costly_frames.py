@@ -1,7 +1,8 @@
-"""Frames that cost their receiver as much as the schema allows, made from the schema itself."""
+"""Frames that are broken, or cost their receiver as much as the schema allows, made from it."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,11 @@ LEAVES: dict[type[introspect.Type], Any] = {
     introspect.IntType: 70_000, introspect.FloatType: 1.5,
 }  # fmt: skip
 CAPS = (1 << 20, 1 << 14, 1 << 12, 512, 64, 8, 1)
+LENGTH_PREFIXES = [
+    b"\xc6\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x05", b"\xdb\xff\xff\xff\xff",
+    b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdd\x00\x0f\xff\xff", b"\xdc\xff\xff",
+    b"\xde\xff\xff", b"\xc0", b"\xc1", b"\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00", b"\xd6\xff\0\0\0\0",
+]  # fmt: skip
 
 
 def fill(kind: introspect.Type, cap: int) -> Any:
@@ -77,3 +83,22 @@ def costly_bodies(cls: type[Message], limit: int) -> Iterator[bytes]:
         yield begin + b"\xdd" + count.to_bytes(4, "big") + LEAST * count
         yield begin + b"\x91" * count
         yield begin + b"\xdf" + (count // 3).to_bytes(4, "big") + b"\xa1a\xc0" * (count // 3)
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    """Change `data` in one to four places."""
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        at, start = (rng.randrange(len(changed) + 1) for _ in range(2))
+        kind = rng.randrange(5)
+        if kind == 0 and changed:
+            changed[at % len(changed)] ^= 1 << rng.randrange(8)
+        elif kind == 1 and changed:
+            changed[at % len(changed)] = rng.randrange(256)
+        elif kind == 2:
+            del changed[at : at + rng.randint(1, 8)]
+        elif kind == 3:
+            changed[at:at] = changed[start : start + rng.randint(1, 32)]
+        else:
+            changed[at : at + rng.randrange(2)] = rng.choice(LENGTH_PREFIXES)
+    return bytes(changed)

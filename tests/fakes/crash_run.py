@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -176,7 +178,6 @@ class CrashRun:
     prompts: dict[str, str] = field(default_factory=dict[str, str])  # group: prompt
     batches: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
     version: int = 0
-    restarts: int = 0  # of the trainer
     keys: Path | None = None
 
     def __post_init__(self) -> None:
@@ -196,10 +197,10 @@ class CrashRun:
         while time.monotonic() < until:
             self.turn()
 
-    def turn(self) -> None:
+    def turn(self, *, more: bool = True) -> None:
         for index, peer in enumerate(self._generators):
-            self._generate(index, peer)
-        self._train()
+            self._generate(index, peer, more=more)
+        self._train(more=more)
 
     @property
     def data_endpoint(self) -> str:
@@ -221,34 +222,46 @@ class CrashRun:
         self._trainer = Peer(self._context, self.buffer.broker, "trainer", "trainer", self.keys)
         self._want = None
         self.version = checkpoint
-        self.restarts += 1
 
-    def finish(self) -> m.RunFinished:
-        """Train on whatever was acknowledged, then end the run; the last word of the ledger."""
+    def check_kept(self, acked: int) -> None:
+        """As many samples as were acknowledged are ready, in training or trained: none is lost."""
+        ledger = self.status().ledger
+        assert ledger.balance == 0
+        there = ledger.trained + ledger.in_flight["ready"] + ledger.in_flight["training"]
+        assert there >= acked, ledger
 
-        def turn() -> None:
-            for index, peer in enumerate(self._generators):
-                self._generate(index, peer, more=False)
-            self._train(more=False)
-
+    def finish(self) -> None:
+        """End the run: nothing is lost or trained twice, and the ledger is whole."""
         peers = [*self._generators, self._trainer]
-        until(lambda: not any(peer.is_waiting for peer in peers), "all requests are answered", turn)
+        answered = lambda: not any(peer.is_waiting for peer in peers)  # noqa: E731
+        until(answered, "all requests are answered", lambda: self.turn(more=False))
         answer = self._trainer.call(m.FinishRun(reason="done"))
         assert isinstance(answer, m.RunFinished), answer
-        return answer
+        ledger = answer.ledger
+        assert ledger.balance == 0
+        assert not any(ledger.in_flight.values())
+        assert ledger.trained == len(self.trained)
+        assert set(ledger.ended) <= {"cancelled"}, ledger
+        # In order of completion: what was acknowledged and not trained is the newest, not a gap.
+        assert ledger.issued == ledger.trained + ledger.ended.get("cancelled", 0)
+        serials = sorted(int(group.removeprefix("g-")) for group in self.prompts)
+        numbers = [int(self.prompts[f"g-{serial}"]) for serial in serials]
+        epochs = [sorted(numbers[i : i + 50]) for i in range(0, len(numbers) - 49, 50)]
+        assert serials == list(range(len(serials))), "a group was never handed out"
+        assert all(epoch == list(range(1, 51)) for epoch in epochs), "a prompt is not there once"
 
     def close(self) -> None:
         for peer in (*self._generators, self._trainer):
             peer.close()
         self._context.term()
 
-    def _generate(self, index: int, peer: Peer, *, more: bool = True) -> None:
+    def _generate(self, index: int, peer: Peer, *, more: bool) -> None:
         if peer.is_waiting:
             answer = peer.take()
             if isinstance(answer, m.TaskLeases) and answer.tasks:
                 for task in answer.tasks:
                     self.prompts.setdefault(task.group_id, task.prompt_id)
-                made = [trajectory(task, self._serving()) for task in answer.tasks]
+                made = [trajectory(task, self.version) for task in answer.tasks]
                 self._sent[index] = made
                 peer.ask(m.SubmitResults(trajectories=made))
             elif isinstance(answer, m.TaskLeases):
@@ -259,12 +272,9 @@ class CrashRun:
                 assert answer is None, answer
         elif more:
             capacity = self._chance.randrange(1, 6)
-            peer.ask(m.LeaseTasks(capacity=capacity, version=self._serving(), wait_s=0.05))
+            peer.ask(m.LeaseTasks(capacity=capacity, version=self.version, wait_s=0.05))
 
-    def _serving(self) -> int:
-        return self.version
-
-    def _train(self, *, more: bool = True) -> None:
+    def _train(self, *, more: bool) -> None:
         peer = self._trainer
         if peer.is_waiting:
             answer = peer.take()
@@ -289,26 +299,18 @@ class CrashRun:
             peer.ask(m.LeaseBatch(step=self.version + 1, wait_s=0.05))
 
 
-def check_kept(run: CrashRun, acked: int) -> None:
-    """As many samples as were acknowledged are ready, in training or trained: none is lost."""
-    ledger = run.status().ledger
-    assert ledger.balance == 0
-    there = ledger.trained + ledger.in_flight["ready"] + ledger.in_flight["training"]
-    assert there >= acked, ledger
-
-
-def check(run: CrashRun, final: m.RunFinished) -> None:
-    """Nothing acknowledged is lost, nothing trained twice, and the ledger is whole."""
-    ledger = final.ledger
-    assert ledger.balance == 0
-    assert not any(ledger.in_flight.values())
-    assert ledger.trained == len(run.trained)
-    assert set(ledger.ended) <= {"cancelled"}, ledger
-    # In order of completion: what was acknowledged and not trained is the newest, not a gap.
-    assert ledger.issued == ledger.trained + ledger.ended.get("cancelled", 0)
-    order = sorted(run.prompts, key=lambda group: int(group.removeprefix("g-")))
-    numbers = [int(run.prompts[group]) for group in order]
-    serials = [int(group.removeprefix("g-")) for group in order]
-    epochs = [sorted(numbers[i : i + 50]) for i in range(0, len(numbers) - 49, 50)]
-    assert serials == list(range(len(serials))), "a group was never handed out"
-    assert all(epoch == list(range(1, 51)) for epoch in epochs), "a prompt was skipped or repeated"
+@contextmanager
+def crash_run(
+    folder: Path,
+    seed: int,
+    *,
+    keys: Path | None = None,
+    config: str = CONFIG,
+    popen: type[subprocess.Popen[bytes]] = subprocess.Popen,
+) -> Iterator[CrashRun]:
+    """Such a run, and its buffer in `folder`."""
+    with (
+        closing(BufferProcess(folder, config, popen)) as buffer,
+        closing(CrashRun(buffer, seed, keys=keys)) as run,
+    ):
+        yield run

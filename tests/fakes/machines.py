@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import pytest
 from fakes.commands import UMBRA, call
 from fakes.slowness import limit
 
@@ -23,6 +24,10 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
 INSTALLED = Path("/opt/umbra-docker")  # where setup.sh puts it beside a system without Compose
 SPACES = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
+OWN_SPACES = (
+    *("unshare", "--user", "--map-root-user", "--net", "--mount", "--uts"),
+    *("--kill-child", "--fork"),
+)
 DOCKER = ("dockerd", "docker", "containerd", "runc", "docker-init", "iptables", "ip", "unshare")
 LIMIT_S = limit(600.0)
 
@@ -57,6 +62,29 @@ def why_no_docker(*more: str) -> str:
         return reason
     tried = call(["docker", "compose", "version"], env=ENVIRON)
     return f"docker compose: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def needs_hosts() -> None:
+    """Skip a test where no hosts can be made of namespaces; it need not be root's."""
+    for program in ("unshare", "nsenter", "ip"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+    inner = "unshare --net --mount mount -t tmpfs tmpfs /srv && ip link add x type bridge"
+    tried = call([*OWN_SPACES, "sh", "-c", inner])
+    if tried.returncode:
+        pytest.skip(f"no namespaces: {tried.stderr.strip()}")
+
+
+def on_hosts(program: str, folder: Path, *words: str | Path) -> str:
+    """Run one of `tests/programs` as root of namespaces of its own; return what it printed."""
+    done = call(
+        [*OWN_SPACES, sys.executable, "-m", f"programs.{program}", folder, *words],
+        cwd=folder,
+        env={"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(folder), *sys.path])},
+        quiet_s=700.0,  # it has a deadline of its own
+    )
+    assert done.returncode == 0, done.stderr + logs(folder)
+    return done.stdout
 
 
 def sort_task(folder: Path, cluster: str, *plan: str) -> None:

@@ -3,11 +3,11 @@
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from fakes.crash_run import BufferProcess, CrashRun, check
+from fakes.crash_run import CrashRun, crash_run
 from fakes.hostile_peer import HostilePeer, memory
 from fakes.keys import of
 from fakes.slowness import limit
@@ -33,8 +33,7 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, keys: Path) -> Iterator[CrashRun]:
-    buffer = BufferProcess(tmp_path)
-    with closing(buffer), closing(CrashRun(buffer, seed=3, keys=keys)) as made:
+    with crash_run(tmp_path, seed=3, keys=keys) as made:
         yield made
 
 
@@ -48,7 +47,7 @@ def still_works(run: CrashRun) -> m.Status:
     before = run.version
     until(lambda: run.version >= before + 5, "honest peers are served on", run.turn)
     status = run.status()
-    check(run, run.finish())
+    run.finish()
     return status
 
 

@@ -1,22 +1,23 @@
 """Bad input on the real socket: counted, named, answered, and nothing else happens."""
 
 import random
-from collections import Counter
 from pathlib import Path
 
 import msgpack
-import zmq
 from fakes.broker_world import trajectory
-from fakes.crash_run import BufferProcess, CrashRun, check
+from fakes.costly_frames import mutate
+from fakes.crash_run import crash_run
+from fakes.hostile_peer import memory
 from fakes.waiting import until
 
 from umbra.proto import messages as m
 from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.records import Task
+from umbra.proto.sockets import Context, Socket
 
 FRAMES = 80_000
-GROWTH_MB = 30  # allocators need some; 80,000 leaked messages would take far more
+GROWTH = 30 << 20  # allocators need some; 80,000 leaked messages would take far more
 
 
 def seeds() -> list[list[bytes]]:
@@ -37,29 +38,14 @@ def seeds() -> list[list[bytes]]:
     return [encoder.encode(body)[1] for body in bodies]
 
 
-def mutate(frames: list[bytes], chance: random.Random) -> list[bytes]:
+def mutated(frames: list[bytes], chance: random.Random) -> list[bytes]:
     frames = list(frames)
-    which = chance.randrange(len(frames))
-    frame = bytearray(frames[which])
     match chance.randrange(9):
-        case 0:  # flipped bits
-            for _ in range(chance.randrange(1, 5)):
-                frame[chance.randrange(len(frame))] ^= 1 << chance.randrange(8)
-        case 1:  # cut off
-            del frame[chance.randrange(len(frame)) :]
-        case 2:  # something inserted
-            at = chance.randrange(len(frame))
-            frame[at:at] = chance.randbytes(chance.randrange(1, 9))
-        case 3:  # a length that promises gigabytes
-            at = chance.randrange(len(frame))
-            frame[at : at + 1] = chance.choice([b"\xdd", b"\xdf", b"\xc6", b"\xdb"]) + b"\x7f" * 4
-        case 4:  # too few or too many frames
-            frames = frames[:1] if chance.random() < 0.5 else [*frames, b"more"]
-            which = 0
-            frame = bytearray(frames[0])
-        case 5:  # not MessagePack at all
-            frame = bytearray(chance.randbytes(chance.randrange(64)))
-        case 6:  # another version, sender, incarnation or id, far away or out of order
+        case 0:  # too few or too many frames
+            return frames[:1] if chance.random() < 0.5 else [*frames, b"more"]
+        case 1:  # not MessagePack at all
+            frames[chance.randrange(2)] = chance.randbytes(chance.randrange(64))
+        case 2:  # another version, sender, incarnation or id, far away or out of order
             header = msgpack.unpackb(frames[0])
             key, value = chance.choice(
                 [
@@ -75,8 +61,8 @@ def mutate(frames: list[bytes], chance: random.Random) -> list[bytes]:
                 ]
             )
             header[key] = value
-            which, frame = 0, bytearray(msgpack.packb(header))
-        case 7:  # a wrong type, or a field left out
+            frames[0] = msgpack.packb(header)
+        case 3:  # a wrong type, or a field left out
             body = msgpack.unpackb(frames[1])
             if body:
                 key = chance.choice(list(body))
@@ -84,14 +70,16 @@ def mutate(frames: list[bytes], chance: random.Random) -> list[bytes]:
                     body[key] = chance.choice([None, -1, "text", [], {}, 2**63, float("nan")])
                 else:
                     del body[key]
-            which, frame = 1, bytearray(msgpack.packb(body))
-        case _:  # as it was: replayed
+            frames[1] = msgpack.packb(body)
+        case 4:  # as it was: replayed
             pass
-    frames[which] = bytes(frame)
+        case _:
+            which = chance.randrange(len(frames))
+            frames[which] = mutate(frames[which], chance)
     return frames
 
 
-def leave(control: zmq.Socket[bytes]) -> None:
+def leave(control: Socket) -> None:
     """The outsider, which its sound messages have made a member, leaves what it was given."""
     encoder = Encoder("outsider", "outsider-1")
     encoder._next_id = 1 << 41
@@ -104,48 +92,38 @@ def leave(control: zmq.Socket[bytes]) -> None:
     )
 
 
-def rss_mb(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * 4096 / 1e6
-
-
-def test_no_message_hurts(tmp_path: Path) -> None:
+def test_no_message_hurts(tmp_path: Path, zmq_context: Context) -> None:
     """While honest peers work, an outsider sends mutated frames to both sockets."""
     chance = random.Random(11)
-    buffer = BufferProcess(tmp_path)
-    run = CrashRun(buffer, seed=11)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        data = run.data_endpoint
+    base = seeds()
+    answers = early = 0
+    with crash_run(tmp_path, seed=11) as run:
+        pid = run.buffer.popen.pid
         outsiders = [
-            sockets.dealer(context, endpoint, b"outsider") for endpoint in (buffer.broker, data)
+            sockets.dealer(zmq_context, endpoint, b"outsider")
+            for endpoint in (run.buffer.broker, run.data_endpoint)
         ]
-        base = seeds()
-        answers: Counter[str] = Counter()
-        early = 0.0
         for number in range(FRAMES):
             outsider = outsiders[number % 2]
-            outsider.send_multipart(mutate(chance.choice(base), chance))
+            outsider.send_multipart(mutated(chance.choice(base), chance))
             while outsider.poll(0):
-                answers["some"] += 1
+                answers += 1
                 outsider.recv_multipart()
             if number % 100 == 0:
                 run.turn()
             if number == FRAMES // 5:
-                early = rss_mb(buffer.popen.pid)
+                early = memory(pid, "VmRSS")
         status = run.status()
-        assert rss_mb(buffer.popen.pid) - early < GROWTH_MB
+        assert memory(pid, "VmRSS") - early < GROWTH
         counted = sum(status.counters.get(code, 0) for code in ("malformed", "frames", "protocol"))
         assert counted > FRAMES // 10
         named = ("malformed", "frames", "protocol", "too_large", "unknown_type", "resent")
         assert all(status.counters.get(code) for code in named), status.counters
-        assert answers["some"] > FRAMES // 10
+        assert answers > FRAMES // 10
         leave(outsiders[0])
+        for outsider in outsiders:
+            outsider.close(linger=0)
         run.work(0.5)
         before = run.version
         until(lambda: run.version > before, "honest peers are served on", run.turn)
-        check(run, run.finish())
-    finally:
-        context.destroy(linger=0)
-        run.close()
-        buffer.close()
+        run.finish()

@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from fakes.crash_run import BufferProcess, CrashRun, check, check_kept
+from fakes.crash_run import crash_run
 from fakes.forks import Popen
 from fakes.waiting import until
 
@@ -12,41 +12,31 @@ KILLS = 30
 
 def test_nothing_acknowledged_is_lost_when_the_buffer_is_killed(tmp_path: Path) -> None:
     chance = random.Random(7)
-    buffer = BufferProcess(tmp_path, popen=Popen)
-    run = CrashRun(buffer, seed=7)
-    try:
+    with crash_run(tmp_path, seed=7, popen=Popen) as run:
         for number in range(KILLS):
             before = len(run.acked)
             if number % 2:  # else it may be killed before it has done anything
                 until(lambda n=before: len(run.acked) > n, "something is acknowledged", run.turn)
             run.work(chance.uniform(0.01, 0.25))
-            buffer.kill()
+            run.buffer.kill()
             acked = len(run.acked)
-            buffer.start()
-            check_kept(run, acked)
+            run.buffer.start()
+            run.check_kept(acked)
         until(lambda: len(run.trained) > KILLS, "training goes on", run.turn)
-        check(run, run.finish())
-    finally:
-        run.close()
-        buffer.close()
+        run.finish()
 
 
 def test_a_trainer_that_is_killed_gets_the_same_batches(tmp_path: Path) -> None:
     """Its buffer is killed too; `CrashRun` compares every batch with the one before."""
-    buffer = BufferProcess(tmp_path, popen=Popen)
-    run = CrashRun(buffer, seed=3)
-    try:
+    with crash_run(tmp_path, seed=3, popen=Popen) as run:
         for kill_buffer in (False, True, False):
             target = run.version + 10
             while run.version < target:
                 run.turn()
             if kill_buffer:
-                buffer.kill()
-                buffer.start()
+                run.buffer.kill()
+                run.buffer.start()
             run.start_trainer_again(max(0, run.version - 1))
             while run.version < target + 2:
                 run.turn()
-        check(run, run.finish())
-    finally:
-        run.close()
-        buffer.close()
+        run.finish()

@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from fakes.crash_run import CONFIG, BufferProcess, CrashRun, check, check_kept
+from fakes.crash_run import CONFIG, CrashRun, crash_run
 from fakes.whole_runs import DEADLINE_S, Up
 from trainer.test_checkpoints import Trainer
 
@@ -71,11 +71,7 @@ def test_a_checkpoint_that_does_not_fit(small_disk: Path, tiny_model_dir: Path) 
 
 
 def test_a_full_disk_is_waited_for(tmp_path: Path, small_disk: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    buffer = BufferProcess(folder, f'{CONFIG}store = "{small_disk}/store"\n')
-    run = CrashRun(buffer, seed=5)
-    try:
+    with crash_run(tmp_path, seed=5, config=f'{CONFIG}store = "{small_disk}/store"\n') as run:
         while run.version < 5:
             run.turn()
         ballast = fill(small_disk)
@@ -90,16 +86,13 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, small_disk: Path) -> None:
         ballast = fill(small_disk)
         work_until_stuck(run)
         acked = len(run.acked)
-        buffer.kill()
+        run.buffer.kill()
         ballast.unlink()
-        buffer.start()
-        check_kept(run, acked)
+        run.buffer.start()
+        run.check_kept(acked)
         assert not is_full(run.status())  # peers who were silent meanwhile may be named
         run.work(0.3)
-        check(run, run.finish())
-    finally:
-        run.close()
-        buffer.close()
+        run.finish()
 
 
 def test_a_run_goes_on_to_its_summary_once_there_is_room(

@@ -1,4 +1,4 @@
-"""Whole runs by `umbra up`, in which services are suspended or lose what they need."""
+"""Whole runs by `umbra up`, whose services are killed, suspended or lose what they need."""
 
 import os
 import shutil
@@ -12,6 +12,52 @@ from fakes.whole_runs import Up
 from umbra.proto import sockets
 
 STEPS = 40
+HUB_STEPS = 90  # so many that it is under way still when its hub is killed again
+
+
+def test_a_run_outlives_its_buffer_and_so_do_its_evaluations(up: Up) -> None:
+    steps, samples = 60, 4
+    evals = ("eval.every=30", "eval.at_ends=false", "eval.mode=concurrent")
+    of_what = ("eval.prompts=prompts.jsonl", f"eval.samples={samples}")
+    process = up(f"run.steps={steps}", *evals, *of_what)
+    process.broker()
+    for _ in range(2):
+        process.until_step(len(process.steps()) + 4)
+        process.kill("buffer")
+    summary = process.finish()
+    assert summary["restarts"] == {"buffer": 2}
+    assert [row["step"] for row in process.steps()] == list(range(1, steps + 1))
+    assert summary["ledger"]["trained"] == steps * 16
+    assert not any(summary["ledger"]["in_flight"].values())
+    assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
+    found = summary["evals"]
+    assert [one["version"] // 30 for one in found] == [1, 2]
+    assert all(one["answered"] == one["samples"] == samples for one in found), found
+
+
+def test_a_killed_hub_is_restarted_and_the_run_goes_on(up: Up) -> None:
+    """1. A run trains. 2. Its hub is killed, at whatever it does. 3. Again, some steps later.
+
+    Result: both times it is restarted at another port and brought up to date, also while everybody
+    waits for its weights (run_ahead = 0); no step is lost.
+    """
+    process = up(f"run.steps={HUB_STEPS}", "buffer.run_ahead=0")
+    process.broker()
+    process.until_step(3)
+    process.kill("weight-hub")
+    process.until(lambda: "took over /dev/shm/" in process.log("weight-hub"), "a new hub")
+    process.until_step(len(process.steps()) + 5)
+    process.kill("weight-hub")
+    summary = process.finish()
+    assert summary["restarts"] == {"weight-hub": 2}, process.lines
+    assert summary["steps"] == HUB_STEPS
+    assert summary["ledger"]["trained"] == HUB_STEPS * 16
+    # Each version was served: the generator was never behind. A row may have died with a hub.
+    assert summary["staleness"]["max"] == summary["staleness"]["bound"] == 0
+    assert {row["staleness/total/max"] for row in process.steps()} == {0.0}
+    assert summary["mixed_version_trajectories"] == 0
+    assert len(set(range(HUB_STEPS)) - {row["version"] for row in process.rows("push")}) <= 3
+    assert process.log("weight-hub").count("took over /dev/shm/") == 2
 
 
 def test_a_run_outlives_a_stop_of_its_processes(up: Up) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs with a trainer on two hosts of network namespaces; hosts are lost, with their memory.
+"""A trainer on two hosts of network namespaces: hosts are lost with their memory, or cut off.
 
 Needs `unshare` and `ip` and the right to make namespaces; skipped with the reason otherwise.
 """
@@ -7,14 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from fakes.commands import UMBRA, call
+from fakes.machines import check_ledger, needs_hosts, on_hosts, umbra
 from fakes.slowness import limit, seconds
-from fault.test_three_nodes import in_spaces, why_not
 from safetensors.torch import load_file
 
-from umbra.proto.messages import Status
 from umbra.services.trainer.checkpoints.folder import export_checkpoint
 
 LIMIT_S = limit(250.0)
@@ -61,28 +58,19 @@ every = 2
 
 
 def run(folder: Path, steps: int, settings: dict[str, Any]) -> dict[str, list[int]]:
-    """A run of so many steps, in `folder`; exit codes by process."""
-    if reason := why_not():
-        pytest.skip(reason)
-    for command in (
-        ("make-model", "base", "--hidden", "32", "--ff", "64"),
-        ("make-task", "sort", "--out", "sort", "--prompts", "64", "--heldout", "8", "--demos", "1"),
-    ):
-        call([*UMBRA, *command], cwd=folder, check=True, quiet_s=120)
+    """A run of so many steps, all of whose samples are trained; exit codes by process."""
+    needs_hosts()
+    umbra(folder, "make-model", "base", "--hidden", "32", "--ff", "64")
+    sizes = ("--prompts", "64", "--heldout", "8", "--demos", "1")
+    umbra(folder, "make-task", "sort", "--out", "sort", *sizes)
     text = RUN.replace("FOLDER", str(folder)).replace("[run]", f"[run]\nsteps = {steps}")
     text = text.replace("RANK_TIMEOUT_S", f"{seconds(10.0):g}")
     (folder / "varied.py").write_text(REWARD, encoding="utf-8")
     (folder / "run.toml").write_text(text, encoding="utf-8")
-    return json.loads(in_spaces("programs.hosts_run", folder, folder, json.dumps(settings)))
-
-
-def check_ledger(folder: Path, steps: int) -> None:
-    """All samples of all steps, each trained once, and none unaccounted for."""
-    made = folder / "alpha" / "run" / "buffer.json"
-    ledger = msgspec.json.decode(made.read_bytes(), type=Status).ledger
-    assert ledger.balance == 0
-    assert ledger.trained == steps * 16
-    assert sum(ledger.in_flight.values()) == 0
+    codes = json.loads(on_hosts("hosts_run", folder, json.dumps(settings)))
+    check_ledger(folder / "alpha" / "run" / "buffer.json", steps * 16)
+    check_export(folder, steps)
+    return codes
 
 
 def check_export(folder: Path, steps: int) -> None:
@@ -98,11 +86,6 @@ def check_export(folder: Path, steps: int) -> None:
         assert exported[name].equal(tensor)
 
 
-def metrics(host: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (host / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if row["kind"] == kind]
-
-
 @pytest.mark.timeout(300)
 def test_a_trainer_host_is_lost_and_comes_back(tmp_path: Path) -> None:
     """1. A run begins. 2. All of the second trainer host is killed, and its memory is gone.
@@ -115,12 +98,9 @@ def test_a_trainer_host_is_lost_and_comes_back(tmp_path: Path) -> None:
     codes = run(tmp_path, steps, {**hosts, "losses": [loss], "limit_s": LIMIT_S})
     assert codes["alpha/trainer"] == [5, 0], "it lost the other host"
     assert codes["beta/trainer"] == [0]
-    assert codes["alpha/buffer"] == codes["gamma/generator"] == [0], (
-        "nobody else had to start again"
-    )
+    for other in ("alpha/buffer", "gamma/generator"):
+        assert codes[other] == [0], "nobody else had to start again"
     assert "node 1 (beta)" in (tmp_path / "alpha-trainer.log").read_text()
-    check_ledger(tmp_path, steps)
-    check_export(tmp_path, steps)
 
 
 @pytest.mark.real
@@ -147,8 +127,33 @@ def test_each_of_four_hosts_is_lost(tmp_path: Path) -> None:
     assert codes["delta/generator"] == [], "it was never seen again"
     others = ("alpha/buffer", "alpha/weight-hub", "beta/part", "gamma/relay", "gamma/generator")
     assert {name: codes[name] for name in others} == {name: [0] for name in others}
-    check_ledger(tmp_path, steps)
-    check_export(tmp_path, steps)
-    pushed = metrics(tmp_path / "gamma", "push")
+    lines = (tmp_path / "gamma" / "run" / "metrics.jsonl").read_text().splitlines()
+    pushed = [row for row in map(json.loads, lines) if row["kind"] == "push"]
     assert {row["plane"] for row in pushed} == {"shm"}, "the relay served its generator"
     assert max(row["version"] for row in pushed) >= steps - 1, "it served to the end"
+
+
+PHASES = {  # of a push, in which a host is cut off
+    "part": ("granted", "prepared", "staging", "received", "staged"),
+    "hub": ("prepared", "staging", "received", "staged", "loaded"),
+    "receiver": ("prepared", "staging", "received", "staged", "loaded"),
+}
+QUICK = (("part", "staging"), ("receiver", "received"))
+
+
+@pytest.mark.parametrize(
+    ("who", "phase"),
+    [
+        pytest.param(who, phase, marks=[] if (who, phase) in QUICK else pytest.mark.real)
+        for who, phases in PHASES.items()
+        for phase in phases
+    ],
+)
+def test_versions_are_whole_whoever_is_cut_off(tmp_path: Path, who: str, phase: str) -> None:
+    """1. A version is pushed. 2. In a phase of it a host is cut off. 3. It is connected again.
+
+    Result: nobody hangs, receivers load whole versions only, and all of them load the last one; see
+    `programs/cut_push.py`.
+    """
+    needs_hosts()
+    on_hosts("cut_push", tmp_path, who, phase)

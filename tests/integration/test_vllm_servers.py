@@ -19,13 +19,13 @@ import pytest
 import torch
 from fakes.commands import UMBRA, call
 from fakes.installed import needs
+from fakes.machines import needs_hosts, on_hosts
 from fakes.mixed_cache import logprobs_keeping_cache
 from fakes.slowness import limit
 from fakes.versions import decode, go_on, load, other_weights, request, versions_of, weights
 from fakes.vllm_models import write_model
 from fakes.vllm_serve import VllmServe, serving
 from fakes.waiting import until
-from fault.test_three_nodes import in_spaces, why_not
 
 from umbra.services.config.loader import load_config
 from umbra.services.generator.engines.engine import Engine, EngineOutput
@@ -149,12 +149,11 @@ def test_kills_at_each_step(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_servers_are_on_another_host(project: Path) -> None:
-    if reason := why_not():
-        pytest.skip(reason)
+    needs_hosts()
     (project / "model").unlink()
     make_model(project / "model", hidden=64, heads=2, kv_heads=1, layers=1, ff=32)
     call([*UMBRA, "keys", "runs/keys"], cwd=project, check=True)
-    codes = json.loads(in_spaces("programs.servers_run", project, project, str(STEPS)))
+    codes = json.loads(on_hosts("servers_run", project, str(STEPS)))
     assert codes == {"up": [0], "relay": [0], "generator": [0]}
     (path,) = (project / "runs").glob("*/summary.json")
     summary = json.loads(path.read_text())

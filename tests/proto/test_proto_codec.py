@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from fakes.costly_frames import costly_bodies
+from fakes.costly_frames import LENGTH_PREFIXES, costly_bodies, mutate
 from fakes.trajectories import trajectory
 from hypothesis import given
 from hypothesis import strategies as st
@@ -333,11 +333,6 @@ EVENT_HEADER, LEASES_HEADER = MESSAGES["Event"][0], MESSAGES["TaskLeases"][0]
 MUTATIONS = 10_000
 # msgpack makes room for at most 10,000 items when it reads a length, at each of 1,024 levels.
 SMALL_FRAME_BOUND = 96 << 20
-LENGTH_PREFIXES = [
-    b"\xc6\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x05", b"\xdb\xff\xff\xff\xff",
-    b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdd\x00\x0f\xff\xff", b"\xdc\xff\xff",
-    b"\xde\xff\xff", b"\xc0", b"\xc1", b"\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00", b"\xd6\xff\0\0\0\0",
-]  # fmt: skip
 
 
 @contextmanager
@@ -361,25 +356,6 @@ def decode_or_refuse(frames: list[bytes]) -> bool:
         assert error.path
         return False
     return True
-
-
-def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Change `data` in one to four places."""
-    changed = bytearray(data)
-    for _ in range(rng.randint(1, 4)):
-        at, start = (rng.randrange(len(changed) + 1) for _ in range(2))
-        kind = rng.randrange(5)
-        if kind == 0 and changed:
-            changed[at % len(changed)] ^= 1 << rng.randrange(8)
-        elif kind == 1 and changed:
-            changed[at % len(changed)] = rng.randrange(256)
-        elif kind == 2:
-            del changed[at : at + rng.randint(1, 8)]
-        elif kind == 3:
-            changed[at:at] = changed[start : start + rng.randint(1, 32)]
-        else:
-            changed[at : at + rng.randrange(2)] = rng.choice(LENGTH_PREFIXES)
-    return bytes(changed)
 
 
 def test_mutated_messages() -> None:
