@@ -133,6 +133,27 @@ def alone(
     return Alone(directory, batches, request.module.CASES, tmp_path_factory.mktemp("alone"))
 
 
+@pytest.fixture(scope="module")
+def together(
+    request: pytest.FixtureRequest,
+    directory: Path,
+    batches: list[list[Trajectory]],
+    alone: Alone,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[int, Path]:
+    """Return how many ranks went through the module's cases, and the folder with their results.
+
+    Its parameter is that number, and settings of all cases.
+    """
+    from fakes.rank_processes import see_through, start
+
+    world, settings = request.param
+    folder = tmp_path_factory.mktemp("ranks")
+    cases = {name: {**case, **settings} for name, case in alone.cases.items()}
+    see_through(start(directory, folder, world, cases, batches))
+    return world, folder
+
+
 Closes = Callable[[Any], Any]
 
 

@@ -42,32 +42,20 @@ CASES: dict[str, dict[str, Any]] = {
 RIGHT = [n for n, one in ARCHITECTURES.items() if one.config().model_type in PROVEN - RECURRENT]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((2, 2), marks=pytest.mark.real),  # 2x2 is that, twice
-        (4, 2),
+@pytest.mark.parametrize(
+    "together",
+    [  # 2x2 is 2, twice
+        pytest.param((2, {"sequence_parallel": 2}), marks=pytest.mark.real, id="2"),
+        pytest.param((4, {"sequence_parallel": 2}), id="2x2"),
     ],
-    ids=["2", "2x2"],
+    indirect=True,
+    scope="module",
 )
-def shared(
-    request: pytest.FixtureRequest,
-    directory: Path,
-    batches: list[list[Trajectory]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[int, Path]:
-    world, size = request.param
-    folder = tmp_path_factory.mktemp("ranks")
-    cases = {name: {**case, "sequence_parallel": size} for name, case in CASES.items()}
-    see_through(start(directory, folder, world, cases, batches))
-    return world, folder
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_learned_does_not_depend_on_who_has_the_tokens(
-    shared: tuple[int, Path], case: str, alone: Alone
+    together: tuple[int, Path], case: str, alone: Alone
 ) -> None:
-    world, folder = shared
+    world, folder = together
     found = assert_as_alone(folder, case, world, alone[case])
     for row, expected in zip(found[0]["rows"], alone[case].rows, strict=True):
         assert row["operations"] == pytest.approx(expected["operations"]), "counted once"

@@ -3,6 +3,8 @@
 import json
 import logging
 import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +37,29 @@ from umbra.services.trainer.policy import load_policy
 from umbra.services.weights.manifest import checksums
 
 
+@dataclass
 class World:
     """Buffer, hub and session in one: rolls out with whatever weights were published last."""
 
-    def __init__(self, directory: Path, *, level: bool = False) -> None:
-        self.model = load_policy(directory)[0].eval()
-        self.level = level
-        self.starve = False
-        self.refuses_checkpoints = False
-        self.wants_checkpoint = False
-        self.evals: list[EvalReport] = []
+    directory: Path
+    level: bool = False
+    starve: bool = False
+    refuses_checkpoints: bool = False
+    wants_checkpoint: bool = False
+    evals: Sequence[EvalReport] = ()
+    stop_at: str = "nowhere"
+    dead_at: tuple[type[m.Message], ...] = ()  # the buffer ends with us there
+    failure: UmbraError | None = None
+
+    def __post_init__(self) -> None:
+        self.model = load_policy(self.directory)[0].eval()
         self.asked: list[m.Message] = []
         self.published: dict[int, dict[str, Tensor]] = {}
         self.stopping = threading.Event()
         self.stop_reason = ""
-        self.failure: UmbraError | None = None
         self.left = False
         self.events: list[dict[str, Any]] = []
-        self.stop_at: str | None = None
         self.data = self
-        self.dead_at: tuple[type[m.Message], ...] = ()  # the buffer ends with us there
 
     # the session
     def __enter__(self) -> "World":
@@ -67,7 +72,7 @@ class World:
         return self
 
     def progress(self, activity: str, count: int = 1) -> None:
-        if self.stop_at is not None and activity.startswith(self.stop_at):
+        if activity.startswith(self.stop_at):
             self.stopping.set()
 
     def stats(self, **values: float) -> None:
@@ -98,7 +103,7 @@ class World:
                 if self.wants_checkpoint and step > 1:
                     return m.BatchLease(step=step, trajectories=[], checkpoint=True)
                 made = rollouts(self.model, step - 1, level=self.level, seed=step)
-                return m.BatchLease(step=step, trajectories=made, evals=self.evals[:step])
+                return m.BatchLease(step=step, trajectories=made, evals=list(self.evals[:step]))
             case m.CommitBatch(step=step):
                 assert all(isinstance(value, float) for value in body.metrics.values())
                 return m.CommitAck(version=step, ledger=Ledger())
@@ -108,7 +113,7 @@ class World:
                 self.wants_checkpoint = self.wants_checkpoint and newest < 1 and not error
                 return m.Ok()
             case m.FinishRun():
-                return m.RunFinished(ledger=Ledger(issued=1, trained=1), evals=self.evals)
+                return m.RunFinished(ledger=Ledger(issued=1, trained=1), evals=list(self.evals))
             case _:
                 raise AssertionError(body)
 
@@ -239,20 +244,15 @@ def test_a_batch_without_advantage_is_committed_and_published_unchanged(
     [
         ("waiting for batch 2", (), [1]),
         ("training step 2", (), [1]),
-        (None, (m.LeaseBatch,), []),  # a buffer that has ended too is not waited for
-        (None, (m.CommitBatch,), [1]),
+        ("nowhere", (m.LeaseBatch,), []),  # a buffer that has ended too is not waited for
+        ("nowhere", (m.CommitBatch,), [1]),
     ],
 )
 def test_a_stop_leaves_without_an_export(
-    stop_at: str | None,
-    dead_at: tuple[type[m.Message], ...],
-    committed: list[int],
-    directory: Path,
-    start: Any,
-    tmp_path: Path,
-) -> None:
-    world = World(directory)
-    world.stop_at, world.dead_at = stop_at, dead_at
+    stop_at: str, dead_at: tuple[type[m.Message], ...], committed: list[int],
+    directory: Path, start: Any, tmp_path: Path,
+) -> None:  # fmt: skip
+    world = World(directory, stop_at=stop_at, dead_at=dead_at)
     assert start(world) == 0
     assert world.committed() == committed
     assert world.left
@@ -277,9 +277,7 @@ def test_a_stop_while_a_slot_is_waited_for_leaves_the_row_of_what_is_committed(
 
 
 def test_a_stop_because_of_a_failure_has_its_exit_code(directory: Path, start: Any) -> None:
-    world = World(directory)
-    world.stop_at = "waiting"
-    world.failure = PeerLostError("the broker is silent")
+    world = World(directory, stop_at="waiting", failure=PeerLostError("the broker is silent"))
     assert start(world) == PeerLostError.exit_code
 
 
@@ -297,8 +295,7 @@ def test_a_batch_is_waited_for_as_long_as_the_run_waits(
                 self.stopping.set()
             return super().call(body, *args, **kwargs)
 
-    world = Starving(directory)
-    world.starve = True
+    world = Starving(directory, starve=True)
     monkeypatch.setattr(member, "TELL_S", 1e-6)
     with caplog.at_level(logging.WARNING):
         assert start(world) == 0
@@ -326,8 +323,7 @@ def test_a_run_that_diverges_ends_with_a_sentence(
 
 def test_it_goes_on_from_its_checkpoint(directory: Path, start: Any, tmp_path: Path) -> None:
     """1. A trainer is asked to stop in its second step. 2. Another one. Result: it makes step 2."""
-    first = World(directory)
-    first.stop_at = "training step 2"
+    first = World(directory, stop_at="training step 2")
     assert start(first) == 0
     assert (tmp_path / "checkpoints" / "step-1").is_dir(), "a committed step is saved on leaving"
     second = World(directory)
@@ -343,8 +339,7 @@ def test_it_goes_on_from_its_checkpoint(directory: Path, start: Any, tmp_path: P
 
 def test_a_checkpoint_on_request(directory: Path, start: Any, tmp_path: Path) -> None:
     """The buffer holds the second batch back until the state after the first step is saved."""
-    world = World(directory)
-    world.wants_checkpoint = True
+    world = World(directory, wants_checkpoint=True)
     assert start(world) == 0
     told = m.CheckpointSaved(step=0, newest=1)
     commits = [body for body in world.asked if isinstance(body, m.CommitBatch) or body == told]
@@ -360,35 +355,26 @@ def test_a_best_metric_that_is_not_measured_is_told(directory: Path, start: Any)
 
 
 def test_a_checkpoint_of_another_run_is_told(directory: Path, start: Any) -> None:
-    world = World(directory)
-    world.stop_at = "training step 2"
-    assert start(world) == 0
-    other = World(directory)
-    other.refuses_checkpoints = True
+    assert start(World(directory, stop_at="training step 2")) == 0
     with pytest.raises(UsageError, match=r"step-1 does not belong to the buffer's run .*no such"):
-        start(other)
+        start(World(directory, refuses_checkpoints=True))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_evaluations_reach_the_curves(directory: Path, start: Any, tmp_path: Path) -> None:
     """One was told with each batch, the last one with the end of the run."""
-    world = World(directory)
-    world.evals = [
-        EvalReport(version=version, done=True, samples=8, accuracy=0.25 * version)
-        for version in range(3)
-    ]
-    assert start(world, **{"metrics.also": '["tensorboard"]'}) == 0
+    evals = [EvalReport(version=v, done=True, samples=8, accuracy=0.25 * v) for v in range(3)]
+    assert start(World(directory, evals=evals), **{"metrics.also": '["tensorboard"]'}) == 0
     found = curves(tmp_path / "tensorboard")
     assert found["eval/accuracy"] == [(0, 0.0), (1, 0.25), (2, 0.5)]
     assert [step for step, _ in found["reward/mean"]] == [1, 2]
 
 
+@dataclass
 class Broken(World):
     """The second batch has a sample that is not sound; all have been through the stage `logp`."""
 
-    def __init__(self, model: Path, **changes: Any) -> None:
-        super().__init__(model)
-        self.changes = changes
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def call(self, body: m.Message, *args: Any, **kwargs: Any) -> m.Message:
         answer = super().call(body, *args, **kwargs)
@@ -419,14 +405,10 @@ STAGED = {
     ],
 )
 def test_a_buffer_that_has_nothing_sound_leaves_the_checkpoint_before_it(
-    directory: Path,
-    start: Any,
-    tmp_path: Path,
-    changes: dict[str, Any],
-    told: str,
+    directory: Path, start: Any, tmp_path: Path, changes: dict[str, Any], told: str
 ) -> None:
     """1. A sound batch, then none that is. 2. Another trainer, whose data are sound."""
-    world = Broken(directory, **changes)
+    world = Broken(directory, changes=changes)
     with pytest.raises(BatchError, match=told) as failure:
         start(world, **STAGED)
     assert failure.value.exit_code == 6 and "\n" not in str(failure.value)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
 from fakes.rank_bench import Alone, Trained
-from fakes.rank_processes import TESTS, WAIT_S, end, launch, see_the_loss, see_through, start
+from fakes.rank_processes import TESTS, WAIT_S, end, launch, see_the_loss, start
 from safetensors.torch import load_file
 
 from umbra.proto.errors import PeerLostError
@@ -96,24 +96,20 @@ def assert_as_alone(folder: Path, case: str, world: int, alone: Trained) -> list
 
 
 # Three ranks divide most things unevenly; whole runs have two.
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.real), 3])
-def sharded(
-    request: pytest.FixtureRequest,
-    directory: Path,
-    batches: list[list[Trajectory]],
-    alone: Alone,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[int, Path]:
-    folder = tmp_path_factory.mktemp("ranks")
-    see_through(start(directory, folder, request.param, alone.cases, batches))
-    return request.param, folder
+RANKS = pytest.mark.parametrize(
+    "together",
+    [pytest.param((2, {}), marks=pytest.mark.real, id="2"), pytest.param((3, {}), id="3")],
+    indirect=True,
+    scope="module",
+)
 
 
+@RANKS
 @pytest.mark.parametrize("case", CASES)
 def test_the_number_of_ranks_does_not_change_what_is_learned(
-    sharded: tuple[int, Path], case: str, alone: Alone
+    together: tuple[int, Path], case: str, alone: Alone
 ) -> None:
-    world, folder = sharded
+    world, folder = together
     expected = alone[case]
     found = assert_as_alone(folder, case, world, expected)
     if case == "compared":
@@ -126,8 +122,9 @@ def test_the_number_of_ranks_does_not_change_what_is_learned(
             assert max(parts) < elements, f"{name} is not sharded: {parts}"
 
 
-def test_a_rank_may_hold_nothing_of_a_small_parameter(sharded: tuple[int, Path]) -> None:
-    world, folder = sharded
+@RANKS
+def test_a_rank_may_hold_nothing_of_a_small_parameter(together: tuple[int, Path]) -> None:
+    world, folder = together
     last = json.loads((folder / f"lora.{world - 1}.json").read_text())["local"]
     of_a = [held for name, (held, _) in last.items() if ".lora_A." in name]
     assert of_a
