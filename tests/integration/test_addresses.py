@@ -71,7 +71,7 @@ def bound(
 
 
 def test_the_buffer_binds_the_ports_that_it_is_given(ports: list[int], advertised: None) -> None:
-    """They outrank those of before; of those not given it takes the ones that it had."""
+    """A given port outranks the one before; where none is given, that one is taken."""
     advertise("node-a")
     control, data, events, other = ports
     store = MemoryStore()

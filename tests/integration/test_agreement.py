@@ -203,25 +203,20 @@ def corrupted(model: Any) -> Any:
     return model
 
 
+HOTTER = Sampling(temperature=0.7, max_tokens=LENGTH)
+FAULTS: dict[str, Callable[[Any], Generator]] = {
+    "window": lambda twin: Generator(Windowed(twin, 8)),
+    "experts": lambda twin: Generator(corrupted(twin)),
+    "temperature": lambda twin: Generator(twin, HOTTER, says=PLAIN),
+    "tokenizer": lambda twin: Generator(twin, record=renumbered),
+    "stale prefix cache": lambda twin: Generator(twin, kind=Stale),
+}
+
+
 def broken(cause: str) -> tuple[Any, Generator]:
-    """The trainer's model, and a generator of the same weights with this fault."""
+    """The trainer's model, and a generator of the same weights with this fault, if it is one."""
     model = experts() if "experts" in cause else mistral()
-    twin = copy.deepcopy(model)
-    match cause:
-        case "none" | "none, experts":
-            return model, Generator(twin)
-        case "window":
-            return model, Generator(Windowed(twin, 8))
-        case "experts":
-            return model, Generator(corrupted(twin))
-        case "temperature":
-            return model, Generator(twin, Sampling(temperature=0.7, max_tokens=LENGTH), PLAIN)
-        case "tokenizer":
-            return model, Generator(twin, record=renumbered)
-        case "stale prefix cache":
-            return model, Generator(twin, kind=Stale)
-        case _:
-            raise ValueError(cause)
+    return model, FAULTS.get(cause, Generator)(copy.deepcopy(model))
 
 
 @pytest.mark.parametrize("cause", ["none", "none, experts"])
@@ -350,12 +345,12 @@ def test_logprobs_of_a_cut_distribution_are_compared_as_such(
     if wrong:
         generator.says = generator.sampling
         generator.sampling = msgspec.structs.replace(generator.sampling, temperature=0.7)
-    trainer = Trainer(model)
+    trainer, batch = Trainer(model), generator.batch(0)
     if wrong:
         with pytest.raises(MismatchError):
-            trainer.train(generator.batch(0))
+            trainer.train(batch)
         return
-    row = trainer.train(generator.batch(0))
+    row = trainer.train(batch)
     assert row["mismatch/compared"] == GROUPS * SIZE * LENGTH
     assert (row["mismatch/judged"] or 0) < 1e-7
     assert (row["mismatch/k3"] or 0) < 1e-7, "the loss is of the same distribution"

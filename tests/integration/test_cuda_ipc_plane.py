@@ -5,29 +5,9 @@ import signal
 
 import pytest
 from fakes.gpu_world import TOTAL, GpuWorld
-from fakes.hub_bench import content, load, publish, push, take
+from fakes.hub_bench import load, push
 
 from umbra.proto.errors import UsageError
-from umbra.services.weights.gpu.cuda import DeviceMemory
-
-NAMES = ("gen-0", "gen-1")
-
-
-def test_on_one_gpu_versions_are_copied_from_the_hubs_device_memory(gpu_world: GpuWorld) -> None:
-    gpu_world.start("auto")
-    publisher = gpu_world.bench.publisher()
-    receivers = [gpu_world.receiver(name, "auto", ("shm", "tcp")) for name in NAMES]
-    for version in range(4):
-        publish(publisher, version)
-        for receiver in receivers:
-            staged = take(receiver)
-            memory = staged.data
-            assert isinstance(memory, DeviceMemory)
-            assert bytes(memory) == content(version)
-            receiver.committed(staged, 0.0)
-    assert {row["plane"] for row in gpu_world.rows(8)} == {"cuda_ipc"}
-    opened = (gpu_world.folder / "ipc-opened").read_text().splitlines()
-    assert len(opened) == 2 and len(set(opened)) == 1, "each receiver maps the one export once"
 
 
 def test_a_killed_agent_of_the_hub_costs_cuda_ipc_one_attempt(gpu_world: GpuWorld) -> None:

@@ -26,9 +26,7 @@ def served(world: GpuWorld, *names: str, loads: bool = False) -> tuple[Publisher
 
 def test_a_late_joiner_fetches_and_is_in_the_next_communicator(gpu_world: GpuWorld) -> None:
     gpu_world.start("nccl")
-    publisher = gpu_world.bench.publisher()
-    first = gpu_world.receiver("gen-0", "nccl")
-    push(publisher, 0, first)
+    publisher, (first,) = served(gpu_world, "gen-0")
     late = gpu_world.receiver("gen-1", "nccl")
     load(late, 0)
     assert gpu_world.communicators == [("hub", "gen-0")], "it must not disturb the other"
@@ -155,20 +153,19 @@ def test_the_hubs_own_agent_is_killed_in_a_broadcast(gpu_world: GpuWorld) -> Non
 
 
 def test_one_that_loads_slowly_holds_up_nobody(gpu_world: GpuWorld) -> None:
-    """gen-1 is loading version 0 while 1 and 2 come: it fetches the newest later."""
+    """gen-1 is loading version 1 while 2 and 3 come: it fetches the newest later."""
     gpu_world.start("nccl", deadline_s=seconds(30.0))
-    publisher = gpu_world.bench.publisher()
-    receivers = {name: gpu_world.receiver(name, "nccl") for name in NAMES}
-    publish(publisher, 0)
-    load(receivers["gen-0"], 0)
-    slow = take(receivers["gen-1"])
-    for version in (1, 2):
+    publisher, (quick, slow) = served(gpu_world, *NAMES)
+    publish(publisher, 1)
+    load(quick, 1)
+    loading = take(slow)
+    for version in (2, 3):
         publish(publisher, version)
-        load(receivers["gen-0"], version)
-        assert whole(slow) == content(0)
-    receivers["gen-1"].committed(slow, 0.0)
-    load(receivers["gen-1"], 2)
-    push(publisher, 3, *receivers.values())
+        load(quick, version)
+        assert whole(loading) == content(1)
+    slow.committed(loading, 0.0)
+    load(slow, 3)
+    push(publisher, 4, quick, slow)
     assert gpu_world.communicators == [("hub", *NAMES)], "nothing was rebuilt"
 
 

@@ -7,6 +7,7 @@ from fakes.slowness import seconds
 from fakes.waiting import until
 
 from umbra.services.weights.arena import SHM
+from umbra.services.weights.gpu.cuda import DeviceMemory
 from umbra.services.weights.receiver import Receiver
 
 PLANES = pytest.mark.parametrize("plane", ["shm", "tcp", "nccl", "cuda_ipc"])
@@ -38,6 +39,10 @@ def test_every_version_reaches_every_receiver_and_a_late_one_the_newest(
     assert gpu_world.bench.hub.protocol.serving == dict.fromkeys(NAMES, 3)
     staged = take(receiver(gpu_world, "late", plane))
     assert (staged.version, whole(staged)) == (3, content(3))
+    assert isinstance(staged.data, DeviceMemory) == (plane == "cuda_ipc")
+    if plane == "cuda_ipc":
+        opened = (gpu_world.folder / "ipc-opened").read_text().splitlines()
+        assert len(opened) == 3 and len(set(opened)) == 1, "each receiver maps the one export once"
 
 
 @pytest.mark.parametrize("plane", ["tcp", "cuda_ipc"])

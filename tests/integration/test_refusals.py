@@ -22,6 +22,15 @@ def _nothing_gets_that_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ForkServer, "where_useful", lambda _environ: nullcontext())
 
 
+@pytest.fixture
+def folder(project: Path) -> Path:
+    """The folder of a run that can go on."""
+    path = project / "runs" / "run-1"
+    path.mkdir(parents=True)
+    (path / "config.json").write_bytes(to_json(load_given(project / "run.toml", ())[0]))
+    return path
+
+
 def umbra(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run an `umbra` command to its end, in this process."""
     out, err = io.StringIO(), io.StringIO()
@@ -30,10 +39,8 @@ def umbra(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
-def test_a_run_that_may_not_go_on_is_left_as_it_was(project: Path) -> None:
+def test_a_run_that_may_not_go_on_is_left_as_it_was(project: Path, folder: Path) -> None:
     """Its address is in use: refused at once, and every file is as it was."""
-    folder = project / "runs" / "run-1"
-    folder.mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         config = load_given(project / "run.toml", (f"run.broker={address}",))[0]
@@ -60,11 +67,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_settings_with_which_a_run_cannot_go_on_are_not_kept(project: Path) -> None:
-    folder = project / "runs" / "run-1"
-    folder.mkdir(parents=True)
-    config = load_given(project / "run.toml", ())[0]
-    (folder / "config.json").write_bytes(to_json(config))
+def test_settings_with_which_a_run_cannot_go_on_are_not_kept(project: Path, folder: Path) -> None:
     files = contents(folder)
     for setting, said in (
         ("environment.reward=tiny_reward:raises", "no such thing"),
@@ -77,11 +80,9 @@ def test_settings_with_which_a_run_cannot_go_on_are_not_kept(project: Path) -> N
         assert contents(folder) == files
 
 
-def test_a_second_up_on_a_folder_is_refused_and_told_who_has_it(project: Path) -> None:
-    folder = project / "runs" / "run-1"
-    folder.mkdir(parents=True)
-    config = load_given(project / "run.toml", ())[0]
-    (folder / "config.json").write_bytes(to_json(config))
+def test_a_second_up_on_a_folder_is_refused_and_told_who_has_it(
+    project: Path, folder: Path
+) -> None:
     with RunFolder.existing(folder).held():
         files = contents(folder)
         done = umbra(project, "up", str(folder), "--set", "model.path=nowhere")

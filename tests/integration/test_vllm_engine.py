@@ -19,6 +19,7 @@ from fakes.versions import (
     finish,
     in_memory,
     load,
+    other_weights,
     prompt,
     request,
     versions_of,
@@ -52,15 +53,8 @@ TOLERANCE = 2e-4
 @pytest.fixture(scope="module")
 def models(vllm_model_dir: Path) -> dict[int, Any]:
     torch.set_num_threads(1)  # the engine has the other core
-    found: dict[int, Any] = {}
-    for version in range(VERSIONS):
-        model = load_model(vllm_model_dir, torch.device("cpu"), torch.float32)
-        torch.manual_seed(version)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.03 * version * torch.randn_like(parameter))
-        found[version] = model
-    return found
+    first = load_model(vllm_model_dir, torch.device("cpu"), torch.float32)
+    return {0: first, **{version: other_weights(first, version) for version in range(1, VERSIONS)}}
 
 
 @pytest.fixture(scope="module", params=["vllm", pytest.param("vllm-http", marks=pytest.mark.real)])
@@ -154,7 +148,8 @@ def test_three_updates_in_flight_keep_every_request(
 def test_an_update_that_aborts_hands_back_what_there_is(
     served: Engine, models: dict[int, Any]
 ) -> None:
-    served.submit([request(i) for i in range(SLOTS + WAITING)])
+    # So long that a core which runs on while it is asked is through with few.
+    served.submit([request(i, 400) for i in range(SLOTS + WAITING)])
     done = decode(served, some(served, 10))
     aborted = load(served, weights(models, 1), 1, "abort")
     done += served.poll(0.0) if served.busy else []
@@ -248,15 +243,10 @@ def test_a_bad_request_is_refused_in_one_sentence(served: Engine) -> None:
 
 
 def test_weights_that_do_not_fit_change_nothing(served: Engine, models: dict[int, Any]) -> None:
-    some = list(weights(models, 1))
+    few = [(n, w) for n, w in weights(models, 1) if "embed" not in n and "lm_head" not in n]
     served.submit([request(0)])
     with pytest.raises(UsageError, match=r"missing: model\.embed_tokens\.weight"):
-        load(
-            served,
-            [pair for pair in some if "embed" not in pair[0] and "lm_head" not in pair[0]],
-            1,
-            "keep",
-        )
+        load(served, few, 1, "keep")
     (output,) = finish(served)
     assert served.version == 0
     assert [span.version for span in output.spans] == [0]

@@ -57,10 +57,7 @@ def measure(case: Case, trainer: TrainerConfig) -> int:
             parameter.grad.fill_(0)  # so that the kernel has to give the pages
     step(learner, full_rows(RowShape(1, 32)))  # libraries make their own buffers at the first time
     micro = full_rows(RowShape(case.rows, case.width))
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
-    before = status("VmRSS")
+    before = begin()
     step(learner, micro)
     return status("VmHWM") - before
 
@@ -79,11 +76,22 @@ def status(name: str) -> int:
     raise KeyError(name)
 
 
+def give_back_what_is_freed() -> None:
+    """Have freed memory go back to the kernel at once."""
+    for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+        ctypes.CDLL(None).mallopt(threshold, 1 << 16)
+
+
+def begin() -> int:
+    """Reset the peak; return the present size."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return status("VmRSS")
+
+
 def main() -> None:
-    libc = ctypes.CDLL(None)
-    # Freed memory goes back to the kernel at once.
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    libc.mallopt(M_TRIM_THRESHOLD, 1 << 16)
+    give_back_what_is_freed()
     torch.set_num_threads(1)
     for line in sys.stdin:
         case = Case(**json.loads(line))

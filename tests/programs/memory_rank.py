@@ -10,8 +10,6 @@ not come from the code that is tested with it.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import os
 import sys
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from fakes.full_rows import RowShape, full_rows
-from programs.memory_peak import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, status
+from programs.memory_peak import begin, give_back_what_is_freed, status
 from transformers import AutoModelForCausalLM
 
 from umbra.services.config import TrainerConfig
@@ -32,15 +30,12 @@ from umbra.services.trainer.learner import Learner
 
 def measure(directory: Path, trainer: dict[str, Any], rows: RowShape, ranks: Ranks) -> Any:
     AcceleratorState._reset_state()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
     before = begin()
     model, files = open_weights(AutoModelForCausalLM, directory, "model.path")
     learner = Learner(
         model, TrainerConfig(device="cpu", threads=1, **trainer), 1, ranks, files=files
     )
     loading = status("VmHWM") - before
-    gc.collect()
     begin()
     for step in range(2):
         for _ in range(2):
@@ -52,17 +47,8 @@ def measure(directory: Path, trainer: dict[str, Any], rows: RowShape, ranks: Ran
     return {"loading": loading, "training": status("VmHWM") - before}
 
 
-def begin() -> int:
-    """Reset the peak; return the present size."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return status("VmRSS")
-
-
 def main() -> None:
-    libc = ctypes.CDLL(None)
-    # Freed memory goes back to the kernel at once.
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    libc.mallopt(M_TRIM_THRESHOLD, 1 << 16)
+    give_back_what_is_freed()
     folder = Path(sys.argv[1])
     cases = json.loads((folder / "cases.json").read_text(encoding="utf-8"))
     torch.set_num_threads(1)
