@@ -11,7 +11,7 @@ import click
 from umbra.deploy.cluster.cluster_file import load_cluster
 from umbra.deploy.cluster.containers import KEYS_FOLDER, compose_files, keys_command, manifests
 from umbra.deploy.cluster.launch import container_paths, launches, modules_of, ports
-from umbra.deploy.cluster.plan import Plan, Process, make_plan
+from umbra.deploy.cluster.plan import Plan, make_plan
 from umbra.deploy.cluster.slurm import slurm_files
 from umbra.deploy.prepare.preflight import load_given, run_file_argument, set_option
 from umbra.deploy.run_folder import new_run_id
@@ -28,7 +28,6 @@ NEXT = {
     "slurm": "sbatch {out}/run.sbatch",
     "kubernetes": "kubectl apply -f {out}/kubernetes.yaml",
 }
-HEADINGS = ("node", "address", "GPUs", "process", "task", "ports")
 
 
 @click.command()
@@ -64,8 +63,8 @@ def command(
     plan = make_plan(cluster, config, run_id or new_run_id(config.run.name))
     check_feasible(plan.config)
     modules, security, target = modules_of(config, run_file), config.security, out.resolve()
-    folder = Path(security.keys) if security.keys else target / FOLDER
-    folder = None if security.insecure and not security.keys else folder
+    folder = None if security.insecure else target / FOLDER
+    folder = Path(security.keys) if security.keys else folder
     files = render(plan, formats, modules, target, folder)
     click.echo(table(plan), nl=False)
     if dry_run:
@@ -175,11 +174,14 @@ def copy_keys(plan: Plan, keys: Path, out: Path) -> None:
 
 def table(plan: Plan) -> str:
     """Return the plan as columns, and below it each group's share and the idle rest."""
-    rows: list[tuple[str, ...]] = [HEADINGS]
+    rows: list[tuple[str, ...]] = [("node", "address", "GPUs", "process", "task", "ports")]
     for node in plan.nodes:
         place = (node.name, node.address)  # on the first line of a node
-        for p in plan.on(node):
-            rows.append((*place, _span(p.gpus), p.name, p.task.replace("_", "-"), _ports(plan, p)))
+        for process in plan.on(node):
+            numbers = ports(plan, process)
+            bound = "-".join(map(str, sorted({numbers[0], numbers[-1]}))) if numbers else ""
+            task = process.task.replace("_", "-")
+            rows.append((*place, _span(process.gpus), process.name, task, bound))
             place = ("", "")
         if (idle := plan.idle(node)) or any(place):
             rows.append((*place, _span(tuple(idle)) if idle else "", "-", "idle", ""))
@@ -192,11 +194,6 @@ def table(plan: Plan) -> str:
             "connect with each other at any port"  # which firewalls have to know
         )
     return "\n".join(lines) + "\n"
-
-
-def _ports(plan: Plan, process: Process) -> str:
-    numbers = ports(plan, process)
-    return "-".join(map(str, sorted({numbers[0], numbers[-1]}))) if numbers else ""
 
 
 def _span(gpus: tuple[int, ...]) -> str:
