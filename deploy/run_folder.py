@@ -65,12 +65,8 @@ class RunFolder:
     def create(cls, parent: str | Path, name: str) -> RunFolder:
         """Make a new folder for a run called `name`; UsageError if `parent` is not writable."""
         folder = cls(Path(parent).resolve() / new_run_id(name))
-        try:
+        with files.explained(f"cannot create {folder.path}", "choose another run.dir"):
             folder.logs.mkdir(parents=True)
-        except OSError as error:
-            raise UsageError(
-                f"cannot create {folder.path}: {error.strerror}; choose another run.dir"
-            ) from error
         return folder
 
     def write_origin(self, search: Iterable[Path]) -> None:
@@ -118,10 +114,8 @@ class RunFolder:
         fault = f"the run in {self.path} is under way, started by"
         remedy = "watch it with `umbra monitor`, or stop it first"
         with ExitStack() as stack:
-            try:
+            with files.explained(f"cannot write to {self.path}"):
                 stack.enter_context(files.folder_lock(self.path, fault, remedy))
-            except OSError as error:
-                raise UsageError(f"cannot write to {self.path}: {error.strerror}") from error
             yield
 
     def remember(self) -> dict[Path, bytes | None]:

@@ -21,6 +21,7 @@ from umbra.proto.net.keys import FOLDER, SECRET, make_keys
 from umbra.services.config import RunSection
 from umbra.services.config.loader import as_dict, to_toml
 from umbra.services.config.rules import check_feasible
+from umbra.services.process.files import explained
 from umbra.services.reporting import aligned
 
 NEXT = {
@@ -134,13 +135,9 @@ def render(
 def write(files: dict[str, str], out: Path) -> None:
     for name, text in files.items():
         path = out / name
-        try:
+        with explained(f"cannot write {path}", "choose another --out"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UsageError(
-                f"cannot write {path}: {error.strerror}; choose another --out"
-            ) from error
 
 
 def copy_keys(plan: Plan, keys: Path, out: Path) -> None:

@@ -30,18 +30,16 @@ TASKS = ("train", "generate", *STAGES)
 FOREIGN_TASKS = {"actor-train": "train", "actor_train": "train", "rollout": "generate"}
 
 
+Place = tuple[Node, tuple[int, ...]]  # a node, and GPUs on it: none on a cluster without any
+
+
 @dataclass(frozen=True, slots=True)
 class TaskGroup:
-    """Tasks that share nodes: each task may use all GPUs of the group.
-
-    `gpus[i]` are those on `nodes[i]`, none on a cluster without any. `arithmetic` says how many
-    units the group got, and why.
-    """
+    """Tasks that share places: each task may use all GPUs of the group."""
 
     tasks: tuple[str, ...]
-    nodes: tuple[Node, ...]
-    gpus: tuple[tuple[int, ...], ...]
-    arithmetic: str
+    places: tuple[Place, ...]
+    arithmetic: str  # how many units the group got, and why
 
     def describe(self) -> str:
         return f"group [{', '.join(self.tasks)}]"
@@ -65,7 +63,7 @@ def place_groups(file: ClusterFile, config: RunConfig) -> list[TaskGroup]:
     if not with_gpus and len(nodes) < len(tasks):  # dealt in turn
         homes = [nodes[index % len(nodes)] for index in range(len(tasks))]
         groups = [
-            TaskGroup(names, (node,), ((),), f"node {node.name}, as there are no GPUs to divide")
+            TaskGroup(names, ((node, ()),), f"node {node.name}, as there are no GPUs to divide")
             for names, node in zip(tasks, homes, strict=True)
         ]
     elif not with_gpus or unit == "node" or (unit == "auto" and len(with_gpus) >= len(tasks)):
@@ -73,9 +71,9 @@ def place_groups(file: ClusterFile, config: RunConfig) -> list[TaskGroup]:
     else:
         groups = _divide_gpus(tasks, ratios, with_gpus, needed)
     training = _group_of("train", groups)
-    if needed > 1 and len(training.nodes) != needed:
+    if needed > 1 and len(training.places) != needed:
         raise UsageError(
-            f"trainer.nodes = {needed}, but {training.describe()} gets {len(training.nodes)} "
+            f"trainer.nodes = {needed}, but {training.describe()} gets {len(training.places)} "
             f"({training.arithmetic}): change its ratio, or leave trainer.nodes out"
         )
     return groups
@@ -126,10 +124,8 @@ def _divide_nodes(
     ]
     free, task_groups = iter(nodes), list[TaskGroup]()
     for tasks, ratio, count in zip(groups, ratios, divide(ratios, len(nodes), limits), strict=True):
-        own = tuple(islice(free, count))
-        gpus = tuple(tuple(range(node.gpus)) for node in own)
-        arithmetic = _arithmetic(ratio, len(nodes), "nodes", count)
-        task_groups.append(TaskGroup(tasks, own, gpus, arithmetic))
+        own = tuple((node, tuple(range(node.gpus))) for node in islice(free, count))
+        task_groups.append(TaskGroup(tasks, own, _arithmetic(ratio, len(nodes), "nodes", count)))
     return task_groups
 
 
@@ -163,14 +159,13 @@ def _divide_gpus(
                     f"{', '.join(str(node.gpus) for node in nodes)}: change its ratio"
                 )
             each = count // len(homes)
-        shares: list[tuple[Node, tuple[int, ...]]] = []
+        places: list[Place] = []
         for node in homes:
             own = free[node.name][: min(each, count)]
             del free[node.name][: len(own)]
             count -= len(own)
-            shares += [(node, tuple(own))] if own else []
-        own_nodes, gpus = zip(*shares, strict=True)
-        task_groups[index] = TaskGroup(tasks, own_nodes, gpus, arithmetic)
+            places += [(node, tuple(own))] if own else []
+        task_groups[index] = TaskGroup(tasks, tuple(places), arithmetic)
     return [task_groups[index] for index in range(len(groups))]
 
 
@@ -309,14 +304,14 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
     groups, staying = place_groups(file, config), [node for node in file.nodes if not node.joins]
     broker = next((node for node in staying if node.name == file.cluster.broker), staying[0])
     training = _group_of("train", groups)
-    home, *others = training.nodes
+    home, *others = [node for node, _ in training.places]
     ranks = _ranks_per_node(config, training)
     config = _spread_config(config, training, ranks, file.cluster)
     # Hub and relays send from a GPU where plane `nccl` may be chosen for them. It never is where no
     # host has all of a version: with several trainer nodes.
     several = len(file.nodes) > 1 and not others
     on_gpu = plane == "nccl" or (plane == "auto" and file.cluster.network == "host" and several)
-    receiving = [n for g in groups if {"generate", "logp"} & {*g.tasks} for n in g.nodes]
+    receiving = [n for g in groups if {"generate", "logp"} & {*g.tasks} for n, _ in g.places]
     processes = [
         Process("buffer", "buffer", broker),
         Process("weight-hub", "weight_hub", home, (0,) if on_gpu and home.gpus else ()),
@@ -330,7 +325,7 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
             Process(
                 f"trainer-{node.name}" if rank else "trainer", "train", node, gpus[:ranks], rank
             )
-            for rank, (node, gpus) in enumerate(zip(training.nodes, training.gpus, strict=True))
+            for rank, (node, gpus) in enumerate(training.places)
         ),
         *_generators(config, [node for node in file.nodes if node.joins], groups),
         *_scorers(config, groups, broker),
@@ -340,12 +335,12 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
 
 def _ranks_per_node(config: RunConfig, group: TaskGroup) -> int:
     """Return the trainer's ranks per node: one per GPU, or as trainer.ranks says."""
-    ranks, nodes = config.trainer.ranks, len(group.nodes)
-    smallest, largest = min(map(len, group.gpus)), max(map(len, group.gpus))
+    ranks, nodes = config.trainer.ranks, len(group.places)
+    counts = [len(gpus) for _, gpus in group.places]
+    smallest, largest = min(counts), max(counts)
     if largest and ranks == 1:
         if smallest != largest:
-            pairs = zip(group.nodes, group.gpus, strict=True)
-            has = ", ".join(f"{node.name} {len(gpus)}" for node, gpus in pairs)
+            has = ", ".join(f"{node.name} {len(gpus)}" for node, gpus in group.places)
             raise UsageError(
                 f"a trainer has as many ranks on each of its nodes, but the nodes of "
                 f"{group.describe()} have different numbers of GPUs ({has}): set trainer.ranks to "
@@ -370,7 +365,7 @@ def _spread_config(
     config: RunConfig, group: TaskGroup, ranks: int, cluster: ClusterSpec
 ) -> RunConfig:
     """Return `config` with the trainer's nodes, all its ranks, and its rendezvous."""
-    nodes, trainer, plane = len(group.nodes), config.trainer, config.weight_hub.plane
+    nodes, trainer, plane = len(group.places), config.trainer, config.weight_hub.plane
     rendezvous = trainer.rendezvous
     if nodes > 1:
         if rendezvous:
@@ -389,7 +384,7 @@ def _spread_config(
                 f"weight_hub.plane = {plane} sends from one host, and the "
                 f"trainer's weights are on {nodes}: leave it on auto"
             )
-        rendezvous = f"{group.nodes[0].address}:{cluster.port(Port.RENDEZVOUS)}"
+        rendezvous = f"{group.places[0][0].address}:{cluster.port(Port.RENDEZVOUS)}"
     change = msgspec.structs.replace
     resolved = change(trainer, nodes=nodes, ranks=nodes * ranks, rendezvous=rendezvous)
     return change(config, trainer=resolved)
@@ -403,15 +398,14 @@ def _generators(
     Without GPUs there are generator.count, and one on each node that joins.
     """
     group, size = _group_of("generate", groups), config.generator.tensor_parallel
-    largest = max(map(len, group.gpus))
+    largest = max(len(gpus) for _, gpus in group.places)
     if 0 < largest < size:
         raise UsageError(
             f"a generator needs {size} GPUs (generator.tensor_parallel), but "
             f"{group.describe()} has at most {largest} on one node ({group.arithmetic}): raise its "
             "ratio, or lower it"
         )
-    count = config.generator.count
-    yield from _spread("generate", "generator", group.nodes, group.gpus, count, size)
+    yield from _spread("generate", "generator", group.places, config.generator.count, size)
     for node in joining:
         if largest and node.gpus < size:
             raise UsageError(
@@ -419,7 +413,7 @@ def _generators(
                 f"(generator.tensor_parallel): it has {node.gpus}"
             )
         gpus = tuple(range(node.gpus)) if largest else ()
-        yield from _spread("generate", "generator", [node], [gpus], 1, size)
+        yield from _spread("generate", "generator", [(node, gpus)], 1, size)
 
 
 def _scorers(config: RunConfig, groups: list[TaskGroup], broker: Node) -> Iterator[Process]:
@@ -429,26 +423,23 @@ def _scorers(config: RunConfig, groups: list[TaskGroup], broker: Node) -> Iterat
             continue
         name, count = stage.replace("_", "-"), config.scorer.processes(stage)
         group = next((group for group in groups if stage in group.tasks), None)
-        nodes = group.nodes if group else (broker,) * (count > 0)
-        gpus = group.gpus if group and stage != "reward" else ()
-        yield from _spread(stage, name, nodes, gpus, count)
+        places = group.places if group else ((broker, ()),) * (count > 0)
+        if stage == "reward":
+            places = [(node, ()) for node, _ in places]
+        yield from _spread(stage, name, places, count)
 
 
 def _spread(
-    task: Task,
-    name: str,
-    nodes: Sequence[Node],
-    gpus: Sequence[tuple[int, ...]],
-    count: int,
-    size: int = 1,
+    task: Task, name: str, places: Sequence[Place], count: int, size: int = 1
 ) -> Iterator[Process]:
     """Yield a process for every `size` GPUs; without any `count`, at least one on each node."""
-    if not any(gpus):
-        for index in range(max(count, len(nodes))):
-            turn, place = divmod(index, len(nodes))
-            yield Process(f"{name}-{nodes[place].name}-{turn}", task, nodes[place])
+    if not any(gpus for _, gpus in places):
+        for index in range(max(count, len(places))):
+            turn, place = divmod(index, len(places))
+            node, _ = places[place]
+            yield Process(f"{name}-{node.name}-{turn}", task, node)
         return
-    for node, own in zip(nodes, gpus, strict=True):
-        for index in range(len(own) // size):
-            share = own[index * size : (index + 1) * size]
+    for node, gpus in places:
+        for index in range(len(gpus) // size):
+            share = gpus[index * size : (index + 1) * size]
             yield Process(f"{name}-{node.name}-{index}", task, node, share)

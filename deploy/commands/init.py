@@ -14,6 +14,7 @@ import tomli_w
 from umbra.deploy.shown import shown_command, shown_path
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.modeling.hub import is_hub_name
+from umbra.services.process.files import explained
 from umbra.services.prompts import DATASETS
 
 REWARD = '''"""What an answer is worth. The trainer sees nothing else of your task."""
@@ -145,14 +146,12 @@ def command(
     present = " and ".join(str(folder / name) for name in texts if (folder / name).exists())
     if present:
         raise UsageError(f"{present} would be overwritten: name another folder, or move it away")
-    try:
+    with explained(f"cannot write to {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             with (folder / name).open("x", encoding="utf-8") as file:
                 file.write(text)
             click.echo(f"wrote {shown_path((folder / name).absolute())}")
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror}") from error
     if not Path(model).is_dir() and not is_hub_name(model):
         click.echo(f"{model} is not there yet: hf download NAME --local-dir {model}")
     click.echo(f"next:\n  {shown_command()} check {run}\n  {shown_command()} up {run}")

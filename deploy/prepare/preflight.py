@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -94,9 +93,7 @@ def _model_dir(name: str, key: str, *, tokenizer: bool = True, download: bool) -
     return directory
 
 
-def check_packages(
-    config: RunConfig, find: Callable[[str], object | None] = importlib.util.find_spec
-) -> None:
+def check_packages(config: RunConfig) -> None:
     """Raise UsageError, naming setting and extra, for a package or plane not usable here."""
     check_plane(config.weight_hub.plane)
     trainer, metrics = config.trainer, config.metrics
@@ -108,7 +105,7 @@ def check_packages(
         ('environment.kind = "reasoning-gym"', "reasoning-gym" in kinds, "reasoning_gym", "tasks"),
         *(("metrics.also", True, name, name) for name in metrics.also),
     ):
-        if needed and find(package) is None:
+        if needed and importlib.util.find_spec(package) is None:
             raise UsageError(
                 f"{setting} needs {package.replace('_', '-')}, which is not installed: "
                 f"pip install 'umbra-rl[{extra}]'"

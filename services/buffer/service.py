@@ -26,7 +26,7 @@ from umbra.services.buffer.store import Store, StoreFullError, open_store
 from umbra.services.config import RunConfig
 from umbra.services.config.rules import check_feasible, implied_staleness
 from umbra.services.process.command import ServiceContext
-from umbra.services.process.files import DISK, READABLE_MODE
+from umbra.services.process.files import DISK, READABLE_MODE, explained
 from umbra.services.prompts import Prompt, read_source
 from umbra.services.weights.memory import HeapTrimmer
 
@@ -107,10 +107,8 @@ def store_of(context: ServiceContext) -> Store:
     folder = None if where in ("", "memory") else Path(where)
     if folder is None:
         context.log.warning("the store is in memory: nothing survives the end of this process")
-    try:
+    with explained(f"buffer.store = {where} cannot be opened"):
         return open_store(run_dir, folder)
-    except OSError as error:
-        raise UsageError(f"buffer.store = {where} cannot be opened: {error.strerror}") from error
 
 
 def bind(server: Server, config: RunConfig, store: Store) -> list[str]:

@@ -28,13 +28,14 @@ from typing import Any, cast, get_type_hints
 import click
 
 from umbra.proto.access import KeyRole
-from umbra.proto.errors import UsageError, named_errors
+from umbra.proto.errors import named_errors
 from umbra.proto.messages import Role
 from umbra.proto.net.keys import OPEN, Security, open_security
 from umbra.proto.net.session import Session
 from umbra.proto.sockets import advertise, check_address
 from umbra.services.config import LogConfig, RunConfig, RunSection
 from umbra.services.config.loader import load_config
+from umbra.services.process.files import explained
 from umbra.services.process.host import versions_line
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.process.parent import is_supervised, tell_ready
@@ -257,14 +258,10 @@ def service_command(
             check_address(config.run.broker, "--broker")
         keys, insecure = config.security.keys, config.security.insecure
         security = open_security(keys, [role], run_dir, insecure=insecure)
-        try:
-            if run_dir is not None:
+        if run_dir is not None:
+            remedy = "name a folder that this user may write to"
+            with explained(f"--run-dir {run_dir} cannot be made", remedy):
                 run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                f"--run-dir {run_dir} cannot be made: {error.strerror}; name a folder that this "
-                "user may write to"
-            ) from error
         stopping, log = threading.Event(), logging.getLogger(f"umbra.{name}")
         metrics = MetricsFile(run_dir / "metrics.jsonl" if run_dir else None, name)
         context = ServiceContext(config, name, run_dir, stopping, log, metrics, security, own)

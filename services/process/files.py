@@ -121,6 +121,15 @@ DISK = Disk()
 
 
 @contextmanager
+def explained(fault: str, remedy: str = "") -> Iterator[None]:
+    """Raise UsageError for an OSError in the block: the fault, the system's reason, the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{fault}: {error.strerror}{remedy and f'; {remedy}'}") from error
+
+
+@contextmanager
 def folder_lock(
     folder: Path, fault: str, remedy: str = "", error: type[UmbraError] = UsageError
 ) -> Iterator[None]:
@@ -184,11 +193,8 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 def read_numbered(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
     """Read as `read_jsonl` does, with the line number (1-based) of every object."""
-    try:
-        with os.fdopen(open_regular(Path(path)), "rb") as file:
-            lines = file.read().removeprefix(codecs.BOM_UTF8).splitlines()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    with explained(f"{path} cannot be read"), os.fdopen(open_regular(Path(path)), "rb") as file:
+        lines = file.read().removeprefix(codecs.BOM_UTF8).splitlines()
     rows: list[tuple[int, dict[str, Any]]] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

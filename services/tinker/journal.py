@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 
 from umbra.proto.errors import UsageError
-from umbra.services.tinker.bodies import Checkpoint, Model, SamplerRecord, SessionRecord
+from umbra.services.tinker.wire import Checkpoint, Model, SamplerRecord, SessionRecord
 
 RETAIN_S = 3600.0  # answers stay so long, however often they are fetched
 SCHEMA = 2  # of these tables

@@ -31,8 +31,7 @@ from umbra.services.modeling.lora import adapter_targets, add_adapter, factors, 
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.modeling.models import pick_device
-from umbra.services.tinker.bodies import Adam, Model, TrainedShape
-from umbra.services.tinker.wire import Array, Datum, PassRequest
+from umbra.services.tinker.wire import Adam, Array, Datum, Model, PassRequest, TrainedShape
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import export_policy, load_policy, written_whole
 from umbra.services.trainer.snapshot import tensor_layout, whole_weights, write_shards

@@ -25,8 +25,8 @@ from umbra.services.process.child import ChildProcess, python_argv
 from umbra.services.process.loop_thread import LoopThread, ends_with_it
 from umbra.services.process.pipe import AsyncPipe
 from umbra.services.process.supervisor import Program, Supervisor
-from umbra.services.tinker.bodies import Weights
 from umbra.services.tinker.journal import FutureAnswer
+from umbra.services.tinker.wire import Weights
 
 TRIES = 3  # samplers that a request may lose; the last one has it alone, as it may be the cause
 RESTARTS = 10  # within a minute: more than their pauses allow, so that one is always restarted

@@ -33,12 +33,11 @@ from starlette.routing import Route
 from umbra.proto.errors import UmbraError
 from umbra.proto.records import Sampling
 from umbra.services.http import ApiError
-from umbra.services.tinker import bodies
-from umbra.services.tinker.bodies import Checkpoint, Model, SamplerRecord, SessionRecord, read
+from umbra.services.tinker import wire
 from umbra.services.tinker.journal import FutureAnswer, FutureRequest, FuturesJournal, T
 from umbra.services.tinker.samplers import SampleJob
 from umbra.services.tinker.training import SEGMENTS, Training, files_in
-from umbra.services.tinker.wire import PROTOBUF, read_head
+from umbra.services.tinker.wire import Checkpoint, Model, SamplerRecord, SessionRecord, read
 
 OLDEST_SDK = (0, 38)
 POLL_S = 20.0  # a request for a future waits so long; the SDK gives up after 45 s
@@ -99,7 +98,7 @@ class Api:
     def resume(self) -> None:
         """Queue requests for samples that an earlier server left unfinished."""
         for request in self.journal.samples():
-            self._submit(request, read(request.body, bodies.SampleBody))
+            self._submit(request, read(request.body, wire.SampleBody))
 
     def wake(self, request_id: str) -> None:
         """Answer who waits for a request that has an answer."""
@@ -109,7 +108,7 @@ class Api:
     # -- sessions and futures ---------------------------------------------------------------------
 
     def _client_config(self, _http: HttpRequest, data: bytes) -> Any:
-        version = read(data, bodies.Named).sdk_version
+        version = read(data, wire.Named).sdk_version
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if not numbers or tuple(map(int, numbers.groups())) < OLDEST_SDK:
             raise ApiError(
@@ -125,7 +124,7 @@ class Api:
         return {"type": "create_session", "session_id": session}
 
     def _heartbeat(self, _http: HttpRequest, data: bytes) -> Any:
-        name = str(read(data, bodies.Named).session_id)
+        name = str(read(data, wire.Named).session_id)
         with self.journal.transaction():
             session, now = self._session(name), time.time()
             if session.at < now - HEARTBEAT_S:
@@ -141,12 +140,12 @@ class Api:
         return {}
 
     def _numbered(self, http: HttpRequest, data: bytes) -> Any:
-        return self._accept(http.url.path.removeprefix(API), *read(data, bodies.Named).place, data)
+        return self._accept(http.url.path.removeprefix(API), *read(data, wire.Named).place, data)
 
     def _pass(self, http: HttpRequest, data: bytes) -> Any:
-        if http.headers.get("content-type") != PROTOBUF:
-            raise ApiError(f"forward_backward takes {PROTOBUF}: the SDK is too old")
-        model_id, seq, forward_only = read_head(data)
+        if http.headers.get("content-type") != wire.PROTOBUF:
+            raise ApiError(f"forward_backward takes {wire.PROTOBUF}: the SDK is too old")
+        model_id, seq, forward_only = wire.read_head(data)
         return self._accept("forward" if forward_only else "forward_backward", model_id, seq, data)
 
     def _accept(self, kind: str, model_id: str, seq: int, data: bytes) -> Any:
@@ -155,7 +154,7 @@ class Api:
         model = self.journal.get(Model, model_id)
         if model is None and seq:
             raise ApiError(f"there is no model {model_id}", status=404)
-        self._session(bodies.session_of(model_id))
+        self._session(wire.session_of(model_id))
         # One that is done, and whose answer is too old, is unknown.
         is_past = model is not None and seq < model.next
         if not (is_past and self.journal.answer(request.id) == "unknown"):
@@ -164,7 +163,7 @@ class Api:
         return {"request_id": request.id, "model_id": model_id}
 
     async def _retrieve(self, _http: HttpRequest, data: bytes) -> Any:
-        name = read(data, bodies.Named).request_id
+        name = read(data, wire.Named).request_id
         event = self._waiting.setdefault(name, asyncio.Event())
         if (answer := self.journal.answer(name)) is None:
             with suppress(TimeoutError):
@@ -181,7 +180,7 @@ class Api:
     # -- samples ----------------------------------------------------------------------------------
 
     def _create_sampler(self, _http: HttpRequest, data: bytes) -> Any:
-        body = read(data, bodies.CreateSampler)
+        body = read(data, wire.CreateSampler)
         self._session(body.session_id)
         sampler = SamplerRecord()
         if (path := body.model_path) is None:
@@ -190,7 +189,7 @@ class Api:
             sampler = SamplerRecord(saved.weights, path)
         else:
             raise ApiError(f"{path} is not for sampling: save_weights_for_sampler makes those")
-        name = bodies.sampler_name(body.session_id, body.sampling_session_seq_id)
+        name = wire.sampler_name(body.session_id, body.sampling_session_seq_id)
         self.journal.put(sampler, name, body.session_id)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
@@ -200,7 +199,7 @@ class Api:
         return {"sampler_id": name, "base_model": self.training.base_model, "model_path": path}
 
     def _sample(self, _http: HttpRequest, data: bytes) -> Any:
-        body = read(data, bodies.SampleBody)
+        body = read(data, wire.SampleBody)
         sampler, seq = body.sampling_session_id, body.seq_id
         self._find(SamplerRecord, sampler)
         body.check()
@@ -210,7 +209,7 @@ class Api:
         names = [f"{request.id}:{index}" for index in range(body.num_samples)]
         return {"request_id": request.id, "sample_sequence_ids": names}
 
-    def _submit(self, request: FutureRequest, body: bodies.SampleBody) -> None:
+    def _submit(self, request: FutureRequest, body: wire.SampleBody) -> None:
         given = body.sampling_params
         prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
         stop = [given.stop] if isinstance(given.stop, str) else given.stop
@@ -233,7 +232,7 @@ class Api:
     # -- models and checkpoints -------------------------------------------------------------------
 
     def _get_info(self, _http: HttpRequest, data: bytes) -> Any:
-        model = self._find(Model, str(read(data, bodies.Named).model_id))
+        model = self._find(Model, str(read(data, wire.Named).model_id))
         return {
             "type": "get_info",
             "model_id": model.id,
@@ -244,7 +243,7 @@ class Api:
         }
 
     def _weights_info(self, _http: HttpRequest, data: bytes) -> Any:
-        shape = self._find(Checkpoint, read(data, bodies.Named).tinker_path).weights.shape
+        shape = self._find(Checkpoint, read(data, wire.Named).tinker_path).weights.shape
         parts = {key: getattr(shape, key) for key in ("train_unembed", "train_mlp", "train_attn")}
         return {"base_model": self.training.base_model, **_lora(shape), **parts}
 
@@ -337,7 +336,7 @@ def _answers(value: dict[str, str]) -> Callable[[HttpRequest, bytes], Any]:
     return lambda _http, _data: value
 
 
-def _lora(shape: bodies.TrainedShape) -> dict[str, Any]:
+def _lora(shape: wire.TrainedShape) -> dict[str, Any]:
     return {"is_lora": shape.rank > 0, "lora_rank": shape.rank or None}
 
 

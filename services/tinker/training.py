@@ -16,11 +16,10 @@ from msgspec.structs import replace
 
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import RunConfig
-from umbra.services.tinker import bodies
-from umbra.services.tinker.bodies import Checkpoint, Model, SamplerRecord, SessionRecord, read
+from umbra.services.tinker import wire
 from umbra.services.tinker.journal import FutureAnswer, FutureRequest, FuturesJournal
 from umbra.services.tinker.models import Bench, Trainee
-from umbra.services.tinker.wire import PROTOBUF, read_pass, write_outputs
+from umbra.services.tinker.wire import Checkpoint, Model, SamplerRecord, SessionRecord, read
 
 SWEEP_S = 60.0
 ABANDONED_S = 86_400.0  # without a heartbeat, until a session counts as ended
@@ -44,7 +43,7 @@ class Training:
     journal: FuturesJournal
 
     def __post_init__(self) -> None:
-        self._benches: dict[bodies.TrainedShape, Bench] = {}
+        self._benches: dict[wire.TrainedShape, Bench] = {}
         self._trainees: dict[str, tuple[Bench, Trainee]] = {}
         # What a request makes, with its name and its parent: written with the answer.
         self._records: list[tuple[Model | SamplerRecord | Checkpoint, str, str]] = []
@@ -147,11 +146,11 @@ class Training:
     # -- what a request does; its answer is returned ----------------------------------------------
 
     def _create(self, request: FutureRequest) -> FutureAnswer:
-        body = read(request.body, bodies.CreateModel)
+        body = read(request.body, wire.CreateModel)
         self.check_base(body.base_model)
-        lora, name = body.lora_config or bodies.Lora(0), request.owner
+        lora, name = body.lora_config or wire.Lora(0), request.owner
         seed = zlib.crc32(name.encode()) if lora.seed is None else lora.seed
-        session = bodies.session_of(name)
+        session = wire.session_of(name)
         self._begin(Model(name, session, lora.shape, seed, time.time(), body.user_metadata))
         return FutureAnswer.json({"model_id": name, "type": "create_model"})
 
@@ -161,7 +160,7 @@ class Training:
         self._records.append((model, model.id, model.session))
 
     def _load(self, request: FutureRequest) -> FutureAnswer:
-        body = read(request.body, bodies.LoadWeights)
+        body = read(request.body, wire.LoadWeights)
         saved = self.journal.get(Checkpoint, body.path)
         if saved is None or saved.kind != "save_weights":
             raise UsageError(
@@ -173,20 +172,20 @@ class Training:
             bench, trainee = self._trainee(name)
             bench.load(trainee, weights.folder, optimizer=body.optimizer)
         else:
-            session, metadata = bodies.session_of(name), body.user_metadata
+            session, metadata = wire.session_of(name), body.user_metadata
             model = Model(name, session, weights.shape, 0, time.time(), metadata)
             self._begin(model, weights.folder, optimizer=body.optimizer)
         return FutureAnswer.json({"path": body.path, "model_id": name, "type": "load_weights"})
 
     def _pass(self, request: FutureRequest) -> FutureAnswer:
         bench, trainee = self._trainee(request.owner)
-        outputs = bench.run_pass(trainee, read_pass(request.body))
-        return FutureAnswer(write_outputs(*outputs), PROTOBUF)
+        outputs = bench.run_pass(trainee, wire.read_pass(request.body))
+        return FutureAnswer(wire.write_outputs(*outputs), wire.PROTOBUF)
 
     def _step(self, request: FutureRequest) -> FutureAnswer:
         bench, trainee = self._trainee(request.owner)
         try:
-            adam = read(request.body, bodies.OptimStep).adam_params
+            adam = read(request.body, wire.OptimStep).adam_params
         except UsageError:
             bench.drop(trainee)
             raise
@@ -194,7 +193,7 @@ class Training:
         return FutureAnswer.json({"metrics": {"grad_norm:mean": norm}})
 
     def _save(self, request: FutureRequest) -> FutureAnswer:
-        body = read(request.body, bodies.SaveWeights)
+        body = read(request.body, wire.SaveWeights)
         model_id, kind, segment = request.owner, request.kind, SEGMENTS[request.kind]
         if body.kind != "snapshot":
             raise UsageError(f"sampling clients of kind {body.kind!r} are not supported")
@@ -212,10 +211,10 @@ class Training:
             bench.export(trainee, folder, self.base_model)
         else:
             checksum = bench.publish(trainee, folder)
-        weights = bodies.Weights(bench.shape, str(folder), checksum)
+        weights = wire.Weights(bench.shape, str(folder), checksum)
         if number is not None:
-            session = bodies.session_of(model_id)
-            sampler = bodies.sampler_name(session, number)
+            session = wire.session_of(model_id)
+            sampler = wire.sampler_name(session, number)
             self._records.append((SamplerRecord(weights), sampler, session))
             return FutureAnswer.json({"sampling_session_id": sampler, "type": kind})
         size = sum((folder / name).stat().st_size for name in files_in(folder))
@@ -245,7 +244,7 @@ class Training:
         trainee.cost_s = time.monotonic() - begun
         return bench, trainee
 
-    def _bench(self, shape: bodies.TrainedShape) -> Bench:
+    def _bench(self, shape: wire.TrainedShape) -> Bench:
         if shape not in self._benches:
             self._benches[shape] = Bench(self.config, shape)
         return self._benches[shape]

@@ -251,12 +251,16 @@ def test_a_mistake_is_told_in_one_sentence(
         ('metrics.also=["wandb"]', "metrics.also needs wandb"),
     ],
 )  # fmt: skip
-def test_a_package_that_is_not_installed(setting: str, told: str) -> None:
+def test_a_package_that_is_not_installed(
+    setting: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config(overrides=[setting], environ={})
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(UsageError, match="pip install 'umbra-rl") as caught:
-        check_packages(config, find=lambda package: None)
+        check_packages(config)
     assert str(caught.value).startswith(told)
-    check_packages(config, find=lambda package: package)
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: package)
+    check_packages(config)
 
 
 def test_ctrl_c_before_anything_has_begun(here: Path) -> None:

@@ -8,11 +8,10 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling
-from umbra.services.tinker.bodies import TrainedShape, Weights
 from umbra.services.tinker.journal import FuturesJournal
 from umbra.services.tinker.sampler import _LiveJob
 from umbra.services.tinker.samplers import TRIES, SampleJob, SampleLeases, devices
-from umbra.services.tinker.wire import write_samples
+from umbra.services.tinker.wire import TrainedShape, Weights, write_samples
 
 SLOTS = 4
 
