@@ -7,7 +7,6 @@ ranks of one more trainer host write (`PartHub`).
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import queue
 import threading
@@ -15,6 +14,7 @@ import time
 import uuid
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -34,7 +34,6 @@ from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weights.arena import Arena, remove_leftovers, run_and_suffix, shm_host
 from umbra.services.weights.manifest import check_manifest, held_whole, owned_ranges
 from umbra.services.weights.planes.bucket_server import BucketStore, StoredVersion
-from umbra.services.weights.planes.bucket_wire import Piece
 from umbra.services.weights.planes.nccl import NcclReceiver
 from umbra.services.weights.planes.plane import Background, Receipt, ReceiverEnd, Receiving
 from umbra.services.weights.planes.receiving import GpuReceiving, StagedPlanes
@@ -73,11 +72,8 @@ class UpstreamPlanes(StagedPlanes):
         assert store is not None
         arena = Arena.attach(made.path, slot_bytes=size)
 
-        def delta_came(piece: Piece, data: bytes) -> None:
-            store.encoded(piece.bucket, (piece, data))
-
         slots = [arena.slot(index) for index in range(made.slots)]
-        pull = TcpReceiver(manifest, slots, self._config, delta_came, security)
+        pull = TcpReceiver(manifest, slots, self._config, store.encoded, security)
         end: TcpReceiver | NcclReceiver = pull
         if self._gpu is not None and reply.plane == "nccl":
             end = self._gpu.broadcasts(arena, pull)
@@ -90,39 +86,32 @@ class UpstreamPlanes(StagedPlanes):
         self._end.publish(staged.version)
 
 
+@dataclass(slots=True, eq=False)
 class UpstreamEnd:
     """The receiver of versions into free slots of the daemon's `arena`, which `end` fills."""
 
-    def __init__(
-        self,
-        hub: WeightHub,
-        store: BucketStore,
-        arena: Arena,
-        end: TcpReceiver | NcclReceiver,
-        deadline_s: float,
-    ) -> None:
-        self._hub = hub
-        self._store = store
-        self._arena = arena
-        self._end = end
-        self._deadline_s = deadline_s
-        self._staged: m.Publish | None = None
+    hub: WeightHub
+    store: BucketStore
+    arena: Arena
+    end: TcpReceiver | NcclReceiver
+    deadline_s: float
+    staged: m.Publish | None = None
 
     def receive(self, message: m.Prepare) -> Receiving:
         """Fetch a version; the next daemon may fetch it from here at the same time."""
-        version, sums, deadline = message.version, message.checksums, Deadline(self._deadline_s)
-        asked = self._hub.ask(m.AcquireSlot(version=version))
+        version, sums, deadline = message.version, message.checksums, Deadline(self.deadline_s)
+        asked = self.hub.ask(m.AcquireSlot(version=version))
         while not wait([asked], LOOK_S).done:
             if deadline.passed:
-                return Receipt(error=f"no slot was free within {self._deadline_s:g} s")
+                return Receipt(error=f"no slot was free within {self.deadline_s:g} s")
             yield None
         granted = asked.result()
         if not isinstance(granted, m.SlotGranted):
             return Receipt(error=granted.reason if isinstance(granted, m.Nack) else repr(granted))
-        slot, waited = granted.slot, self._deadline_s - deadline.left_s
+        slot, waited = granted.slot, self.deadline_s - deadline.left_s
         absent = set(range(len(sums)))
-        self._store.offer(StoredVersion(slot, self._arena.slot(slot), sums, absent))
-        with closing(self._end.receive(message, slot)) as steps:
+        self.store.offer(StoredVersion(slot, self.arena.slot(slot), sums, absent))
+        with closing(self.end.receive(message, slot)) as steps:
             while True:
                 try:
                     bucket = next(steps)
@@ -130,19 +119,19 @@ class UpstreamEnd:
                     done: Receipt = end.value
                     break
                 if bucket is not None:
-                    self._store.arrived(slot, bucket)
+                    self.store.arrived(slot, bucket)
                 yield bucket
-        self._staged = m.Publish(version=version, slot=slot, checksums=sums, snapshot_s=0.0)
-        return dataclasses.replace(done, stage_s=done.stage_s + waited)
+        self.staged = m.Publish(version=version, slot=slot, checksums=sums, snapshot_s=0.0)
+        return replace(done, stage_s=done.stage_s + waited)
 
     def publish(self, version: int) -> None:
-        if self._staged is None or self._staged.version != version:
+        if self.staged is None or self.staged.version != version:
             raise RejectedError(f"version {version} is not the one that was staged last")
-        _answer(self._hub.ask(self._staged), m.Ok, ANSWER_S)
+        _answer(self.hub.ask(self.staged), m.Ok, ANSWER_S)
 
     def close(self) -> None:
-        self._end.close()
-        self._arena.close()
+        self.end.close()
+        self.arena.close()
 
 
 def _answer(asked: Future[m.Message], kind: type[M], timeout_s: float) -> M:

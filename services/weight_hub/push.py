@@ -213,12 +213,11 @@ class PushProtocol:
                 self._add(structs.replace(published, snapshot_s=0.0), now)
         self._settle(now)
 
-    def withdraw(self, reason: str, now: float) -> None:
+    def withdraw(self, reason: str) -> None:
         """Forget the layout and all versions, until a trainer registers again."""
         self._refuse_parked(reason)
         self._publisher = None
         self._change_layout("", reason)
-        self._settle(now)
 
     def hold_back(self, reason: str, now: float) -> None:
         """Start no push from now on, for this reason; an empty one allows them again."""

@@ -328,8 +328,7 @@ class WeightHub:
             log.warning("all versions are withdrawn, the trainer has to register again: %s", loss)
             self._parts.forget()
             self._is_lost, self._taken_over = True, None
-            reason = f"a part of every version is lost: {loss}"
-            self.protocol.withdraw(reason, self._clock())
+            self.protocol.withdraw(f"a part of every version is lost: {loss}")
         tcp = self.planes.tcp
         deltas = tcp is not None and tcp.links_are_slow
         for name, message in self._parts.tell(self.protocol.held, deltas=deltas):
@@ -382,7 +381,7 @@ class WeightHub:
         self._drop_arena()  # the old layout's; only now, so that a failure left it as it was
         self._arena, self._manifest, self._is_lost = arena, manifest, False
         if self.protocol.digest:
-            self.protocol.withdraw("the trainer registered another layout", self._clock())
+            self.protocol.withdraw("the trainer registered another layout")
         made = self._taken_over is not None
         self._parts.begin(manifest, str(arena.path), self._config.slots, made=made)
 

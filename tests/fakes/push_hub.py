@@ -76,7 +76,7 @@ class Hub:
         return taken(self.protocol)
 
     def withdraw(self, reason: str) -> list[Effect]:
-        self.protocol.withdraw(reason, self.now)
+        self.protocol.withdraw(reason)
         return taken(self.protocol)
 
     def lost(self, peer: HubPeer, reason: str) -> list[Effect]:

@@ -156,7 +156,7 @@ class PushMachine(RuleBasedStateMachine):
         self.held.clear()
         self.digest = ""
         self.registered = False
-        self.hub.withdraw("lost", self.now)
+        self.hub.withdraw("lost")
         self.apply()
 
     @precondition(lambda self: self.registered)

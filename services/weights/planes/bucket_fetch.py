@@ -23,6 +23,7 @@ from umbra.services.weights.planes.bucket_wire import (
     REFUSED,
     WAIT,
     BucketOrder,
+    Part,
     Piece,
     Records,
 )
@@ -37,7 +38,7 @@ RETRY_S = 0.1
 # given up.
 SPOILED = 3
 
-DeltaCame = Callable[[Piece, bytes], None]
+DeltaCame = Callable[[int, Part], object]
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +199,7 @@ class BucketSource:
 
     Args:
         frame_bytes: of a bucket, at most, in one record.
-        delta_came: called with each delta of a bucket, once the bucket is right.
+        delta_came: called with a bucket and each delta of it, once the bucket is right.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ class BucketSource:
             if is_complete:
                 if (delta_came := self._delta_came) is not None:
                     for link, content in chain:
-                        delta_came(link, bytes(content))
+                        delta_came(link.bucket, (link, bytes(content)))
                 yield piece.bucket
 
     def _idle(self) -> None:

@@ -37,6 +37,7 @@ from umbra.services.weights.planes.bucket_wire import (
     SEALED_BYTES,
     WAIT,
     BucketOrder,
+    Part,
     Piece,
     Records,
 )
@@ -60,9 +61,6 @@ KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-
-Part = tuple[Piece, bytes | memoryview]
-"""A piece and its bytes."""
 
 log = logging.getLogger(__name__)
 
@@ -278,7 +276,9 @@ class BucketServer:
         self._thread.start()
 
     def serve(self, manifest: Manifest) -> BucketStore:
-        """Serve a layout; orders for the one before are forgotten."""
+        """Serve a layout; orders for the one before are forgotten, and its store is closed."""
+        if self._store is not None:
+            self._store.close()
         store = BucketStore(manifest, self._notify)
         with self._news:
             self._store = store
@@ -286,6 +286,8 @@ class BucketServer:
         return store
 
     def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
         with self._news:
             self._closing = True
             peers = list(self._peers)

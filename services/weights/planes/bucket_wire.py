@@ -43,6 +43,10 @@ class Piece(NamedTuple):
     offset: int = 0
 
 
+Part = tuple[Piece, bytes | memoryview]
+"""A piece and its bytes."""
+
+
 class BucketOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The buckets that a receiver asks for, in this order, and the content wanted of each.
 

@@ -283,7 +283,7 @@ class NcclHub(HubEnd):
 
     def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
         self.left(name)
-        self._tcp.serves_beside(name, message)
+        self._tcp.subscribed(name, incarnation, message, by_tcp=False)
         self._rounds.group.join(name, incarnation)
 
     def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:

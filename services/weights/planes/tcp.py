@@ -79,7 +79,6 @@ class TcpHub(HubEnd):
             log.info("no deltas: they need numpy and zstandard (pip install 'umbra-rl[delta]')")
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
-        self._close_store()
         self._arena = arena
         mine = owned_buckets(manifest).get(self._owner, [])
         self._absent = set(range(len(manifest.buckets))).difference(mine)
@@ -94,20 +93,16 @@ class TcpHub(HubEnd):
         relays = (one for one in self._fetchers.values() if one.buckets is not None)
         return next((one.serves for one in relays if one.host == host), "")
 
-    def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
+    def subscribed(
+        self, name: str, incarnation: str, message: Subscribe, *, by_tcp: bool = True
+    ) -> None:
+        """Note a receiver; one that is not `by_tcp` may be a relay for receivers of this plane."""
         before = self._fetchers.pop(name, None)
-        rate = before.rate if before is not None else inf
+        rate = before.rate if by_tcp and before is not None else inf
         where = message.host, message.serves, message.buckets
-        self._fetchers[name] = _Fetcher(*where, by_tcp=True, rate=rate)
-        if message.buckets is not None:
+        self._fetchers[name] = _Fetcher(*where, by_tcp=by_tcp, rate=rate)
+        if by_tcp and message.buckets is not None:
             log.info("chain of relays: %s", ", ".join(self.chain))
-
-    def serves_beside(self, name: str, message: Subscribe) -> None:
-        """Note a relay whose receivers other planes may send here."""
-        self._fetchers.pop(name, None)
-        if message.buckets is not None:
-            where = message.host, message.serves, message.buckets
-            self._fetchers[name] = _Fetcher(*where, by_tcp=False)
 
     def prepare(self, name: str, prepare: Prepare, now: float) -> Sequence[Settled]:
         return (Settled(name, self.complete(name, prepare)),)
@@ -159,13 +154,7 @@ class TcpHub(HubEnd):
             self.store.withdraw(slot)
 
     def close(self) -> None:
-        self._close_store()
         self.server.close()
-
-    def _close_store(self) -> None:
-        store, self.store = self.store, None
-        if store is not None:
-            store.close()
 
 
 class TcpReceiver:
@@ -173,7 +162,7 @@ class TcpReceiver:
 
     Args:
         buffers: to be filled, `[manifest.total_bytes]` each.
-        delta_came: called with each delta of a bucket, before that is yielded.
+        delta_came: called with a bucket and each delta of it, before it is yielded.
     """
 
     def __init__(
