@@ -220,7 +220,6 @@ class Rollout:
         self.task = task
         self.leaving = ""  # why it is to be handed back; "" = it is not
         self.losses = 0  # agents that were lost
-        self.due = 0  # tokens of the engine with which a partial is due
         self._settings = settings
         self._reason = "partial"
         self._started = settings.clock()
@@ -381,6 +380,11 @@ class Rollout:
         return len(self._lines) > 1
 
     @property
+    def resumable(self) -> bool:
+        """True unless it has branches, or is of a pinned version, which makes it at one go."""
+        return not self.branched and self.task.pinned_version < 0
+
+    @property
     def tokens(self) -> int:
         """Return the count of response tokens without those that the engine has."""
         return len(self._line.ids)
@@ -414,14 +418,17 @@ class Rollout:
             branches=[Branch(**other.packed(trained)) for other in further],
         )
 
+    def save(self, under_way: EngineOutput | None = None) -> Trajectory:
+        """Return a partial, as `trajectory` does, which the buffer has from now on."""
+        self.saved = self.tokens + (len(under_way.token_ids) if under_way is not None else 0)
+        return self.trajectory(under_way)
+
     def partial(self) -> Trajectory | None:
         """Return the partial of an unfinished sample; None if nothing was generated.
 
-        One with branches begins again elsewhere, and so does one of a pinned version.
+        One that is not resumable begins again elsewhere.
         """
-        if self._line.ids and not self.branched and self.task.pinned_version < 0:
-            return self.trajectory()
-        return None
+        return self.trajectory() if self._line.ids and self.resumable else None
 
     # -- turns ------------------------------------------------------------------------------------
 

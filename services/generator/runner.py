@@ -7,7 +7,6 @@ environment is an agent whose program is ours: what it says is an ask for the mo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -50,7 +49,6 @@ class RolloutRunner:
         self.engine, self._pool, self._settings = engine, pool, settings
         self._flush_tokens = flush_tokens
         self._rollouts: dict[str, Rollout] = {}
-        self._grown: list[Rollout] = []  # that ended a turn with much that is not saved
         self._has_stops = False  # in any turn so far
         self._finished: list[Trajectory] = []
         self._returned: list[ReturnedSample] = []
@@ -104,8 +102,6 @@ class RolloutRunner:
         for output in outputs:
             if (rollout := self._rollouts.get(output.request_id)) is not None:
                 rollout.generated(output)
-                if self._is_due(rollout):
-                    self._grown.append(rollout)
                 self._advance(rollout)
 
     def results(self) -> tuple[list[Trajectory], list[ReturnedSample]]:
@@ -126,22 +122,17 @@ class RolloutRunner:
 
         Call it after every `poll`, so that none grows much further unseen.
         """
-        partials: list[Trajectory] = []
-        live, rollouts = self.engine.new_tokens() if self._flush_tokens else {}, self._rollouts
-        due = [n for n, tokens in live.items() if n in rollouts and len(tokens) >= rollouts[n].due]
-        for output in self.engine.peek(due) if due else ():
-            rollout = rollouts[output.request_id]
-            rollout.saved = rollout.tokens + len(output.token_ids)
-            rollout.due = len(output.token_ids) + self._flush_tokens
-            partials.append(rollout.trajectory(output))
+        if not self._flush_tokens:
+            return []
+        live, due = self.engine.new_tokens(), dict[str, Rollout]()
+        for name, rollout in self._rollouts.items():
+            grown = rollout.tokens - rollout.saved + len(live.get(name, ()))
+            if grown >= self._flush_tokens and rollout.resumable:
+                due[name] = rollout
+        under_way = self.engine.peek([name for name in due if live.get(name)]) if due else []
+        partials = [due.pop(output.request_id).save(output) for output in under_way]
         # Turns that end as soon as they begin are never seen in the engine.
-        for rollout in self._grown:
-            if rollouts.get(rollout.task.sample_id) is rollout and self._is_due(rollout):
-                rollout.saved = rollout.tokens
-                rollout.due = self._flush_tokens
-                partials.append(rollout.trajectory())
-        self._grown.clear()
-        return partials
+        return partials + [r.save() for r in due.values() if r.tokens > r.saved]
 
     def interrupt(self, leases: Iterable[tuple[str, int]], reason: str) -> None:
         """Stop these `(sample_id, attempt)`; `results` gives them back, with the tokens there are.
@@ -195,8 +186,6 @@ class RolloutRunner:
 
     def _generate(self, rollout: Rollout) -> None:
         self._has_stops = self._has_stops or bool(rollout.stops)
-        left = self._flush_tokens - (rollout.tokens - rollout.saved)
-        rollout.due = max(1, left) if self._may_flush(rollout) else sys.maxsize
         try:
             self.engine.submit([rollout.request()])
         except ValueError as error:
@@ -209,14 +198,6 @@ class RolloutRunner:
         ended = [n for n, ids in live.items() if n in rollouts and rollouts[n].is_stopped(ids)]
         if ended:
             self.take(self.engine.abort(ended))
-
-    def _may_flush(self, rollout: Rollout) -> bool:
-        """True unless it is pinned, which one version makes at one go, or has several lines."""
-        return self._flush_tokens > 0 and rollout.task.pinned_version < 0 and not rollout.branched
-
-    def _is_due(self, rollout: Rollout) -> bool:
-        grown = rollout.tokens - rollout.saved >= self._flush_tokens
-        return grown and self._may_flush(rollout)
 
     def _collect(self) -> None:
         for outcome in self._pool.collect():
