@@ -10,7 +10,7 @@ import threading
 import uuid
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 import zmq
@@ -23,6 +23,7 @@ from umbra.proto.messages import Event, Header, Status
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.sockets import check_address
+from umbra.services.process.metrics import Span
 
 M = TypeVar("M", bound=m.Message)
 
@@ -126,14 +127,6 @@ class RolloutEvent(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, name, printable(getattr(self, name)))
 
 
-class SpanEvent(NamedTuple):
-    """Something that a member did, seconds since the epoch by its own clock."""
-
-    name: str
-    start: Number
-    end: Number
-
-
 class Feed:
     """A store of recent events, written by one thread and read by others."""
 
@@ -142,7 +135,7 @@ class Feed:
         self._lock = threading.Lock()
         self._pushes: deque[PushEvent] = deque(maxlen=PUSHES_KEPT)
         self._rollouts: deque[RolloutEvent] = deque(maxlen=ROLLOUTS_KEPT)
-        self._spans: OrderedDict[str, deque[SpanEvent]] = OrderedDict()
+        self._spans: OrderedDict[str, deque[Span]] = OrderedDict()
 
     def receive(self, header: Header, event: Event) -> None:
         with self._lock:
@@ -158,15 +151,15 @@ class Feed:
             return Look(status, list(self._pushes), list(self._rollouts), spans)
 
     def _take(self, header: Header, kind: str, fields: dict[str, Any]) -> None:
-        spans: list[SpanEvent] = []
+        spans: list[Span] = []
         if kind == "push":
             push = msgspec.convert(fields, PushEvent, strict=False)
             self._pushes.append(push)
-            spans.append(SpanEvent("push", header.sent_at - push.total_s, header.sent_at))
+            spans.append(Span("push", header.sent_at - push.total_s, header.sent_at))
         elif kind == "rollout":
             self._rollouts.append(msgspec.convert(fields, RolloutEvent))
         elif kind == "spans":
-            spans = msgspec.convert(fields.get("spans"), list[SpanEvent])
+            spans = msgspec.convert(fields.get("spans"), list[Span])
         if spans:
             kept = self._spans.setdefault(header.sender, deque(maxlen=SPANS_KEPT))
             kept.extend(span._replace(name=one_line(span.name)) for span in spans)
@@ -182,7 +175,7 @@ class Look:
     status: Status
     pushes: list[PushEvent] = field(default_factory=list[PushEvent])
     rollouts: list[RolloutEvent] = field(default_factory=list[RolloutEvent])
-    spans: dict[str, list[SpanEvent]] = field(default_factory=dict[str, list[SpanEvent]])
+    spans: dict[str, list[Span]] = field(default_factory=dict[str, list[Span]])
 
 
 class Watch(StatusClient):

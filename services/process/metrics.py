@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from umbra.proto.bounds import Number
 from umbra.proto.errors import UNREADABLE
 
 log = logging.getLogger(__name__)
@@ -35,9 +36,11 @@ def steady_clock() -> float:
 
 
 class Span(NamedTuple):
+    """Something that a process did, seconds since the epoch by its own clock."""
+
     name: str
-    start: float
-    end: float
+    start: Number
+    end: Number
 
 
 class SpanLog:
