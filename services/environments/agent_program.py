@@ -59,7 +59,6 @@ class AgentProgram:
         self._function, self._options = function, options
         self._name = name
         self._sandbox = sandbox
-        self._row: Row = {}
 
     def reset(self, row: Row) -> list[Message]:
         self._row = row

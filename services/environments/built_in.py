@@ -28,8 +28,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 class SingleTurn:
     """Base: the row's prompt is put to the model, and its answer ends the sample."""
 
-    def __init__(self) -> None:
-        self.row: Row = {}
+    row: Row
 
     def reset(self, row: Row) -> list[Message]:
         self.row = row
@@ -56,7 +55,6 @@ class NumericMatch(SingleTurn):
     """Reward 1 if the last number is the row's "answer", but for a relative `tolerance`."""
 
     def __init__(self, tolerance: float = 1e-6) -> None:
-        super().__init__()
         if not tolerance >= 0:
             raise TypeError(f"tolerance must be 0 or more, not {tolerance}")
         self._tolerance = tolerance
@@ -75,7 +73,6 @@ class MathVerify(SingleTurn):
     """Reward 1 if `math-verify` finds the response equal to the row's "answer" (LaTeX or plain)."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._library = _imported("math_verify", "math")
         # It warns in every call that its own time limits are off: the pool's limit holds instead.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -93,7 +90,6 @@ class ReasoningGym(SingleTurn):
     concurrent = True  # scoring is quick: one at a time, a process would mostly wait for the next
 
     def __init__(self) -> None:
-        super().__init__()
         _gym()  # so that it is missed at once
 
     def step(self, response: str) -> StepResult:
@@ -150,8 +146,6 @@ class Guess:
 
     def __init__(self, tries: int = 4) -> None:
         self._tries = tries
-        self._remaining = tries
-        self._secret = 0
 
     def reset(self, row: Row) -> list[Message]:
         self._remaining, self._secret = self._tries, int(row["answer"])

@@ -129,7 +129,6 @@ class RewardedTurn(SingleTurn):
     """One turn, which the functions reward."""
 
     def __init__(self, rewards: Rewards) -> None:
-        super().__init__()
         self._rewards = rewards
         self.concurrent = rewards.waits
 

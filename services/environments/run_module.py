@@ -7,27 +7,9 @@ imported, and its `main` called with the arguments.
 """
 
 import importlib
-import importlib.machinery
 import importlib.util
 import os
 import sys
-
-
-class _InFolder:
-    """A finder of one package in a folder, and of nothing else beside it."""
-
-    def __init__(self, name: str, folder: str) -> None:
-        self._name = name
-        self._folder = folder
-
-    def find_spec(
-        self, name: str, path: object = None, target: object = None
-    ) -> "importlib.machinery.ModuleSpec | None":
-        if name != self._name:
-            return None
-        return importlib.util.spec_from_file_location(
-            name, self._folder + "/__init__.py", submodule_search_locations=[self._folder]
-        )
 
 
 def command_line(python: str, module: str, *arguments: str) -> list[str]:
@@ -39,6 +21,16 @@ def command_line(python: str, module: str, *arguments: str) -> list[str]:
     return [python, script, *map(os.path.dirname, folders), module, *arguments]
 
 
+def _load(name: str, folder: str) -> None:
+    """Import the package `name` from `folder`, and nothing else beside it."""
+    spec = importlib.util.spec_from_file_location(
+        name, f"{folder}/__init__.py", submodule_search_locations=[folder]
+    )
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
 def main() -> None:
     """Run the module that the command line names."""
     if sys.version_info < (3, 10):  # noqa: UP036 - it need not be the Python that Umbra is for
@@ -46,8 +38,9 @@ def main() -> None:
         sys.exit(f"environment.python must be Python 3.10 or newer, and is {version}")
     _, umbra, msgpack, module, *arguments = sys.argv
     del sys.path[0]  # this folder, whose modules have common names
-    sys.meta_path.insert(0, _InFolder("umbra", umbra))  # the one that started us, if there are two
-    sys.meta_path.append(_InFolder("msgpack", msgpack))  # unless it is installed here
+    _load("umbra", umbra)  # the one that started us, if there are two
+    if importlib.util.find_spec("msgpack") is None:
+        _load("msgpack", msgpack)
     importlib.import_module(module).main(*arguments)
 
 

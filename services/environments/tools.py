@@ -93,10 +93,7 @@ class ToolUse:
         functions = [getattr(sandbox, tool) if isinstance(tool, str) else tool for tool in tools]
         self._tools = {tool.__name__: tool for tool in functions}
         self._sandbox = sandbox
-        self._calls = calls
-        self._remaining = calls
-        self._tolerance = tolerance
-        self._answer = ""
+        self._calls, self._tolerance = calls, tolerance
 
     def reset(self, row: Row) -> Opening:
         self._remaining, self._answer = self._calls, expected_answer(row, "tools")
