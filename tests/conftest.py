@@ -57,6 +57,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     random.seed(SEED)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(SEED)
+        torch.set_num_threads(1)
+    if (accelerate := sys.modules.get("accelerate.state")) is not None:
+        accelerate.AcceleratorState._reset_state()  # a process has one precision, but here
 
 
 @pytest.fixture(scope="session")

@@ -135,7 +135,6 @@ def test_as_many_branches_as_there_may_be_fit() -> None:
 
 def test_scorers_find_logprobs_of_every_line(tiny_model_dir: Path) -> None:
     """Scenario: two lines, scored together and each alone. Result: the same numbers."""
-    torch.set_num_threads(1)
     run = world(stages=["ref_logp"])
     run.join("scorer", "r")
     task = run.lease("a", 1, 0)[0]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from fakes.architectures import ARCHITECTURES
 from fakes.constants import constants
 from fakes.forks import SEARCH, Popen
@@ -111,12 +110,10 @@ def test_inputs_of_recomputed_layers_are_offloaded(monkeypatch: pytest.MonkeyPat
             self.pack_hook = counted
 
     monkeypatch.setattr(sharding, "save_on_cpu", Counted)
-    AcceleratorState._reset_state()  # a process has one precision, but here
     learner = Learner(AutoModelForCausalLM.from_config(config), trainer, steps=1)
     micro = full_rows(RowShape(2, 32))
     logprobs, _ = learner.score(micro, torch.ones(len(micro.targets)))
     learner.backward(logprobs.sum())
-    AcceleratorState._reset_state()
     assert sum(asked) == away.bytes == 3 * 2 * 32 * config.hidden_size * 4
 
 

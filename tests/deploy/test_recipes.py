@@ -1,7 +1,6 @@
 """The recipes for real models: each fits where it says, and trains a tiny model of its shape."""
 
 import dataclasses
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from fakes.full_rows import RowShape, full_rows
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
@@ -109,15 +107,6 @@ def test_a_model_has_as_many_parameters_as_published(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(published, rel=1e-3)
 
 
-@pytest.fixture
-def precision() -> Iterator[None]:
-    """A process has one precision; whoever takes another here leaves none to the tests after it."""
-    AcceleratorState._reset_state()
-    yield
-    AcceleratorState._reset_state()
-
-
-@pytest.mark.usefixtures("precision")
 @pytest.mark.parametrize("name", RECIPES)
 def test_its_settings_train_a_tiny_model_of_that_shape(name: str) -> None:
     config = recipe(name)

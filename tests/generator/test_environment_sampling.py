@@ -144,7 +144,6 @@ def test_a_partial_that_was_drawn_otherwise_is_begun_anew(chat: Chat, tmp_path: 
 
 def sampled(config: RunConfig, directory: Path, *, greedy: bool = False) -> list[Trajectory]:
     """Four samples of each environment, by the torch engine, all in one batch; rewarded anyhow."""
-    torch.set_num_threads(1)
     model: Any = load_model(directory, torch.device("cpu"), torch.float32)
     tokenizer = load_tokenizer(directory)
     stops = {tokenizer.convert_tokens_to_ids("<|end|>")}

@@ -42,11 +42,6 @@ REFUSED = {
 RIGHT = [name for name in ARCHITECTURES if name not in REFUSED]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("architectures")

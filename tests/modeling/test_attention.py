@@ -30,7 +30,6 @@ SHAPES = [*(KernelShape(*each) for each in SIZES), KernelShape(4, 2, 16, 16, cap
 
 @pytest.fixture(autouse=True)
 def _alone() -> None:
-    torch.set_num_threads(1)
     flex_fault.cache_clear()
 
 

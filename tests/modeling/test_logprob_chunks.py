@@ -26,7 +26,6 @@ TAILS = ("qwen3", "cohere", "granite", "gemma2")
 
 @pytest.fixture(scope="module", params=TAILS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp(request.param)
     return load_policy(ARCHITECTURES[request.param].write(folder / "model"))[0].eval()
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from fakes.architectures import ARCHITECTURES
 from fakes.closeness import assert_same_logprobs
 from fakes.interrupted import CONTEXT, STOPS, TEMPERATURE, check_logprobs, roll
@@ -32,14 +31,6 @@ from umbra.services.trainer.learner import Learner
 MODELS = ("mamba2", "qwen3-next", "granite-hybrid", "nemotron-h")
 STEPS = 3
 TOKENS = samples([(9, 20, 3), (30, 3, 2), (1, 12, 1)])
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Any:
-    torch.set_num_threads(1)
-    AcceleratorState._reset_state()  # a process has one precision, but here
-    yield
-    AcceleratorState._reset_state()
 
 
 def config(**keys: Any) -> TrainerConfig:

@@ -83,14 +83,13 @@ class Trainer:
 
 
 @pytest.fixture
-def start(directory: Path, tmp_path: Path, closes: Closes) -> Iterator[Any]:
+def start(directory: Path, tmp_path: Path, closes: Closes) -> Any:
     """Makes trainers of the same checkpoints."""
 
     def make(model: Path = directory, **keys: Any) -> Trainer:
         return closes(Trainer(model, tmp_path / "checkpoints", **keys))
 
-    yield make
-    AcceleratorState._reset_state()
+    return make
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -1,14 +1,12 @@
 """Options of layers and of memory that leave a policy's learning unchanged; adapters."""
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from fakes.architectures import ARCHITECTURES
 from fakes.closeness import assert_same_logprobs
 from fakes.rank_bench import Trained, make_batches, train
@@ -31,13 +29,6 @@ from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
 
 ADAMW = {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3}
-
-
-@pytest.fixture(autouse=True)
-def _precision() -> Iterator[None]:
-    AcceleratorState._reset_state()  # a process has one, but here
-    yield
-    AcceleratorState._reset_state()
 
 
 @pytest.fixture(scope="module")

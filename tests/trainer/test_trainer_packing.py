@@ -35,7 +35,6 @@ MODEL = TrainingFlops(body=440, head=155, attention=16 * 28 * 2048 / 1e6)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    torch.set_num_threads(1)
     path: Path = tmp_path_factory.mktemp("models") / "tiny"
     make_model(path, hidden=32, ff=64, init_std=0.2)
     return load_policy(path)[0].eval()
