@@ -88,8 +88,7 @@ def test_no_class_name_means_two_things() -> None:
 
 # Threads that see to their own failures; all others end their process by `service_thread`.
 BARE_THREADS = {
-    "proto/errors.py", "services/environments/trl.py", "services/generator/vllm/engine.py",
-    "services/modeling/chat_template.py", "services/process/parent.py",
+    "proto/errors.py", "services/modeling/chat_template.py", "services/process/parent.py",
     "services/trainer/distributed/heartbeat.py", "services/weights/gpu/cuda.py",
     "services/weights/planes/bucket_fetch.py", "services/weights/receiver.py",
 }  # fmt: skip
