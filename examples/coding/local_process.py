@@ -8,7 +8,6 @@ writes a dozen characters; for any other take `sandbox = "docker"` or `"podman"`
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import tempfile
@@ -44,9 +43,9 @@ class LocalProcess:
                 environ={"PATH": path, "HOME": self._folder.name},
                 folder=self._folder.name,
             )
-        except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
+        except SandboxError:
             await self.close()
-            raise SandboxError(f"the command took longer than {self._command_s:g} s") from None
+            raise
 
     async def close(self) -> None:
         folder, self._folder = self._folder, None

@@ -113,19 +113,16 @@ class Container:
         inside = ["exec", "--interactive", self._name, *command]
         try:
             code, output = await self._call(inside, stdin.encode(), self._limits.command_s)
-        except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
+        except SandboxError as error:
             await self.close()
-            raise SandboxError(
-                f"the command took longer than {self._limits.command_s:g} s; the sandbox restarts "
-                "without its files"
-            ) from None
+            raise SandboxError(f"{error}; the sandbox restarts without its files") from None
         killed = "\n(killed: it may have needed more memory than there is)"
         return CommandOutcome(code, output + (killed if code == 137 else ""))
 
     async def close(self) -> None:
         name, self._name = self._name, ""
         if name:
-            with suppress(asyncio.TimeoutError):
+            with suppress(SandboxError):
                 await self._call(["rm", "--force", "--volumes", name], b"", _END_S)
 
     async def _start(self) -> None:
@@ -134,8 +131,8 @@ class Container:
         arguments = self._limits.run_arguments(self._name, podman=podman)
         try:
             code, output = await self._call(arguments, b"", _START_S)
-        except asyncio.TimeoutError:  # noqa: UP041
-            code, output = 1, f"it did not start within {_START_S:g} s"
+        except SandboxError as error:
+            code, output = 1, str(error)
         if code:
             await self.close()
             raise SandboxError(f"no sandbox: {self._runtime}: {output.strip()[-500:]}")
@@ -156,8 +153,8 @@ async def run_process(
 ) -> CommandOutcome:
     """Run `command` as a process group in `folder`; keep its output up to `OUTPUT_BYTES`.
 
-    `environ` are all of its environment variables. Raises asyncio.TimeoutError after `limit_s`
-    seconds, when the group is killed.
+    `environ` are all of its environment variables. Raises SandboxError after `limit_s` seconds,
+    when the group is killed.
     """
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -170,6 +167,8 @@ async def run_process(
     )
     try:
         return await asyncio.wait_for(_outcome(process, stdin), limit_s)
+    except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
+        raise SandboxError(f"the command took longer than {limit_s:g} s") from None
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):
