@@ -17,7 +17,7 @@ from umbra.proto.records import Task, Trajectory
 from umbra.services.config import EnvironmentConfig, RunConfig, TrainerConfig
 from umbra.services.generator.engines.opening import open_torch
 from umbra.services.generator.runner import RolloutRunner
-from umbra.services.generator.service import open_environments, settings_for
+from umbra.services.generator.service import open_environments, settings_for, with_environments
 from umbra.services.reporting import eval_scores
 
 _LOOK_S = 0.001
@@ -67,7 +67,11 @@ def evaluate_model(
     engine, chat = opened.engine, opened.chat
     engine.version = 0
     prompts = [number % len(rows) for number in range(samples)]  # of each sample
-    played = _with_processes(config)
+
+    def with_processes(environment: Any) -> Any:  # for agents left to `umbra run-agents` in a run
+        return replace(environment, workers=environment.workers or EnvironmentConfig().workers)
+
+    played = with_environments(config, with_processes)
     start = time.perf_counter()
     finished: list[Trajectory] = []
     failures: list[str] = []
@@ -110,13 +114,3 @@ def evaluate_model(
         seconds=seconds,
         scores=eval_scores(rewards, min(counts.values())),
     )
-
-
-def _with_processes(config: RunConfig) -> RunConfig:
-    """Return `config` with processes for the agents that a run leaves to `umbra run-agents`."""
-
-    def own(environment: Any) -> Any:
-        return replace(environment, workers=environment.workers or EnvironmentConfig().workers)
-
-    several = tuple(map(own, config.environments))
-    return replace(config, environment=own(config.environment), environments=several)

@@ -214,8 +214,6 @@ class RolloutSettings:
 
 
 class Rollout:
-    """A sample under way."""
-
     def __init__(self, task: Task, settings: RolloutSettings) -> None:
         self.task = task
         self.leaving = ""  # why it is to be handed back; "" = it is not

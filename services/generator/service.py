@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import replace as replace_fields
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -35,8 +35,6 @@ from umbra.services.weights.planes.receiving import open_planes
 from umbra.services.weights.receiver import Receiver
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T", bound=EnvironmentConfig)
 
 
 def run(
@@ -104,13 +102,18 @@ def _subscribe(session: Session, config: RunConfig, opened: OpenEngine) -> Recei
 def unrewarded(config: RunConfig) -> RunConfig:
     """Return `config` without the rewards that scorers compute."""
 
-    def bare(environment: T) -> T:
+    def bare(environment: EnvironmentConfig) -> EnvironmentConfig:
         if environment not in config.rewarded_by_scorers:
             return environment
         return replace(environment, kind=UNREWARDED, options={}, python="", reward_scope="sample")
 
-    several = tuple(map(bare, config.environments))
-    return replace(config, environment=bare(config.environment), environments=several)
+    return with_environments(config, bare)
+
+
+def with_environments(config: RunConfig, change: Callable[[Any], Any]) -> RunConfig:
+    """Return `config` with what `change` makes of each of its environments."""
+    several = tuple(map(change, config.environments))
+    return replace(config, environment=change(config.environment), environments=several)
 
 
 def settings_for(

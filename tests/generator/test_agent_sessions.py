@@ -297,8 +297,7 @@ def test_the_end_comes_to_all_who_wait(branching: Agent) -> None:
 
 
 def test_samples_are_handed_out_in_order_and_once() -> None:
-    names = iter("abcdef")
-    registry = SessionRegistry(TIMEOUT_S, Mock(), Mock(), new_id=lambda: next(names))
+    registry = SessionRegistry(TIMEOUT_S, Mock(), Mock())
     for key in ("one", "two", "three"):
         registry.open(key, {"prompt": key})
     registry.close("one")

@@ -28,8 +28,6 @@ from umbra.services.http import ApiError
 
 
 class Completions(AgentProtocol):
-    """Chat completions."""
-
     reads: ClassVar = ("messages", "tools", "logprobs")
 
     @classmethod

@@ -275,10 +275,7 @@ class AgentSession:
 
 
 class SessionRegistry:
-    """The sessions of a generator, by id and by sample. Not thread-safe.
-
-    Args: as of `AgentSession`; `new_id` makes unguessable names.
-    """
+    """The sessions of a generator, by id and by sample; arguments are as of `AgentSession`."""
 
     def __init__(
         self,
@@ -287,10 +284,8 @@ class SessionRegistry:
         reply: Callable[[AgentSession, Turn | UmbraError], None],
         *,
         branches: bool = False,
-        new_id: Callable[[], str] = lambda: secrets.token_urlsafe(18),
     ) -> None:
         self._settings = silence_s, deliver, reply, branches
-        self._new_id = new_id
         self._by_key: dict[str, AgentSession] = {}
         self._by_id: dict[str, AgentSession] = {}  # the newest of `_over` too
         self._waiting: deque[AgentSession] = deque()
@@ -303,7 +298,7 @@ class SessionRegistry:
     def open(self, key: str, row: dict[str, Any]) -> AgentSession:
         """Return a session for the sample `key` that no agent has; end an older one of it."""
         self.close(key, "its sample restarted in another session")
-        session = AgentSession(self._new_id(), key, row, *self._settings)
+        session = AgentSession(secrets.token_urlsafe(18), key, row, *self._settings)
         self._by_id[session.id] = self._by_key[key] = session
         self._waiting.append(session)
         return session

@@ -251,7 +251,6 @@ class TorchEngine:
         return bool(self._rows or self._queue or self._outputs)
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:
-        """Queue `requests`; each takes a slot as soon as one is free."""
         for request in requests:
             limit = check_request(request, self.max_context, self._vocabulary)
             self._queue.append(_Row(request, limit, self._routing))
@@ -298,7 +297,6 @@ class TorchEngine:
 
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
-        """End these requests (None: all) now; return their outputs so far."""
         rows = {row.request.request_id: row for row in (*self._rows, *self._queue)}
         names = rows.keys() if request_ids is None else rows.keys() & set(request_ids)
         self._queue = deque(row for row in self._queue if row.request.request_id not in names)

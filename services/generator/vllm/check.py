@@ -1,9 +1,7 @@
 """vLLM against Transformers: logprobs of one model from disk, and after its weights were published.
 
-Three times vLLM samples the same prompts and plain Transformers computes logprobs of the samples:
-with the weights that vLLM read from disk, after a publish of the very same weights, and after one
-of others. Checksums of the parameters in each worker show whether all of them have a version: the
-same weights have the same checksums, whichever way and however often they came.
+Plain Transformers computes logprobs of what vLLM samples. Checksums of parameters in each worker
+show whether all have a version: equal weights have equal ones, whichever way they came.
 """
 
 from __future__ import annotations

@@ -105,18 +105,17 @@ class VllmEngine(LoopEngine[Live]):
         self._salts = Salts()  # of the loop's thread
         self._mapped: tuple[bytes, bool] = b"", False  # memory of the GPU, and whether they could
         self._routers = Routers.of(outline) if config.trainer.router_replay else None
-        self._adapter: dict[str, Any] = {}
-        self._lora: LoRARequest | None = None
+        init: dict[str, Any] = {}
+        self._lora: LoRARequest | None = None  # whose factors versions are
         if adapter is not None:
-            facts = msgspec.msgpack.encode(adapter)
-            self._adapter = {"facts": facts, "names": list(factors(outline))}
+            init = {"facts": msgspec.msgpack.encode(adapter), "names": list(factors(outline))}
             # Its path is never read: no request is made before the first version is loaded.
             self._lora = LoRARequest("umbra", ADAPTER, "umbra")
         self._cache_log = private.CacheLog()
         self._llm = _started(arguments, self._cache_log)
         self._loop = LoopThread("umbra-vllm")
         try:
-            self._wait(self._begin(version))
+            self._wait(self._begin(version, init))
         except BaseException as error:
             self.close()
             if adapter is None or not isinstance(error, Exception) or isinstance(error, UmbraError):
@@ -291,11 +290,10 @@ class VllmEngine(LoopEngine[Live]):
                 raise EngineDeadError
         return task.result()
 
-    async def _begin(self, version: int) -> None:
+    async def _begin(self, version: int, init: dict[str, Any]) -> None:
         await self._llm.get_supported_tasks()  # so that no request has to ask
-        init = WeightTransferInitRequest(init_info=self._adapter)
-        await self._llm.init_weight_transfer_engine(init)
-        if self._adapter:
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
+        if self._lora is not None:
             await self._llm.start_weight_update()  # once for all: see `AdapterTransferEngine`
         await self._llm.update_weight_version(str(version))
         self._salts.loaded(version, keep=True)
@@ -346,13 +344,13 @@ class VllmEngine(LoopEngine[Live]):
     async def _pause(self, kv_policy: KvPolicy) -> None:
         """Stop decoding and open the model's layers."""
         await private.pause(self._llm, clear_cache=kv_policy == "recompute")
-        if not self._adapter:
+        if self._lora is None:
             await self._llm.start_weight_update()
 
     async def _resume(self, version: int, kv_policy: KvPolicy) -> None:
         if kv_policy == "abort":
             await self._abort(self._open)
-        if self._adapter:
+        if self._lora is not None:
             await self._llm.update_weight_version(str(version))
         else:
             await self._llm.finish_weight_update(str(version))

@@ -182,8 +182,7 @@ class VllmServer(HttpClient):
     ) -> None:
         super().__init__(url, key)
         self.facts: ServerFacts | None = None  # while it has joined
-        self.is_ready = False
-        self.fault: UmbraError | None = PeerLostError(f"{url} has not answered yet")  # if it is not
+        self.fault: UmbraError | None = PeerLostError(f"{url} has not answered yet")
         self.streams: set[Stream] = set()
         self.salts = Salts()
         self.decoded_tokens = 0
@@ -194,6 +193,11 @@ class VllmServer(HttpClient):
         self._versions: dict[str, int] = {}  # by label
         self._lock = asyncio.Lock()  # of its weights
         self._failures = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """True if it serves the newest version."""
+        return self.fault is None
 
     @property
     def refusal(self) -> UmbraError | None:
@@ -227,7 +231,7 @@ class VllmServer(HttpClient):
         if str(error) != str(self.fault):
             log.warning("a vLLM server gets no requests: %s", error)
         self.fault = error
-        self.facts, self._loaded, self._compared, self.is_ready = None, None, False, False
+        self.facts, self._loaded, self._compared = None, None, False
         self._failures += 1
         for stream in self.streams:
             if not keep_tokens:
@@ -284,7 +288,7 @@ class VllmServer(HttpClient):
     def _settle(self) -> None:
         """Let it get requests, if it serves the newest version."""
         if self._loaded is not None and self._loaded is self._fleet.newest and not self.is_ready:
-            self.is_ready, self.fault, self._failures = True, None, 0
+            self.fault, self._failures = None, 0
             log.info("%s serves version %d", self.url, self._loaded.version)
             self._fleet.changed()
 
@@ -409,7 +413,7 @@ class VllmServer(HttpClient):
         if isinstance(outcome, RejectedError) and outcome.code.startswith("5"):
             outcome = PeerLostError(str(outcome))
         if isinstance(outcome, PeerLostError) and self.is_ready:
-            self.is_ready, self.fault = False, outcome  # no requests before it was looked at
+            self.fault = outcome  # no requests before it was looked at
             self.news.set()
         if outcome is None or isinstance(outcome, PeerLostError):
             outcome = stream.output()

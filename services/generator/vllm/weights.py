@@ -168,10 +168,6 @@ class AdapterTransferEngine(UmbraWeightTransferEngine):
     def start_weight_update(self) -> None:
         """Do nothing: there are no packed weights to take apart."""
 
-    def finish_weight_update(self) -> None:
-        """Raise: vLLM never calls it."""
-        raise NotImplementedError
-
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put these factors in the place of those before; raise UsageError if some are missing."""
         # Copies: the memory is used again, and vLLM multiplies B by the scale where it lies.
