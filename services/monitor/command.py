@@ -293,10 +293,10 @@ def _serve(stack: ExitStack, look: Look, web: str | None, prometheus: str | None
 
     board = Board(look)
     pages = ("--web", web, board.page()), ("--prometheus", prometheus, board.metrics())
-    for flag, address, resources in pages:
+    for flag, address, routes in pages:
         if address is not None:
-            server = stack.enter_context(closing(PageServer(address, flag, resources)))
-            click.echo(server.url + next(iter(resources)), err=True)
+            server = stack.enter_context(closing(PageServer(address, flag, routes)))
+            click.echo(server.url + routes[0].path, err=True)
             if not server.is_local:
                 warning = "umbra: whoever reaches that address can read prompts and samples"
                 click.echo(warning, err=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -115,9 +115,6 @@ _HEADERS = {
 }
 
 
-Resource: TypeAlias = tuple[str, Callable[[], bytes]]  # media type, and a function for its bytes
-
-
 @dataclass(frozen=True)
 class _Shown:
     """A look, with what the page and Prometheus get of it."""
@@ -154,49 +151,46 @@ class Board:
         """Mark the run as not answering: the last look stays, and says so."""
         self._now = replace(self._now, lost=True)
 
-    def page(self) -> dict[str, Resource]:
-        return {
-            "/": _file("page.html", "html"),
-            "/page.css": _file("page.css", "css"),
-            "/page.js": _file("page.js", "javascript"),
-            "/look.json": ("application/json", lambda: self._now.json),
-        }
+    def page(self) -> list[Route]:
+        return [
+            _file("/", "page.html", "html"),
+            _file("/page.css", "page.css", "css"),
+            _file("/page.js", "page.js", "javascript"),
+            _route("/look.json", "application/json", lambda: self._now.json),
+        ]
 
-    def metrics(self) -> dict[str, Resource]:
-        return {"/metrics": (CONTENT_TYPE_LATEST, lambda: self._now.figures)}
+    def metrics(self) -> list[Route]:
+        return [_route("/metrics", CONTENT_TYPE_LATEST, lambda: self._now.figures)]
 
 
-def _file(name: str, kind: str) -> Resource:
+def _file(path: str, name: str, kind: str) -> Route:
     body = page_file(name).encode()
-    return f"text/{kind}; charset=utf-8", lambda: body
+    return _route(path, f"text/{kind}; charset=utf-8", lambda: body)
+
+
+def _route(path: str, media_type: str, body: Callable[[], bytes]) -> Route:
+    async def answer(_request: Request) -> Response:
+        # Given as a header, for starlette adds a charset to a media type of text.
+        return Response(body(), headers={**_HEADERS, "Content-Type": media_type})
+
+    return Route(path, answer)
 
 
 class PageServer:
-    """A server of `resources` in a thread of its own; StartupError or UsageError if it can't bind.
+    """A server of `routes` in a thread of its own; StartupError or UsageError if it can't bind.
 
     `address` is `[HOST]:PORT`, without a host this machine alone; errors name its `flag`, as of
     `listen`.
     """
 
-    def __init__(self, address: str, flag: str, resources: Mapping[str, Resource]) -> None:
+    def __init__(self, address: str, flag: str, routes: list[Route]) -> None:
         bound = listen(address, flag, default_host="127.0.0.1")
         self.url = url_at(*bound.getsockname()[:2])
         self.is_local = is_local(bound)
-        app = Starlette(routes=[Route(path, _answer(one)) for path, one in resources.items()])
-        self._server = HttpServer(app, bound, requests=_REQUESTS)
+        self._server = HttpServer(Starlette(routes=routes), bound, requests=_REQUESTS)
         self._thread = LoopThread("http")
         self._thread.wait(self._server.start(), _WAIT_S)
 
     def close(self) -> None:
         self._thread.wait(self._server.stop(), _WAIT_S)
         self._thread.close()
-
-
-def _answer(resource: Resource) -> Callable[[Request], Awaitable[Response]]:
-    media_type, body = resource
-
-    async def answer(_request: Request) -> Response:
-        # Given as a header, for starlette adds a charset to a media type of text.
-        return Response(body(), headers={**_HEADERS, "Content-Type": media_type})
-
-    return answer

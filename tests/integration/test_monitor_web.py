@@ -25,7 +25,7 @@ def board() -> Board:
 
 @pytest.fixture
 def server(board: Board) -> Iterator[PageServer]:
-    with closing(PageServer(":0", "--web", {**board.page(), **board.metrics()})) as server:
+    with closing(PageServer(":0", "--web", [*board.page(), *board.metrics()])) as server:
         assert server.is_local
         yield server
 
