@@ -24,6 +24,10 @@ class RunSection(Section):
     )
     broker_grace_s: float = key(60.0, "seconds without buffer until a process gives up", gt=0)
 
+    @property
+    def broker_given(self) -> bool:
+        return self.broker != RunSection().broker
+
 
 class ModelConfig(Section):
     """The policy."""

@@ -56,7 +56,7 @@ def run(
     with (
         closing(opened.engine) as engine,
         closing(open_environments(config, config.environment, opened.chat, wake=wake.set)) as pool,
-        ctx.join("generator") as session,
+        ctx.join() as session,
     ):
         ctx.ready({"role": "generator", "name": ctx.name})
         receiver = _subscribe(session, config, opened)

@@ -152,6 +152,7 @@ STANDALONE: tuple[Role, ...] = ("relay", "part")  # may run without a buffer
 @dataclass(frozen=True)
 class ServiceContext:
     config: RunConfig
+    role: Role
     name: str
     run_dir: Path | None
     stopping: threading.Event
@@ -160,20 +161,12 @@ class ServiceContext:
     security: Security = OPEN
     options: Mapping[str, Any] = field(default_factory=dict)  # of this command alone
 
-    @property
-    def broker(self) -> str:
-        return self.config.run.broker
-
-    @property
-    def broker_given(self) -> bool:
-        return self.broker != RunSection().broker
-
-    def join(self, role: Role, endpoints: dict[str, str] | None = None, **facts: Any) -> Session:
+    def join(self, **facts: Any) -> Session:
+        """Join the run, with `facts` of `Session`."""
         return Session(
-            role=role,
+            role=self.role,
             name=self.name,
-            broker=self.broker,
-            endpoints=endpoints,
+            broker=self.config.run.broker,
             stopping=self.stopping,
             grace_s=self.config.run.broker_grace_s,
             metrics=self.metrics,
@@ -253,8 +246,7 @@ def service_command(
         setup_logging(config.log, name)
         advertise(config.run.advertise)
         allow_connections()
-        broker_given = config.run.broker != RunSection().broker
-        if role != "buffer" and (broker_given or role not in STANDALONE):
+        if role != "buffer" and (config.run.broker_given or role not in STANDALONE):
             check_address(config.run.broker, "--broker")
         keys, insecure = config.security.keys, config.security.insecure
         security = open_security(keys, [role], run_dir, insecure=insecure)
@@ -264,7 +256,7 @@ def service_command(
                 run_dir.mkdir(parents=True, exist_ok=True)
         stopping, log = threading.Event(), logging.getLogger(f"umbra.{name}")
         metrics = MetricsFile(run_dir / "metrics.jsonl" if run_dir else None, name)
-        context = ServiceContext(config, name, run_dir, stopping, log, metrics, security, own)
+        context = ServiceContext(config, role, name, run_dir, stopping, log, metrics, security, own)
         with closing(metrics), stop_on_signals(stopping), named_errors(name):
             code = run(context)
         raise SystemExit(code)

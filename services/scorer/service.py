@@ -152,7 +152,7 @@ def run(context: ServiceContext) -> int:
             context.begin("stage reward, without a model")
             reward = reward_worker(context.config)
             held.enter_context(closing(reward.pool))
-        session = held.enter_context(context.join("scorer"))
+        session = held.enter_context(context.join())
         if reward is not None:
             context.ready({"stage": stage})
             score_stage(context, session, reward.score)

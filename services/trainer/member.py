@@ -236,7 +236,7 @@ def join_run(
     config, run_dir = context.config, context.run_dir
     assert run_dir is not None
     vocabulary, routers = learner.model.config.vocab_size, learner.replayed
-    with context.join("trainer", vocabulary=vocabulary, routers=routers) as session:
+    with context.join(vocabulary=vocabulary, routers=routers) as session:
         hub, pace = session.weights(deadline_s=HUB_DEADLINE_S), config.weight_hub.pace
         publish = lambda row: session.emit("rollout", **row)  # noqa: E731
         with (

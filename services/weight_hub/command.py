@@ -12,7 +12,6 @@ import click
 from umbra.proto.bounds import OWNERS
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
-from umbra.proto.net.session import Session
 from umbra.proto.sockets import check_address
 from umbra.services.modeling.run_file import load_service
 from umbra.services.process.command import ServiceContext, service_command
@@ -55,16 +54,16 @@ def _run(context: ServiceContext) -> int:
 
     options, config, security = context.options, context.config.weight_hub, context.security
     upstream, owner, wait_s = options["upstream"], options["owner"], options["wait_s"]
-    role, _ = _identify(options)
-    session: Session | None = None
-    context.begin(f"{role} on {socket.gethostname()}", f"plane {config.plane}")
+    is_member = context.config.run.broker_given
+    session = None
+    context.begin(f"{context.role} on {socket.gethostname()}", f"plane {config.plane}")
     with ExitStack() as stack:
         if owner is not None:
             part = PartHub(context.name, owner, upstream, config, security=security)
             stack.enter_context(closing(part))
             context.ready({"buckets": part.buckets.endpoint})
-            if context.broker_given:
-                session = stack.enter_context(context.join(role))
+            if is_member:
+                session = stack.enter_context(context.join())
             part.run(context.stopping, wait_s, session)
         else:
             if not upstream:
@@ -74,8 +73,8 @@ def _run(context: ServiceContext) -> int:
             daemon = Daemon(name, config, metrics, upstream=upstream, gpu=gpu, security=security)
             stack.enter_context(closing(daemon))
             endpoints = {"weights": daemon.endpoint}
-            if context.broker_given:
-                session = context.join(role, {} if upstream else endpoints)
+            if is_member:
+                session = context.join(endpoints={} if upstream else endpoints)
                 stack.enter_context(session)
             context.ready(endpoints)
             run_id = session.run_id if session is not None else context.name

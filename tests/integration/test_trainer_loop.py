@@ -163,8 +163,8 @@ class Context(ServiceContext):
 
     world: World
 
-    def join(self, role: str, endpoints: dict[str, str] | None = None, **facts: Any) -> Any:
-        assert role == "trainer" and facts["vocabulary"] > 0
+    def join(self, **facts: Any) -> Any:
+        assert facts["vocabulary"] > 0
         return self.world
 
 
@@ -176,6 +176,7 @@ def start(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, clos
     def run(world: World, **trainer: Any) -> int:
         context = Context(
             config=config(directory, **trainer),
+            role="trainer",
             name="trainer",
             run_dir=tmp_path,
             stopping=world.stopping,

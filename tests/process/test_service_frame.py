@@ -43,7 +43,7 @@ def test_set_overrides_the_file_and_a_bad_flag_is_the_users_mistake(tmp_path: Pa
     context = run_service("--config", str(file), "--set", "trainer.warmup_steps=2")
     trainer = context.config.trainer
     assert (trainer.learning_rate, trainer.warmup_steps, trainer.pieces.clip_low) == (1e-3, 2, 0.3)
-    assert context.broker == BROKER[1]
+    assert context.config.run.broker == BROKER[1]
     with pytest.raises(UsageError, match=r"trainer\.learning_rate"):
         run_service("--set", "trainer.learning_rate=fast")
 
