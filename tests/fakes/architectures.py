@@ -8,7 +8,6 @@ router not zeros.
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,17 +55,13 @@ class Architecture:
             else:
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             _disturb(model)
-        model.generation_config = GenerationConfig(
-            do_sample=True,
-            temperature=1.0,
-            eos_token_id=_COMMON["eos_token_id"],
-            pad_token_id=_COMMON["pad_token_id"],
-        )
+        ends = {name: _COMMON[name] for name in ("eos_token_id", "pad_token_id")}
+        model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, **ends)
         return model.eval()
 
-    def write(self, out: Path, seed: int = 0) -> Path:
+    def write(self, out: Path) -> Path:
         """Write such a model to the directory `out`."""
-        self.model(seed).save_pretrained(out)
+        self.model().save_pretrained(out)
         make_tokenizer(CONTEXT).save_pretrained(out)
         return out
 
@@ -376,17 +371,3 @@ def _disturb(model: PreTrainedModel) -> None:
     for name, buffer in model.named_buffers():
         if name in stored and buffer.is_floating_point():
             buffer.add_(torch.randn_like(buffer) * 0.1)
-
-
-def main() -> None:
-    """Write the models that are named, or all, to a folder of their own each."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ARCHITECTURES))
-    options = parser.parse_args()
-    for name in options.names or ARCHITECTURES:
-        print(ARCHITECTURES[name].write(options.out / name))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,10 +8,11 @@ from itertools import count
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import msgspec
+from fakes import trajectories
 
 from umbra.proto import messages as m
 from umbra.proto.net.server import Request
-from umbra.proto.records import Score, Task, Trajectory, VersionSpan, pack_float32, pack_int32
+from umbra.proto.records import Score, Task, Trajectory, VersionSpan
 from umbra.services.buffer.broker import Broker
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
 from umbra.services.buffer.prompts import PromptFeed
@@ -60,24 +61,14 @@ def as_sent(body: m.Message) -> m.Message:
 
 def trajectory(task: Task, *versions: int, **changes: Any) -> Trajectory:
     """A sound answer to `task` with two tokens per entry of `versions`."""
-    tokens = 2 * len(versions)
-    values: dict[str, Any] = {
-        "sample_id": task.sample_id,
-        "group_id": task.group_id,
-        "prompt_id": task.prompt_id,
-        "attempt": task.attempt,
-        "prompt_ids": pack_int32([1, 2]),
-        "response_ids": pack_int32([7] * tokens),
-        "loss_mask": b"\1" * tokens,
-        "logprobs": pack_float32([-0.5] * tokens),
-        "spans": [
-            VersionSpan(version=version, start=2 * i, end=2 * i + 2)
-            for i, version in enumerate(versions)
-        ],
-        "finish_reason": "stop",
-        "reward": 1.0,
-    }
-    return Trajectory(**{**values, **changes})
+    spans = [
+        VersionSpan(version=version, start=2 * i, end=2 * i + 2)
+        for i, version in enumerate(versions)
+    ]
+    names = ("sample_id", "group_id", "prompt_id", "attempt")
+    own = {name: getattr(task, name) for name in names} | {"spans": spans, "reward": 1.0}
+    made = trajectories.trajectory([1, 2], [7] * 2 * len(versions), **own)
+    return msgspec.structs.replace(made, **changes)
 
 
 class Sent(TypedDict, total=False):
@@ -189,7 +180,7 @@ class World:
         """A process joins; its later messages carry this incarnation."""
         number = incarnation or f"{name}-1"
         facts.setdefault("replaces", 1)  # as a supervisor says whose process has died
-        body = m.Join(role=role, name=name, pid=1, host=f"h{1:d}", endpoints={}, **facts)
+        body = m.Join(role=role, name=name, pid=1, host="h1", endpoints={}, **facts)
         reply = self.ask(name, body, incarnation=number)
         if isinstance(reply, m.Welcome):
             self.incarnations[name] = number

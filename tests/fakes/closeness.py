@@ -18,9 +18,9 @@ from torch import Tensor
 _LAMBDA = 5.0  # 7 of a million numbers may be further off
 
 
-def rounding(terms: int, dtype: torch.dtype = torch.float32) -> float:
+def rounding(terms: int) -> float:
     """The bound for sums of `terms` numbers, relative to the size of the terms."""
-    return _LAMBDA * torch.finfo(dtype).eps * math.sqrt(terms)
+    return _LAMBDA * torch.finfo(torch.float32).eps * math.sqrt(terms)
 
 
 def model_terms(config: Any, *, backward: bool = False) -> int:
@@ -29,25 +29,23 @@ def model_terms(config: Any, *, backward: bool = False) -> int:
     return (2 if backward else 1) * config.num_hidden_layers * width + config.vocab_size
 
 
-def assert_same_sums(
-    found: Tensor, expected: Tensor, *, terms: int, scale: float | None = None, what: str = ""
-) -> None:
+def assert_same_sums(found: Tensor, expected: Tensor, *, terms: int, what: str = "") -> None:
     """All of `found` is `expected` up to rounding.
+
+    The terms are as large as the largest number of `expected`: the elements of a tensor are sums of
+    like things, some of which cancel out.
 
     Args:
         found: a result.
         expected: the same with its sums in another order.
         terms: how many numbers are added up, one after the other, for one of them.
-        scale: the size of the terms; by default the largest number of `expected`, as the
-            elements of a tensor are sums of like things, some of which cancel out.
         what: names the tensors in the error.
     """
     assert found.shape == expected.shape, what
     if not len(expected.flatten()):
         return
-    size = scale if scale is not None else float(expected.abs().max())
     off = float((found.double() - expected.double()).abs().max())
-    bound = size * rounding(terms)
+    bound = float(expected.abs().max()) * rounding(terms)
     assert off <= bound, f"{what}: off by {off:.3g}, where rounding explains {bound:.3g}"
 
 
@@ -57,5 +55,5 @@ def assert_same_logprobs(found: Tensor, expected: Tensor, model: Any) -> None:
 
 
 def same_sum(expected: float, *, terms: int, scale: float = 0.0) -> Any:
-    """A number to compare with: `expected` up to rounding; `scale` as of `assert_same_sums`."""
+    """A number to compare with: `expected` up to rounding of terms of size `scale`, if larger."""
     return pytest.approx(expected, rel=0, abs=max(abs(expected), scale) * rounding(terms))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import xxhash
-from fakes.hub_bench import WAIT_S, Bench
+from fakes.hub_bench import WAIT_S
 
 from umbra.proto.records import Manifest, Sampling
 from umbra.services.generator.engines.engine import EngineRequest
@@ -148,7 +148,3 @@ class Generating:
         if self.engine.version >= 0:
             held = checksum_of(self.model, self._policy.manifest)
             assert held == self._policy.checksums[self.engine.version], "not the trainer's weights"
-
-
-def publisher_of(bench: Bench, policy: Policy) -> Publisher:
-    return bench.publisher(policy.manifest)

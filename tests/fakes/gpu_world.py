@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import msgspec
 import pytest
 from fakes.hub_bench import LAYOUT, Bench
 from fakes.slowness import seconds
+from fakes.waiting import until
 
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.weights.gpu import cuda
@@ -24,6 +24,7 @@ from umbra.services.weights.receiver import Receiver
 
 DOUBLE = Path(__file__).parent / "cuda_double"
 CHUNK = 4096
+TOTAL = LAYOUT.total_bytes
 
 
 class GpuWorld:
@@ -69,9 +70,7 @@ class GpuWorld:
 
     def rows(self, count: int) -> list[dict[str, object]]:
         """The rows of the hub's metrics, when there are `count`."""
-        look = threading.Event()
-        while len(self.bench.rows()) < count:
-            look.wait(0.01)
+        until(lambda: len(self.bench.rows()) >= count, f"{count} rows")
         return self.bench.rows()
 
     def row_of(self, version: int, receiver: Receiver) -> dict[str, object]:
@@ -80,17 +79,13 @@ class GpuWorld:
         Who was dropped may subscribe twice, and then its first word of a load counts no more: so
         it loads what it is pushed until then, as an engine does.
         """
-        look = threading.Event()
-        while True:
-            for row in self.bench.rows():
-                if row["version"] == version:
-                    return row
+
+        def found() -> dict[str, object] | None:
             if (staged := receiver.poll()) is not None:
                 receiver.committed(staged, 0.0)
-            look.wait(0.01)
+            return next((row for row in self.bench.rows() if row["version"] == version), None)
 
-    def hub_worker(self, plane: str) -> int:
-        return hub_worker(self.bench, plane)
+        return until(found, f"a row of version {version}")
 
     def leave(self, name: str) -> None:
         self.bench.links[name].close()
@@ -99,9 +94,7 @@ class GpuWorld:
         (self.folder / what).touch()
 
     def await_file(self, name: str) -> None:
-        look = threading.Event()
-        while not (self.folder / name).exists():
-            look.wait(0.01)
+        until((self.folder / name).exists, name)
 
     @property
     def communicators(self) -> list[tuple[str, ...]]:
@@ -112,11 +105,6 @@ class GpuWorld:
             name, uid, rank, _ = line.split()
             members.setdefault(uid, {})[int(rank)] = name
         return [tuple(ranks[rank] for rank in sorted(ranks)) for ranks in members.values()]
-
-    @property
-    def uids(self) -> list[str]:
-        lines = (self.folder / "communicators").read_text().splitlines()
-        return list(dict.fromkeys(line.split()[1] for line in lines))
 
 
 def hub_worker(bench: Bench, plane: str) -> int:
@@ -154,6 +142,3 @@ def _forget_cupy() -> None:
         del sys.modules[name]
     cuda.cuda_unavailable.cache_clear()
     cuda.nccl_unavailable.cache_clear()
-
-
-TOTAL = LAYOUT.total_bytes

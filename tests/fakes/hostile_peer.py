@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgpack
@@ -44,21 +43,11 @@ def costly_bytes(kind: type[Message], role: KeyRole, most: int) -> int:
     return min(allowed_bytes(kind, role), most) or REFUSED_BYTES
 
 
-def header_of(kind: str, number: int = 1, sender: str = "evil", incarnation: str = "1") -> bytes:
-    """The header of a message, of a type that need not be."""
-    header = {
-        "major": PROTOCOL_MAJOR, "minor": PROTOCOL_MINOR, "type": kind, "id": number,
-        "sender": sender, "incarnation": incarnation,
-    }  # fmt: skip
-    return msgpack.packb(header) or b""
-
-
 class HostilePeer:
     """One socket of somebody who holds the key of `role`, connected to a `server`.
 
     Args:
         name: of the process that it pretends to be.
-        wait_s: for an answer.
     """
 
     def __init__(
@@ -69,8 +58,6 @@ class HostilePeer:
         endpoint: str,
         server: Role,
         name: str,
-        *,
-        wait_s: float = WAIT_S,
         incarnation: str = "1",
     ) -> None:
         self.name = name
@@ -80,7 +67,6 @@ class HostilePeer:
         self._encoder = Encoder(name, incarnation)
         self._next = self._thrown = 1 << 20
         self._is_open = False  # what was thrown last, and was not answered yet
-        self._wait_s = wait_s
         self._unasked: list[Message] = []
 
     def call(self, body: Message) -> Message:
@@ -89,14 +75,17 @@ class HostilePeer:
         self.socket.send_multipart(frames)
         return self._answer(number)
 
-    def throw(self, kind: str, body: bytes, sender: str, more: Sequence[bytes] = ()) -> None:
+    def throw(self, kind: str, body: bytes, sender: str) -> None:
         """Send `body` as a message of `kind`, and wait until the server is through with it."""
         self._thrown = self._next + 1
         self._is_open = True
-        for one, content, parts in ((kind, body, more), ("Nothing", b"\x80", ())):
+        for one, content in ((kind, body), ("Nothing", b"\x80")):
             self._next += 1
-            header = header_of(one, self._next, sender, self._encoder.incarnation)
-            self.socket.send_multipart([header, content, *parts])
+            header = {
+                "major": PROTOCOL_MAJOR, "minor": PROTOCOL_MINOR, "type": one, "id": self._next,
+                "sender": sender, "incarnation": self._encoder.incarnation,
+            }  # fmt: skip
+            self.socket.send_multipart([msgpack.packb(header), content])
         answer = self._answer(self._next)  # a peer's messages are done in their order
         assert isinstance(answer, Nack) and answer.code == "unknown_type"
         until = time.monotonic() + GRACE_S  # requests that were carried out are answered after that
@@ -118,7 +107,7 @@ class HostilePeer:
         self.socket.close(linger=0)
 
     def _answer(self, number: int) -> Message:
-        until = time.monotonic() + self._wait_s
+        until = time.monotonic() + WAIT_S
         while (left := until - time.monotonic()) > 0:
             if self.socket.poll(round(1000 * left)) and (body := self._take(number)) is not None:
                 return body

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from fakes.closeness import assert_same_logprobs
+from fakes.mixed_cache import logprobs_of
 from fakes.trajectories import sample
 
 from umbra.proto.records import Sampling, Trajectory, unpack_float32, unpack_int32
@@ -133,12 +134,6 @@ def check_supports(model: Any, pieces: dict[str, Trajectory], *, centered: bool 
 
 @torch.no_grad()
 def teacher_forced(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """Logprobs of `tokens` [T] in one forward pass."""
+    """Logprobs of `tokens` [T] after `TEMPERATURE`, in one forward pass."""
     logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-    return logprobs_of(logits, tokens)
-
-
-def logprobs_of(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-    """Of `tokens` [T] after `TEMPERATURE`, from `logits` [T, V]."""
-    index = torch.tensor(tokens)[:, None]
-    return torch.log_softmax(logits / TEMPERATURE, -1).gather(1, index)[:, 0]
+    return logprobs_of(logits, tokens, TEMPERATURE)

@@ -142,21 +142,12 @@ def library_play(
         kind: str, source: str, *turns: str, max_context: int = 4096, given: int = 0, **options: Any
     ) -> AgentWorld:
         (tmp_path / "theirs.py").write_text(source)
-        limits = {
-            "workers": int(place == "generator"),
-            "timeout_s": 120.0,
-            "setup_s": 300.0,
-            "memory_mb": 0,
-        }
-        values: dict[str, Any] = {**limits, **options}
+        limits = {"workers": int(place == "generator"), "timeout_s": 120.0, "setup_s": 300.0}
+        values: dict[str, Any] = {**limits, "memory_mb": 0, **options}
         environment = EnvironmentConfig(kind=kind, **values)
         branches = environment.max_branches if environment.branches == "train" else 1
-        chosen = settings(
-            Chat(tokenizer, {STOP}),
-            sampling=Sampling(),
-            max_context=max_context,
-            branches=branches,
-        )
+        how = {"sampling": Sampling(), "max_context": max_context, "branches": branches}
+        chosen = settings(Chat(tokenizer, {STOP}), **how)
         engine = ScriptedEngine(says(tokenizer, *turns, given=given), max_context=max_context)
         key = KEY if place != "generator" else ""
         world = closes(AgentWorld(engine, chosen, environment, key=key))

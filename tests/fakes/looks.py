@@ -60,10 +60,10 @@ def header(sender: str = "m") -> Header:
     return Header(major=1, minor=2, type="Event", id=1, sender=sender, incarnation="i")
 
 
-def heard(*events: tuple[str, dict[str, Any]], sender: str = "m") -> Feed:
+def heard(*events: tuple[str, dict[str, Any]]) -> Feed:
     feed = Feed()
     for kind, fields in events:
-        feed.receive(header(sender), Event(kind=kind, fields=fields))
+        feed.receive(header(), Event(kind=kind, fields=fields))
     return feed
 
 

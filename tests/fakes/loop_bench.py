@@ -1,15 +1,14 @@
 """A generator's loop with a channel, a session and a receiver that tests play."""
 
-import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+from fakes.channel import FakeChannel
 from fakes.engine import ScriptedEngine
 from fakes.trajectories import sample
 
@@ -28,43 +27,10 @@ from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.process.metrics import MetricsFile
+from umbra.services.weights.receiver import StagedVersion
 
 STOP = 3
 LEASE_S = 30.0
-
-
-class FakeChannel:
-    """Keeps requests; the test answers them."""
-
-    def __init__(self) -> None:
-        self.open: list[tuple[Message, Future[Message]]] = []
-        self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
-
-    def request(
-        self,
-        body: Message,
-        *,
-        timeout_s: float,
-        on_done: Callable[[Future[Message]], None] | None = None,
-    ) -> Future[Message]:
-        assert timeout_s > 0
-        future: Future[Message] = Future()
-        if on_done is not None:
-            future.add_done_callback(on_done)
-        self.open.append((body, future))
-        return future
-
-    def answer(self, kind: type[Message], reply: Message | Exception) -> Any:
-        index = next(i for i, (body, _) in enumerate(self.open) if isinstance(body, kind))
-        body, future = self.open.pop(index)
-        if isinstance(reply, Exception):
-            future.set_exception(reply)
-        else:
-            future.set_result(reply)
-        return body
-
-    def asked(self, kind: type[Message]) -> list[Any]:
-        return [body for body, _ in self.open if isinstance(body, kind)]
 
 
 @dataclass
@@ -91,35 +57,26 @@ class FakeSession:
 
 
 @dataclass
-class FakeStaged:
-    version: int
-    manifest: Manifest
-    data: memoryview
-    guard: None = None
-
-
-@dataclass
 class FakeReceiver:
-    staged: FakeStaged | None = None
+    staged: StagedVersion | None = None
     answers: list[tuple[int, str]] = field(default_factory=list)
-
     failure: UmbraError | None = None
 
     def check(self) -> None:
         if self.failure is not None:
             raise self.failure
 
-    def poll(self) -> FakeStaged | None:
+    def poll(self) -> StagedVersion | None:
         staged, self.staged = self.staged, None
         return staged
 
     def load(
         self,
-        staged: FakeStaged,
-        apply: Callable[[FakeStaged], None],
+        staged: StagedVersion,
+        apply: Callable[[StagedVersion], None],
         timeout_s: float,
         stopping: threading.Event,
-    ) -> FakeStaged:
+    ) -> StagedVersion:
         del timeout_s, stopping
         try:
             apply(staged)
@@ -130,10 +87,10 @@ class FakeReceiver:
         return staged
 
 
-def version(number: int) -> FakeStaged:
+def version(number: int) -> StagedVersion:
     entry = TensorEntry(name="w", dtype="F32", shape=[2], offset=0, nbytes=8)
     manifest = Manifest(tensors=[entry], buckets=[(0, 8)], total_bytes=8, digest="d")
-    return FakeStaged(number, manifest, memoryview(bytearray(8)))
+    return StagedVersion(number, 1, manifest, memoryview(bytearray(8)))
 
 
 @dataclass

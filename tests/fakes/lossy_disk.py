@@ -8,6 +8,7 @@ any subset. A subset is drawn for each seed; two of them are the extremes.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from collections.abc import Iterator
@@ -26,11 +27,11 @@ class File:
     data: bytes = b""
     since: list[tuple[int, bytes | None]] = field(default_factory=list[tuple[int, "bytes | None"]])
 
-    def whole(self) -> bytes:
+    def sync(self) -> None:
         data = bytearray(self.data)
         for offset, written in self.since:
             _apply(data, offset, written)
-        return bytes(data)
+        self.data, self.since = bytes(data), []
 
     def survivor(self, chance: random.Random | None) -> bytes:
         """As it may be found; None keeps nothing that was not synced."""
@@ -69,6 +70,9 @@ class Folder:
     def now(self) -> dict[str, Node]:
         return _changed(self.names, self.since)
 
+    def sync(self) -> None:
+        self.names, self.since = self.now(), []
+
     def survivor(self, chance: random.Random | None) -> dict[str, Node]:
         return _changed(self.names, [c for c in self.since if chance and chance.random() < 0.5])
 
@@ -105,7 +109,7 @@ class LossyDisk(QuickDisk):
     def after(self, steps: int, target: Path, seed: int) -> None:
         """Make `target` the folder that is found if the power fails after so many steps."""
         chance = None if seed == NOTHING else random.Random(seed)
-        tree = _Tree(_copy(self._first))
+        tree = _Tree(copy.deepcopy(self._first))
         for step in self.steps[:steps]:
             tree.do(step)
         if seed == ALL:
@@ -164,7 +168,6 @@ class LossyDisk(QuickDisk):
 class _Tree:
     def __init__(self, root: Folder) -> None:
         self.root = root
-        self._lost: dict[tuple[str, ...], Node] = {}
 
     def do(self, step: Step) -> None:
         what, parts, *more = step
@@ -176,14 +179,11 @@ class _Tree:
                 self._folder(parts).since.append({parts[-1]: Folder()})
             case "write", [int(offset), data]:
                 assert data is None or isinstance(data, bytes)
-                self._file(parts).since.append((offset, data))
-            case "sync", _:
-                file = self._file(parts)
-                file.data, file.since = file.whole(), []
-            case "names", _:
-                folder = self._at(parts)
-                assert isinstance(folder, Folder)
-                folder.names, folder.since = folder.now(), []
+                file = self._at(parts)
+                assert isinstance(file, File)
+                file.since.append((offset, data))
+            case "sync" | "names", _:
+                self._at(parts).sync()
             case "remove", _:
                 self._folder(parts).since.append({parts[-1]: None})
             case "rename", [tuple(new)]:
@@ -194,12 +194,10 @@ class _Tree:
                 raise AssertionError(step)
 
     def sync_all(self, node: Node) -> None:
-        if isinstance(node, File):
-            node.data, node.since = node.whole(), []
-            return
-        node.names, node.since = node.now(), []
-        for inner in node.names.values():
-            self.sync_all(inner)
+        node.sync()
+        if isinstance(node, Folder):
+            for inner in node.names.values():
+                self.sync_all(inner)
 
     def _at(self, parts: tuple[str, ...]) -> Node:
         node: Node = self.root
@@ -211,11 +209,6 @@ class _Tree:
     def _folder(self, parts: tuple[str, ...]) -> Folder:
         node = self._at(parts[:-1])
         assert isinstance(node, Folder)
-        return node
-
-    def _file(self, parts: tuple[str, ...]) -> File:
-        node = self._at(parts)
-        assert isinstance(node, File)
         return node
 
 
@@ -237,15 +230,6 @@ def _read(path: Path) -> Folder:
     for entry in path.iterdir():
         names[entry.name] = _read(entry) if entry.is_dir() else File(entry.read_bytes())
     return Folder(names)
-
-
-def _copy(folder: Folder) -> Folder:
-    return Folder(
-        {
-            n: _copy(one) if isinstance(one, Folder) else File(one.data)
-            for n, one in folder.names.items()
-        }
-    )
 
 
 def _write(folder: Folder, target: Path, chance: random.Random | None) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fakes.rank_bench import configured
 from fakes.trajectories import trajectory
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from umbra.proto.records import (
     pack_int32,
 )
 from umbra.services.config import RunConfig
-from umbra.services.config.loader import load_config
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.learner import REASONS, Learner
 from umbra.services.trainer.make_model import END, SPECIAL_TOKENS
@@ -35,11 +35,8 @@ Gradients = dict[str, Tensor]
 
 def settings(directory: Path, *stages: str, **keys: Any) -> RunConfig:
     """A trainer of `directory` on the CPU, with these keys; responses have 8 tokens at most."""
-    chosen = {"threads": 1, "device": "cpu", **keys}
-    overrides = [f"trainer.{key}={value}" for key, value in chosen.items()]
-    listed = ", ".join(f'"{stage}"' for stage in stages)
-    overrides += [f"buffer.stages=[{listed}]", f"model.path={directory}", "sampling.max_tokens=8"]
-    return load_config(overrides=overrides, environ={})
+    buffer = {"buffer.stages": [*stages], "sampling.max_tokens": 8}
+    return configured(directory, **({"threads": 1, "device": "cpu"} | buffer | keys))
 
 
 def update(

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fakes.rank_bench import configured
 from fakes.trajectories import trajectory
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from umbra.proto.records import Sampling, Trajectory
 from umbra.services.config import RunConfig
-from umbra.services.config.loader import load_config
 
 GROUPS, GROUP_SIZE, LENGTH, TEMPERATURE = 3, 4, 6, 0.7
 LIKED = 30  # rewards count tokens below this id
@@ -20,9 +20,8 @@ LIKED = 30  # rewards count tokens below this id
 
 def config(directory: Path, **trainer: Any) -> RunConfig:
     """Settings of the section `trainer` on top of the tests' own."""
-    keys = {"learning_rate": 3e-3, "warmup_steps": 0, "threads": 1, "device": "cpu"} | trainer
-    overrides = [f"{k if '.' in k else f'trainer.{k}'}={value}" for k, value in keys.items()]
-    return load_config(overrides=[*overrides, f"model.path={directory}", "run.steps=2"], environ={})
+    keys = {"learning_rate": 3e-3, "warmup_steps": 0, "threads": 1, "device": "cpu"}
+    return configured(directory, **(keys | {"run.steps": 2} | trainer))
 
 
 @torch.no_grad()

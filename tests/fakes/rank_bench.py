@@ -180,7 +180,7 @@ def as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def make_batches(count: int, *, groups: int = 3, size: int = 4) -> list[list[Trajectory]]:
+def make_batches(count: int, *, groups: int = 3) -> list[list[Trajectory]]:
     """Groups of random responses of different lengths; each has its prompt and temperature."""
     generator = torch.Generator().manual_seed(3)
 
@@ -192,7 +192,7 @@ def make_batches(count: int, *, groups: int = 3, size: int = 4) -> list[list[Tra
         made: list[Trajectory] = []
         for group in range(groups):
             prompt = tokens(4 + 5 * group)
-            for member in range(size):
+            for member in range(4):
                 length = 2 + 3 * member + group
                 mask = [int(at % 4 != 2) for at in range(length)]
                 logprobs = (-4.6 + 0.2 * torch.randn(length, generator=generator)).tolist()

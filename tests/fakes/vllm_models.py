@@ -85,14 +85,7 @@ def quantized(
             model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
             change(model, torch.bfloat16)
             model.save_pretrained(directory)
-        found.append(
-            vllm_differences(
-                directory,
-                publish,
-                dtype="bfloat16",
-                **engine_args,
-            )
-        )
+        found.append(vllm_differences(directory, publish, dtype="bfloat16", **engine_args))
     return found[0], found[1].from_disk
 
 

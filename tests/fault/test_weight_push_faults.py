@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fakes.fixtures import Closes
-from fakes.generating import Generating, Policy, publisher_of
+from fakes.generating import Generating, Policy
 from fakes.hub_bench import PROGRAMS, WAIT_S, Bench, SmallFrames
 from fakes.slowness import seconds
 
@@ -34,24 +34,20 @@ from umbra.services.weights.receiver import Receiver
 PLANES = pytest.mark.parametrize("plane", ["shm", "tcp"])
 
 
-class Halting:
-    """A receiver as a process, which halts in a phase of version 1."""
+class Program:
+    """One of `tests/programs`, which says how far it is."""
 
-    def __init__(self, endpoint: str, plane: str, phase: str) -> None:
-        program = PROGRAMS / "halting_receiver.py"
-        self.process = subprocess.Popen(
-            [sys.executable, str(program), endpoint, "gen-dies", plane, "1", phase],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.expect("subscribed")
+    def __init__(self, name: str, *words: str) -> None:
+        command = [sys.executable, str(PROGRAMS / name), *words]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
 
     def expect(self, word: str) -> None:
         """Read on until it says so: it has a version twice if it was too slow once."""
-        assert self.process.stdout is not None
-        said = [""]
-        while said[0] != word:
-            said = self.process.stdout.readline().split()
+        while (said := self.line()).partition(" ")[0] != word:
             assert said, f"it ended before {word}"
 
     def kill(self) -> None:
@@ -66,7 +62,7 @@ class World:
         self.bench = bench
         self.plane = plane
         self.policy = Policy(model_dir)
-        self.publisher = publisher_of(bench, self.policy)
+        self.publisher = bench.publisher(self.policy.manifest)
         self._model_dir = model_dir
         self._closers: list[Callable[[], None]] = []
 
@@ -79,9 +75,12 @@ class World:
         self._closers.append(made.close)
         return made
 
-    def victim(self, phase: str) -> Halting:
-        made = Halting(self.bench.endpoint, self.plane, phase)
+    def victim(self, phase: str) -> Program:
+        """A receiver as a process, which halts in a phase of version 1."""
+        how = (self.bench.endpoint, "gen-dies", self.plane, "1", phase)
+        made = Program("halting_receiver.py", *how)
         self._closers.append(made.kill)
+        made.expect("subscribed")
         return made
 
     def close(self) -> None:
@@ -131,8 +130,8 @@ class Detour(StagedPlanes):
         super().__init__(["tcp"], config=SmallFrames())
         self._mode, self._at = mode, at
         self.taken: list[Receipt] = []
-        self._proxy: subprocess.Popen[str] | None = None
-        self._port = 0
+        self._proxy: Program | None = None
+        self._port = ""
 
     def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
         real = super().open(reply, security)
@@ -148,16 +147,11 @@ class Detour(StagedPlanes):
         self.taken.append((yield from self._real.receive(message)))
         return self.taken[-1]
 
-    def _through(self, target: str) -> int:
+    def _through(self, target: str) -> str:
         """The port of the proxy to `target`."""
         if self._proxy is None:
-            command = [
-                sys.executable, str(PROGRAMS / "spoiling_proxy.py"),
-                target, self._mode, str(self._at),
-            ]  # fmt: skip
-            self._proxy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            assert self._proxy.stdout is not None
-            self._port = int(self._proxy.stdout.readline())
+            self._proxy = Program("spoiling_proxy.py", target, self._mode, str(self._at))
+            self._port = self._proxy.line()
         return self._port
 
     def close(self) -> None:
@@ -165,7 +159,6 @@ class Detour(StagedPlanes):
         proxy, self._proxy = self._proxy, None
         if proxy is not None:
             proxy.kill()
-            proxy.communicate()
 
 
 @pytest.fixture
@@ -206,44 +199,32 @@ def test_a_receiver_that_is_killed_costs_the_others_nothing(
 
 
 @PLANES
-def test_a_receiver_slower_than_its_deadline_holds_up_nobody(
-    world: Callable[..., World], plane: str
-) -> None:
-    """It hangs while it stages: it is dropped, trainer and other receivers go on."""
-    one = world(plane, deadline_s=seconds(1.0))
-    generator = one.generator("gen-0")
-    victim = one.victim("staging")
-    generator.until(one.publish())
-    victim.expect("0")
-    for _ in range(4):
-        generator.until(one.publish())
-    protocol = one.bench.hub.protocol
-    generator.wait(lambda: protocol.serving == {"gen-0": 4}, "end of the slow one")
-    # Where the deadline is longer than the trainer's patience with a slot, that ends first. The
-    # other may have been dropped as well, if the machine stood still for so long.
-    assert protocol.counters["deadline"] + protocol.counters["held_up"] >= 1
-
-
-@PLANES
-def test_one_that_is_slow_once_comes_back_by_itself(
+def test_one_that_is_slow_holds_up_nobody_and_comes_back_by_itself(
     world: Callable[..., World], plane: str
 ) -> None:
     """A generator decodes on while its staging hangs; dropped, it subscribes again and is whole."""
     one = world(plane, deadline_s=seconds(1.0))
     watched = Watched(plane)
-    generator = one.generator("gen-0", watched)
-    generator.until(one.publish())
+    slow, other = one.generator("gen-0", watched), one.generator("gen-1")
+    version = one.publish()
+    slow.until(version)
+    other.until(version)
     counters = one.bench.hub.protocol.counters
-    before = counters["deadline"]  # on a machine that stood still it may have been slow before
+    # Where the deadline is longer than the trainer's patience with a slot, that ends first. On a
+    # machine that stood still it may have been slow before.
+    drops = lambda: counters["deadline"] + counters["held_up"]  # noqa: E731
+    before, served = drops(), slow.engine.version
     watched.begun.clear()
     watched.go.clear()
     one.publish()
     assert watched.begun.wait(WAIT_S)
-    generator.wait(lambda: counters["deadline"] > before, "deadline")
-    generator.goes_on()
-    assert generator.engine.version == 0
+    for _ in range(3):
+        other.until(one.publish())
+    slow.wait(lambda: drops() > before, "deadline")
+    slow.goes_on()
+    assert slow.engine.version == served == 0
     watched.go.set()
-    generator.until(one.publish())
+    slow.until(one.publish())
 
 
 @pytest.mark.parametrize("mode", ["flip", "cut"])
@@ -261,22 +242,6 @@ def test_what_is_spoiled_on_the_wire_is_fetched_again(
     assert 0 <= extra < size * 3 / 4  # only what was missing came again
 
 
-class HubProcess:
-    def __init__(self, endpoint: str, run: str, *options: str) -> None:
-        program = PROGRAMS / "lone_hub.py"
-        self.process = subprocess.Popen(
-            [sys.executable, str(program), endpoint, run, *options],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.endpoint = self.process.stdout.readline().strip()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
 @pytest.mark.parametrize(
     ("phase", "plane"),
     [("written", "tcp"), ("staging", "shm"), ("committing", "tcp"), ("idle", "shm")],
@@ -289,9 +254,10 @@ def test_a_hub_that_is_killed_is_taken_over_from(
     Result: version 1 is served, whole, and so is what follows; meanwhile generation goes on with
     version 0, whole.
     """
-    hub = HubProcess("tcp://127.0.0.1:*", run_id, plane)
+    hub = Program("lone_hub.py", "tcp://127.0.0.1:*", run_id, plane)
+    endpoint = hub.line()
     link, other = IoThread("trainer", uuid.uuid4().hex), IoThread("gen-0", uuid.uuid4().hex)
-    up, down = link.channel(hub.endpoint, "hub"), other.channel(hub.endpoint, "hub")
+    up, down = link.channel(endpoint, "hub"), other.channel(endpoint, "hub")
     policy = Policy(tiny_model)
     publisher = Publisher(up, policy.manifest)
     watched = Watched(plane)
@@ -324,9 +290,10 @@ def test_a_hub_that_is_killed_is_taken_over_from(
         if phase != "committing":
             generator.goes_on()
             assert generator.engine.version == 0
-        hub = HubProcess(hub.endpoint, run_id, plane)
-        up.move(hub.endpoint)
-        down.move(hub.endpoint)
+        hub = Program("lone_hub.py", endpoint, run_id, plane)
+        endpoint = hub.line()
+        up.move(endpoint)
+        down.move(endpoint)
         watched.go.set()
         load.set()
         if phase == "written":

@@ -5,7 +5,7 @@ Recomputed with plain forward passes of the model, at places that are drawn at r
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +19,14 @@ from fakes.interrupted import (
     check_logprobs,
     check_same,
     check_supports,
-    logprobs_of,
     roll,
-    teacher_forced,
 )
+from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
 from fakes.versions import load, other_weights
-from transformers import DynamicCache
 
 from umbra.proto.records import Sampling, VersionSpan
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
-
-
-@torch.no_grad()
-def with_kept_cache(
-    models: dict[int, Any], prompt: Sequence[int], tokens: Sequence[int], spans: list[VersionSpan]
-) -> torch.Tensor:
-    """The same where the cache of earlier tokens stays that of the weights which made it."""
-    cache = DynamicCache()
-    ids, done, found = [*prompt, *tokens], 0, []
-    for span in spans:
-        end = len(prompt) + span.end - 1  # tokens read to make the last one of the span
-        logits = models[span.version](
-            torch.tensor([ids[done:end]]), past_key_values=cache, use_cache=True
-        ).logits[0, -(span.end - span.start) :]
-        found.append(logprobs_of(logits, tokens[span.start : span.end]))
-        done = end
-    return torch.cat(found)
 
 
 def engines(model: Any) -> Callable[[int], TorchEngine]:
@@ -130,15 +111,11 @@ def test_every_logprob_is_of_the_version_of_its_token(model: Any, policy: Any, s
         assert max(len(o.spans) for o in outputs.values()) > 2
     for request in asked:
         output = outputs[request.request_id]
-        prompt, tokens, spans = request.prompt_ids, output.token_ids, output.spans
+        spans = output.spans
         assert [s.start for s in spans] == [0, *(s.end for s in spans[:-1])]
-        assert spans[-1].end == len(tokens) == len(output.logprobs)
-        if policy == "keep":
-            expected = with_kept_cache(models, prompt, tokens, spans)
-        else:
-            expected = torch.cat(
-                [teacher_forced(models[s.version], prompt, tokens)[s.start : s.end] for s in spans]
-            )
+        assert spans[-1].end == len(output.token_ids) == len(output.logprobs)
+        once_more = logprobs_keeping_cache if policy == "keep" else logprobs_recomputing_cache
+        expected = torch.tensor(once_more(models, request.prompt_ids, output, TEMPERATURE))
         assert_same_logprobs(torch.tensor(output.logprobs), expected, models[0])
 
 
@@ -147,8 +124,8 @@ def test_a_kept_cache_is_not_the_same_as_one_computed_anew(model: Any) -> None:
     models = {0: model, 1: other_weights(model, 1)}
     prompt, tokens = list(range(10, 30)), list(range(40, 60))
     spans = [VersionSpan(version=0, start=0, end=10), VersionSpan(version=1, start=10, end=20)]
-    kept = with_kept_cache(models, prompt, tokens, spans)
-    fresh = teacher_forced(models[1], prompt, tokens)
-    before = teacher_forced(models[0], prompt, tokens)
-    assert_same_logprobs(kept[:10], before[:10], models[0])
+    output = EngineOutput("r", tokens, [0.0] * len(tokens), spans, "length")
+    kept = torch.tensor(logprobs_keeping_cache(models, prompt, output))
+    fresh = torch.tensor(logprobs_recomputing_cache(models, prompt, output))
+    assert_same_logprobs(kept[:10], fresh[:10], models[0])
     assert (kept[10:] - fresh[10:]).abs().max() > 0.01, "by far more than rounding explains"

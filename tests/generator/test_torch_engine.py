@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.closeness import assert_same_logprobs
+from fakes.mixed_cache import logprobs_of
 from fakes.versions import load
 
 from umbra.proto.errors import UmbraError
@@ -50,10 +51,6 @@ def finish(engine: TorchEngine, *asked: EngineRequest) -> dict[str, EngineOutput
 def logits_of(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     """Logits [T, V] before each of `tokens` in one forward pass without a cache."""
     return model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
-
-
-def logprobs_of(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 def assert_logprobs(
@@ -170,7 +167,7 @@ def test_sampling_is_each_requests_own(model: Any) -> None:
     for index, request in enumerate(asked):
         output = outputs[request.request_id]
         logits = logits_of(model, request.prompt_ids, output.token_ids)
-        expected = logprobs_of(logits / (request.sampling.temperature or 1.0), output.token_ids)
+        expected = logprobs_of(logits, output.token_ids, request.sampling.temperature or 1.0)
         if index % 4 < 2:
             assert output.token_ids == logits.argmax(-1).tolist()
         if index % 4 == 1:

@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from fakes.gpu_world import TOTAL, GpuWorld
+from fakes.gpu_world import TOTAL, GpuWorld, hub_worker
 from fakes.hub_bench import load, push
 
 from umbra.proto.errors import UsageError
@@ -15,7 +15,7 @@ def test_a_killed_agent_of_the_hub_costs_cuda_ipc_one_attempt(gpu_world: GpuWorl
     publisher = gpu_world.bench.publisher()
     receiver = gpu_world.receiver("gen-0", "cuda_ipc")
     push(publisher, 0, receiver)
-    os.kill(gpu_world.hub_worker("cuda_ipc"), signal.SIGKILL)
+    os.kill(hub_worker(gpu_world.bench, "cuda_ipc"), signal.SIGKILL)
     for version in (1, 2):
         push(publisher, version, receiver)
     assert gpu_world.bench.hub.protocol.counters["dropped"] == 0

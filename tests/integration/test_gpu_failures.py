@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 from fakes.cuda_double import machine
-from fakes.gpu_world import GpuWorld
+from fakes.gpu_world import GpuWorld, hub_worker
 from fakes.hub_bench import WAIT_S, publish, push, take
 
 from umbra.proto.errors import PeerLostError, StartupError, UmbraError
@@ -65,10 +65,10 @@ def test_an_agent_whose_cuda_is_broken_is_another_one_the_next_time(gpu_world: G
     gpu_world.start("cuda_ipc")
     publisher, receiver = gpu_world.bench.publisher(), gpu_world.receiver("gen-0", "cuda_ipc")
     push(publisher, 0, receiver)
-    before = gpu_world.hub_worker("cuda_ipc")
+    before = hub_worker(gpu_world.bench, "cuda_ipc")
     gpu_world.fault("break-copy-hub")
     push(publisher, 1, receiver)
-    assert gpu_world.hub_worker("cuda_ipc") != before
+    assert hub_worker(gpu_world.bench, "cuda_ipc") != before
 
 
 def test_every_method_of_a_device_raises_ours(

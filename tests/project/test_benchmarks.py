@@ -3,7 +3,6 @@
 import importlib
 import json
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fakes.channel import FakeChannel
 from fakes.commands import call
 from fakes.trajectories import trajectory
 
-from umbra.proto.messages import TaskLeases
+from umbra.proto.messages import SubmitResults, TaskLeases
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -168,19 +168,13 @@ def test_a_generator_records_what_was_acknowledged_and_nothing_else(
     import chaos_audit
 
     monkeypatch.setenv(chaos_audit.VARIABLE, str(tmp_path))
-    futures: list[Future[Any]] = []
-
-    class Channel:
-        def request(self, body: Any, **_: Any) -> Future[Any]:
-            futures.append(Future())
-            return futures[-1]
-
-    client = chaos_audit.noting_client()(Channel(), threading.Event())
+    channel: Any = FakeChannel()
+    client = chaos_audit.noting_client()(channel, threading.Event())
     client.submit([msgspec.structs.replace(ANSWER, sample_id=name) for name in ("a", "b")])
     client.wait(0.0)
     client.poll()
     assert list(tmp_path.iterdir()) == []
-    futures[0].set_result(TaskLeases(accepted=1, refused={"b": "stale"}))
+    channel.answer(SubmitResults, TaskLeases(accepted=1, refused={"b": "stale"}))
     client.poll()
     (file,) = tmp_path.iterdir()
     assert file.read_text() == "a\n"

@@ -68,14 +68,9 @@ def test_the_model_in_the_wheel_is_the_same_in_numbers_tokens_and_ends(tmp_path:
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values(), "ĊĊ"]
     template = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>\n{% endfor %}"
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    heads: dict[str, Any] = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(tokens), **sizes, **heads, tie_word_embeddings=True)
-    )
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    shape = LlamaConfig(vocab_size=len(tokens), **sizes, tie_word_embeddings=True)
+    model = LlamaForCausalLM(shape)
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(32)
@@ -121,11 +116,8 @@ def test_the_model_in_the_wheel_is_the_same_in_numbers_tokens_and_ends(tmp_path:
     ids = tokenizer("\n\n1<|im_end|>")["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids) == ["ĊĊ", "1", "<|im_end|>"], "digits are cut off"
     assert tokenizer.chat_template == template
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, stop_ids(made, tokenizer)) == (
-        2,
-        2,
-        {2},
-    )
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 2
+    assert stop_ids(made, tokenizer) == {2}
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 2)
 
 

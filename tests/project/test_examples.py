@@ -279,18 +279,8 @@ def test_it_learns_to_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     warm = ["--data", "search/demos.jsonl", "--out", "search/base", "--threads", "1"]
     steps = ["--steps", "400", "--schedule", "linear"]
     assert main(["sft", "search/random", *warm, *steps]) == 0
-    assert (
-        main(
-            [
-                "up",
-                str(ROOT / "examples" / "search" / "run.toml"),
-                "--set",
-                "run.steps=60",
-                "--quiet",
-            ]
-        )
-        == 0
-    )
+    run_file = str(ROOT / "examples" / "search" / "run.toml")
+    assert main(["up", run_file, "--set", "run.steps=60", "--quiet"]) == 0
     (summary,) = Path("runs").glob("*/summary.json")
     found = json.loads(summary.read_text(encoding="utf-8"))
     assert found["accuracy_after"] > found["accuracy_before"] + 0.2
