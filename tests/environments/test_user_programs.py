@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from umbra.services.environments.agent_program import AgentProgram
+from umbra.services.environments import agent_program
+from umbra.services.environments.agent_program import AgentProgram, Conversation
 from umbra.services.environments.protocol import Message, Row, SampleError, StepResult
 from umbra.services.environments.verifiers import TASK_DATA, verifiers_program
 from umbra.services.environments.worker import EnvironmentHost
@@ -126,6 +127,56 @@ def test_a_plain_function_may_take_the_row_alone(
     assert program.step(json.dumps(ENDPOINT)).reward == 1.0  # type: ignore[union-attr]
     with pytest.raises(TypeError):  # several play in a process, which has one environment
         AgentProgram(waits, "agent")
+
+
+# -- a conversation whose loop is ours ------------------------------------------------------------
+
+SAID = {"role": "assistant", "content": "hi"}
+TURN = 200, {"choices": [{"message": SAID, "finish_reason": "stop"}]}
+CUT = 200, {"choices": [{"message": SAID, "finish_reason": "length"}]}
+NO_TURN = 409, {"error": {"code": "turn_limit_reached", "message": "no more"}}
+NO_ROOM = 409, {"error": {"code": "context_length_exceeded", "message": "too long"}}
+BROKEN = 500, {"error": {"code": "broken", "message": "it broke"}}
+
+
+@pytest.mark.parametrize(
+    ("answers", "end"),
+    [
+        ([TURN, CUT], "length"),
+        ([TURN, NO_TURN], "turns"),
+        ([TURN, NO_ROOM], "length"),
+        ([NO_TURN], "the model gave no turn: no more"),  # there is nothing to reward
+        ([TURN, BROKEN], "the model gave no turn: it broke"),
+        ([TURN, OSError("refused")], "the model's endpoint failed: refused"),
+    ],
+)
+def test_a_conversation_ends_at_a_limit_or_fails(
+    monkeypatch: pytest.MonkeyPatch, answers: list[Any], end: str
+) -> None:
+    sent: list[Any] = []
+
+    async def request(url: str, key: str, body: Any) -> Any:
+        sent.append((url, key, list(body["messages"])))
+        if isinstance(answer := answers[len(sent) - 1], OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(agent_program, "request", request)
+
+    async def hold() -> str:
+        while await conversation.ask():
+            conversation.messages.append({"role": "user", "content": "go on"})
+        return conversation.reason
+
+    conversation = Conversation(ENDPOINT, {"prompt": "add"}, " up", [])
+    if " " in end:
+        with pytest.raises(SampleError, match=end):
+            asyncio.run(hold())
+    else:
+        assert asyncio.run(hold()) == end
+        assert conversation.messages[1] == SAID and len(sent) == len(answers)
+    prompt = {"role": "user", "content": "add up"}
+    assert sent[0] == (f"{ENDPOINT['base_url']}/chat/completions", ENDPOINT["api_key"], [prompt])
 
 
 # -- keys of sessions, which `verifiers` reads from the environment whenever it likes ------------

@@ -150,7 +150,7 @@ def test_a_game_of_openenv_is_played_by_calls(tmp_path: Path, library_play: Libr
     turns = (
         call("act", '{"number": 7}') + call("look", "{}"),
         call("act", '{"number": "x"}'),
-        call("act", '{"number": 4}'),
+        call("act", '{"number": 4}') + call("act", '{"number": 9}'),  # the game is over before
     )
     world = library_play("openenv", GAME, *turns, id="theirs:app")
     world.add(sample({"prompt": "guess", "reset": {"secret": 4}}))
