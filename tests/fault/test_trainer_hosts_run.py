@@ -4,11 +4,12 @@ Needs `unshare` and `ip` and the right to make namespaces; skipped with the reas
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.machines import check_ledger, needs_hosts, on_hosts, umbra
+from fakes.machines import check_ledger, needs_hosts, on_hosts
 from fakes.slowness import limit, seconds
 from safetensors.torch import load_file
 
@@ -16,56 +17,23 @@ from umbra.services.trainer.checkpoints.folder import export_checkpoint
 
 LIMIT_S = limit(250.0)
 LONG_S = limit(600.0)  # for what happens to four hosts
-# A random model earns something, and different things.
-REWARD = """
-def score(prompt, completion, row):
-    return len(set(completion)) / 12
-"""
-RUN = """
-[run]
-name = "hosts"
-broker_grace_s = 1200
-[model]
-path = "FOLDER/base"
-[data]
-prompts = "FOLDER/sort/prompts.jsonl"
-[environment]
-kind = "reward"
-reward = "varied:score"
-[sampling]
-max_tokens = 12
-[buffer]
-group_size = 4
-batch_groups = 4
-run_ahead = 1
-max_staleness = 3
-[generator]
-device = "cpu"
-threads = 1
-slots = 32
-max_context = 64
-[trainer]
-device = "cpu"
-threads = 1
-pack_tokens = 64
-ranks = 4
-nodes = 2
-rendezvous = "10.78.0.1:29500"
-rank_timeout_s = RANK_TIMEOUT_S
-[checkpoint]
-every = 2
-"""
+KEYS = {  # on top of the run file of `project`
+    "run": "broker_grace_s = 1200",
+    "buffer": "run_ahead = 1\nmax_staleness = 3",
+    "trainer": 'pack_tokens = 64\nranks = 4\nnodes = 2\nrendezvous = "10.78.0.1:29500"',
+}
 
 
 def run(folder: Path, steps: int, settings: dict[str, Any]) -> dict[str, list[int]]:
     """A run of so many steps, all of whose samples are trained; exit codes by process."""
     needs_hosts()
-    umbra(folder, "make-model", "base", "--hidden", "32", "--ff", "64")
-    sizes = ("--prompts", "64", "--heldout", "8", "--demos", "1")
-    umbra(folder, "make-task", "sort", "--out", "sort", *sizes)
-    text = RUN.replace("FOLDER", str(folder)).replace("[run]", f"[run]\nsteps = {steps}")
-    text = text.replace("RANK_TIMEOUT_S", f"{seconds(10.0):g}")
-    (folder / "varied.py").write_text(REWARD, encoding="utf-8")
+    text = (folder / "run.toml").read_text(encoding="utf-8")
+    text = text.replace("steps = 4", f"steps = {steps}")
+    text = re.sub(r"(lease|dead_after)_s = .*\n", "", text)  # nobody is missed so soon here
+    for section, keys in KEYS.items():
+        text = text.replace(f"[{section}]\n", f"[{section}]\n{keys}\n")
+    # The last section is [trainer].
+    text += f"rank_timeout_s = {seconds(10.0):g}\n[checkpoint]\nevery = 2\n"
     (folder / "run.toml").write_text(text, encoding="utf-8")
     codes = json.loads(on_hosts("hosts_run", folder, json.dumps(settings)))
     check_ledger(folder / "alpha" / "run" / "buffer.json", steps * 16)
@@ -79,15 +47,14 @@ def check_export(folder: Path, steps: int) -> None:
     assert not list(beta.glob("checkpoints/step-*"))
     (alpha / "checkpoints" / "node-1").symlink_to(beta / "checkpoints" / "node-1")
     last = alpha / "checkpoints" / f"step-{steps}"
-    exported = load_file(
-        export_checkpoint(last, folder / "hf", str(folder / "base")) / "model.safetensors"
-    )
+    hf = export_checkpoint(last, folder / "hf", str(folder / "model"))
+    exported = load_file(hf / "model.safetensors")
     for name, tensor in load_file(alpha / "model" / "model.safetensors").items():
         assert exported[name].equal(tensor)
 
 
 @pytest.mark.timeout(300)
-def test_a_trainer_host_is_lost_and_comes_back(tmp_path: Path) -> None:
+def test_a_trainer_host_is_lost_and_comes_back(project: Path) -> None:
     """1. A run begins. 2. All of the second trainer host is killed, and its memory is gone.
 
     Result: the trainer starts again on both, the run ends, and every sample is accounted for.
@@ -95,17 +62,17 @@ def test_a_trainer_host_is_lost_and_comes_back(tmp_path: Path) -> None:
     steps = 12
     loss = {"host": "beta", "steps": 5, "back": {"ended": "alpha/trainer"}}
     hosts = {"hosts": ["alpha", "beta", "gamma"], "relays": []}
-    codes = run(tmp_path, steps, {**hosts, "losses": [loss], "limit_s": LIMIT_S})
+    codes = run(project, steps, {**hosts, "losses": [loss], "limit_s": LIMIT_S})
     assert codes["alpha/trainer"] == [5, 0], "it lost the other host"
     assert codes["beta/trainer"] == [0]
     for other in ("alpha/buffer", "gamma/generator"):
         assert codes[other] == [0], "nobody else had to start again"
-    assert "node 1 (beta)" in (tmp_path / "alpha-trainer.log").read_text()
+    assert "node 1 (beta)" in (project / "alpha-trainer.log").read_text()
 
 
 @pytest.mark.real
 @pytest.mark.timeout(650)
-def test_each_of_four_hosts_is_lost(tmp_path: Path) -> None:
+def test_each_of_four_hosts_is_lost(project: Path) -> None:
     """1. The second trainer host is lost and comes back. 2. So is a generator host with a relay.
 
     3. So is the first trainer host, with buffer and weight hub. 4. The other generator host is lost
@@ -121,13 +88,13 @@ def test_each_of_four_hosts_is_lost(tmp_path: Path) -> None:
         {"host": "delta", "steps": 3},
     ]
     hosts = {"hosts": ["alpha", "beta", "gamma", "delta"], "relays": ["gamma"]}
-    codes = run(tmp_path, steps, {**hosts, "losses": losses, "limit_s": LONG_S})
+    codes = run(project, steps, {**hosts, "losses": losses, "limit_s": LONG_S})
     assert codes["alpha/trainer"] == [5, 0], "it lost beta"
     assert codes["beta/trainer"] == [5, 0], "it lost alpha"
     assert codes["delta/generator"] == [], "it was never seen again"
     others = ("alpha/buffer", "alpha/weight-hub", "beta/part", "gamma/relay", "gamma/generator")
     assert {name: codes[name] for name in others} == {name: [0] for name in others}
-    lines = (tmp_path / "gamma" / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = (project / "gamma" / "run" / "metrics.jsonl").read_text().splitlines()
     pushed = [row for row in map(json.loads, lines) if row["kind"] == "push"]
     assert {row["plane"] for row in pushed} == {"shm"}, "the relay served its generator"
     assert max(row["version"] for row in pushed) >= steps - 1, "it served to the end"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Generator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from fakes.gpu_world import hub_worker
 from fakes.hub_bench import WAIT_S, Bench, publish_slot, take
 from fakes.one_gpu import SHARED
+from fakes.waiting import until
 
 from umbra.proto.records import NcclRound
 from umbra.services.config import WeightHubConfig as WeightHubConfig
@@ -97,9 +97,7 @@ class Engine:
 
 
 def planes_used(bench: Bench, count: int) -> set[object]:
-    look = threading.Event()
-    while len(bench.rows()) < count:
-        look.wait(0.01)
+    until(lambda: len(bench.rows()) >= count, f"{count} rows")
     return {row["plane"] for row in bench.rows()}
 
 
