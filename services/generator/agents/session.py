@@ -72,7 +72,7 @@ class _Place:
         return continues(self.history[-1], shorter)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Open:
     call: Call
     mark: bytes  # the same for the same call
@@ -101,9 +101,7 @@ class AgentSession:
     verdict: str = ""  # why nothing more is expected of the agent
     _places: list[_Place] = field(default_factory=list[_Place])  # the last alone without branches
     _open: _Open | None = None  # what the model answers
-    _waiting: deque[_Open] = field(default_factory=deque[_Open])  # what it answers after that
-    # By the call's mark, also those to come.
-    _answers: dict[bytes, Future[Answer]] = field(default_factory=dict[bytes, Future[Answer]])
+    _calls: list[_Open] = field(default_factory=list[_Open])  # that, those to come, newest answered
 
     @property
     def asking(self) -> bool:
@@ -129,23 +127,21 @@ class AgentSession:
         """
         self._check_open()
         mark = hashlib.blake2b(msgspec.json.encode(call), digest_size=16).digest()
-        if repeated and (answer := self._answers.get(mark)) is not None:
-            return answer
+        for known in reversed(self._calls) if repeated else ():
+            if known.mark == mark:
+                return known.answer
         pending = _Open(call, mark, Future())
         pending.answer.set_running_or_notify_cancel()  # whoever waits for it can't cancel it
         if not self.asking:
             self._ask(pending)
-        elif self.branches:
-            self._waiting.append(pending)
-        else:
+        elif not self.branches:
             raise ApiError(
                 "the model still answers an earlier request of this session: ask one by one, work "
                 "on several samples in a session each, or train on branches "
                 '(environment.branches = "train")',
                 code="request_under_way",
             )
-        self._answers.pop(mark, None)  # the newest come last
-        self._answers[mark] = pending.answer
+        self._calls.append(pending)
         return pending.answer
 
     def answered(self, turn: Turn | UmbraError, now: float) -> None:
@@ -161,20 +157,19 @@ class AgentSession:
             self._places = [*self._places, place] if self.branches else [place]
             self.turns += 1
             pending.answer.set_result(answer)
-            finished = [mark for mark, answer in self._answers.items() if answer.done()]
-            for mark in finished[: -_ANSWERS if self.branches else -1]:
-                del self._answers[mark]
+            finished = [known for known in self._calls if known.answer.done()]
+            for known in finished[: -_ANSWERS if self.branches else -1]:
+                self._calls.remove(known)
         else:
             self.refusal = str(turn)
             code = turn.code if isinstance(turn, RefusedError) else "invalid_prompt"
             self._refuse(pending, ApiError(str(turn), code=code))
-        while self._waiting and not self.asking:
-            waiting = self._waiting.popleft()
+        while not self.asking and (waiting := self._unanswered()):
             try:
                 self._check_open()
-                self._ask(waiting)
+                self._ask(waiting[0])
             except ApiError as error:
-                self._refuse(waiting, error)
+                self._refuse(waiting[0], error)
 
     def rewarded(self, result: StepResult) -> None:
         """Take the reward.
@@ -211,19 +206,19 @@ class AgentSession:
         """End the session: pending requests, and any later ones, get the error `why`."""
         self.over = why
         self.deadline = math.inf
-        for pending in filter(None, (self._open, *self._waiting)):
+        for pending in self._unanswered():
             self._refuse(pending, why)
-        self._open, self.row = None, {}
-        for table in (self._waiting, self._places, self._answers):
-            table.clear()
+        self._open, self.row, self._places, self._calls = None, {}, [], []
 
     def _check_open(self) -> None:
         if self.over is not None:
             raise self.over
 
+    def _unanswered(self) -> list[_Open]:
+        return [call for call in self._calls if not call.answer.done()]
+
     def _refuse(self, pending: _Open, error: ApiError) -> None:
-        if self._answers.get(pending.mark) is pending.answer:
-            del self._answers[pending.mark]
+        self._calls.remove(pending)
         pending.answer.set_exception(error)
 
     def _ask(self, pending: _Open) -> None:
