@@ -305,8 +305,8 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
     broker = next((node for node in staying if node.name == file.cluster.broker), staying[0])
     training = _group_of("train", groups)
     home, *others = [node for node, _ in training.places]
-    ranks = _ranks_per_node(config, training)
-    config = _spread_config(config, training, ranks, file.cluster)
+    config = _spread_trainer(config, training, file.cluster)
+    ranks = config.trainer.ranks // len(training.places)  # on each node
     # Hub and relays send from a GPU where plane `nccl` may be chosen for them. It never is where no
     # host has all of a version: with several trainer nodes.
     several = len(file.nodes) > 1 and not others
@@ -333,20 +333,23 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
     return Plan(run_id, config, file.cluster, tuple(file.nodes), tuple(groups), tuple(processes))
 
 
-def _ranks_per_node(config: RunConfig, group: TaskGroup) -> int:
-    """Return the trainer's ranks per node: one per GPU, or as trainer.ranks says."""
-    ranks, nodes = config.trainer.ranks, len(group.places)
+def _spread_trainer(config: RunConfig, group: TaskGroup, cluster: ClusterSpec) -> RunConfig:
+    """Return `config` with the trainer's nodes, all its ranks, and its rendezvous.
+
+    There is a rank for each GPU, or there are as many as trainer.ranks says.
+    """
+    trainer, plane, nodes = config.trainer, config.weight_hub.plane, len(group.places)
     counts = [len(gpus) for _, gpus in group.places]
-    smallest, largest = min(counts), max(counts)
+    smallest, largest, ranks = min(counts), max(counts), trainer.ranks
     if largest and ranks == 1:
+        ranks = smallest * nodes
         if smallest != largest:
             has = ", ".join(f"{node.name} {len(gpus)}" for node, gpus in group.places)
             raise UsageError(
                 f"a trainer has as many ranks on each of its nodes, but the nodes of "
                 f"{group.describe()} have different numbers of GPUs ({has}): set trainer.ranks to "
-                f"{smallest * nodes}, or list nodes of one kind first"
+                f"{ranks}, or list nodes of one kind first"
             )
-        return smallest
     if ranks % nodes:
         raise UsageError(
             f"trainer.ranks = {ranks} cannot be divided equally over the {nodes} nodes of "
@@ -358,14 +361,6 @@ def _ranks_per_node(config: RunConfig, group: TaskGroup) -> int:
             f"trainer.ranks = {ranks}, but {group.describe()} has {smallest * nodes} GPUs "
             f"({group.arithmetic}): raise its ratio, or lower trainer.ranks"
         )
-    return ranks // nodes
-
-
-def _spread_config(
-    config: RunConfig, group: TaskGroup, ranks: int, cluster: ClusterSpec
-) -> RunConfig:
-    """Return `config` with the trainer's nodes, all its ranks, and its rendezvous."""
-    nodes, trainer, plane = len(group.places), config.trainer, config.weight_hub.plane
     rendezvous = trainer.rendezvous
     if nodes > 1:
         if rendezvous:
@@ -373,11 +368,11 @@ def _spread_config(
                 f"trainer.rendezvous = {rendezvous}, but the plan chooses where a "
                 "trainer's ranks meet: leave it out"
             )
-        if ranks % trainer.sequence_parallel:
+        if ranks // nodes % trainer.sequence_parallel:
             raise UsageError(
                 f"trainer.sequence_parallel = {trainer.sequence_parallel} does not divide the "
-                f"{ranks} ranks on each node of {group.describe()}: ranks that share the tokens of "
-                "a row have to be on one node"
+                f"{ranks // nodes} ranks on each node of {group.describe()}: ranks that share the "
+                "tokens of a row have to be on one node"
             )
         if plane in ("shm", "nccl"):
             raise UsageError(
@@ -386,7 +381,7 @@ def _spread_config(
             )
         rendezvous = f"{group.places[0][0].address}:{cluster.port(Port.RENDEZVOUS)}"
     change = msgspec.structs.replace
-    resolved = change(trainer, nodes=nodes, ranks=nodes * ranks, rendezvous=rendezvous)
+    resolved = change(trainer, nodes=nodes, ranks=ranks, rendezvous=rendezvous)
     return change(config, trainer=resolved)
 
 
