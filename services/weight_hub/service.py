@@ -42,6 +42,7 @@ BUSY_POLL_S = 0.01  # while a plane works
 UPSTREAM = HubPeer("upstream", "")  # who writes the versions of a daemon with an upstream
 
 Reply = Callable[[m.Message], object]
+OfWriter = m.RegisterManifest | m.AcquireSlot | m.Publish  # who writes the versions
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class WeightHub:
         self._metrics = metrics
         self._upstream = upstream
         self._clock = clock
-        self._asked: SimpleQueue[tuple[m.Message, Future[m.Message]]] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[OfWriter, Future[m.Message]]] = SimpleQueue()
         self._is_leaving = False
         self._arena: Arena | None = None
         self._token = uuid.uuid4().hex[:8]  # another hub on this machine may have the same run id
@@ -166,7 +167,7 @@ class WeightHub:
             self._apply()
         return len(requests)
 
-    def ask(self, body: m.Message) -> Future[m.Message]:
+    def ask(self, body: OfWriter) -> Future[m.Message]:
         """Have `step` handle a request of the daemon's own receiver; on any thread."""
         answer: Future[m.Message] = Future()
         if self._is_leaving:
@@ -238,7 +239,7 @@ class WeightHub:
             case _:
                 pass  # an Ok or Nack that nobody asked for
 
-    def _versions(self, reply: Reply, peer: HubPeer, body: m.Message) -> None:
+    def _versions(self, reply: Reply, peer: HubPeer, body: OfWriter) -> None:
         """Handle a message of whoever writes the versions."""
         match body:
             case m.RegisterManifest():
@@ -252,8 +253,6 @@ class WeightHub:
                     reply(m.Nack(code="malformed", reason=reason, path="checksums"))
                 else:
                     self.protocol.publish(reply, peer, body, self._clock())
-            case _:
-                raise TypeError(f"unexpected message {type(body).__name__}")
 
     def _refuse(self, request: Request, nack: m.Nack) -> None:
         kind = type(request.body).__name__

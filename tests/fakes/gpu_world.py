@@ -19,7 +19,7 @@ from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.weights.gpu import cuda
 from umbra.services.weights.planes.cuda_ipc import IpcHub
 from umbra.services.weights.planes.nccl import NcclHub
-from umbra.services.weights.planes.receiving import GpuPlane, GpuReceiving, StagedPlanes, find_gpu
+from umbra.services.weights.planes.receiving import GpuReceiving, StagedPlanes, find_gpu
 from umbra.services.weights.receiver import Receiver
 
 DOUBLE = Path(__file__).parent / "cuda_double"
@@ -46,7 +46,7 @@ class GpuWorld:
         name: str,
         plane: str = "auto",
         device: int = 0,
-        planes: tuple[GpuPlane, ...] = ("cuda_ipc", "nccl"),
+        planes: tuple[str, ...] = ("cuda_ipc", "nccl"),
         loads: bool = False,
         **environ: str,
     ) -> GpuReceiving:

@@ -14,6 +14,7 @@ from umbra.proto.records import GpuFacts
 from umbra.services.config import WeightHubConfig
 from umbra.services.weights.gpu import cuda
 from umbra.services.weights.gpu.worker import GpuWorker, GpuWorkerProcess
+from umbra.services.weights.planes import receiving
 from umbra.services.weights.planes.nccl import CommunicatorRanks, NcclGroup, Rounds
 from umbra.services.weights.planes.plane import (
     Side,
@@ -23,7 +24,7 @@ from umbra.services.weights.planes.plane import (
     obstacle,
     unavailable,
 )
-from umbra.services.weights.planes.receiving import gpu_for, host_planes
+from umbra.services.weights.planes.receiving import open_planes
 
 FACTS = GpuFacts(nccl=22809, cuda_major=13, environment="a", variables={"NCCL_NET": "Socket"})
 FAKE = (str(Path(__file__).parents[1] / "programs" / "fake_gpu_worker.py"),)
@@ -230,24 +231,34 @@ def test_without_cuda_the_planes_and_the_check_say_why() -> None:
     assert "no such order" in GpuWorker(0).carry_out({"op": "dance"})["error"]
 
 
+def config(plane: str) -> WeightHubConfig:
+    return msgspec.convert({"plane": plane}, WeightHubConfig)
+
+
+def test_a_gpu_plane_that_is_set_by_name_is_the_only_one_offered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiving, "find_gpu", lambda *_, **__: None)
+    assert open_planes(config("nccl"), "cuda").offered == []
+
+
 @no_cuda
 def test_a_receiver_that_asks_for_a_gpu_plane_is_told_why_not() -> None:
-    def config(plane: str) -> WeightHubConfig:
-        return msgspec.convert({"plane": plane}, WeightHubConfig)
-
-    assert gpu_for(config("auto"), "cpu") is None
-    assert gpu_for(config("auto"), "cuda:0") is None
-    assert gpu_for(config("tcp"), "cuda:0") is None
+    for plane, device, offered in (
+        ("auto", "cpu", ["shm", "tcp"]),
+        ("auto", "cuda:0", ["shm", "tcp"]),
+        ("tcp", "cuda:0", ["tcp"]),
+        ("shm", "cpu", ["shm"]),
+    ):
+        planes = open_planes(config(plane), device)
+        assert (planes.offered, planes.facts) == (offered, None)
     with pytest.raises(UsageError, match=r'"nccl" cannot be used here: .*(cupy|CUDA)'):
-        gpu_for(config("nccl"), "cpu")
+        open_planes(config("nccl"), "cpu")
     for device, gpus, where in (("cpu", 1, "cpu"), ("cuda:0", 2, r"2 \(generator.tensor_parallel")):
         with pytest.raises(
             UsageError, match=rf'"cuda_ipc" needs a receiver on one GPU, .* on {where}'
         ):
-            gpu_for(config("cuda_ipc"), device, gpus)
-    assert host_planes("auto") == ["shm", "tcp"]
-    assert host_planes("nccl") == []
-    assert host_planes("tcp") == ["tcp"]
+            open_planes(config("cuda_ipc"), device, gpus=gpus)
 
 
 def test_cuda_ipc_is_within_one_gpu_of_one_host() -> None:

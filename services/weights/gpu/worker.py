@@ -33,7 +33,7 @@ import msgspec
 
 from umbra.proto.deadline import Deadline, Pace
 from umbra.proto.errors import PeerLostError, UmbraError, UsageError, service_thread
-from umbra.proto.records import GpuFacts
+from umbra.proto.records import GpuFacts, NcclRound
 from umbra.services.process.child import ChildProcess, child_environ, start_worker
 from umbra.services.process.parent import parents_end
 from umbra.services.process.pipe import Pipe
@@ -82,6 +82,7 @@ class GpuWorkerProcess:
         self._chunk_bytes = 0
         self._attach_s = START_S
         self._state = "none"  # of the arena: "none", "attaching", "attached"
+        self._entered = b""  # unique id of the communicator that it is in
         self.memory: bytes | None = None  # the handle of its device memory, once it is exported
 
     @property
@@ -122,6 +123,21 @@ class GpuWorkerProcess:
             answer = yield from self.answer(START_S, abortable=False)
             self.memory = bytes.fromhex(answer["handle"])
         return self.memory
+
+    def broadcast(self, group: NcclRound, slot: int, limit_s: float) -> Generator[None, None, None]:
+        """Broadcast `slot`, or receive it there, in the communicator of `group`; as `answer`.
+
+        The worker enters that first, unless it is in it since the last broadcast.
+        """
+        entered, self._entered = self._entered, b""  # if this breaks off, it is in none
+        epoch, wait_s = group.epoch, group.deadline_s
+        if group.uid != entered:
+            uid = group.uid.hex()
+            self.order("join", epoch=epoch, uid=uid, rank=group.rank, size=group.size)
+            yield from self.answer(wait_s, abortable=False)
+        self.order("transfer", epoch=epoch, slot=slot, deadline_s=wait_s)
+        yield from self.answer(limit_s)
+        self._entered = group.uid
 
     def order(self, op: str, fd: int = -1, **arguments: Any) -> None:
         """Give an order to the worker, started if need be; PeerLostError if it has ended."""
@@ -184,7 +200,7 @@ class GpuWorkerProcess:
     def kill(self) -> None:
         """Kill it; the next command starts another."""
         process, self._process = self._process, None
-        self._pending, self._state, self.memory = 0, "none", None
+        self._pending, self._state, self._entered, self.memory = 0, "none", b"", None
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None

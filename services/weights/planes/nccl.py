@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, replace
 
-import msgspec
+from msgspec import structs
 
 from umbra.proto.deadline import Pace
 from umbra.proto.errors import UmbraError
@@ -341,18 +341,19 @@ class NcclHub(HubEnd):
 
     def _announce(self, current: Round) -> None:
         self._announced, communicator = current, current.communicator
+        group = NcclRound(
+            epoch=communicator.epoch,
+            uid=self._uid,
+            rank=0,
+            size=communicator.size,
+            chunk_bytes=self._chunk_bytes,
+            deadline_s=self._wait_s,
+        )
         for name in sorted(current.open):
-            group = NcclRound(
-                epoch=communicator.epoch,
-                uid=self._uid,
-                rank=communicator.ranks[name],
-                size=communicator.size,
-                chunk_bytes=self._chunk_bytes,
-                deadline_s=self._wait_s,
-            )
-            prepare = msgspec.structs.replace(current.prepares[name], round=group)
+            theirs = structs.replace(group, rank=communicator.ranks[name])
+            prepare = structs.replace(current.prepares[name], round=theirs)
             self._outcomes.append(Settled(name, prepare))
-        self._thread.start(lambda: self._send(current, self._uid))
+        self._thread.start(lambda: self._send(group, current.slot))
 
     def _give_up(self, failed: Round | None, reason: str) -> None:
         if failed is None:
@@ -372,19 +373,14 @@ class NcclHub(HubEnd):
         result(self.worker.attached(), self._thread.cancelled.is_set)
         return bytes.fromhex(self.worker.call("unique_id", self._wait_s)["uid"])
 
-    def _send(self, current: Round, uid: bytes) -> bytes:
-        group, cancelled, wait_s = current.communicator, self._thread.cancelled.is_set, self._wait_s
+    def _send(self, group: NcclRound, slot: int) -> bytes:
+        sending = self.worker.broadcast(group, slot, self._transfer_s)
         try:
-            if group.fresh:
-                self.worker.order("join", epoch=group.epoch, uid=uid.hex(), rank=0, size=group.size)
-                result(self.worker.answer(wait_s, abortable=False), cancelled)
-            slot = current.slot
-            self.worker.order("transfer", epoch=group.epoch, slot=slot, deadline_s=wait_s)
-            result(self.worker.answer(self._transfer_s), cancelled)
+            result(sending, self._thread.cancelled.is_set)
         except UmbraError:
             self.worker.begin()  # if it was killed, so that it is there for the next round
             raise
-        return uid
+        return group.uid
 
 
 class NcclReceiver:
@@ -406,7 +402,6 @@ class NcclReceiver:
         self._worker = worker
         self._arena = arena
         self._pull = pull
-        self._entered = b""  # unique id of the communicator that the worker is in
         self._gpu = gpu
         self._memory: DeviceMemory | None = None
         worker.use(arena, chunk_bytes, pace)
@@ -422,7 +417,10 @@ class NcclReceiver:
         self._pull.overwritten(target)
         error = ""
         try:
-            yield from self._broadcast(message.round, target)
+            yield from self._export()
+            limit = self._pace.after(TRANSFER_DEADLINES * message.round.deadline_s)
+            limit_s = limit.limit_s(self._arena.slot_bytes)
+            yield from self._worker.broadcast(message.round, target, limit_s)
         except UmbraError as problem:
             log.warning("broadcast of version %d: %s", message.version, problem)
             error = str(problem)
@@ -442,19 +440,6 @@ class NcclReceiver:
         self._worker.kill()  # first: it writes into the arena
         self._pull.close()
         self._arena.close()
-
-    def _broadcast(self, group: NcclRound, slot: int) -> Generator[None, None, None]:
-        entered, self._entered = self._entered, b""  # if this breaks off, it is in none
-        yield from self._export()
-        epoch, worker = group.epoch, self._worker
-        if group.uid != entered:
-            uid = group.uid.hex()
-            worker.order("join", epoch=epoch, uid=uid, rank=group.rank, size=group.size)
-            yield from worker.answer(group.deadline_s, abortable=False)
-        worker.order("transfer", epoch=epoch, slot=slot, deadline_s=group.deadline_s)
-        limit = self._pace.after(TRANSFER_DEADLINES * group.deadline_s)
-        yield from worker.answer(limit.limit_s(self._arena.slot_bytes))
-        self._entered = group.uid
 
     def _export(self) -> Generator[None, None, None]:
         """Wait for the worker, and map its device memory; without room there, do without."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.messages import Subscribed
@@ -20,7 +19,6 @@ from umbra.services.weights.planes.nccl import NcclReceiver
 from umbra.services.weights.planes.plane import GPU_PLANES, ReceiverEnd, ShmReceiver, unavailable
 from umbra.services.weights.planes.tcp import TcpReceiver
 
-GpuPlane = Literal["nccl", "cuda_ipc"]
 REMEDY = 'set weight_hub.dtype = "bfloat16", or use a host with more memory'
 AUTO_SHARE = 0.05  # of a GPU that plane auto may take for versions: estimates leave it to nobody
 
@@ -31,7 +29,7 @@ class GpuReceiving:
     """The GPU of a receiver; with `loads` its engine is there alone, and loads from its memory."""
 
     def __init__(
-        self, device: int, planes: Sequence[GpuPlane], config: WeightHubConfig, *, loads: bool
+        self, device: int, planes: Sequence[str], config: WeightHubConfig, *, loads: bool
     ) -> None:
         self.planes = list(planes)
         self._config = config
@@ -80,11 +78,16 @@ class GpuReceiving:
         self.worker.kill()
 
 
-def gpu_for(config: WeightHubConfig, device: str, gpus: int = 1) -> GpuReceiving | None:
-    """Return the GPU of a receiver that computes on `device` (torch's name: cpu, cuda, cuda:1).
+def open_planes(
+    config: WeightHubConfig,
+    device: str,
+    allocate: Callable[[int], memoryview] = private_memory,
+    gpus: int = 1,
+) -> StagedPlanes:
+    """Return the planes of a receiver that computes on `device` (torch's name: cpu, cuda, cuda:1).
 
-    None where `weight_hub.plane` needs no GPU, or is "auto" and there is none. `gpus` are those
-    that its engine is divided over, from `device` on: plane `cuda_ipc` puts a version on one.
+    `gpus` are those that its engine is divided over, from `device` on: plane `cuda_ipc` puts a
+    version on one.
 
     Raises:
         UsageError: a GPU plane is set by name and cannot be used here.
@@ -96,14 +99,17 @@ def gpu_for(config: WeightHubConfig, device: str, gpus: int = 1) -> GpuReceiving
             f'weight_hub.plane = "cuda_ipc" needs a receiver on one GPU, and this one computes on '
             f'{where}: set its device to "cuda", or weight_hub.plane to "auto"'
         )
-    asked: list[GpuPlane] = ["nccl"] if gpus > 1 else ["cuda_ipc", "nccl"]
+    asked = ["nccl"] if gpus > 1 else list(GPU_PLANES)
     if config.plane == "auto" and kind != "cuda":
         asked = []
-    return find_gpu(config, asked, int(index or 0), loads=kind == "cuda" and gpus == 1)
+    gpu = find_gpu(config, asked, int(index or 0), loads=kind == "cuda" and gpus == 1)
+    others = ["shm", "tcp"] if config.plane == "auto" else [config.plane]
+    host_planes = [plane for plane in others if plane not in GPU_PLANES]
+    return StagedPlanes(host_planes, gpu=gpu, config=config, allocate=allocate)
 
 
 def find_gpu(
-    config: WeightHubConfig, asked: Sequence[GpuPlane], device: int, *, loads: bool = False
+    config: WeightHubConfig, asked: Sequence[str], device: int, *, loads: bool = False
 ) -> GpuReceiving | None:
     """Return GPU `device` for all planes among `asked` that `weight_hub.plane` allows.
 
@@ -113,7 +119,7 @@ def find_gpu(
         UsageError: one of them is set by name and cannot be used here.
     """
     reasons = {plane: unavailable(plane) for plane in asked if config.plane in ("auto", plane)}
-    planes: list[GpuPlane] = [plane for plane in asked if reasons.get(plane, "") is None]
+    planes = [plane for plane in asked if reasons.get(plane, "") is None]
     reason = "; ".join(text for text in reasons.values() if text)
     if planes:
         try:
@@ -127,23 +133,6 @@ def find_gpu(
             'or "tcp"'
         )
     return None
-
-
-def host_planes(configured: str) -> list[str]:
-    """Return the planes that a receiver offers besides its GPU's, by `weight_hub.plane`."""
-    if configured == "auto":
-        return ["shm", "tcp"]
-    return [] if configured in GPU_PLANES else [configured]
-
-
-def open_planes(
-    config: WeightHubConfig,
-    device: str,
-    allocate: Callable[[int], memoryview] = private_memory,
-    gpus: int = 1,
-) -> StagedPlanes:
-    gpu = gpu_for(config, device, gpus)
-    return StagedPlanes(host_planes(config.plane), gpu=gpu, config=config, allocate=allocate)
 
 
 class StagedPlanes:

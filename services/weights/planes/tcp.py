@@ -187,9 +187,8 @@ class TcpReceiver:
         Connection i of n to a source fetches buckets i, i+n, i+2n, ... of it.
         """
         began, count, sums = time.perf_counter(), self._config.connections, message.checksums
-        owned = owned_buckets(self.manifest)
-        if len(message.sources) < 2:
-            owned = {0: range(len(sums))}
+        several = len(message.sources) > 1
+        owned = owned_buckets(self.manifest) if several else {0: range(len(sums))}
         assemblies = {
             (owner, connection): Assembly(
                 self._holdings,
@@ -207,15 +206,14 @@ class TcpReceiver:
         try:
             missing = {b for assembly in assemblies.values() for b in assembly.missing}
             yield from (bucket for bucket in range(len(sums)) if bucket not in missing)
-            for (owner, connection), assembly in assemblies.items():
-                if assembly.missing:
-                    source = self._source(owner, connection, message.sources)
-                    fetches.append((source, assembly))
+            fetches = [
+                (self._source(*place, message.sources), assembly)
+                for place, assembly in assemblies.items()
+                if assembly.missing
+            ]
             yield from fetch_together(fetches)
-        except SourceLostError as problem:
-            error, lost = str(problem), True
-        except WireError as problem:
-            error = str(problem)
+        except (SourceLostError, WireError) as problem:
+            error, lost = str(problem), isinstance(problem, SourceLostError)
         if corrupted := sum(assembly.corrupted for assembly in assemblies.values()):
             log.warning("%d buckets of version %d came wrong", corrupted, message.version)
         # They verified at the same time.
