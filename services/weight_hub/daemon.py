@@ -33,11 +33,11 @@ from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weights.arena import Arena, remove_leftovers, run_and_suffix, shm_host
 from umbra.services.weights.manifest import check_manifest, held_whole, owned_ranges
-from umbra.services.weights.planes.bucket_server import BucketStore, StoredVersion
+from umbra.services.weights.planes.bucket_fetch import TcpReceiver
+from umbra.services.weights.planes.bucket_server import BucketStore, StoredVersion, TcpHub
 from umbra.services.weights.planes.nccl import NcclReceiver
 from umbra.services.weights.planes.plane import Background, Receipt, ReceiverEnd, Receiving
 from umbra.services.weights.planes.receiving import GpuReceiving, StagedPlanes
-from umbra.services.weights.planes.tcp import TcpHub, TcpReceiver
 from umbra.services.weights.receiver import Receiver, StagedVersion
 
 ANSWER_S = 60.0  # of the hub in this very process, besides what its arena takes
@@ -68,7 +68,7 @@ class UpstreamPlanes(StagedPlanes):
         # As it is here, whoever has it above.
         asked = self._hub.ask(m.RegisterManifest(manifest=held_whole(manifest)))
         made = _answer(asked, m.ArenaReady, limit_s)
-        store = self._tcp.store
+        store = self._tcp.server.store
         assert store is not None
         arena = Arena.attach(made.path, slot_bytes=size)
 
@@ -76,7 +76,7 @@ class UpstreamPlanes(StagedPlanes):
         pull = TcpReceiver(manifest, slots, self._config, store.encoded, security)
         end: TcpReceiver | NcclReceiver = pull
         if self._gpu is not None and reply.plane == "nccl":
-            end = self._gpu.broadcasts(arena, pull)
+            end = NcclReceiver(self._gpu.worker, arena, self._config.chunk_bytes, pull, pace)
         self._end = UpstreamEnd(self._hub, store, arena, end, pace.limit_s(size))
         return self._end
 

@@ -16,6 +16,7 @@ from umbra.services.weight_hub.push import HubPeer
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import facts
 from umbra.services.weights.gpu.worker import GpuWorkerProcess
+from umbra.services.weights.planes.bucket_server import TcpHub
 from umbra.services.weights.planes.cuda_ipc import IpcHub
 from umbra.services.weights.planes.nccl import NcclHub
 from umbra.services.weights.planes.plane import (
@@ -27,7 +28,6 @@ from umbra.services.weights.planes.plane import (
     choose_plane,
     unavailable,
 )
-from umbra.services.weights.planes.tcp import TcpHub
 
 log = logging.getLogger(__name__)
 

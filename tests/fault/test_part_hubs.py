@@ -21,7 +21,7 @@ from umbra.proto.errors import PeerLostError, RejectedError
 from umbra.proto.net.keys import OPEN, Security
 from umbra.services.weight_hub.daemon import PartHub
 from umbra.services.weights.manifest import owned_ranges
-from umbra.services.weights.planes import tcp
+from umbra.services.weights.planes import bucket_fetch
 from umbra.services.weights.planes.bucket_fetch import Assembly, BucketSource, fetch_together
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
@@ -92,7 +92,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
         made.extend((source.at.endpoint, assembly) for source, assembly in fetches)
         return fetch_together(fetches)
 
-    monkeypatch.setattr(tcp, "fetch_together", noted)
+    monkeypatch.setattr(bucket_fetch, "fetch_together", noted)
     return lambda endpoint: sum(one.wire_bytes for source, one in made if source == endpoint)
 
 

@@ -25,9 +25,9 @@ from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import Security
 from umbra.proto.records import BucketsAt
 from umbra.services.weights.arena import SHM
+from umbra.services.weights.planes.bucket_fetch import TcpReceiver
 from umbra.services.weights.planes.plane import Receipt, ReceiverEnd, Receiving
 from umbra.services.weights.planes.receiving import StagedPlanes
-from umbra.services.weights.planes.tcp import TcpReceiver
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
 

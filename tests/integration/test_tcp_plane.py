@@ -13,7 +13,7 @@ from fakes.waiting import until
 
 from umbra.proto.records import Manifest
 from umbra.services.weights.manifest import build_manifest
-from umbra.services.weights.planes import tcp
+from umbra.services.weights.planes import bucket_server
 from umbra.services.weights.planes.bucket_wire import Records
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver
@@ -124,7 +124,7 @@ def test_a_port_that_is_closed_is_named(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens there
         port = taken.getsockname()[1]
-        monkeypatch.setattr(tcp, "reachable", lambda _endpoint: f"tcp://127.0.0.1:{port}")
+        monkeypatch.setattr(bucket_server, "reachable", lambda _endpoint: f"tcp://127.0.0.1:{port}")
 
         bench.security = of(keys, "weight_hub")
         bench.start(plane="tcp", delta="off")

@@ -18,9 +18,15 @@ from umbra.services.weights import delta
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.worker import result
 from umbra.services.weights.manifest import build_manifest, checksums, item_bytes
-from umbra.services.weights.planes import tcp
-from umbra.services.weights.planes.bucket_fetch import FAILURES, Assembly, BucketSource, Holdings
-from umbra.services.weights.planes.bucket_server import BucketStore, StoredVersion
+from umbra.services.weights.planes import bucket_fetch
+from umbra.services.weights.planes.bucket_fetch import (
+    FAILURES,
+    Assembly,
+    BucketSource,
+    Holdings,
+    TcpReceiver,
+)
+from umbra.services.weights.planes.bucket_server import BucketStore, StoredVersion, TcpHub
 from umbra.services.weights.planes.bucket_wire import Piece
 
 LAYOUT = build_manifest([("a", "BF16", [256, 16]), ("b", "F32", [64, 16])], 4096)
@@ -79,7 +85,7 @@ def test_deltas_lead_from_what_is_held_to_what_is_wanted() -> None:
 
 def test_deltas_are_of_two_versions_while_both_are_in_their_slots() -> None:
     """A bucket that changed too much, or has lost its base, is sent whole; later it is tried."""
-    hub = tcp.TcpHub("tcp://127.0.0.1:*", WeightHubConfig(delta="always"))
+    hub = TcpHub("tcp://127.0.0.1:*", WeightHubConfig(delta="always"))
     hub.layout(Arena.anonymous(slot_bytes=LAYOUT.total_bytes, slots=2), LAYOUT)
     random, sums = Random(0), [0] * COUNT
 
@@ -94,8 +100,8 @@ def test_deltas_are_of_two_versions_while_both_are_in_their_slots() -> None:
         data[:changed] = random.randbytes(changed)
         sums = checksums(LAYOUT, data)
         hub.complete("gen-0", prepare(slot, sums))
-        assert hub.store is not None
-        while (parts := hub.store.parts(0, sums[0], [base], 4096)) is None:
+        assert hub.server.store is not None
+        while (parts := hub.server.store.parts(0, sums[0], [base], 4096)) is None:
             time.sleep(0.001)
         return any(piece.base for piece, _ in parts)
 
@@ -106,12 +112,12 @@ def test_deltas_are_of_two_versions_while_both_are_in_their_slots() -> None:
     assert is_delta(0, 4, 0)
     assert not is_delta(1, 4, 1, 0)
     assert is_delta(0, 4, 0)
-    before = hub.store
+    before = hub.server.store
     assert before is not None and before._read
     hub.layout(Arena.anonymous(slot_bytes=LAYOUT.total_bytes, slots=2), LAYOUT)
-    assert not before._read and hub.store is not before, "it would read the arena before"
+    assert not before._read and hub.server.store is not before, "it would read the arena before"
     assert not is_delta(0, 4)
-    last = hub.store
+    last = hub.server.store
     hub.close()
     assert last is not None and last._executor._shutdown
 
@@ -122,7 +128,7 @@ def test_a_link_is_slow_by_a_whole_version_over_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(BucketStore, "publish", publish)
     for delta_mode in ("auto", "off"):
         config = WeightHubConfig(delta=delta_mode)  # type: ignore[arg-type]
-        hub = tcp.TcpHub("tcp://127.0.0.1:*", config)
+        hub = TcpHub("tcp://127.0.0.1:*", config)
         hub.layout(Arena.anonymous(slot_bytes=whole, slots=1), LAYOUT)
         hub.subscribed("a", "1", Subscribe(host="a", planes=["tcp"]))
         for seconds, nbytes in ((0.0, whole), (1e6, whole - 1), (1e6, whole)):
@@ -170,7 +176,7 @@ def test_a_slot_is_withdrawn_once_nobody_reads_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_chain_is_linked_anew() -> None:
-    hub = tcp.TcpHub("tcp://127.0.0.1:*", WeightHubConfig(delta="off"))
+    hub = TcpHub("tcp://127.0.0.1:*", WeightHubConfig(delta="off"))
     hub.layout(Arena.anonymous(slot_bytes=LAYOUT.total_bytes, slots=1), LAYOUT)
 
     def joins(name: str, where: str) -> None:
@@ -342,9 +348,9 @@ def test_a_receiver_fetches_from_each_host_what_that_has(
         found.extend(set(assembly.missing) for _, assembly in fetches)
         return iter(())
 
-    monkeypatch.setattr(tcp, "fetch_together", fetch)
+    monkeypatch.setattr(bucket_fetch, "fetch_together", fetch)
     memory = memoryview(bytearray(SHARED.total_bytes))
-    receiver = tcp.TcpReceiver(SHARED, [memory], WeightHubConfig())
+    receiver = TcpReceiver(SHARED, [memory], WeightHubConfig())
     message = prepare(0, [1] * len(SHARED.buckets))
     at = [BucketsAt(endpoint=endpoint, key=bytes(48)) for endpoint in sources]
     receipt = result(receiver.receive(msgspec.structs.replace(message, sources=at)))

@@ -25,10 +25,10 @@ from umbra.services.weight_hub.command import _identify
 from umbra.services.weight_hub.daemon import PartHub, UpstreamEnd
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import checksums, owned_buckets, owned_ranges
+from umbra.services.weights.planes.bucket_fetch import TcpReceiver
 from umbra.services.weights.planes.bucket_server import BucketStore
 from umbra.services.weights.planes.bucket_wire import grant
 from umbra.services.weights.planes.plane import Receipt, Receiving
-from umbra.services.weights.planes.tcp import TcpReceiver
 
 MANIFEST = layout(2)
 SIZE = MANIFEST.total_bytes
@@ -65,8 +65,8 @@ class World:
 
     @property
     def store(self) -> BucketStore:
-        assert self.part._tcp.store is not None
-        return self.part._tcp.store
+        assert self.part._tcp.server.store is not None
+        return self.part._tcp.server.store
 
     def hold(self, *, fresh: bool = True, slots: int = 2, path: str | None = None) -> m.PartState:
         """Order an arena, an empty path for none; return the state that answers."""

@@ -1,4 +1,4 @@
-"""Fetches buckets from their sources, over connections that are kept between versions."""
+"""Plane `tcp`, the receiver's side: fetches the buckets that it lacks, and keeps connections."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from umbra.proto.errors import PeerLostError, WireError
+from umbra.proto.messages import Prepare
+from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import BucketsAt, Manifest
+from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.weights import delta
-from umbra.services.weights.manifest import checksum, wrong_checksum
+from umbra.services.weights.manifest import checksum, owned_buckets, wrong_checksum
 from umbra.services.weights.memory import copy, keep_freed_memory
 from umbra.services.weights.planes.bucket_wire import (
     LOOK_S,
@@ -27,6 +30,7 @@ from umbra.services.weights.planes.bucket_wire import (
     Piece,
     Records,
 )
+from umbra.services.weights.planes.plane import Receipt, Receiving
 
 FAILURES = 3  # of one bucket until a version is given up
 CONNECT_S = 2.0
@@ -366,3 +370,96 @@ def fetch_together(fetches: Sequence[tuple[BucketSource, Assembly]]) -> Iterator
         stopping.set()
         for thread in threads:
             thread.join()
+
+
+class TcpReceiver:
+    """A fetcher of versions by buckets, which goes on where it was when a connection breaks.
+
+    Args:
+        buffers: to be filled, `[manifest.total_bytes]` each.
+        delta_came: called with a bucket and each delta of it, before it is yielded.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        buffers: Sequence[memoryview],
+        config: WeightHubConfig,
+        delta_came: DeltaCame | None = None,
+        security: Security = OPEN,
+    ) -> None:
+        self.manifest = manifest
+        self._holdings = Holdings(manifest, buffers)
+        self._config = config
+        self._delta_came = delta_came
+        self._deltas = delta.available()
+        self._sealed = security.keys is not None
+        self._sources: dict[tuple[int, int], BucketSource] = {}  # by owner, and connection
+
+    def receive(self, message: Prepare, target: int = 0) -> Receiving:
+        """Fetch missing buckets of a version into buffer `target`, of each owner from its source.
+
+        Connection i of n to a source fetches buckets i, i+n, i+2n, ... of it.
+        """
+        began, count, sums = time.perf_counter(), self._config.connections, message.checksums
+        several = len(message.sources) > 1
+        owned = owned_buckets(self.manifest) if several else {0: range(len(sums))}
+        assemblies = {
+            (owner, connection): Assembly(
+                self._holdings,
+                target,
+                sums,
+                deltas=self._deltas,
+                buckets=buckets[connection::count],
+            )
+            for owner, buckets in owned.items()
+            for connection in range(count)
+        }
+        stage_s = time.perf_counter() - began
+        fetches: list[tuple[BucketSource, Assembly]] = []
+        error, lost = "", False
+        try:
+            missing = {b for assembly in assemblies.values() for b in assembly.missing}
+            yield from (bucket for bucket in range(len(sums)) if bucket not in missing)
+            fetches = [
+                (self._source(*place, message.sources), assembly)
+                for place, assembly in assemblies.items()
+                if assembly.missing
+            ]
+            yield from fetch_together(fetches)
+        except (SourceLostError, WireError) as problem:
+            error, lost = str(problem), isinstance(problem, SourceLostError)
+        if corrupted := sum(assembly.corrupted for assembly in assemblies.values()):
+            log.warning("%d buckets of version %d came wrong", corrupted, message.version)
+        # They verified at the same time.
+        stage_s += sum(assembly.stage_s for _, assembly in fetches) / max(1, len(fetches))
+        wire_s = max(0.0, time.perf_counter() - began - stage_s)
+        wire_bytes = sum(assembly.wire_bytes for _, assembly in fetches)
+        data = self._holdings.buffers[target]
+        return Receipt(wire_s, stage_s, wire_bytes, error, lost, data=data)
+
+    def _source(self, owner: int, connection: int, sources: Sequence[BucketsAt]) -> BucketSource:
+        if owner >= len(sources) or not sources[owner].endpoint:
+            raise WireError(f"no source has the buckets of trainer host {owner}")
+        if (source := self._sources.get((owner, connection))) is None:
+            frame_bytes = self._config.receive_bucket_bytes
+            source = BucketSource(frame_bytes, self._delta_came, sealed=self._sealed)
+            self._sources[owner, connection] = source
+        source.use(sources[owner])
+        return source
+
+    def overwritten(self, target: int) -> None:
+        """Forget the contents of buffer `target`: a broadcast fills it."""
+        self._holdings.contents[target][:] = [0] * len(self.manifest.buckets)
+
+    def verify(self, target: int, checksums: Sequence[int]) -> Iterator[tuple[int, bool]]:
+        """Check each bucket that a broadcast has filled; yields bucket and result."""
+        for bucket, wanted in enumerate(checksums):
+            right = checksum(self._holdings.area(target, bucket)) == wanted
+            if right:
+                self._holdings.contents[target][bucket] = wanted
+            yield bucket, right
+
+    def close(self) -> None:
+        for source in self._sources.values():
+            source.close()

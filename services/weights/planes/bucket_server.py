@@ -1,4 +1,4 @@
-"""Hands out buckets on TCP connections, with a thread for each: see `bucket_wire`.
+"""Plane `tcp`, the source's side: hands out buckets, with a thread for each connection.
 
 A connection must show its grant within the time of a handshake. Of those that have not, there are
 so many at most; one more costs the address that has the most of them its oldest.
@@ -13,23 +13,27 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Any
 
 import msgspec
 
 from umbra.proto.deadline import LEAST_RATE, Deadline, Pace
 from umbra.proto.errors import WireError, ends_process, service_thread
+from umbra.proto.messages import Prepare, Ready, Subscribe
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.net.server import Refusals
-from umbra.proto.records import Manifest
-from umbra.proto.sockets import HANDSHAKE_MS, tcp_listener
+from umbra.proto.records import BucketsAt, Manifest
+from umbra.proto.sockets import HANDSHAKE_MS, reachable, tcp_listener
+from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.weights import delta
-from umbra.services.weights.manifest import item_bytes
+from umbra.services.weights.arena import Arena
+from umbra.services.weights.manifest import item_bytes, owned_buckets
 from umbra.services.weights.memory import keep_freed_memory
 from umbra.services.weights.planes.bucket_wire import (
     BEAT_S,
@@ -40,8 +44,11 @@ from umbra.services.weights.planes.bucket_wire import (
     Part,
     Piece,
     Records,
+    grant,
 )
+from umbra.services.weights.planes.plane import HubEnd, Settled
 
+FAST_LINK = 1e9  # bytes per second; encoding on two cores is hardly faster
 ENCODED_TOGETHER = 8  # deltas for which senders are woken
 THREADS = 4  # of the encoder, at most
 LONGEST_PAUSE = 16  # versions for which a bucket whose deltas do not pay is not tried again
@@ -269,7 +276,7 @@ class BucketServer:
         self.endpoint = f"{host}:{self._listening.getsockname()[1]}"
         self._news = threading.Condition()  # guards all of these
         self._changes = 0
-        self._store: BucketStore | None = None
+        self.store: BucketStore | None = None  # of the layout
         self._peers: dict[_Peer, None] = {}  # oldest first
         self._closing = False
         self._thread = service_thread(self._accept, "umbra-buckets")
@@ -277,17 +284,17 @@ class BucketServer:
 
     def serve(self, manifest: Manifest) -> BucketStore:
         """Serve a layout; orders for the one before are forgotten, and its store is closed."""
-        if self._store is not None:
-            self._store.close()
+        if self.store is not None:
+            self.store.close()
         store = BucketStore(manifest, self._notify)
         with self._news:
-            self._store = store
+            self.store = store
         self._notify()
         return store
 
     def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
+        if self.store is not None:
+            self.store.close()
         with self._news:
             self._closing = True
             peers = list(self._peers)
@@ -372,7 +379,7 @@ class BucketServer:
         """
         _, raw = records.next(most=ORDER_BYTES)
         with self._news:
-            store = self._store
+            store = self.store
         try:
             order = msgspec.msgpack.decode(raw, type=BucketOrder)
             order.check(len(store.manifest.buckets) if store is not None else 0)
@@ -395,8 +402,128 @@ class BucketServer:
                 with self._news:
                     if self._changes == seen and not self._news.wait(BEAT_S):
                         records.send(Piece(WAIT), b"")
-                    if self._closing or self._store is not store:
+                    if self._closing or self.store is not store:
                         raise ConnectionError("the layout has changed")
             for piece, data in parts:
                 records.send(piece, data, self._pace.limit_s(len(data)))
         records.flush(self._pace.limit_s(0))
+
+
+@dataclass(slots=True)
+class _Fetcher:
+    """A receiver that fetches by plane tcp, or a relay to which others may be sent."""
+
+    host: str
+    serves: str  # weights endpoint, of a relay that was not lost
+    buckets: BucketsAt | None  # of such a relay
+    by_tcp: bool
+    source: str = ""  # the relay that it was last sent to
+    rate: float = inf  # of its link, bytes per second
+
+
+class TcpHub(HubEnd):
+    """The hub's end: the buckets, their deltas, and who fetches from whom.
+
+    Relays fetch from one another, in a chain in the order in which they subscribed: the first one
+    from the hub, every other one from the relay before it, so that the hub sends each byte once,
+    however many nodes there are. Receivers that are no relays fetch from the hub.
+
+    Args:
+        owner: trainer host whose buckets lie in its arena, where there are several.
+    Raises as `BucketServer`.
+    """
+
+    plane = "tcp"
+
+    def __init__(
+        self, endpoint: str, config: WeightHubConfig, security: Security = OPEN, owner: int = 0
+    ) -> None:
+        self.parts: Mapping[int, BucketsAt] = {}  # of the other owners of buckets
+        self._owner = owner
+        self._absent: set[int] = set()  # buckets of others
+        self._always = config.delta == "always"
+        self.server = BucketServer(endpoint, security, config.pace)
+        self.buckets = BucketsAt(endpoint=reachable(self.server.endpoint), key=self.server.secret)
+        self._fetchers: dict[str, _Fetcher] = {}
+        self._arena: Arena | None = None
+        self._deltas = config.delta != "off" and delta.available()
+        if config.delta != "off" and not self._deltas:
+            log.info("no deltas: they need numpy and zstandard (pip install 'umbra-rl[delta]')")
+
+    def layout(self, arena: Arena, manifest: Manifest) -> None:
+        self._arena = arena
+        mine = owned_buckets(manifest).get(self._owner, [])
+        self._absent = set(range(len(manifest.buckets))).difference(mine)
+        self.server.serve(manifest)
+
+    @property
+    def chain(self) -> dict[str, BucketsAt]:
+        """Return the relays that fetch from one another, in order."""
+        return {n: one.buckets for n, one in self._fetchers.items() if one.by_tcp and one.buckets}
+
+    def relay_at(self, host: str) -> str:
+        relays = (one for one in self._fetchers.values() if one.buckets is not None)
+        return next((one.serves for one in relays if one.host == host), "")
+
+    def subscribed(
+        self, name: str, incarnation: str, message: Subscribe, *, by_tcp: bool = True
+    ) -> None:
+        """Note a receiver; one that is not `by_tcp` may be a relay for receivers of this plane."""
+        before = self._fetchers.pop(name, None)
+        rate = before.rate if by_tcp and before is not None else inf
+        where = message.host, message.serves, message.buckets
+        self._fetchers[name] = _Fetcher(*where, by_tcp=by_tcp, rate=rate)
+        if by_tcp and message.buckets is not None:
+            log.info("chain of relays: %s", ", ".join(self.chain))
+
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Sequence[Settled]:
+        return (Settled(name, self.complete(name, prepare)),)
+
+    def complete(self, name: str, message: Prepare) -> Prepare:
+        """Return `message` with the sources from which `name` fetches the version."""
+        assert self.server.store is not None
+        self.offer(message.slot, message.checksums, deltas=self.links_are_slow)
+        chain = self.chain
+        names = list(chain)
+        before = names[names.index(name) - 1] if name in names[1:] else ""
+        if fetcher := self._fetchers.get(name):
+            fetcher.source = before
+        sources = [chain[before] if before else self.buckets]
+        if not before and (owners := self.server.store.manifest.owners):
+            nowhere = BucketsAt(endpoint="", key=b"")
+            sources += [self.parts.get(owner, nowhere) for owner in range(1, max(owners) + 1)]
+        granted = [BucketsAt(endpoint=s.endpoint, key=grant(s.key)) for s in sources]
+        return msgspec.structs.replace(message, sources=granted)
+
+    def offer(self, slot: int, checksums: Sequence[int], *, deltas: bool) -> None:
+        """Hand out our buckets of the version in `slot`, with deltas to the one before."""
+        assert self.server.store is not None and self._arena is not None
+        version = StoredVersion(slot, self._arena.slot(slot), checksums, set(self._absent))
+        self.server.store.publish(version, deltas=self._deltas and deltas)
+
+    def staged(self, name: str, message: Ready) -> None:
+        """Measure the rate of a link over which all bytes of a version travelled."""
+        if (fetcher := self._fetchers.get(name)) is None:
+            return
+        if message.source_lost and (relay := fetcher.source):
+            # Until it subscribes again; the one who has lost the hub has lost no relay.
+            if lost := self._fetchers.get(relay):
+                lost.serves, lost.buckets = "", None
+            log.warning("%s has lost %s, which leaves the chain", name, relay)
+        nbytes = self.server.store.manifest.total_bytes if self.server.store is not None else 0
+        if fetcher.by_tcp and message.wire_s > 0 and message.wire_bytes >= nbytes:
+            fetcher.rate = message.wire_bytes / message.wire_s
+
+    @property
+    def links_are_slow(self) -> bool:
+        return self._always or any(one.rate < FAST_LINK for one in self._fetchers.values())
+
+    def left(self, name: str) -> None:
+        self._fetchers.pop(name, None)
+
+    def granted(self, slot: int) -> None:
+        if self.server.store is not None:
+            self.server.store.withdraw(slot)
+
+    def close(self) -> None:
+        self.server.close()

@@ -122,7 +122,7 @@ class IpcReceiver:
         )
         self._buffers = [private_memory(largest) for _ in range(BUFFERS)]
         self._pinned = [self._device.pin(buffer) for buffer in self._buffers]
-        self._hub: tuple[bytes, DeviceMemory] | None = None  # its memory, by the handle
+        self._hub: DeviceMemory | None = None  # its memory
 
     def receive(self, message: Prepare) -> Receiving:
         """Copy a version within the GPU and verify the copy."""
@@ -158,10 +158,10 @@ class IpcReceiver:
                 self._device.unpin(address)
 
     def _map(self, handle: bytes) -> int:
-        if self._hub is None or handle != self._hub[0]:  # the hub's worker is another than before
+        if self._hub is None or handle != self._hub.handle:  # it has another worker than before
             self._hub = None  # unmapped first
-            self._hub = handle, DeviceMemory(self._device, 0, handle)
-        return self._hub[1].address
+            self._hub = DeviceMemory(self._device, 0, handle)
+        return self._hub.address
 
     def _verify(self, message: Prepare) -> Generator[int | None, None, None]:
         marks = [self._read_back(group) for group in range(min(BUFFERS, len(self._groups)))]

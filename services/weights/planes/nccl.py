@@ -34,8 +34,9 @@ from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import Device, DeviceMemory
 from umbra.services.weights.gpu.worker import GpuWorkerProcess, result
 from umbra.services.weights.manifest import wrong_checksum
+from umbra.services.weights.planes.bucket_fetch import TcpReceiver
+from umbra.services.weights.planes.bucket_server import TcpHub
 from umbra.services.weights.planes.plane import Background, HubEnd, Receipt, Receiving, Settled
-from umbra.services.weights.planes.tcp import TcpHub, TcpReceiver
 
 PATIENCE = 4  # a phase of a push has room for that many waits
 GATHER_S = 1.0  # at most, for others to be ready for a broadcast

@@ -14,10 +14,10 @@ from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import Device, index_of
 from umbra.services.weights.gpu.worker import GpuWorkerProcess
 from umbra.services.weights.memory import private_memory
+from umbra.services.weights.planes.bucket_fetch import TcpReceiver
 from umbra.services.weights.planes.cuda_ipc import IpcReceiver
 from umbra.services.weights.planes.nccl import NcclReceiver
 from umbra.services.weights.planes.plane import GPU_PLANES, ReceiverEnd, ShmReceiver, unavailable
-from umbra.services.weights.planes.tcp import TcpReceiver
 
 REMEDY = 'set weight_hub.dtype = "bfloat16", or use a host with more memory'
 AUTO_SHARE = 0.05  # of a GPU that plane auto may take for versions: estimates leave it to nobody
@@ -52,12 +52,6 @@ class GpuReceiving:
             gpu = Device(index_of(self.facts))
         arena = Arena.anonymous(slot_bytes=manifest.total_bytes, slots=1)
         pull = TcpReceiver(manifest, [arena.slot(0)], self._config, security=security)
-        return self.broadcasts(arena, pull, gpu)
-
-    def broadcasts(
-        self, arena: Arena, pull: TcpReceiver, gpu: Device | None = None
-    ) -> NcclReceiver:
-        """Open an end of plane `nccl` that fills `arena`, whose slots `pull` fills too."""
         config = self._config
         return NcclReceiver(self.worker, arena, config.chunk_bytes, pull, config.pace, gpu)
 
