@@ -21,7 +21,7 @@ from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, given_keys, load_config, to_toml
-from umbra.services.config.rules import cautions, device_faults, implied_staleness
+from umbra.services.config.rules import cautions, describe_staleness, device_faults
 from umbra.services.generator.checks import check_chat
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.modeling.pretrained import import_without_torch
@@ -153,7 +153,7 @@ def _summary(run: RunConfig, changes: list[str], needed: Estimate | None) -> lis
         "batch": f"{groups} groups of {answers} = {groups * answers}",
         "objective": f"{trainer.objective}{f' with {pieces}' if pieces else ''}",
         "staleness": (
-            f"{implied_staleness(run).describe()} (max_staleness {buffer.max_staleness}, "
+            f"{describe_staleness(run)} (max_staleness {buffer.max_staleness}, "
             f"run_ahead {buffer.run_ahead}, minibatches {trainer.minibatches}, epochs "
             f"{trainer.epochs})"
         ),

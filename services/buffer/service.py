@@ -24,7 +24,7 @@ from umbra.services.buffer.prompts import open_prompts
 from umbra.services.buffer.state import RunState
 from umbra.services.buffer.store import Store, StoreFullError, open_store
 from umbra.services.config import RunConfig
-from umbra.services.config.rules import check_feasible, implied_staleness
+from umbra.services.config.rules import check_feasible, describe_staleness
 from umbra.services.process.command import ServiceContext
 from umbra.services.process.files import DISK, READABLE_MODE, explained
 from umbra.services.prompts import Prompt, read_source
@@ -80,9 +80,7 @@ def serve(context: ServiceContext) -> int:
             now=server.listened_s,
             wire=server,
         )
-        context.log.info(
-            "%d prompts; staleness: %s", len(prompts), implied_staleness(config).describe()
-        )
+        context.log.info("%d prompts; staleness: %s", len(prompts), describe_staleness(config))
         broker.save()
         store.commit()
         context.ready({"broker": control, "data": data})

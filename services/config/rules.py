@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from umbra.proto.access import MOST_BYTES
 from umbra.proto.bounds import SUBMITTED, SUPPORT_BYTES
@@ -21,29 +20,19 @@ VLLM_COOLEST = 0.01  # it raises lower temperatures to this, but for 0
 MOST_SUPPORT = 1 << 15  # tokens that could have been drawn in the place of one
 
 
-@dataclass(frozen=True, slots=True)
-class Staleness:
-    """The staleness of a trained token under a configuration.
+def describe_staleness(config: RunConfig) -> str:
+    """Describe how stale a trained token may be, in versions and in optimizer updates.
 
     Versions count committed batches. Each batch is m = minibatches * epochs optimizer updates, the
     last of which sees weights that m - 1 updates of the same batch have changed already.
     """
-
-    bound: int  # versions, at most
-    typical: int  # versions, of a sample that nothing overtakes
-    updates: int  # optimizer updates between the weights of a token and those it trains, at most
-
-    def describe(self) -> str:
-        text = f"at most {self.bound} versions, typically up to {self.typical}"
-        if self.updates == self.bound:
-            return text
-        return f"{text}; at most {self.updates} optimizer updates, as each batch is several"
-
-
-def implied_staleness(config: RunConfig) -> Staleness:
-    buffer, updates = config.buffer, config.trainer.updates_per_batch
-    bound = buffer.max_staleness if buffer.run_ahead else 0
-    return Staleness(bound, min(buffer.run_ahead, bound), bound * updates + updates - 1)
+    bound, per_batch = config.buffer.bound, config.trainer.updates_per_batch
+    typical = min(config.buffer.run_ahead, bound)  # of a sample that nothing overtakes
+    text = f"at most {bound} versions, typically up to {typical}"
+    updates = bound * per_batch + per_batch - 1
+    if updates == bound:
+        return text
+    return f"{text}; at most {updates} optimizer updates, as each batch is several"
 
 
 def check_feasible(config: RunConfig) -> None:

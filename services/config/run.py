@@ -215,6 +215,11 @@ class BufferConfig(Section):
     store_max_bytes: int = key(8 << 30, "bytes in use until no group is issued", ge=64 << 20)
 
     @property
+    def bound(self) -> int:
+        """Return the greatest staleness that is trained on."""
+        return self.max_staleness if self.run_ahead else 0
+
+    @property
     def engine_stall_s(self) -> float:
         """Return the seconds an engine may be busy without a token before its generator ends.
 
@@ -233,8 +238,7 @@ class BufferConfig(Section):
             yield "buffer.dynamic_sampling replaces groups of one: set buffer.group_size to 2, say"
         if self.straggler_s and least > size:
             yield f"buffer.straggler_s needs buffer.group_size >= {least}: set straggler_s to 0"
-        bound = self.max_staleness if self.run_ahead else 0
-        if self.on_batch == "interrupt" and bound == 0:
+        if self.on_batch == "interrupt" and self.bound == 0:
             yield (
                 "buffer.on_batch = interrupt continues partials with newer weights: set "
                 "buffer.run_ahead and max_staleness to 1 or more, or buffer.on_batch to continue"

@@ -17,7 +17,6 @@ from umbra.deploy.commands.demo import DEMOS, RECIPES
 from umbra.deploy.prepare.preflight import search_path
 from umbra.proto.errors import UsageError
 from umbra.services.config.loader import load_config
-from umbra.services.config.rules import implied_staleness
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import (
     Opening,
@@ -45,7 +44,7 @@ def test_a_run_file_is_valid_and_says_how_to_run_it(path: Path) -> None:
     config = load_config(path, environ={})
     assert config.model.path
     assert config.data.prompts
-    assert implied_staleness(config).bound == config.buffer.max_staleness
+    assert config.buffer.bound == config.buffer.max_staleness
     assert f"umbra up {path.relative_to(ROOT)}" in path.read_text(encoding="utf-8")
 
 
