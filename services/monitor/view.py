@@ -43,11 +43,6 @@ SAMPLE_CHARS = 300
 STYLES = {"ready": "", "running": "", "done": "dim", "stopped": "dim", "failed": "bold red"}
 
 
-class StyledLine(NamedTuple):
-    text: str
-    style: str = ""
-
-
 def status_dict(status: Status) -> dict[str, Any]:
     values = msgspec.to_builtins(status)
     values["ledger"]["balance"] = status.ledger.balance
@@ -255,88 +250,84 @@ def page_file(name: str) -> str:
 
 def screen(look: Look, width: int, processes: Mapping[str, str] | None = None) -> Group:
     """Return the view for a terminal of `width` columns; `processes` as of `member_rows`."""
-    return Group(*(Text(line.text, line.style) for line in lines(look, width, processes)))
+    return Group(*lines(look, width, processes))
 
 
 def plain(look: Look) -> str:
-    return "\n".join(line.text for line in lines(look, WIDE))
+    return "\n".join(line.plain for line in lines(look, WIDE))
 
 
-def lines(
-    look: Look, width: int, processes: Mapping[str, str] | None = None
-) -> Iterator[StyledLine]:
+def lines(look: Look, width: int, processes: Mapping[str, str] | None = None) -> Iterator[Text]:
     """Yield all that is known of a run, the most urgent first."""
     status = look.status
     state = "finished" if status.finished else status.state
-    yield StyledLine(f"run {status.run_id}: {state}, up {clock(status.uptime_s)}", "bold")
+    yield Text(f"run {status.run_id}: {state}, up {clock(status.uptime_s)}", "bold")
     if notice := notice_text(status):
-        yield StyledLine(notice, "bold green" if status.finished else "bold yellow")
+        yield Text(notice, "bold green" if status.finished else "bold yellow")
     remaining, rates = status.steps - status.version, status.rates
     is_known = rates.steps_per_s > 0 and remaining > 0
     eta = f"  about {clock(remaining / rates.steps_per_s)} left" if is_known else ""
-    yield StyledLine(f"{headline(status)}{eta}")
+    yield Text(f"{headline(status)}{eta}")
     for name, text in active_warnings(status).items():
-        yield StyledLine(f"warning: {name}: {text}", "yellow")
+        yield Text(f"warning: {name}: {text}", "yellow")
     for stuck in status.stuck:
-        yield StyledLine(f"stuck: {_stuck_text(stuck)}, {stuck.action}", "bold red")
+        yield Text(f"stuck: {_stuck_text(stuck)}, {stuck.action}", "bold red")
     yield from _curves(status)
-    yield StyledLine(f"ledger: {ledger_text(status)}")
+    yield Text(f"ledger: {ledger_text(status)}")
     flow = [f"{number(getattr(rates, f'{name}_per_s'))}/s {label}" for name, label in FLOW.items()]
-    yield StyledLine(f"flow: {', '.join(flow)}")
-    yield StyledLine(f"health: {health_text(status.health)}")
+    yield Text(f"flow: {', '.join(flow)}")
+    yield Text(f"health: {health_text(status.health)}")
     evals = [one for one in status.evals if not one.done]
     evals += [one for one in status.evals if one.done][-1:]
     if evals:
-        yield StyledLine(f"evals: {'; '.join(map(eval_text, evals))}")
+        yield Text(f"evals: {'; '.join(map(eval_text, evals))}")
     yield from _members(status, width, processes)
     yield from _pushes(look)
     if look.rollouts:
         yield from _rollout(look.rollouts[-1])
     for reason, count in sorted(status.refused.items(), key=lambda item: -item[1]):
-        yield StyledLine(f"refused: {reason}: {count} times", "yellow")
+        yield Text(f"refused: {reason}: {count} times", "yellow")
 
 
-def _curves(status: Status) -> Iterator[StyledLine]:
+def _curves(status: Status) -> Iterator[Text]:
     for name in CURVES:
         values = [v for v in status.curves.values.get(name, []) if v is not None]
         if values:
             low, high, last = map(number, (min(values), max(values), values[-1]))
-            yield StyledLine(f"{name:21} {sparkline(values)} {low} to {high}, now {last}", "cyan")
+            yield Text(f"{name:21} {sparkline(values)} {low} to {high}, now {last}", "cyan")
     if total := sum(status.staleness_counts):
         shares = (f"{at}: {n / total:.0%}" for at, n in enumerate(status.staleness_counts) if n)
-        yield StyledLine(f"trained by staleness: {'  '.join(shares)}")
+        yield Text(f"trained by staleness: {'  '.join(shares)}")
 
 
-def _members(
-    status: Status, width: int, processes: Mapping[str, str] | None
-) -> Iterator[StyledLine]:
+def _members(status: Status, width: int, processes: Mapping[str, str] | None) -> Iterator[Text]:
     columns = [name for name in MemberRow._fields if width >= WIDE or name not in LEFT_OUT]
     rows = most_telling(member_rows(status, processes), MEMBERS_SHOWN)
     cells = [[getattr(row, name) for name in columns] for row in rows]
     heads = [name.replace("_", "/") for name in columns]
     head, *body = aligned([heads, *cells], [columns.index(name) for name in NUMBERS])
-    yield StyledLine(f"  {head}", "bold")
+    yield Text(f"  {head}", "bold")
     for row, text in zip(rows, body, strict=True):
-        yield StyledLine(f"  {text}", STYLES.get(row.state, "yellow"))
+        yield Text(f"  {text}", STYLES.get(row.state, "yellow"))
 
 
-def _pushes(look: Look) -> Iterator[StyledLine]:
+def _pushes(look: Look) -> Iterator[Text]:
     if look.pushes:
         rows = [
             [str(push.version), push.receiver, push.plane]
             + [f"{1e3 * getattr(push, f'{phase}_s'):.1f}" for phase in PHASES]
             for push in reversed(look.pushes[-PUSHES_SHOWN:])
         ]
-        yield StyledLine("last pushes, ms", "bold")
+        yield Text("last pushes, ms", "bold")
         for text in aligned([("version", "receiver", "plane", *PHASES), *rows], range(3, 8)):
-            yield StyledLine(f"  {text}")
+            yield Text(f"  {text}")
 
 
-def _rollout(rollout: RolloutEvent) -> Iterator[StyledLine]:
-    yield StyledLine(
+def _rollout(rollout: RolloutEvent) -> Iterator[Text]:
+    yield Text(
         f"{rollout.sample}  reward {rollout.reward:.3g}  {rollout.tokens} tokens  "
         f"{rollout.turns} turns  staleness {rollout.staleness}  {rollout.finish_reason}",
         "bold",
     )
     for text, style in ((rollout.prompt, "dim"), (rollout.response, "green")):
-        yield StyledLine(f"{text[:SAMPLE_CHARS]}…" if len(text) > SAMPLE_CHARS else text, style)
+        yield Text(f"{text[:SAMPLE_CHARS]}…" if len(text) > SAMPLE_CHARS else text, style)
