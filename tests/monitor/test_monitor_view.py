@@ -2,16 +2,23 @@
 
 import io
 import json
+import os
+import signal
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from fakes.looks import PUSH, ROLLOUT, header, heard, look, member, status
 from rich.console import Console
 
 from umbra.deploy.run.live import PlainView, Progress
 from umbra.deploy.run_folder import RunFolder
+from umbra.proto.errors import PeerLostError
 from umbra.proto.messages import Event, Rates, RunWarning
 from umbra.proto.records import Ledger
+from umbra.services.monitor import command
 from umbra.services.monitor.client import PUSHES_KEPT, SPANS_KEPT, Look, PushEvent
 from umbra.services.monitor.view import (
     MemberRow,
@@ -182,3 +189,26 @@ def test_what_is_kept_is_bounded() -> None:
     seen = feed.look(status())
     assert len(seen.spans["busy"]) == SPANS_KEPT
     assert len(seen.spans) <= 256
+
+
+@pytest.mark.parametrize(("flags", "shown", "told"), [([], 2, 1), (["--web", ":0"], 3, 2)])
+def test_a_watch_ends_with_its_run_but_a_page_awaits_it(
+    flags: list[str], shown: int, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([True, True, False, False, True])
+
+    def seen(_timeout_s: float) -> Look:
+        if (is_there := next(answers, None)) is None:
+            os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C
+        if not is_there:
+            raise PeerLostError("no answer")
+        return Look(status())
+
+    watch = SimpleNamespace(look=seen)
+    monkeypatch.setattr(command, "Watch", lambda *_: nullcontext(watch))
+    options = ["--broker", "tcp://127.0.0.1:1", "--interval", "0.1", *flags]
+    result = CliRunner().invoke(command.monitor, options, standalone_mode=False)
+    assert result.return_value == 0
+    assert result.stdout.count("step 40/300") == shown
+    lost = [line for line in result.stderr.splitlines() if "cannot be reached" in line]
+    assert len(lost) == told and lost[0].startswith("umbra: run run-1")
