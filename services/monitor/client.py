@@ -26,6 +26,7 @@ from umbra.proto.sockets import check_address
 from umbra.services.process.metrics import Span
 
 M = TypeVar("M", bound=m.Message)
+FLAGS: dict[m.Role, str] = {"buffer": "--broker", "weight_hub": "--hub", "relay": "--relay"}
 
 
 class StatusClient:
@@ -37,11 +38,12 @@ class StatusClient:
     def __init__(
         self, broker: str, security: Security = OPEN, *, server: m.Role = "buffer"
     ) -> None:
-        check_address(broker, "--broker" if server == "buffer" else "--hub")
+        self._name, self._flag = server.replace("_", " "), FLAGS[server]
+        check_address(broker, self._flag)
         self.broker = broker
         incarnation = uuid.uuid4().hex[:12]
         self._link = IoThread(f"monitor-{incarnation}", incarnation, security=security)
-        self._channel = self._link.channel(broker, server.replace("_", " "), server=server)
+        self._channel = self._link.channel(broker, self._name, server=server)
         # Nothing that we send is worth waiting for at the end.
         self._link.run(lambda: self._channel.socket.set(zmq.LINGER, 0))
 
@@ -79,8 +81,8 @@ class StatusClient:
             return self._channel.call(body, reply, timeout_s=timeout_s)
         except DeadlineError as error:
             raise DeadlineError(
-                f"no buffer answers at {self.broker} within {timeout_s:g} s: check --broker, and "
-                "that the run is still up"
+                f"no {self._name} answers at {self.broker} within {timeout_s:g} s: check "
+                f"{self._flag}, and that the run is still up"
             ) from error
 
 
