@@ -294,13 +294,16 @@ def test_a_sample_whose_agents_are_lost_again_and_again_fails(play: LibraryPlay)
 
 
 @NOBODY_YET
-def test_a_runner_that_ends_gives_its_sessions_back(play: LibraryPlay, tmp_path: Path) -> None:
+def test_a_runner_that_ends_gives_its_sessions_back(
+    play: LibraryPlay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runners, "LEASE_S", 1000.0)
     endpoint = play(timeout_s=600.0)
     runner = BackgroundRunner(endpoint.environment, endpoint.url)
     endpoint.add(task("hang"))
     until(lambda: (tmp_path / "hangs").exists(), "an agent at work")
     runner.close()
-    status, work = lease(endpoint)  # long before the lease of the runner would have ended
+    status, work = lease(endpoint)  # long before the runner's own would have ended
     assert (status, work["row"]) == (201, {"do": "hang"})
 
 
