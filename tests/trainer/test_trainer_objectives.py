@@ -97,7 +97,8 @@ def compute(
         # Mean log mu/pi of the sequences: -0.182 and (0.693 - 1.609) / 2 = -0.458.
         ({"objective": "ppo", "mask": "opsm"}, [-2.4, 2.4, 0.8, -1.3], "0011"),
         ({"objective": "tis_opsm"}, [-2.6 * 0.8, 3.0 * 0.8, 0.8, -2.0], "1010"),
-        # At most c |A| where the advantage is negative.
+        # At most c |A| where the advantage is negative, and only there.
+        ({"objective": "ppo", "dual_clip": 1.25, "clip_high": 0.2}, [-2.4, 2.4, 0.8, -1.2], "0011"),
         ({"objective": "ppo", "dual_clip": 1.1}, [-2.4, 2.2, 0.8, -1.3], "0111"),
     ],
     ids=str,
