@@ -97,6 +97,14 @@ class BufferProcess:
             port.close()
 
 
+def memory(pid: int, which: str) -> int:
+    """`VmRSS` or `VmHWM` (the peak) of a process, bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(which):
+            return int(line.split()[1]) << 10
+    raise AssertionError(which)
+
+
 class Peer:
     """A member with one request at a time, resent until it is answered."""
 

@@ -85,9 +85,6 @@ class UpProcess:
                 return process.pid
         raise AssertionError(f"no process with {words} is running")
 
-    def signal(self, service: str, number: int) -> None:
-        os.kill(self.pid(service), number)
-
     def kill(self, service: str) -> None:
         os.kill(self.pid(service), 9)
 

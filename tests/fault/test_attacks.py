@@ -1,29 +1,120 @@
 """A run with keys among attackers: generation goes on, and each of them is counted and named."""
 
+from __future__ import annotations
+
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import msgpack
 import pytest
 from fakes.costly_frames import costly_bodies
-from fakes.crash_run import BufferProcess, CrashRun, crash_run
-from fakes.hostile_peer import ENDS, HostilePeer, begin_peak, costly_bytes, memory
+from fakes.crash_run import BufferProcess, CrashRun, crash_run, memory
 from fakes.keys import of
 from fakes.slowness import limit
 from fakes.waiting import until
 
 from umbra.proto import messages as m
 from umbra.proto import sockets
-from umbra.proto.access import KEY_ROLES, SOCKETS, may_connect
-from umbra.proto.codec import Encoder
+from umbra.proto.access import KEY_ROLES, SOCKETS, KeyRole, allowed_bytes, may_connect
+from umbra.proto.codec import Encoder, decode
+from umbra.proto.messages import FinishRun, Leave, Message, Nack, Role
 from umbra.proto.net.keys import make_keys
+from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from umbra.proto.sockets import Context, Socket
 
-WAIT_S = limit(20.0)
+WAIT_S = limit(30.0)
+GRACE_S = 0.1  # for the answer to what was thrown; not everything is answered
+REFUSED_BYTES = 64 << 10  # of a frame that its role may not send
+ENDS = (FinishRun, Leave)  # said by nobody whom the run knows
+
+
+def begin_peak(pid: int) -> int:
+    """Reset the peak of a process; return the bytes that it holds now."""
+    before = memory(pid, "VmRSS")
+    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")
+    return before
+
+
+def costly_bytes(kind: type[Message], role: KeyRole, most: int) -> int:
+    """Bytes of a costly body of `kind` from `role`: what it may have, `most` at most."""
+    return min(allowed_bytes(kind, role), most) or REFUSED_BYTES
+
+
+class HostilePeer:
+    """One socket of somebody who holds the key of `role`, connected to a `server`.
+
+    Args:
+        name: of the process that it pretends to be.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        keys: Path,
+        role: KeyRole,
+        endpoint: str,
+        server: Role,
+        name: str,
+        incarnation: str = "1",
+    ) -> None:
+        self.name = name
+        curve = of(keys, role).connecting(server)
+        self.socket = sockets.dealer(context, endpoint, f"{name}.0".encode(), curve)
+        self._encoder = Encoder(name, incarnation)
+        self._next = self._thrown = 1 << 20
+        self._is_open = False  # what was thrown last, and was not answered yet
+
+    def call(self, body: Message) -> Message:
+        """The answer to `body`, a sound message."""
+        number, frames = self._encoder.encode(body)
+        self.socket.send_multipart(frames)
+        return self._answer(number)
+
+    def throw(self, kind: str, body: bytes, sender: str) -> None:
+        """Send `body` as a message of `kind`, and wait until the server is through with it."""
+        self._thrown = self._next + 1
+        self._is_open = True
+        for one, content in ((kind, body), ("Nothing", b"\x80")):
+            self._next += 1
+            header = {
+                "major": PROTOCOL_MAJOR, "minor": PROTOCOL_MINOR, "type": one, "id": self._next,
+                "sender": sender, "incarnation": self._encoder.incarnation,
+            }  # fmt: skip
+            self.socket.send_multipart([msgpack.packb(header), content])
+        answer = self._answer(self._next)  # a peer's messages are done in their order
+        assert isinstance(answer, Nack) and answer.code == "unknown_type"
+        deadline = time.monotonic() + GRACE_S  # what was carried out is answered after that
+        while self._is_open and (left := deadline - time.monotonic()) > 0:
+            if self.socket.poll(round(1000 * left)):
+                self._take(-1)
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+    def _answer(self, number: int) -> Message:
+        deadline = time.monotonic() + WAIT_S
+        while (left := deadline - time.monotonic()) > 0:
+            if self.socket.poll(round(1000 * left)) and (body := self._take(number)) is not None:
+                return body
+        raise AssertionError(f"no answer to {self.name}")
+
+    def _take(self, number: int) -> Message | None:
+        """Take what has come; the message, if it is the answer to request `number`."""
+        envelope = decode(self.socket.recv_multipart())
+        body, asked = envelope.body, envelope.header.reply_to
+        if asked == number:
+            return body
+        if (asked is None and isinstance(body, Nack)) or asked == self._thrown:
+            self._is_open = False
+        return None
+
+
 CONNECTIONS = 300
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\0" * 32
 HUGE_COMMAND = b"\x06" + (200 << 20).to_bytes(8, "big")  # a handshake command of 200 MiB to come

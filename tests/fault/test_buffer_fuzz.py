@@ -6,8 +6,7 @@ from pathlib import Path
 import msgpack
 from fakes.broker_world import trajectory
 from fakes.costly_frames import mutate
-from fakes.crash_run import crash_run
-from fakes.hostile_peer import memory
+from fakes.crash_run import crash_run, memory
 from fakes.waiting import until
 
 from umbra.proto import messages as m

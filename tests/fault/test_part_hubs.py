@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, load, publish, take, whole
-from fakes.keys import keys, of
+from fakes.keys import of
 from fakes.relays import Relay
 from fakes.trainer_hosts import Trainer, TrainerHost, layout, skip_without_namespaces
 from fakes.waiting import until
@@ -25,8 +25,6 @@ from umbra.services.weights.planes import bucket_fetch
 from umbra.services.weights.planes.bucket_fetch import Assembly, BucketSource, fetch_together
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
-
-__all__ = ["keys"]  # a fixture
 
 skip_without_namespaces()
 
