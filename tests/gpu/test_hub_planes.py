@@ -20,8 +20,8 @@ from fakes.waiting import until
 from umbra.proto.records import NcclRound
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.weights.gpu import cuda
+from umbra.services.weights.gpu.worker import GpuWorkerProcess
 from umbra.services.weights.manifest import build_manifest
-from umbra.services.weights.planes.nccl import NcclReceiver
 from umbra.services.weights.planes.receiving import StagedPlanes, find_gpu
 from umbra.services.weights.publisher import Publisher
 
@@ -109,16 +109,19 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The epoch of each broadcast that came through; what was fetched instead is not in it."""
-    through: list[int] = []
-    receive = NcclReceiver._broadcast
+    """The epoch of each broadcast that was received; what was fetched instead is not in it."""
+    received: list[int] = []
+    broadcast = GpuWorkerProcess.broadcast
 
-    def noted(self: NcclReceiver, group: NcclRound, slot: int) -> Generator[None, None, None]:
-        yield from receive(self, group, slot)
-        through.append(group.epoch)
+    def noted(
+        self: GpuWorkerProcess, group: NcclRound, slot: int, limit_s: float
+    ) -> Generator[None, None, None]:
+        yield from broadcast(self, group, slot, limit_s)
+        if group.rank:  # not the hub
+            received.append(group.epoch)
 
-    monkeypatch.setattr(NcclReceiver, "_broadcast", noted)
-    return through
+    monkeypatch.setattr(GpuWorkerProcess, "broadcast", noted)
+    return received
 
 
 @pytest.mark.parametrize("plane", ["nccl", "cuda_ipc"])
