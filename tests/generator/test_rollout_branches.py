@@ -151,12 +151,16 @@ def test_a_resumed_sample_may_branch_once_it_is_where_it_was(tokenizer: Any) -> 
         assert again.rollout.phase is Phase.STEP, "it is known what the model says"
     again.turn("5", 0, "6")
     assert again.texts(again.end()) == ["U1A[2.]U3A[4.]", "U1A[2.]U5A[6.]"]
-    early = Talk(tokenizer, partial=partial)
-    early.ask("1", None)
-    early.ask("1", None)  # another beginning, where there was a second turn
-    assert early.rollout.phase is Phase.RESET, "it restarts"
-    early.turn("1", None, "7")
-    assert early.texts(early.end()) == ["U1A[7.]"]
+    for text in "13":
+        early = Talk(tokenizer, partial=partial)
+        early.ask("1", None)
+        early.ask(text, None)  # another beginning, where there was a second turn
+        assert early.rollout.phase is Phase.RESET, "it restarts"
+        early.turn("1", None, "7")
+        assert early.texts(early.end()) == ["U1A[7.]"]
+    other = Talk(tokenizer, partial=partial)
+    other.turn("2", None, "7")
+    assert other.texts(other.end()) == ["U2A[7.]"]
 
 
 def test_a_branch_with_its_own_prompt_goes_on_with_nothing_read_for_another(tokenizer: Any) -> None:
