@@ -213,6 +213,17 @@ def test_reasons_of_failure_are_counted_by_name_as_far_as_that_is_bounded() -> N
     assert counts["failed: a 1"] == counts["failed: reward: b 0"] == 1
 
 
+def test_of_two_scores_in_a_message_the_first_counts() -> None:
+    run = scored(batch_groups=1)
+    run.answer("a", run.lease("a", 1, 0), 0, 0.0)
+    (task,) = run.to_score("r", "reward", 1)
+    assert task.sample_id in run.give("r", [task, task], 1.0, 9.0).refused
+    assert run.give("r", [task], 5.0).refused
+    assert run.broker.counters["late_scores"] == 2
+    assert run.broker.counters["scored: reward"] == 1
+    assert run.pool.samples[task.sample_id].reward == 1.0
+
+
 def test_scoring_is_served_as_it_comes() -> None:
     run = scored()
     assert run.ask("r", m.LeaseTasks(kind="reward", capacity=9, wait_s=9)) is None
