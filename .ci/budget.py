@@ -37,7 +37,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "deploy": (6_708, 173),
     "src": (921, 9),
     "benchmarks": (6_154, 184),
-    "tests": (51_743, 2_727),
+    "tests": (51_744, 2_727),
 }
 
 
