@@ -49,9 +49,8 @@ class Attention:
 
     windows: tuple[tuple[str, int | None], ...] = ((FULL, None),)
     """By kind of attention, how many tokens a position sees, itself included; None: all."""
-    backend: Choice = "sdpa"  # of packed rows
+    backend: Choice = "sdpa"  # of packed rows; auto: flex_attention, which is right on this GPU
     plain: bool = True  # scores have no soft cap, and there are no sinks
-    flexes: bool = True  # flex_attention is right on this GPU; else `auto` takes a dense mask
     recurrent: bool = False  # layers carry a state from token to token: a row has one sequence
 
     @classmethod
@@ -61,17 +60,18 @@ class Attention:
         Raises UsageError for a kind of layer that is none of ours.
         """
         attention = cls.of(model.config)
-        capped = getattr(model.config, "attn_logit_softcapping", None) is not None
-        sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
-        attention = replace(attention, backend="auto", plain=not (capped or sinks))
         if device.type == "cuda" and not attention.recurrent:  # of these, rows need no mask
             scales = (getattr(module, "scaling", None) for module in model.modules())
             scale = next((scaling for scaling in scales if isinstance(scaling, float)), None)
+            sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
             shape = KernelShape.of(model.config, sinks=sinks, scale=scale)
             faults = (flex_fault(shape, w, device, torch.bfloat16) for _, w in attention.windows)
             if fault := next(filter(None, faults), None):
                 log.error(SLOW, fault)
-            attention = replace(attention, flexes=fault is None)
+            else:
+                attention = replace(
+                    attention, backend="auto", plain=shape.cap is None and not sinks
+                )
         model.set_attn_implementation(NAME)
         return attention
 
@@ -112,8 +112,6 @@ class Attention:
     def _backend(self, rows: RowMask) -> Choice:
         if self.backend != "auto":
             return self.backend
-        if rows.positions.device.type != "cuda" or not self.flexes:
-            return "sdpa"
         # Causal SDPA needs no mask: its fast kernel runs.
         width = rows.positions.shape[1]
         windows = any(window is not None and window < width for _, window in self.windows)
@@ -164,16 +162,14 @@ def differences(
     """
     micro = _rows().to(device)
     mask = micro.mask.within(None if window is None else min(window, WINDOW))
-    assert micro.fed is not None
-    shown = micro.fed.view(mask.positions.shape)
     rows, length = mask.positions.shape
     generator = torch.Generator().manual_seed(0)
     sizes = [(shape.heads, shape.width), (shape.groups, shape.width), (shape.groups, shape.values)]
     inputs = [torch.randn(rows, heads, length, wide, generator=generator) for heads, wide in sizes]
     inputs += [torch.linspace(-1, 2, shape.heads)] if shape.sinks else []
     inputs = [t.to(device, dtype) for t in inputs]
-    exact = _pass(shape, [t.double() for t in inputs], mask.allowed().unsqueeze(1), shown)
-    values = _pass(shape, inputs, mask.blocks(), shown)
+    exact = _pass(shape, [t.double() for t in inputs], mask.allowed().unsqueeze(1), micro.fed)
+    values = _pass(shape, inputs, mask.blocks(), micro.fed)
     with torch.no_grad():
         _attend(shape, inputs, mask.blocks())
     names = ["outputs", *(f"gradients of {name}" for name in INPUTS)]
@@ -195,9 +191,7 @@ def neighbours(vocabulary: int, *, alone: bool) -> Iterator[MicroBatch]:
         ids, lengths = torch.cat([neighbour, sequence]), torch.tensor([16, 12])
         tokens = Tokens(ids, lengths, learned=torch.arange(20, 28), owner=owner)
         (micro,) = pack(tokens, pack_tokens=1 if alone else 64, micro_tokens=64)
-        assert micro.fed is not None
-        fed = micro.fed.view_as(micro.input_ids)
-        yield replace(micro, input_ids=micro.input_ids.where(fed, neighbour[0]))
+        yield replace(micro, input_ids=micro.input_ids.where(micro.fed, neighbour[0]))
 
 
 def _rows() -> MicroBatch:

@@ -244,11 +244,11 @@ class MicroBatch:
     index: Tensor  # int64 [N], flat positions in [R * L] that predict the learned tokens
     targets: Tensor  # int64 [N], the learned tokens
     source: Tensor  # int64 [N], which of the M learned tokens these are; on the CPU
+    tokens: int  # of R * L, those that are not padding
+    fed: Tensor  # bool [R, L], which these are
     segment: Tensor | None = None  # int32 [R, L], -1 for padding; None: one sequence in each row
     prefix: Tensor | None = None  # int32 [R, L], segment of the prompt; its own if not shared
-    tokens: int = 0  # of R * L, those that are not padding
-    fed: Tensor | None = None  # bool [R * L], which these are
-    routing: Tensor | None = None  # int16 [R * L, layers, choices], as `Routers.replay`
+    routing: Tensor | None = None  # int16 [R, L, layers, choices], as `Routers.replay`
     support: Tensor | None = None  # int64 [N, k], ids that could have been drawn; -1 = none
     whole: Tensor | None = None  # bool [N], where these are all that could
     cost: float = 0.0  # of the tokens fed, by the `cost` of `pack`
@@ -300,6 +300,7 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
     # Padding goes on counting, so that a row of one sequence looks like an ordinary one.
     position_ids = torch.arange(width).repeat(count)
     position_ids[place] = position
+    fed = torch.zeros(count * width, dtype=torch.bool).index_fill_(0, place, True)
 
     def cells(values: Tensor) -> Tensor:
         values_by_cell = torch.full((count * width,), -1, dtype=torch.int32)
@@ -324,11 +325,11 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
         index=index,
         targets=tokens.ids[learned],
         source=source,
+        tokens=len(place),
+        fed=fed.view(count, width),
         segment=cells(segment) if several else None,
         prefix=cells(prefix_of) if several else None,
-        tokens=len(place),
-        fed=torch.zeros(count * width, dtype=torch.bool).index_fill_(0, place, True),
-        routing=_routing(tokens, pieces, count * width),
+        routing=_routing(tokens, pieces, count, width),
         support=support,
         whole=whole,
         cost=sum(unit.cost for row in rows for unit in row),
@@ -336,16 +337,16 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
 
 
 def _routing(
-    tokens: Tokens, pieces: list[tuple[int, int, int, int, int, int]], cells: int
+    tokens: Tokens, pieces: list[tuple[int, int, int, int, int, int]], count: int, width: int
 ) -> Tensor | None:
-    """Return the experts for each cell, int16 [R * L, layers, choices], if any are known.
+    """Return the experts for each cell, int16 [R, L, layers, choices], if any are known.
 
     A shared prompt has the routing of the unit's first sequence: the others have the same.
     """
     if tokens.routing is None or not len(tokens.routing):
         return None
-    routing = np.full((cells, *tokens.routing[0].shape[1:]), UNKNOWN, np.int16)
+    routing = np.full((count * width, *tokens.routing[0].shape[1:]), UNKNOWN, np.int16)
     for cell, sequence, size, first, _, _ in pieces:
         experts = tokens.routing[sequence][first : first + size]
         routing[cell : cell + len(experts)] = experts
-    return torch.from_numpy(routing)
+    return torch.from_numpy(routing).unflatten(0, (count, width))

@@ -129,11 +129,10 @@ class Scorer(nn.Module):
         if routers is not None:
             # It stays until the next pass: layers that are recomputed in the backward pass of this
             # one have to find the same.
-            routers.replay, routers.balance = batch.routing, None
-            if balance := request.how.get("balance"):
-                assert batch.fed is not None, "a batch without a layout"
-                routers.balance = batch.fed * balance
-            routers.counted = batch.fed if torch.is_grad_enabled() else None
+            routing, fed, balance = batch.routing, batch.fed.flatten(), request.how.get("balance")
+            routers.replay = None if routing is None else routing.flatten(0, 1)
+            routers.balance = fed * balance if balance else None
+            routers.counted = fed if torch.is_grad_enabled() else None
         elif batch.routing is not None:
             raise UsageError("model.path has no experts, but the samples have routing")
         try:

@@ -105,8 +105,8 @@ class SequenceParallel:
             rows,
             input_ids=cut(rows.input_ids),
             position_ids=cut(rows.position_ids),
-            fed=_by_row(rows.fed, width, cut),
-            routing=_by_row(rows.routing, width, cut),
+            fed=cut(rows.fed),
+            routing=None if rows.routing is None else cut(rows.routing),
             index=(row * columns + column - first)[learned],
             targets=rows.targets[learned],
             support=None if rows.support is None else rows.support[learned],
@@ -132,24 +132,18 @@ def _padded(batch: MicroBatch, multiple: int) -> MicroBatch:
     padding = -width % multiple
     if not padding:
         return batch
+    after, routing = (0, padding), batch.routing
     further = torch.arange(1, padding + 1, device=batch.position_ids.device)
     return replace(
         batch,
-        input_ids=pad(batch.input_ids, (0, padding)),
+        input_ids=pad(batch.input_ids, after),
         position_ids=torch.cat([batch.position_ids, batch.position_ids[:, -1:] + further], 1),
         index=batch.index + batch.index // width * padding,
-        segment=None if batch.segment is None else pad(batch.segment, (0, padding), value=-1),
-        prefix=None if batch.prefix is None else pad(batch.prefix, (0, padding), value=-1),
-        fed=_by_row(batch.fed, width, lambda x: pad(x, (0, padding))),
-        routing=_by_row(
-            batch.routing, width, lambda x: pad(x, (0, 0, 0, 0, 0, padding), value=UNKNOWN)
-        ),
+        segment=None if batch.segment is None else pad(batch.segment, after, value=-1),
+        prefix=None if batch.prefix is None else pad(batch.prefix, after, value=-1),
+        fed=pad(batch.fed, after),
+        routing=None if routing is None else pad(routing, (0, 0, 0, 0, *after), value=UNKNOWN),
     )
-
-
-def _by_row(cells: Tensor | None, width: int, change: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """Apply `change` to rows [R, L, ...] of `cells` [R * L, ...]."""
-    return None if cells is None else change(cells.unflatten(0, (-1, width))).flatten(0, 1)
 
 
 def _attend(

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from umbra.services.modeling import attention as module
 from umbra.services.modeling import attention_backends
 from umbra.services.modeling.attention import Attention, KernelShape, differences, flex_fault
 from umbra.services.modeling.attention_backends import attend
-from umbra.services.modeling.micro_batch import BLOCK, MicroBatch, RowMask
+from umbra.services.modeling.micro_batch import BLOCK, MicroBatch, RowBlocks, RowMask
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
 from umbra.services.trainer.policy import load_policy
@@ -88,38 +87,38 @@ def test_what_is_wrong_is_named(
     assert "\n" not in found
 
 
+@pytest.mark.parametrize(
+    ("name", "fault", "backend", "plain"),
+    [
+        ("mistral-window", "it is off", "sdpa", True),
+        ("mistral-window", None, "auto", True),
+        ("gemma2", None, "auto", False),
+        ("gpt-oss", None, "auto", False),
+    ],
+)
 def test_a_gpu_on_which_flex_is_wrong_does_without(
-    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    *, name: str, fault: str | None, backend: str, plain: bool, folder: Path, monkeypatch: Any
 ) -> None:
-    model = load_policy(tiny_model_dir)[0]
+    model = scorer_of(folder, name, "sdpa").model
     asked: list[tuple[Any, ...]] = []
-
-    def wrong(*what: Any) -> str | None:
-        asked.append(what)
-        return "it is off"
-
-    monkeypatch.setattr(module, "flex_fault", wrong)
+    monkeypatch.setattr(module, "flex_fault", lambda *what: asked.append(what) or fault)
     attention = Attention.prepare(model, CUDA)
-    assert asked[0][2:] == (CUDA, torch.bfloat16)
+    shape, _, *where = asked[0]
     config = model.config
-    assert asked[0][0].width == config.head_dim
-    assert asked[0][0].heads * config.num_key_value_heads == (
-        asked[0][0].groups * config.num_attention_heads
-    )
-    assert not attention.flexes
-    assert Attention.prepare(model, CPU).flexes and len(asked) == 1, "not on CPUs"
+    assert where == [CUDA, torch.bfloat16]
+    assert shape.width == config.head_dim
+    assert shape.heads * config.num_key_value_heads == shape.groups * config.num_attention_heads
+    assert (attention.backend, attention.plain) == (backend, plain)
+    asked.clear()
+    assert Attention.prepare(model, CPU).backend == "sdpa" and not asked, "not on CPUs"
 
 
-@pytest.mark.parametrize(("flexes", "backend"), [(True, "flex"), (False, "sdpa")])
-def test_auto_on_a_gpu_takes_what_is_right(flexes: bool, backend: str) -> None:
+def test_auto_takes_flex_for_rows_that_need_a_mask() -> None:
     packed, alone = (rows_of(layout).mask for layout in ("packed", "one sequence in each row"))
-    attention = Attention(backend="auto", flexes=flexes)
-
-    def on_gpu(rows: Any) -> Any:
-        return replace(rows, positions=SimpleNamespace(shape=rows.positions.shape, device=CUDA))
-
-    assert attention._backend(on_gpu(packed)) == backend
-    assert attention._backend(on_gpu(alone)) == "sdpa"
+    assert isinstance(Attention(backend="auto").express(packed), RowBlocks)
+    assert isinstance(Attention(backend="sdpa").express(packed), Tensor)
+    assert Attention(backend="auto").express(alone) is None
+    assert isinstance(Attention(backend="auto", plain=False).express(alone), RowBlocks)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -112,7 +112,7 @@ def test_micro_batches_share_one_balance_loss(tmp_path: Path) -> None:
         micro,
         input_ids=torch.cat([micro.input_ids, torch.full((1, 3), 50)], 1),
         position_ids=torch.arange(8)[None],
-        fed=torch.tensor([True] * 5 + [False] * 3),
+        fed=torch.tensor([[True] * 5 + [False] * 3]),
     )
     gradients: list[Tensor] = []
     for micros in ([micro], [micro, micro], [padded]):
