@@ -35,6 +35,7 @@ from umbra.services.trainer import learner, snapshot
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.distributed.ranks import Ranks
+from umbra.services.trainer.distributed.rendezvous import RankPlace
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.make_model import make_model
 from umbra.services.trainer.mismatch import MismatchCheck, bound_of
@@ -216,7 +217,7 @@ def ranks(world: int) -> Ranks:
     if world == 1:
         return Ranks()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    return Ranks(0, world, 60.0)
+    return Ranks(RankPlace(0, world, world), 60.0)
 
 
 def run(recipe: str, folder: Path) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def main() -> None:
     torch.set_num_threads(1)
     world = int(os.environ["WORLD_SIZE"])
     with join_ranks(TrainerConfig(device="cpu", sequence_parallel=world)) as sharing:
-        ranks = Ranks(sharing.rank, world, sharing.timeout_s)
+        ranks = Ranks(sharing.place, sharing.timeout_s)
         for name, (model, trainer, rows) in cases.items():
             among = sharing if trainer.get("sequence_parallel", 1) > 1 else ranks
             # Libraries make their own buffers at the first time, and oneDNN code for each shape.

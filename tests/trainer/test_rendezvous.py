@@ -101,10 +101,8 @@ class Ends(queue.Queue[tuple[int, str]]):
 
 def test_who_is_lost_is_told_by_their_heartbeat() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    place = RankPlace(0, 4, 2, ("alpha", "beta"))
-    living = [
-        RankHeartbeat(store, rank, 4, seconds(4.0), place.describe, Ends()) for rank in (0, 1)
-    ]
+    places = [RankPlace(rank, 4, 2, ("alpha", "beta")) for rank in (0, 1)]
+    living = [RankHeartbeat(store, place, seconds(4.0), Ends()) for place in places]
     try:
         lost = "trainer rank 2 on node 1 (beta), trainer rank 3 on node 1 (beta)"
         assert living[0].lost() == lost
@@ -119,7 +117,8 @@ def test_a_silent_rank_ends_the_others_and_one_that_left_does_not() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     ends = Ends()
     timeout_s = seconds(0.5)
-    first, second, third = (RankHeartbeat(store, rank, 3, timeout_s, end=ends) for rank in range(3))
+    places = [RankPlace(rank, 3, 3) for rank in range(3)]
+    first, second, third = (RankHeartbeat(store, place, timeout_s, ends) for place in places)
     third.leave()
     with pytest.raises(queue.Empty):
         ends.get(timeout=3 * timeout_s)
@@ -134,7 +133,8 @@ def test_the_other_hosts_leave_when_rank_0_has_ended_for_good() -> None:
     """Their supervisors would start them again if they took it for lost."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     ends = Ends()
-    first, second = (RankHeartbeat(store, rank, 2, seconds(8.0), end=ends) for rank in range(2))
+    places = [RankPlace(rank, 2, 2) for rank in range(2)]
+    first, second = (RankHeartbeat(store, place, seconds(8.0), ends) for place in places)
     first.end_all("model.path: no such model")
     first.leave()
     ended = ends.get(timeout=limit(20.0))

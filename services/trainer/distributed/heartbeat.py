@@ -17,6 +17,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from umbra.proto.errors import EXIT_DONE, PeerLostError
+from umbra.services.trainer.distributed.rendezvous import RankPlace
 
 log = logging.getLogger(__name__)
 
@@ -34,28 +35,25 @@ def end_process(code: int, reason: str) -> None:
 
 
 class RankHeartbeat:
-    """One rank's heartbeat, and its monitor of the others' heartbeats.
+    """The heartbeat of the rank at `place`, and its monitor of the others' heartbeats.
 
-    `store` is shared by all ranks, for this purpose alone (`PrefixStore`); `describe` names a rank
-    with its host. If one is silent for `timeout_s`, or rank 0 has ended all, `end` is called with
-    an exit code and a reason.
+    `store` is shared by all ranks, for this purpose alone (`PrefixStore`). If one is silent for
+    `timeout_s`, or rank 0 has ended all, `end` is called with an exit code and a reason.
     """
 
     def __init__(
         self,
         store: Store,
-        rank: int,
-        world: int,
+        place: RankPlace,
         timeout_s: float,
-        describe: Callable[[int], str] = lambda rank: f"trainer rank {rank}",
         end: Callable[[int, str], None] = end_process,
     ) -> None:
         clone: Callable[[], Store] = store.clone  # pyright: ignore[reportAttributeAccessIssue]
         self._store = clone()  # a connection is one thread's
-        self._rank, self._describe, self._end = rank, describe, end
+        self._rank, self._describe, self._end = place.rank, place.describe, end
         self._timeout_s, self._beat_s = timeout_s, min(BEAT_S, timeout_s / 8)
         self._stop = threading.Event()
-        self._counts = dict.fromkeys((r for r in range(world) if r != rank), 0)
+        self._counts = dict.fromkeys((r for r in range(place.world) if r != place.rank), 0)
         self._heard = dict.fromkeys(self._counts, time.monotonic())
         # If the rank that keeps the store is stopped, a question to the store never returns: one
         # thread asks, another one looks at the clock.

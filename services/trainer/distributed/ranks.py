@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This process among `world` ranks; `Ranks()` is a trainer of one process.
+    """This process among all ranks, by its `place`; `Ranks()` is a trainer of one process.
 
     All ranks make theirs together, since each joins process groups: `sequence` neighbours share the
     tokens of each row, `experts` neighbours divide the experts of each layer. Rank 0's decisions
@@ -50,20 +50,18 @@ class Ranks:
 
     def __init__(
         self,
-        rank: int = 0,
-        world: int = 1,
-        timeout_s: float = 0.0,
         place: RankPlace | None = None,
+        timeout_s: float = 0.0,
         *,
         sequence: int = 1,
         experts: int = 1,
         control: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank, self.world, self.timeout_s = rank, world, timeout_s
+        self.place, self.timeout_s = place or RankPlace(), timeout_s
+        self.rank, self.world = rank, world = self.place.rank, self.place.world
         self.local_rank = int(os.environ.get("LOCAL_RANK", rank)) if world > 1 else 0
-        self.place = place or RankPlace(rank, world, world)
         self.node = self.place.node(rank)
-        self.leads_host = rank == self.place.ranks_on(self.node)[0]
+        self.leads_host = rank % self.place.per_host == 0
         # Parts that a batch is cut into, and which of them is ours: ranks that share rows have one.
         self.shares, self.share = world // sequence, rank // sequence
         self.sequence: SequenceGroup | None = None
@@ -150,13 +148,12 @@ def join_ranks(
         yield Ranks()
         return
     store, place = _meet(config, place, listener, stopping or threading.Event())
-    rank, world, timeout_s = place.rank, place.world, config.rank_timeout_s
-    beats = PrefixStore("heartbeat", store)
-    heartbeat = RankHeartbeat(beats, rank, world, timeout_s, place.describe)
+    rank, timeout_s = place.rank, config.rank_timeout_s
+    heartbeat = RankHeartbeat(PrefixStore("heartbeat", store), place, timeout_s)
     try:
         control = new_group(CONTROL_S, backend="gloo")
         sizes = {"sequence": config.sequence_parallel, "experts": config.expert_parallel}
-        yield Ranks(rank, world, timeout_s, place, control=control, **sizes)
+        yield Ranks(place, timeout_s, control=control, **sizes)
         heartbeat.leave()
     except RuntimeError as error:
         is_lost = isinstance(error, dist.DistError)

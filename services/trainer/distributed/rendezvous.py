@@ -65,9 +65,6 @@ class RankPlace:
     def node(self, rank: int) -> int:
         return rank // self.per_host
 
-    def ranks_on(self, node: int) -> range:
-        return range(node * self.per_host, (node + 1) * self.per_host)
-
     def describe(self, rank: int) -> str:
         if self.nodes == 1:
             return f"trainer rank {rank}"
