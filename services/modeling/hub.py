@@ -22,6 +22,7 @@ CODE = ["*.py"]
 WEIGHTS = ["model*.safetensors"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_HERE = Path()
 
 
 class HubName(NamedTuple):
@@ -47,14 +48,14 @@ def looks_like_name(text: str) -> bool:
     return bool(_NAME.fullmatch(text))
 
 
-def is_hub_name(text: str) -> bool:
-    """True if `text` has the form of a name on the hub, and is no path here."""
-    return looks_like_name(text) and not Path(text).exists()
+def is_hub_name(text: str, folder: Path = _HERE) -> bool:
+    """True if `text` has the form of a name on the hub, and is no path here or from `folder`."""
+    return looks_like_name(text) and not (Path(text).exists() or (folder / text).exists())
 
 
-def refuse_misspelt(text: str, source: str, folder: Path | None = None) -> None:
-    """Raise a UsageError for a name without a revision whose first part is a folder here."""
-    here = (folder or Path()) / text
+def _refuse_misspelt(text: str, source: str, folder: Path) -> None:
+    """Raise a UsageError for a name without a revision whose first part is a folder in `folder`."""
+    here = folder / text
     if looks_like_name(text) and "@" not in text and here.parent.is_dir() and not here.exists():
         near = get_close_matches(here.name, [path.name for path in here.parent.iterdir()], n=1)
         meant = f" (did you mean {Path(text).parent / near[0]}?)" if near else ""
@@ -65,16 +66,17 @@ def refuse_misspelt(text: str, source: str, folder: Path | None = None) -> None:
         )
 
 
-def pin(text: str, source: str) -> HubName:
+def pin(text: str, source: str, folder: Path = _HERE) -> HubName:
     """Return the name in `text` with the commit that its revision stands for.
 
-    Raises UsageError if there is no such model, or this machine may not read it, StartupError if
-    neither hub nor cache can be asked.
+    Raises UsageError if there is no such model, this machine may not read it, or it looks like a
+    misspelt path here or from `folder`, StartupError if neither hub nor cache can be asked.
     """
     name = HubName.of(text)
     if name.pinned:
         return name
-    refuse_misspelt(text, source)
+    for base in (folder, _HERE):
+        _refuse_misspelt(text, source, base)
     return HubName(name.repo, Path(_snapshot(name, SMALL, source)).name)
 
 

@@ -299,8 +299,5 @@ class VllmParser(Parser):
         except (TypeError, ValueError) as error:
             problem = f"the tool call cannot be read: its arguments must be an object: {error}"
             return replace(turn, problem=problem)
-        return (
-            replace(turn, content=(result.content or "").strip(), tool_calls=calls)
-            if calls
-            else turn
-        )
+        said = (result.content or "").strip() if calls else content
+        return replace(turn, content=said, tool_calls=calls)

@@ -18,7 +18,7 @@ from umbra.proto.errors import UsageError
 from umbra.proto.net.keys import FOLDER
 from umbra.services.config import ModelConfig, RunConfig
 from umbra.services.config.loader import load_config
-from umbra.services.modeling.hub import HubName, is_hub_name, looks_like_name, pin, refuse_misspelt
+from umbra.services.modeling.hub import HubName, is_hub_name, looks_like_name, pin
 from umbra.services.process.parent import SEARCH_VARIABLE
 from umbra.services.prompts import locate_source, pin_source
 
@@ -73,17 +73,14 @@ def located(
         return name
 
     def model(name: str, key: str) -> str:
-        if not is_hub_name(name) or (run_file.parent / name).exists():
+        if not is_hub_name(name, run_file.parent):
             return file(name)
-        if not pins:
-            return name
-        refuse_misspelt(name, key, run_file.parent)
-        return str(pin(name, key))
+        return str(pin(name, key, run_file.parent)) if pins else name
 
     def policy(own: ModelConfig) -> ModelConfig:
         if looks_like_name(own.path) and HubName.of(own.name).pinned:
             return own  # whatever has come to lie there since
-        if not is_hub_name(own.path) or (run_file.parent / own.path).exists():
+        if not is_hub_name(own.path, run_file.parent):
             if own.revision and own.path:
                 raise UsageError(
                     f"model.revision = {own.revision} is for models on the hub, and model.path is "
@@ -97,9 +94,7 @@ def located(
                 f"model.path = {own.path} names a revision, and model.revision = {own.revision} "
                 "does too: remove one of them"
             )
-        if not own.revision:
-            refuse_misspelt(own.path, "model.path", run_file.parent)
-        name = pin(own.name, "model.path")
+        name = pin(own.name, "model.path", run_file.parent)
         if name != HubName.of(own.name):
             say(f"model: {name.repo}, commit {name.revision}")
         return replace(own, path=name.repo, revision=name.revision)
