@@ -78,15 +78,13 @@ MISMATCH = ("tokens", "d", "k3", "r", "r2", "on_policy", "on_policy/k3")
 
 
 def mismatch_sums(
-    logprobs: Tensor, behaviour: Tensor, on_policy: Tensor, included: Tensor | None = None
+    logprobs: Tensor, behaviour: Tensor, on_policy: Tensor, included: Tensor
 ) -> Tensor:
     """Return the sums named in `MISMATCH` over N learned tokens, float64, where `logprobs` is.
 
     `logprobs` are under the weights that the batch found; `on_policy` tokens are of their version
     (`TrainBatch.leading`); tokens that are not `included` do not count.
     """
-    if included is None:
-        included = torch.ones_like(on_policy)
     on_policy = on_policy & included
     log_ratio = torch.where(included, logprobs - behaviour, 0.0).double()
     weight = ratio(log_ratio, torch.zeros_like(log_ratio)) * included

@@ -125,8 +125,8 @@ class TrainingFlops:
 
     body: int  # weights of the layers
     head: int  # of the output layer
-    attention: float  # heads * head dimension, summed over the layers that see all
-    windowed: tuple[tuple[int, float], ...] = ()  # window in tokens, and the same of its layers
+    # Windows in tokens (None: all), each with heads * head dimension, summed over its layers.
+    attention: tuple[tuple[int | None, float], ...]
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> TrainingFlops:
@@ -147,22 +147,18 @@ class TrainingFlops:
         layers = Counter(windows[kind] for kind in kinds if kind in windows)
         heads = getattr(config, "num_attention_heads", 0)
         width = heads * sum(head_widths(config)) / 2 if heads else 0
-        return cls(
-            body,
-            head,
-            width * layers.pop(None, 0),
-            tuple((window, width * count) for window, count in layers.items() if window),
-        )
+        return cls(body, head, tuple((window, width * n) for window, n in layers.items()))
 
     def sequence(self, start: int, end: int, learned: int) -> float:
         """Count both passes over positions [start, end) of a sequence, some of them learned."""
-        pairs = self.attention * (_pairs(end) - _pairs(start))
-        for window, attention in self.windowed:
-            pairs += attention * (_pairs(end, window) - _pairs(start, window))
+        pairs = sum(
+            width * (_pairs(end, window) - _pairs(start, window))
+            for window, width in self.attention
+        )
         return 6 * self.body * (end - start) + 6 * self.head * learned + 12 * pairs
 
 
-def _pairs(count: int, window: int | None = None) -> int:
+def _pairs(count: int, window: int | None) -> int:
     """Return how many keys the first `count` positions of a sequence attend to, together."""
     near = count if window is None else min(count, window)
     return near * (near + 1) // 2 + (count - near) * near

@@ -114,7 +114,8 @@ def test_scorer_and_trainer_find_the_same_logprobs(model: Any, tiny_model_dir: P
     masks = [task.made.loss_mask for task in tasks]
     learned = [m for mask in masks for m in mask]
     flat = [x for x, m in zip(itertools.chain(*found), learned, strict=True) if m]
-    row = mismatch_row(mismatch_sums(torch.tensor(flat), expected, torch.ones(len(flat)).bool()))
+    every = torch.ones(len(flat)).bool()
+    row = mismatch_row(mismatch_sums(torch.tensor(flat), expected, every, every))
     assert row["mismatch/k3"] == pytest.approx(0.0, abs=1e-10)
     for values, mask in zip(found, masks, strict=True):
         assert not any(x for x, m in zip(values, mask, strict=True) if not m)

@@ -86,7 +86,7 @@ def test_a_sequence_alone_by_hand(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     learner = Learner(load_policy(tmp_path / "model")[0], TrainerConfig(device="cpu", threads=1), 1)
     batch = make_batch(noisy_trajectories(learner.model, groups=1, size=1), 1000)
-    cost = TrainingFlops(body=1000, head=100, attention=10).sequence
+    cost = TrainingFlops(body=1000, head=100, attention=((None, 10),)).sequence
     (micro,) = pack(batch.tokens, pack_tokens=64, micro_tokens=64, cost=cost)
     fed, learned = micro.tokens, len(batch.behaviour)
     assert micro.segment is None
@@ -119,7 +119,7 @@ def test_a_token_meets_some_experts_only() -> None:
     norms = 2 * 2048 + 2 * 128
     layer = attention + norms + 128 * 2048 + 8 * 3 * 2048 * 768
     assert cost == TrainingFlops(
-        body=48 * layer + 2048, head=151_936 * 2048, attention=48 * 32 * 128
+        body=48 * layer + 2048, head=151_936 * 2048, attention=((None, 48 * 32 * 128),)
     )
     assert total == pytest.approx(30.5e9, rel=0.01)
     assert cost.body + 2 * cost.head == pytest.approx(3.3e9, rel=0.02)  # as its authors count them
@@ -147,7 +147,7 @@ def test_shared_experts_and_dense_layers_are_met_by_every_token() -> None:
     dense, experts = 3 * 7168 * 18_432, 9 * 3 * 7168 * 2048 + 256 * 7168
     assert cost.body == 61 * (latent + norms) + 3 * dense + 58 * experts + 7168
     # A query and a key of 128 + 64 dimensions, a value of 128, in 128 heads.
-    assert cost.attention == 61 * 128 * (192 + 128) / 2
+    assert cost.attention == ((None, 61 * 128 * (192 + 128) / 2),)
 
 
 def test_a_window_bounds_the_keys() -> None:
@@ -161,7 +161,7 @@ def test_a_window_bounds_the_keys() -> None:
             layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         )
     )
-    assert (cost.attention, cost.windowed) == (64, ((2, 128),))
+    assert cost.attention == ((2, 128), (None, 64))
     keys = 64 * 9 * (9 + 1) / 2 + 128 * (2 * 9 - 1)
     assert cost.sequence(0, 9, 1) - 6 * (9 * cost.body + cost.head) == 12 * keys
 

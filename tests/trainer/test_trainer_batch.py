@@ -175,18 +175,19 @@ def test_a_reward_keeps_all_its_digits() -> None:
 def test_mismatch_by_hand() -> None:
     behaviour = torch.tensor([0.5, 0.5]).log()
     logprobs = torch.tensor([1.0, 0.25]).log()  # ratios 2 and 1/2
-    row = mismatch_row(mismatch_sums(logprobs, behaviour, torch.tensor([False, True])))
+    every, last = torch.tensor([True, True]), torch.tensor([False, True])
+    row = mismatch_row(mismatch_sums(logprobs, behaviour, last, every))
     ln2 = 0.6931471805599453
     assert row["mismatch/k1"] == pytest.approx(0.0, abs=1e-6)
     assert row["mismatch/k3"] == pytest.approx(((1 - ln2) + (-0.5 + ln2)) / 2, abs=1e-6)
     assert row["mismatch/k3_on_policy"] == pytest.approx(-0.5 + ln2, abs=1e-6)
     assert row["ess"] == pytest.approx(2.5**2 / (2 * 4.25), abs=1e-6)
-    none = mismatch_row(mismatch_sums(logprobs, behaviour, torch.tensor([False, False])))
+    none = mismatch_row(mismatch_sums(logprobs, behaviour, ~every, every))
     assert none["mismatch/k3_on_policy"] is None
-    nothing = mismatch_row(mismatch_sums(torch.zeros(0), torch.zeros(0), torch.zeros(0).bool()))
+    nothing = mismatch_row(mismatch_sums(*torch.zeros(2, 0), *torch.zeros(2, 0).bool()))
     assert nothing == dict.fromkeys(none)
     spoilt = torch.tensor([torch.nan, 0.25]).log()
-    one = mismatch_sums(spoilt, behaviour, torch.tensor([True, True]), torch.tensor([False, True]))
+    one = mismatch_sums(spoilt, behaviour, every, last)
     assert mismatch_row(one)["mismatch/k3"] == pytest.approx(-0.5 + ln2, abs=1e-6)
 
 

@@ -30,7 +30,7 @@ from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.speed import TrainingFlops
 
 # Qwen3-0.6B, in millions of operations, for sequences of which a token stands for 16.
-MODEL = TrainingFlops(body=440, head=155, attention=16 * 28 * 2048 / 1e6)
+MODEL = TrainingFlops(body=440, head=155, attention=((None, 16 * 28 * 2048 / 1e6),))
 
 
 @pytest.fixture(scope="module")
