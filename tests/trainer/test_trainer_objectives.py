@@ -180,11 +180,11 @@ def test_aggregations_leave_out_what_is_not_trained(
     aggregation: str, trained: list[float], everything: list[float]
 ) -> None:
     part, own = torch.tensor([1, 2]), torch.tensor([1, 3, 2])
+    lines, samples = (three_sequences().owner, own, part), torch.ones(3).double()
     for denominator, expected in (("trained", trained), ("all", everything)):
         pieces: Any = SimpleNamespace(aggregation=aggregation, denominator=denominator)
-        weights = token_weights(pieces, three_sequences().owner, own, part, updates=1, length=10)
+        weights, halves = (token_weights(pieces, *lines, cuts, 10, samples) for cuts in (1, 2))
         torch.testing.assert_close(weights, torch.tensor([0.0, *expected]))
-        halves = token_weights(pieces, three_sequences().owner, own, part, updates=2, length=10)
         share = aggregation == "constant" or denominator == "all"  # of the batch, by updates
         factor = 2 if share and aggregation != "token_sum" else 1
         torch.testing.assert_close(halves, factor * weights)

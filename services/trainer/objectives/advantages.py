@@ -26,7 +26,7 @@ def batch_advantages(
         lengths = torch.bincount(owner, minlength=len(rewards))
         limits = torch.tensor([sample.sampling.max_tokens for sample in batch.samples])
         rewards = rewards + overlong(lengths, limits, pieces.overlong_buffer)
-    penalties = None
+    penalties = torch.zeros(len(owner))
     if pieces.kl_coef and pieces.kl_in == "reward":
         assert reference is not None
         estimate = ESTIMATORS[pieces.kl_estimator](batch.behaviour, reference)
@@ -49,7 +49,7 @@ def token_advantages(
     groups: Tensor,
     owner: Tensor,
     pieces: ObjectiveSpec,
-    penalties: Tensor | None = None,
+    penalties: Tensor,
     values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return A of each token, float32 [M], and the returns a value model would learn, float64 [M].
@@ -66,8 +66,6 @@ def token_advantages(
         penalties: float [M], taken off the reward token by token.
         values: float [M], of a value model.
     """
-    if penalties is None:
-        penalties = torch.zeros(len(owner))
     if pieces.advantage in ("reinforce_pp", "gae"):
         earned = -penalties.double()
         last = torch.ones_like(owner, dtype=torch.bool)

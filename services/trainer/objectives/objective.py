@@ -225,7 +225,7 @@ def token_weights(
     part: Tensor,
     updates: int,
     length: int,
-    weight: Tensor | None = None,
+    weight: Tensor,
 ) -> Tensor:
     """Return the weight of each learned token's loss in the sum, float32 [M].
 
@@ -244,10 +244,8 @@ def token_weights(
         part: int64, the sequences that are trained in this update; tokens of others get 0.
         updates: of the batch.
         length: of the longest response.
-        weight: float64 [S], what each sequence counts, tokens and all; None: all are samples.
+        weight: float64 [S], what each sequence counts, tokens and all.
     """
-    if weight is None:
-        weight = torch.ones(len(own), dtype=torch.float64)
     samples, counted = float(weight.sum()) / updates, own * weight
     tokens, sequences = float(counted[part].sum()), float(weight[part].sum())
     if pieces.denominator == "all":
