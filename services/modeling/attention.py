@@ -100,7 +100,12 @@ class Attention:
         if self.recurrent:
             assert rows.segment is None, "a row of such a model has one sequence"
             return None
-        backend = self._backend(rows)
+        backend = self.backend
+        if backend == "auto":
+            # Causal SDPA needs no mask: its fast kernel runs.
+            width = rows.positions.shape[1]
+            windows = any(window is not None and window < width for _, window in self.windows)
+            backend = "sdpa" if rows.segment is None and self.plain and not windows else "flex"
         if backend == "sdpa" and rows.segment is None:
             return None
         masks: dict[str, Any] = {}
@@ -108,14 +113,6 @@ class Attention:
             reach = rows.within(window)
             masks[kind] = reach.blocks() if backend == "flex" else reach.allowed().unsqueeze(1)
         return masks if len(masks) > 1 else masks.popitem()[1]
-
-    def _backend(self, rows: RowMask) -> Choice:
-        if self.backend != "auto":
-            return self.backend
-        # Causal SDPA needs no mask: its fast kernel runs.
-        width = rows.positions.shape[1]
-        windows = any(window is not None and window < width for _, window in self.windows)
-        return "sdpa" if rows.segment is None and self.plain and not windows else "flex"
 
 
 @dataclass(frozen=True, slots=True)

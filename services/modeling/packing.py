@@ -58,11 +58,10 @@ def pack(
     """
     chosen = range(len(tokens.lengths)) if sequences is None else sequences.tolist()
     units = _units(tokens, chosen, pack_tokens, share_prompts, cost)
-    by_cost, by_tokens = attrgetter("cost"), attrgetter("fed")
     plans = min(
         (
-            _plans(_shares(units, world, by), pack_tokens, micro_tokens)
-            for by in (by_cost, by_tokens)
+            _plans(_shares(units, world, size), pack_tokens, micro_tokens)
+            for size in (attrgetter("cost"), attrgetter("fed"))
         ),
         # Each pass takes as long as on the slowest rank.
         key=lambda plans: sum(max(map(_cost, passes)) for passes in zip(*plans, strict=True)),
