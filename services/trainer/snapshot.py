@@ -131,11 +131,6 @@ def whole_weights(
     return weights
 
 
-def as_bytes(rows: Tensor) -> Tensor:
-    """Return the same memory as bytes, for messages: not every backend sends every type."""
-    return rows.view(-1).view(torch.uint8)
-
-
 def _tensors(
     model: nn.Module,
     of: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter,

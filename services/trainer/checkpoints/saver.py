@@ -22,6 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from umbra.services.modeling.gpu_copies import bytes_of
 from umbra.services.trainer.checkpoints.folder import (
     CheckpointFolder,
     FileInfo,
@@ -33,7 +34,7 @@ from umbra.services.trainer.checkpoints.folder import (
 from umbra.services.trainer.checkpoints.state import ModelState
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.metrics import Row
-from umbra.services.trainer.snapshot import as_bytes, own_rows
+from umbra.services.trainer.snapshot import own_rows
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class Saver:
         try:
             with disk.opened(path, new=True) as fd:
                 for name, (first, rows) in copies.items():
-                    content, checksum = as_bytes(rows).numpy().data, xxhash.xxh3_64()
+                    content, checksum = bytes_of(rows), xxhash.xxh3_64()
                     for start in range(0, len(content), PIECE_BYTES):
                         piece = content[start : start + PIECE_BYTES]
                         disk.write_all(fd, piece, offset + start)

@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor, nn
 
 from umbra.proto.errors import UsageError
+from umbra.services.modeling.gpu_copies import bytes_of
 from umbra.services.modeling.sharded import held_rows, rows_like
 from umbra.services.trainer.checkpoints.folder import (
     CheckpointFolder,
@@ -27,7 +28,6 @@ from umbra.services.trainer.checkpoints.folder import (
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.distributed.sharding import reshard
 from umbra.services.trainer.optimizer import MasterWeights
-from umbra.services.trainer.snapshot import as_bytes
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,8 @@ class Saved:
                 if source is None or source == self._ranks.rank:
                     error = error or self._read(number, rows, stored)
                 if source is not None:  # rare: a host is new, or there are more or fewer
-                    self._ranks.broadcast(as_bytes(stored), source)
+                    # As bytes: not every backend sends every type.
+                    self._ranks.broadcast(stored.view(-1).view(torch.uint8), source)
                 if target is not None:
                     target_rows, skipped = target
                     target_rows.copy_(stored[skipped : skipped + len(target_rows)])
@@ -154,7 +155,7 @@ class Saved:
     def _read(self, number: int, rows: SavedRows, stored: Tensor) -> str:
         """Read `rows` of a file into `stored`; return the fault found, or ""."""
         path = self._paths.get(number, self.directory / file_name(number))
-        content = as_bytes(stored).numpy().data
+        content = bytes_of(stored)
         try:
             with path.open("rb") as file:
                 file.seek(rows.at)
