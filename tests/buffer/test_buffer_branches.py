@@ -24,7 +24,7 @@ from umbra.proto.records import (
 from umbra.services.buffer.samples.trajectories import MORE_BYTES, pack, size_fault
 from umbra.services.config import TrainerConfig
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
-from umbra.services.generator.rollout import line_of
+from umbra.services.generator.line import line_of
 from umbra.services.modeling.models import load_model
 from umbra.services.scorer.logprobs import LogprobWorker
 

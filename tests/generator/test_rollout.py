@@ -32,7 +32,8 @@ from umbra.services.environments.protocol import (
 )
 from umbra.services.generator.engines.engine import EngineOutput
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.generator.rollout import Line, Rollout, shortened
+from umbra.services.generator.line import Line, shortened
+from umbra.services.generator.rollout import Rollout
 from umbra.services.modeling.chat import Chat
 
 

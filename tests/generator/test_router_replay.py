@@ -23,7 +23,8 @@ from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
 from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.generator.rollout import Line, Rollout, RolloutSettings, line_of
+from umbra.services.generator.line import Line, line_of
+from umbra.services.generator.rollout import Rollout, RolloutSettings
 from umbra.services.generator.vllm.options import reported_routers, routing
 from umbra.services.modeling.experts import Routers, chosen_experts
 from umbra.services.modeling.packing import pack

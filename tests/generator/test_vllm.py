@@ -21,7 +21,8 @@ from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.vllm import check as vllm_check
 from umbra.services.generator.vllm import options
 from umbra.services.generator.vllm.check import Differences, stale
-from umbra.services.generator.vllm.loop_engine import CheckpointNames, Salts
+from umbra.services.generator.vllm.checkpoint_names import CheckpointNames
+from umbra.services.generator.vllm.loop_engine import Salts
 from umbra.services.generator.vllm.options import (
     RecentLengths,
     adapter_arguments,
