@@ -274,10 +274,11 @@ def monitor(
                 except PeerLostError:
                     if not lost and not on_screen:
                         click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)
+                    if not lost and board is not None:
+                        board.lose()
                     lost = True
-                    if board is None:
+                    if board is None:  # else it is waited for
                         break
-                    board.lose()  # and wait for it to answer again
                 else:
                     show(look)
                     if board is not None:
