@@ -112,8 +112,17 @@ def on_machines(
     """Run a shell script with the machines of one of `tests/programs`; return what it prints."""
     (folder / "script.sh").write_text(script, encoding="utf-8")
     places = (str(folder / "machines"), json.dumps(machines), str(folder / "script.sh"))
+    return printed(
+        [*SPACES, sys.executable, str(PROGRAMS / program), *places], folder, environ, limit_s
+    )
+
+
+def printed(
+    argv: Sequence[str], folder: Path, environ: Mapping[str, str], limit_s: float = LIMIT_S
+) -> str:
+    """Run a program in `folder`; return what it prints."""
     done = subprocess.run(
-        [*SPACES, sys.executable, str(PROGRAMS / program), *places],
+        argv,
         cwd=folder,
         env=environ,
         capture_output=True,

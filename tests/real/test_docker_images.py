@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fakes.machines import ENVIRON, ROOT, check_ledger, on_machines, why_no_docker
+from fakes.machines import ENVIRON, ROOT, check_ledger, on_machines, printed, why_no_docker
 from fakes.slowness import limit
 
 LIMIT_S = limit(1500.0)
@@ -58,17 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def docker(folder: Path, script: str) -> str:
     """Run `script` beside a daemon; what it prints."""
     spaces = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-    done = subprocess.run(
-        [*spaces, "bash", "-euo", "pipefail", "-c", DAEMON + script],
-        cwd=folder,
-        env={**ENVIRON, "SOURCE": str(ROOT), "BASE": BASE},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
-    return done.stdout
+    argv = [*spaces, "bash", "-euo", "pipefail", "-c", DAEMON + script]
+    return printed(argv, folder, {**ENVIRON, "SOURCE": str(ROOT), "BASE": BASE}, LIMIT_S)
 
 
 def test_the_broker_image_has_what_it_runs_and_no_torch(folder: Path) -> None:
