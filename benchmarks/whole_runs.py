@@ -104,7 +104,7 @@ def run(config: RunConfig, search: Sequence[Path] = ()) -> tuple[Any, RunFolder]
     """
     folder = RunFolder.create(config.run.dir, config.run.name)
     with SignalCounter() as interrupts:
-        up = Up(config, folder, view=View(), interrupts=interrupts, search=search)
+        up = Up(config, folder, view=View(quiet=True), interrupts=interrupts, search=search)
         summary = up.run()
     if interrupts.count:
         raise KeyboardInterrupt

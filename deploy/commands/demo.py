@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from umbra.deploy.prepare.preflight import check_run, set_option
 from umbra.deploy.prepare.stage import StageInterrupted, Stages
 from umbra.deploy.run.command import finish
-from umbra.deploy.run.live import View, choose_view
+from umbra.deploy.run.live import View
 from umbra.deploy.run.up import Up
 from umbra.deploy.run_folder import RunFolder, StepFollower
 from umbra.deploy.shown import best_effort_output, command_line, shown_command
@@ -137,7 +137,7 @@ def command(
     load_config(DEMOS / f"{task}.toml", overrides=overrides)  # a typo should show at once
     with best_effort_output(), SignalCounter() as interrupts, ExitStack() as stack:
         server = stack.enter_context(ForkServer.where_useful(child_environ()))
-        view = choose_view(quiet=quiet, as_json=as_json)
+        view = View(quiet=quiet, err=as_json)
         folder = RunFolder.create(parent, f"demo-{task}")
         stack.enter_context(folder.held())
         view.say(f"everything goes to {folder.path}")
@@ -146,8 +146,6 @@ def command(
         except StageInterrupted:
             click.echo("umbra: interrupted", err=True)
             return interrupts.exit_code
-        finally:
-            view.close()
         code = finish(summary, folder, as_json=as_json)
         if code == EXIT_DONE and not as_json:
             for line in closing_words(folder):

@@ -48,24 +48,21 @@ class Step:
 class RunChild:
     """`umbra up FOLDER` as our child: it ends, in order, when this process does.
 
-    Its output goes to the terminal, where it draws its live screen, or as lines through
-    `sys.stdout`, which a notebook shows below its cell. `error` is the sentence that it ends with.
+    Its output goes through `sys.stdout`, which a notebook shows below its cell. `error` is the
+    sentence that it ends with.
     """
 
     def __init__(self, folder: Path, *flags: str, show: bool = True) -> None:
         self.error = ""
         argv = umbra_argv("up", str(folder), *flags, *(() if show else ("--quiet",)))
         self._readers: list[threading.Thread] = []
-        direct = sys.stdout is sys.__stdout__ and sys.stdout.isatty()  # not put in its place
         take = partial(print, flush=True) if show else len  # `--quiet` prints the outcome
-        out = None if direct and show else self._through(take)
-        err = self._through(self._take_error)
+        out, err = self._through(take), self._through(self._take_error)
         try:
             self._child = ChildProcess(argv, environ=child_environ(), stdout=out, stderr=err)
         finally:
             os.close(err)
-            if out is not None:
-                os.close(out)
+            os.close(out)
 
     def poll(self) -> int | None:
         code = self._child.poll()

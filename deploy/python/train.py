@@ -70,7 +70,7 @@ def train(
         name: of the run; its id begins with it (`run.name`).
         config: a run file, or its sections as mappings; the other arguments go before it.
         wait: return at the end of the run; else at once, and it goes on while this program does.
-        show: a live screen on a terminal, lines and a curve in a notebook.
+        show: print how it gets on; in a notebook draw the curve of its reward, too.
         **sections: keys of the run file by section, as `trainer={"learning_rate": 1e-6}`.
 
     Raises:

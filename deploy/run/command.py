@@ -13,7 +13,7 @@ import click
 from umbra.deploy.check.choose import in_one_line, ready
 from umbra.deploy.prepare import preflight
 from umbra.deploy.report import summary_rows
-from umbra.deploy.run.live import choose_view
+from umbra.deploy.run.live import View
 from umbra.deploy.run.up import Up
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.shown import best_effort_output, print_facts, shown_command, shown_path
@@ -67,7 +67,7 @@ def up(run_file: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -
         search = preflight.search_path(run_file)
         for endpoint in preflight.run_endpoints(config):
             check_port_free(endpoint)
-        view = choose_view(quiet=quiet, as_json=as_json)
+        view = View(quiet=quiet, err=as_json)  # stdout is left to the summary
         interrupts = stack.enter_context(SignalCounter())
         folder = before or RunFolder.create(config.run.dir, config.run.name)
         if before is None:
@@ -80,11 +80,8 @@ def up(run_file: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -
         if extension:
             view.say(f"note: extended: {extension}")
         server = stack.enter_context(ForkServer.where_useful(child_environ(search)))
-        try:
-            run = Up(config, folder, view=view, interrupts=interrupts, search=search, server=server)
-            summary = run.run()
-        finally:
-            view.close()
+        run = Up(config, folder, view=view, interrupts=interrupts, search=search, server=server)
+        summary = run.run()
         return finish(summary, folder, as_json=as_json)  # while signals are only counted
 
 

@@ -1,26 +1,20 @@
-"""Output of `umbra up`: a live table on a terminal, now and then a line when piped."""
+"""Output of `umbra up`: now and then a line; `umbra monitor` draws the whole state."""
 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
-from collections.abc import Mapping
 
 import click
-from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.text import Text
 
 from umbra.deploy.run_folder import RunFolder, StepFollower
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
 from umbra.proto.net.keys import Security
-from umbra.services.monitor.client import Look, StatusClient
-from umbra.services.monitor.view import NewWarnings, headline, screen
+from umbra.services.monitor.client import StatusClient
+from umbra.services.monitor.view import NewWarnings, headline
 
-FRAME_S = 0.25
 LINE_S = 5.0
 POLL_S = 0.5
 IDLE_S = 5.0  # without a step, after which it is looked less often
@@ -75,44 +69,32 @@ class Progress:
 
 
 class View:
-    """The display of a run's progress; this one shows nothing."""
+    """Lines about a run: messages, and its progress every `LINE_S` seconds and at the last step.
 
-    def say(self, text: str) -> None:
-        """Print a line."""
+    They go to stdout, or with `err` to stderr; nowhere if `quiet`.
+    """
 
-    def doing(self, activity: str, detail: str = "") -> None:
-        """Show the present activity; called often, returns at once."""
-
-    def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
-        """Show where things are; called often, returns at once."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-
-
-class PlainView(View):
-    """Lines, one about progress every `LINE_S` seconds and at the last step."""
-
-    def __init__(self, *, err: bool = False) -> None:
-        self._err = err
+    def __init__(self, *, quiet: bool = False, err: bool = False) -> None:
+        self._quiet, self._err = quiet, err
         self._next = time.monotonic() + LINE_S
         self._shown = -1
         self._warnings = NewWarnings()
         self._doing = ("", "")
 
     def say(self, text: str) -> None:
-        click.echo(text, err=self._err)
+        if not self._quiet:
+            click.echo(text, err=self._err)
 
     def doing(self, activity: str, detail: str = "") -> None:
-        """Print it when it begins, and now and then a detail that is new."""
+        """Print it when it begins, and now and then a detail that is new; may be called often."""
         begins = activity != self._doing[0]
         if begins or (detail != self._doing[1] and time.monotonic() >= self._next):
             self._doing = (activity, "" if begins else detail)
             self._next = time.monotonic() + LINE_S
             self.say(f"{activity} ..." if begins else f"  {detail}")
 
-    def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
-        """Print new warnings, and the headline if it is due."""
+    def update(self, progress: Progress) -> None:
+        """Print new warnings, and the headline if it is due; may be called often."""
         status = progress.status
         if status is None:
             return
@@ -124,61 +106,3 @@ class PlainView(View):
             self._shown = status.version
             recent = progress.rewards[-10:]
             self.say(headline(status, sum(recent) / len(recent) if recent else None))
-
-
-class TerminalView(View):
-    """A table that is redrawn four times per second; messages scroll by above it."""
-
-    def __init__(self) -> None:
-        self._console = Console()
-        self._live: Live | None = None
-        self._next = 0.0
-        self._doing = ("", 0.0)  # what, and since when
-
-    def say(self, text: str) -> None:
-        if self._doing[0]:
-            self.close()
-        self._console.print(Text(text), soft_wrap=True)  # a command can be copied as one line
-
-    def doing(self, activity: str, detail: str = "") -> None:
-        """Draw a line with the time that it has taken so far; gone once something is said."""
-        now = time.monotonic()
-        if activity != self._doing[0]:
-            self.close()
-            self._doing = (activity, now)
-        elif now < self._next:
-            return
-        took = f"{now - self._doing[1]:.0f} s"
-        line = Text("  ".join(filter(None, (activity, detail, took))), style="dim")
-        line.truncate(self._console.width - 1, overflow="ellipsis")
-        self._draw(line, now, transient=True)
-
-    def update(self, progress: Progress, processes: Mapping[str, str]) -> None:
-        now = time.monotonic()
-        if progress.status is None or now < self._next:
-            return
-        if self._doing[0]:
-            self.close()
-        self._draw(screen(Look(progress.status), self._console.width, processes), now)
-
-    def _draw(self, picture: RenderableType, now: float, *, transient: bool = False) -> None:
-        self._next = now + FRAME_S
-        if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False, transient=transient)
-            self._live.start()
-        self._live.update(picture, refresh=True)
-
-    def close(self) -> None:
-        self._doing = ("", 0.0)
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-
-def choose_view(*, quiet: bool, as_json: bool) -> View:
-    """Return the view for a command's flags; with `as_json`, stdout is left to the summary."""
-    if quiet:
-        return View()
-    if as_json or not sys.stdout.isatty():
-        return PlainView(err=as_json)
-    return TerminalView()

@@ -140,7 +140,7 @@ class Up:
             self._trained = len(progress.rewards) > steps
             if progress.status is not None:
                 self._outcome["last_status"] = msgspec.to_builtins(progress.status)
-            self.view.update(progress, supervisor.states())
+            self.view.update(progress)
             progress.close()
             supervisor.close()
             RunAddress.forget(self.folder.path)
@@ -201,7 +201,7 @@ class Up:
             up = [name for name, state in supervisor.states().items() if state == "running"]
             self._doing("starting", ", ".join(up))
         if self.model_made is None:
-            self.view.update(progress, supervisor.states())
+            self.view.update(progress)
         idle = progress.idle and self.model_made is None
         self.interrupts.wait(IDLE_POLL_S if idle else POLL_S)
 

@@ -190,18 +190,13 @@ class MemberRow(NamedTuple):
     activity: str = ""
 
 
-def member_rows(status: Status, processes: Mapping[str, str] | None = None) -> list[MemberRow]:
-    """Return a row for each member.
-
-    `processes` are the supervisor's words on its children; children that are no members show, too.
-    """
-    rows = {name: MemberRow(name, "gone", activity=why) for name, why in status.departed.items()}
-    for name, state in (processes or {}).items():
-        if name != "buffer" or state != "running":  # the buffer answers, but is no member
-            rows[name] = MemberRow(name, "starting" if state == "running" else state)
+def member_rows(status: Status) -> list[MemberRow]:
+    """Return a row for each member, and for each that is gone."""
     members = sorted(status.members, key=lambda member: (member.role, member.name))
-    known = {member.name: _row(member, status.version) for member in members}
-    return list((known | {name: row for name, row in rows.items() if name not in known}).values())
+    rows = {member.name: _row(member, status.version) for member in members}
+    for name, why in status.departed.items():
+        rows.setdefault(name, MemberRow(name, "gone", activity=why))
+    return list(rows.values())
 
 
 def most_telling(rows: Sequence[MemberRow], count: int) -> list[MemberRow]:
@@ -248,16 +243,16 @@ def page_file(name: str) -> str:
 # -- the screen ------------------------------------------------------------------------------------
 
 
-def screen(look: Look, width: int, processes: Mapping[str, str] | None = None) -> Group:
-    """Return the view for a terminal of `width` columns; `processes` as of `member_rows`."""
-    return Group(*lines(look, width, processes))
+def screen(look: Look, width: int) -> Group:
+    """Return the view for a terminal of `width` columns."""
+    return Group(*lines(look, width))
 
 
 def plain(look: Look) -> str:
     return "\n".join(line.plain for line in lines(look, WIDE))
 
 
-def lines(look: Look, width: int, processes: Mapping[str, str] | None = None) -> Iterator[Text]:
+def lines(look: Look, width: int) -> Iterator[Text]:
     """Yield all that is known of a run, the most urgent first."""
     status = look.status
     state = "finished" if status.finished else status.state
@@ -281,7 +276,7 @@ def lines(look: Look, width: int, processes: Mapping[str, str] | None = None) ->
     evals += [one for one in status.evals if one.done][-1:]
     if evals:
         yield Text(f"evals: {'; '.join(map(eval_text, evals))}")
-    yield from _members(status, width, processes)
+    yield from _members(status, width)
     yield from _pushes(look)
     if look.rollouts:
         yield from _rollout(look.rollouts[-1])
@@ -300,9 +295,9 @@ def _curves(status: Status) -> Iterator[Text]:
         yield Text(f"trained by staleness: {'  '.join(shares)}")
 
 
-def _members(status: Status, width: int, processes: Mapping[str, str] | None) -> Iterator[Text]:
+def _members(status: Status, width: int) -> Iterator[Text]:
     columns = [name for name in MemberRow._fields if width >= WIDE or name not in LEFT_OUT]
-    rows = most_telling(member_rows(status, processes), MEMBERS_SHOWN)
+    rows = most_telling(member_rows(status), MEMBERS_SHOWN)
     cells = [[getattr(row, name) for name in columns] for row in rows]
     heads = [name.replace("_", "/") for name in columns]
     head, *body = aligned([heads, *cells], [columns.index(name) for name in NUMBERS])

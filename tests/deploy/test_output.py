@@ -10,7 +10,7 @@ import pytest
 from fakes.slowness import limit
 
 from umbra.deploy.run import live
-from umbra.deploy.run.live import PlainView, View
+from umbra.deploy.run.live import View
 
 ON = """
 import click
@@ -81,7 +81,7 @@ def test_lines_say_what_goes_on_once_and_details_now_and_then(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
-    view = PlainView()
+    view = View()
 
     def said(*calls: Sequence[str]) -> list[str]:
         for call in calls:
@@ -94,5 +94,5 @@ def test_lines_say_what_goes_on_once_and_details_now_and_then(
     now[0] = 2 * live.LINE_S
     assert said(["warm start", "step 4/9"]) == []
     assert said(["starting"], ["starting"]) == ["starting ..."]
-    View().doing("anything")
+    View(quiet=True).doing("anything")
     assert capsys.readouterr().out == ""

@@ -86,7 +86,7 @@ def test_buffer_and_hub_do_not_wait_for_the_model(
         return True
 
     with SignalCounter() as interrupts:
-        how: Any = {"view": View(), "interrupts": interrupts, "server": forks.server()}
+        how: Any = {"view": View(quiet=True), "interrupts": interrupts, "server": forks.server()}
         how |= {"search": [project], "model_made": made, "stand_in": str(stand_in)}
         run = Run(config, folder, **how)
         if outcome == "made":

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from fakes.looks import PUSH, ROLLOUT, header, heard, look, member, status
 from rich.console import Console
 
-from umbra.deploy.run.live import PlainView, Progress
+from umbra.deploy.run.live import Progress, View
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import PeerLostError
 from umbra.proto.messages import Event, Rates, RunWarning
@@ -75,27 +75,22 @@ def test_a_warning_that_holds_is_shown_everywhere_and_told_once(
     ]  # fmt: skip
     progress = Progress(RunFolder(tmp_path))
     progress.status = warned
-    view = PlainView()
-    view.update(progress, {})
-    view.update(progress, {})
+    view = View()
+    view.update(progress)
+    view.update(progress)
     assert capsys.readouterr().out == sentence + "\n"
 
 
-def test_members_gone_and_processes_without_membership_are_shown() -> None:
+def test_members_are_shown_also_those_that_are_gone() -> None:
     decodes = member(
         "generator-0",
         stats={"decoded_per_s": 1234.5, "version": 3.0, "live": 8.0},
         shares={"decode": 0.75, "idle: work": 0.25},
     )
-    processes = dict.fromkeys(("buffer", "generator-0", "trainer"), "running")
-    assert member_rows(
-        status(members=[decodes], departed={"generator-1": "silent for 15 s"}),
-        {**processes, "generator-2": "restarts in 0.5 s"},
-    ) == [
+    gone = {"generator-0": "drained", "generator-1": "silent for 15 s"}
+    assert member_rows(status(members=[decodes], departed=gone)) == [
         MemberRow("generator-0", "ready", "a", "3", "37", "1,234", "75%", "25% (work)", "decoding"),
         MemberRow("generator-1", "gone", activity="silent for 15 s"),
-        MemberRow("trainer", "starting"),
-        MemberRow("generator-2", "restarts in 0.5 s"),
     ]  # fmt: skip
 
 
