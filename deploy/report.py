@@ -291,7 +291,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         note = " when last asked" if summary.get("ledger_last_seen") else ""
         add("ledger", f"{ledger['issued']} issued = {sums}, {balance}{note}")
     if health := summary["health"]:
-        add("health", health_text(health, "/run"))
+        add("health", health_text(health))
     for report in summary["warnings"]:  # of a run that has ended
         until = "the end" if report["until"] < 0 else f"step {report['until']}"
         text = f"{report['name']}, from step {report['since']} to {until}: {report['text']}"

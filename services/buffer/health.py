@@ -1,4 +1,4 @@
-"""Warnings about what a run loses and whether it learns: events in, warnings out.
+"""Warnings about samples that are lost or teach nothing: events in, warnings out.
 
 Recent shares are over the last `BATCHES` batches' worth of groups or samples, so that they are
 known even where no batch ever gets full. `docs/operate.md` lists names and bounds.
@@ -6,18 +6,15 @@ known even where no batch ever gets full. `docs/operate.md` lists names and boun
 
 from __future__ import annotations
 
-import re
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from msgspec.structs import replace
 
 from umbra.proto.messages import Curves, Rates, RunWarning
 from umbra.proto.records import Trajectory
 from umbra.services.config import RunConfig
-from umbra.services.config.rules import lone_groups
 
 KEPT = 256  # stretches at most; then two and two become one
 SHOWN = (
@@ -132,32 +129,23 @@ class Throughput:
 
 BATCHES = 4  # that are recent
 LEAST_SAMPLES = 16  # in a batch's worth: fewer say nothing
-EQUAL_REWARDS = 0.8  # share of groups from which on there is a warning; so with the next two
+EQUAL_REWARDS = 0.8  # share of groups from which on there is a warning; so with the next three
 TRUNCATED = 0.2
 FAILED = 0.01
 STALE = 0.02
-LENGTHS_KEPT = 1024  # of the last answers, trained and dropped
-REASONS_KEPT = 64  # of the last failures
 REASON_CHARS = 300
-NAMES = (
-    "lone_groups", "constant_reward", "equal_rewards", "truncated", "failed_samples",
-    "stale_samples", "zero_gradient", "skipped_updates",
-)  # fmt: skip
-SHARES = ("equal_rewards", "truncated", "failed_samples")
-
-_VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+SHARES = ("equal_rewards", "truncated", "failed_samples", "stale_samples")  # and warnings
 
 
 class Share:
-    """A share of hits, over the whole run and recent: the last `BATCHES` parts and what follows."""
+    """A recent share of hits: in the last `BATCHES` parts and what follows."""
 
     def __init__(self, part: int) -> None:
-        self.hits = self.seen = 0  # of the whole run
+        self.seen = 0  # since this process began
         self._part = part
         self._parts = deque([(0, 0)], maxlen=BATCHES + 1)  # the last one is incomplete
 
     def add(self, hits: int, seen: int) -> None:
-        self.hits += hits
         self.seen += seen
         before = self._parts.pop()
         self._parts.append((before[0] + hits, before[1] + seen))
@@ -195,27 +183,22 @@ class SampleFailure:
 
 
 class Health:
-    """Warnings about a run's losses of samples, and about its learning.
+    """Warnings about a run's losses of samples, and about groups without a training signal.
 
-    Counts of the whole run survive a restart of the buffer. Recent shares restart, so that a run
-    that was ended because of them can continue once its cause is fixed.
+    Shares restart with the buffer, so that a run that was ended because of them can continue once
+    its cause is fixed.
     """
 
     def __init__(self, config: RunConfig) -> None:
         buffer = config.buffer
-        self._batch = buffer.group_size * buffer.batch_groups  # samples
-        samples = max(self._batch, LEAST_SAMPLES)
+        samples = max(buffer.group_size * buffer.batch_groups, LEAST_SAMPLES)
         self.verdict = ""  # why the run must end, if so
         self._config = config
         self._groups = Share(max(buffer.batch_groups, LEAST_SAMPLES // buffer.group_size))
         self.answers, self._samples, self._stale = Share(samples), Share(samples), Share(samples)
-        self._shares = dict(zip(SHARES, (self._groups, self.answers, self._samples), strict=True))
-        self._tokens = {name: deque[int](maxlen=LENGTHS_KEPT) for name in ("trained", "stale")}
-        self._window = BATCHES * samples
-        self._reward, self._alike, self._rewarded = 0.0, 0, 0  # newest, in a row, all
-        self._failures: deque[SampleFailure] = deque(maxlen=REASONS_KEPT)
-        self._still = 0  # steps in a row without a gradient
-        self._skipped: deque[float] = deque(maxlen=BATCHES)  # share of updates left out, by step
+        shares = self._groups, self.answers, self._samples, self._stale
+        self._shares = dict(zip(SHARES, shares, strict=True))
+        self._failure: SampleFailure | None = None  # the newest
         self._raised: dict[str, RunWarning] = {}
 
     def answered(self, trajectory: Trajectory) -> None:
@@ -225,16 +208,12 @@ class Health:
         """Count a complete group, also if it is filtered."""
         self._groups.add(len(rewards) > 1 and len(set(rewards)) == 1, 1)
         self._samples.add(0, len(rewards))
-        self._rewarded += len(rewards)
-        for reward in rewards:
-            self._alike = self._alike + 1 if reward == self._reward else 1
-            self._reward = reward
 
     def failed(self, failure: SampleFailure) -> None:
         if not failure.own:
             return
         self._samples.add(failure.samples, failure.samples)
-        self._failures.append(failure)
+        self._failure = failure
         limit = self._config.buffer.max_failed_share
         if self._samples.batches == BATCHES and self._samples.share > limit:
             self.verdict = (
@@ -242,32 +221,21 @@ class Health:
                 "and the remaining samples are biased: fix the cause, or raise that share"
             )
 
-    def dropped(self, tokens: Sequence[int]) -> None:
-        """Count answers that were too old to train on, by their numbers of tokens."""
-        self._stale.add(len(tokens), len(tokens))
-        self._tokens["stale"] += tokens
+    def dropped(self, answers: int) -> None:
+        """Count answers that were too old to train on."""
+        self._stale.add(answers, answers)
 
-    def trained(self, step: int, metrics: Mapping[str, float], tokens: Sequence[int] = ()) -> None:
-        """Read the `metrics` of a committed step, and how many `tokens` its answers had."""
-        self._stale.add(0, len(tokens))
-        self._tokens["trained"] += tokens
-        config = self._config
-        if step <= config.critic.warmup_steps and config.trainer.pieces.needs_critic:
-            return  # the policy waits for the value model
-        still = metrics.get("updates") == 0.0 or metrics.get("grad_norm") == 0.0
-        self._still = self._still + 1 if still else 0
-        self._skipped.append(metrics.get("skipped", 0.0))
+    def trained(self, answers: int) -> None:
+        self._stale.add(0, answers)
 
     def figures(self) -> dict[str, float]:
-        shares = self._shares.items()
-        whole = {f"{name}/run": share.hits / max(share.seen, 1) for name, share in shares}
-        return {name: share.share for name, share in shares} | whole
+        return {name: share.share for name, share in self._shares.items()}
 
     def look(self, version: int) -> list[RunWarning]:
         """Update the warnings at `version`; return those that are new."""
         held = {
-            name: RunWarning(name=name, text=text, figures=figures, since=version)
-            for name, text, figures in self._holding(version)
+            name: RunWarning(name=name, text=text, figures={"share": share}, since=version)
+            for name, share, text in self._holding()
         }
         new = [warning for name, warning in held.items() if name not in self._raised]
         for name, before in self._raised.items():
@@ -279,28 +247,11 @@ class Health:
         return new
 
     def warnings(self) -> list[RunWarning]:
-        return [self._raised[name] for name in NAMES if name in self._raised]
+        return [self._raised[name] for name in SHARES if name in self._raised]
 
-    @property
-    def counts(self) -> dict[str, tuple[int, int]]:
-        """Return hits and seen over the whole run, by share; they survive a restart."""
-        return {name: (share.hits, share.seen) for name, share in self._shares.items()}
-
-    @counts.setter
-    def counts(self, before: Mapping[str, tuple[int, int]]) -> None:
-        for name, share in self._shares.items():
-            share.hits, share.seen = before.get(name, (0, 0))
-
-    def _holding(self, version: int) -> Iterator[tuple[str, str, dict[str, float]]]:
+    def _holding(self) -> Iterator[tuple[str, float, str]]:
         buffer = self._config.buffer
-        if text := lone_groups(self._config):
-            yield "lone_groups", text, {"group_size": 1.0}
         taught = self._config.trainer.pieces.advantage == "teacher"  # who reads no rewards
-        is_full = not taught and self._rewarded >= max(self._batch, LEAST_SAMPLES)
-        if is_full and self._alike >= min(self._rewarded, self._window):
-            text = f"every sample of the last batches earned the same reward, {self._reward:g}: "
-            text += "nothing can be learned from that; look at the reward and at a few answers"
-            yield "constant_reward", text, {"reward": self._reward}
         if not taught and (share := self._groups.known) >= EQUAL_REWARDS:
             text = f"{share:.0%} of recent groups have equal rewards: "
             text += (
@@ -309,7 +260,7 @@ class Health:
                 else "they give no gradient; choose prompts that are neither solved nor hopeless, "
                 "a finer reward, or buffer.dynamic_sampling"
             )
-            yield "equal_rewards", text, {"share": share}
+            yield "equal_rewards", share, text
         if (share := self.answers.known) >= TRUNCATED:
             text = (
                 f"{share:.0%} of recent answers were cut off at a limit on tokens "
@@ -317,41 +268,23 @@ class Health:
                 "environment.max_tokens), and their reward is that of an unfinished answer: allow "
                 "more tokens, or set trainer.overlong_filter"
             )
-            yield "truncated", text, {"share": share}
+            yield "truncated", share, text
         if (share := self._samples.known) >= FAILED:
             text = f"{self._failed_text()}; above {buffer.max_failed_share:.0%} the run ends "
-            yield "failed_samples", f"{text}(buffer.max_failed_share)", {"share": share}
-        if (share := self._stale.known) >= STALE and self._tokens["trained"]:
-            stale, trained = (fmean(self._tokens[name]) for name in ("stale", "trained"))
+            yield "failed_samples", share, f"{text}(buffer.max_failed_share)"
+        if (share := self._stale.known) >= STALE:
             text = (
-                f"{share:.0%} of recent answers were dropped as stale, of {stale:.0f} tokens in "
-                f"the mean; trained ones have {trained:.0f}. Dropping favours short answers: set "
-                'buffer.stale_policy = "wait", or raise buffer.max_staleness'
+                f"{share:.0%} of recent answers were dropped as stale, which favours short ones: "
+                'set buffer.stale_policy = "wait", or raise buffer.max_staleness'
             )
-            figures = {"share": share, "stale_tokens": stale, "trained_tokens": trained}
-            yield "stale_samples", text, figures
-        if self._still:
-            steps = f"step {version}" + f", and {self._still - 1} before it," * (self._still > 1)
-            text = f"the gradient of {steps} was zero: nothing was learned from it"
-            yield "zero_gradient", text, {"steps": float(self._still)}
-        if self._skipped and (share := fmean(self._skipped)):
-            text = (
-                f"{share:.0%} of the updates of the last {len(self._skipped)} steps were skipped "
-                "(the columns skipped/... of the metrics say why)"
-            )
-            yield "skipped_updates", text, {"share": share}
+            yield "stale_samples", share, text
 
     def _failed_text(self) -> str:
         text = f"{self._samples.share:.0%} of recent samples ended as failed"
-        if not self._failures:
+        if (newest := self._failure) is None:
             return text
-        # Reasons of one kind differ in numbers and quoted text only.
-        kinds = [_VARYING.sub("…", failure.reason)[:REASON_CHARS] for failure in self._failures]
-        kind, count = Counter(kinds).most_common(1)[0]
-        example = self._failures[len(kinds) - 1 - kinds[::-1].index(kind)]
-        often = f"{count} of the last {len(kinds)}" if len(kinds) > 1 else "it"
         return (
-            f"{text}, alone or with their group (buffer.straggler_s would keep the others); most "
-            f"often ({often}): {example.reason[:REASON_CHARS]} (for example sample "
-            f"{example.sample_id} of prompt {example.prompt_id})"
+            f"{text}, alone or with their group (buffer.straggler_s would keep the others); the "
+            f"newest: {newest.reason[:REASON_CHARS]} (sample {newest.sample_id} of prompt "
+            f"{newest.prompt_id})"
         )

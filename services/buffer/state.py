@@ -130,7 +130,6 @@ SURVIVING: dict[str, Any] = {
     "batches.checkpoint": int | None,
     "batches.trained": StalenessStats,
     "batches.last": StalenessStats,
-    "health.counts": dict[str, tuple[int, int]],
     "evals.done": int,
     "evals.open": OpenEvaluation | None,
     "evals.reports": list[EvalReport],

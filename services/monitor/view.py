@@ -90,14 +90,14 @@ def active_warnings(status: Status) -> dict[str, str]:
     return {one.name: one.text for one in status.warnings if one.until < 0}
 
 
-def health_text(health: Mapping[str, float], of: str = "") -> str:
-    """Return shares without a training signal: recent, or with `of` = "/run" of the whole run."""
+def health_text(health: Mapping[str, float]) -> str:
+    """Return the recent shares without a training signal."""
     names = {
         "equal_rewards": "of groups with equal rewards",
         "truncated": "of answers cut off",
         "failed_samples": "of samples failed",
     }
-    return ", ".join(f"{health.get(name + of, 0.0):.1%} {label}" for name, label in names.items())
+    return ", ".join(f"{health.get(name, 0.0):.1%} {label}" for name, label in names.items())
 
 
 class NewWarnings:

@@ -50,7 +50,7 @@ ROWS = [
 STATUS = {
     "ledger": {"issued": 30, "trained": 24, "ended": {"stale": 2, "cancelled": 4}, "in_flight": {}},
     "staleness": {"mean": 0.5, "max": 2.0, "bound": 2.0},
-    "health": {"equal_rewards/run": 0.5, "truncated/run": 0.125, "failed_samples/run": 0.0},
+    "health": {"equal_rewards": 0.5, "truncated": 0.125, "failed_samples": 0.0},
     "warnings": [
         {"name": "equal_rewards", "text": "half", "figures": {"share": 0.5}, "since": 2,
          "until": -1},

@@ -47,7 +47,7 @@ def status(**changes: Any) -> Status:
             steps_per_s=2.0, samples_per_s=128.0, answers_per_s=129.0, issued_per_s=130.0,
             ended_per_s=2.0,
         ),
-        "health": {"equal_rewards": 0.875, "equal_rewards/run": 0.5},
+        "health": {"equal_rewards": 0.875},
         "warnings": [
             RunWarning(name="equal_rewards", text="88% are", figures={"share": 0.875}, since=30),
             RunWarning(name="truncated", text="they were", figures={}, since=1, until=9),

@@ -12,7 +12,7 @@ from fakes.looks import look, status
 
 from umbra.proto.messages import Rates
 from umbra.proto.records import Role, State
-from umbra.services.buffer.health import NAMES, SHOWN
+from umbra.services.buffer.health import SHARES, SHOWN
 from umbra.services.monitor.client import Look
 from umbra.services.monitor.web import prometheus_text
 from umbra.services.reporting import PHASES
@@ -32,7 +32,7 @@ SERIES = re.compile(r"(?P<name>umbra_\w+)(?:\{(?P<labels>[^}]*)\})?")
 SELECTOR = re.compile(r'(?P<label>\w+)=~?"(?P<value>[^"]*)"')
 # By metric and label, what the label may say.
 VALUES: dict[tuple[str, str], set[str]] = {
-    ("umbra_warning", "name"): set(NAMES),
+    ("umbra_warning", "name"): set(SHARES),
     ("umbra_rate", "figure"): set(Rates.__struct_fields__),
     ("umbra_curve", "name"): set(SHOWN),
     ("umbra_push_seconds", "phase"): set(PHASES),

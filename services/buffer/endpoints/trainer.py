@@ -84,12 +84,11 @@ class TrainerEndpoint:
     def commit(self, request: Request, body: m.CommitBatch, now: float) -> None:
         run, leased = self._run, self._batches.leased
         if leased is not None and leased.step == body.step:
-            tokens = [sample.tokens for sample in leased.samples]
             self._batches.commit()
             run.committer = request.header.incarnation
             run.curves.add(body.step, body.metrics, now)
             run.counters["mixed_version"] += leased.staleness.mixed
-            run.health.trained(body.step, body.metrics, tokens)
+            run.health.trained(len(leased.samples))
             if body.metrics.get("skipped") == 1.0:
                 run.counters["batches_skipped"] += 1
         elif 1 <= body.step <= self._batches.version:

@@ -270,7 +270,7 @@ class SamplePool:
 
     def end(self, group: Group, reason: str) -> None:
         if reason == "stale" and self.health is not None:
-            self.health.dropped([sample.tokens for sample in group.samples if sample.tokens])
+            self.health.dropped(sum(sample.tokens > 0 for sample in group.samples))
         for sample in group.samples:
             self._end(sample, reason)
         for where in (self.groups, self.complete, self._waiting):
