@@ -6,14 +6,13 @@ import faulthandler
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from umbra.proto.deadline import Pace
 from umbra.proto.errors import end_process, service_thread
 from umbra.proto.net.session import Session
-from umbra.services.generator.engines.engine import CacheFigures, EngineError
+from umbra.services.generator.engines.engine import EngineError
 from umbra.services.process.metrics import MetricsFile, steady_clock
 
 log = logging.getLogger(__name__)
@@ -25,9 +24,8 @@ class Activity:
     """A merger of the loop's reports at each turn into contiguous spans.
 
     A row is `{"kind": "span", "name", "start", "end", ...}`, in seconds since the epoch. "idle" has
-    `reason`: "weights", "work" or "environment". "decode" has `tokens` sampled; `cached_tokens`,
-    `preemptions` and the highest `cache_usage` of the engine's `CacheFigures` meanwhile.
-    "load_weights" has `version`.
+    `reason`: "weights", "work" or "environment". "decode" has `tokens` sampled. "load_weights" has
+    `version`.
     """
 
     def __init__(self, metrics: MetricsFile, clock: Callable[[], float] = steady_clock) -> None:
@@ -35,20 +33,12 @@ class Activity:
         self._metrics = metrics
         self._reason: str | None = None  # of the current span: "" = decoding, None = there is none
         self._start = self._end = 0.0
-        self._cache = CacheFigures()  # at the end of the last turn
-        self._decoded: Counter[str] = Counter()
-        self._usage = 0.0
+        self._tokens = 0  # decoded in the current span
 
-    def decoding(self, started: float, tokens: int, cache: CacheFigures) -> None:
-        """Note that the engine sampled `tokens` since `started`; `cache` is its state now."""
+    def decoding(self, started: float, tokens: int) -> None:
+        """Note that the engine sampled `tokens` since `started`."""
         self._extend("", started)
-        before, self._cache = self._cache, cache
-        self._decoded.update(
-            tokens=tokens,
-            cached_tokens=cache.cached_tokens - before.cached_tokens,
-            preemptions=cache.preemptions - before.preemptions,
-        )
-        self._usage = max(self._usage, cache.usage)
+        self._tokens += tokens
 
     def idle(self, started: float, reason: str) -> None:
         """Note idleness since `started`, for want of `reason`."""
@@ -59,12 +49,12 @@ class Activity:
         self._metrics.write("span", name="load_weights", start=start, end=end, version=version)
 
     def close(self) -> None:
-        if (reason := self._reason) is not None:
-            decoded = {**self._decoded, "cache_usage": self._usage}
-            name, fields = ("idle", {"reason": reason}) if reason else ("decode", decoded)
-            self._metrics.write("span", name=name, start=self._start, end=self._end, **fields)
-        self._reason, self._usage = None, 0.0
-        self._decoded.clear()
+        span = {"start": self._start, "end": self._end}
+        if self._reason:
+            self._metrics.write("span", name="idle", reason=self._reason, **span)
+        elif self._reason is not None:
+            self._metrics.write("span", name="decode", tokens=self._tokens, **span)
+        self._reason, self._tokens = None, 0
 
     def _extend(self, reason: str, started: float) -> None:
         if self._reason != reason or started - self._start >= _LONGEST_SPAN_S:

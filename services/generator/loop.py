@@ -106,7 +106,7 @@ class GeneratorLoop:
                 self._watch.moved()
             else:
                 self._session.waits("decoding")
-            self._activity.decoding(started, tokens, self._engine.cache)
+            self._activity.decoding(started, tokens)
         else:
             self._idle(started)
         self._report()
@@ -214,15 +214,11 @@ class GeneratorLoop:
         elapsed = now - self._stats_at
         if elapsed < _STATS_EVERY_S:
             return
-        tokens, cache = engine.decoded_tokens, engine.cache
+        tokens = engine.decoded_tokens
         self._session.stats(
             decoded_per_s=(tokens - self._stats_tokens) / elapsed,
             live=engine.live,
             fits=engine.fits,
-            cache_usage=cache.usage,
-            prefix_asked_tokens=cache.asked_tokens,
-            prefix_cached_tokens=cache.cached_tokens,
-            preemptions=cache.preemptions,
             active=self._runner.active,
             version=engine.version,
             finished=self._finished,

@@ -6,7 +6,6 @@ from typing import Any
 
 from umbra.proto.records import Manifest
 from umbra.services.generator.engines.engine import (
-    CacheFigures,
     EngineOutput,
     EngineRequest,
     KvPolicy,
@@ -31,7 +30,6 @@ class ScriptedEngine:
     decoded_tokens: int = 0
     loads: list[tuple[int, str, bytes]] = field(default_factory=list)
     requests: list[EngineRequest] = field(default_factory=list)
-    cache: CacheFigures = field(default_factory=CacheFigures)
     holds: int = 1000  # sequences for which there is cache
     forgotten: list[str] = field(default_factory=list)
     _live: dict[str, tuple[EngineRequest, list[int], list[int]]] = field(default_factory=dict)

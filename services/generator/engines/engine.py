@@ -41,14 +41,6 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheFigures:
-    usage: float = 0.0  # share of it that sequences under way take, in [0, 1]
-    asked_tokens: int = 0  # of prompts
-    cached_tokens: int = 0  # of those, the ones that had been read before, and were not again
-    preemptions: int = 0  # sequences that made room for others, and were read again
-
-
-@dataclass(frozen=True, slots=True)
 class EngineOutput:
     """The outcome of a request. T new tokens.
 
@@ -86,9 +78,6 @@ class Engine(Protocol):
 
     @property
     def decoded_tokens(self) -> int: ...  # sampled so far, for throughput
-
-    @property
-    def cache(self) -> CacheFigures: ...
 
     @property
     def live(self) -> int: ...  # sequences being decoded

@@ -23,7 +23,6 @@ from msgspec.structs import replace
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Manifest, Routing, Sampling, Support
 from umbra.services.generator.engines.engine import (
-    CacheFigures,
     EngineError,
     EngineOutput,
     EngineRequest,
@@ -223,7 +222,6 @@ class TorchEngine:
             raise UsageError(NO_ROUTERS)
         self._reads = reading_tokens(self._device.type, sum(p.numel() for p in model.parameters()))
         self._cache = SlotCache(slots, max_context, self._states)
-        self._asked_tokens = self._cached_tokens = 0
         self._sampler = Sampler(self._device, seed, tell_head)
         self._queue: deque[_Row] = deque()
         self._rows: list[_Row] = []  # the live ones, by slot
@@ -237,14 +235,6 @@ class TorchEngine:
     @property
     def fits(self) -> int:
         return self.slots
-
-    @property
-    def cache(self) -> CacheFigures:
-        return CacheFigures(
-            usage=len(self._rows) * self._longest / (self.slots * self.max_context),
-            asked_tokens=self._asked_tokens,
-            cached_tokens=self._cached_tokens,
-        )
 
     @property
     def busy(self) -> bool:
@@ -358,11 +348,7 @@ class TorchEngine:
         shared: dict[tuple[int, ...], list[int]] = {}
         for slot, row in enumerate(self._rows):
             if row.unread:
-                slots = shared.setdefault(row.context, [])
-                if not row.tokens:  # else it was counted when it was first read
-                    self._asked_tokens += row.length
-                    self._cached_tokens += row.length - 1 if slots else 0
-                slots.append(slot)
+                shared.setdefault(row.context, []).append(slot)
         shared.pop((), None)
         return sorted(shared.items(), key=lambda reading: len(reading[0]))
 

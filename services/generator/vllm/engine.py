@@ -7,7 +7,6 @@ in flight are read off vLLM's own records (`private.py`).
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +30,6 @@ from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.records import AdapterFacts, Manifest
 from umbra.services.config import RunConfig
 from umbra.services.generator.engines.engine import (
-    CacheFigures,
     EngineError,
     EngineOutput,
     EngineRequest,
@@ -111,8 +109,7 @@ class VllmEngine(LoopEngine[Live]):
             init = {"facts": msgspec.msgpack.encode(adapter), "names": list(factors(outline))}
             # Its path is never read: no request is made before the first version is loaded.
             self._lora = LoRARequest("umbra", ADAPTER, "umbra")
-        self._cache_log = private.CacheLog()
-        self._llm = _started(arguments, self._cache_log)
+        self._llm = _started(arguments)
         self._loop = LoopThread("umbra-vllm")
         try:
             self._wait(self._begin(version, init))
@@ -130,11 +127,6 @@ class VllmEngine(LoopEngine[Live]):
         tokens = self._tokens()
         live = (len(o.request.prompt_ids) + len(tokens.get(k, ())) for k, o in self._open.items())
         return min(self.slots, self._lengths.fitting(capacity, live))
-
-    @property
-    def cache(self) -> CacheFigures:
-        figures = self._cache_log.figures
-        return figures if self._open else dataclasses.replace(figures, usage=0.0)
 
     @property
     def busy(self) -> bool:
@@ -364,14 +356,14 @@ class VllmEngine(LoopEngine[Live]):
         await self._llm.resume_generation()
 
 
-def _started(arguments: dict[str, Any], cache_log: private.CacheLog) -> AsyncLLM:
+def _started(arguments: dict[str, Any]) -> AsyncLLM:
     try:
         args = AsyncEngineArgs(**arguments)
         args.create_engine_config()
     except (ValueError, TypeError, KeyError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"vLLM refuses its engine arguments: {_sentence(error)}") from error
     try:
-        return AsyncLLM.from_engine_args(args, stat_loggers=[cache_log])
+        return AsyncLLM.from_engine_args(args)
     except (RuntimeError, ValueError, OSError) as error:
         raise StartupError(
             f"vLLM's engine core did not start: {_sentence(error)} (its own lines above say "

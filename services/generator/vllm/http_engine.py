@@ -18,7 +18,6 @@ from umbra.proto.errors import StartupError, UmbraError
 from umbra.proto.records import Manifest
 from umbra.services.config import RunConfig
 from umbra.services.generator.engines.engine import (
-    CacheFigures,
     EngineError,
     EngineOutput,
     EngineRequest,
@@ -51,8 +50,6 @@ class HttpEngine(LoopEngine[Stream]):
         UsageError: a server would serve wrong, or anybody can reach it.
         StartupError: none answered.
     """
-
-    cache = CacheFigures()  # servers tell theirs at /metrics
 
     def __init__(
         self,

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from umbra.proto.records import Sampling, Support, VersionSpan, pack_float32, pack_int32
 from umbra.services.generator.engines.engine import (
-    CacheFigures,
     EngineOutput,
     EngineRequest,
     FinishReason,
@@ -31,38 +29,6 @@ from umbra.services.modeling.experts import Routers
 from umbra.services.process.child import describe_exit
 
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
-
-
-class CacheLog(PrometheusStatLogger):
-    """The sums of vLLM's figures of each step; `figures` can be read from any thread.
-
-    A logger for Prometheus by its type only: else vLLM would make one as well, which takes time in
-    every step.
-    """
-
-    def __init__(self) -> None:
-        self.figures = CacheFigures()
-
-    def __call__(self, vllm_config: Any, engine_index: int) -> CacheLog:
-        """Return the log of the only engine core."""
-        del vllm_config, engine_index
-        return self
-
-    def record(self, scheduler_stats: Any, iteration_stats: Any, *_args: Any, **_more: Any) -> None:
-        before, preempted = self.figures, 0
-        usage, asked, cached = before.usage, before.asked_tokens, before.cached_tokens
-        if scheduler_stats is not None:
-            usage = scheduler_stats.kv_cache_usage
-            asked += scheduler_stats.prefix_cache_stats.queries
-            cached += scheduler_stats.prefix_cache_stats.hits
-        if iteration_stats is not None:
-            preempted = iteration_stats.num_preempted_reqs
-        self.figures = CacheFigures(usage, asked, cached, before.preemptions + preempted)
-
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    log_engine_initialized = log = record_sleep_state = record_admission_rejection = _nothing
 
 
 def requests(llm: AsyncLLM) -> dict[str, Any]:
