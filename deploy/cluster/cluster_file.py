@@ -86,7 +86,6 @@ class ClusterSpec(_Table, frozen=True):
     # Tasks train, generate, ref_logp, logp, reward; those in a list share nodes.
     groups: list[str | list[str]] = msgspec.field(default_factory=lambda: ["train", "generate"])
     ratios: list[Annotated[float, Meta(gt=0, le=1)]] = []  # of the groups; empty = equal shares
-    unit: Literal["auto", "node", "gpu"] = "auto"  # what ratios count; auto = nodes if enough
     broker: str = ""  # node of the buffer; empty = the first one
     base_port: Annotated[int, Meta(ge=1024, le=65528)] = 5555  # first of the run's seven ports
     image: Text = "umbra"  # images are called IMAGE-broker:TAG and so on

@@ -1,13 +1,7 @@
 """Placement: a cluster and a run in, processes on nodes out. Nothing is read or written.
 
-Nodes or GPUs are divided among groups of tasks by their ratios. The rule, in order:
-
-1. A group is due `ratio * units`.
-2. It gets the whole part of that, but one unit at least.
-3. The rest goes, unit by unit, to the group that is furthest below its due; if too much was
-   given (because of the least of one), units come back from the group furthest above its due that
-   has more than one. Of equals, the one named first gets, and the one named last gives. A group
-   that has all that it can use gets no more; what nobody can use stays idle.
+Each group of tasks gets `ratio x units`, which has to be a whole number: of nodes if it is one for
+all groups, else of GPUs. Nodes and GPUs are given out in the order of the file.
 """
 
 from __future__ import annotations
@@ -23,7 +17,8 @@ from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node, Po
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 
-TOLERANCE = Fraction(1, 1000)  # ratios are written with a few digits: 0.333
+# Ratios are written with a few digits: 0.333, whose sum may be off, and whose shares of units.
+RATIO_OFF, SHARE_OFF = Fraction(1, 1000), Fraction(1, 20)
 STAGES: tuple[Task, ...] = ("ref_logp", "logp", "reward")
 TASKS = ("train", "generate", *STAGES)
 # async-rl's names.
@@ -39,7 +34,7 @@ class TaskGroup:
 
     tasks: tuple[str, ...]
     places: tuple[Place, ...]
-    arithmetic: str  # how many units the group got, and why
+    arithmetic: str  # how many nodes or GPUs the group got, and why
 
     def describe(self) -> str:
         return f"group [{', '.join(self.tasks)}]"
@@ -48,28 +43,35 @@ class TaskGroup:
 def place_groups(file: ClusterFile, config: RunConfig) -> list[TaskGroup]:
     """Return the groups with their shares of the nodes that do not join later, in file order.
 
-    Nodes are given out in the order of the file. Where GPUs are divided the group that trains comes
-    first and gets its GPUs on the first node that has as many, else on the fewest nodes. UsageError
-    says, with the numbers, where tasks and ratios do not fit the run or the nodes.
+    Where GPUs are divided the group that trains comes first and gets its GPUs on the first node
+    that has as many, else on the fewest nodes. UsageError says, with the numbers, where tasks and
+    ratios do not fit the run or the nodes.
     """
     tasks = [(group,) if isinstance(group, str) else tuple(group) for group in file.cluster.groups]
     _check_tasks(tasks, config.buffer.stages)
     ratios = check_ratios(file.cluster.ratios, len(tasks))
     nodes = [node for node in file.nodes if not node.joins]
     with_gpus = [node for node in nodes if node.gpus]
-    unit, needed = file.cluster.unit, config.trainer.nodes
-    if not with_gpus and unit == "gpu":
-        raise UsageError("cluster.unit = gpu, but no node has GPUs: write gpus = N in [[nodes]]")
-    if not with_gpus and len(nodes) < len(tasks):  # dealt in turn
+    homes, gpus = with_gpus or nodes, sum(node.gpus for node in nodes)
+    needed = config.trainer.nodes
+    if not gpus and len(nodes) < len(tasks):  # dealt in turn
         homes = [nodes[index % len(nodes)] for index in range(len(tasks))]
         groups = [
             TaskGroup(names, ((node, ()),), f"node {node.name}, as there are no GPUs to divide")
             for names, node in zip(tasks, homes, strict=True)
         ]
-    elif not with_gpus or unit == "node" or (unit == "auto" and len(with_gpus) >= len(tasks)):
-        groups = _divide_nodes(tasks, ratios, with_gpus or nodes, needed)
+    elif counts := whole_shares(ratios, len(homes)):
+        groups = _divide_nodes(tasks, ratios, homes, counts)
+    elif counts := whole_shares(ratios, gpus):
+        groups = _divide_gpus(tasks, ratios, with_gpus, counts, needed)
     else:
-        groups = _divide_gpus(tasks, ratios, with_gpus, needed)
+        units, unit = (gpus, "GPUs") if gpus else (len(nodes), "nodes")
+        shares = ", ".join(f"{float(ratio * units):.3g}" for ratio in ratios)
+        raise UsageError(
+            f"cluster.ratios: the groups would get {shares} of {units} {unit}: set ratios that "
+            f"give each a whole number, at least 1 (a ratio is that number / {units}), or join "
+            "groups in one list, so that they share"
+        )
     training = _group_of("train", groups)
     if needed > 1 and len(training.places) != needed:
         raise UsageError(
@@ -109,40 +111,38 @@ def _check_tasks(groups: Sequence[tuple[str, ...]], stages: Sequence[str]) -> No
         )
 
 
+def whole_shares(ratios: Sequence[Fraction], units: int) -> list[int]:
+    """Return each group's number of `units`; an empty list if one is not whole, or 0."""
+    counts = [round(ratio * units) for ratio in ratios]
+    off = max(abs(ratio * units - count) for ratio, count in zip(ratios, counts, strict=True))
+    return counts if off <= SHARE_OFF and min(counts) and sum(counts) == units else []
+
+
 def _divide_nodes(
-    groups: Sequence[tuple[str, ...]], ratios: Sequence[Fraction], nodes: list[Node], most: int
+    groups: Sequence[tuple[str, ...]],
+    ratios: Sequence[Fraction],
+    nodes: list[Node],
+    counts: Sequence[int],
 ) -> list[TaskGroup]:
-    """Divide whole nodes; the trainer's share is rounded up to `most` alone."""
-    if len(nodes) < len(groups):
-        raise UsageError(
-            f"{len(groups)} groups need {len(groups)} nodes with GPUs, and there are {len(nodes)}: "
-            "set cluster.unit to gpu, or join groups"
-        )
-    limits = [
-        max(most, int((ratio + TOLERANCE) * len(nodes))) if "train" in tasks else None
-        for tasks, ratio in zip(groups, ratios, strict=True)
-    ]
     free, task_groups = iter(nodes), list[TaskGroup]()
-    for tasks, ratio, count in zip(groups, ratios, divide(ratios, len(nodes), limits), strict=True):
+    for tasks, ratio, count in zip(groups, ratios, counts, strict=True):
         own = tuple((node, tuple(range(node.gpus))) for node in islice(free, count))
         task_groups.append(TaskGroup(tasks, own, _arithmetic(ratio, len(nodes), "nodes", count)))
     return task_groups
 
 
 def _divide_gpus(
-    groups: Sequence[tuple[str, ...]], ratios: Sequence[Fraction], nodes: list[Node], spread: int
+    groups: Sequence[tuple[str, ...]],
+    ratios: Sequence[Fraction],
+    nodes: list[Node],
+    counts: Sequence[int],
+    spread: int,
 ) -> list[TaskGroup]:
     """Divide GPUs; the trainer's are on as few nodes as possible (or `spread`), equally many each.
 
     The group that trains gets its GPUs before the others.
     """
     total = sum(node.gpus for node in nodes)
-    if total < len(groups):
-        raise UsageError(
-            f"{len(groups)} groups need {len(groups)} GPUs at least, and the nodes have {total}: "
-            "join groups in one list, so that they share"
-        )
-    counts = divide(ratios, total, [None] * len(groups))
     free = {node.name: list(range(node.gpus)) for node in nodes}
     task_groups: dict[int, TaskGroup] = {}
     for index in sorted(range(len(groups)), key=lambda i: "train" not in groups[i]):
@@ -179,9 +179,7 @@ def _fewest_nodes(count: int, nodes: list[Node], spread: int) -> list[Node]:
 
 
 def _arithmetic(ratio: Fraction, units: int, unit: str, count: int) -> str:
-    share = ratio * units
-    rounded = "" if share == count else f", rounded to {count}"
-    return f"ratio {float(ratio):.3g} x {units} {unit} = {float(share):.3g}{rounded}"
+    return f"ratio {float(ratio):.3g} x {units} {unit} = {count}"
 
 
 def check_ratios(ratios: Sequence[float], groups: int) -> list[Fraction]:
@@ -194,31 +192,10 @@ def check_ratios(ratios: Sequence[float], groups: int) -> list[Fraction]:
         )
     exact = [Fraction(str(ratio)) for ratio in ratios]
     total = sum(exact, Fraction(0))
-    if abs(total - 1) > TOLERANCE * groups:
+    if abs(total - 1) > RATIO_OFF * groups:
         terms = " + ".join(f"{ratio:g}" for ratio in ratios)
         raise UsageError(f"cluster.ratios: {terms} = {float(total):g}, and not 1")
     return [ratio / total for ratio in exact]
-
-
-def divide(ratios: Sequence[Fraction], units: int, limits: Sequence[int | None]) -> list[int]:
-    """Return the units of each group by the rule above; ValueError if there are fewer than groups.
-
-    `ratios` add up to 1; `limits` are the most that each group can use, None is any number.
-    """
-    if units < len(ratios):
-        raise ValueError(f"{units} units for {len(ratios)} groups")
-    exact = [ratio * units for ratio in ratios]
-    counts = [max(1, int(share)) for share in exact]
-    indices = range(len(exact))
-    while sum(counts) > units:
-        candidates = [i for i in indices if counts[i] > 1]
-        counts[max(candidates, key=lambda i: (counts[i] - exact[i], i))] -= 1
-    while sum(counts) < units:
-        candidates = [i for i in indices if (limit := limits[i]) is None or counts[i] < limit]
-        if not candidates:
-            break
-        counts[max(candidates, key=lambda i: (exact[i] - counts[i], -i))] += 1
-    return counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from umbra.deploy.cluster.cluster_file import load_cluster
 from umbra.deploy.cluster.command import table
 from umbra.deploy.cluster.launch import ports
-from umbra.deploy.cluster.plan import Plan, check_ratios, divide
+from umbra.deploy.cluster.plan import Plan, check_ratios, whole_shares
 from umbra.proto.errors import UsageError
 from umbra.services.config.rules import check_feasible
 
@@ -31,34 +31,24 @@ def by_task(plan: Plan) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
     [
         ([0.5, 0.5], 4, [2, 2]),
         ([0.5, 0.25, 0.25], 4, [2, 1, 1]),
-        ([0.5, 0.25, 0.25], 5, [3, 1, 1]),  # 2.5 1.25 1.25: the first is furthest below
-        ([0.25, 0.25, 0.5], 6, [2, 1, 3]),  # 1.5 1.5 3: of equals the first
-        ([0.9, 0.05, 0.05], 4, [2, 1, 1]),  # 3.6 0.2 0.2: everyone gets one
-        ([0.4, 0.4, 0.1, 0.1], 4, [1, 1, 1, 1]),
-        ([0.45, 0.45, 0.05, 0.05], 5, [2, 1, 1, 1]),  # 2.25 2.25: the last of equals gives
+        ([0.5, 0.25, 0.25], 5, []),
         ([0.333, 0.333, 0.333], 3, [1, 1, 1]),
+        ([0.34, 0.66], 3, [1, 2]),
+        ([0.333, 0.667], 9, [3, 6]),  # 2.997, as ratios are written
+        ([0.4, 0.6], 3, []),  # 1.2 1.8
+        ([0.99, 0.01], 4, []),  # nothing for the second
+        ([0.04, 0.04, 0.92], 1, []),
+        ([0.5, 0.5], 0, []),
     ],
 )
-def test_units_are_divided(ratios: list[float], units: int, counts: list[int]) -> None:
-    exact = check_ratios(ratios, len(ratios))
-    assert divide(exact, units, [None] * len(ratios)) == counts
+def test_only_whole_units_are_shares(ratios: list[float], units: int, counts: list[int]) -> None:
+    assert whole_shares(check_ratios(ratios, len(ratios)), units) == counts
 
 
-@given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=6).flatmap(
-        lambda parts: st.tuples(st.just(parts), st.integers(len(parts), 300))
-    )
-)
-def test_all_units_are_given_and_nobody_is_far_from_its_due(case: tuple[list[int], int]) -> None:
-    parts, units = case
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 7))
+def test_a_multiple_of_the_ratios_denominator_is_divided(parts: list[int], times: int) -> None:
     ratios = [Fraction(part, sum(parts)) for part in parts]
-    counts = divide(ratios, units, [None] * len(parts))
-    assert sum(counts) == units
-    assert min(counts) >= 1
-    forced = sum(1 for ratio in ratios if ratio * units < 1)
-    for ratio, count in zip(ratios, counts, strict=True):
-        assert count < ratio * units + 1
-        assert count > ratio * units - 1 - forced
+    assert whole_shares(ratios, times * sum(parts)) == [times * part for part in parts]
 
 
 @pytest.mark.parametrize(
@@ -95,12 +85,12 @@ def test_a_group_shares_its_gpus() -> None:
 
 
 def test_fewer_nodes_than_groups_are_divided_by_gpus() -> None:
-    plan = PLANS["two nodes, GPUs divided"]  # 16 GPUs: 8, 3.2, 4.8
+    plan = PLANS["two nodes, GPUs divided"]  # 16 GPUs: 8, 3, 5
     found = by_task(plan)
     assert found["train"] == [("a", tuple(range(8)))]
     assert found["ref_logp"] == [("b", (gpu,)) for gpu in (0, 1, 2)]
     assert found["generate"] == [("b", (gpu,)) for gpu in (3, 4, 5, 6, 7)]
-    assert "ratio 0.3 x 16 GPUs = 4.8, rounded to 5" in table(plan)
+    assert "ratio 0.312 x 16 GPUs = 5" in table(plan)
 
 
 def test_without_gpus_processes_are_dealt() -> None:
@@ -138,11 +128,13 @@ FOUR, THIRD = (8, 8, 8, 8), ("ref_logp",)
 THIRDS = {"groups": ["train", "ref_logp", "generate"], "ratios": [0.75, 0.125, 0.125]}
 FIVE_EIGHTHS = {**THIRDS, "ratios": [0.625, 0.25, 0.125]}
 REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
-    ("4 groups need 4 GPUs at least, and the nodes have 2", (2,), {"stages": BOTH, **SEPARATE}),
     (
-        "4 groups need 4 nodes with GPUs, and there are 2: set cluster.unit to gpu",
-        (4, 4), {"stages": BOTH, **SEPARATE, "unit": "node"},
+        "the groups would get 0.5, 0.5, 0.5, 0.5 of 2 GPUs: set ratios that give each a whole "
+        "number, at least 1 (a ratio is that number / 2), or join groups in one list",
+        (2,), {"stages": BOTH, **SEPARATE},
     ),
+    ("the groups would get 2.5, 2.5 of 5 nodes", (0,) * 5, {}),
+    ("the groups would get 10.5, 4.5 of 15 GPUs", (5,) * 3, run(ratios=[0.7, 0.3])),
     (
         "trainer.ranks = 16, but group [train] has 8 GPUs (ratio 0.5 x 2 nodes = 1)",
         (8, 8), run("trainer.ranks=16"),
@@ -152,7 +144,6 @@ REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
         "on one node (ratio 0.25 x 8 GPUs = 2)",
         (8,), run("generator.tensor_parallel=4", ratios=[0.75, 0.25]),
     ),
-    ("cluster.unit = gpu, but no node has GPUs", (0,), run(unit="gpu")),
     ("cluster.groups lacks logp", (8,), run(stages=("logp",))),
     ("names logp, but buffer.stages", (8,), run(groups=["train", "generate", "logp"])),
     ("actor-train is called train here", (8,), run(groups=["actor-train", "generate"])),
@@ -189,7 +180,7 @@ REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     ),
     (
         "which cannot be divided over 2 nodes (trainer.nodes) in equal parts",
-        (4, 4, 4), run("trainer.nodes=2", unit="gpu", ratios=[0.75, 0.25]),
+        (4, 4, 4), run("trainer.nodes=2", ratios=[0.75, 0.25]),
     ),
     (
         "trainer.sequence_parallel = 4 does not divide the 6 ranks on each node of group "
@@ -311,17 +302,22 @@ def test_a_share_of_two_nodes_is_two_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ratios", "nodes"),
+    ("gpus", "ratios", "nodes", "each"),
     [
-        ((8, 8, 8), [0.5, 0.5], 1),  # due 1.5: other nodes are not trained on unasked
-        ((8,) * 9, [0.333, 0.667], 3),  # due 2.997, as ratios are written
-        ((8,) * 5, [0.7, 0.3], 3),
+        ((8,) * 9, [0.333, 0.667], 3, 8),
+        ((8,) * 5, [0.6, 0.4], 3, 8),
+        ((8, 8, 8), [0.5, 0.5], 2, 6),  # no whole nodes: 12 of 24 GPUs
+        ((8, 8), [0.25, 0.75], 1, 4),
     ],
 )
-def test_a_share_is_not_rounded_up(gpus: tuple[int, ...], ratios: list[float], nodes: int) -> None:
+def test_nodes_are_divided_or_else_gpus(
+    gpus: tuple[int, ...], ratios: list[float], nodes: int, each: int
+) -> None:
     plan = plan_of(*gpus, ratios=ratios)
     assert len(plan.trainers()) == plan.config.trainer.nodes == nodes
+    assert {len(process.gpus) for process in plan.trainers()} == {each}
     assert {process.node.name for process in plan.processes} == {node.name for node in plan.nodes}
+    assert not any(plan.idle(node) for node in plan.nodes)
 
 
 def test_gpus_of_several_nodes_in_equal_parts() -> None:

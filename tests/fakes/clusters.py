@@ -54,7 +54,11 @@ PLANS: dict[str, Plan] = {
     "separate": plan_of(8, 8, 8, 8, stages=BOTH, **SEPARATE),
     "hybrid": plan_of(4, 4, 4, 4, stages=BOTH, **HYBRID),
     "two nodes, GPUs divided": plan_of(
-        8, 8, stages=("ref_logp",), groups=["train", "ref_logp", "generate"], ratios=[0.5, 0.2, 0.3]
+        8,
+        8,
+        stages=("ref_logp",),
+        groups=["train", "ref_logp", "generate"],
+        ratios=[0.5, 0.1875, 0.3125],
     ),
     "one node": plan_of(8, stages=BOTH, **SEPARATE),
     "one GPU": plan_of(1, groups=[["train", "generate"]]),
