@@ -204,7 +204,6 @@ class Status(Message, frozen=True, kw_only=True):
     staleness_counts: Whole[int] = []  # trained samples by staleness, from 0
     curves: Curves = Curves()
     events: Name = ""  # endpoint for those who watch telemetry
-    paused: Text = ""  # why nothing is handed out, if so
     ending: Text = ""  # why the run ends, once it does
     finished: bool = False  # it ends because all steps are done
     refused: Counts = {}  # who was refused what for lack of the right key, in words
@@ -213,14 +212,14 @@ class Status(Message, frozen=True, kw_only=True):
     warnings: Many[RunWarning] = []  # those that hold, and those that are over
 
 
-Operation = Literal["drain", "pause", "resume", "evaluate", "checkpoint"]
+Operation = Literal["drain", "evaluate", "checkpoint"]
 
 
 class Operate(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An operator's command; a misspelt field is refused, as its default acts on all.
 
     drain: have `member`, or if empty everyone, hand back what it holds and leave.
-    pause: hand out no samples and no batches until resume. evaluate: the policy as it is now.
+    evaluate: the policy as it is now.
     checkpoint: have the trainer save its state now or after its step.
     """
 
@@ -316,7 +315,6 @@ class BatchLease(Message, frozen=True, kw_only=True):
     step: int
     trajectories: Whole[Trajectory]
     waiting_for: Text = ""  # the missing part, in words
-    paused: bool = False  # it is not late: the run was paused
     checkpoint: bool = False  # save the state of now before anything else
     evals: Many[EvalReport] = []  # the last ones that are over, for the trainer's curves
     scores: Annotated[

@@ -199,11 +199,6 @@ class Broker:
     def _operate(self, request: Request, body: m.Operate, now: float) -> None:
         reason, done = body.reason, m.Ok()
         match body.kind:
-            case "pause":
-                self.run.paused = reason or "paused on request"
-            case "resume":
-                self.run.paused = ""
-                self.pool.openings += 1  # the parked questions are worth another look
             case "evaluate":
                 samples = self.run.evals.ask()
                 done = m.Ok(version=self.batches.version, samples=samples)

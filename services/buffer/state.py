@@ -63,7 +63,6 @@ class RunState:
         self.leases = LeaseTable(buffer.lease_s)
         self.state: State = "ready"
         self.ending = ""  # why the run ends, once it does
-        self.paused = ""  # why no work is handed out; empty: it is
         self.finished = ""  # why the run is over, once it is
         self.finished_of = 0  # run.steps when it was
         self.committer = ""  # incarnation of the trainer that made the last commit
@@ -140,7 +139,6 @@ SURVIVING: dict[str, Any] = {
     "committer": str,
     "finished": str,
     "finished_of": int,
-    "paused": str,
     "facts.vocabulary": int,
     "facts.routers": tuple[int, int, int] | None,
     "counters": dict[str, int],

@@ -32,8 +32,6 @@ class StallReport:
         run, wanted = self._run, self._config.batch_groups
         complete = len(run.pool.complete)
         text = f"{min(complete, wanted)} of {wanted} groups complete; "
-        if run.paused:
-            return text + f"the run is paused ({run.paused}): `umbra resume`"
         if run.evals.pausing:
             return text + "training waits for an evaluation (eval.mode = pause)"
         late = run.batches.waits_for()
@@ -116,7 +114,7 @@ class StallReport:
         batches, since = self._run.batches, self._run.wanted_since
         trainer = self._members.single.get("trainer")
         name = trainer.name if trainer is not None else "nobody"
-        if since is not None and now - since > self._config.stall_s and not self._run.paused:
+        if since is not None and now - since > self._config.stall_s:
             what = f"batch of step {batches.next_step}: {self.missing(now)}"
             yield Stuck(what=what, holder=name, age_s=now - since, action="none: it waits")
         batch = batches.leased
@@ -197,14 +195,13 @@ class StatusPage:
         self._last_at = 0.0
 
     def recent(self, now: float) -> Status:
-        """Return the status, at most `FRESH_S` old; state and pause are current."""
+        """Return the status, at most `FRESH_S` old; the state is current."""
         if self._last is None or now - self._last_at >= FRESH_S:
             self._last, self._last_at = self.status(now), now
         run = self.run
         return replace(
             self._last,
             state=run.state,
-            paused=run.paused,
             ending=run.ending,
             finished=bool(run.finished),
         )
@@ -240,7 +237,6 @@ class StatusPage:
             rates=self.throughput.rates(now),
             health=run.health.figures(),
             warnings=run.health.warnings(),
-            paused=run.paused,
             ending=run.ending,
             finished=bool(run.finished),
         )

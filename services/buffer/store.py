@@ -39,7 +39,7 @@ from umbra.services.process.files import DISK, FILE_MODE, folder_lock
 DATA = "data.mdb"
 ACKNOWLEDGED = "acknowledged"
 MARK = "store.json"  # in the folder of the run: its `RunMark`
-SCHEMA = 14  # of what the broker puts into a store
+SCHEMA = 15  # of what the broker puts into a store
 HEADER = b"store"  # key of the `StoreHeader`
 MAP_BYTES = 1 << 30  # address space at first; grown before a commit that may need more
 PAGE_BYTES = 4096

@@ -95,33 +95,6 @@ reason_option = click.option(
 @operated_run
 @timeout_option
 @reason_option
-def pause(broker: str, security: Security, timeout_s: float, reason: str) -> int:
-    """Hand out no samples and no batches until `umbra resume`.
-
-    What generators, scorers and trainer have goes on and is taken in. The run stays paused when the
-    buffer is restarted.
-    """
-    with StatusClient(broker, security) as client:
-        client.operate("pause", timeout_s, reason=reason)
-    click.echo("paused, until `umbra resume`")
-    return EXIT_DONE
-
-
-@click.command()
-@operated_run
-@timeout_option
-def resume(broker: str, security: Security, timeout_s: float) -> int:
-    """Go on after `umbra pause`."""
-    with StatusClient(broker, security) as client:
-        client.operate("resume", timeout_s)
-    click.echo("resumed: samples and batches are handed out")
-    return EXIT_DONE
-
-
-@click.command()
-@operated_run
-@timeout_option
-@reason_option
 @click.option("--node", default="", metavar="HOST", help="All members on this host.")
 @click.option("--member", default="", metavar="NAME", help="Only this one.")
 def drain(

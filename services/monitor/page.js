@@ -311,7 +311,7 @@ function draw(look) {
   $("progress").value = look.version;
   $("step").textContent = `step ${look.version}/${look.steps}${look.rates && !ended ? `, ${number(look.rates.steps_per_s)}/s` : ""}`;
   const notice = look.recorded || ended ? "" : look.lost ? `the run has ended, or cannot be reached: seen at step ${look.version}/${look.steps}`
-    : look.ending ? `ENDING: ${look.ending}` : look.paused ? `PAUSED: ${look.paused}` : "";
+    : look.ending ? `ENDING: ${look.ending}` : "";
   $("notice").hidden = !notice;
   $("notice").textContent = notice;
   $("warnings").replaceChildren(...(look.warnings ?? []).filter((w) => w.until < 0).map((w) =>

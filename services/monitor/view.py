@@ -115,9 +115,7 @@ class NewWarnings:
 def notice_text(status: Status) -> str:
     if status.finished:
         return f"all steps are done, the run ends: {status.ending}"
-    if status.ending:
-        return f"ENDING: {status.ending}"
-    return f"PAUSED: {status.paused} (until `umbra resume`)" if status.paused else ""
+    return f"ENDING: {status.ending}" if status.ending else ""
 
 
 def left_text(status: Status, *, lost: bool) -> str:

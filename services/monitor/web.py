@@ -37,7 +37,6 @@ def _of_run(look: Look, lost: bool) -> Iterator[Figure]:
     status, ledger = look.status, look.status.ledger
     for name, meaning, value in (
         ("up", "Whether the run answers.", not lost),
-        ("paused", "Whether the run is paused.", bool(status.paused)),
         ("uptime_seconds", "Since the buffer started.", status.uptime_s),
         ("version", "Optimizer steps committed.", status.version),
         ("steps", "The run's goal.", status.steps),

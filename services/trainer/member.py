@@ -103,7 +103,7 @@ class RunMember:
             return NextStep(stop=True)
         self.sinks.write_evals(lease.evals)
         now = time.monotonic()
-        if lease.trajectories or lease.paused:
+        if lease.trajectories:
             self.reported_at = now
         elif now - self.reported_at > TELL_S:
             self.reported_at = now

@@ -57,8 +57,6 @@ monitor     services.monitor.command:monitor            Watch a run live.
 status      services.monitor.command:status             Print the state of a run once.
 
 Steer
-pause       services.monitor.command:pause              Hand out no more work.
-resume      services.monitor.command:resume             Go on after a pause.
 checkpoint  services.monitor.command:checkpoint         Have the trainer save its state now.
 drain       services.monitor.command:drain              End a run in order, or have a member leave.
 
@@ -88,11 +86,11 @@ COMMANDS = {name: entry for group in SECTIONS.values() for name, entry in group.
 OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("train", "run", "start", "launch"), "up RUN_FILE"),
     **dict.fromkeys(("simulate", "estimate", "doctor", "validate", "config"), "check RUN_FILE"),
-    **dict.fromkeys(("stop", "kill", "cancel"), "drain RUN"),
+    **dict.fromkeys(("stop", "kill", "cancel", "pause"), "drain RUN"),
     **dict.fromkeys(("list", "ls", "samples", "rollouts"), "runs"),
     **dict.fromkeys(("logs", "watch", "top"), "monitor RUN"),
     **dict.fromkeys(("evaluate", "test"), "eval MODEL --prompts FILE"),
-    "continue": "up runs/ID",
+    **dict.fromkeys(("continue", "resume"), "up runs/ID"),
 }
 # Flags that people give for keys of the run file whose names are different.
 OTHER_FLAGS: dict[str, str] = {

@@ -1,40 +1,11 @@
-"""Commands of operators: pause, resume, drain, evaluate, checkpoint."""
+"""Commands of operators: drain, evaluate, checkpoint."""
 
-from fakes.broker_world import World, trajectory, world
+from fakes.broker_world import World, world
 
 from umbra.proto import messages as m
 from umbra.services.buffer.endpoints.trainer import CHECKPOINT_S
 from umbra.services.config import EvalConfig
 from umbra.services.prompts import Prompt
-
-
-def test_a_paused_run_hands_out_nothing_but_takes_in_what_there_is() -> None:
-    run = world(durable=True)
-    (task, *_) = run.lease("a", 4, version=0)
-    assert run.ask("op", m.Operate(kind="pause", reason="disk is full")) == m.Ok()
-    assert run.get("op", m.StatusRequest(), m.Status).paused == "disk is full"
-    assert run.submit("a", trajectory(task, 0)).accepted == 1
-    run.restart_broker()  # which the pause outlives
-    assert run.status.paused == "disk is full" and run.lease("b", 4, version=0) == []
-    assert run.ask("b", m.LeaseTasks(capacity=4, version=0, wait_s=60)) is None
-    assert run.ask("op", m.Operate(kind="resume")) == m.Ok()
-    (answer,) = run.late["b"]
-    assert isinstance(answer, m.TaskLeases) and len(answer.tasks) == 4
-
-
-def test_the_trainer_is_told_that_the_run_is_paused() -> None:
-    run = world()
-    run.produce("a", version=0)
-    run.ask("op", m.Operate(kind="pause", reason="maintenance"))
-    lease = run.batch(1)
-    assert lease.paused and not lease.trajectories
-    assert "paused (maintenance)" in lease.waiting_for
-    assert run.ask("trainer", m.LeaseBatch(step=1, wait_s=1e6)) is None
-    run.pass_time(3600.0)  # long, but nothing is stuck: somebody wanted it so
-    assert "batch" not in " ".join(stuck.what for stuck in run.status.stuck)
-    run.join("trainer", "trainer", "trainer-2")
-    run.ask("op", m.Operate(kind="resume"))
-    assert len(run.batch(1).trajectories) == 4
 
 
 def test_a_member_is_asked_to_leave_until_it_does() -> None:

@@ -156,7 +156,7 @@ def test_the_connection_decides_and_not_what_a_message_says(served: Served, keys
         ("generator", served.data, m.CommitBatch(step=1)),
         ("scorer", served.data, m.ReturnTasks(samples=[])),
         ("trainer", served.data, m.LeaseTasks(capacity=1, version=0, wait_s=0)),
-        ("monitor", served.control, m.Operate(kind="resume")),
+        ("monitor", served.control, m.Operate(kind="drain")),
     ]
     for role, endpoint, body in cases:
         channel = served.channel(endpoint, of(keys, role), "trainer")
@@ -168,7 +168,7 @@ def test_the_connection_decides_and_not_what_a_message_says(served: Served, keys
     assert served.reached == []
     assert served.server.counters["not_allowed"] == len(cases)
     operator = served.channel(served.control, of(keys, "operator"), "o")
-    assert operator.call(m.Operate(kind="resume"), m.Ok, timeout_s=WAIT_S) == m.Ok()
+    assert operator.call(m.Operate(kind="drain"), m.Ok, timeout_s=WAIT_S) == m.Ok()
 
 
 def test_an_identity_taken_over_does_not_bring_its_role(
@@ -290,8 +290,8 @@ def test_the_monitor_commands_use_keys(buffer: str, keys: Path, tmp_path: Path) 
         shutil.copy(path, tmp_path / "m")
     looks = umbra("status", "--ping", "--broker", buffer, "--keys", "m", cwd=tmp_path)
     assert looks.returncode == 0, looks
-    changes = umbra("pause", "--broker", buffer, "--keys", "m", cwd=tmp_path)
+    changes = umbra("drain", "--broker", buffer, "--keys", "m", cwd=tmp_path)
     assert changes.returncode == 4
     assert "not allowed with the monitor key" in changes.stderr
-    allowed = umbra("pause", "--broker", buffer, "--keys", str(keys), cwd=tmp_path)
+    allowed = umbra("drain", "--broker", buffer, "--keys", str(keys), cwd=tmp_path)
     assert allowed.returncode == 0, allowed

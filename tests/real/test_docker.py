@@ -19,7 +19,7 @@ from fakes.machines import (
     why_no_docker,
 )
 
-STEPS = 150
+STEPS = 500  # so that a machine that joins on the way is there before the end
 BATCH = 8 * 32  # samples of a step of the sort task
 
 pytestmark = [
@@ -175,7 +175,6 @@ def test_a_machine_joins_the_run_and_is_drained(project: Path) -> None:
     grow = """
     reach 3
     operate() { umbra "$@" --broker tcp://10.88.0.1:5555 --keys plan/keys; }
-    operate pause  # or the others might be done before it has started
     cat late.toml >> cluster.toml
     umbra plan cluster.toml run.toml --run-id real $SET
     compose c up -d
@@ -183,7 +182,6 @@ def test_a_machine_joins_the_run_and_is_drained(project: Path) -> None:
         if ! on a docker ps --quiet | grep -q .; then echo "the run ended" >&2; exit 1; fi
         sleep 0.5
     done
-    operate resume
     at=$(steps); reach $((at + 3))
     operate drain --node c
     ended c

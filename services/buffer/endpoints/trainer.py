@@ -120,7 +120,7 @@ class TrainerEndpoint:
 
     def serve(self, now: float) -> None:
         question, run = self._question, self._run
-        if question is None or run.paused:
+        if question is None:
             return
         is_new = self._batches.leased is None
         if is_new and run.evals.pausing:
@@ -182,8 +182,7 @@ class TrainerEndpoint:
         run, batches = self._run, self._batches
         is_full = run.pool.journal.store.size_bytes >= run.buffer.store_max_bytes
         makes_room = is_full and batches.checkpoint is not None and bool(batches.kept)
-        paused = bool(run.paused)
-        self._reply(request, step, [], makes_room, waiting_for=waiting_for, paused=paused)
+        self._reply(request, step, [], makes_room, waiting_for=waiting_for)
 
     def _reply(
         self, request: Request, step: int, made: list[Any], save: bool = False, **said: Any

@@ -260,7 +260,7 @@ class WorkerEndpoint:
             return grant
         if isinstance(body, m.LeaseTasks) and body.kind != SAMPLE:
             scoring.take(run, body.kind, grant)
-        elif not run.paused:
+        else:
             run.evals.take(grant)
             if not run.evals.pausing:
                 run.batches.take(grant, waiting)
