@@ -24,11 +24,6 @@ def shown_path(path: Path) -> str:
         return str(path)
 
 
-def shown_name(name: str) -> str:
-    """Return the name of a folder that others may have made: what steers a terminal is escaped."""
-    return name if name.isprintable() else name.encode("unicode_escape").decode()
-
-
 @contextmanager
 def best_effort_output() -> Iterator[None]:
     """Continue when standard output is closed or its disk is full: a run is worth more."""

@@ -60,10 +60,8 @@ def test_what_became_of_each_oldest_first() -> None:
     well = found["well"]
     assert (well["steps"], well["goal"], well["accuracy"]) == (25, 100, 0.75)
     assert well["reward"] == pytest.approx(sum(range(26 - RECENT, 26)) / RECENT / 100)
-    assert (well["name"], well["reason"]) == ("mine", "because")
+    assert well["reason"] == "because"
     assert found["killed"]["reward"] is None
-    size = sum(path.stat().st_size for path in Path("runs/well").rglob("*") if path.is_file())
-    assert well["bytes"] == size
 
 
 @pytest.mark.timeout(30)
@@ -92,10 +90,14 @@ def test_what_others_put_there_neither_ends_nor_hangs_the_list() -> None:
     os.mkfifo(Path("runs") / "pipe" / "config.json")
     late = made("late", 14.0, code=0)
     os.utime(late.config, (0, 2**40))
-    assert len(listed()) == 11
+    found = listed()
+    damaged = {"odd-2", "odd-5", "rows", "goal"}
+    assert {name for name, run in found.items() if run["state"] == "damaged"} == damaged
+    assert found["goal"]["reason"].startswith("ValueError: invalid literal for int()")
+    assert len(found) == 11
     done = CliRunner().invoke(command, [])
     assert done.exit_code == 0, done.exception
-    assert "\x1b" not in done.output and "\\x1b[31mred" in done.output
+    assert "\x1b" not in done.output and " [31mred" in done.output
 
 
 @pytest.mark.timeout(30)
