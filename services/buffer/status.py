@@ -16,7 +16,7 @@ from umbra.services.buffer.samples.groups import Group, Sample, State
 from umbra.services.buffer.state import DiskQuota, RunState
 
 RETURN_S = 600.0  # for a generator to take the place of one that others started and that failed
-SHOWN = 20  # overdue samples named at once, the oldest of each kind
+SHOWN = 20  # scorers named at once
 FRESH_S = 0.2  # all who ask within this time get the same: any number may watch
 
 
@@ -61,8 +61,6 @@ class StallReport:
         return [
             *self._generators(now),
             *self._batches(now),
-            *self._leases(now),
-            *self._groups(now),
             *self._scoring(now),
             *self._run.evals.stuck(now, self._config.stall_s),
         ]
@@ -122,38 +120,6 @@ class StallReport:
             what = f"batch of step {batch.step}, not committed"
             action = f"{name} gets it again when it asks"
             yield Stuck(what=what, holder=name, age_s=age_s, action=action)
-
-    def _leases(self, now: float) -> Iterator[Stuck]:
-        """Yield samples that were held, and renewed, for more than two leases."""
-        lease_s = self._config.lease_s
-        overdue = [s for s in self._run.leases.deadlines if now - s.leased_at > 2 * lease_s]
-        for sample in sorted(overdue, key=lambda sample: sample.leased_at)[:SHOWN]:
-            stage = ""
-            if sample.state is State.SCORING:
-                stage = f" in stage {self._run.pool_of(sample.sample_id).stage_of(sample)}"
-            what = f"sample {sample.sample_id} of group {sample.group.group_id}{stage}, "
-            what += f"attempt {sample.lease_attempt}"
-            action = f"leases lost before: {sample.lost}; " if sample.lost else ""
-            action += f"goes to another after {lease_s:g} s without a renewal"
-            age_s = now - sample.leased_at
-            yield Stuck(what=what, holder=sample.holder, age_s=age_s, action=action)
-
-    def _groups(self, now: float) -> Iterator[Stuck]:
-        """Yield groups whose first sample has waited long for the others."""
-        config = self._config
-        overdue = [
-            group
-            for group in self._run.pool.groups.values()
-            if group.ready and not group.completed and now - group.first_ready_at > config.stall_s
-        ]
-        for group in overdue[:SHOWN]:
-            what = f"group {group.group_id}: {group.ready} of {len(group.samples)} samples ready"
-            holder = ", ".join(sorted({s.holder for s in group.samples if s.holder})) or "nobody"
-            action = "none: it waits for all (buffer.straggler_s)"
-            if config.straggler_s and group.ready >= config.min_survivors:
-                action = f"goes on without the others after {config.straggler_s:g} s"
-            age_s = now - group.first_ready_at
-            yield Stuck(what=what, holder=holder, age_s=age_s, action=action)
 
     def _scoring(self, now: float) -> Iterator[Stuck]:
         """Yield stages without a scorer, or in which trajectories wait too long."""
