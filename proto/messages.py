@@ -367,13 +367,9 @@ class RunFinished(Message, frozen=True, kw_only=True):
 
 
 class RegisterManifest(Message, frozen=True, kw_only=True):
-    """The trainer states the layout of its weights; a restarted hub takes over the arena at `path`
-    that the one before has left, with what the trainer published last.
-    """
+    """The trainer states the layout of its weights."""
 
     manifest: Manifest
-    path: Text = ""
-    published: Publish | None = None
 
 
 class ArenaReady(Message, frozen=True, kw_only=True):
@@ -415,12 +411,11 @@ class PartState(Message, frozen=True, kw_only=True):
 
 
 class HoldArena(Message, frozen=True, kw_only=True):
-    """To a part hub, unasked: hold the arena at `path`, with memory for its own buckets alone."""
+    """To a part hub, unasked: make the arena at `path`, with memory for its own buckets alone."""
 
     manifest: Manifest
     path: Text  # empty: nothing is to be held any more
     slots: int
-    fresh: bool  # it is to be made; else this host has had it since it was made
 
 
 class OfferSlot(Message, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ import zmq
 
 from umbra.proto import messages as m
 from umbra.proto.deadline import Deadline
-from umbra.proto.errors import DeadlineError, RejectedError, StartupError, UmbraError
+from umbra.proto.errors import DeadlineError, RejectedError, UmbraError
 from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.net.server import Server
@@ -248,7 +248,7 @@ class PartHub:
 
     The weight hub orders which arena it holds, a file of the whole layout with memory for its own
     buckets alone, and which slots it hands out. Ranks of its host write into that file, receivers
-    fetch from it. When it is killed its file stays, and the next one adopts it.
+    fetch from it. When it is killed its file stays, and the next one removes it.
 
     Use: `run` until it has to stop, then `close`.
 
@@ -398,16 +398,9 @@ class PartHub:
 
 
 def _arena(order: m.HoldArena, owner: int) -> Arena:
-    """Make or adopt the arena of `order`, with memory for the buckets of `owner`."""
+    """Make the arena of `order`, with memory for the buckets of `owner`."""
     check_manifest(order.manifest)
     run_id, suffix = run_and_suffix(order.path)
-    size = order.manifest.total_bytes
-    if order.fresh:
-        remove_leftovers(run_id)  # of a part hub that was killed
-        own = owned_ranges(order.manifest, owner)
-        return Arena.create(run_id, suffix, slot_bytes=size, slots=order.slots, own=own)
-    arena = Arena.adopt(run_id, order.path, slot_bytes=size)
-    if arena.slots != order.slots:
-        arena.close()
-        raise StartupError(f"{order.path} has {arena.slots} slots, not {order.slots}")
-    return arena
+    remove_leftovers(run_id)  # of a part hub that was killed
+    size, own = order.manifest.total_bytes, owned_ranges(order.manifest, owner)
+    return Arena.create(run_id, suffix, slot_bytes=size, slots=order.slots, own=own)

@@ -7,14 +7,13 @@ that was lost, restarted or cut off is brought up to date as a new one is:
          ^                                                                              |
          '---------------- silent for SILENT_S, or not to be reached -------------------'
 
-One that comes back holds the arena that its host had before. If that file is gone as well, so is a
-part of every version: then the layout has to be registered again.
+One that was cut off still holds its arena when it comes back. One that was started again does not,
+and a part of every version is lost: then the layout has to be registered again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -27,7 +26,7 @@ from umbra.services.weight_hub.push import HubPeer, Publication
 SILENT_S = 6.0  # without a word from a part hub, which says one every second: it is gone
 
 NOTHING = Manifest(tensors=[], buckets=[], total_bytes=0, digest="")
-NO_ARENA = HoldArena(manifest=NOTHING, path="", slots=0, fresh=False)
+NO_ARENA = HoldArena(manifest=NOTHING, path="", slots=0)
 
 
 @dataclass(slots=True)
@@ -47,7 +46,7 @@ class Parts:
         self._parts: dict[int, _PartHub] = {}  # by owner
         self._wanted: HoldArena | None = None  # the arena that all owners must hold
         self._owners: frozenset[int] = frozenset()  # of its buckets, without the hub's host
-        self._made: set[int] = set()  # owners that have, or had, that arena
+        self._made: set[int] = set()  # owners that have had that arena
 
     # -- what it knows ----------------------------------------------------------------------------
 
@@ -64,23 +63,30 @@ class Parts:
     @property
     def broken(self) -> str:
         """Return why a part hub cannot make the arena, or ""."""
-        return self._error(self._owners - self._made)
+        for owner, part in self._parts.items():
+            if owner in self._owners and part.state.error and self._wanted is not None:
+                if part.state.path == part.held == self._wanted.path:
+                    return self._lacks(owner)
+        return ""
 
     @property
     def loss(self) -> str:
         """Return why the published versions are lost with the memory of a host, or ""."""
-        return self._error(self._made)
+        for owner, part in self._parts.items():
+            if owner in self._made and not self._holds(part):
+                return f"the part hub of trainer host {owner} was started again"
+        return ""
 
     def next_deadline(self) -> float | None:
         return min((part.last_state_at + SILENT_S for part in self._parts.values()), default=None)
 
     # -- what happens -----------------------------------------------------------------------------
 
-    def begin(self, manifest: Manifest, path: str, slots: int, *, made: bool) -> None:
-        """Set the arena to hold; `made`: the hosts have it from a hub before."""
-        self._wanted = HoldArena(manifest=manifest, path=path, slots=slots, fresh=True)
+    def begin(self, manifest: Manifest, path: str, slots: int) -> None:
+        """Set the arena to hold."""
+        self._wanted = HoldArena(manifest=manifest, path=path, slots=slots)
         self._owners = frozenset(manifest.owners) - {0}
-        self._made = set(self._owners if made else ())
+        self._made = set()
         for part in self._parts.values():
             part.held = None
 
@@ -138,8 +144,7 @@ class Parts:
             if part.held != path:
                 part.held = path
                 part.offered.clear()
-                order = replace(wanted, fresh=owner not in self._made)
-                messages.append((name, order if path else NO_ARENA))
+                messages.append((name, wanted if path else NO_ARENA))
             if not self._holds(part):
                 continue
             for slot in [slot for slot in part.offered if slot not in held]:
@@ -171,14 +176,6 @@ class Parts:
             return ""
         problem = part.state.error or "it is still making its shared memory"
         return f"the part hub of trainer host {owner}, {part.peer.name}: {problem}"
-
-    def _error(self, owners: AbstractSet[int]) -> str:
-        """Return why one of the part hubs of `owners` has no arena, for good."""
-        for owner, part in self._parts.items():
-            if owner in owners and part.state.error and self._wanted is not None:
-                if part.state.path == part.held == self._wanted.path:
-                    return self._lacks(owner)
-        return ""
 
 
 def _bad(reason: str) -> Nack:

@@ -31,8 +31,6 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from msgspec import structs
-
 from umbra.proto import messages as m
 from umbra.proto.deadline import Pace
 
@@ -190,18 +188,8 @@ class PushProtocol:
 
     # -- the trainer ------------------------------------------------------------------------------
 
-    def register(
-        self,
-        publisher: HubPeer,
-        digest: str,
-        now: float,
-        published: m.Publish | None = None,
-        nbytes: int = 0,
-    ) -> None:
-        """Register the trainer's layout, by which a version has `nbytes` bytes.
-
-        `published` is the version of the hub before this one, if its arena was taken over.
-        """
+    def register(self, publisher: HubPeer, digest: str, now: float, nbytes: int = 0) -> None:
+        """Register the trainer's layout, by which a version has `nbytes` bytes."""
         if self._publisher != publisher:
             self._refuse_parked("another trainer registered")
             self._grant = None  # what the one before left unfinished
@@ -209,8 +197,6 @@ class PushProtocol:
         if digest != self.digest:
             self._change_layout(digest, "the trainer registered another layout")
             self._deadline_s = self._pace.limit_s(nbytes)
-            if published is not None:
-                self._add(structs.replace(published, snapshot_s=0.0), now)
         self._settle(now)
 
     def withdraw(self, reason: str) -> None:
@@ -244,7 +230,9 @@ class PushProtocol:
             self._nack(ticket, "part_missing", self.held_back)
         else:
             self._grant = None
-            self._add(message, now)
+            self._publications += 1
+            what = message.version, message.slot, message.checksums, message.snapshot_s
+            self.newest = self.held[message.slot] = Publication(self._publications, *what, now)
             self.counters["published"] += 1
             self._answer(ticket, m.Ok())
             self._settle(now)
@@ -320,11 +308,6 @@ class PushProtocol:
         self.newest = None
         self._grant = None
         self.held.clear()
-
-    def _add(self, said: m.Publish, now: float) -> None:
-        self._publications += 1
-        what = said.version, said.slot, said.checksums, said.snapshot_s
-        self.newest = self.held[said.slot] = Publication(self._publications, *what, now)
 
     def _may_write(self, ticket: Ticket, publisher: HubPeer) -> bool:
         if publisher == self._publisher:

@@ -130,9 +130,10 @@ class WeightHub:
         self._waiting: dict[str, Request] = {}  # subscriptions without a layout, by receiver
         host = host or shm_host()
         self._parts = Parts(host)
-        self._taken_over: m.Publish | None = None  # what lies in the arena of the hub before us
         self._is_lost = False  # a trainer host came back without the memory of the layout
         self.planes = HubPlanes(config, host, server.security, server.wake)
+        for path in remove_leftovers(run_id):
+            log.warning("removed %s, which an earlier hub of this run had left", path)
 
     def step(self, timeout_s: float = POLL_S) -> int:
         """Serve what arrives within `timeout_s` seconds; returns the number of requests."""
@@ -202,7 +203,6 @@ class WeightHub:
             made.close()
         self._making.close()
         self._drop_arena()
-        self._remove_leftovers()
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -269,10 +269,9 @@ class WeightHub:
             check_manifest(manifest)
             if before is None or self._is_lost or manifest.digest != before.digest:
                 self.planes.check_layout(manifest)
-                if not self._take_over(message):
-                    self._make_arena(manifest)
-                    self._registering.append((reply, peer, message))
-                    return
+                self._make_arena(manifest)
+                self._registering.append((reply, peer, message))
+                return
         except (WireError, RejectedError) as error:
             path = error.path if isinstance(error, WireError) else "manifest"
             reply(m.Nack(code=error.code, reason=str(error), path=path))
@@ -298,12 +297,8 @@ class WeightHub:
             reply(self._not_whole())
             return
         assert self._arena is not None
-        is_new = manifest.digest != self.protocol.digest
-        published, self._taken_over = self._taken_over, None
         nbytes = manifest.total_bytes
-        self.protocol.register(peer, manifest.digest, self._clock(), published, nbytes)
-        if is_new:
-            self._remove_leftovers()  # now that an arena still needed is ours
+        self.protocol.register(peer, manifest.digest, self._clock(), nbytes)
         waiting, self._waiting = self._waiting, {}
         for request in waiting.values():
             assert isinstance(request.body, m.Subscribe)
@@ -326,7 +321,7 @@ class WeightHub:
         if loss := self._parts.loss:
             log.warning("all versions are withdrawn, the trainer has to register again: %s", loss)
             self._parts.forget()
-            self._is_lost, self._taken_over = True, None
+            self._is_lost = True
             self.protocol.withdraw(f"a part of every version is lost: {loss}")
         tcp = self.planes.tcp
         deltas = tcp is not None and tcp.links_are_slow
@@ -339,30 +334,6 @@ class WeightHub:
             self.protocol.hold_back(missing, self._clock())
         if tcp is not None:
             tcp.parts = self._parts.buckets
-
-    def _take_over(self, message: m.RegisterManifest) -> bool:
-        """Take over the arena that the hub before this one has left, if the trainer still has it.
-
-        Its last published version is in there.
-        """
-        published, manifest = message.published, message.manifest
-        self._taken_over = None
-        if self._arena is not None or not message.path or published is None:
-            return False
-        if len(published.checksums) != len(manifest.buckets):
-            return False
-        try:
-            arena = Arena.adopt(self._run_id, message.path, slot_bytes=manifest.total_bytes)
-        except StartupError as error:
-            log.info("the arena of an earlier hub cannot be used: %s", error)
-            return False
-        if arena.slots != self._config.slots or not 0 <= published.slot < arena.slots:
-            arena.close()
-            return False
-        log.info("took over %s with version %d", arena.path, published.version)
-        self._taken_over = published
-        self._begin_layout(arena, manifest)
-        return True
 
     def _make_arena(self, manifest: Manifest) -> None:
         """Start to allocate an arena, which takes a second for each 1 or 2 GB."""
@@ -381,19 +352,13 @@ class WeightHub:
         self._arena, self._manifest, self._is_lost = arena, manifest, False
         if self.protocol.digest:
             self.protocol.withdraw("the trainer registered another layout")
-        made = self._taken_over is not None
-        self._parts.begin(manifest, str(arena.path), self._config.slots, made=made)
+        self._parts.begin(manifest, str(arena.path), self._config.slots)
 
     def _drop_arena(self) -> None:
         if self._arena is not None:
             self._arena.unlink()
             self._arena.close()
             self._arena = None
-
-    def _remove_leftovers(self) -> None:
-        # Not at the start: the trainer may still have the arena of the hub before this one.
-        for path in remove_leftovers(self._run_id):
-            log.warning("removed %s, which an earlier hub of this run had left", path)
 
     def _subscribe(self, request: Request, message: m.Subscribe) -> None:
         peer = _peer(request)

@@ -66,8 +66,8 @@ def shm_host() -> str:
 class Arena:
     """`slots` slots of `slot_bytes` bytes, mapped writable into this process.
 
-    The hub makes it by `create`, or by `adopt` after a restart; trainer and receivers `attach`. One
-    without a name, made by `anonymous`, other processes get by `inherited` alone.
+    The hub makes it by `create`; trainer and receivers `attach`. One without a name, made by
+    `anonymous`, other processes get by `inherited` alone.
     """
 
     def __init__(
@@ -125,25 +125,6 @@ class Arena:
             if own is not None:
                 arena._populate(ranges)  # they are no extents yet
             return arena
-
-    @classmethod
-    def adopt(cls, run_id: str, path: str | Path, *, slot_bytes: int) -> Arena:
-        """Take over the arena at `path` that a hub of run `run_id` has left behind.
-
-        Raises:
-            StartupError: it is not there, not of this run, not one of slots of `slot_bytes` bytes,
-                or its hub is still alive.
-        """
-        path = Path(path)
-        if not path.name.startswith(_prefix(run_id)):
-            raise StartupError(f"{path} is no arena of run {run_id}")
-        fd, slots = _open(path, slot_bytes)
-        with _closed_on_error(fd):
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise StartupError(f"another weight hub holds {path}") from error
-            return cls(path, fd, slot_bytes, slots)
 
     @classmethod
     def attach(cls, path: str | Path, *, slot_bytes: int, populate: bool = True) -> Arena:

@@ -39,8 +39,8 @@ class Publisher:
     """A publisher of versions of one layout.
 
     Use: `register` once, then for each version `slot`, write all tensors at their offsets, and
-    `publish`. When the hub is restarted, a thread registers again at once. The new hub takes over
-    the arena of the old one; where it cannot, the version is copied into the new arena.
+    `publish`. When the hub is restarted, a thread registers again at once, and copies the last
+    version from the arena of the old one into that of the new one.
 
     Where the trainer runs on several hosts, nothing is published while a part hub is away. If the
     memory of a host is lost, so is the version: only a part of it lies here (`check`).
@@ -229,26 +229,23 @@ class Publisher:
             return True
 
     def _move(self, arena: Arena, message: m.Publish, target: Arena) -> m.Publish:
-        """Publish the version in `arena` again, from where the restarted hub wants it."""
-        if self.manifest.owners and target is not arena:
+        """Publish the version in `arena` again, in that of the restarted hub."""
+        if self.manifest.owners:
             self._failure = PeerLostError(
                 f"version {message.version} is lost with the shared memory of a trainer host: the "
                 "trainer has to start again from its newest checkpoint"
             )
             raise self._failure
         slot = self._acquire(message.version, self._answer_s)
-        if target is not arena or slot != message.slot:
-            copy(arena.slot(message.slot), target.slot(slot))
+        copy(arena.slot(message.slot), target.slot(slot))
         message = msgspec.structs.replace(message, slot=slot, snapshot_s=0.0)
         self._call(message, m.Ok, self._answer_s)
         return message
 
     def _register(self, timeout_s: float) -> Arena:
-        known = str(self._arena.path) if self._arena is not None else ""
-        published = self._last[1] if self._last is not None else None
-        message = m.RegisterManifest(manifest=self.manifest, path=known, published=published)
+        message = m.RegisterManifest(manifest=self.manifest)
         ready = self._insist(message, m.ArenaReady, timeout_s, Deadline(timeout_s))
-        if self._arena is None or ready.path != known:
+        if self._arena is None or ready.path != str(self._arena.path):
             # The old one stays mapped: the last published version is in it.
             self._arena = Arena.attach(ready.path, slot_bytes=self.manifest.total_bytes)
         return self._arena

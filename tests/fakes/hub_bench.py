@@ -90,7 +90,7 @@ class Bench:
             self._thread = None
 
     def kill(self) -> Path:
-        """End the hub as SIGKILL would, so that another can take its arena over; its path."""
+        """End the hub as SIGKILL would; return the path of the arena that it leaves."""
         self._kills = True
         self.stop()
         self._kills = False

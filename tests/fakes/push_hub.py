@@ -25,13 +25,9 @@ class Hub:
         self.now = 100.0
 
     def registered(
-        self,
-        digest: str = "d1",
-        publisher: HubPeer = TRAINER,
-        nbytes: int = 0,
-        had: m.Publish | None = None,
+        self, digest: str = "d1", publisher: HubPeer = TRAINER, nbytes: int = 0
     ) -> list[Effect]:
-        self.protocol.register(publisher, digest, self.now, had, nbytes)
+        self.protocol.register(publisher, digest, self.now, nbytes)
         return taken(self.protocol)
 
     def acquire(self, version: int, publisher: HubPeer = TRAINER) -> list[Effect]:

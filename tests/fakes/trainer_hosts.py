@@ -102,10 +102,6 @@ class TrainerHost:
         if number == signal.SIGKILL:
             self._part.wait(WAIT_S)
 
-    def lose_memory(self) -> None:
-        """As a machine that starts again: nothing is in /dev/shm any more."""
-        self.sh("rm -f /dev/shm/umbra-*-*")
-
     def sh(self, command: str) -> str:
         argv = [*self._inside, "sh", "-ec", command]
         return subprocess.run(argv, check=True, capture_output=True, text=True).stdout

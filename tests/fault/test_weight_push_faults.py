@@ -383,7 +383,7 @@ def test_what_is_spoiled_on_the_wire_is_fetched_again(
     ("phase", "plane"),
     [("written", "tcp"), ("staging", "shm"), ("committing", "tcp"), ("idle", "shm")],
 )
-def test_a_hub_that_is_killed_is_taken_over_from(
+def test_a_new_hub_goes_on_for_one_that_is_killed(
     run_id: str, tiny_model: Path, plane: str, phase: str
 ) -> None:
     """1. The hub is killed in a phase of version 1. 2. A new one starts at its address.

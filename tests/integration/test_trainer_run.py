@@ -65,7 +65,7 @@ def test_an_adapter_survives_every_restart(up: Up) -> None:
     """1. A run publishes an adapter alone. 2. Generator, hub and trainer are killed, one by one.
 
     Result: each is started again. The generator joins late and gets the newest version on its own
-    base, the hub takes over the arena, and the trainer goes on from its checkpoint.
+    base, the hub gets it again, and the trainer goes on from its checkpoint.
     """
     keys = ("trainer.lora_rank=2", "trainer.learning_rate=0.02", "trainer.lora_publish=adapter")
     process = up(*keys, "run.steps=24", "checkpoint.every=1", quiet_s=QUIET_S)

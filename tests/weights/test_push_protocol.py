@@ -18,7 +18,7 @@ from fakes.push_hub import (
     serving,
 )
 
-from umbra.proto.messages import Abort, Commit, Nack, Ok, Publish, SlotGranted
+from umbra.proto.messages import Abort, Commit, Nack, Ok, SlotGranted
 from umbra.services.weight_hub.push import (
     LOAD_S,
     PATIENCE_S,
@@ -234,19 +234,6 @@ def test_only_who_registered_last_publishes_and_what_it_was_granted() -> None:
     hub.registered("d2", restarted)
     assert refusal(hub.publish(6, 1, restarted)) == ("publish", "not_granted")
     assert granted(hub.acquire(6, restarted)) == 0
-
-
-def test_what_the_hub_before_had_is_pushed_to_whoever_subscribes() -> None:
-    hub = Hub()
-    had = Publish(version=7, slot=1, checksums=[7], snapshot_s=0.5)
-    hub.registered(had=had)
-    effects = hub.subscribe(A)
-    assert effects == [Send("a", prepare(1, 7, 1))]
-    assert granted(hub.acquire(8)) == 0, "the other slot"
-    # The same layout once more: the newest version is not an older one all at once.
-    hub.publish(8, 0)
-    assert hub.registered(had=had) == []
-    assert hub.protocol.newest is not None and hub.protocol.newest.version == 8
 
 
 def test_another_layout_drops_everyone() -> None:
