@@ -97,7 +97,6 @@ def one_run(home: Path, options: argparse.Namespace) -> dict[str, Any]:
         "steps": summary["steps"],
         "updates": sum(step.get("skipped") == 0 for step in steps),
         "tokens_s": summary["tokens_per_s"] or 0.0,
-        "mfu": median([step.get("mfu") for step in steps]),
         "pushes": len(pushes),
         "elsewhere": sum(push["plane"] != options.plane for push in pushes),
         "push_bytes": pushes[-1]["bytes"] if pushes else 0,
@@ -135,7 +134,7 @@ def kill_half_way(run: DemoRun, steps: int) -> bool:
 def summarise(report: Report) -> None:
     """State the run's figures, and goals."""
     (run,) = report.rows
-    shown = ("weights", "updates", "tokens_s", "mfu", "pushes", "push_bytes")
+    shown = ("weights", "updates", "tokens_s", "pushes", "push_bytes")
     names = [*shown, *(f"push_{name}" for name in PARTS)]
     report.table("run", names, [[run[name] for name in names]])
     report.goal("exit code of the run", run["exit_code"], "<=", 0)

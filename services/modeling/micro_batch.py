@@ -251,7 +251,6 @@ class MicroBatch:
     routing: Tensor | None = None  # int16 [R, L, layers, choices], as `Routers.replay`
     support: Tensor | None = None  # int64 [N, k], ids that could have been drawn; -1 = none
     whole: Tensor | None = None  # bool [N], where these are all that could
-    cost: float = 0.0  # of the tokens fed, by the `cost` of `pack`
 
     @property
     def mask(self) -> RowMask:
@@ -332,7 +331,6 @@ def lay_out(tokens: Tokens, rows: list[list[Unit]]) -> MicroBatch:
         routing=_routing(tokens, pieces, count, width),
         support=support,
         whole=whole,
-        cost=sum(unit.cost for row in rows for unit in row),
     )
 
 

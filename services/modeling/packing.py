@@ -15,19 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
-import torch
 from torch import Tensor
 
 from umbra.services.modeling.micro_batch import MicroBatch, Tokens, Unit, lay_out
 
 Row = list[Unit]
-# What it costs to feed positions [start, end) of a sequence, from which so many tokens are learned.
-Cost = Callable[[int, int, int], float]
-
-
-def count_tokens(start: int, end: int, learned: int) -> float:
-    del learned
-    return end - start
 
 
 def pack(
@@ -39,7 +31,7 @@ def pack(
     share_prompts: bool = False,
     rank: int = 0,
     world: int = 1,
-    cost: Cost = count_tokens,
+    pair_cost: float = 0.0,
 ) -> list[MicroBatch]:
     """Return micro-batches of at most `micro_tokens`, padding included, in rows of `pack_tokens`.
 
@@ -54,10 +46,10 @@ def pack(
         rank: gets its share of `world` shares, which differ by at most the largest unit (a
             sequence, or a prompt and its responses). One with fewer micro-batches splits its
             largest, and fills up with empty ones.
-        cost: of feeding a part of a sequence: `TrainingFlops.sequence`, say.
+        pair_cost: of a token and one that it attends to, where feeding a token costs 1.
     """
     chosen = range(len(tokens.lengths)) if sequences is None else sequences.tolist()
-    units = _units(tokens, chosen, pack_tokens, share_prompts, cost)
+    units = _units(tokens, chosen, pack_tokens, share_prompts, pair_cost)
     plans = min(
         (
             _plans(_shares(units, world, size), pack_tokens, micro_tokens)
@@ -86,17 +78,17 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def _units(
-    tokens: Tokens, chosen: Sequence[int], capacity: int, share: bool, cost: Cost
+    tokens: Tokens, chosen: Sequence[int], capacity: int, share: bool, pair_cost: float
 ) -> list[Unit]:
     """Return the units that stay within a row: sequences, or a prompt with its responses."""
     lengths = tokens.lengths.tolist()
-    learned = torch.bincount(tokens.owner, minlength=len(lengths)).tolist()
 
     def unit(items: tuple[int, ...], prompt: int) -> Unit:
-        own = [(prompt, lengths[item] - 1, learned[item]) for item in items]
-        fed = prompt + sum(end - start for start, end, _ in own)
-        first = cost(0, prompt, 0) if prompt else 0.0  # once, and each response behind it
-        return Unit(items, prompt, fed, sum((cost(*part) for part in own), first))
+        ends = [lengths[item] - 1 for item in items]
+        fed = prompt + sum(end - prompt for end in ends)
+        # The prompt once, and each response behind it; twice the pairs, about.
+        squares = prompt**2 + sum(end**2 - prompt**2 for end in ends)
+        return Unit(items, prompt, fed, fed + pair_cost * squares / 2)
 
     if not share or tokens.family is None or tokens.prompts is None:
         return [unit((item,), 0) for item in chosen]

@@ -29,7 +29,7 @@ from umbra.services.trainer.metrics import Row, expert_metrics
 from umbra.services.trainer.optimizer import MasterWeights, make_optimizer
 from umbra.services.trainer.policy import cast, place, read
 from umbra.services.trainer.snapshot import whole_weights
-from umbra.services.trainer.speed import Phases, TrainingFlops, ceiling, row_sizes
+from umbra.services.trainer.speed import Phases, row_sizes
 
 # Why an update is left out, in the order of the columns `skipped/<reason>`.
 REASONS = {
@@ -98,9 +98,6 @@ class Learner:
             read(model, files, self._master_weights.of)
             self._master_weights.push()
         self.rows = row_sizes(config, model, self.device, self.ranks, max_tokens)
-        self.operations = TrainingFlops.of(model)
-        # What all ranks could do in a second; unknown on CPUs.
-        self.ceiling = ceiling(self.device) * self.ranks.world if self.device.type == "cuda" else 0
         # No dropout: these must be the logprobs of the policy that generates.
         attention, chunk = Attention.prepare(model, self.device), config.logits_bytes_on(kind)
         self._scorer = Scorer(model, chunk, attention, self.ranks.sequence).eval()
@@ -126,7 +123,8 @@ class Learner:
                 share_prompts=self._config.share_prompts and self.rows.pack_tokens > 1,
                 rank=self.ranks.share,
                 world=self.ranks.shares,
-                cost=self.operations.sequence,
+                # A layer has about 12 weights per pair of hidden dimensions.
+                pair_cost=1 / (6 * self.model.config.get_text_config().hidden_size),
             )
 
     def score(

@@ -31,7 +31,7 @@ from umbra.services.trainer.batch import TrainBatch
 from umbra.services.trainer.checkpoints.folder import CheckpointFolder
 from umbra.services.trainer.checkpoints.saver import SaveOutcome
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.metrics import Row, peak_memory_gib, speed_metrics
+from umbra.services.trainer.metrics import Row, peak_memory_gib
 from umbra.services.trainer.rollout_log import RolloutLog
 from umbra.services.trainer.sinks import Sinks, open_sinks
 from umbra.services.weights.publisher import Publisher
@@ -186,8 +186,8 @@ class RunMember:
 
     def report(self, step: int, row: Row, seconds: dict[str, float], batch: TrainBatch) -> None:
         """Report a step: to the metrics, the monitor, the curves and the log."""
-        work, train_s = row.pop("operations", None) or 0.0, seconds["train_step"]
-        row |= speed_metrics(row["tokens"] or 0.0, work, train_s, self.learner.ceiling)
+        train_s = seconds["train_step"]
+        row["train_tokens_per_s"] = (row["tokens"] or 0.0) / train_s
         row["samples_per_s"] = (row["samples"] or 0.0) / max(seconds["step"], 1e-9)
         row["memory/peak_gib"] = peak_memory_gib(self.learner.device)
         row |= {f"seconds/{name}": spent for name, spent in seconds.items()}

@@ -117,18 +117,6 @@ def ess(weights: float, squares: float, count: float) -> float | None:
     return weights**2 / (count * squares) if count else None
 
 
-def speed_metrics(tokens: float, operations: float, seconds: float, ceiling: float) -> Row:
-    """Return rates of a step's training, prompts included.
-
-    MFU is the share of `ceiling`, the operations per second that the devices can do (0 = unknown).
-    """
-    return {
-        "train_tokens_per_s": tokens / seconds,
-        "tflops": operations / seconds / 1e12,
-        "mfu": operations / seconds / ceiling if ceiling else None,
-    }
-
-
 def expert_metrics(load: Tensor, rerouted: Tensor | None = None) -> Row:
     """Return how evenly the layers' experts are used; None where no token was routed.
 

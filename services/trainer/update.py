@@ -91,7 +91,7 @@ class PolicyUpdate:
         per_version = trainer.updates_per_batch
         metrics = LossMetrics(batch, recomputed, cuts, len(parts), version, per_version)
         supports = batch.tokens.support if trainer.score_centering > 0 else None
-        rows, work = list[Row](), 0.0
+        rows: list[Row] = []
         for number, part in enumerate(parts):
             micros = first[number] if number < cuts else pack(batch.tokens, part)
             guard = Guard(trainer.max_ratio, pieces, self._ranks)
@@ -139,13 +139,11 @@ class PolicyUpdate:
                 loss = (losses * weights[source].to(logprobs)).sum()
                 guard.see(loss, outliers)
                 self._learner.backward(loss)
-                work += micro.cost
                 metrics.add(number, source, tokens, result, loss, outliers)
             rows.append(self._learner.update(version, guard.verdict()))
         row: Row = {
             "trained_samples": float(len(samples)),
             "updates": float(len(parts)),
-            "operations": float(self._ranks.sum(torch.tensor([work], dtype=torch.float64))),
             **metrics.summary(self._ranks),
             **_means(rows),
             **agreed,

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from umbra.services.config.loader import load_config
 from umbra.services.modeling import attention, attention_backends, gpu_copies, scorer
 from umbra.services.modeling.lora import adapter_facts
-from umbra.services.trainer import learner, snapshot
+from umbra.services.trainer import snapshot
 from umbra.services.trainer.batch import make_batch
 from umbra.services.trainer.critic import open_critic
 from umbra.services.trainer.distributed.ranks import Ranks
@@ -159,7 +159,6 @@ def fake_gpu() -> Iterator[FakeGpu]:
             patch.setattr(torch.cuda, name, double)
         patch.setattr(attention, "flex_fault", lambda *_: None)
         patch.setattr(attention_backends, "_compiled", lambda _: _attention)
-        patch.setattr(learner, "ceiling", lambda _: 1e15)
         patch.setattr(snapshot, "page_lock", lambda _: None)
         gpu_copies._copy_stream.cache_clear()
         with FakeGpu(mode) as gpu:

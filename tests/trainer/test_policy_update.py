@@ -57,7 +57,6 @@ def test_micro_batches_change_nothing(
     whole, row = update(directory, trajectories, "ref_logp", **keys, pack_tokens=64)
     cut, other = update(directory, trajectories, "ref_logp", **keys, pack_tokens=8, micro_tokens=8)
     assert_equal(whole, cut)
-    assert (other.pop("operations") or 0) > (row.pop("operations") or 0), "prompts are not shared"
     for key, value in row.items():
         assert (other[key] is None) == (value is None), key
         # The averaged terms are of the size of an advantage, or of a logprob.
