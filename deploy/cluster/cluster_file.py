@@ -66,15 +66,6 @@ class SlurmSpec(_Table, frozen=True):
     options: list[Annotated[str, Meta(pattern=r"^--[a-z][a-z-]*(=[^\x00-\x1f]*)?$")]] = []
 
 
-class KubernetesSpec(_Table, frozen=True):
-    namespace: Annotated[str, Meta(pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")] = ""
-    tolerations: list[dict[str, str]] = []  # of taints of the nodes, in Kubernetes' words
-    storage_class: str = ""  # of the claims for results and store; empty = the default one
-    storage: Annotated[str, Meta(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")] = "100Gi"  # of each of them
-    inputs_claim: str = ""  # has models and prompts; empty = the nodes' own paths
-    inputs_root: str = "/"  # folder of the run file's paths that is the claim's top
-
-
 def planner() -> str:
     """Return uid:gid of the planning user, to whom the files belong; the images' user for root."""
     return f"{os.geteuid()}:{os.getegid()}" if os.geteuid() else "10001:10001"
@@ -98,7 +89,7 @@ class ClusterSpec(_Table, frozen=True):
     memory_gib: dict[str, Annotated[float, Meta(gt=0)]] = {}  # by task, shared memory apart
     cpus: dict[str, Annotated[float, Meta(gt=0)]] = {}  # by task
     slurm: SlurmSpec = SlurmSpec()
-    kubernetes: KubernetesSpec = KubernetesSpec()
+    inputs_claim: str = ""  # of Kubernetes, with models and prompts; empty = the nodes' own paths
 
     def port(self, kind: Port) -> int:
         return self.base_port + kind

@@ -119,21 +119,20 @@ def _bind(source: str, target: str) -> Tree:
 
 GRACE_S = 40  # a trainer may have to end its step
 KEY_MODE = 0o440  # for the group of the pod
+STORAGE = "100Gi"  # of each claim for results, store or cache
 KEPT_S = 86_400  # until Kubernetes removes a Job that has ended
 LONGEST = 63  # characters of a label, and of the names that become host names
 
 
 def keys_command(plan: Plan, keys: str) -> str:
     """Return the command that makes the Secret of the folder `keys`."""
-    namespace = plan.cluster.kubernetes.namespace
-    option = f" --namespace={namespace}" if namespace else ""
-    return f"kubectl create secret generic {_name(plan, 'keys')}{option} --from-file={keys}"
+    return f"kubectl create secret generic {_name(plan, 'keys')} --from-file={keys}"
 
 
 def manifests(plan: Plan, paths: Paths, config: str) -> str:
     """Return all manifests of the run; `config` is the text of its configuration.
 
-    UsageError says that processes share a GPU or the host's network, or lack a file in the claim.
+    UsageError says that processes share a GPU or the host's network.
     """
     if plan.shares_gpus():
         raise UsageError(
@@ -147,16 +146,13 @@ def manifests(plan: Plan, paths: Paths, config: str) -> str:
     documents = [_object("ConfigMap", _name(plan, "config"), labels, data={CONFIG_FILE: config})]
     for node, local in _by_node(plan, paths):
         documents += _node_documents(plan, node, local, paths, {**labels, "umbra/node": node.name})
-    if namespace := plan.cluster.kubernetes.namespace:
-        for document in documents:
-            document["metadata"]["namespace"] = namespace
     return to_yaml(*documents)
 
 
 def _node_documents(
     plan: Plan, node: Node, local: list[Launch], paths: Paths, labels: dict[str, str]
 ) -> list[Tree]:
-    spec, (user, group) = plan.cluster.kubernetes, plan.cluster.owner
+    user, group = plan.cluster.owner
     documents: list[Tree] = []
     if ports := [port for launch in local for port in launch.ports]:
         service: Tree = {
@@ -172,20 +168,19 @@ def _node_documents(
     ]
     storage: Tree = {
         "accessModes": ["ReadWriteOnce"],
-        "resources": {"requests": {"storage": spec.storage}},
-        **({"storageClassName": spec.storage_class} if spec.storage_class else {}),
+        "resources": {"requests": {"storage": STORAGE}},
     }
     for volume in sorted({name for launch in local for name in launch.volumes} - {"shm"}):
         claim = _label(f"{node.address}-{volume}")
         documents.append(_object("PersistentVolumeClaim", claim, labels, spec=storage))
         volumes.append({"name": volume, "persistentVolumeClaim": {"claimName": claim}})
     inputs = sorted({path for launch in local for path in launch.inputs})
-    if not spec.inputs_claim:
+    if not plan.cluster.inputs_claim:
         volumes += [
             {"name": f"input-{i}", "hostPath": {"path": path}} for i, path in enumerate(inputs)
         ]
     elif inputs:
-        claimed = {"claimName": spec.inputs_claim, "readOnly": True}
+        claimed = {"claimName": plan.cluster.inputs_claim, "readOnly": True}
         volumes.append({"name": "inputs", "persistentVolumeClaim": claimed})
     for launch in {launch.role: launch for launch in local}.values() if paths.keys else ():
         secret = {"secretName": _name(plan, "keys"), "defaultMode": KEY_MODE}
@@ -206,7 +201,6 @@ def _node_documents(
         },
         "containers": [_container(plan, launch, paths, inputs) for launch in local],
         "volumes": volumes,
-        **({"tolerations": spec.tolerations} if spec.tolerations else {}),
     }
     template = {"metadata": {"labels": labels}, "spec": pod}
     job = {"backoffLimit": RESTARTS, "ttlSecondsAfterFinished": KEPT_S, "template": template}
@@ -226,9 +220,8 @@ def _container(plan: Plan, launch: Launch, paths: Paths, inputs: list[str]) -> T
         mounts.append({"name": _keys_volume(launch), "mountPath": paths.keys, "readOnly": True})
     for path in launch.inputs:
         mount = {"name": f"input-{inputs.index(path)}"}
-        if plan.cluster.kubernetes.inputs_claim:
-            inside = _in_claim(plan, path)
-            mount = {"name": "inputs", **({"subPath": inside} if inside else {})}
+        if plan.cluster.inputs_claim:  # has files at the same paths, from its top on
+            mount = {"name": "inputs", "subPath": path.strip("/")}
         mounts.append({**mount, "mountPath": path, "readOnly": True})
     container: Tree = {
         "name": _label(launch.process.name),
@@ -255,17 +248,6 @@ def _container(plan: Plan, launch: Launch, paths: Paths, inputs: list[str]) -> T
     if launch.ports:
         container["ports"] = [{"containerPort": port} for port in launch.ports]
     return container
-
-
-def _in_claim(plan: Plan, path: str) -> str:
-    """Return the place of `path` in the claim for inputs; empty is its top."""
-    root = plan.cluster.kubernetes.inputs_root.rstrip("/")
-    if path != root and not path.startswith(f"{root}/"):
-        raise UsageError(
-            f"{path} is not below cluster.kubernetes.inputs_root = {root or '/'}, so it is not in "
-            f"the claim {plan.cluster.kubernetes.inputs_claim}: put it there, or change the root"
-        )
-    return path.removeprefix(root).strip("/")
 
 
 def _keys_volume(launch: Launch) -> str:

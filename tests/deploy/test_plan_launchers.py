@@ -13,13 +13,7 @@ import yaml
 from fakes.clusters import PLANS, SCHEMAS, parse_planned, plan_of, plans, render, run_config
 from fakes.slowness import limit
 
-from umbra.deploy.cluster.cluster_file import (
-    ClusterFile,
-    ClusterSpec,
-    KubernetesSpec,
-    Node,
-    SlurmSpec,
-)
+from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node, SlurmSpec
 from umbra.deploy.cluster.containers import keys_command
 from umbra.deploy.cluster.plan import Plan, make_plan
 from umbra.proto.errors import UsageError
@@ -136,22 +130,12 @@ def test_names_keep_to_the_rules(run_id: str) -> None:
     assert {selector["kubernetes.io/hostname"] for selector in selectors} == {*names}
 
 
-def test_a_cluster_s_own_settings() -> None:
-    tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
-    spec = KubernetesSpec(
-        namespace="rl", tolerations=tolerations, storage_class="fast", storage="2Ti"
-    )
+def test_what_containers_ask_for() -> None:
     memory, cpus = {"train": 64, "weight_hub": 2, "buffer": 0.5}, {"train": 8, "generate": 1.5}
-    plan = plan_of(1, 1, memory_gib=memory, cpus=cpus, shm_gib=32, kubernetes=spec)
-    documents = documents_of(plan)
-    assert {document["metadata"]["namespace"] for document in documents} == {"rl"}
-    claims = [d["spec"] for d in documents if d["kind"] == "PersistentVolumeClaim"]
-    assert {claim["storageClassName"] for claim in claims} == {"fast"}
-    assert {claim["resources"]["requests"]["storage"] for claim in claims} == {"2Ti"}
+    plan = plan_of(1, 1, memory_gib=memory, cpus=cpus, shm_gib=32)
     asked: dict[str, dict[str, Any]] = {}
     for job in jobs_of(plan):
         pod = job["template"]["spec"]
-        assert pod["tolerations"] == tolerations
         for container in pod["containers"]:
             resources = container.get("resources", {})
             assert resources.get("requests") == resources.get("limits")
@@ -164,22 +148,18 @@ def test_a_cluster_s_own_settings() -> None:
         "relay-b": {},
         "generator-b-0": {"cpu": "1500m", "nvidia.com/gpu": 1},
     }
-    assert keys_command(plan, "/k").endswith(" --namespace=rl --from-file=/k")
+    assert keys_command(plan, "/k").endswith(" --from-file=/k")
 
 
 def test_inputs_come_from_a_claim_if_there_is_one() -> None:
-    spec = KubernetesSpec(inputs_claim="lake", inputs_root="/models/")
-    overrides = ("data.prompts=/models/data/prompts.jsonl",)
-    for job in jobs_of(plan_of(1, 1, overrides=overrides, kubernetes=spec)):
+    for job in jobs_of(plan_of(1, 1, inputs_claim="lake")):
         pod = job["template"]["spec"]
         assert not any("hostPath" in volume for volume in pod["volumes"])
         for container in pod["containers"]:
             for mount in container["volumeMounts"]:
                 if mount["name"] == "inputs":
-                    assert f"/models/{mount['subPath']}" == mount["mountPath"]
+                    assert f"/{mount['subPath']}" == mount["mountPath"]
                     assert mount["readOnly"]
-    with pytest.raises(UsageError, match=r"prompts\.jsonl is not below .*inputs_root = /models"):
-        render(plan_of(1, 1, kubernetes=spec), "kubernetes")
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,6 @@ address = "10.0.0.1"
 [[nodes]]
 name = "b.rack-1"
 address = "10.0.0.2"
-[cluster.kubernetes]
 """
 # The role of each container, whose secret key it has, and what it reads and writes.
 CONTAINERS = {
@@ -69,9 +68,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pods(project: Path, folder: Path, settings: str, *, run: bool) -> dict[str, Any]:
-    """Plan the run with `settings` of Kubernetes, and do as the nodes would with it."""
+    """Plan the run with `settings` of [cluster], and do as the nodes would with it."""
     folder.mkdir(exist_ok=True)
-    (folder / "cluster.toml").write_text(CLUSTER + settings, encoding="utf-8")
+    text = CLUSTER.replace("[[nodes]]", f"{settings}[[nodes]]", 1)
+    (folder / "cluster.toml").write_text(text, encoding="utf-8")
     overrides = (f"run.steps={STEPS}", "run.broker_grace_s=120")
     umbra(
         project,
@@ -117,8 +117,9 @@ def test_each_container_sees_its_files_and_no_others(
 
 
 def test_the_same_from_a_claim(project: Path, tmp_path: Path) -> None:
-    shutil.copytree(project / "sort", tmp_path / "claims" / "lake" / "sort")
-    settings = f'inputs_claim = "lake"\ninputs_root = "{project}"\n'
+    claim = tmp_path / "claims" / "lake"
+    shutil.copytree(project / "sort", claim / str(project / "sort").lstrip("/"))
+    settings = 'inputs_claim = "lake"\n'
     assert pods(project, tmp_path, settings, run=False)["sees"] == expected(project)
 
 
