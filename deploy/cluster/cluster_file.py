@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -86,8 +86,6 @@ class ClusterSpec(_Table, frozen=True):
     )  # uid:gid of the processes in containers
     shm_gib: Annotated[int, Meta(ge=1)] = 16  # per node, for the weights' versions
     network: Literal["bridge", "host"] = "bridge"  # publish the run's ports, or the host's (NCCL)
-    memory_gib: dict[str, Annotated[float, Meta(gt=0)]] = {}  # by task, shared memory apart
-    cpus: dict[str, Annotated[float, Meta(gt=0)]] = {}  # by task
     slurm: SlurmSpec = SlurmSpec()
     inputs_claim: str = ""  # of Kubernetes, with models and prompts; empty = the nodes' own paths
 
@@ -133,10 +131,6 @@ def load_cluster(path: Path) -> ClusterFile:
         value, count = Counter(values).most_common(1)[0]
         if count > 1:
             raise UsageError(f"{path}: {sentence.format(value)}")
-    tasks = list(get_args(Task))
-    for key, limits in (("memory_gib", cluster.memory_gib), ("cpus", cluster.cpus)):
-        if task := next((name for name in limits if name not in tasks), ""):
-            raise UsageError(f"{path}: cluster.{key}: unknown task {task}{nearest(task, tasks)}")
     joining = [node.name for node in nodes if node.joins]
     if len(joining) == len(names):
         raise UsageError(f"{path}: all nodes have joins = true, which only generate: remove one")

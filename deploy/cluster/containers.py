@@ -101,15 +101,10 @@ def _service(plan: Plan, launch: Launch, local: list[Launch], paths: Paths) -> T
         service["secrets"] = [*files]
     if "cache" in launch.volumes:
         service["environment"] = HUB_VARIABLES
-    resources = Tree()
-    if launch.memory_mib is not None:
-        resources["limits"] = {"memory": f"{launch.memory_mib}m"}
-    if launch.cpus is not None:
-        resources.setdefault("limits", Tree())["cpus"] = f"{launch.cpus:g}"
     if ids := [str(gpu) for gpu in launch.process.gpus]:
         device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
-        resources["reservations"] = {"devices": [device]}
-    return service | ({"deploy": {"resources": resources}} if resources else {})
+        service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+    return service
 
 
 def _bind(source: str, target: str) -> Tree:
@@ -236,15 +231,8 @@ def _container(plan: Plan, launch: Launch, paths: Paths, inputs: list[str]) -> T
         },
         "volumeMounts": mounts,
     }
-    amounts: Tree = {}
-    if launch.memory_mib is not None:
-        amounts["memory"] = f"{launch.memory_mib}Mi"
-    if launch.cpus is not None:
-        amounts["cpu"] = f"{round(launch.cpus * 1000)}m"
-    if launch.process.gpus:
-        amounts["nvidia.com/gpu"] = len(launch.process.gpus)
-    if amounts:  # requests equal to limits: the scheduler then keeps them free
-        container["resources"] = {"requests": amounts, "limits": amounts}
+    if gpus := launch.process.gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": len(gpus)}}  # requests are equal
     if launch.ports:
         container["ports"] = [{"containerPort": port} for port in launch.ports]
     return container

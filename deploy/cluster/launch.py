@@ -90,11 +90,6 @@ class Launch:
             self.volumes["shm"] = "/dev/shm"
         if any(map(_is_elsewhere, sources)):
             self.volumes["cache"] = paths.cache
-        memory = cluster.memory_gib.get(task)
-        if memory is not None and kind.section == "weight_hub":  # which makes the shared memory
-            memory += cluster.shm_gib
-        self.memory_mib = None if memory is None else round(memory * 1024)
-        self.cpus = cluster.cpus.get(task)
 
     @property
     def key_files(self) -> list[str]:

@@ -254,10 +254,6 @@ def edited(old: str, new: str, more: str = "") -> str:
         ("there are no nodes", "[cluster]\n"),
         ("cluster.slurm: unknown key times; did you mean", GOOD + "[cluster.slurm]\ntimes = '1'\n"),
         (
-            "cluster.memory_gib: unknown task generates; did you mean generate",
-            edited("groups", "memory_gib = {generates = 3}\ngroups"),
-        ),
-        (
             "two nodes are a-b where no dots are allowed",
             edited('"a"', '"a.b"', '[[nodes]]\nname = "a-b"\naddress = "i"\n'),
         ),

@@ -110,22 +110,6 @@ def check_service(
         assert not {"network_mode", "privileged", "pid", "ipc"} & set(service)
 
 
-def test_limits_of_the_cluster_file() -> None:
-    plan = plan_of(1, 1, shm_gib=8, memory_gib={"relay": 1.5, "generate": 40}, cpus={"train": 6})
-    limits = {
-        name: service.get("deploy", {}).get("resources", {}).get("limits")
-        for file in compose_files(plan).values()
-        for name, service in file["services"].items()
-    }
-    assert limits == {
-        "buffer": None,
-        "weight-hub": None,
-        "trainer": {"cpus": "6"},
-        "relay-b": {"memory": "9728m"},  # with the shared memory that it makes
-        "generator-b-0": {"memory": "40960m"},
-    }
-
-
 def test_nodes_with_dots_and_with_names_for_addresses() -> None:
     addresses = {"gpu-1.example.com": "gpu-1.example.com", "gpu-2.example.com": "10.0.0.2"}
     nodes = [Node(name=name, address=address, gpus=1) for name, address in addresses.items()]

@@ -130,24 +130,17 @@ def test_names_keep_to_the_rules(run_id: str) -> None:
     assert {selector["kubernetes.io/hostname"] for selector in selectors} == {*names}
 
 
-def test_what_containers_ask_for() -> None:
-    memory, cpus = {"train": 64, "weight_hub": 2, "buffer": 0.5}, {"train": 8, "generate": 1.5}
-    plan = plan_of(1, 1, memory_gib=memory, cpus=cpus, shm_gib=32)
-    asked: dict[str, dict[str, Any]] = {}
-    for job in jobs_of(plan):
-        pod = job["template"]["spec"]
-        for container in pod["containers"]:
-            resources = container.get("resources", {})
-            assert resources.get("requests") == resources.get("limits")
-            asked[container["name"]] = resources.get("requests", {})
-    assert asked == {
-        "buffer": {"memory": "512Mi"},
-        # The hub makes the shared memory, whose pages count for it.
-        "weight-hub": {"memory": f"{(2 + 32) * 1024}Mi"},
-        "trainer": {"memory": "65536Mi", "cpu": "8000m", "nvidia.com/gpu": 1},
-        "relay-b": {},
-        "generator-b-0": {"cpu": "1500m", "nvidia.com/gpu": 1},
+def test_a_container_asks_for_its_gpus() -> None:
+    plan = plan_of(2, 1, overrides=("trainer.ranks=2",))
+    asked = {
+        container["name"]: container.get("resources")
+        for job in jobs_of(plan)
+        for container in job["template"]["spec"]["containers"]
     }
+    gpus = {"trainer": 2, "generator-b-0": 1}
+    assert {name for name, resources in asked.items() if resources is None} == asked.keys() - gpus
+    for name, count in gpus.items():
+        assert asked[name] == {"limits": {"nvidia.com/gpu": count}}
     assert keys_command(plan, "/k").endswith(" --from-file=/k")
 
 
