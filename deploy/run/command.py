@@ -22,7 +22,6 @@ from umbra.proto.sockets import check_port_free
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.config.rules import cautions
-from umbra.services.config.training import after_extension
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.process.child import child_environ
 from umbra.services.process.command import SignalCounter
@@ -86,7 +85,7 @@ def up(run_file: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -
 
 
 def check_extension(folder: RunFolder, config: RunConfig) -> str:
-    """Return how the learning rate of a finished run goes on; UsageError if it cannot."""
+    """Return how a finished run goes on; UsageError if it cannot."""
     done = load_config(folder.config, environ={}).run.steps
     if config.run.steps <= done:
         raise UsageError(
@@ -99,7 +98,7 @@ def check_extension(folder: RunFolder, config: RunConfig) -> str:
             f"the run in {folder.path} cannot be trained on, because it left no {lacks}: begin "
             f"another one with model.path = {folder.model}"
         )
-    return f"{done} steps are done; {after_extension(config.trainer, done, done, config.run.steps)}"
+    return f"{done} steps are done; trainer.schedule spans all {config.run.steps}"
 
 
 def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:

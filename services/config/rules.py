@@ -152,17 +152,6 @@ def _support_faults(config: RunConfig) -> Iterator[str]:
             )
 
 
-def lone_groups(config: RunConfig) -> str:
-    """Return the warning of group_size = 1, or "" if groups are larger, not compared or refused."""
-    advantage = config.trainer.pieces.advantage
-    if config.buffer.group_size > 1 or advantage in ("rloo", "reinforce_pp", "gae", "teacher"):
-        return ""
-    return (
-        f"buffer.group_size = 1 leaves trainer.advantage = {advantage} nothing to compare a sample "
-        "with: set buffer.group_size to 2 or more, or trainer.advantage to reinforce_pp"
-    )
-
-
 # -- environments ----------------------------------------------------------------------------------
 
 
@@ -236,41 +225,19 @@ def branch_faults(config: RunConfig) -> Iterator[str]:
 
 # -- cautions: the run may start nevertheless ------------------------------------------------------
 
-# Rates of AdamW at which models of any size have been seen to learn; adapters take more.
-LEAST_RATE, MOST_RATE, MOST_ADAPTER_RATE = 1e-8, 5e-3, 5e-2
-
 
 def cautions(config: RunConfig) -> Iterator[tuple[str, str]]:
-    trainer = config.trainer
     if config.model.trust_remote_code:
         code = "model.trust_remote_code = true: Python code of the model's repository may run"
         yield "trust_remote_code", f"{code}, with all rights of this user"
-    if text := lone_groups(config):
-        yield "lone_groups", text
-    limit = MOST_ADAPTER_RATE if trainer.lora_rank else MOST_RATE
-    if trainer.optimizer == "adamw" and not LEAST_RATE <= trainer.learning_rate <= limit:
-        usual_range = "1e-5 to 1e-3 for an adapter" if trainer.lora_rank else "1e-7 to 1e-4"
-        yield (
-            "learning_rate",
-            f"trainer.learning_rate = {trainer.learning_rate:g} is out of the usual range of "
-            f"AdamW ({usual_range})",
-        )
-    warmup, steps = trainer.warmup_steps, config.run.steps
-    if warmup >= steps > 1:
-        yield (
-            "warmup",
-            f"trainer.warmup_steps = {warmup} never end in run.steps = {steps}: lower it",
-        )
-    ahead, stale = config.buffer.run_ahead, config.buffer.max_staleness
-    if ahead > stale:
-        beyond = f"buffer.run_ahead = {ahead} is more than buffer.max_staleness = {stale}"
-        yield "run_ahead", f"{beyond}, which bounds it: lower the one or raise the other"
+    advantage = config.trainer.pieces.advantage
+    compares = advantage not in ("rloo", "reinforce_pp", "gae", "teacher")  # or refuses one alone
+    if config.buffer.group_size == 1 and compares:
+        alone = f"buffer.group_size = 1 leaves trainer.advantage = {advantage} nothing to compare a"
+        remedy = "set buffer.group_size to 2 or more, or trainer.advantage to reinforce_pp"
+        yield "lone_groups", f"{alone} sample with: {remedy}"
     longest = max(config.all_environments, key=lambda one: config.sampling_for(one).max_tokens)
     if config.longest_turn >= (context := config.generator.max_context):
         key = f"{longest.sampling_key('max_tokens')} = {config.longest_turn}"
         cut = f"{key} does not fit into generator.max_context = {context} with its prompt"
         yield "max_tokens", f"{cut}: answers are cut off there"
-    batch, updates = config.buffer.group_size * config.buffer.batch_groups, trainer.minibatches
-    if batch % updates:
-        sizes = f"trainer.minibatches = {updates} does not divide the {batch} samples of a batch"
-        yield "minibatches", f"{sizes}: its updates are of different sizes"

@@ -212,16 +212,3 @@ def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
     if config.schedule == "linear":
         return peak * (1 - progress)
     return peak * (1 + math.cos(math.pi * progress)) / 2
-
-
-def after_extension(config: TrainerConfig, done: int, before: int, steps: int) -> str:
-    """Describe the learning rate of a run ended after `done` of `before` steps, now `steps`."""
-    if config.schedule == "constant":
-        return f"the learning rate stays at {config.learning_rate:g}"
-    last, first = (learning_rate(config, *at) for at in ((done - 1, before), (done, steps)))
-    final = learning_rate(config, steps - 1, steps)
-    return (
-        f"trainer.schedule = {config.schedule} now spans {steps} steps: the learning rate goes "
-        f"from {last:.3g}, where the run ended, to {first:.3g}, and falls to {final:.3g}; "
-        "trainer.warmup_steps are not repeated"
-    )

@@ -8,7 +8,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import BufferConfig, RunConfig, TrainerConfig
 from umbra.services.config.loader import load_config
 from umbra.services.config.presets import PRESETS, Preset
-from umbra.services.config.rules import check_feasible, describe_staleness, lone_groups
+from umbra.services.config.rules import cautions, check_feasible, describe_staleness
 
 
 def loaded(*keys: str) -> RunConfig:
@@ -207,7 +207,7 @@ def test_what_a_preset_implies_is_what_no_key_says_and_something_reads() -> None
     ],
 )
 def test_a_group_of_one_has_nothing_to_compare_with(keys: list[str], advantage: str) -> None:
-    text = lone_groups(loaded(*keys))
+    text = dict(cautions(loaded(*keys))).get("lone_groups", "")
     assert bool(text) == bool(advantage)
     if advantage:
         assert f"trainer.advantage = {advantage} nothing to compare a sample with" in text
