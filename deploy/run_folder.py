@@ -234,33 +234,13 @@ def read_rollouts(folder: RunFolder) -> Iterator[Row]:
             yield row
 
 
-def pieces(rollout: Row) -> Iterator[tuple[str, int, int | None]]:
-    """Yield text, tokens and staleness of each piece of the response; None: the environment's."""
-    at = 0
-    for chars, tokens, staleness in rollout["pieces"]:
-        yield rollout["response"][at : at + chars], tokens, staleness
-        at += chars
-
-
 def rollout_text(rollout: Row) -> str:
-    """Return a rollout to read; where parts differ in age, or in who said them, each is marked."""
+    """Return a rollout to read."""
     facts = [f"step {rollout['step']}, {rollout['sample']}: reward {number(rollout['reward'])}"]
     if parts := [f"{name} {number(value)}" for name, value in rollout["reward_parts"].items()]:
         facts[0] += f" ({', '.join(parts)})"
     facts.append(f"{rollout['tokens']} tokens")
     counts = [(name, rollout.get(name, 1)) for name in ("turns", "branches")]
     facts += [f"{count} {name}" for name, count in counts if count > 1]
-    facts += [rollout["finish_reason"], _age(rollout["staleness"])]
-    body, segments = rollout["response"], list(pieces(rollout))
-    if len(segments) > 1:
-        body = "\n".join(f"[{_age(age)}, {tokens} tokens] {text}" for text, tokens, age in segments)
-    text = f"--- {', '.join(facts)}\n{rollout['prompt']}\n>>> {body}\n"
-    for branch, turn in enumerate(rollout.get("further", ()), start=2):
-        text += f"--- branch {branch}\n{turn['prompt']}\n>>> {turn['response']}\n"
-    return text
-
-
-def _age(staleness: int | None) -> str:
-    if staleness is None:
-        return "environment"
-    return "newest weights" if staleness == 0 else f"staleness {staleness}"
+    facts += [rollout["finish_reason"], f"staleness {rollout['staleness']}"]
+    return f"--- {', '.join(facts)}\n{rollout['prompt']}\n>>> {rollout['response']}\n"

@@ -120,9 +120,6 @@ class RolloutEvent(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int
     prompt: str
     response: str
-    # Of the response, what weights of one age said: characters, tokens, and staleness in steps, or
-    # None for what the environment said.
-    pieces: list[tuple[int, int, int | None]]
 
     def __post_init__(self) -> None:
         for name in ("prompt", "response"):  # a model's words

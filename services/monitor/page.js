@@ -283,19 +283,10 @@ function drawRollouts(look) {
   $("rollouts").replaceChildren(...shown.reverse().flatMap(rollout));
 }
 
-// A rollout: its facts, and its response in pieces by how old the weights were that said them.
+// A rollout: its facts, its prompt and its response.
 function rollout(one) {
   const parts = Object.entries(one.reward_parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
-  const text = element("pre", {}, element("span", { class: "dim" }, one.prompt));
-  const characters = [...one.response];
-  let at = 0;
-  for (const [chars, tokens, staleness] of one.pieces) {
-    const age = staleness === null ? "of the environment" : `staleness ${staleness}`;
-    text.append(element("span", { class: staleness === null ? "dim" : "age" + Math.min(staleness, 4),
-      title: `${tokens} tokens, ${age}` }, characters.slice(at, at + chars).join("")));
-    at += chars;
-  }
-  text.append(characters.slice(at).join(""));
+  const text = element("pre", {}, element("span", { class: "dim" }, one.prompt), one.response);
   return [element("div", {}, `step ${one.step}, ${one.sample}: reward ${number(one.reward)}${parts ? ` (${parts})` : ""}, ` +
     `${one.tokens} tokens, ${one.finish_reason}, staleness ${one.staleness}`), text];
 }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,6 @@ from umbra.services.process.metrics import MetricsFile
 FILE = "samples.jsonl"
 EVERY_S = 5.0  # between two that are sent to watchers
 TOLD_CHARS = 2_000  # of prompt and response, of one that is sent
-TOLD_PIECES = 64
-FURTHER = 7  # branches whose texts are written, besides the first
-CONTEXT = 16  # tokens that are read again before a piece: a character may have several tokens
-LOST = "\ufffd"  # what stands for half a character
 
 
 class RolloutLog:
@@ -62,13 +57,7 @@ def spread(ordered: Sequence[Trajectory], count: int) -> list[Trajectory]:
 
 
 def _row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, Any]:
-    """Return one line of the file.
-
-    `pieces` cut the response into what the model said by weights of one age, and what its
-    environment said (staleness None): characters, tokens, staleness in steps. Prompt, response and
-    pieces are the first branch's, `further` has the texts of `FURTHER` more.
-    """
-    pieces = list(_pieces(tokenizer, trajectory, step))
+    """Return one line of the file; prompt and response are the first branch's."""
     return {
         "step": step,
         "sample": trajectory.sample_id,
@@ -83,44 +72,14 @@ def _row(tokenizer: Any, trajectory: Trajectory, step: int) -> dict[str, Any]:
         "finish_reason": trajectory.finish_reason,
         "staleness": step - 1 - trajectory.oldest_version,
         "prompt": _decode(tokenizer, unpack_int32(trajectory.prompt_ids)),
-        "response": "".join(text for text, _, _ in pieces),
-        "pieces": [[len(text), tokens, staleness] for text, tokens, staleness in pieces],
-        "further": [
-            {
-                "prompt": _decode(tokenizer, unpack_int32(branch.prompt_ids)),
-                "response": _decode(tokenizer, unpack_int32(branch.response_ids)),
-            }
-            for branch in trajectory.branches[:FURTHER]
-        ],
+        "response": _decode(tokenizer, unpack_int32(trajectory.response_ids)),
     }
 
 
 def told(row: dict[str, Any]) -> dict[str, Any]:
     texts = {name: row[name] for name in ("prompt", "response")}
     short = {n: t if len(t) <= TOLD_CHARS else f"{t[:TOLD_CHARS]}…" for n, t in texts.items()}
-    return {**row, **short, "pieces": row["pieces"][:TOLD_PIECES], "further": []}
-
-
-def _pieces(
-    tokenizer: Any, trajectory: Trajectory, step: int
-) -> Iterator[tuple[str, int, int | None]]:
-    """Yield text, tokens and staleness of each piece.
-
-    A character that two of them share is in the later one.
-    """
-    ids, start = unpack_int32(trajectory.response_ids), 0
-    ages = [
-        step - 1 - span.version if learned else None
-        for span in trajectory.spans
-        for learned in trajectory.loss_mask[span.start : span.end]
-    ]
-    for staleness, own in groupby(ages):
-        count = len(list(own))
-        begin, end = max(0, start - CONTEXT), start + count
-        before = _decode(tokenizer, ids[begin:start]).rstrip(LOST)
-        text = _decode(tokenizer, ids[begin:end])
-        yield (text if end == len(ages) else text.rstrip(LOST))[len(before) :], count, staleness
-        start = end
+    return {**row, **short}
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -178,18 +178,17 @@ def test_long_runs_are_thinned_out_by_means(folder: RunFolder) -> None:
 
 
 @needs_node
-def test_rollouts_are_shown_with_rewards_and_ages(folder: RunFolder, tmp_path: Path) -> None:
+def test_rollouts_are_shown_with_their_rewards(folder: RunFolder, tmp_path: Path) -> None:
     rollout = {
         "kind": "rollout", "step": 2, "sample": "s-9", "reward": 1.25, "tokens": 5, "turns": 1,
         "reward_parts": {"right": 1.0, "short": 0.25}, "finish_reason": "stop", "staleness": 9,
         "prompt": "<i>ask</i>", "response": "old env new", "seconds": 1.0,
-        "pieces": [[4, 2, 9], [4, 1, None], [3, 2, 0]],
     }  # fmt: skip
     folder.samples.write_text(json.dumps(rollout) + "\n")
     write_report(folder)
     text = drawn(folder, tmp_path)["rollouts"]["text"]
     assert "step 2, s-9: reward 1.25 (right 1, short 0.250), 5 tokens, stop, staleness 9" in text
-    assert "<i>ask</i> old  env  new" in text
+    assert "<i>ask</i> old env new" in text
     assert "<i>" not in folder.report.read_text()
 
 

@@ -16,7 +16,6 @@ ROLLOUT: dict[str, Any] = {
     "step": 40, "sample": "s-9", "group": "g-1", "prompt_id": "3", "reward": 1.25, "tokens": 5,
     "reward_parts": {"right": 1.0, "short": 0.25}, "turns": 2, "seconds": 0.5, "staleness": 2,
     "finish_reason": "stop", "prompt": "ask", "response": "☃ envnew",
-    "pieces": [[2, 2, 2], [3, 1, None], [3, 2, 0]],
 }  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def test_idleness_has_a_cause(shares: dict[str, float], text: str) -> None:
         ("push", PUSH | {"wire_s": "long"}),
         ("push", PUSH | {"receiver": "g\x1b[2J"}),
         ("push", PUSH | {"wire_s": float("inf")}),
-        ("rollout", ROLLOUT | {"pieces": [1]}),
+        ("rollout", ROLLOUT | {"response": [1]}),
         ("rollout", ROLLOUT | {"finish_reason": "stop\nERROR all is lost"}),
         ("rollout", ROLLOUT | {"reward": float("nan")}),
         ("spans", {}),

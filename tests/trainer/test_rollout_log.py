@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable
 from contextlib import closing
-from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,7 +14,7 @@ from fakes.looks import heard, status
 from fakes.trajectories import trajectory
 
 from umbra.deploy.commands.runs import command
-from umbra.deploy.run_folder import RunFolder, pieces, read_rollouts, rollout_text
+from umbra.deploy.run_folder import RunFolder, read_rollouts, rollout_text
 from umbra.proto.records import Branch, Trajectory, VersionSpan
 from umbra.services.trainer.rollout_log import EVERY_S, TOLD_CHARS, RolloutLog, spread, told
 
@@ -56,7 +55,7 @@ def test_of_each_step_some_from_the_worst_to_the_best(folder: RunFolder) -> None
     assert spread([rewarded(1.0), rewarded(2.0)], 1)[0].reward == 1.0
 
 
-def test_pieces_by_age_and_speaker_keep_characters_whole(folder: RunFolder) -> None:
+def test_a_rollout_has_its_facts(folder: RunFolder) -> None:
     response = "a☃b ☃?".encode()  # versions change within both snowmen
     mixed = trajectory(
         list(b"?"), list(response), sample_id="s", reward=1.0, reward_parts={"right": 1.0},
@@ -71,17 +70,9 @@ def test_pieces_by_age_and_speaker_keep_characters_whole(folder: RunFolder) -> N
     (row,) = read_rollouts(folder)
     assert row["response"] == "a☃b ☃?"
     assert row["staleness"] == 3
-    said = list(pieces(row))
-    assert "".join(text for text, _, _ in said) == row["response"]
-    assert [(tokens, age) for _, tokens, age in said] == [
-        (2, 3), (3, 1), (1, None), (2, 1), (2, 0),
-    ]  # fmt: skip
-    assert [text for text, _, _ in said] == ["a", "☃b", " ", "", "☃?"]
     text = rollout_text(row)
     assert "reward 1 (right 1), 10 tokens, 2 turns, stop, staleness 3" in text
-    assert "[staleness 1, 3 tokens] ☃b" in text
-    assert "[environment, 1 tokens]" in text
-    assert "[newest weights, 2 tokens] ☃?" in text
+    assert text.endswith("?\n>>> a☃b ☃?\n")
 
 
 def test_one_is_told_now_and_then_and_is_short(folder: RunFolder) -> None:
@@ -92,14 +83,14 @@ def test_one_is_told_now_and_then_and_is_short(folder: RunFolder) -> None:
     assert [row["step"] for row in rows] == [1, 4]
     assert len(rows[0]["prompt"]) == TOLD_CHARS + 1
     (seen,) = heard(("rollout", rows[0])).look(status()).rollouts
-    assert (seen.step, seen.response, seen.pieces) == (1, "y", [(1, 1, 0)])
+    assert (seen.step, seen.response) == (1, "y")
 
 
 def test_what_is_told_is_printable_and_keeps_its_length() -> None:
     row = {
         "step": 1, "sample": "s", "group": "g", "prompt_id": "p", "reward": 1.0, "tokens": 3,
         "reward_parts": {}, "turns": 1, "seconds": 1.0, "finish_reason": "stop", "staleness": 0,
-        "prompt": "\x1b[2J", "response": "a\r\x07b\nc\u202ed", "pieces": [[6, 3, 0]],
+        "prompt": "\x1b[2J", "response": "a\r\x07b\nc\u202ed",
     }  # fmt: skip
     feed = heard(("rollout", told(row)), ("rollout", {**row, "reward": float("nan")}))
     (seen,) = feed.look(status()).rollouts
@@ -120,10 +111,7 @@ def test_branches_of_a_sample_are_one_row(folder: RunFolder) -> None:
     one, two = rewarded(1.0), trajectory(list(b"again"), list(b"other"))
     branch = Branch(**{name: getattr(two, name) for name in Branch.__struct_fields__})
     branched = msgspec.structs.replace(one, branches=[branch])
-    rows = logged(folder, 4, [(1, [branched])], clock=count(0.0, EVERY_S).__next__)
+    logged(folder, 4, [(1, [branched])])
     (row,) = read_rollouts(folder)
     assert (row["branches"], row["tokens"], row["response"]) == (2, 11, "answer")
-    text = rollout_text(row)
-    assert "11 tokens, 2 branches" in text
-    assert text.endswith("ask\n>>> answer\n--- branch 2\nagain\n>>> other\n")
-    assert rows[0]["further"] == []
+    assert "11 tokens, 2 branches" in rollout_text(row)
