@@ -1,19 +1,14 @@
-"""Facts for a person; commands and paths to copy, also without an activated environment."""
+"""Paths for people, and output that may fail without ending a run."""
 
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
-
-import click
 
 
 def shown_path(path: Path) -> str:
@@ -52,38 +47,3 @@ class _BestEffort:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())  # with what Python has not written yet
             os.close(nowhere)
-
-
-def shown_command() -> str:
-    script = Path(sys.executable).parent / "umbra"
-    on_path = shutil.which("umbra")
-    if on_path is not None and Path(on_path).absolute() == script.absolute():
-        return "umbra"
-    if os.access(script, os.X_OK):
-        return shown_path(script.absolute())
-    return f"{shown_path(Path(sys.executable))} -m umbra"
-
-
-def command_line(command: str, run: Path, *arguments: str) -> str:
-    """Return a command on the run in folder `run` to copy."""
-    return f"{shown_command()} {shlex.join((command, shown_path(run), *arguments))}"
-
-
-def print_facts(rows: Sequence[tuple[str, str]]) -> None:
-    """Print names and values: in two columns on a terminal, where values wrap between words.
-
-    What has no space is never broken: a path or an address can be copied as it stands.
-    """
-    if not sys.stdout.isatty():
-        for name, value in rows:
-            click.echo(f"{name}: {value}")
-        return
-    width = max(len(name) for name, _ in rows)
-    columns = max(20, shutil.get_terminal_size().columns - width - 3)
-    for name, value in rows:
-        first, *following = textwrap.wrap(
-            value, columns, break_long_words=False, break_on_hyphens=False
-        ) or [""]
-        click.echo(click.style(name.ljust(width), bold=True) + f"  {first}")
-        for line in following:
-            click.echo(" " * (width + 2) + line)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from umbra.deploy.run.command import finish
 from umbra.deploy.run.live import View
 from umbra.deploy.run.up import Up
 from umbra.deploy.run_folder import RunFolder, StepFollower
-from umbra.deploy.shown import best_effort_output, command_line, shown_command
+from umbra.deploy.shown import best_effort_output, shown_path
 from umbra.proto.errors import EXIT_DONE
 from umbra.services.config.loader import as_dict, load_config, to_toml
 from umbra.services.generator.tasks import write_task
@@ -148,19 +148,16 @@ def command(
             return interrupts.exit_code
         code = finish(summary, folder, as_json=as_json)
         if code == EXIT_DONE and not as_json:
-            for line in closing_words(folder):
-                click.echo(line)
+            print_next(folder)
         return code
 
 
-def closing_words(run: RunFolder) -> Iterator[str]:
-    """Yield where the figures are explained, the next commands, and a picture of the reward."""
-    yield "\nwhat the figures mean: docs/operate.md; next: open the report in a browser, or"
-    yield f"  {command_line('runs', run.path, '--worst')}"
-    yield "      # read rollouts that earned little"
-    yield f"  {shown_command()} init my-run"
-    yield "      # begin with a model and prompts of your own"
+def print_next(run: RunFolder) -> None:
+    """Print what to do next, and the curve of the reward."""
+    click.echo("\nwhat the figures mean: docs/operate.md; next: open the report in a browser, or")
+    click.echo(f"  umbra runs {shlex.quote(shown_path(run.path))} --worst  # what earned little")
+    click.echo("  umbra init my-run  # a model and prompts of your own")
     rewards = [float(row.get("reward/mean") or 0.0) for row in StepFollower(run.metrics).new()]
     if rewards:
         curve = f"{rewards[0]:.2f} {sparkline(rewards)} {rewards[-1]:.2f}"
-        yield f"\nmean reward of steps 1 to {len(rewards)}: {curve}"
+        click.echo(f"\nmean reward of steps 1 to {len(rewards)}: {curve}")

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import tomli_w
 
-from umbra.deploy.shown import shown_command, shown_path
+from umbra.deploy.shown import shown_path
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.modeling.hub import is_hub_name
 from umbra.services.process.files import explained
@@ -154,7 +154,7 @@ def command(
             click.echo(f"wrote {shown_path((folder / name).absolute())}")
     if not Path(model).is_dir() and not is_hub_name(model):
         click.echo(f"{model} is not there yet: hf download NAME --local-dir {model}")
-    click.echo(f"next:\n  {shown_command()} check {run}\n  {shown_command()} up {run}")
+    click.echo(f"next:\n  umbra check {run}\n  umbra up {run}")
     return EXIT_DONE
 
 

@@ -16,7 +16,7 @@ from umbra.deploy.report import summary_rows
 from umbra.deploy.run.live import View
 from umbra.deploy.run.up import Up
 from umbra.deploy.run_folder import RunFolder
-from umbra.deploy.shown import best_effort_output, print_facts, shown_command, shown_path
+from umbra.deploy.shown import best_effort_output, shown_path
 from umbra.proto.errors import ERROR_PREFIX, EXIT_DONE, UsageError
 from umbra.proto.sockets import check_port_free
 from umbra.services.config import RunConfig
@@ -110,11 +110,12 @@ def finish(summary: dict[str, Any], folder: RunFolder, *, as_json: bool) -> int:
         paths = {"model": folder.model if summary["model"] else None, "report": folder.report}
         rows += [(name, shown_path(path)) for name, path in paths.items() if path and path.exists()]
         if code > SIGNALLED and folder.config.is_file():
-            remedy = f"{shown_command()} up {shlex.quote(shown_path(folder.path))}"
+            remedy = f"umbra up {shlex.quote(shown_path(folder.path))}"
             if load_config(folder.config, environ={}).buffer.store == "memory":
                 remedy = "it can't: buffer.store = memory; begin another run"
             rows.append(("to go on", remedy))
-        print_facts(rows)
+        for name, value in rows:
+            click.echo(f"{name}: {value}")
     if code != EXIT_DONE:
         prefix = "umbra: " if code > SIGNALLED else ERROR_PREFIX  # that was asked for
         click.echo(f"{prefix}{summary['exit_reason']}", err=True)

@@ -6,6 +6,7 @@ Its processes start in the order of `Up._start`, and stop in waves.
 from __future__ import annotations
 
 import math
+import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from umbra.deploy.prepare.stage import FORESEEN_CODES, StageInterrupted, Stages
 from umbra.deploy.report import summarise, write_report, write_summary
 from umbra.deploy.run.live import Progress, View
 from umbra.deploy.run_folder import RunFolder, read_object, tail
-from umbra.deploy.shown import command_line, shown_path
+from umbra.deploy.shown import shown_path
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
 from umbra.proto.net.keys import open_security
@@ -172,7 +173,7 @@ class Up:
         progress.watch(broker, open_security(self.config.security.keys, ["monitor"]))
         RunAddress(broker, self.config.security.keys).write(self.folder.path)
         self.view.say(f"run {self.folder.id}, its buffer at {broker}")
-        self.view.say(f"to watch it:\n  {command_line('monitor', self.folder.path)}")
+        self.view.say(f"to watch it: umbra monitor {shlex.quote(shown_path(self.folder.path))}")
         hub, *others = other_programs(self.config, self.folder, broker)
         supervisor.start(hub)
         while self.model_made or (self.server is not None and not self.server.ready()):

@@ -193,7 +193,10 @@ def test_rollouts_are_shown_with_their_rewards(folder: RunFolder, tmp_path: Path
 
 
 def test_a_demo_holds_its_folder_and_ends_with_a_picture_of_the_reward(
-    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """So `umbra monitor` and `umbra runs` know that it is under way while it makes its model."""
     held: list[bool] = []
@@ -209,4 +212,5 @@ def test_a_demo_holds_its_folder_and_ends_with_a_picture_of_the_reward(
     folder.metrics.write_text(
         "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in ROWS), encoding="utf-8"
     )
-    assert [*demo.closing_words(folder)][-1] == "\nmean reward of steps 1 to 2: 0.25 ▁█ 0.50"
+    demo.print_next(folder)
+    assert capsys.readouterr().out.endswith("\nmean reward of steps 1 to 2: 0.25 ▁█ 0.50\n")
