@@ -10,25 +10,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from umbra.deploy.prepare.stage import Stages, last_object
 from umbra.deploy.run_folder import Row, RunFolder, StepFollower, read_object, read_rollouts
-from umbra.proto.access import KeyRole
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import ERROR_PREFIX, UsageError
 from umbra.proto.net.keys import open_security
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.run_address import RunAddress, find_run
-from umbra.services.monitor.view import sparkline, status_dict
 from umbra.services.process.child import ChildProcess, child_environ, child_error, umbra_argv
 from umbra.services.process.files import is_held
 
 LOOK_S = 0.1
 JOIN_S = 5.0  # for the last lines of a child that has ended
-CURVE = 80  # characters
 ANSWER_S = 10.0
 
 
@@ -196,12 +192,17 @@ class Run:
         """End the run in order and wait for that; `umbra up` with its folder goes on later.
 
         Raises:
+            UsageError: another process has just started it, and its buffer is not up yet.
             DeadlineError: it has not ended within `timeout_s` seconds.
         """
         if self._child is not None:
             self._child.terminate()
         elif self.under_way:
-            with self._client("operator", "monitor") as client:
+            address = RunAddress.read(self.path)
+            if address is None:
+                raise UsageError(f"run {self.id}: its buffer is not up yet; stop it again later")
+            security = open_security(address.keys, ["operator", "monitor"])
+            with StatusClient(address.broker, security) as client:
                 client.operate("drain", ANSWER_S, reason="stopped from Python")
         self._await_end(timeout_s)
 
@@ -217,31 +218,6 @@ class Run:
     def __exit__(self, *_raised: object) -> None:
         if self.under_way:
             self.stop()
-
-    def status(self) -> dict[str, Any]:
-        """Return the state of all that is under way, as `umbra status --json` prints it.
-
-        Raises:
-            UsageError: the run is not under way.
-            DeadlineError: its buffer does not answer within 10 seconds.
-        """
-        with self._client("monitor", "operator") as client:
-            return status_dict(client.status(ANSWER_S))
-
-    def _client(self, *roles: KeyRole) -> StatusClient:
-        address = RunAddress.read(self.path)
-        if address is None:
-            raise UsageError(f"run {self.id} is not under way, or its buffer is not up yet")
-        return StatusClient(address.broker, open_security(address.keys, roles))
-
-    def _repr_html_(self) -> str:
-        """Return the run for a notebook: its state in a line, and the curve of its reward."""
-        rewards = [step.reward for step in self._steps()]
-        state = f"step {len(rewards)}" + (f", reward {rewards[-1]:.3f}" if rewards else "")
-        if (summary := self.summary) is not None:
-            state += f"; {summary['exit_reason']}"
-        curve = sparkline(rewards, CURVE)
-        return f"<div><b>{escape(self.id)}</b>: {escape(state)}</div><pre>reward {curve}</pre>"
 
 
 def attach(run: str | Path = "") -> Run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +30,6 @@ Prompts: TypeAlias = str | Path | Iterable[str | Mapping[str, Any]]
 # A function, or "module:function", called with `prompt=`, `completion=` and `row=`; or several
 # functions, each with its weight.
 Reward: TypeAlias = str | Callable[..., Any] | Mapping[str | Callable[..., Any], float]
-SHOW_EVERY_S = 1.0
 MODULE_FILE = f"{MODULE}.py"
 
 
@@ -70,7 +68,7 @@ def train(
         name: of the run; its id begins with it (`run.name`).
         config: a run file, or its sections as mappings; the other arguments go before it.
         wait: return at the end of the run; else at once, and it goes on while this program does.
-        show: print how it gets on; in a notebook draw the curve of its reward, too.
+        show: print how it gets on.
         **sections: keys of the run file by section, as `trainer={"learning_rate": 1e-6}`.
 
     Raises:
@@ -123,22 +121,18 @@ def train(
         say(f"{', '.join(source.copied)}: copied as source to {path}")
     run = Run(folder.path, RunChild(folder.path, show=show))
     if wait:
-        see_through(run, show=show)
+        see_through(run)
     return run
 
 
-def see_through(run: Run, *, show: bool = True, look: Callable[[], object] = lambda: None) -> None:
+def see_through(run: Run, *, look: Callable[[], object] = lambda: None) -> None:
     """Wait for the end of `run`, with a call of `look` now and then and one after the end.
 
     Removes its folder if nothing was begun. Raises as `train`.
     """
     folder = RunFolder(run.path)
-    display, next_at = _notebook_display() if show else None, 0.0
     try:
         while run.under_way:
-            if display is not None and time.monotonic() >= next_at:
-                next_at = time.monotonic() + SHOW_EVERY_S
-                display(run)
             look()
             time.sleep(LOOK_S)
     except BaseException:
@@ -146,8 +140,6 @@ def see_through(run: Run, *, show: bool = True, look: Callable[[], object] = lam
             with suppress(KeyboardInterrupt):  # which ends it at once
                 run.stop()
         raise
-    if display is not None:
-        display(run)
     look()
     try:
         run.wait()
@@ -155,15 +147,6 @@ def see_through(run: Run, *, show: bool = True, look: Callable[[], object] = lam
         if run.summary is None and not folder.metrics.exists():
             shutil.rmtree(folder.path)
         raise
-
-
-def _notebook_display() -> Callable[[Any], None] | None:
-    """Return a function that redraws an object in a notebook; None elsewhere."""
-    if "ipykernel" not in sys.modules:
-        return None
-    from IPython.display import display  # pyright: ignore
-
-    return display("", display_id=True).update
 
 
 def _sections(
