@@ -149,7 +149,7 @@ def _summary(run: RunConfig, changes: list[str], needed: Estimate | None) -> lis
     pieces = ", ".join(f"{key} = {value}" for key, value in trainer.chosen.items())
     rows = {
         "model": f"{name}{f' ({size(missing)} to download)' if missing else ''}",
-        "prompts": ", ".join(run.data.sources),
+        "prompts": run.data.prompts or ", ".join(one.prompts for one in run.environments),
         "batch": f"{groups} groups of {answers} = {groups * answers}",
         "objective": f"{trainer.objective}{f' with {pieces}' if pieces else ''}",
         "staleness": (

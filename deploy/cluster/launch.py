@@ -208,4 +208,4 @@ def modules_of(config: RunConfig, run_file: Path) -> str:
 
 def _prompts_of(config: RunConfig) -> list[str]:
     environments = [environment.prompts for environment in config.environments]
-    return [*config.data.sources, *environments, config.eval.prompts]
+    return [config.data.prompts, *environments, config.eval.prompts]

@@ -15,7 +15,7 @@ import msgspec
 
 from umbra.deploy.run_folder import CHECK, RunFolder, tail
 from umbra.proto.errors import ERROR_PREFIX, UmbraError
-from umbra.services.buffer.prompts import rows_to_try
+from umbra.services.buffer.prompts import rows_by_environment
 from umbra.services.config import RunConfig
 from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.config.loader import to_json
@@ -128,10 +128,8 @@ def find_rows(config: RunConfig) -> RowsToTry:
 
     Rows of eval.prompts are included.
     """
-    prompts = {
-        ("data.prompts", name): rows
-        for name, rows in rows_to_try(config.data, config.environments).items()
-    }
+    own = rows_by_environment(config.data, config.environments, f"{config.data.prompts}, row ")
+    prompts = {("data.prompts", name): rows for name, rows in own.items()}
     if heldout := config.eval.prompts:
         where, columns = "eval.prompts, row ", config.eval.columns
         for prompt in read_source(heldout, where, columns, section="eval"):

@@ -1,4 +1,4 @@
-"""The prompts of a run: one source or a weighted mixture, in epochs without end.
+"""The prompts of a run, in endless epochs: one source, or by weight one of each environment.
 
 The n-th draw depends on the seed, the sources and n alone, so a position is a few numbers.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from umbra.proto.errors import UsageError
@@ -26,39 +26,20 @@ def open_prompts(
     Raises:
         UsageError: no prompts are named, or a source cannot be read; names the key and the place.
     """
-    weights = None if isinstance(data.prompts, str) else data.prompts
-    if environments:
-        rows = _rows_by_environment(data, environments)
-        weights = {environment.name: environment.weight for environment in environments}
-    elif isinstance(data.prompts, str):
-        rows = {"": read_source(data.prompts, columns=data.columns)}
-    else:
-        if bad := [name for name, weight in data.prompts.items() if weight <= 0]:
-            raise UsageError(f"data.prompts: the weight of {bad[0]} must be more than 0")
-        names = enumerate(data.prompts)
-        rows = {name: read_source(name, f"{number}/", data.columns) for number, name in names}
+    rows = rows_by_environment(data, environments)
+    weights = {environment.name: environment.weight for environment in environments}
     return PromptFeed(rows, weights, data.shuffle, seed)
 
 
-def rows_to_try(
-    data: DataConfig, environments: Sequence[NamedEnvironment] = ()
+def rows_by_environment(
+    data: DataConfig, environments: Sequence[NamedEnvironment], prefix: str = ""
 ) -> dict[str, list[Prompt]]:
-    """Return the prompts of each environment by its name; of a single one by ""."""
-    if environments:
-        return _rows_by_environment(data, environments)
-    sources = data.sources or [""]
-    rows = (read_source(source, f"{source}, row ", data.columns) for source in sources)
-    return {"": [prompt for prompts in rows for prompt in prompts]}
+    """Return the prompts of each environment by its name.
 
-
-def _rows_by_environment(
-    data: DataConfig, environments: Sequence[NamedEnvironment]
-) -> dict[str, list[Prompt]]:
-    if not isinstance(data.prompts, str):
-        raise UsageError(
-            "data.prompts has several sources, and there are [[environments]], which have weights "
-            "of their own: let each name its prompts"
-        )
+    Of a single one by "", with `prefix` before their ids. Raises as `open_prompts`.
+    """
+    if not environments:
+        return {"": read_source(data.prompts, prefix, data.columns)}
     shared = [environment.name for environment in environments if not environment.prompts]
     if bool(shared) != bool(data.prompts):
         raise UsageError(
@@ -100,11 +81,11 @@ def _named(prompt: Prompt, environment: NamedEnvironment) -> Prompt:
 class PromptFeed:
     """Endless epochs over the rows of each source, in an order of its own if they are shuffled.
 
-    Of several sources one is drawn by `weights` each time.
+    Of several one is drawn by `weights` each time; a single one needs none.
     """
 
     rows: Mapping[str, Sequence[Prompt]]
-    weights: Mapping[str, float] | None = None
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
     shuffle: bool = False
     seed: int = 0
 
@@ -117,7 +98,7 @@ class PromptFeed:
 
     def __next__(self) -> Prompt:
         name, seed = next(iter(self.rows)), f"{self.seed}"
-        if self.weights is not None:
+        if self.weights:
             choice = random.Random(f"{self.seed}/mixture/{sum(self._drawn.values())}")
             names = list(self.rows)
             (name,) = choice.choices(names, [self.weights[name] for name in names])

@@ -60,22 +60,15 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Prompts."""
 
-    prompts: str | dict[str, float] = key(
+    prompts: str = key(
         "",
         'JSONL or Parquet file, "datasets:NAME[:CONFIG][:SPLIT]" (Hugging Face), or '
-        '"module:function", which returns an iterable of rows; every row has a "prompt". Or '
-        "several of these, each with its weight",
+        '"module:function", which returns an iterable of rows; every row has a "prompt"',
     )
     columns: dict[str, str] = key(
         {}, 'columns that have another name in the prompts, ours to theirs: { prompt = "question" }'
     )
     shuffle: bool = key(True, "shuffle again in every epoch")
-
-    @property
-    def sources(self) -> dict[str, float]:
-        if isinstance(self.prompts, dict):
-            return self.prompts
-        return {self.prompts: 1.0} if self.prompts else {}
 
 
 class SecurityConfig(Section):

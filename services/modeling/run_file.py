@@ -99,7 +99,7 @@ def located(
             say(f"model: {name.repo}, commit {name.revision}")
         return replace(own, path=name.repo, revision=name.revision)
 
-    usual, prompts = Path(config.run.dir).absolute() / FOLDER, config.data.prompts
+    usual = Path(config.run.dir).absolute() / FOLDER
     scored = config.scorer.model
     keys = config.security.keys or (str(usual) if usual.is_dir() else "")
     return replace(
@@ -110,12 +110,7 @@ def located(
             replace(one, python=program(one.python), prompts=source(one.prompts))
             for one in config.environments
         ),
-        data=replace(
-            config.data,
-            prompts=source(prompts)
-            if isinstance(prompts, str)
-            else {source(name): weight for name, weight in prompts.items()},
-        ),
+        data=replace(config.data, prompts=source(config.data.prompts)),
         scorer=replace(
             config.scorer,
             model=model(scored, "scorer.model")

@@ -153,7 +153,7 @@ def test_what_was_wrong_is_named_by_its_variable_or_override() -> None:
     ("text", "told"),
     [
         ("[run]\nsteps = 0", "run.steps must be an integer >= 1, not 0"),
-        ("[data]\nprompts = 3", "data.prompts must be text or a table, not 3"),
+        ("[data]\nprompts = 3", "data.prompts must be text, not 3"),
         ("[run]\nsteps = 2020-01-01", 'run.steps must be an integer >= 1, not "2020-01-01"'),
         ("[run]\nstpes = 3", "unknown key run.stpes; did you mean run.steps?"),
     ],

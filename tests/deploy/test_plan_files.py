@@ -146,7 +146,7 @@ def test_what_is_read_is_mounted_where_it_is_read() -> None:
             "scorer.model=/models/reference",
             "critic.path=/models/critic",
             "eval.prompts=/data/heldout.jsonl",  # which the buffer reads
-            'data.prompts={"/data/a.jsonl" = 1, "datasets:name:train" = 2}',
+            "data.prompts=/data/a.jsonl",
         ),
     )
     read = {process.task: launched(plan, process).inputs for process in plan.processes}

@@ -8,7 +8,7 @@ import pytest
 from fakes.trajectories import sample, trajectory
 
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.prompts import open_prompts, rows_to_try
+from umbra.services.buffer.prompts import open_prompts, rows_by_environment
 from umbra.services.config import DataConfig, NamedEnvironment, RunConfig
 from umbra.services.config.loader import as_dict, load_config, to_json, to_toml
 from umbra.services.config.rules import check_feasible
@@ -134,7 +134,7 @@ def test_prompts_are_drawn_by_the_weights_of_their_environments(tmp_path: Path) 
     again = open_prompts(data, seed=1, environments=environments)
     again.seek(position)
     assert [next(again) for _ in range(20)] == ahead
-    assert rows_to_try(data, environments)["sums"][0].row["answer"] == 1
+    assert rows_by_environment(data, environments)["sums"][0].row["answer"] == 1
 
 
 @pytest.mark.parametrize(

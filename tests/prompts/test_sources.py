@@ -11,8 +11,8 @@ from fakes.hub import Hub, ask_there, serving
 
 from umbra.deploy.prepare.preflight import check_run, load_given
 from umbra.proto.errors import UsageError
-from umbra.services.buffer.prompts import PromptFeed, open_prompts, rows_to_try
-from umbra.services.config import DataConfig, EvalConfig, ModelConfig, RunConfig
+from umbra.services.buffer.prompts import PromptFeed, open_prompts, rows_by_environment
+from umbra.services.config import DataConfig, EvalConfig, ModelConfig, NamedEnvironment, RunConfig
 from umbra.services.prompts import pin_source, read_source
 
 MODULE = """
@@ -40,9 +40,10 @@ def draw(feed: PromptFeed, count: int) -> list[str]:
     return [next(feed).row["prompt"] for _ in range(count)]
 
 
-def mixed(tmp_path: Path) -> DataConfig:
+def mixed(tmp_path: Path) -> list[NamedEnvironment]:
     a, b = write(tmp_path / "a.jsonl", 3, "a"), write(tmp_path / "b.jsonl", 50, "b")
-    return DataConfig(prompts={a: 3.0, b: 1.0})
+    first = NamedEnvironment(name="a", prompts=a, weight=3.0)
+    return [first, NamedEnvironment(name="b", prompts=b, weight=1.0)]
 
 
 def test_every_epoch_has_all_rows_in_an_order_of_its_own_by_the_seed(tmp_path: Path) -> None:
@@ -62,23 +63,20 @@ def test_without_shuffle_the_order_is_that_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize("kind", ["one", "mixture", "function"])
 def test_no_prompt_is_skipped_or_repeated_after_a_restart(kind: str, tmp_path: Path) -> None:
-    data = {
-        "one": DataConfig(prompts=write(tmp_path / "p.jsonl", 7)),
-        "mixture": mixed(tmp_path),
-        "function": DataConfig(prompts="my_rows:seven"),
-    }[kind]
-    whole = draw(open_prompts(data, seed=1), 60)
+    prompts = {"one": write(tmp_path / "p.jsonl", 7), "function": "my_rows:seven"}.get(kind, "")
+    data, environments = DataConfig(prompts=prompts), [] if prompts else mixed(tmp_path)
+    whole = draw(open_prompts(data, seed=1, environments=environments), 60)
     for cut in (0, 1, 7, 20):
-        feed = open_prompts(data, seed=1)
+        feed = open_prompts(data, seed=1, environments=environments)
         draw(feed, cut)
         position: dict[str, Any] = json.loads(json.dumps(feed.position()))
-        again = open_prompts(data, seed=1)
+        again = open_prompts(data, seed=1, environments=environments)
         again.seek(position)
         assert draw(again, 60 - cut) == whole[cut:]
 
 
 def test_sources_are_drawn_by_weight_and_their_ids_differ(tmp_path: Path) -> None:
-    feed = open_prompts(mixed(tmp_path), seed=0)
+    feed = open_prompts(DataConfig(), seed=0, environments=mixed(tmp_path))
     prompts = [next(feed) for _ in range(2000)]
     shares = Counter(prompt.row["prompt"][0] for prompt in prompts)
     assert 1400 < shares["a"] < 1600
@@ -90,7 +88,6 @@ def test_sources_are_drawn_by_weight_and_their_ids_differ(tmp_path: Path) -> Non
     ("data", "said"),
     [
         (DataConfig(), "data.prompts is not set"),
-        (DataConfig(prompts={"b": 0.0}), "weight of b"),
         (DataConfig(prompts="no_such_module:f"), "no_such_module:f gave no prompts"),
         (DataConfig(prompts="my_rows:none"), "my_rows:none has no rows"),
         (DataConfig(prompts="my_rows:missing"), "my_rows:missing gave no prompts: AttributeError"),
@@ -155,9 +152,10 @@ class TestColumns:
     ) -> None:
         data = DataConfig(prompts=file, columns=COLUMNS, shuffle=False)
         assert next(open_prompts(data, seed=0)).row == MAPPED[0]
-        assert rows_to_try(data)[""][0].row == MAPPED[0]
-        several = DataConfig(prompts={file: 1.0}, columns=COLUMNS)
-        assert next(open_prompts(several, seed=0)).row in MAPPED
+        assert rows_by_environment(data, [])[""][0].row == MAPPED[0]
+        several = [NamedEnvironment(name="a", prompts=file)]
+        named = next(open_prompts(DataConfig(columns=COLUMNS), seed=0, environments=several)).row
+        assert named in [{**row, "environment": "a"} for row in MAPPED]
         config = RunConfig(
             model=ModelConfig(path=str(tiny_model_dir)),
             data=data,
