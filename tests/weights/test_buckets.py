@@ -20,7 +20,6 @@ from umbra.services.weights.gpu.worker import result
 from umbra.services.weights.manifest import build_manifest, checksums, item_bytes
 from umbra.services.weights.planes import bucket_fetch
 from umbra.services.weights.planes.bucket_fetch import (
-    FAILURES,
     Assembly,
     BucketSource,
     Holdings,
@@ -255,10 +254,10 @@ def test_a_bucket_in_pieces_comes_from_its_beginning_again_and_once() -> None:
     assert (assembly.missing, have.buffers[0][:end]) == (set(range(1, COUNT)), data[:end])
     for base in (0, 5):
         assert not take(assembly, Piece(0, sums[0], base, 0), data[:8]), "it is complete"
-    assert (assembly.corrupted, have.buffers[0][:end]) == (0, data[:end])
+    assert have.buffers[0][:end] == data[:end]
 
 
-def test_a_wrong_bucket_is_ordered_again_without_deltas_and_then_given_up() -> None:
+def test_a_wrong_bucket_is_ordered_whole_the_next_time() -> None:
     have, (data, sums) = holdings(), version(3)
     first = Assembly(have, 0, sums, deltas=True)
     first.order(1024)
@@ -266,16 +265,15 @@ def test_a_wrong_bucket_is_ordered_again_without_deltas_and_then_given_up() -> N
     _, wanted = version(4)
     assembly = Assembly(have, 0, wanted, deltas=True)
     assert assembly.order(1024).bases == [sums]
-    assert not take(assembly, Piece(0, wanted[0], sums[0], 0), b"no delta")
-    assert 0 not in assembly.awaited
-    assert assembly.order(1024).bases[0][0] == 0
-    start, end = LAYOUT.buckets[0]
-    bad = Piece(0, wanted[0], 0, 0)
-    for _ in range(FAILURES - 2):
-        assert not take(assembly, bad, data[start:end])
-        assembly.order(1024)
-    with pytest.raises(WireError, match="3 times"):
-        take(assembly, bad, data[start:end])
+    with pytest.raises(WireError, match="not a delta"):
+        take(assembly, Piece(0, wanted[0], sums[0], 0), b"no delta")
+    again = Assembly(have, 0, wanted, deltas=True)
+    assert again.order(1024).bases == [[0, *sums[1:]]]
+    start, end = LAYOUT.buckets[1]
+    with pytest.raises(WireError, match="checksum of bucket 1"):
+        take(again, Piece(1, wanted[1], 0, 0), data[start:end])
+    assert again.missing == set(range(COUNT))
+    assert Assembly(have, 0, wanted, deltas=True).order(1024).bases == [[0, 0, *sums[2:]]]
 
 
 def test_other_contents_are_refused_whatever_their_checksums() -> None:
@@ -286,11 +284,12 @@ def test_other_contents_are_refused_whatever_their_checksums() -> None:
     for data, _ in others:
         assembly = Assembly(holdings(), 0, sums, deltas=False)
         assembly.order(1024)
-        assert not take(assembly, Piece(0, sums[0], 0, 0), data[start:end])
-        assert (assembly.corrupted, 0 in assembly.missing) == (1, True)
+        with pytest.raises(WireError, match="checksum of bucket 0"):
+            take(assembly, Piece(0, sums[0], 0, 0), data[start:end])
+        assert 0 in assembly.missing
 
 
-def test_a_delta_of_a_base_that_is_not_held_touches_nothing_and_is_ordered_again() -> None:
+def test_a_delta_of_a_base_that_is_not_held_touches_nothing() -> None:
     """A link of a chain to another version than the wanted one: no checksum would tell."""
     have, (data, sums) = holdings(), version(3)
     first = Assembly(have, 0, sums, deltas=True)
@@ -304,9 +303,8 @@ def test_a_delta_of_a_base_that_is_not_held_touches_nothing_and_is_ordered_again
     assembly = Assembly(have, 0, wanted, deltas=True)
     assembly.order(1024)
     unheld = 77
-    assert not take(assembly, Piece(0, sums[0] + 1, unheld, 0), link)
-    assert assembly.corrupted == 1
-    assert 0 not in assembly.awaited
+    with pytest.raises(WireError, match="from a base that is not held"):
+        take(assembly, Piece(0, sums[0] + 1, unheld, 0), link)
     assert have.buffers[0] == data
     assert assembly.order(1024).bases[0][0] == 0, "ordered with its bytes"
 

@@ -32,15 +32,11 @@ from umbra.services.weights.planes.bucket_wire import (
 )
 from umbra.services.weights.planes.plane import Receipt, Receiving
 
-FAILURES = 3  # of one bucket until a version is given up
 CONNECT_S = 2.0
 LOST_S = 2.0  # nobody listens: the source is gone
 STILL_S = 15.0  # connected, but not a byte came: it is gone as well, or stopped
 SILENT_S = 60.0  # it is there, but no bucket came
-RETRY_S = 0.1
-# Connections in a row that break before a bucket has come, or malformed records, until a version is
-# given up.
-SPOILED = 3
+RETRY_S = 0.1  # between two tries to connect
 
 DeltaCame = Callable[[int, Part], object]
 
@@ -78,7 +74,6 @@ class Assembly:
         deltas: bool,
         buckets: Iterable[int] | None = None,
     ) -> None:
-        self.corrupted = 0  # buckets that came with a wrong checksum
         self.stage_s = 0.0
         self.wire_bytes = 0
         self._holdings = holdings
@@ -88,19 +83,13 @@ class Assembly:
         self._wanted = wanted
         self._deltas = deltas
         self._filled: Counter[int] = Counter()  # bytes of a bucket that comes whole
-        self._failures: Counter[int] = Counter()
         about = range(len(wanted)) if buckets is None else buckets
         self.missing = {bucket for bucket in about if not self._have(bucket)}
-        self.awaited: set[int] = set()  # ordered and neither complete nor failed
 
     def order(self, frame_bytes: int) -> BucketOrder:
         wanted = sorted(self.missing)
-        self.awaited = set(wanted)
         self._filled.clear()
-        bases = [
-            [0 if self._failures[bucket] else contents[bucket] for bucket in wanted]
-            for contents in self._holdings.contents
-        ]
+        bases = [[contents[bucket] for bucket in wanted] for contents in self._holdings.contents]
         return BucketOrder(
             wanted=wanted,
             contents=[self._wanted[bucket] for bucket in wanted],
@@ -109,14 +98,14 @@ class Assembly:
         )
 
     def room(self, piece: Piece, nbytes: int) -> memoryview | None:
-        """Return the memory for a bucket's next bytes; None for a delta, or a bucket not awaited.
+        """Return the memory for a bucket's next bytes; None for a delta, or a bucket not missing.
 
         Raises:
             WireError: they are not the next ones.
         """
         bucket = piece.bucket
-        if piece.base or bucket not in self.awaited:
-            return None  # a repetition, or what follows a piece that was bad
+        if piece.base or bucket not in self.missing:
+            return None
         area, until = self._holdings.area(self._target, bucket), piece.offset + nbytes
         if piece.offset != self._filled[bucket] or until > len(area) or not nbytes:
             raise WireError(f"piece [{piece.offset}, {until}) of bucket {bucket} is out of order")
@@ -127,28 +116,34 @@ class Assembly:
         """Add a delta, or bytes that are where `room` said; True if they complete the bucket.
 
         Raises:
-            WireError: the bucket has come wrong too often.
+            WireError: the bucket is wrong; the next order has it whole, and not as a delta.
         """
         bucket = piece.bucket
-        if bucket not in self.awaited:
+        if bucket not in self.missing:
             return False
-        area = self._holdings.area(self._target, bucket)
+        try:
+            if not self._add(piece, raw, self._holdings.area(self._target, bucket)):
+                return False
+        except WireError:
+            for contents in self._holdings.contents:
+                contents[bucket] = 0
+            raise
+        self._contents[bucket] = self._wanted[bucket]
+        self.missing.discard(bucket)
+        return True
+
+    def _add(self, piece: Piece, raw: bytes | memoryview, area: memoryview) -> bool:
+        """Add a piece; True if its bucket is complete, WireError if it is wrong."""
         if piece.base:
-            try:
-                self._apply(piece, raw, area)
-            except WireError:
-                return self._failed(bucket)
-            if piece.result != self._wanted[bucket]:
+            self._apply(piece, raw, area)
+            if piece.result != self._wanted[piece.bucket]:
                 return False
         else:
-            self._filled[bucket] += len(raw)
-            if self._filled[bucket] < len(area):
+            self._filled[piece.bucket] += len(raw)
+            if self._filled[piece.bucket] < len(area):
                 return False
-        if checksum(area) != self._wanted[bucket]:
-            return self._failed(bucket)
-        self._contents[bucket] = self._wanted[bucket]
-        self.awaited.discard(bucket)
-        self.missing.discard(bucket)
+        if checksum(area) != self._wanted[piece.bucket]:
+            raise WireError(wrong_checksum(self._holdings.manifest, piece.bucket))
         return True
 
     def _have(self, bucket: int) -> bool:
@@ -177,17 +172,6 @@ class Assembly:
         self._contents[bucket] = 0
         delta.apply(raw, area)
         self._contents[bucket] = piece.result
-
-    def _failed(self, bucket: int) -> bool:
-        """Note a wrong bucket: it is ordered again, without a delta."""
-        self.corrupted += 1
-        self._failures[bucket] += 1
-        self.awaited.discard(bucket)
-        self._contents[bucket] = 0
-        if self._failures[bucket] >= FAILURES:
-            wrong = wrong_checksum(self._holdings.manifest, bucket)
-            raise WireError(f"{wrong}, {FAILURES} times")
-        return False
 
 
 class SourceLostError(PeerLostError):
@@ -233,35 +217,26 @@ class BucketSource:
 
         Raises:
             SourceLostError: the source is gone.
-            WireError: the source sends malformed data, or nothing, or refuses.
+            WireError: the source sends wrong data, or nothing, or refuses.
         """
         self._stopping, self._came_at = stopping, time.monotonic()
-        spoiled = broken = 0
         while assembly.missing:
-            problem: Exception
+            has_come = False
             try:
                 for bucket in self._ordered(assembly):
-                    broken = 0
+                    has_come = True
                     complete(bucket)
-                if assembly.missing:
-                    # What came wrong is ordered again, on a connection with nothing else on it.
-                    self.close()
-                continue
             except StoppedError:
                 self.close()
                 return
             except SourceLostError:
                 self.close()
                 raise
-            except WireError as error:
-                problem, spoiled = error, spoiled + 1
-            except OSError as error:
-                problem, broken = error, broken + 1
-            self.close()
-            log.info("%s: %s", self.at.endpoint, problem)
-            if SPOILED in (broken, spoiled):
-                raise WireError(f"{self.at.endpoint}: {problem}") from problem
-            stopping.wait(RETRY_S)
+            except (OSError, WireError) as error:
+                self.close()
+                if isinstance(error, WireError) or not has_come:
+                    raise WireError(f"{self.at.endpoint}: {error}") from error
+                log.info("%s: %s", self.at.endpoint, error)
 
     def _ordered(self, assembly: Assembly) -> Iterator[int]:
         """Order the missing buckets; yield each once it is complete."""
@@ -272,7 +247,7 @@ class BucketSource:
         records.send(Piece(ORDER), msgspec.msgpack.encode(assembly.order(self._frame_bytes)))
         records.flush()
         chain: list[tuple[Piece, memoryview]] = []  # deltas of the bucket that comes now
-        while assembly.awaited:
+        while assembly.missing:
             if self._stopping.is_set():
                 raise StoppedError
             piece, data = records.next(assembly.room)
@@ -429,8 +404,6 @@ class TcpReceiver:
             yield from fetch_together(fetches)
         except (SourceLostError, WireError) as problem:
             error, lost = str(problem), isinstance(problem, SourceLostError)
-        if corrupted := sum(assembly.corrupted for assembly in assemblies.values()):
-            log.warning("%d buckets of version %d came wrong", corrupted, message.version)
         # They verified at the same time.
         stage_s += sum(assembly.stage_s for _, assembly in fetches) / max(1, len(fetches))
         wire_s = max(0.0, time.perf_counter() - began - stage_s)
