@@ -182,7 +182,7 @@ class GeneratorLoop:
         return self._capacity() if self._engine.version >= 0 and self._staged is None else 0
 
     def _capacity(self) -> int:
-        room = self._engine.fits + self._prefetch - self._runner.wanting
+        room = self._engine.slots + self._prefetch - self._runner.wanting
         return min(room, self._most - self._runner.active)
 
     def _deliver(self) -> None:
@@ -218,7 +218,6 @@ class GeneratorLoop:
         self._session.stats(
             decoded_per_s=(tokens - self._stats_tokens) / elapsed,
             live=engine.live,
-            fits=engine.fits,
             active=self._runner.active,
             version=engine.version,
             finished=self._finished,

@@ -30,17 +30,12 @@ class ScriptedEngine:
     decoded_tokens: int = 0
     loads: list[tuple[int, str, bytes]] = field(default_factory=list)
     requests: list[EngineRequest] = field(default_factory=list)
-    holds: int = 1000  # sequences for which there is cache
     forgotten: list[str] = field(default_factory=list)
     _live: dict[str, tuple[EngineRequest, list[int], list[int]]] = field(default_factory=dict)
 
     @property
     def live(self) -> int:
         return len(self._live)
-
-    @property
-    def fits(self) -> int:
-        return min(self.slots, self.holds)
 
     @property
     def busy(self) -> bool:

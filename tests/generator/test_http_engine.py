@@ -248,6 +248,11 @@ SLOTS, CONTEXT, TOKENS = 16, 256, 60
 UPDATE = ("pause", "start_weight_update", "update_weights", "finish_weight_update", "weight_info")
 
 
+def ready(engine: HttpEngine) -> int:
+    """How many servers serve the newest version."""
+    return sum(server.is_ready for server in engine.servers)
+
+
 class Fleet:
     """Two servers, and an engine over them once `open` was called."""
 
@@ -287,7 +292,9 @@ class Fleet:
     def start(self, requests: int = 8) -> None:
         """Have version 0 answer some tokens of so many requests, and the rest after a load."""
         self.load(0)
-        until(lambda: self.engine.fits == SLOTS, "all serve")  # one may have joined late
+        until(
+            lambda: ready(self.engine) == len(self.servers), "all serve"
+        )  # one may have joined late
         for server in self.servers:
             server.stops_at = TOKENS // 3
         self.engine.submit([request(i, TOKENS) for i in range(requests)])
@@ -352,7 +359,7 @@ def test_who_dies_in_a_load_never_serves_half_of_it(step: str, after: str, fleet
         assert versions_of(parts[-1])[-1] == 1
     # Another in its place gets the newest weights before its first request.
     servers[0] = servers[0].restarted()
-    until(lambda: engine.fits == SLOTS, "both serve")
+    until(lambda: ready(engine) == 2, "both serve")
     engine.submit([request(i, TOKENS) for i in range(8)])
     assert all(versions_of(output) == [1] for output in finish(engine))
     calls = servers[0].calls
@@ -368,9 +375,9 @@ def test_one_that_is_slow_or_refuses_is_left_behind(fleet: Fleet) -> None:
     began = time.monotonic()
     fleet.load(1)
     assert time.monotonic() - began < limit(1.5)
-    assert engine.fits == SLOTS // 2
+    assert ready(engine) == 1
     servers[0].slow.clear()
-    until(lambda: engine.fits == SLOTS, "it is back")  # an update that broke off is closed
+    until(lambda: ready(engine) == 2, "it is back")  # an update that broke off is closed
     servers[1].refuses = {"update_weights"}
     fleet.load(2)
     engine.submit([request(i, TOKENS) for i in range(4)])
@@ -388,10 +395,10 @@ def test_other_weights_serve_nothing(fleet: Fleet, caplog: pytest.LogCaptureFixt
     until(lambda: all(one.facts is not None for one in engine.servers), "both have joined")
     liar.slow["finish_weight_update"] = 0.2  # the first one serves
     fleet.load(0)
-    assert engine.fits == SLOTS // 2
+    assert ready(engine) == 1
     assert "1 of 1 weights are not equal" in caplog.text
     liar.lies = False
-    until(lambda: engine.fits == SLOTS, "it is loaded again")
+    until(lambda: ready(engine) == 2, "it is loaded again")
 
 
 def test_weights_of_somebody_else_are_noticed_and_their_tokens_are_dropped(fleet: Fleet) -> None:
@@ -400,7 +407,7 @@ def test_weights_of_somebody_else_are_noticed_and_their_tokens_are_dropped(fleet
     server.label = TORN
     (output, *_) = engine.poll(limit(5.0))
     assert (output.token_ids, output.finish_reason) == ([], "abort")
-    until(lambda: engine.fits == SLOTS and server.label != TORN, "it is loaded again")
+    until(lambda: ready(engine) and server.label != TORN, "it is loaded again")
 
 
 def test_what_was_overwritten_is_sent_to_no_server(fleet: Fleet) -> None:
@@ -481,7 +488,7 @@ def test_an_engine_whose_servers_are_all_away_ends(fleet: Fleet) -> None:
     engine = fleet.open(fleet.servers[:1], away_s=0.5)
     fleet.load(0)
     fleet.servers[0].kill()
-    until(lambda: engine.fits == 1, "it is seen")
+    until(lambda: not ready(engine), "it is seen")
     engine.submit([request(0, TOKENS)])
     with pytest.raises(EngineError, match=r"no server of generator\.urls was ready for"):
         while True:

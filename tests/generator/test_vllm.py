@@ -24,7 +24,6 @@ from umbra.services.generator.vllm.check import Differences, stale
 from umbra.services.generator.vllm.checkpoint_names import CheckpointNames
 from umbra.services.generator.vllm.loop_engine import Salts
 from umbra.services.generator.vllm.options import (
-    RecentLengths,
     adapter_arguments,
     check_device,
     check_served,
@@ -172,19 +171,6 @@ def test_adapters_that_vllm_was_not_seen_to_serve(
 def test_what_only_vllm_has_is_refused_by_the_torch_engine(generator: GeneratorConfig) -> None:
     with pytest.raises(UsageError, match=r"is for vLLM"):
         open_engine(RunConfig(generator=generator), "generator-0")
-
-
-def test_how_many_sequences_fit_goes_by_lengths_of_late() -> None:
-    lengths = RecentLengths(most=100)
-    assert lengths.fitting(1000, []) == 10, "nothing is known yet"
-    for length in (10, 30):
-        lengths.ended(length)
-    assert lengths.fitting(1000, []) == 50
-    assert lengths.fitting(1000, [1, 19, 400]) == 3 + (1000 - 20 - 20 - 400) // 20
-    assert lengths.fitting(1000, [600, 700]) == 1, "too many already"
-    for _ in range(256):
-        lengths.ended(5)
-    assert lengths.fitting(1000, []) == 200
 
 
 # -- new versions: names of tensors, whose keys are read, what a check finds -----------------------

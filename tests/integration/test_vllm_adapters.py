@@ -111,9 +111,7 @@ def test_layers_that_vllm_has_no_adapters_for(
 
 
 @pytest.mark.real
-def test_with_too_little_memory_it_preempts_and_then_says_how_many_fit(
-    vllm_model_dir: Path,
-) -> None:
+def test_with_too_little_memory_it_preempts(vllm_model_dir: Path) -> None:
     """Each slot gets some hundred tokens, and there is room for two thousand."""
     torch.set_num_threads(1)
     model, slots = load_model(vllm_model_dir, torch.device("cpu"), torch.float32), 64
@@ -121,15 +119,12 @@ def test_with_too_little_memory_it_preempts_and_then_says_how_many_fit(
     few["engine_args.kv_cache_memory_bytes"] = 1 << 20
     with opened(plain_config(vllm_model_dir, **few)) as engine:
         load_weights(engine, weights({0: model}, 0), 0, "keep")
-        at_first = engine.fits
-        assert 1 <= at_first < slots, "each may get as long as the context"
         outputs: list[EngineOutput] = []
         for _ in range(2):
             engine.submit([request(i, 400) for i in range(slots)])
             while engine.busy:
                 outputs += engine.poll(0.05)
         assert len(outputs) == 2 * slots
-        assert at_first <= engine.fits < slots
         capacity = engine._llm.vllm_config.cache_config.kv_cache_size_tokens  # pyright: ignore
     assert sum(len(output.token_ids) for output in outputs[:slots]) > 2 * capacity
     for output in outputs[-4:]:

@@ -30,6 +30,7 @@ from fakes.waiting import until
 from umbra.services.config.loader import load_config
 from umbra.services.generator.engines.engine import Engine, EngineOutput
 from umbra.services.generator.engines.opening import open_engine
+from umbra.services.generator.vllm.http_engine import HttpEngine
 from umbra.services.generator.vllm.server import VllmServer
 from umbra.services.modeling.models import load_model
 from umbra.services.trainer.make_model import make_model
@@ -85,7 +86,8 @@ def after(step: str, url: str, act: Callable[[], object]) -> Iterator[None]:
 def begin(engine: Engine, models: dict[int, Any], version: int) -> list[EngineOutput]:
     """Have both servers serve `version`, with requests under way; return the done ones."""
     load(engine, weights(models, version), version)
-    until(lambda: engine.fits == SLOTS, "both serve", quiet_s=120.0)
+    assert isinstance(engine, HttpEngine)
+    until(lambda: all(s.is_ready for s in engine.servers), "both serve", quiet_s=120.0)
     engine.submit([request(i, TOKENS) for i in range(REQUESTS)])
     return decode(engine, REQUESTS)
 

@@ -83,14 +83,6 @@ class Engine(Protocol):
     def live(self) -> int: ...  # sequences being decoded
 
     @property
-    def fits(self) -> int:
-        """Return the sequences, live ones included, that the cache holds by recent lengths.
-
-        Between 1 and `slots`.
-        """
-        ...
-
-    @property
     def busy(self) -> bool: ...  # `poll` has something to do
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:

@@ -233,10 +233,6 @@ class TorchEngine:
         return len(self._rows)
 
     @property
-    def fits(self) -> int:
-        return self.slots
-
-    @property
     def busy(self) -> bool:
         return bool(self._rows or self._queue or self._outputs)
 

@@ -99,7 +99,6 @@ class VllmEngine(LoopEngine[Live]):
         # To pause, to load a version, and to resume.
         self._pace = config.weight_hub.pace.after(config.buffer.engine_stall_s)
         self.decoded_tokens = self._finished_tokens = 0
-        self._lengths = options.RecentLengths(self.max_context)
         self._salts = Salts()  # of the loop's thread
         self._mapped: tuple[bytes, bool] = b"", False  # memory of the GPU, and whether they could
         self._routers = Routers.of(outline) if config.trainer.router_replay else None
@@ -118,15 +117,6 @@ class VllmEngine(LoopEngine[Live]):
             if adapter is None or not isinstance(error, Exception) or isinstance(error, UmbraError):
                 raise
             raise UsageError(f"vLLM refuses the adapter: {_sentence(error)}") from error
-
-    @property
-    def fits(self) -> int:
-        capacity = self._llm.vllm_config.cache_config.kv_cache_size_tokens  # None: unknown
-        if not capacity or capacity >= self.slots * self.max_context:
-            return self.slots
-        tokens = self._tokens()
-        live = (len(o.request.prompt_ids) + len(tokens.get(k, ())) for k, o in self._open.items())
-        return min(self.slots, self._lengths.fitting(capacity, live))
 
     @property
     def busy(self) -> bool:
@@ -243,7 +233,6 @@ class VllmEngine(LoopEngine[Live]):
     def _finished(self, request: EngineRequest, output: EngineOutput) -> None:
         super()._finished(request, output)
         self._finished_tokens += len(output.token_ids)
-        self._lengths.ended(len(request.prompt_ids) + len(output.token_ids))
 
     def _tokens(self) -> dict[str, list[int]]:
         """Return the tokens of each request that is not done, by key."""

@@ -105,11 +105,6 @@ class HttpEngine(LoopEngine[Stream]):
     def decoded_tokens(self) -> int:
         return sum(server.decoded_tokens for server in self.servers)
 
-    @property
-    def fits(self) -> int:
-        ready = sum(server.is_ready for server in self.servers)
-        return max(1, self.slots * ready // len(self.servers))
-
     def submit(self, requests: Iterable[EngineRequest]) -> None:
         if not self._open:
             self._served_at = time.monotonic()

@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ log = logging.getLogger(__name__)
 
 TRIED = (0, 32)  # that runs were made with; 0.33 was read (`private.py`)
 _BLOCK_TOKENS = 128  # of vLLM's KV cache on CPUs
-_RECENT = 256  # sequences
 _BIND, _NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
 _IN_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _KV_SPARE = 1.25  # room for prefixes that are kept for later requests
@@ -348,27 +346,6 @@ def engine_arguments(
     if rank:
         ours |= adapter_arguments(config, hf_config, rank, factors(outline))
     return ours | config.engine_args
-
-
-class RecentLengths:
-    """Lengths, prompt included, with which sequences left an engine; `most` until one has."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._recent: deque[int] = deque(maxlen=_RECENT)
-
-    def ended(self, length: int) -> None:
-        self._recent.append(length)
-
-    def fitting(self, capacity: int, live: Iterable[int]) -> int:
-        """Return how many sequences fit in `capacity` tokens, live ones included; 1 at least.
-
-        Each live one, of the length in `live`, is expected to get as long as the mean, unless it
-        is longer already.
-        """
-        mean = sum(self._recent) / len(self._recent) if self._recent else float(self._most)
-        taken = [max(length, mean) for length in live]
-        return max(1, len(taken) + int((capacity - sum(taken)) // mean))
 
 
 def routing(routers: Routers, *chunks: Any) -> Routing:
