@@ -15,8 +15,7 @@ An *epoch* names one attempt to bring a version to a receiver, and is never used
   is waited for. Should one still read then, the slot's sequence number and the checksums show it.
 - A receiver that reads the slot which the trainer needs, while others serve the newest version, is
   dropped when the trainer has waited for eight times as long as the longest staging took, and for
-  five seconds at least. The next one is given half as long, down to a second, so that nobody can
-  stop training by subscribing under one name after the other; each minute that doubles again.
+  five seconds at least.
 - A failed push is aborted and tried once more; failing again, or missing the deadline of a phase,
   drops the receiver. It may subscribe again.
 - Where versions lie on several hosts and one of these is missing, nothing is published, no push
@@ -37,8 +36,6 @@ from umbra.proto.deadline import Pace
 ATTEMPTS = 2  # pushes of one version to one receiver that may fail until it is dropped
 STAGINGS = 8  # the trainer waits for a slot at most as long as so many of the longest took
 PATIENCE_S = 5.0  # or so long, if that is longer
-LEAST_PATIENCE_S = 1.0  # with those after the first
-RECOVERS_S = 60.0  # until the patience has doubled
 LOADS = 2  # the trainer waits for a slot that is loaded at most as long as so many of the longest
 LOAD_S = 1.0  # or so long, if that is longer
 
@@ -157,8 +154,6 @@ class PushProtocol:
         self._longest_s = 0.0  # that a staging took
         self._longest_load_s = PATIENCE_S / LOADS  # until one has ended
         self._loads_awaited = True  # the trainer still waits for loads in place
-        self._impatience = 0  # how often the patience was halved
-        self._halved_at = 0.0
         self._receivers: dict[str, ReceiverState] = {}
         self._epoch = first_epoch
         self._publications = 0
@@ -277,9 +272,6 @@ class PushProtocol:
 
     def tick(self, now: float) -> None:
         """Drop receivers that missed the deadline of their phase, or block the trainer."""
-        while self._impatience and now >= self._halved_at + RECOVERS_S:
-            self._impatience -= 1
-            self._halved_at += RECOVERS_S
         since = self._parked[2] if self._parked is not None else now
         if now >= since + self._load_patience_s:
             self._loads_awaited = False
@@ -294,9 +286,6 @@ class PushProtocol:
             if receiver not in late:
                 self.counters["held_up"] += 1
                 self._drop(receiver, f"it held the trainer up for {self._patience_s:.3g} s")
-        if impatient or any(receiver in late for receiver in holding_up):
-            self._impatience += self._patience_s > LEAST_PATIENCE_S
-            self._halved_at = now
         self._settle(now)
 
     # -- inside -----------------------------------------------------------------------------------
@@ -412,8 +401,7 @@ class PushProtocol:
 
     @property
     def _patience_s(self) -> float:
-        patience_s = max(PATIENCE_S, STAGINGS * self._longest_s) / 2**self._impatience
-        return min(self._deadline_s, max(LEAST_PATIENCE_S, patience_s))
+        return min(self._deadline_s, max(PATIENCE_S, STAGINGS * self._longest_s))
 
     @property
     def _load_patience_s(self) -> float:

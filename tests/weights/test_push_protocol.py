@@ -22,7 +22,6 @@ from umbra.proto.messages import Abort, Commit, Nack, Ok, SlotGranted
 from umbra.services.weight_hub.push import (
     LOAD_S,
     PATIENCE_S,
-    RECOVERS_S,
     Effect,
     Failed,
     HubPeer,
@@ -112,15 +111,11 @@ def held_up(hub: Hub, mute: HubPeer, version: int) -> float:
             return waited
 
 
-def test_whoever_holds_the_trainer_up_under_one_name_after_the_other_is_waited_for_ever_less() -> (
-    None
-):
+def test_whoever_holds_the_trainer_up_is_dropped_before_its_deadline() -> None:
     hub = serving(0)
-    waits = [held_up(hub, HubPeer(f"mute{n}", "m"), 2 * n) for n in range(6)]
-    assert waits == [5.0, 2.5, 1.25, 1.0, 1.0, 1.0]
-    assert hub.protocol.counters["held_up"] == 6
-    hub.tick(2 * RECOVERS_S)
-    assert held_up(hub, HubPeer("late", "m"), 12) == 2.5
+    waits = [held_up(hub, HubPeer(f"mute{n}", "m"), 2 * n) for n in range(2)]
+    assert waits == [PATIENCE_S] * 2
+    assert hub.protocol.counters["held_up"] == 2
 
 
 def test_where_stagings_take_long_the_trainer_waits_for_longer() -> None:
@@ -128,7 +123,6 @@ def test_where_stagings_take_long_the_trainer_waits_for_longer() -> None:
     hub.tick(0.75)
     served(hub, A, 1, 0)
     assert held_up(hub, B, 0) == 6.0
-    hub.tick(RECOVERS_S)
     hub.new_version(3)
     hub.tick(3)
     served(hub, A, hub.epoch, 3)
@@ -165,11 +159,9 @@ def test_a_load_in_place_is_awaited_for_a_few_loads(loads: list[float], waited: 
 
 def test_where_nobody_has_the_newest_version_the_deadline_alone_counts() -> None:
     hub = serving(0)
-    for n in range(3):
-        held_up(hub, HubPeer(f"mute{n}", "m"), 2 * n)
     hub.subscribe(B)
-    hub.new_version(7)  # which A does not answer either
-    hub.acquire(8)
+    hub.new_version(1)  # which A does not answer either
+    hub.acquire(2)
     assert hub.tick(DEADLINE_S - 1) == []
     assert granted(hub.tick(1)) is not None
 
