@@ -87,7 +87,7 @@ def _service(plan: Plan, launch: Launch, local: list[Launch], paths: Paths) -> T
     if launch.host_network:
         service["network_mode"] = "host"
     else:
-        service["hostname"] = node.name  # by which `umbra drain --node` finds it
+        service["hostname"] = node.name  # the host of its member in `umbra status`
         with suppress(ValueError):  # a number: the address alone, else all interfaces
             published["host_ip"] = str(ipaddress.ip_address(node.address))
         ports = (
@@ -183,7 +183,7 @@ def _node_documents(
         volumes.append({"name": _keys_volume(launch), "secret": {**secret, "items": items}})
     pod: Tree = {
         "restartPolicy": "OnFailure",  # of each container by itself; a Job counts the restarts
-        "hostname": _label(node.name),  # by which `umbra drain --node` finds its processes
+        "hostname": _label(node.name),  # the host of its members
         "nodeSelector": {"kubernetes.io/hostname": node.name},
         "terminationGracePeriodSeconds": GRACE_S,
         "automountServiceAccountToken": False,

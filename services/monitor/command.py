@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from umbra.services.monitor.web import Board
 
 Command = Callable[..., Any]
-NEEDED: tuple[Role, ...] = ("trainer", "weight_hub", "part")  # the run stands still without them
 
 
 def _seconds(flag: str, name: str, default_s: float, what: str, **bounds: Any) -> Any:
@@ -95,39 +94,20 @@ reason_option = click.option(
 @operated_run
 @timeout_option
 @reason_option
-@click.option("--node", default="", metavar="HOST", help="All members on this host.")
-@click.option("--member", default="", metavar="NAME", help="Only this one.")
+@click.option("--member", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
 def drain(
-    broker: str, security: Security, timeout_s: float, reason: str, node: str, member: str
+    broker: str, security: Security, timeout_s: float, reason: str, member: tuple[str, ...]
 ) -> int:
     """End the run in order, or have one member (generator, scorer, relay) leave it.
 
     Who leaves hands back what it holds, unfinished samples included; no sample is lost. A run with
     a durable store can go on later.
     """
-    if node and member:
-        raise UsageError("--node and --member are two ways to say who leaves: use one of them")
     with StatusClient(broker, security) as client:
-        for name in _members_on(node, client.status(timeout_s)) if node else [member]:
+        for name in member or [""]:
             client.operate("drain", timeout_s, member=name, reason=reason)
             click.echo(f"{name or 'the run'} is draining")
     return EXIT_DONE
-
-
-def _members_on(node: str, status: Status) -> list[str]:
-    """Return the members on the host called `node`, relays last."""
-    # Kubernetes' host names have dashes for dots.
-    host = node.replace(".", "-")
-    local = [member for member in status.members if member.host.replace(".", "-") == host]
-    if not local:
-        hosts = ", ".join(sorted({member.host for member in status.members})) or "no host"
-        raise UsageError(f"--node {node}: no member runs there; members are on {hosts}")
-    if needed := [member.name for member in local if member.role in NEEDED]:
-        raise UsageError(
-            f"--node {node}: {needed[0]} runs there, and the run cannot do without it: "
-            "drain the run as a whole, or the other members by name"
-        )
-    return [member.name for member in sorted(local, key=lambda member: member.role == "relay")]
 
 
 @click.command()

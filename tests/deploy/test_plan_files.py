@@ -103,7 +103,7 @@ def check_service(
         assert "ports" not in service
         assert "hostname" not in service
     else:
-        assert service["hostname"] == process.node.name  # `umbra drain --node` goes by it
+        assert service["hostname"] == process.node.name  # its host in `umbra status`
         assert {port["host_ip"] for port in service.get("ports", [])} <= {process.node.address}
         published = [port["published"] for port in service.get("ports", [])]
         assert published == [str(port) for port in ports(plan, process)]

@@ -60,7 +60,7 @@ def check_manifests(plan: Plan, documents: list[dict[str, Any]]) -> None:
         template = job["spec"]["template"]
         pod = template["spec"]
         check_labels(template["metadata"])
-        assert NAME.fullmatch(pod["hostname"])  # `umbra drain --node` goes by it
+        assert NAME.fullmatch(pod["hostname"])  # the host in `umbra status`
         assert pod["restartPolicy"] == "OnFailure"
         assert job["spec"]["backoffLimit"] > 0 and job["spec"]["ttlSecondsAfterFinished"] > 0
         volumes = {volume["name"]: volume for volume in pod["volumes"]}

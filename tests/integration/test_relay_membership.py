@@ -1,7 +1,6 @@
 """Relays and part hubs are members of the run: seen, drained, and over when the run is."""
 
 import os
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from umbra.proto.messages import FinishRun, Member, RunFinished
 from umbra.services.monitor.client import StatusClient
 
 WAIT_S = limit(40.0)
-HOST = socket.gethostname()
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -100,26 +98,16 @@ def test_a_relay_that_lost_the_buffer_fails(buffer: BufferProcess, start: Start)
     assert errors.splitlines()[-1].endswith(f"is silent for {grace_s} s")
 
 
-def test_a_relay_is_drained_alone_or_with_its_node_unless_the_trainer_is_there(
+def test_a_relay_is_drained_alone(
     buffer: BufferProcess, start: Start, zmq_context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    def drained(relay: subprocess.Popen[str], *whom: str) -> None:
-        done = drain(buffer, *whom)
-        assert (done.returncode, done.stdout) == (0, "relay-b is draining\n")
-        _, errors = relay.communicate(timeout=WAIT_S)
-        assert relay.returncode == 0, errors
-        members(buffer, lambda found: set(found) == {"trainer", "generator"})
-
     peers = [Peer(zmq_context, buffer.broker, role, role) for role in ("trainer", "generator")]
     relay = start("relay-b", "--name", "relay-b")
-    for node, told in (  # peers are on host "h"
-        ("h", "--node h: trainer runs there, and the run cannot do without it"),
-        ("nowhere", f"no member runs there; members are on {', '.join(sorted({'h', HOST}))}"),
-    ):
-        refused = drain(buffer, "--node", node)
-        assert refused.returncode == 2
-        assert told in refused.stderr
-    drained(relay, "--node", HOST)
-    drained(start("relay-b", "--name", "relay-b"), "--member", "relay-b")
+    refused = drain(buffer, "--member", "relay-b", "--member", "nobody")
+    assert (refused.returncode, refused.stdout) == (2, "relay-b is draining\n")
+    assert "'nobody' is not a member" in refused.stderr
+    _, errors = relay.communicate(timeout=WAIT_S)
+    assert relay.returncode == 0, errors
+    members(buffer, lambda found: set(found) == {"trainer", "generator"})
     for peer in peers:
         peer.close()

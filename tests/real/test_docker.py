@@ -183,7 +183,7 @@ def test_a_machine_joins_the_run_and_is_drained(project: Path) -> None:
         sleep 0.5
     done
     at=$(steps); reach $((at + 3))
-    operate drain --node c
+    operate drain --member generator-c-0 --member relay-c
     ended c
     compose c down
     echo "left at $(steps)"
