@@ -292,9 +292,8 @@ class Fleet:
     def start(self, requests: int = 8) -> None:
         """Have version 0 answer some tokens of so many requests, and the rest after a load."""
         self.load(0)
-        until(
-            lambda: ready(self.engine) == len(self.servers), "all serve"
-        )  # one may have joined late
+        number = len(self.engine.servers)
+        until(lambda: ready(self.engine) == number, "all serve")  # one may have joined late
         for server in self.servers:
             server.stops_at = TOKENS // 3
         self.engine.submit([request(i, TOKENS) for i in range(requests)])
