@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import click
 
 from umbra.deploy.check import machine as machines
 from umbra.deploy.check.choose import for_hardware
-from umbra.deploy.check.estimate import Estimate, Need, fullest_phase, peak
+from umbra.deploy.check.estimate import Estimate
 from umbra.deploy.check.machine import GPUS, Finding, Machine, findings, refusal, this_machine
 from umbra.deploy.check.model_sizes import read_sizes
 from umbra.deploy.prepare import preflight
@@ -26,22 +25,20 @@ from umbra.services.generator.checks import check_chat
 from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.modeling.pretrained import import_without_torch
 from umbra.services.process.files import named_run
-from umbra.services.reporting import aligned, size
+from umbra.services.reporting import size
 
 
 @click.command()
 @click.argument("run_file", type=click.Path(path_type=Path), required=False)
 @preflight.set_option
 @click.option("--gpu", metavar="KIND", help=f"Only the memory, on GPUs of: {', '.join(GPUS)}.")
-@click.option("--memory", is_flag=True, help="Print what takes memory, by process and purpose.")
 @click.option("--no-code", is_flag=True, help="Run no code that RUN_FILE names.")
 @click.option("--show", "showing", is_flag=True, help="Only print RUN_FILE as it is understood.")
-@click.option("--json", "json_wanted", is_flag=True, help="Print one JSON object.")
+@click.option("--json", "json_wanted", is_flag=True, help="Print one object, with all sizes.")
 def command(
     run_file: Path | None,
     overrides: tuple[str, ...],
     gpu: str | None,
-    memory: bool,
     no_code: bool,
     showing: bool,
     json_wanted: bool,
@@ -107,7 +104,6 @@ def command(
     checks += [Finding(name, "warning", text) for name, text in warnings]
     state = "has a problem, see below" if _has_problem(checks) else "good"
     lines = [f"{run_file}: {state}", *_summary(run, changes, needed)]
-    lines += ["", *_memory(needed)] if memory and needed is not None else []
     extra = {"chosen": changes, "estimate": needed.as_dict() if needed else None}
     return _finish(lines, checks, extra, json_wanted)
 
@@ -163,30 +159,3 @@ def _summary(run: RunConfig, changes: list[str], needed: Estimate | None) -> lis
     if needed is not None:
         rows["memory"] = needed.in_short()
     return [f"{name + ':':10} {text}" for name, text in rows.items()]
-
-
-def _memory(estimate: Estimate) -> Iterator[str]:
-    """Yield the tables of memory, by process and purpose."""
-    for need in estimate.needs:
-        yield from _table(need)
-        yield ""
-    rows = [
-        (name, size(load), f"of {size(total)}{f' ({kind})' if kind else ''}" if total else "")
-        for name, load, total, kind in estimate.places()
-    ]
-    yield from aligned(rows, right={1})
-
-
-def _table(need: Need) -> list[str]:
-    """Return the lines of a process; items absent at its peak are in brackets."""
-    indices = sorted({index for gpus in need.gpus for index in gpus})
-    gpus = f", GPU {', '.join(map(str, indices))}" if indices else ""
-    rows: list[tuple[str, str]] = []
-    for place, items in (("GPU", need.device), ("host", need.host)):
-        phase = fullest_phase(items)
-        rows += [(f"  {place}", size(peak(items)))] if items else []
-        for item in items:
-            amount = size(item.bytes) if phase in item.during else f"({size(item.bytes)})"
-            rows += [(f"    {item.name}", amount)] if item.bytes else []
-    title = f"{need.name}{f' (x {need.count})' if need.count > 1 else ''}{gpus}"
-    return [title, *aligned(rows, right={1})]

@@ -391,21 +391,17 @@ class Estimate:
                 f"generator.max_context, or {advice}"
             )
 
-    def places(self) -> list[tuple[str, int, int | None, str]]:
-        """Return name, bytes needed, bytes there (if known) and kind of each memory."""
-        gpu, kind = self.machine.gpu or None, self.machine.name
-        return [
-            *((f"GPU {index}", load, gpu, kind) for index, load in self.loads.items()),
-            ("host", self.host, self.machine.host, ""),
-            ("/dev/shm", self.arena.bytes, self.machine.shm, ""),
-        ]
-
     def in_short(self) -> str:
         """Return the need of each memory, the margin, and the key to change for more."""
+        places = [
+            *((f"GPU {index}", load, self.machine.gpu) for index, load in self.loads.items()),
+            ("host", self.host, self.machine.host),
+            ("/dev/shm", self.arena.bytes, self.machine.shm),
+        ]
         sums = [
             f"{name} {size(needed)}"
             + (f" of {size(available)} ({1 - needed / available:.0%} left)" if available else "")
-            for name, needed, available, _ in self.places()
+            for name, needed, available in places
         ]
         group = self.needs
         if self.loads:

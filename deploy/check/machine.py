@@ -293,7 +293,7 @@ def shared_memory(free: int, total: int, needed: int | None) -> Finding:
 
 
 def host_memory(available: int, total: int, needed: int | None) -> Finding:
-    remedy = "end what else runs here, or see `umbra check --memory` for what takes most"
+    remedy = "end what else runs here, or see `umbra check --json` for what takes most"
     text = _amount(available, total, needed)
     return graded("host memory", text, remedy, problem=available < (needed or 0))
 
