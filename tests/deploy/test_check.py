@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes.forks import SEARCH
@@ -41,7 +42,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.remedy.startswith("see whether nvidia-smi answers")
 
 
-def test_memory_disk_and_files() -> None:
+def test_memory_and_files() -> None:
     assert machine.shared_memory(8 * GIB, 8 * GIB, 4 * GIB).level == "ok"
     full = machine.shared_memory(GIB, 8 * GIB, 4 * GIB)
     assert (full.level, full.text) == ("problem", "1 GiB free of 8 GiB, the run needs 4 GiB")
@@ -49,10 +50,6 @@ def test_memory_disk_and_files() -> None:
     assert machine.shared_memory(64 << 20, 64 << 20, None).level == "warning"
     assert machine.host_memory(8 * GIB, 8 * GIB, 9 * GIB).level == "problem"
     assert machine.host_memory(9 * GIB, 9 * GIB, 9 * GIB).level == "ok"
-    assert machine.judge_disk("/d", 50 * GIB, 0.001).level == "ok"
-    assert machine.judge_disk("/d", 50 * GIB, 0.5).level == "warning"
-    assert machine.judge_disk("/d", 5 * GIB, 0.001).level == "warning"
-    assert machine.judge_disk("/d", GIB, 0.001).level == "problem"
     assert machine.open_files().subject == "open files"
 
 
@@ -78,10 +75,17 @@ def test_a_port_that_is_taken() -> None:
     assert next(machine.ports(["tcp://127.0.0.1:0"])).level == "ok"
 
 
-def test_a_disk_is_measured_where_the_folder_will_be(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("free", "level"), [(50, "ok"), (5, "warning"), (1, "problem")])
+def test_a_disk_is_measured_where_the_folder_will_be(
+    free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(free=free * GIB)
+    monkeypatch.setattr(machine.shutil, "disk_usage", {tmp_path: usage}.__getitem__)
     found = machine.disk(tmp_path / "runs" / "new")
-    assert str(tmp_path) in found.text
+    assert (found.level, found.text) == (level, f"{free} GiB free at {tmp_path}")
     assert list(tmp_path.iterdir()) == []
+    found = machine.disk(Path("/proc/new"))
+    assert (found.level, found.text) == ("problem", "/proc cannot be written to")
 
 
 @pytest.mark.parametrize("words", [["--show"], ["--gpu", "l4-24"], ["nowhere.toml"]])
@@ -93,13 +97,14 @@ def test_misuse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_run_the_machine_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--json"]) in (0, 2)
     told = json.loads(capsys.readouterr().out)
-    assert {"umbra", "packages", "GPUs", "plane shm", "/dev/shm", "host memory"} <= {
+    assert {"versions", "GPUs", "plane shm", "/dev/shm", "host memory"} <= {
         one["subject"] for one in told["checks"]
     }
 
 
 EVIL = """
 from pathlib import Path
+from types import SimpleNamespace
 
 Path("evil-ran").touch()
 
