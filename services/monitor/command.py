@@ -32,7 +32,7 @@ from umbra.services.monitor.view import (
 from umbra.services.process.command import KEYS, stop_on_signals
 
 if TYPE_CHECKING:
-    from umbra.services.monitor.web import Board
+    from umbra.services.monitor.web import PageServer
 
 Command = Callable[..., Any]
 
@@ -181,12 +181,9 @@ def _describe_member(status: Status, name: str) -> str:
 @json_option
 @_seconds("--interval", "interval_s", 1.0, "Time between two looks.", min=0.1)
 @click.option(
-    "--web", metavar="[HOST]:PORT", help="Serve a page; stays until Ctrl-C.  [host: 127.0.0.1]"
-)
-@click.option(
-    "--prometheus",
+    "--web",
     metavar="[HOST]:PORT",
-    help="Serve /metrics; stays until Ctrl-C.  [host: 127.0.0.1]",
+    help="Serve a page, and /metrics; stays until Ctrl-C.  [host: 127.0.0.1]",
 )
 def monitor(
     broker: str,
@@ -195,7 +192,6 @@ def monitor(
     as_json: bool,
     interval_s: float,
     web: str | None,
-    prometheus: str | None,
 ) -> int:
     """Watch a run live: its members, ledger, staleness and stalls.
 
@@ -206,9 +202,8 @@ def monitor(
     stopping, warnings = threading.Event(), NewWarnings()
     with Watch(broker, security) as watch, stop_on_signals(stopping), ExitStack() as stack:
         look, lost = watch.look(timeout_s), False
-        stays = web is not None or prometheus is not None
-        board = _serve(stack, look, web, prometheus) if stays else None
-        on_screen = sys.stdout.isatty() and not as_json and not stays
+        page = None if web is None else stack.enter_context(closing(_serve(look, web)))
+        on_screen = sys.stdout.isatty() and not as_json and page is None
         with Live(screen=True, auto_refresh=False) if on_screen else nullcontext() as live:
 
             def show(look: Look) -> None:
@@ -227,31 +222,25 @@ def monitor(
                 except PeerLostError:
                     if not lost and not on_screen:
                         click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)
-                    if not lost and board is not None:
-                        board.lose()
+                    if not lost and page is not None:
+                        page.lose()
                     lost = True
-                    if board is None:  # else it is waited for
+                    if page is None:  # else it is waited for
                         break
                 else:
                     show(look)
-                    if board is not None:
-                        board.show(look)
+                    if page is not None:
+                        page.show(look)
         if on_screen:
             click.echo(left_text(look.status, lost=lost))
     return EXIT_DONE
 
 
-def _serve(stack: ExitStack, look: Look, web: str | None, prometheus: str | None) -> Board:
-    """Serve `look`, and what the board is shown after it, until `stack` is closed."""
-    from umbra.services.monitor.web import Board, PageServer  # few ask for one
+def _serve(look: Look, address: str) -> PageServer:
+    from umbra.services.monitor.web import PageServer  # few ask for one
 
-    board = Board(look)
-    pages = ("--web", web, board.page()), ("--prometheus", prometheus, board.metrics())
-    for flag, address, routes in pages:
-        if address is not None:
-            server = stack.enter_context(closing(PageServer(address, flag, routes)))
-            click.echo(server.url + routes[0].path, err=True)
-            if not server.is_local:
-                warning = "umbra: whoever reaches that address can read prompts and samples"
-                click.echo(warning, err=True)
-    return board
+    page = PageServer(address, look)
+    click.echo(f"{page.url}/", err=True)
+    if not page.is_local:
+        click.echo("umbra: whoever reaches that address can read prompts and samples", err=True)
+    return page

@@ -137,31 +137,6 @@ class _Shown:
         return prometheus_text(self.look, lost=self.lost)
 
 
-class Board:
-    """The holder of a look, read by threads of the servers."""
-
-    def __init__(self, look: Look) -> None:
-        self.show(look)
-
-    def show(self, look: Look) -> None:
-        self._now = _Shown(look)
-
-    def lose(self) -> None:
-        """Mark the run as not answering: the last look stays, and says so."""
-        self._now = replace(self._now, lost=True)
-
-    def page(self) -> list[Route]:
-        return [
-            _file("/", "page.html", "html"),
-            _file("/page.css", "page.css", "css"),
-            _file("/page.js", "page.js", "javascript"),
-            _route("/look.json", "application/json", lambda: self._now.json),
-        ]
-
-    def metrics(self) -> list[Route]:
-        return [_route("/metrics", CONTENT_TYPE_LATEST, lambda: self._now.figures)]
-
-
 def _file(path: str, name: str, kind: str) -> Route:
     body = page_file(name).encode()
     return _route(path, f"text/{kind}; charset=utf-8", lambda: body)
@@ -176,19 +151,34 @@ def _route(path: str, media_type: str, body: Callable[[], bytes]) -> Route:
 
 
 class PageServer:
-    """A server of `routes` in a thread of its own; StartupError or UsageError if it can't bind.
+    """A server of the page and of /metrics in a thread of its own: of a look, until the next one.
 
-    `address` is `[HOST]:PORT`, without a host this machine alone; errors name its `flag`, as of
-    `listen`.
+    `address` is `[HOST]:PORT`, without a host this machine alone. Raises StartupError or UsageError
+    if it can't be bound.
     """
 
-    def __init__(self, address: str, flag: str, routes: list[Route]) -> None:
-        bound = listen(address, flag, default_host="127.0.0.1")
+    def __init__(self, address: str, look: Look) -> None:
+        self.show(look)
+        routes = [
+            _file("/", "page.html", "html"),
+            _file("/page.css", "page.css", "css"),
+            _file("/page.js", "page.js", "javascript"),
+            _route("/look.json", "application/json", lambda: self._now.json),
+            _route("/metrics", CONTENT_TYPE_LATEST, lambda: self._now.figures),
+        ]
+        bound = listen(address, "--web", default_host="127.0.0.1")
         self.url = url_at(*bound.getsockname()[:2])
         self.is_local = is_local(bound)
         self._server = HttpServer(Starlette(routes=routes), bound, requests=_REQUESTS)
         self._thread = LoopThread("http")
         self._thread.wait(self._server.start(), _WAIT_S)
+
+    def show(self, look: Look) -> None:
+        self._now = _Shown(look)
+
+    def lose(self) -> None:
+        """Mark the run as not answering: the last look stays, and says so."""
+        self._now = replace(self._now, lost=True)
 
     def close(self) -> None:
         self._thread.wait(self._server.stop(), _WAIT_S)

@@ -101,8 +101,8 @@ def test_any_number_watch_and_see_the_same(buffer: Buffer, security: SecurityOf)
 
 @pytest.mark.parametrize("security", ["no keys"], indirect=True)
 def test_the_page_and_the_figures(buffer: Buffer) -> None:
-    """Both are served at the addresses that are printed, until Ctrl-C."""
-    command = ["--broker", buffer.endpoint, "--web", "127.0.0.1:0", "--prometheus", ":0"]
+    """Both are served at the address that is printed, until Ctrl-C."""
+    command = ["--broker", buffer.endpoint, "--web", "127.0.0.1:0"]
     process = subprocess.Popen(
         [sys.executable, "-m", "umbra", "monitor", *command],
         stdout=subprocess.DEVNULL,
@@ -112,11 +112,10 @@ def test_the_page_and_the_figures(buffer: Buffer) -> None:
     )
     try:
         assert process.stderr is not None
-        page, figures = process.stderr.readline().strip(), process.stderr.readline().strip()
+        page = process.stderr.readline().strip()
         with urllib.request.urlopen(page, timeout=WAIT_S) as answer:
             assert b"page.js" in answer.read()
-        assert figures.endswith("/metrics")
-        with urllib.request.urlopen(figures, timeout=WAIT_S) as answer:
+        with urllib.request.urlopen(f"{page}metrics", timeout=WAIT_S) as answer:
             assert b'umbra_up{run="run-1"} 1.0' in answer.read()
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == 0

@@ -11,21 +11,17 @@ import pytest
 from fakes.looks import PUSH, heard, look, status
 from fakes.slowness import limit
 
-from umbra.services.monitor.web import Board, PageServer, prometheus_text
+from umbra.services.monitor.web import PageServer, prometheus_text
 
 WAIT_S = limit(20.0)
 LINE = re.compile(r'[a-z_]+\{([a-z_]+="([^"\\\n]|\\.)*",?)+\} [-+0-9.eInfNa]+')
 
 
 @pytest.fixture
-def board() -> Board:
+def server() -> Iterator[PageServer]:
     spans = [["decode", 100.0 + i, 100.8 + i] for i in range(60)]
-    return Board(heard(("push", PUSH), ("spans", {"spans": spans})).look(status()))
-
-
-@pytest.fixture
-def server(board: Board) -> Iterator[PageServer]:
-    with closing(PageServer(":0", "--web", [*board.page(), *board.metrics()])) as server:
+    look = heard(("push", PUSH), ("spans", {"spans": spans})).look(status())
+    with closing(PageServer(":0", look)) as server:
         assert server.is_local
         yield server
 
@@ -52,8 +48,8 @@ def test_the_page_is_served_with_all_it_needs(server: PageServer) -> None:
     assert b"innerHTML" not in script
 
 
-def test_a_run_that_is_lost_is_shown_as_it_was(server: PageServer, board: Board) -> None:
-    board.lose()
+def test_a_run_that_is_lost_is_shown_as_it_was(server: PageServer) -> None:
+    server.lose()
     values = json.loads(get(server, "/look.json")[1])
     assert values["lost"] is True
     assert values["run_id"] == "run-1"
