@@ -14,17 +14,17 @@ import msgspec
 from umbra.services.config.keys import Section, key
 
 Preset = Literal[
-    "ppo", "naive", "tis", "tis_opsm", "decoupled", "icepop", "sequence_mask", "m2po", "prime_rl",
+    "ppo", "naive", "tis", "tis_opsm", "decoupled", "icepop", "prime_rl",
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo",
-    "sapo", "dppo", "ppo_critic", "opd",
+    "ppo_critic", "opd",
 ]  # fmt: skip
 Advantage = Literal[
     "dr_grpo", "grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "teacher"
 ]  # fmt: skip
 Level = Literal["token", "sequence"]
-Clip = Literal["ppo", "cispo", "sapo", "none"]
+Clip = Literal["ppo", "cispo", "none"]
 BY_RATIO = ("token", "sequence", "geometric")  # masks with bounds
-BY_RULE = ("m2po", "opsm", "probability")  # masks with a threshold
+BY_RULE = ("opsm", "probability")  # masks with a threshold
 
 
 class ObjectiveSpec(Section):
@@ -48,10 +48,8 @@ class ObjectiveSpec(Section):
         "denominator of the ratio: the policy that sampled, or the trainer's before this batch "
         "(proximal)",
     )
-    proximal: Literal["recompute", "stage", "interpolate"] = key(
-        "recompute",
-        "logprobs of the proximal policy: a forward pass, the scoring stage logp, or log-linear "
-        "between behaviour and current policy",
+    proximal: Literal["recompute", "stage"] = key(
+        "recompute", "logprobs of the proximal policy: a forward pass, or the scoring stage logp"
     )
     clip: Clip = "ppo"
     clip_low: float = key(0.2, "ratio clip below: 1 - clip_low", gt=0)
@@ -63,7 +61,7 @@ class ObjectiveSpec(Section):
     is_level: Level = key("token", "that weight per token, or the product of a sequence")
     is_floor: float = key(0.0, "least such weight; 0 = none", ge=0)
     is_cap: float = key(2.0, "largest such weight; 0 = none", ge=0)
-    mask: Literal["none", "token", "sequence", "geometric", "m2po", "opsm", "probability"] = key(
+    mask: Literal["none", "token", "sequence", "geometric", "opsm", "probability"] = key(
         "none",
         "masked out: tokens, sequences by product or by geometric mean with proximal / "
         "behaviour outside mask_low..mask_high; or by a rule with mask_threshold",
@@ -72,22 +70,19 @@ class ObjectiveSpec(Section):
     mask_high: float = key(2.0, "largest ratio that is kept", gt=0)
     mask_threshold: float = key(
         0.2,
-        "m2po: mean squared log ratio; opsm: mean log ratio of a sequence; probability: change "
-        "of a token's probability",
+        "opsm: mean log ratio of a sequence; probability: change of a token's probability",
         gt=0,
     )
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "token_sum"] = (
-        key(
-            "token_mean",
-            "of the token losses: mean over tokens, mean over sequences of their means or sums, sum"
-            " over the longest turn's tokens, or sum",
-        )
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = key(
+        "token_mean",
+        "of the token losses: mean over tokens, mean over sequences of their means or sums, or sum "
+        "over the longest turn's tokens",
     )
     denominator: Literal["trained", "all"] = key(
         "trained", "samples that a mean counts: those with an advantage, or all"
     )
     kl_coef: float = key(0.0, "weight of the KL term; 0 = off", ge=0)
-    kl_estimator: Literal["k1", "k2", "k3", "k3_plus"] = key("k3", "estimate of the KL per token")
+    kl_estimator: Literal["k1", "k2", "k3"] = key("k3", "estimate of the KL per token")
     kl_to: Literal["reference", "behaviour"] = key(
         "reference", "KL to the reference model, or to what sampled"
     )
@@ -97,11 +92,7 @@ class ObjectiveSpec(Section):
 
     @property
     def uses_proximal(self) -> bool:
-        return (
-            self.anchor == "proximal"
-            or self.correction != "none"
-            or self.mask in (*BY_RATIO, "m2po")
-        )
+        return self.anchor == "proximal" or self.correction != "none" or self.mask in BY_RATIO
 
     @property
     def weighs_exactly(self) -> bool:
@@ -144,10 +135,6 @@ PRESETS: dict[Preset, ObjectiveSpec] = {
     "tis_opsm": _decoupled(correction="truncate", mask="opsm"),
     "decoupled": _decoupled(correction="mask"),
     "icepop": _decoupled(correction="mask", is_floor=0.5, is_cap=5.0),
-    "sequence_mask": _decoupled(
-        correction="truncate", is_cap=0.0, mask="geometric", mask_low=0.99, mask_high=1.01
-    ),
-    "m2po": _decoupled(correction="mask", is_cap=5.0, mask="m2po", mask_threshold=0.04),
     "prime_rl": _published(
         clip="none", kl_to="behaviour", kl_estimator="k2", kl_coef=2e-3, **_small_steps
     ),
@@ -161,8 +148,6 @@ PRESETS: dict[Preset, ObjectiveSpec] = {
         ratio_level="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean"
     ),
     "cispo": _grpo(clip="cispo", clip_low=1.0, clip_high=4.0),
-    "sapo": _grpo(clip="sapo", aggregation="sequence_mean"),
-    "dppo": _grpo(clip="cispo", clip_low=1.0, clip_high=19.0, **_small_steps),
     "ppo_critic": _kl_reward(advantage="gae", gae_lambda=0.95),
     "opd": _kl_reward(advantage="teacher", clip="none", kl_coef=1.0, **_small_steps),
 }
@@ -179,10 +164,10 @@ CONDITIONS: dict[str, Condition] = {
     "gae_lambda": ("advantage gae", lambda p: p.advantage == "gae"),
     "proximal": ("anchor proximal, a correction or a mask by ratio", lambda p: p.uses_proximal),
     "dual_clip": ("clip ppo", lambda p: p.clip == "ppo"),
-    "mask_threshold": ("mask m2po, opsm or probability", lambda p: p.mask in BY_RULE),
+    "mask_threshold": ("mask opsm or probability", lambda p: p.mask in BY_RULE),
     "denominator": (
         "aggregation token_mean, sequence_mean or sequence_sum",
-        lambda p: p.aggregation not in ("constant", "token_sum"),
+        lambda p: p.aggregation != "constant",
     ),
     **dict.fromkeys(("clip_low", "clip_high"), _CLIPS),
     **dict.fromkeys(("is_level", "is_floor", "is_cap"), _CORRECTION),
@@ -258,8 +243,6 @@ class ObjectiveKeys(Section):
             least, most = getattr(pieces, low), getattr(pieces, high)
             if applies and least >= most:
                 yield f"trainer.{low} = {least:g} must be less than trainer.{high} = {most:g}"
-        if pieces.mask == "m2po" and pieces.proximal == "interpolate":
-            yield "trainer.mask = m2po looks at the whole batch first: set proximal to recompute"
         most = 1 + pieces.clip_high
         if pieces.dual_clip and pieces.dual_clip <= most:
             key_ = f"trainer.dual_clip = {pieces.dual_clip:g}"
@@ -273,9 +256,8 @@ class ObjectiveKeys(Section):
                 f"trainer.kl_to = behaviour with objective {objective}, whose KL is in the reward, "
                 "compares the policy that sampled with itself: set it to reference"
             )
-        if pieces.kl_unbiased or pieces.kl_estimator == "k3_plus":
-            setting = "kl_unbiased" if pieces.kl_unbiased else "kl_estimator = k3_plus"
+        if pieces.kl_unbiased:
             yield (
-                f"trainer.{setting} changes the gradient of a KL in the loss, and objective "
+                "trainer.kl_unbiased changes the gradient of a KL in the loss, and objective "
                 f"{objective} has it in the reward: leave it out"
             )

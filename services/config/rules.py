@@ -210,7 +210,6 @@ def branch_faults(config: RunConfig) -> Iterator[str]:
     whitened = pieces.advantage in ("reinforce_pp", "reinforce_pp_baseline", "gae")
     for is_set, setting in (
         (whitened, f"advantage = {pieces.advantage}, which counts tokens alike to whiten them"),
-        (pieces.mask == "m2po", "mask = m2po, which counts all tokens of a batch alike"),
         (pieces.overlong_buffer, "overlong_buffer, which punishes one response for its length"),
         (pieces.overlong_filter, "overlong_filter, which looks at the end of one response"),
         (

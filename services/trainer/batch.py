@@ -125,12 +125,3 @@ def recorded_logprobs(
             )
         parts.append(np.frombuffer(data, "<f4")[_mask(line)])
     return torch.from_numpy(np.concatenate(parts))
-
-
-def token_versions(batch: TrainBatch) -> Tensor:
-    """Return the policy version that sampled each token, int64 [M]."""
-    parts: list[np.ndarray] = []
-    for line in batch.trajectories:
-        lengths = [span.end - span.start for span in line.spans]
-        parts.append(np.repeat([span.version for span in line.spans], lengths)[_mask(line)])
-    return torch.from_numpy(np.concatenate(parts))

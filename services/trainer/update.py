@@ -12,7 +12,7 @@ from torch import Tensor
 from umbra.services.config import RunConfig
 from umbra.services.config.presets import ObjectiveSpec
 from umbra.services.modeling.micro_batch import MicroBatch
-from umbra.services.trainer.batch import TrainBatch, recorded_logprobs, token_versions
+from umbra.services.trainer.batch import TrainBatch, recorded_logprobs
 from umbra.services.trainer.critic import Critic
 from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.learner import REASONS, Learner
@@ -21,12 +21,11 @@ from umbra.services.trainer.mismatch import MismatchCheck
 from umbra.services.trainer.objectives.advantages import batch_advantages
 from umbra.services.trainer.objectives.objective import (
     Candidates,
-    Constants,
     Objective,
     TokenInputs,
     token_weights,
 )
-from umbra.services.trainer.objectives.terms import LOG_RATIO_BOUND, Sequences, interpolated
+from umbra.services.trainer.objectives.terms import LOG_RATIO_BOUND, Sequences
 
 
 class PolicyUpdate:
@@ -86,8 +85,9 @@ class PolicyUpdate:
         first = [pack(batch.tokens, part) for part in parts[:cuts]]  # every sample once
         agreed = self._check(batch, version) if self._check is not None else {}
         recomputed = self._recomputed(batch, first, len(parts))
-        fixed = self._fixed(batch, useful, recomputed)
-        versions = token_versions(batch) if pieces.proximal == "interpolate" else None
+        known = recomputed
+        if pieces.uses_proximal and pieces.proximal == "stage":
+            known = recorded_logprobs(batch, "proximal_logprobs")
         per_version = trainer.updates_per_batch
         metrics = LossMetrics(batch, recomputed, cuts, len(parts), version, per_version)
         supports = batch.tokens.support if trainer.score_centering > 0 else None
@@ -126,14 +126,10 @@ class PolicyUpdate:
                     if supports is None
                     else Candidates.of(supports, source, scores[:, 1:], outliers),
                 )
-                if fixed is not None:
-                    constants = fixed.at(source, logprobs.device)
-                else:  # p is its own pass, or interpolated from it
-                    proximal = tokens.logprobs.detach()
-                    if versions is not None:
-                        versions_of = versions[source].to(proximal.device)
-                        proximal = interpolated(proximal, behaviour, versions_of, version)
-                    constants = self._objective.constants(proximal, behaviour, sequences)
+                proximal = tokens.logprobs.detach()
+                if known is not None:
+                    proximal = known[source].to(logprobs)
+                constants = self._objective.constants(proximal, behaviour, sequences)
                 result = self._objective(tokens, constants)
                 losses = torch.where(outliers, 0.0, result.losses)
                 loss = (losses * weights[source].to(logprobs)).sum()
@@ -158,31 +154,15 @@ class PolicyUpdate:
     ) -> Tensor | None:
         """Find logprobs under the weights that the batch found, [M], if that needs a pass.
 
-        With a single update, p is what its own pass finds, unless a mask looks at the whole batch.
+        With a single update, p is what its own pass finds.
         """
         pieces = self._pieces
         asked = pieces.uses_proximal and pieces.proximal == "recompute"
-        if not asked or (updates < 2 and pieces.mask != "m2po"):
+        if not asked or updates < 2:
             return None
         logprobs = self._learner.logprobs([m for p in packed for m in p], batch.temperature)
-        # The pass of the update finds such a token too and leaves it out; to masks that look at all
-        # tokens it is as far away as can be.
+        # The pass of the update finds such a token too and leaves it out.
         return torch.where(logprobs.isfinite(), logprobs, batch.behaviour + LOG_RATIO_BOUND)
-
-    def _fixed(self, batch: TrainBatch, useful: Tensor, found: Tensor | None) -> Constants | None:
-        """Return the terms of p and mu alone, [M], where p is known before the updates."""
-        proximal = found
-        if self._pieces.uses_proximal and self._pieces.proximal == "stage":
-            proximal = recorded_logprobs(batch, "proximal_logprobs")
-        if proximal is None:
-            return None
-        owner = batch.tokens.owner
-        mask = torch.isin(owner, useful)
-        sequences = Sequences(owner[mask], len(batch.trajectories))
-        part = self._objective.constants(proximal[mask], batch.behaviour[mask], sequences)
-        weight, keep = torch.zeros_like(proximal), torch.zeros_like(mask)
-        weight[mask], keep[mask] = part.weight, part.keep
-        return Constants(proximal, weight, keep)
 
 
 class Guard:

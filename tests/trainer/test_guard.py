@@ -125,17 +125,17 @@ def spoiled(
 
 
 @pytest.mark.parametrize(
-    "objective", ["ppo", "decoupled", "gspo", "sequence_mask", "tis_opsm", "cispo", "m2po"]
+    "objective", ["ppo", "decoupled", "gspo", "geometric", "tis_opsm", "cispo"]
 )
 def test_an_outlier_is_left_out_alone_or_with_its_sequence(
     directory: Path, monkeypatch: pytest.MonkeyPatch, objective: str
 ) -> None:
     """Whatever it is, it has no part in the update; all the others have."""
     keys: dict[str, Any] = {"objective": objective, "kl_coef": 0.0, "minibatches": 2}
-    if objective == "sequence_mask":
-        keys |= {"mask_low": 0.1, "mask_high": 10.0}  # its own bounds leave nothing of this batch
+    if objective == "geometric":
+        keys |= {"objective": "tis", "mask": objective, "mask_low": 0.1, "mask_high": 10.0}
     weights, row = spoiled(directory, monkeypatch, None, **keys)
-    sequence = objective in ("gspo", "sequence_mask", "tis_opsm")
+    sequence = objective in ("gspo", "geometric", "tis_opsm")
     whole = sum(BATCHES[0][0].loss_mask)
     assert whole > 1
     assert row["outliers"] == (whole if sequence else 1)

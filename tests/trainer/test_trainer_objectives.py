@@ -32,7 +32,7 @@ from umbra.services.trainer.objectives.objective import (
     TokenLosses,
     token_weights,
 )
-from umbra.services.trainer.objectives.terms import Sequences, interpolated
+from umbra.services.trainer.objectives.terms import Sequences
 
 # Probabilities of four tokens under pi, p (proximal) and mu (behaviour), and their advantages.
 PI = [0.6, 0.6, 0.2, 0.5]
@@ -87,13 +87,16 @@ def compute(
         ({"objective": "naive", "mask": "sequence"}, [-2.6, 3.0, 0.0, 0.0], "1010"),
         # Geometric means of a sequence: 0.8 and sqrt(5) = 2.24.
         (
-            {"objective": "sequence_mask", "mask_low": 0.9, "mask_high": 2.3},
+            {
+                "objective": "tis",
+                "is_cap": 0.0,
+                "mask": "geometric",
+                "mask_low": 0.9,
+                "mask_high": 2.3,
+            },
             [0.0, 0.0, 0.8, -5.0],
             "1010",
         ),
-        # Squared logs of p/mu: .0498 .0498 0 2.59; the mean of the first three is .0332.
-        ({"objective": "m2po"}, [-2.6 * 0.8, 3.0 * 0.8, 0.8, 0.0], "1010"),
-        ({"objective": "m2po", "mask_threshold": 0.03}, [-2.6 * 0.8, 0.0, 0.8, 0.0], "1010"),
         # Mean log mu/pi of the sequences: -0.182 and (0.693 - 1.609) / 2 = -0.458.
         ({"objective": "ppo", "mask": "opsm"}, [-2.4, 2.4, 0.8, -1.3], "0011"),
         ({"objective": "tis_opsm"}, [-2.6 * 0.8, 3.0 * 0.8, 0.8, -2.0], "1010"),
@@ -122,13 +125,6 @@ def test_a_change_of_probability_is_masked_in_the_direction_that_the_advantage_a
     assert kept == [False, True, True, False, True, False]  # A = 0 counts as A < 0
     largest = float((now.exp() - before.exp()).abs().max())
     assert terms.probability(now, before, advantages, largest).all(), "the bound itself is kept"
-
-
-def test_the_proximal_policy_is_half_way_after_one_version() -> None:
-    found = interpolated(
-        torch.tensor([-1.0] * 3), torch.tensor([-3.0] * 3), torch.tensor([5, 4, 2]), 5
-    )
-    assert found.tolist() == [-3.0, -2.0, -1.5]
 
 
 def test_weights_at_their_bounds_are_kept_and_clipped_ones_are_told() -> None:
@@ -173,7 +169,6 @@ def three_sequences() -> Tokens:
         ("sequence_mean", [1 / 6, 1 / 6, 1 / 6, 1 / 4, 1 / 4], [1 / 9, 1 / 9, 1 / 9, 1 / 6, 1 / 6]),
         ("sequence_sum", [1 / 2] * 5, [1 / 3] * 5),
         ("constant", [1 / 30] * 5, [1 / 30] * 5),
-        ("token_sum", [1.0] * 5, [1.0] * 5),
     ],
 )
 def test_aggregations_leave_out_what_is_not_trained(
@@ -186,8 +181,7 @@ def test_aggregations_leave_out_what_is_not_trained(
         weights, halves = (token_weights(pieces, *lines, cuts, 10, samples) for cuts in (1, 2))
         torch.testing.assert_close(weights, torch.tensor([0.0, *expected]))
         share = aggregation == "constant" or denominator == "all"  # of the batch, by updates
-        factor = 2 if share and aggregation != "token_sum" else 1
-        torch.testing.assert_close(halves, factor * weights)
+        torch.testing.assert_close(halves, (2 if share else 1) * weights)
 
 
 def test_learning_rate_rises_then_falls_to_nothing_after_the_last_step() -> None:

@@ -159,7 +159,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"objective": "cispo", "clip_high": 0.1},
         {"loss_type": "cispo", "epsilon_high": 1.1},
     ),
-    "sapo": ({"objective": "sapo"}, {"loss_type": "sapo"}),
     "delta": ({"objective": "grpo", "dual_clip": 1.3}, {"loss_type": "grpo", "delta": 1.3}),
     "kl": (
         {"objective": "grpo", "kl_coef": 0.3},

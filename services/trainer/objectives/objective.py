@@ -100,10 +100,6 @@ class Constants:
     weight: Tensor  # w
     keep: Tensor  # bool
 
-    def at(self, source: Tensor, device: torch.device) -> Constants:
-        parts = (self.proximal, self.weight, self.keep)
-        return Constants(*(part[source].to(device) for part in parts))
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
@@ -123,7 +119,7 @@ class Objective:
         self.pieces = pieces
 
     def constants(self, proximal: Tensor, behaviour: Tensor, sequences: Sequences) -> Constants:
-        """Return weights and masks of the tokens; mask "m2po" wants all of the batch at once."""
+        """Return the weights and masks of N tokens."""
         pieces = self.pieces
         log_ratio = proximal - behaviour
         weight = torch.ones_like(proximal)
@@ -138,8 +134,6 @@ class Objective:
                 keep = terms.within(sequences.sum(log_ratio), pieces.mask_low, pieces.mask_high)
             case "geometric":
                 keep = terms.within(sequences.mean(log_ratio), pieces.mask_low, pieces.mask_high)
-            case "m2po":
-                keep = terms.m2po(log_ratio, pieces.mask_threshold)
             case _:
                 keep = torch.ones_like(weight, dtype=torch.bool)
         return Constants(proximal, weight, keep)
@@ -158,8 +152,6 @@ class Objective:
                 gain, clipped = terms.ppo(ratio, advantages, low, high, pieces.dual_clip)
             case "cispo":
                 gain, clipped = terms.cispo(ratio, advantages, pi, low, high)
-            case "sapo":
-                gain, clipped = terms.sapo(ratio, advantages)
             case "none":  # the importance-weighted policy gradient
                 gain, clipped = ratio * advantages, torch.zeros_like(ratio, dtype=torch.bool)
         keep = constants.keep
@@ -233,7 +225,6 @@ def token_weights(
         sequence_mean  1 / (sequences * own tokens)        (GRPO, arXiv 2402.03300, eq. 3)
         sequence_sum   1 / sequences                       (REINFORCE over whole responses)
         constant       1 / (samples * length)              (Dr. GRPO, arXiv 2503.20783)
-        token_sum      1
 
     Means count the sequences that are trained, or with denominator "all" all of the batch, those
     without advantage included, as the published objectives do: a share of them for each update.
@@ -260,8 +251,6 @@ def token_weights(
             divisor = max(sequences, 1.0)
         case "constant":
             divisor = samples * length
-        case "token_sum":
-            divisor = 1.0
     trained = torch.zeros(len(own), dtype=torch.bool)
     trained[part] = True
     return (trained[owner] / divisor).float() * weight.float()[owner]

@@ -48,8 +48,6 @@ def sequence_ratio(logprobs: Tensor, anchor: Tensor, sequences: Sequences) -> Te
 
 # -- gains: each returns them and, without gradient, the clipped tokens ---------------------------
 
-SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05  # temperatures of SAPO's gate, as in the paper
-
 
 def ppo(
     ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float = 0.0
@@ -83,16 +81,6 @@ def cispo(
     return clipped * advantages * logprobs, clipped != weight
 
 
-def sapo(ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (4 / tau) sigmoid(tau (r - 1)) A, with tau = 1 where A > 0 and else 1.05.
-
-    SAPO, arXiv 2511.20347. The gate fades instead of clipping, so no token counts as clipped.
-    """
-    tau = torch.where(advantages > 0, SAPO_POSITIVE, SAPO_NEGATIVE).to(ratio)
-    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-    return gate * advantages, torch.zeros_like(ratio, dtype=torch.bool)
-
-
 # -- masks: which tokens are kept; masked ones stay in the denominator of the mean -----------------
 
 
@@ -105,20 +93,6 @@ def within(log_ratio: Tensor, low: float, high: float) -> Tensor:
     """
     ratio = bounded_exp(log_ratio)
     return (ratio >= low) & (ratio <= high)
-
-
-def m2po(log_ratio: Tensor, threshold: float) -> Tensor:
-    """Mask the largest (log p/mu)^2 until the mean of the rest is below `threshold`.
-
-    M2PO (arXiv 2510.01161), as AReaL implements it. It looks at all tokens of the batch at once.
-    """
-    squares = log_ratio.double().square()
-    order = squares.argsort(stable=True)
-    count = torch.arange(1, len(order) + 1, device=order.device)
-    mean = squares[order].cumsum(0) / count  # of the k smallest; it grows with k
-    kept = torch.zeros_like(order, dtype=torch.bool)
-    kept[order[mean < threshold]] = True
-    return kept
 
 
 def opsm(
@@ -172,18 +146,6 @@ def masked(weights: Tensor, floor: float, cap: float) -> Tensor:
     return torch.where((weights >= floor) & (weights <= (cap or math.inf)), weights, 0.0)
 
 
-def interpolated(logprobs: Tensor, behaviour: Tensor, versions: Tensor, version: int) -> Tensor:
-    """Approximate the proximal log p without a forward pass; no gradient.
-
-    AReaL's log-linear approximation: log p = log mu + alpha (log pi - log mu) with alpha =
-    (v_p - v_b) / (v - v_b). v_b is the version that sampled the token (`versions`), v_p the version
-    that the batch found (`version`), v = v_p + 1 the one that is being made. A token of the newest
-    version has p = mu.
-    """
-    age = (version - versions).to(logprobs)
-    return behaviour + age / (age + 1) * (logprobs.detach() - behaviour)
-
-
 # -- estimates of KL(pi || other) from sampled tokens, d = log pi - log other ----------------------
 # Source: Schulman, "Approximating KL divergence" (2020).
 
@@ -205,12 +167,4 @@ def k3(logprobs: Tensor, other: Tensor) -> Tensor:
     return torch.expm1((-difference).clamp(max=LOG_RATIO_BOUND)) + difference
 
 
-def k3_plus(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Return the value of k3 with the gradient of k2 (verl's "k3+")."""
-    gradient = k2(logprobs, other)
-    return k3(logprobs, other).detach() + gradient - gradient.detach()
-
-
-ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = dict(
-    k1=k1, k2=k2, k3=k3, k3_plus=k3_plus
-)
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
