@@ -148,7 +148,6 @@ class Member(Told, frozen=True, kw_only=True):
     silent_s: Number  # since its last message
     stats: Stats = {}
     shares: Stats = {}
-    progress_per_s: Number = 0.0  # recent units of work
 
 
 class Stuck(Told, frozen=True, kw_only=True):

@@ -106,7 +106,7 @@ class Broker:
             case m.RenewLeases() as body:
                 workers.renew(request, body, now)
             case m.Heartbeat() as body:
-                self._beat(request, body, now)
+                self._beat(request, body)
             case m.ReturnTasks() as body:
                 workers.hand_back(request, body)
             case m.LeaseBatch() as body:
@@ -244,9 +244,9 @@ class Broker:
             reason = f"{kind.__name__} is for a {needed}, {peer.name} is a {peer.role}"
             raise NackError("wrong_role", reason, "type")
 
-    def _beat(self, request: Request, body: m.Heartbeat, now: float) -> None:
+    def _beat(self, request: Request, body: m.Heartbeat) -> None:
         peer = self.members.peers[request.header.sender]
-        self.members.beat(peer, body, now)
+        peer.beat(body)
         weights, incarnation = self.members.hub
         ack = m.HeartbeatAck(
             version=self.batches.version,

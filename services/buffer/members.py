@@ -16,7 +16,6 @@ from umbra.proto.bounds import BATCH, MEMBERS
 from umbra.proto.messages import Heartbeat, Join, Member, Role, State, Stuck
 from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import NackError
-from umbra.services.buffer.health import Meter
 from umbra.services.config import BufferConfig
 
 DEPARTED_KEPT = 1024  # names and incarnations that are remembered after their end
@@ -52,19 +51,22 @@ class Participant:
     drained: str = ""  # why it was asked to leave, if so
     stats: dict[str, float] = field(default_factory=dict[str, float])
     shares: dict[str, float] = field(default_factory=dict[str, float])
-    meter: Meter | None = None  # of its progress, from its first heartbeat on
     sound: bool = False  # an answer of it was accepted
     strikes: int = 0  # its faults since the last sound answer
     most: int = BATCH  # tasks at once; 1 if it could not decode those that it got
     granted: int | None = None  # its newest request that got work, as far as is known
     stage: str = ""  # that it asks for as a scorer
 
+    def beat(self, body: Heartbeat) -> None:
+        self.state = body.state
+        self.activity = body.activity
+        self.progress = body.progress
+        self.idle_s = body.idle_s
+        self.stats = dict(body.stats)
+        self.shares = dict(body.shares)
+
     def record(self, now: float) -> Member:
-        return Member(
-            **{name: getattr(self, name) for name in TOLD},
-            silent_s=now - self.heard_at,
-            progress_per_s=0.0 if self.meter is None else self.meter.rate(now),
-        )
+        return Member(**{name: getattr(self, name) for name in TOLD}, silent_s=now - self.heard_at)
 
 
 class Membership:
@@ -146,17 +148,6 @@ class Membership:
         peer.heard_at = now
         peer.confirmed = True
         return peer
-
-    def beat(self, peer: Participant, body: Heartbeat, now: float) -> None:
-        peer.state = body.state
-        peer.activity = body.activity
-        peer.progress = body.progress
-        if peer.meter is None:
-            peer.meter = Meter(body.progress, now)
-        peer.meter.see(body.progress, now)
-        peer.idle_s = body.idle_s
-        peer.stats = dict(body.stats)
-        peer.shares = dict(body.shares)
 
     def remove(self, peer: Participant, why: str) -> None:
         del self.peers[peer.name]

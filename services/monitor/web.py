@@ -74,8 +74,6 @@ def _of_members(look: Look) -> Iterator[Figure]:
     yield "member_idle_seconds", "Without progress.", "member", idle
     meaning = "Share of a member's last 10 s in which it did anything but wait."
     yield "member_busy", meaning, "member", {m.name: busy(m.shares) for m in members if m.shares}
-    progress = {m.name: m.progress_per_s for m in members}
-    yield "member_progress_per_second", "Recent units of work per second.", "member", progress
     shares = {(m.name, name): share for m in members for name, share in m.shares.items()}
     yield "member_share", "Share of a member's last 10 s, by activity.", "member activity", shares
     stats = {(m.name, name): value for m in members for name, value in m.stats.items()}

@@ -4,7 +4,6 @@ import pytest
 from fakes.broker_world import World, trajectory, world
 
 from umbra.proto import messages as m
-from umbra.proto.messages import Heartbeat
 from umbra.proto.records import Task
 from umbra.services.buffer.health import (
     BATCHES,
@@ -278,15 +277,3 @@ def test_the_first_status_has_the_speed_of_what_was_done() -> None:
     rates = run.status.rates
     assert rates.samples_per_s == pytest.approx(4 / 2.0), "of 4 samples, since work began"
     assert rates.steps_per_s == pytest.approx(1 / 2.0)
-
-
-def test_the_progress_of_a_member_has_a_rate() -> None:
-    run = world()
-    (member,) = [m for m in run.status.members if m.name == "a"]
-    assert member.progress_per_s == 0.0
-
-    for second in range(1, 6):
-        run.now = float(second)
-        run.ask("a", Heartbeat(state="ready", activity="x", progress=7 * second, idle_s=0.0))
-    (member,) = [m for m in run.status.members if m.name == "a"]
-    assert member.progress_per_s == pytest.approx(7.0)
