@@ -1,11 +1,9 @@
-"""`umbra init`: asks three questions and writes a run file that fits this machine."""
+"""`umbra init`: writes a run file, a reward and prompts to begin with."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import click
@@ -13,9 +11,8 @@ import tomli_w
 
 from umbra.deploy.shown import shown_path
 from umbra.proto.errors import EXIT_DONE, UsageError
-from umbra.services.modeling.hub import is_hub_name
 from umbra.services.process.files import explained
-from umbra.services.prompts import DATASETS
+from umbra.services.process.host import driver_version
 
 REWARD = '''"""What an answer is worth. The trainer sees nothing else of your task."""
 
@@ -71,7 +68,7 @@ max_staleness = 2                 # no trained token is older than this many ste
 {generator}
 
 [trainer]
-{trainer}
+learning_rate = {rate}
 objective = "tis_opsm"            # docs/algorithms.md has the others
 """
 
@@ -84,58 +81,53 @@ kind = "reward"
 reward = "reward:score"           # def score(prompt, completion, row) in reward.py here"""
 REWARDS = {"function": _FUNCTION, "exact": _EXACT, "math": _MATH}
 
-_CPU = ("slots = 32                        # answers generated at once", "learning_rate = 1e-5")
-_ONE_GPU = ("# shares the GPU with the trainer", "learning_rate = 2e-6")
+_CPU = {
+    "groups": 8,
+    "generator": "slots = 32                        # answers generated at once",
+    "rate": "1e-5",
+}
+_GPU = {
+    "groups": 32,
+    "generator": "count = 1                         # each on a GPU; trainer.ranks train",
+    "rate": "2e-6",
+}
 
 
-def run_file(gpus: int, *, file: str, name: str, model: str, prompts: str, reward: str) -> str:
-    """Return the text of the run file `file` for a machine with `gpus`; half of several train."""
-    generator, trainer = _ONE_GPU if gpus else _CPU
-    if gpus > 1:
-        ranks = gpus // 2
-        generator = f"count = {gpus - ranks}                         # each on a GPU of its own"
-        trainer = f"ranks = {ranks}                         # GPUs that train\nlearning_rate = 1e-6"
+def run_file(*, gpu: bool, file: str, name: str, model: str, prompts: str, reward: str) -> str:
+    """Return the text of the run file `file` for a machine with or without a GPU."""
     keys = {"name": name, "path": model, "prompts": prompts}
     lines = {key: tomli_w.dumps({key: value}).strip() for key, value in keys.items()}
-    environment, groups = REWARDS[reward], 32 if gpus else 8
-    parts = {"generator": generator, "trainer": trainer, "environment": environment}
-    return _RUN.format(file=file, groups=groups, **parts, **lines)
+    return _RUN.format(file=file, environment=REWARDS[reward], **lines, **(_GPU if gpu else _CPU))
 
 
 RUN_FILE, REWARD_FILE, PROMPTS_FILE = "run.toml", "reward.py", "prompts.jsonl"
-DEVICES = Path("/dev")
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path())
-@click.option("--model", help="Its directory, or ORG/NAME on the hub.")
-@click.option("--prompts", help="A file or datasets:NAME:SPLIT.")
-@click.option("--reward", type=click.Choice(list(REWARDS)), help="What answers are worth.")
-@click.option("--gpus", type=click.IntRange(0), help="That will run it.  [default: those here]")
-def command(
-    folder: Path, model: str | None, prompts: str | None, reward: str | None, gpus: int | None
-) -> int:
+@click.option(
+    "--model", default="model", show_default=True, help="Its directory, or ORG/NAME on the hub."
+)
+@click.option("--prompts", help="A file or datasets:NAME:SPLIT.  [default: some sums]")
+@click.option(
+    "--reward", type=click.Choice(list(REWARDS)), default="function", show_default=True,
+    help="What answers are worth.",
+)  # fmt: skip
+def command(folder: Path, model: str, prompts: str | None, reward: str) -> int:
     """Write run.toml, and what it needs, to FOLDER [default: this one]; overwrite nothing.
 
-    Asks for what no flag gives; without a terminal the answers are those in brackets. Without
-    prompts, some sums are written to prompts.jsonl; reward "function" writes reward.py, to be
-    changed. Of several GPUs half train, the others generate.
+    Reward "function" writes reward.py, to be changed. Without --prompts some sums are written to
+    prompts.jsonl. What the machine decides is chosen when the run starts, but for the numbers of
+    answers and the learning rate: they are for a GPU if there is one here.
     """
-    model = _ask("model: its directory, or ORG/NAME on the hub", model, "model")
-    prompts = _ask("prompts: a file, or nothing for an example", prompts, "")
-    if prompts and not prompts.startswith(DATASETS) and not Path(prompts).is_file():
-        raise UsageError(f"--prompts {prompts}: there is no such file")
-    kinds = click.Choice(list(REWARDS))
-    reward = _ask("reward: your own function, or the row's answer", reward, "function", kinds)
-    local = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in DEVICES.iterdir())
     run = shlex.quote(shown_path((folder / RUN_FILE).absolute()))
     texts = {
         RUN_FILE: run_file(
-            local if gpus is None else gpus,
+            gpu=bool(driver_version()),
             file=run,
             name=re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.absolute().name).strip("-.") or "run",
-            model=_from(folder, model),
-            prompts=_from(folder, prompts) or PROMPTS_FILE,
+            model=model,
+            prompts=prompts or PROMPTS_FILE,
             reward=reward,
         )
     }
@@ -152,25 +144,5 @@ def command(
             with (folder / name).open("x", encoding="utf-8") as file:
                 file.write(text)
             click.echo(f"wrote {shown_path((folder / name).absolute())}")
-    if not Path(model).is_dir() and not is_hub_name(model):
-        click.echo(f"{model} is not there yet: hf download NAME --local-dir {model}")
     click.echo(f"next:\n  umbra check {run}\n  umbra up {run}")
     return EXIT_DONE
-
-
-def _ask(
-    question: str, answer: str | None, default: str, kind: click.Choice[str] | None = None
-) -> str:
-    if answer is not None:
-        return answer
-    if not sys.stdin.isatty():
-        return default
-    return str(click.prompt(question, default=default, show_default=bool(default), type=kind))
-
-
-def _from(folder: Path, path: str) -> str:
-    """Return `path` as it is found from the run file, also once both have moved if it lies here."""
-    if not path or path.startswith(DATASETS) or not Path(path).exists() or folder == Path():
-        return path
-    absolute = Path(path).absolute()
-    return os.path.relpath(path, folder) if absolute.is_relative_to(Path.cwd()) else str(absolute)

@@ -29,21 +29,20 @@ def written(*words: str) -> RunConfig:
     return load_config("run.toml", environ={})
 
 
-@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+@pytest.mark.parametrize("gpus", [0, 1, 2])
 @pytest.mark.parametrize("reward", REWARDS)
 def test_every_run_file_is_sound(gpus: int, reward: str, here: Path) -> None:
-    text = run_file(
-        gpus, file="run.toml", name="r", model='a "model"', prompts="p\\q.jsonl", reward=reward
-    )
+    keys = {"name": "r", "model": 'a "model"', "prompts": "p\\q.jsonl", "reward": reward}
+    text = run_file(gpu=gpus > 0, file="run.toml", **keys)
     (here / "run.toml").write_text(text)
     config = load_config("run.toml", environ={})
     check_feasible(config)
     assert list(cautions(config)) == []
     assert (config.model.path, config.data.prompts) == ('a "model"', "p\\q.jsonl")
-    assert (config.trainer.ranks, config.generator.count) == (max(1, gpus // 2), max(1, gpus // 2))
+    assert (config.generator.slots, config.buffer.batch_groups) == ((128, 32) if gpus else (32, 8))
     machine = Machine((80 << 30,) * gpus, vllm=True, cores=8)
     chosen = choose(config, given_keys(load_tree("run.toml", environ={})), machine, 40_960)
-    devices = {0: "auto", 1: "auto", 2: "cuda:1", 8: "cuda:4"}
+    devices = {0: "auto", 1: "auto", 2: "cuda:1"}
     assert chosen.generator.device == devices[gpus]
     assert chosen.generator.engine == ("vllm" if gpus else "torch")
     assert chosen.generator.threads == chosen.trainer.threads == (0 if gpus else 4)
@@ -76,20 +75,9 @@ def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_folder_elsewhere_and_prompts_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    assert cli.main(["init", "new/one", "--prompts", "mine.jsonl", "--model", "later"]) == 0
-    said = capsys.readouterr().out
-    assert "later is not there yet: hf download NAME --local-dir later" in said
-    assert "up new/one/run.toml" in said
+    words = ["--prompts", "mine.jsonl", "--model", "an-org/a-model"]
+    assert cli.main(["init", "new/one", *words]) == 0
+    assert "up new/one/run.toml" in capsys.readouterr().out
     assert sorted(os.listdir("new/one")) == ["reward.py", "run.toml"]
     config = load_config("new/one/run.toml", environ={})
-    assert config.data.prompts == "../../mine.jsonl"  # so that both may move
-    assert cli.main(["init", "third", "--prompts", "none.jsonl"]) == 2
-    assert "--prompts none.jsonl: there is no such file" in capsys.readouterr().err
-    assert not Path("third").exists()
-    words = ["--model", "an-org/a-model", "--prompts", "datasets:an-org/rows", "--gpus", "4"]
-    assert cli.main(["init", "fourth", *words]) == 0
-    assert "is not there yet" not in capsys.readouterr().out
-    config = load_config("fourth/run.toml", environ={})
-    assert config.model.path == "an-org/a-model"
-    assert config.data.prompts == "datasets:an-org/rows"
-    assert (config.trainer.ranks, config.generator.count) == (2, 2)
+    assert (config.model.path, config.data.prompts) == ("an-org/a-model", "mine.jsonl")
