@@ -225,10 +225,10 @@ class GeneratorConfig(Section):
         ge=0,
     )
     threads: int = key(0, "CPU threads; 0 = a share of the cores in `umbra up`, else all", ge=0)
-    kv_policy: Literal["keep", "recompute", "abort", "drain"] = key(
+    kv_policy: Literal["keep", "recompute", "drain"] = key(
         "keep",
-        "sequences in flight at new weights: keep the KV cache, recompute it, abort and resume "
-        "them as partials, or drain (finish them on the old weights first)",
+        "sequences in flight at new weights: keep the KV cache, recompute it, or drain (finish "
+        "them on the old weights first)",
     )
     tensor_parallel: int = key(1, "GPUs (on CPUs: processes) of one engine; vLLM only", ge=1)
     engine_args: dict[str, Any] = key({}, "vLLM's own engine arguments, by their names")

@@ -16,7 +16,7 @@ from umbra.proto.net.task_client import TaskClient
 from umbra.proto.records import Task
 from umbra.services.config import GeneratorConfig
 from umbra.services.generator.activity import Activity, StallWatch
-from umbra.services.generator.engines.engine import EngineError, EngineOutput, KvPolicy
+from umbra.services.generator.engines.engine import EngineError, KvPolicy
 from umbra.services.generator.runner import RolloutRunner, returned
 from umbra.services.weights.receiver import Receiver, StagedVersion
 
@@ -138,13 +138,11 @@ class GeneratorLoop:
         self._buffer.deliver()  # the trainer may wait for just these
         start = self._clock()
         self._watch.waits(f"loading version {staged.version}", self._engine.live)
-        aborted: list[EngineOutput] = []
 
         def apply(staged: StagedVersion) -> None:
             manifest, version = staged.manifest, staged.version
             self._watch.moved(manifest.total_bytes)
-            loading = manifest, staged.data, version, self._kv_policy, staged.guard
-            aborted.extend(self._engine.load(*loading))
+            self._engine.load(manifest, staged.data, version, self._kv_policy, staged.guard)
             self._watch.moved()
 
         loaded = self._receiver.load(staged, apply, RELOAD_S, self._session.stopping)
@@ -153,8 +151,6 @@ class GeneratorLoop:
         end = self._clock()
         self._activity.loaded(start, end, loaded.version)
         self._session.emit("weights", version=loaded.version, commit_s=end - start)
-        # Under policy "abort" they go on at once, as new requests that begin with their own tokens.
-        self._runner.take(aborted)
 
     def _keeps_version(self) -> bool:
         """True while an evaluation of the served version needs us: new weights wait so long.

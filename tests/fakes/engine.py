@@ -66,10 +66,9 @@ class ScriptedEngine:
         version: int,
         kv_policy: KvPolicy,
         guard: SlotGuard | None = None,
-    ) -> list[EngineOutput]:
+    ) -> None:
         self.loads.append((version, kv_policy, bytes(data)))
         self.version = version
-        return self.abort(None) if kv_policy == "abort" else []
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:
         names = list(self._live) if request_ids is None else list(request_ids)

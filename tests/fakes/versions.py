@@ -112,7 +112,7 @@ def load(
     tensors: Iterable[tuple[str, torch.Tensor]],
     version: int,
     kv_policy: Any = "keep",
-) -> list[EngineOutput]:
+) -> None:
     """Have `engine` serve these tensors, in one part."""
     manifest, data = in_memory({name: tensor.detach() for name, tensor in tensors})
-    return engine.load(manifest, data, version, kv_policy)
+    engine.load(manifest, data, version, kv_policy)

@@ -283,11 +283,10 @@ class Fleet:
         self.engine = HttpEngine(self._outline, config, stop_ids=[3], key=key, start_s=start_s)
         return self._stack.enter_context(closing(self.engine))
 
-    def load(self, version: int, policy: str = "keep") -> list[EngineOutput]:
-        aborted = load(self.engine, self.tensors.items(), version, policy)
+    def load(self, version: int) -> None:
+        load(self.engine, self.tensors.items(), version)
         for server in self.servers:
             server.stops_at = 2 * TOKENS
-        return aborted
 
     def start(self, requests: int = 8) -> None:
         """Have version 0 answer some tokens of so many requests, and the rest after a load."""
@@ -324,7 +323,7 @@ def test_versions_change_in_flight_and_both_servers_work(fleet: Fleet) -> None:
     engine = fleet.open()
     assert engine.dtype == "float32"
     fleet.start()
-    assert fleet.load(1) == []
+    fleet.load(1)
     live = list(engine.new_tokens())
     seen = {o.request_id: o for o in engine.peek([*live, "elsewhere"])}
     assert set(seen) == set(live)
@@ -429,7 +428,7 @@ def test_an_abort_hands_back_what_there_is(fleet: Fleet) -> None:
     fleet.start()
     some = engine.abort(["s1", "s2"])
     assert {o.request_id for o in some} == {"s1", "s2"}
-    done = some + fleet.load(1, "abort")
+    done = some + engine.abort()
     assert sorted(o.request_id for o in done) == [f"s{i}" for i in range(8)]
     for output in done:
         check_tokens(output)

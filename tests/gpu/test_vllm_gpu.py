@@ -72,7 +72,7 @@ def test_three_updates_in_flight_keep_every_request(
     outputs: list[EngineOutput] = []
     for version in range(1, VERSIONS):
         outputs += decode(engine, REQUESTS * 12)
-        assert load(engine, served[version], version, policy) == []
+        load(engine, served[version], version, policy)
     outputs += finish(engine)
     assert sorted(o.request_id for o in outputs) == sorted(f"s{i}" for i in range(REQUESTS))
     errors: list[float] = []

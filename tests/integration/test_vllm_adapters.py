@@ -53,7 +53,7 @@ def versions_of(config: RunConfig) -> dict[int, Learner]:
 
 def load(engine: Engine, config: RunConfig, learner: Learner, version: int, policy: Any) -> None:
     manifest, slot = publish(learner, config)
-    assert engine.load(manifest, slot, version, policy) == []
+    engine.load(manifest, slot, version, policy)
 
 
 def in_flight(

@@ -17,7 +17,7 @@ from umbra.services.weights.manifest import Part
 from umbra.services.weights.verify import SlotGuard
 
 FinishReason = Literal["stop", "length", "abort"]
-KvPolicy = Literal["keep", "recompute", "abort"]
+KvPolicy = Literal["keep", "recompute"]
 
 
 class EngineError(UmbraError):
@@ -105,8 +105,8 @@ class Engine(Protocol):
         version: int,
         kv_policy: KvPolicy,
         guard: SlotGuard | None = None,
-    ) -> list[EngineOutput]:
-        """Serve `version` from the next token on; return the requests aborted by policy "abort".
+    ) -> None:
+        """Serve `version` from the next token on.
 
         Args:
             manifest: the layout.

@@ -268,18 +268,13 @@ class TorchEngine:
         version: int,
         kv_policy: KvPolicy,
         guard: SlotGuard | None = None,
-    ) -> list[EngineOutput]:
+    ) -> None:
         """Serve `version` from the next token on; see `Engine.load`."""
         self._weights.load(manifest, data, guard)
         self.version = version
-        aborted: list[_Row] = []
-        if kv_policy == "abort":
-            aborted = [row for row in self._rows if row.tokens]
-            self._rows = [row for row in self._rows if not row.tokens]  # nor is any of them read
         for row in self._rows:
             row.starts.append((version, len(row.tokens)))
             row.unread = row.unread or kv_policy == "recompute"
-        return [row.output("abort") for row in aborted]
 
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:

@@ -158,7 +158,7 @@ class VllmEngine(LoopEngine[Live]):
         version: int,
         kv_policy: KvPolicy,
         guard: SlotGuard | None = None,
-    ) -> list[EngineOutput]:
+    ) -> None:
         """Serve `version` from the next token on; see `Engine.load`.
 
         The workers map a version that lies in shared memory or on their GPU; any other is copied to
@@ -186,7 +186,6 @@ class VllmEngine(LoopEngine[Live]):
                 "are now a mix of two versions, so this generator ends"
             ) from error
         self.version = version
-        return self._aborted(kv_policy)
 
     def new_tokens(self) -> Mapping[str, Sequence[int]]:
         tokens = self._tokens()
@@ -329,8 +328,6 @@ class VllmEngine(LoopEngine[Live]):
             await self._llm.start_weight_update()
 
     async def _resume(self, version: int, kv_policy: KvPolicy) -> None:
-        if kv_policy == "abort":
-            await self._abort(self._open)
         if self._lora is not None:
             await self._llm.update_weight_version(str(version))
         else:

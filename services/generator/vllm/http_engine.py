@@ -147,7 +147,7 @@ class HttpEngine(LoopEngine[Stream]):
         version: int,
         kv_policy: KvPolicy,
         guard: SlotGuard | None = None,
-    ) -> list[EngineOutput]:
+    ) -> None:
         """Have all servers serve `version`; see `Engine.load`.
 
         A server that can't get it is taken out, and gets the newest version when it is back.
@@ -180,7 +180,6 @@ class HttpEngine(LoopEngine[Stream]):
                 raise ChangedError(OVERWRITTEN)
             raise EngineError(f"the load of version {version} broke off: {refusal}") from refusal
         self.version = version
-        return self._aborted(kv_policy)
 
     def new_tokens(self) -> Mapping[str, Sequence[int]]:
         return {stream.request.request_id: stream.tokens for stream in self._open.values()}

@@ -223,10 +223,3 @@ class LoopEngine(Generic[L]):
     def _finished(self, request: EngineRequest, output: EngineOutput) -> None:
         del request
         self._ready.append(output)
-
-    def _aborted(self, kv_policy: engine.KvPolicy) -> list[EngineOutput]:
-        """Return the outputs that a load under `kv_policy` has ended."""
-        if kv_policy != "abort":
-            return []
-        self._collect(0.0)
-        return engine.take(self._ready, lambda output: output.finish_reason == "abort")

@@ -330,16 +330,12 @@ class VllmServer(HttpClient):
             )
         if not self._compared:
             await self._compare(load)
-        live = list(self.streams)
         self._versions[load.label] = load.version
         self._loaded = load
         self.salts.loaded(load.version, keep=load.kv_policy == "keep")
-        if load.kv_policy == "abort":
-            await self.abort(live)
-        else:
-            for stream in live:
-                if not stream.tokens:  # under its salt it would find blocks of old weights
-                    stream.cancel(restarts=True)
+        for stream in self.streams:
+            if not stream.tokens:  # under its salt it would find blocks of old weights
+                stream.cancel(restarts=True)
         await call("/resume", {})
 
     async def _compare(self, load: Load) -> None:
