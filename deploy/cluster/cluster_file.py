@@ -17,7 +17,6 @@ from umbra.proto.errors import UsageError
 from umbra.services.config.loader import SECTIONS, read_run_file
 
 NAME = r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$"  # of hosts; what else needs names makes its own
-LINE = r"^[^\x00-\x1f]*$"
 # What async-rl's settings are called here.
 FOREIGN = {
     **dict.fromkeys(("sperated_node_tasks", "separated_node_tasks"), "groups"),
@@ -26,7 +25,7 @@ FOREIGN = {
 
 
 Text = Annotated[str, Meta(min_length=1)]
-Line = Annotated[str, Meta(pattern=LINE)]
+SbatchOption = Annotated[str, Meta(pattern=r"^--[a-z][a-z-]*(=[^\x00-\x1f]*)?$")]
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,15 +56,6 @@ class Port(IntEnum):
     RENDEZVOUS = 6  # where the ranks of a trainer over several nodes meet
 
 
-class SlurmSpec(_Table, frozen=True):
-    """Options for sbatch besides nodes; empty ones are the site's default."""
-
-    time: Line = ""  # longest run time, as sbatch takes it: 1-12:00:00
-    account: Line = ""
-    partition: Line = ""
-    options: list[Annotated[str, Meta(pattern=r"^--[a-z][a-z-]*(=[^\x00-\x1f]*)?$")]] = []
-
-
 def planner() -> str:
     """Return uid:gid of the planning user, to whom the files belong; the images' user for root."""
     return f"{os.geteuid()}:{os.getegid()}" if os.geteuid() else "10001:10001"
@@ -86,7 +76,7 @@ class ClusterSpec(_Table, frozen=True):
     )  # uid:gid of the processes in containers
     shm_gib: Annotated[int, Meta(ge=1)] = 16  # per node, for the weights' versions
     network: Literal["bridge", "host"] = "bridge"  # publish the run's ports, or the host's (NCCL)
-    slurm: SlurmSpec = SlurmSpec()
+    slurm_options: list[SbatchOption] = []  # such as --time=1-12:00:00, besides those for nodes
     inputs_claim: str = ""  # of Kubernetes, with models and prompts; empty = the nodes' own paths
 
     def port(self, kind: Port) -> int:
@@ -147,14 +137,12 @@ def load_cluster(path: Path) -> ClusterFile:
 def _convert(kind: type[S], values: Any, source: str) -> S:
     if not isinstance(values, Mapping):
         raise UsageError(f"{source} must be a table")
-    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    for key, value in values.items():
+    for key in values:
         if key in FOREIGN:
             raise UsageError(f"{source}.{key} is async-rl's: write {FOREIGN[key]}")
-        if key not in fields:
-            raise UsageError(f"{source}: unknown key {key}{nearest(key, list(fields))}")
-        if isinstance(fields[key], type) and issubclass(fields[key], msgspec.Struct):
-            _convert(fields[key], value, f"{source}.{key}")
+        if key not in kind.__struct_fields__:
+            known = list(kind.__struct_fields__)
+            raise UsageError(f"{source}: unknown key {key}{nearest(key, known)}")
     try:
         return msgspec.convert(dict(values), kind)
     except msgspec.ValidationError as error:

@@ -164,21 +164,18 @@ def _components(plan: Plan) -> list[list[Node]]:
 
 
 def _options(plan: Plan, components: list[list[Node]], file: str) -> Iterator[str]:
-    slurm, folder = plan.cluster.slurm, file.rpartition("/")[0]  # is there when the job begins
+    folder = file.rpartition("/")[0]  # is there when the job begins
     yield _option("job-name", f"umbra-{plan.config.run.name}")
     yield _option("output", f"{_pattern(folder)}/slurm-%j.log")
     yield "#SBATCH --open-mode=append\n#SBATCH --requeue\n"
     for index, nodes in enumerate(components):
         yield "#SBATCH hetjob\n" if index else ""
-        for name in ("time", "account", "partition"):
-            if value := getattr(slurm, name):
-                yield _option(name, value)
         yield f"#SBATCH --nodes={len(nodes)}\n#SBATCH --exclusive\n#SBATCH --mem=0\n"
         if nodes[0].gpus:
             yield f"#SBATCH --gpus-per-node={nodes[0].gpus}\n"
         # A lost node does not end the job; the steps are told of the time limit before it comes.
         yield f"#SBATCH --no-kill\n#SBATCH --signal=TERM@{DRAIN_S}\n"
-        for option in slurm.options:
+        for option in plan.cluster.slurm_options:
             name, _, value = option.removeprefix("--").partition("=")
             yield _option(name, value) if value else f"#SBATCH --{name}\n"
 

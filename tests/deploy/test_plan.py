@@ -252,7 +252,10 @@ def edited(old: str, new: str, more: str = "") -> str:
         ("two nodes have the name a", GOOD + '[[nodes]]\nname = "a"\naddress = "i"\n'),
         ("cluster.broker = c is no node", edited("groups", "broker = 'c'\ngroups")),
         ("there are no nodes", "[cluster]\n"),
-        ("cluster.slurm: unknown key times; did you mean", GOOD + "[cluster.slurm]\ntimes = '1'\n"),
+        (
+            "cluster.slurm_options[0]: expected `str` matching regex",
+            edited("groups", "slurm_options = ['time=1']\ngroups"),
+        ),
         (
             "two nodes are a-b where no dots are allowed",
             edited('"a"', '"a.b"', '[[nodes]]\nname = "a-b"\naddress = "i"\n'),

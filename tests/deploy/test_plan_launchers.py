@@ -13,7 +13,7 @@ import yaml
 from fakes.clusters import PLANS, SCHEMAS, parse_planned, plan_of, plans, render, run_config
 from fakes.slowness import limit
 
-from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node, SlurmSpec
+from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node
 from umbra.deploy.cluster.containers import keys_command
 from umbra.deploy.cluster.plan import Plan, make_plan
 from umbra.proto.errors import UsageError
@@ -274,9 +274,8 @@ def test_scripts_are_valid_shell_and_ask_for_what_plans_need(plan: Plan, tmp_pat
 
 
 def test_a_script_says_what_the_cluster_file_says_about_slurm() -> None:
-    options = ["--constraint=a100&ib"]
-    slurm = SlurmSpec(time="1-00:00:00", account="lab 7", partition="gpu", options=options)
-    plan = plan_of(1, 2, overrides=('run.name=a "b" 50%',), slurm=slurm)
+    options = ["--time=1-00:00:00", "--account=lab 7", "--constraint=a100&ib"]
+    plan = plan_of(1, 2, overrides=('run.name=a "b" 50%',), slurm_options=options)
     text = render(plan, "slurm", out=Path("/shared/100%/my plan"))["run.sbatch"]
     first, second = text.split("#SBATCH hetjob\n")
     for line in ('--time="1-00:00:00"', '--account="lab 7"', '--constraint="a100&ib"'):

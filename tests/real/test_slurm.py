@@ -155,8 +155,7 @@ CLUSTER = """
 [cluster]
 groups = ["train", "generate"]
 ratios = [0.34, 0.66]
-[cluster.slurm]
-time = "2:00:00"
+slurm_options = ["--time=2:00:00"]
 """
 THREE = {"x1": 0, "x2": 0, "x3": 0}
 # Submits the run and waits for its fifth step.
