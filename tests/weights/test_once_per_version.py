@@ -1,10 +1,11 @@
-"""Planes that handle a version once for all receivers that wait for it."""
+"""Planes cuda_ipc, whose hub uploads a version once for all that wait for it, and shm."""
 
 import os
 import threading
 import time
 from contextlib import closing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fakes.hub_bench import LAYOUT, PACE, PROGRAMS, WAIT_S
@@ -20,7 +21,7 @@ from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.worker import GpuWorkerProcess, result
 from umbra.services.weights.manifest import build_manifest, checksums
 from umbra.services.weights.planes.cuda_ipc import IpcHub
-from umbra.services.weights.planes.plane import OncePerVersion, Settled, ShmHub, ShmReceiver
+from umbra.services.weights.planes.plane import ShmReceiver
 from umbra.services.weights.verify import SlotGuard
 
 
@@ -28,21 +29,19 @@ def prepare(version: int) -> Prepare:
     return Prepare(epoch=1, version=version, slot=version % 2, checksums=[version])
 
 
-class Handling(OncePerVersion):
-    plane = "test"
-
+class Uploading(IpcHub):
     def __init__(self) -> None:
         self.may_end = threading.Semaphore(0)
         self.begun: list[int] = []
         self.woken = threading.Event()
-        super().__init__(self.woken.set)
+        super().__init__(Mock(), PACE, self.woken.set)
 
-    def handle(self, prepare: Prepare) -> bytes:
+    def _upload(self, prepare: Prepare) -> bytes:
         self.begun.append(prepare.version)
         assert self.may_end.acquire(timeout=WAIT_S)
         if prepare.version == 9:
             raise PeerLostError("damaged")
-        return b""
+        return b"handle"
 
     def wants(self, **versions: int) -> None:
         for name, version in versions.items():
@@ -57,42 +56,22 @@ class Handling(OncePerVersion):
         return [(s.receiver, s.prepare.version, s.error) for s in self.poll(0.0)]
 
 
-def test_who_waits_shares_what_is_done_and_who_comes_later_does_not() -> None:
-    hub = Handling()
+def test_who_waits_shares_an_upload_and_who_comes_later_has_it() -> None:
+    hub = Uploading()
     hub.wants(a=0, b=0, late=2)
     hub.left("b")
     assert hub.ended() == [("a", 0, "")]
     hub.wants(c=2)
     assert hub.ended() == [("late", 2, ""), ("c", 2, "")]
-    hub.wants(d=2)
-    assert hub.ended() == [("d", 2, "")]
+    assert [s.prepare.memory for s in hub.prepare("d", prepare(2), 0.0)] == [b"handle"]
     hub.wants(a=9, b=4)
     assert hub.ended() == [("a", 9, "damaged")], "b waits for another one"
     hub.granted(0)
     assert hub.ended() == [], "its bytes may be of two versions"
     hub.granted(1)
     assert hub.ended() == [("b", 4, "")]
-    assert hub.begun == [0, 2, 2, 9, 4, 4]
+    assert hub.begun == [0, 2, 9, 4, 4]
     hub.close()
-
-
-def test_a_damaged_version_is_named_and_one_given_up_is_not_read() -> None:
-    arena = Arena.anonymous(slot_bytes=LAYOUT.total_bytes, slots=1)
-    hub = ShmHub()
-    hub.layout(arena, LAYOUT)
-    sums = checksums(LAYOUT, arena.slot(0))
-    message = Prepare(epoch=1, version=0, slot=0, checksums=sums)
-
-    def outcome(prepare: Prepare) -> Settled:
-        hub.prepare("a", prepare, 0.0)
-        return until(lambda: hub.poll(0.0), lambda: hub)[0]
-
-    assert outcome(message) == Settled("a", message)
-    arena.slot(0)[5000] ^= 1
-    assert "checksum of bucket 1 [4032, 8064) is wrong" in outcome(message).error
-    hub.close()
-    with pytest.raises(PeerLostError, match="was cancelled"):
-        hub.handle(message)
 
 
 def test_a_receiver_of_shared_memory_says_what_is_wrong_with_it(run_id: str) -> None:

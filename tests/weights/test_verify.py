@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from random import Random
 
 import pytest
-from fakes.hub_bench import WAIT_S, Bench, content, publish, push, take
+from fakes.hub_bench import LAYOUT, WAIT_S, Bench, content, publish, push, take
 
 from umbra.proto.errors import PeerLostError
 from umbra.services.weights.arena import Arena
@@ -191,7 +191,7 @@ def test_bytes_that_something_else_changed_are_never_served(bench: Bench, when: 
     engine = Engine(bench)
 
     def spoil(staged: StagedVersion) -> None:
-        if staged.version == 0:
+        if staged.version == 0 and engine.loads <= 1:
             damage(staged)
             threading.Timer(0.2, publish, (engine.publisher, 1)).start()
 
@@ -202,6 +202,25 @@ def test_bytes_that_something_else_changed_are_never_served(bench: Bench, when: 
     else:
         engine.under = spoil
     assert engine.load(staged) == 1
+
+
+def test_a_slot_that_is_damaged_before_it_is_published_is_never_served(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(bench)
+    slot = engine.publisher.slot(0, WAIT_S)
+    slot[:] = content(0)
+    sums = checksums(LAYOUT, slot)
+    slot[5000] ^= 1
+    engine.publisher.publish(0, 0.0, sums)
+
+    def go_on(staged: StagedVersion) -> None:
+        if engine.loads == 1:
+            publish(engine.publisher, 1)
+
+    engine.under = go_on
+    assert engine.load() == 1
+    assert "version 0 changed under the load: checksum of bucket 1" in caplog.text
 
 
 def test_an_engine_with_half_a_version_ends_with_the_run(bench: Bench) -> None:

@@ -1,7 +1,7 @@
 """Planes: ways for the bytes of a version to get from the hub to a receiver, and their choice.
 
 Plane `shm` is here: engines load versions from the hub's arena in /dev/shm, and nothing is copied
-before. The hub verifies a version where it lies, once for all receivers of its host.
+or read before. The engine's bytes are verified after the load.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from umbra.proto.errors import PeerLostError, RejectedError, StartupError, UmbraError, UsageError
+from umbra.proto.errors import RejectedError, StartupError, UmbraError, UsageError
 from umbra.proto.messages import Prepare, Ready, Subscribe, Subscribed
 from umbra.proto.records import GpuFacts, Manifest
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import cuda_unavailable, nccl_unavailable
 from umbra.services.weights.manifest import Part
-from umbra.services.weights.verify import OVERWRITTEN, THREADS, Checksums, SlotGuard
+from umbra.services.weights.verify import OVERWRITTEN, SlotGuard
 
 log = logging.getLogger(__name__)
 
@@ -159,85 +159,13 @@ class Background(Generic[T]):
         self._thread.shutdown()
 
 
-Content = tuple[int, Sequence[int]]
-"""A version in the arena: its slot, and the checksum of every bucket."""
-
-
-class OncePerVersion(HubEnd):
-    """The hub's end of a plane that handles a version once for all receivers that wait for it."""
-
-    def __init__(self, wake: Callable[[], object] = lambda: None) -> None:
-        self._thread: Background[bytes] = Background(f"umbra-{self.plane}", wake)
-        self._layout: tuple[Arena, Manifest] | None = None
-        self._waiting: dict[str, Prepare] = {}
-        self._content: Content | None = None  # under way
-
-    def layout(self, arena: Arena, manifest: Manifest) -> None:
-        self._thread.finish(cancel=True)
-        self._layout, self._content = (arena, manifest), None
-
-    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
-        self._waiting[name] = prepare
-        return ()
-
-    def left(self, name: str) -> None:
-        self._waiting.pop(name, None)
-
-    def granted(self, slot: int) -> None:
-        if self._content is not None and self._content[0] == slot:
-            self._content = None  # its bytes may be of two versions
-
-    def poll(self, now: float) -> list[Settled]:
-        """Return the Prepares whose version was handled, or could not be."""
-        outcomes: list[Settled] = []
-        done = self._thread.take()
-        if done is not None:
-            content, self._content = self._content, None
-            self.handled(content, done)
-            error = str(done) if isinstance(done, UmbraError) else ""
-            if error:
-                log.warning("plane %s: %s", self.plane, error)
-            for name, prepare in list(self._waiting.items()):
-                if (prepare.slot, prepare.checksums) == content:
-                    del self._waiting[name]
-                    outcomes.append(Settled(name, self.complete(prepare), error))
-        if self._waiting and not self._thread.busy:
-            prepare = next(iter(self._waiting.values()))
-            self._content = prepare.slot, prepare.checksums
-            self._thread.start(lambda: self.handle(prepare))
-        return outcomes
-
-    def close(self) -> None:
-        self._thread.close()
-
-    def handle(self, prepare: Prepare) -> bytes:
-        """Handle a version, on the thread; an UmbraError fails its push."""
-        raise NotImplementedError
-
-    def handled(self, content: Content | None, done: bytes | UmbraError) -> None:
-        """Note what `handle` has returned or raised; `content` is None if it is overwritten."""
-
-    def complete(self, prepare: Prepare) -> Prepare:
-        return prepare
-
-
-class ShmHub(OncePerVersion):
-    """The hub's end: receivers get the arena's path when they subscribe, and verified versions."""
+class ShmHub(HubEnd):
+    """The hub's end: receivers get the arena's path when they subscribe, and load from there."""
 
     plane = "shm"
 
-    def handle(self, prepare: Prepare) -> bytes:
-        """Verify a version where it lies."""
-        assert self._layout is not None
-        arena, manifest = self._layout
-        sums = Checksums(manifest, arena.slot(prepare.slot), THREADS)
-        for _, end in manifest.buckets:
-            if self._thread.cancelled.is_set():
-                raise PeerLostError("its verification was cancelled")
-            sums.until(end)
-        if wrong := sums.wrong(prepare.checksums):
-            raise PeerLostError(wrong)
-        return b""
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
+        return (Settled(name, prepare),)
 
 
 class ShmReceiver:
