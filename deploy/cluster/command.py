@@ -15,7 +15,7 @@ from umbra.deploy.cluster.plan import Plan, make_plan
 from umbra.deploy.cluster.slurm import slurm_files
 from umbra.deploy.prepare.preflight import load_given, run_file_argument, set_option
 from umbra.deploy.run_folder import new_run_id
-from umbra.proto.access import KEY_ROLES, KeyRole
+from umbra.proto.access import KEY_ROLES
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.proto.net.keys import FOLDER, SECRET, make_keys
 from umbra.services.config import RunSection
@@ -95,19 +95,15 @@ def command(
     "folder", type=click.Path(path_type=Path, file_okay=False),
     default=Path(RunSection().dir) / FOLDER,
 )  # fmt: skip
-@click.option(
-    "--role", "roles", type=click.Choice(KEY_ROLES), multiple=True,
-    help="Only the key of this role.  [default: all]",
-)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace keys that are there.")
-def keys(folder: Path, roles: tuple[KeyRole, ...], force: bool) -> int:
+def keys(folder: Path, force: bool) -> int:
     """Make the CURVE keys of a run in FOLDER [default: runs/keys], a pair for each role.
 
     `umbra up` uses runs/keys as it is; everything else needs --keys FOLDER. A node needs all
     `.key` files, and the `.key_secret` of the roles that run on it and of no other.
     """
-    pairs = make_keys(folder, roles or KEY_ROLES, force=force)
-    click.echo(f"{folder}: keys of {', '.join(pairs)}")
+    make_keys(folder, force=force)
+    click.echo(f"{folder}: keys of {', '.join(KEY_ROLES)}")
     click.echo(f"each process needs every .key file and the {SECRET} of its own role")
     return EXIT_DONE
 

@@ -77,14 +77,12 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def make_keys(
-    folder: Path, roles: Sequence[KeyRole] = KEY_ROLES, *, force: bool = False
-) -> Sequence[KeyRole]:
-    """Make a pair for each of `roles`, which are returned; the folder is for its owner only.
+def make_keys(folder: Path, *, force: bool = False) -> None:
+    """Make a pair for each role; the folder is for its owner only.
 
     UsageError if there are keys already and `force` is not set, or it cannot be written to.
     """
-    files = [folder / f"{role}{suffix}" for role in roles for suffix in (PUBLIC, SECRET)]
+    files = [folder / f"{role}{suffix}" for role in KEY_ROLES for suffix in (PUBLIC, SECRET)]
     present = next((file for file in files if file.exists()), None)
     if present is not None and not force:
         raise UsageError(
@@ -94,12 +92,11 @@ def make_keys(
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-        for role in roles:
+        for role in KEY_ROLES:
             for file in create_certificates(folder, role):
                 Path(file).chmod(0o600)
     except OSError as error:
         raise UsageError(f"cannot write keys to {folder}: {error.strerror}") from error
-    return roles
 
 
 def load_keys(folder: Path, role: KeyRole) -> Keys:
@@ -111,8 +108,8 @@ def load_keys(folder: Path, role: KeyRole) -> Keys:
     roles: dict[KeyRole, bytes] = {role: _read(folder / f"{role}{PUBLIC}")[0] for role in KEY_ROLES}
     if roles[role] != public:
         raise UsageError(
-            f"{folder}: {role}{PUBLIC} and {role}{SECRET} are not of one pair: remake both with "
-            f"`umbra keys {folder} --role {role} --force`"
+            f"{folder}: {role}{PUBLIC} and {role}{SECRET} are not of one pair: copy both from the "
+            f"folder that `umbra keys` made"
         )
     return Keys(role, public, secret, roles)
 
