@@ -102,7 +102,7 @@ def for_hardware(config: RunConfig, set_keys: Collection[str], machine: Machine)
 
     Loads torch where a GPU is shared.
     """
-    resolved = choose(config, set_keys, machine, longest := positions(config.model.name))
+    resolved = choose(config, set_keys, machine, longest := positions(config.model.path))
     kind = kind_of(config.trainer.device, gpu=bool(machine.gpus))
     fault = "; ".join(config.trainer.device_faults(kind))  # once `auto` is decided
     faults = [f"on a {'GPU' if kind == 'cuda' else 'CPU'}, {fault}"] if fault else []

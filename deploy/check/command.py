@@ -22,10 +22,8 @@ from umbra.services.config import RunConfig
 from umbra.services.config.loader import as_dict, given_keys, load_config, to_toml
 from umbra.services.config.rules import cautions, describe_staleness, device_faults
 from umbra.services.generator.checks import check_chat
-from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.modeling.pretrained import import_without_torch
 from umbra.services.process.files import named_run
-from umbra.services.reporting import size
 
 
 @click.command()
@@ -139,12 +137,11 @@ def _show(run: RunConfig, as_json: bool) -> int:
 
 
 def _summary(run: RunConfig, changes: list[str], needed: Estimate | None) -> list[str]:
-    name, buffer, trainer = run.model.name, run.buffer, run.trainer
-    missing = missing_bytes(name, "model.path") if is_hub_name(name) else 0
+    buffer, trainer = run.buffer, run.trainer
     groups, answers = buffer.batch_groups, buffer.group_size
     pieces = ", ".join(f"{key} = {value}" for key, value in trainer.chosen.items())
     rows = {
-        "model": f"{name}{f' ({size(missing)} to download)' if missing else ''}",
+        "model": run.model.path,
         "prompts": run.data.prompts or ", ".join(one.prompts for one in run.environments),
         "batch": f"{groups} groups of {answers} = {groups * answers}",
         "objective": f"{trainer.objective}{f' with {pieces}' if pieces else ''}",

@@ -115,7 +115,7 @@ def read_sizes(config: RunConfig) -> ModelSizes:
         raise UsageError("model.path is empty: name a directory with the model's config.json")
     names, frozen = {*config.scorer.models.values()}, replace(config.trainer, lora_rank=0)
     teachers = (_model_sizes(config, name, "scorer.model", frozen) for name in sorted(names))
-    policy = _model_sizes(config, config.model.name, "model.path", config.trainer)
+    policy = _model_sizes(config, config.model.path, "model.path", config.trainer)
     return replace(policy, teachers=tuple(teachers))
 
 

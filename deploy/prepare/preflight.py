@@ -24,7 +24,7 @@ from umbra.services.config.rules import check_feasible
 from umbra.services.generator.vllm.http_client import check_private
 from umbra.services.modeling import architectures
 from umbra.services.modeling.architectures import check_architecture
-from umbra.services.modeling.hub import is_hub_name, missing_bytes
+from umbra.services.modeling.hub import check_weights, is_hub_name
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.run_file import located
 from umbra.services.prompts import read_source
@@ -66,7 +66,7 @@ def check_run(config: RunConfig, *, download: bool = True) -> None:
     """
     check_feasible(config)
     _check_security(config)
-    model = _model_dir(config.model.name, "model.path", download=download)
+    model = _model_dir(config.model.path, "model.path", download=download)
     check_architecture(model, checked=config.model.checked)
     architectures.check_heads(architectures.read_config(model), config.trainer.sequence_parallel)
     architectures.check_experts(architectures.read_config(model), config.trainer.expert_parallel)
@@ -89,7 +89,7 @@ def _model_dir(name: str, key: str, *, tokenizer: bool = True, download: bool) -
     """Return a model's directory; without `download` weights need only be on the hub."""
     directory = check_model_dir(name, key, tokenizer=tokenizer, weights=download)
     if is_hub_name(name) and not download:
-        missing_bytes(name, key)
+        check_weights(name, key)
     return directory
 
 

@@ -22,12 +22,10 @@ from umbra.proto.sockets import check_port_free
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.config.rules import cautions
-from umbra.services.modeling.hub import is_hub_name, missing_bytes
 from umbra.services.process.child import child_environ
 from umbra.services.process.command import SignalCounter
 from umbra.services.process.files import named_run
 from umbra.services.process.fork_server import ForkServer
-from umbra.services.reporting import size
 
 SIGNALLED = 128  # exit codes above it are of signals
 
@@ -59,9 +57,6 @@ def up(run_file: Path, overrides: tuple[str, ...], as_json: bool, quiet: bool) -
             run_file = before.config
         config, tree = preflight.load_given(run_file, overrides)
         extension = check_extension(before, config) if before and before.has_ended() else ""
-        name = config.model.name
-        if is_hub_name(name) and (missing := missing_bytes(name, "model.path")):
-            preflight.note(f"model: {size(missing)} of weights to download")
         config, changes = ready(config, tree)  # before a folder is made
         search = preflight.search_path(run_file)
         for endpoint in preflight.run_endpoints(config):

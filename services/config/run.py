@@ -32,8 +32,11 @@ class RunSection(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = key("", "Hugging Face model directory, tokenizer included, or ORG/NAME on the hub")
-    revision: str = key("", "branch, tag or commit on the hub; empty = main. A run pins the commit")
+    path: str = key(
+        "",
+        "Hugging Face model directory, tokenizer included, or ORG/NAME or ORG/NAME@REVISION on the "
+        "hub: a branch, tag or commit, else main. A run pins the commit",
+    )
     trust_remote_code: bool = key(
         False,
         "run the Python code that the model brings for its tokenizer; code for the model itself "
@@ -50,11 +53,6 @@ class ModelConfig(Section):
         "family's name, vllm/TOOLS or vllm/TOOLS+REASONING",
         min_length=1,
     )
-
-    @property
-    def name(self) -> str:
-        """Return the name to load it by: the directory, or ORG/NAME[@REVISION]."""
-        return f"{self.path}@{self.revision}" if self.revision else self.path
 
 
 class DataConfig(Section):

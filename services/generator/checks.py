@@ -67,10 +67,10 @@ def open_chat(config: RunConfig, model: Any = None, source: str = "model.path") 
     """
     from umbra.services.modeling.chat import Chat  # brings Transformers
 
-    tokenizer = load_tokenizer(config.model.name, source, trust=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(config.model.path, source, trust=config.model.trust_remote_code)
     named = named_tokens(tokenizer, config.sampling.stop_tokens)
     if model is None:
-        directory = check_model_dir(config.model.name, source, weights=False)
+        directory = check_model_dir(config.model.path, source, weights=False)
         with loading(directory, source):
             generation = read_generation(directory, read_transformers_config(directory))
         model = SimpleNamespace(generation_config=generation)
@@ -118,7 +118,7 @@ def check_model(config: RunConfig, rows: RowsToTry) -> list[str]:
     """
     from umbra.services.modeling.models import outline_model  # brings torch
 
-    outline = outline_model(config.model.name, checked=config.model.checked)
+    outline = outline_model(config.model.path, checked=config.model.checked)
     if config.trainer.lora_rank:
         from umbra.services.modeling.lora import add_adapter
 

@@ -61,7 +61,7 @@ def evaluate_model(
             f"{groups[0].where}.reward_scope = group needs the scorers of a run, which this "
             "command has not: set eval.prompts in the run, or use `umbra eval --broker`"
         )
-    model = replace(config.model, path=str(path), revision="")
+    model = replace(config.model, path=str(path))
     settings = replace(config, model=model, trainer=TrainerConfig())  # all of it is in `path`
     opened = open_torch(settings, config.run.seed, "MODEL")
     engine, chat = opened.engine, opened.chat

@@ -90,7 +90,7 @@ def _subscribe(session: Session, config: RunConfig, opened: OpenEngine) -> Recei
         UsageError: the trainer serves another dtype than the engine computes in.
     """
     session.progress("waiting for the weight hub", 0)
-    limit_s = config.weight_hub.first_version_s(weights_bytes(config.model.name))
+    limit_s = config.weight_hub.first_version_s(weights_bytes(config.model.path))
     channel = session.weights(deadline_s=limit_s)
     planes = open_planes(config.weight_hub, opened.device, opened.allocate, opened.gpus)
     receiver = Receiver(channel, planes, dtype=opened.dtype)

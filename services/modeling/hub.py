@@ -10,7 +10,6 @@ import importlib
 import json
 import re
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,11 +56,9 @@ def _refuse_misspelt(text: str, source: str, folder: Path) -> None:
     """Raise a UsageError for a name without a revision whose first part is a folder in `folder`."""
     here = folder / text
     if looks_like_name(text) and "@" not in text and here.parent.is_dir() and not here.exists():
-        near = get_close_matches(here.name, [path.name for path in here.parent.iterdir()], n=1)
-        meant = f" (did you mean {Path(text).parent / near[0]}?)" if near else ""
         raise UsageError(
             f"{source}: {text} is taken for a path, as {Path(text).parent} is a folder in "
-            f"{here.parent.parent.resolve()}, and it is not there{meant}; for the model of that "
+            f"{here.parent.parent.resolve()}, and it is not there; for the model of that "
             f"name on the hub write {text}@main"
         )
 
@@ -91,25 +88,23 @@ def fetch(text: str, source: str, *, weights: bool = True, code: bool = False) -
     if folder := _cached(name, patterns, weights=weights):
         return folder
     if weights:
-        missing_bytes(str(name), source)  # refuses a model without safetensors early
+        check_weights(str(name), source)
     folder = Path(_snapshot(name, patterns, source))
     if weights and not _has_weights(folder):
         raise UsageError(f"{source}: {name} lacks weights that its index names, or has none")
     return folder
 
 
-def missing_bytes(text: str, source: str) -> int:
-    """Return how many bytes of weights are not in the cache yet; raises as `fetch`."""
+def check_weights(text: str, source: str) -> None:
+    """Raise as `fetch` if a model has no safetensors weights, before any are downloaded."""
     name = HubName.of(text)
     if name.pinned and _cached(name, [*SMALL, *WEIGHTS], weights=True):
-        return 0
-    weights = _snapshot(name, WEIGHTS, source, dry_run=True)
-    if not weights:
+        return
+    if not _snapshot(name, WEIGHTS, source, dry_run=True):
         raise UsageError(
             f"{source}: {name} has no safetensors weights: choose a model that has, or convert it "
             "and name its directory"
         )
-    return sum(file.file_size or 0 for file in weights if file.will_download)
 
 
 def _cached(name: HubName, patterns: list[str], *, weights: bool) -> Path | None:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from umbra.proto.errors import UsageError
 from umbra.proto.net.keys import FOLDER
-from umbra.services.config import ModelConfig, RunConfig
+from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 from umbra.services.modeling.hub import HubName, is_hub_name, looks_like_name, pin
 from umbra.services.process.parent import SEARCH_VARIABLE
@@ -73,38 +72,25 @@ def located(
         return name
 
     def model(name: str, key: str) -> str:
+        if looks_like_name(name) and HubName.of(name).pinned:
+            return name  # whatever has come to lie there since
         if not is_hub_name(name, run_file.parent):
             return file(name)
-        return str(pin(name, key, run_file.parent)) if pins else name
-
-    def policy(own: ModelConfig) -> ModelConfig:
-        if looks_like_name(own.path) and HubName.of(own.name).pinned:
-            return own  # whatever has come to lie there since
-        if not is_hub_name(own.path, run_file.parent):
-            if own.revision and own.path:
-                raise UsageError(
-                    f"model.revision = {own.revision} is for models on the hub, and model.path is "
-                    f"the directory {file(own.path)}: remove it"
-                )
-            return replace(own, path=file(own.path))
         if not pins:
-            return own
-        if "@" in own.path and own.revision:
-            raise UsageError(
-                f"model.path = {own.path} names a revision, and model.revision = {own.revision} "
-                "does too: remove one of them"
-            )
-        name = pin(own.name, "model.path", run_file.parent)
-        if name != HubName.of(own.name):
-            say(f"model: {name.repo}, commit {name.revision}")
-        return replace(own, path=name.repo, revision=name.revision)
+            return name
+        pinned = pin(name, key, run_file.parent)
+        say(f"{key}: {pinned.repo}, commit {pinned.revision}")
+        return str(pinned)
 
+    own = config.model
     usual = Path(config.run.dir).absolute() / FOLDER
     scored = config.scorer.model
     keys = config.security.keys or (str(usual) if usual.is_dir() else "")
     return replace(
         config,
-        model=replace(policy(config.model), chat_template=file(config.model.chat_template)),
+        model=replace(
+            own, path=model(own.path, "model.path"), chat_template=file(own.chat_template)
+        ),
         environment=replace(config.environment, python=program(config.environment.python)),
         environments=tuple(
             replace(one, python=program(one.python), prompts=source(one.prompts))
@@ -115,7 +101,7 @@ def located(
             config.scorer,
             model=model(scored, "scorer.model")
             if isinstance(scored, str)
-            else {name: model(own, "scorer.model") for name, own in scored.items()},
+            else {name: model(path, "scorer.model") for name, path in scored.items()},
         ),
         critic=replace(config.critic, path=model(config.critic.path, "critic.path")),
         eval=replace(config.eval, prompts=source(config.eval.prompts)),

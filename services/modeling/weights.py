@@ -155,7 +155,7 @@ def put_adapter(model: Any, config: RunConfig) -> AdapterFacts | None:
     if config.trainer.lora_publish == "merged":
         return None
     add_adapter(model, config.trainer, config.run.seed)
-    return adapter_facts(config.trainer, weights_checksum(config.model.name))
+    return adapter_facts(config.trainer, weights_checksum(config.model.path))
 
 
 def _check_adapter(adapter: AdapterFacts | None, own: AdapterFacts | None) -> None:

@@ -121,12 +121,12 @@ def check_tokens(config: RunConfig, path: str) -> None:
     Raises:
         UsageError: the hashes of the two vocabularies, ids included, differ.
     """
-    if path == config.model.name:
+    if path == config.model.path:
         return
     hashes = [
         xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(tokenizer.get_vocab().items())))
         for tokenizer in (
-            load_tokenizer(config.model.name, trust=config.model.trust_remote_code),
+            load_tokenizer(config.model.path, trust=config.model.trust_remote_code),
             load_tokenizer(path, "scorer.model", trust=config.model.trust_remote_code),
         )
     ]

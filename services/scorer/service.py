@@ -168,7 +168,7 @@ def reward_worker(config: RunConfig) -> RewardWorker:
     from umbra.services.modeling.chat import Chat
     from umbra.services.modeling.pretrained import load_tokenizer, named_tokens
 
-    tokenizer = load_tokenizer(config.model.name, trust=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(config.model.path, trust=config.model.trust_remote_code)
     stops = named_tokens(tokenizer, config.sampling.stop_tokens) | {tokenizer.eos_token_id} - {None}
     wake = threading.Event()
     return RewardWorker(
@@ -204,12 +204,12 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
             check_tokens(config, path)
             return LogprobWorker(model_of(path, source), config.trainer, max_tokens=longest)
 
-        models = scorer.models or {"": config.model.name}
+        models = scorer.models or {"": config.model.path}
         workers = {name: reference(path) for name, path in models.items()}
         context.ready({"stage": stage, "model": ", ".join(dict.fromkeys(models.values()))})
         score_stage(context, session, partial(score_by_model, workers))
         return
-    path = config.model.name
+    path = config.model.path
     model = model_of(path, "model.path")
     limit_s = config.weight_hub.first_version_s(weights_bytes(path))
     channel = session.weights(deadline_s=limit_s)

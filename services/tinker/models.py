@@ -74,7 +74,7 @@ def put_adapter(
         # Of a tied output layer: the adapter is never merged here, so nothing is lost.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
         add_adapter(model, adapter, 0, merged=False)
-    return AdapterFacts(base=weights_checksum(config.model.name), rank=shape.rank, alpha=ALPHA)
+    return AdapterFacts(base=weights_checksum(config.model.path), rank=shape.rank, alpha=ALPHA)
 
 
 @dataclass(eq=False)
@@ -94,7 +94,7 @@ class Bench:
 
     def __init__(self, config: RunConfig, shape: TrainedShape) -> None:
         self.shape = shape
-        self.model, self._tokenizer = load_policy(config.model.name, checked=config.model.checked)
+        self.model, self._tokenizer = load_policy(config.model.path, checked=config.model.checked)
         self.adapter = put_adapter(self.model, shape, config)
         trainer = config.trainer
         on_cpu = pick_device(trainer.device, "--device").type == "cpu"
@@ -111,7 +111,7 @@ class Bench:
         self._names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self._first = [p.detach() for p in self._learner.parameters]
         self._active: Trainee | None = None
-        self._base = self.adapter.base if self.adapter else weights_checksum(config.model.name)
+        self._base = self.adapter.base if self.adapter else weights_checksum(config.model.path)
 
     def begin(self, model: Model, source: str = "", *, optimizer: bool = True) -> Trainee:
         """Return a model as it begins, or as the folder `source` or its newest snapshot has it."""

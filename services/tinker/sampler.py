@@ -82,7 +82,7 @@ class ShapeEngine:
     """
 
     def __init__(self, config: RunConfig, shape: TrainedShape, seed: int) -> None:
-        generator, path, checked = config.generator, config.model.name, config.model.checked
+        generator, path, checked = config.generator, config.model.path, config.model.checked
         self._device = pick_device(generator.device, "--device")
         dtype = config.weight_hub.dtype_on(self._device.type)
         model = outline = outline_model(path, checked=checked)

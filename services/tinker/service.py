@@ -48,7 +48,7 @@ def run(config: RunConfig, address: str, name: str, folder: Path) -> int:
     """
     if config.generator.engine == "vllm":
         require_vllm()
-    named = config.model.name
+    named = config.model.path
     directory = check_model_dir(named)
     key = os.environ.get(KEY_VARIABLE, "")
     with closing(listen(address, "--bind")) as bound:

@@ -84,7 +84,7 @@ class Critic:
     def __init__(self, config: RunConfig, learner: Learner) -> None:
         self._config, self._trainer = config.critic, config.trainer
         self._learner, self._ranks, self._device = learner, learner.ranks, learner.device
-        path = config.critic.path or config.model.name
+        path = config.critic.path or config.model.path
         directory = check_model_dir(path, "critic.path", tokenizer=False)
         backbone, files = open_weights(AutoModel, directory, "critic.path", config.model.checked)
         attention = Attention.prepare(backbone, self._device)

@@ -45,11 +45,11 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
             f"on {device} ({config.trainer.computes_in(device.type)})", f"versions in {served}"
         )
         model, tokenizer, files = open_policy(
-            config.model.name, checked=config.model.checked, trust=config.model.trust_remote_code
+            config.model.path, checked=config.model.checked, trust=config.model.trust_remote_code
         )
         steps, seed, longest = config.run.steps, config.run.seed, config.longest_turn
         learner = Learner(model, config.trainer, steps, ranks, seed, files, longest)
-        base = weights_checksum(config.model.name) if config.trainer.lora_rank else ""
+        base = weights_checksum(config.model.path) if config.trainer.lora_rank else ""
         adapter = adapter_facts(config.trainer, base)
         alone = adapter is not None
         layout = tensor_layout(learner.model, served, adapter=alone)

@@ -11,7 +11,7 @@ from transformers.trainer_callback import TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 
 from umbra.compat.grpo_config import IGNORED, INSTEAD, READ, check, sections_of
-from umbra.compat.trl import GRPOTrainer
+from umbra.compat.trl import GRPOTrainer, _path_of
 from umbra.deploy.python.source import CopiedSource
 from umbra.deploy.python.train import _named, _with_tools
 from umbra.proto.errors import UsageError
@@ -159,7 +159,6 @@ def lora(**changes: Any) -> LoraConfig:
             {"peft_config": lora(lora_alpha=64, task_type="CAUSAL_LM")},
             {
                 "trainer": {"lora_rank": 16, "lora_alpha": 64.0, "weights": "bf16"},
-                "model": {"revision": "main"},
             },
         ),
         ({}, {"peft_config": lora(use_rslora=True)}, {"trainer": {"lora_alpha": 32.0}}),
@@ -274,3 +273,9 @@ def test_methods_of_a_trained_model_say_so(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="start it with python"):
         trainer()
+
+
+def test_a_revision_is_a_part_of_the_name(tmp_path: Path) -> None:
+    assert _path_of("acme/tiny", config(tmp_path)) == "acme/tiny"
+    args = config(tmp_path, model_init_kwargs={"revision": "main"})
+    assert _path_of("acme/tiny", args) == "acme/tiny@main"

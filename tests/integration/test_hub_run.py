@@ -43,7 +43,7 @@ def test_from_a_name_to_a_name(hub: Hub, project: Path) -> None:
     assert done.returncode == 0, done
     (folder,) = (project / "runs").iterdir()
     config = json.loads((folder / "config.json").read_bytes())
-    assert (config["model"]["path"], config["model"]["revision"]) == ("acme/tiny", commit)
+    assert config["model"]["path"] == f"acme/tiny@{commit}"
     files = [one for one in hub.requests if one.startswith("GET") and "/resolve/" in one]
     assert len(files) == len(set(files)), "each file was downloaded once, by whichever process"
 

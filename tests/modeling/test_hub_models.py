@@ -15,7 +15,7 @@ from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import config_of, load_config, to_json
 from umbra.services.config.rules import cautions
-from umbra.services.modeling.hub import fetch, is_hub_name, missing_bytes, pin
+from umbra.services.modeling.hub import fetch, is_hub_name, pin
 from umbra.services.modeling.model_directory import (
     check_model_dir,
     directory_of,
@@ -38,11 +38,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield found
 
 
-def run_of(tmp_path: Path, name: str = NAME, **model: str) -> Path:
+def run_of(tmp_path: Path, name: str = NAME) -> Path:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "21", "answer": "12"}\n')
-    keys = "".join(f'{key} = "{value}"\n' for key, value in model.items())
     (tmp_path / "run.toml").write_text(
-        f'[model]\npath = "{name}"\n{keys}[data]\nprompts = "prompts.jsonl"\n'
+        f'[model]\npath = "{name}"\n[data]\nprompts = "prompts.jsonl"\n'
         '[environment]\nkind = "exact"\n[generator]\nmax_context = 64\n[sampling]\nmax_tokens = 8\n'
     )
     return tmp_path / "run.toml"
@@ -81,10 +80,8 @@ class TestOneModel:
         assert load_tokenizer(name).eos_token_id is not None
         assert outline_model(name).num_parameters() > 0
         assert not any(file.endswith(".safetensors") for file in downloads(hub))
-        assert missing_bytes(name, "model.path") == weights_bytes(tiny_model_dir)
         fetch(name, "model.path")
         assert downloads(hub).count("model.safetensors") == 1
-        assert missing_bytes(name, "model.path") == 0
 
     def test_a_commit_is_for_ever(self, hub: Hub, tiny_model_dir: Path, tmp_path: Path) -> None:
         first = hub.add_model(NAME, tiny_model_dir)
@@ -176,8 +173,8 @@ class TestARun:
     ) -> None:
         commit = hub.add_model(NAME, tiny_model_dir)
         config = load_given(run_of(tmp_path), ())[0]
-        assert (config.model.path, config.model.revision) == (NAME, commit)
-        assert f"model: {NAME}, commit {commit}" in capsys.readouterr().err
+        assert config.model.path == f"{NAME}@{commit}"
+        assert f"model.path: {NAME}, commit {commit}" in capsys.readouterr().err
         check_run(config)
         again = config_of(json.loads(to_json(config)), "config.json")
         hub.requests.clear()
@@ -189,15 +186,13 @@ class TestARun:
         (tmp_path / "acme").mkdir()
         here = shutil.copytree(tiny_model_dir, tmp_path / NAME)
         config = load_given(run_of(tmp_path), ())[0]
-        assert config.model.name == str(here)
-        with pytest.raises(UsageError, match=f"model.path is the directory {here}: remove it"):
-            load_given(run_of(tmp_path, revision="main"), ())
+        assert config.model.path == str(here)
 
     def test_a_path_with_a_mistake_is_not_looked_for(
         self, hub: Hub, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         shutil.copytree(tiny_model_dir, tmp_path / "models" / "base")
-        with pytest.raises(UsageError, match=r"is taken for a path.* mean models/base\?.*@main"):
+        with pytest.raises(UsageError, match=r"models/bse is taken for a path.*@main"):
             load_given(run_of(tmp_path, "models/bse"), ())
         with pytest.raises(UsageError, match=r"scorer\.model: models/bse is taken for a path"):
             load_given(run_of(tmp_path, "models/base"), ("scorer.model=models/bse",))
@@ -205,15 +200,14 @@ class TestARun:
         assert "MODEL: models/bse is taken for a path" in capsys.readouterr().err
         assert hub.requests == []
         commit = hub.add_model("models/bse", tiny_model_dir)
-        for keys in ({"revision": "main"}, {}):
-            name = "models/bse" if keys else "models/bse@main"
-            assert load_given(run_of(tmp_path, name, **keys), ())[0].model.revision == commit
+        config = load_given(run_of(tmp_path, "models/bse@main"), ())[0]
+        assert config.model.path == f"models/bse@{commit}"
 
     def test_reference_and_critic_too(self, hub: Hub, tiny_model_dir: Path, tmp_path: Path) -> None:
         commit = hub.add_model(NAME, tiny_model_dir)
         settings = (f"scorer.model={NAME}", f"critic.path={NAME}@main")
         config = load_given(run_of(tmp_path, str(tiny_model_dir)), settings)[0]
-        assert config.model.name == str(tiny_model_dir)
+        assert config.model.path == str(tiny_model_dir)
         assert config.scorer.model == config.critic.path == f"{NAME}@{commit}"
 
 

@@ -77,13 +77,13 @@ def _vllm(config: RunConfig, seed: int) -> OpenEngine:
     from umbra.services.generator.vllm.options import require_vllm, set_environment
 
     require_vllm()
-    outline = outline_model(config.model.name, checked=config.model.checked)
+    outline = outline_model(config.model.path, checked=config.model.checked)
     chat = open_chat(config, outline)
     set_environment(config.generator)
     from umbra.services.generator.vllm.engine import VllmEngine, platform  # brings vLLM
 
     engine = VllmEngine(
-        check_model_dir(config.model.name),
+        check_model_dir(config.model.path),
         outline,
         config,
         stop_ids=chat.stop_ids,
@@ -99,7 +99,7 @@ def _vllm(config: RunConfig, seed: int) -> OpenEngine:
 def _servers(config: RunConfig) -> OpenEngine:
     from umbra.services.generator.vllm.http_engine import HttpEngine
 
-    outline = outline_model(config.model.name, checked=config.model.checked)
+    outline = outline_model(config.model.path, checked=config.model.checked)
     chat = open_chat(config, outline)
     engine = HttpEngine(
         outline, config, stop_ids=chat.stop_ids, key=os.environ.get("VLLM_API_KEY", "")
@@ -119,7 +119,7 @@ def open_torch(config: RunConfig, seed: int, source: str = "model.path") -> Open
         torch.set_num_threads(config.generator.threads)
     device = pick_device(config.generator.device, "generator.device")
     dtype = getattr(torch, config.weight_hub.dtype_on(device.type))  # of the weights it is served
-    model = load_model(config.model.name, device, dtype, source, config.model.checked)
+    model = load_model(config.model.path, device, dtype, source, config.model.checked)
     chat = open_chat(config, model, source)
     engine = TorchEngine(
         model,

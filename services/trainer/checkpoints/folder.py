@@ -260,7 +260,7 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
         index = read_index(checkpoint)
         config = msgspec.convert(index.config, RunConfig)
         source = "--model" if model else f"model.path of {checkpoint}, or --model"
-        begun = model or config.model.name
+        begun = model or config.model.path
         policy, tokenizer = load_policy(
             begun, source, config.model.checked, trust=config.model.trust_remote_code
         )

@@ -157,6 +157,7 @@ def sections_of(args: Any, *, rows: int) -> dict[str, dict[str, Any]]:
     if rounds := args.max_tool_calling_iterations:
         sections["environment"]["options"] = {"tool_rounds": rounds}
     loaded = dict(args.model_init_kwargs or {})
+    loaded.pop("revision", None)  # in the model's name
     dtype = str(loaded.pop("dtype", loaded.pop("torch_dtype", None))).removeprefix("torch.")
     if dtype == "bfloat16":
         sections["trainer"] |= {"weights": "bf16", "precision": "bf16"}
@@ -168,7 +169,6 @@ def sections_of(args: Any, *, rows: int) -> dict[str, dict[str, Any]]:
     sections["model"] |= {
         "chat_template_kwargs": dict(args.chat_template_kwargs or {}),
         "trust_remote_code": bool(loaded.pop("trust_remote_code", args.trust_remote_code)),
-        "revision": loaded.pop("revision", None) or "",
     }
     if ignored := [name for name in _LOADING if loaded.pop(name, None) is not None]:
         warn(f"GRPOConfig.model_init_kwargs: {', '.join(ignored)}: ignored, Umbra loads the model")

@@ -98,7 +98,7 @@ class GRPOTrainer:
             f"{Path(name).name}-GRPO", use_cpu=not torch.cuda.is_available()
         )
         check(self.args)
-        self._given, self._path = model, _path_of(model, self.args.output_dir)
+        self._given, self._path = model, _path_of(model, self.args)
         tokenizer = getattr(processing_class, "name_or_path", None)
         if processing_class is not None and self._saved and tokenizer != str(model):
             raise UsageError(
@@ -289,10 +289,11 @@ def _name(metric: str) -> str:
     return _LOGS.get(metric, metric if part == metric else f"rewards/{part}/mean")
 
 
-def _path_of(model: Any, output_dir: Any) -> str:
+def _path_of(model: Any, args: Any) -> str:
     """Return where the run's processes load `model` from."""
     if isinstance(model, str | Path):
-        return str(model)
+        revision = (args.model_init_kwargs or {}).get("revision")
+        return f"{model}@{revision}" if revision else str(model)
     if not callable(getattr(model, "save_pretrained", None)):
         raise UsageError(
             f"GRPOTrainer: model is a {type(model).__name__}: give its directory, its name on the "
@@ -303,7 +304,7 @@ def _path_of(model: Any, output_dir: Any) -> str:
             "GRPOTrainer: model has an adapter already: give model.merge_and_unload(), and a "
             "peft_config for a new adapter"
         )
-    return str(Path(output_dir or "runs").resolve() / "initial-model")
+    return str(Path(args.output_dir or "runs").resolve() / "initial-model")
 
 
 def _reward_of(funcs: Any, weights: Sequence[float] | None) -> Any:
