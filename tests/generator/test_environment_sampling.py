@@ -231,4 +231,4 @@ def test_agents_are_held_to_the_sampling_of_their_environment(
     for asked in ("temperature", "top_k"):
         body = msgspec.json.encode({"messages": [{"role": "user", "content": "a"}], asked: 1})
         Completions.call(body, rules[0])
-    assert rules[0].overruled == {"temperature": 1, "top_k": 1}
+    assert rules[0].overruled == {"temperature", "top_k"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -29,38 +28,29 @@ _IGNORED = {
     *("cache_control", "container", "inference_geo"),
 }
 """Fields that say how to answer, not what: they have no meaning here, and change no token."""
-_FIXED: dict[str, tuple[Any, ...]] = {
+_SERVED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "tool_choice": ("auto", {"type": "auto"}),
+    "tool_choice": ("auto", "required", {"type": "auto"}, {"type": "any"}),
     "response_format": ({"type": "text"},),
     "text.format": ({"type": "text"},),
     "top_logprobs": (0,),
     "background": (False,),
 }
-"""Fields that are served with these values only."""
-_FREE_TOOLS = ("required", {"type": "any"})
-"""Values of `tool_choice` that are overruled all the same: the model is free to call no tool."""
-_DRAWING: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "seed": (),
-    "parallel_tool_calls": (True,),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "thinking": ({"type": "disabled"}, {}),
-    "output_config": ({},),
-    "context_management": ({},),
-}
-"""Fields that ask for other tokens than the run draws; with these values they do not."""
+"""Fields that are served with these values only; the model is free to call no tool."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_OVERRULED = {
+    *_SAMPLING,
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed"),
+    *("parallel_tool_calls", "reasoning_effort", "verbosity", "thinking", "output_config"),
+    "context_management",
+}
+"""Fields that ask for other tokens than the run draws."""
 _STOPS, _STOP_CHARS = 64, 1024  # each new token is compared with the texts that end a turn
 
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """The run's choices, which calls may repeat but not change: `overruled` counts those that try.
+    """The run's choices, which calls may repeat but not change: `overruled` names those that try.
 
     `stop_tokens` end the model's turns anyway; without `reads_calls` tools are refused.
     """
@@ -69,14 +59,13 @@ class CallRules:
     stop_tokens: Sequence[str] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
     reads_calls: bool = True
-    overruled: Counter[str] = field(default_factory=Counter[str])
+    overruled: set[str] = field(default_factory=set[str])
 
     def overrule(self, name: str, value: Any) -> None:
-        """Count a field that asks for other tokens; it is logged the 1st, 2nd, 4th, ... time."""
-        self.overruled[name] += 1
-        if (count := self.overruled[name]).bit_count() == 1:
-            ignored = "a request's %s = %s is ignored: the run sets it (%d so far)"
-            log.info(ignored, name, str(value)[:80], count)
+        """Ignore a field that asks for other tokens; the first request that has it is logged."""
+        if name not in self.overruled:
+            log.info("requests' %s, as %s, is ignored: the run sets it", name, str(value)[:80])
+        self.overruled.add(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,20 +240,17 @@ def _decoded(body: bytes, reads: Sequence[str], rules: CallRules) -> Body:
     if not (kwargs := request.chat_template_kwargs or {}).items() <= rules.template_options.items():
         rules.overrule("chat_template_kwargs", kwargs)
     # Tokens that are trained on must have been drawn as the run says.
-    drawing = _DRAWING | {name: (getattr(rules.sampling, name),) for name in _SAMPLING}
+    own = msgspec.structs.asdict(rules.sampling)
     for name, value in asked.items():
-        if value is None or value in _FIXED.get(name, ()) or value in drawing.get(name, ()):
+        if value is None or value == own.get(name) or value in _SERVED.get(name, ()):
             continue
         shown = msgspec.json.encode(value).decode()[:80]
-        if name in drawing or (name == "tool_choice" and value in _FREE_TOOLS):
-            rules.overrule(name, shown)
-        elif name in _FIXED:
-            expected = msgspec.json.encode(_FIXED[name][0]).decode()
+        if name in _SERVED:
+            expected = msgspec.json.encode(_SERVED[name][0]).decode()
             raise ApiError(f"{name} = {shown} is not supported: use {expected}", param=name)
-        elif "." in name:
-            rules.overrule(name, shown)
-        else:
+        if name not in _OVERRULED and "." not in name:
             raise ApiError(f"{name} is not supported here: leave it out", param=name)
+        rules.overrule(name, shown)
     return request
 
 
