@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import NoReturn, TypeAlias, TypeVar
 
 import msgspec
 
@@ -27,12 +27,6 @@ Frame: TypeAlias = bytes | memoryview
 S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T")
 _PLACE = re.compile(r"(.*) - at `(?:key` in `)?\$\.?([^`]*)`", re.DOTALL)
-
-
-class _HeaderVersion(msgspec.Struct):
-    major: int
-    minor: Any = None
-    sender: Any = "a peer"
 
 
 class Envelope(msgspec.Struct, frozen=True, gc=False):
@@ -76,13 +70,15 @@ def decode_header(frames: Sequence[Frame]) -> Header:
         raise WireError(f"expected at least 2 frames, got {len(frames)}", code="frames")
     if len(frames[0]) > HEADER_BYTES:
         raise LimitError(f"header of {len(frames[0])} bytes, at most {HEADER_BYTES}")
-    try:
-        header = _decode(frames[0], Header)
-    except WireError:
-        _check_major(frames[0])
-        raise
+    header = _decode(frames[0], Header)
     if header.major != PROTOCOL_MAJOR:
-        _check_major(frames[0])
+        older = f"of {header.sender}" if header.major < PROTOCOL_MAJOR else "here"
+        raise WireError(
+            f"{header.sender} speaks protocol {header.major}.{header.minor}, this process "
+            f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: upgrade the umbra-rl {older}",
+            path="major",
+            code="protocol",
+        )
     return header
 
 
@@ -121,24 +117,6 @@ def _pack(struct: msgspec.Struct, limit_bytes: int) -> bytes:
     if len(packed) > limit_bytes:
         raise LimitError(f"{name} of {len(packed)} bytes, at most {limit_bytes}")
     return packed
-
-
-def _check_major(frame: Frame) -> None:
-    """Refuse another major version first: it may have changed the rest of the header."""
-    try:
-        version = _decode(frame, _HeaderVersion)
-    except WireError:
-        return
-    if version.major == PROTOCOL_MAJOR:
-        return
-    sender = version.sender if isinstance(version.sender, str) else "a peer"
-    older = f"of {sender}" if version.major < PROTOCOL_MAJOR else "here"
-    raise WireError(
-        f"{sender} speaks protocol {version.major}.{version.minor}, this process "
-        f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: upgrade the umbra-rl {older}",
-        path="major",
-        code="protocol",
-    )
 
 
 def _decode(frame: Frame, cls: type[S]) -> S:

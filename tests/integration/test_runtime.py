@@ -298,6 +298,7 @@ def test_a_server_of_another_major_version_is_a_refusal(
     assert router.poll(WAIT_MS)
     identity, *_ = router.recv_multipart()
     header = {"major": PROTOCOL_MAJOR + 1, "minor": 0, "sender": "buffer", "kind": "new"}
+    header |= {"type": "New", "id": 1, "incarnation": "i"}
     router.send_multipart([identity, msgpack.packb(header), b""])
     with pytest.raises(RejectedError, match=r"buffer speaks protocol .* upgrade the umbra-rl here"):
         future.result(WAIT_S)
