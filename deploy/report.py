@@ -46,16 +46,6 @@ POINTS, PUSHES = 400, 2_000  # of a line at most, of which more are thinned out 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
 
-def recorded(folders: Sequence[Path]) -> Iterator[Row]:
-    """Yield the rows of a run from its folders, one per node; UsageError if one has no metrics."""
-    paths = [RunFolder(folder).metrics for folder in folders]
-    for path in paths:
-        if not path.exists():
-            raise UsageError(f"{path} does not exist: name the folder of a run")
-    for path in paths:
-        yield from read_rows(path)
-
-
 def _span(row: Row) -> tuple[str, float, float, str] | None:
     """Return name, start, end and track of the span in `row`; None if it has none."""
     end = row.get("time", 0.0)
@@ -169,17 +159,12 @@ def summarise(
     *,
     usage: Mapping[str, Usage] = {},
     restarts: Mapping[str, int] = {},
-    last_status: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
-    """Return the summary of the run in `folder`; unknown values are None.
-
-    `last_status` is the last one that the buffer was asked for.
-    """
-    figures = Figures(recorded([folder.path]) if folder.metrics.exists() else [])
+    """Return the summary of the run in `folder`; unknown values are None."""
+    figures = Figures(read_rows(folder.metrics))
     accuracy = {row["version"]: row["accuracy"] for row in figures.evals}
     steps = (read_object(folder.config).get("run") or {}).get("steps")
     status = read_object(folder.buffer)  # empty if the buffer was killed before it could write it
-    last_seen = status.get("ledger") is None and "ledger" in last_status
     scored = ("version", "accuracy", "answered", "samples", "scores")
     return {
         "run_id": folder.id,
@@ -191,8 +176,7 @@ def summarise(
         "staleness": status.get("staleness"),
         "health": status.get("health"),
         "warnings": status.get("warnings", []),
-        "ledger": balanced(last_status["ledger"] if last_seen else status.get("ledger")),
-        "ledger_last_seen": last_seen,  # the buffer was killed: samples went on after this
+        "ledger": balanced(status.get("ledger")),
         "evals": [{key: report[key] for key in scored} for report in status.get("evals", [])],
         "seconds": {
             "total": total_s,
@@ -266,9 +250,6 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     if before is not None or after is not None:
         add("accuracy", f"{_share(before)} -> {_share(after)}")
-    if evals := summary["evals"]:
-        scores = ", ".join(f"{report['version']}: {_share(report['accuracy'])}" for report in evals)
-        add("accuracy by version", scores)
     add("steps", f"{summary['steps']} ({summary['samples']} samples)")
     if stale := summary["staleness"]:
         mean, largest, bound = (stale.get(name, 0) for name in ("mean", "max", "bound"))
@@ -281,15 +262,11 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         add("compared", "NOTHING: no token was sampled by weights that the trainer had")
     if outliers := summary["outlier_tokens"]:
         add("outliers", f"{outliers} tokens left out: 10,000 times as probable as when sampled")
-    if seconds := summary["push_seconds"]:
-        phases = ", ".join(f"{phase} {1000 * duration:.1f}" for phase, duration in seconds.items())
-        add("pushes", f"{summary['pushes']}; median ms: {phases}")
     if ledger := summary["ledger"]:
         parts = [f"{ledger['trained']} trained", counts(ledger["ended"])]
         sums = " + ".join(part for part in (*parts, counts(ledger["in_flight"])) if part)
         balance = "balanced" if not ledger["balance"] else f"OFF BY {ledger['balance']}"
-        note = " when last asked" if summary.get("ledger_last_seen") else ""
-        add("ledger", f"{ledger['issued']} issued = {sums}, {balance}{note}")
+        add("ledger", f"{ledger['issued']} issued = {sums}, {balance}")
     if health := summary["health"]:
         add("health", health_text(health))
     for report in summary["warnings"]:  # of a run that has ended
@@ -426,11 +403,7 @@ def _mean(steps: Sequence[Row], name: str) -> float | None:
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option(
-    "--also", "others", multiple=True, type=click.Path(path_type=Path), metavar="FOLDER",
-    help="Folder of the same run from another node; may be given several times.",
-)  # fmt: skip
-def command(run: Path, others: tuple[Path, ...]) -> int:
+def command(run: Path) -> int:
     """Write RUN/report.html, a page that needs nothing else, and RUN/trace.json for Perfetto.
 
     RUN is the folder of a run, or its id in runs/; it may still be going on.
@@ -439,16 +412,18 @@ def command(run: Path, others: tuple[Path, ...]) -> int:
     if not folder.is_dir():
         raise UsageError(f"{run} is no run: neither it nor runs/{run} is a folder")
     with only_rows_of_runs(folder):
-        for path in write_report(RunFolder(folder), others):
+        for path in write_report(RunFolder(folder)):
             click.echo(str(path))
     return EXIT_DONE
 
 
-def write_report(folder: RunFolder, others: Sequence[Path] = ()) -> list[Path]:
+def write_report(folder: RunFolder) -> list[Path]:
     """Write the page and the timeline of a run, and return where; UsageError if it is none."""
-    folders, trace = [folder.path, *others], folder.path / "trace.json"
-    write_trace(recorded(folders), trace)
-    look = recorded_look(folder, Figures(recorded(folders)))
+    if not folder.metrics.exists():
+        raise UsageError(f"{folder.metrics} does not exist: name the folder of a run")
+    trace = folder.path / "trace.json"
+    write_trace(read_rows(folder.metrics), trace)
+    look = recorded_look(folder, Figures(read_rows(folder.metrics)))
     with rewritten(folder.report) as file:
         file.write(page(look))
     return [folder.report, trace]

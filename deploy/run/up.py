@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from umbra.deploy.prepare.stage import FORESEEN_CODES, StageInterrupted, Stages
 from umbra.deploy.report import summarise, write_report, write_summary
 from umbra.deploy.run.live import Progress, View
@@ -139,8 +137,6 @@ class Up:
         finally:
             progress.poll()
             self._trained = len(progress.rewards) > steps
-            if progress.status is not None:
-                self._outcome["last_status"] = msgspec.to_builtins(progress.status)
             self.view.update(progress)
             progress.close()
             supervisor.close()
