@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import click
@@ -166,18 +166,16 @@ def copy_keys(plan: Plan, keys: Path, out: Path) -> None:
 
 
 def table(plan: Plan) -> str:
-    """Return the plan as columns, and below it each group's share and the idle rest."""
+    """Return the plan as columns, with the idle rest, and below it each group's share."""
     rows: list[tuple[str, ...]] = [("node", "address", "GPUs", "process", "task", "ports")]
     for node in plan.nodes:
-        place = (node.name, node.address)  # on the first line of a node
-        for process in plan.on(node):
-            numbers = ports(plan, process)
-            bound = "-".join(map(str, sorted({numbers[0], numbers[-1]}))) if numbers else ""
-            task = process.task.replace("_", "-")
-            rows.append((*place, _span(process.gpus), process.name, task, bound))
-            place = ("", "")
-        if (idle := plan.idle(node)) or any(place):
-            rows.append((*place, _span(tuple(idle)) if idle else "", "-", "idle", ""))
+        processes, idle = plan.on(node), plan.idle(node)
+        for process in processes:
+            numbers, task = _numbers(ports(plan, process)), process.task.replace("_", "-")
+            gpus = _numbers(process.gpus)
+            rows.append((node.name, node.address, gpus, process.name, task, numbers))
+        if idle or not processes:
+            rows.append((node.name, node.address, _numbers(idle), "-", "idle", "-"))
     lines = [*aligned(rows), "", *(f"{g.describe()}: {g.arithmetic}" for g in plan.groups)]
     trainers, trainer = plan.trainers(), plan.config.trainer
     if len(trainers) > 1:
@@ -189,7 +187,5 @@ def table(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _span(gpus: tuple[int, ...]) -> str:
-    if len(gpus) > 2 and gpus[-1] - gpus[0] == len(gpus) - 1:
-        return f"{gpus[0]}-{gpus[-1]}"
-    return ",".join(map(str, gpus)) or "-"
+def _numbers(values: Sequence[int]) -> str:
+    return ",".join(map(str, values)) or "-"

@@ -267,22 +267,18 @@ def _label(text: str) -> str:
     return name
 
 
-# Text that no reader, of YAML 1.1 or 1.2, takes for anything else: PyYAML itself would leave `1e3`
-# and `y` bare, which compose and Kubernetes read as a number and as true.
-PLAIN = re.compile(r"(--)?[A-Za-z/][A-Za-z0-9_./-]*")
-WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
-
-
 class _Dumper(yaml.SafeDumper):
-    """Quotes all other text, and repeats what occurs twice instead of naming it."""
+    """Quotes all text, and repeats what occurs twice instead of naming it.
+
+    PyYAML itself leaves `1e3` and `y` bare, which compose and Kubernetes read as number and true.
+    """
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    plain = PLAIN.fullmatch(text) and text.lower() not in WORDS
-    style = None if plain else "|" if "\n" in text else '"'
+    style = "|" if "\n" in text else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
