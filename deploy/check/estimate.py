@@ -211,11 +211,9 @@ def _pass(
     layer = layer * 21 // 20  # tensors not in `layer_numbers`
     scores = (sizes.scores * itemsize + 2) * pairs if sizes.scores else 0
     recompute = trainer.recomputes_on(kind)
-    text = str(recompute)  # of "every N", layer for layer; "selective" keeps as much as none
-    every = 1 if recompute is True else int(text.split()[1]) if "every" in text else 0
-    recomputed = layers // every if every else 0
+    recomputed = layers if recompute is True else 0  # "selective" keeps as much as none
     inputs, layers_kept = recomputed * tokens * sizes.hidden * stream, layers - recomputed
-    offload = inputs if trainer.offload in ("activations", "all") and kind == "cuda" else 0
+    offload = inputs if trainer.offload == "all" and kind == "cuda" else 0
     activations = inputs - offload + layers_kept * layer
     if autocast:
         activations += 2 * (sizes.layer[0] * layers + sizes.outside[0])

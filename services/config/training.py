@@ -44,8 +44,10 @@ class TrainerConfig(ObjectiveKeys):
     weights: Literal["float32", "bf16"] = key(
         "float32", "dtype of parameters; bf16 ones have float32 copies for the optimizer"
     )
-    offload: Literal["none", "optimizer", "activations", "all"] = key(
-        "none", "state kept in host memory; all: also parameters and gradients of ranks"
+    offload: Literal["none", "optimizer", "all"] = key(
+        "none",
+        "state kept in host memory; all: also inputs of recomputed layers, and parameters and "
+        "gradients of ranks",
     )
     threads: int = key(0, "CPU threads of a rank; 0 = its share of the cores", ge=0)
     ranks: int = key(1, "processes over which the policy is sharded (FSDP2)", ge=1)
@@ -55,11 +57,10 @@ class TrainerConfig(ObjectiveKeys):
     sequence_parallel: int = key(1, "ranks that share a row (Ulysses); divides ranks", ge=1)
     expert_parallel: int = key(1, "ranks that divide a layer's experts; divides ranks", ge=1)
     rank_timeout_s: float = key(120.0, "seconds of a rank's silence until others give up", gt=0)
-    activation_checkpointing: bool | str = key(
+    activation_checkpointing: bool | Literal["auto", "selective"] = key(
         "auto",
-        "recompute layers in the backward pass, to save memory: all (true), one of N ('every "
-        "N'), or of all but products and attention ('selective'); auto = all on a GPU",
-        pattern="^(auto|selective|every [1-9][0-9]*)$",
+        "recompute layers in the backward pass, to save memory: all of it (true), or all but "
+        "products and attention ('selective'); auto = true on a GPU",
     )
     deterministic: bool = key(False, "only algorithms whose results are the same in every run")
     compile: bool = key(False, "torch.compile each layer")
@@ -90,7 +91,7 @@ class TrainerConfig(ObjectiveKeys):
         """Return the dtype of matrix products on a device of that kind."""
         return "float32" if self.precision_on(kind) == "no" else "bfloat16"
 
-    def recomputes_on(self, kind: str) -> bool | str:
+    def recomputes_on(self, kind: str) -> bool | Literal["selective"]:
         setting = self.activation_checkpointing
         return kind == "cuda" if setting == "auto" else setting
 
@@ -125,8 +126,8 @@ class TrainerConfig(ObjectiveKeys):
         precision, recomputes = self.precision_on(kind), self.recomputes_on(kind)
         if self.weights == "bf16" and precision != "bf16":
             yield f"trainer.weights = bf16 needs trainer.precision = bf16, which is {precision}"
-        if self.offload in ("activations", "all") and not recomputes:
-            yield f"trainer.offload = {self.offload} needs trainer.activation_checkpointing = true"
+        if self.offload == "all" and not recomputes:
+            yield "trainer.offload = all needs trainer.activation_checkpointing = true"
         if self.compile and recomputes == "selective":
             yield "trainer.compile needs trainer.activation_checkpointing = true, not selective"
 

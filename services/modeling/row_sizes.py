@@ -95,10 +95,9 @@ def activation_bytes(config: TrainerConfig, model: Any, kind: str = "cpu") -> in
     """
     known = model.get_text_config()
     layers = known.num_hidden_layers
-    chosen = config.recomputes_on(kind)
-    every = 1 if chosen is True else int(str(chosen).split()[1]) if "every" in str(chosen) else 0
-    again = layers // every if every else 0
-    kept = known.hidden_size * again + layer_numbers(model) * (layers - again + bool(again))
+    kept = layers * layer_numbers(model)
+    if config.recomputes_on(kind) is True:
+        kept = layers * known.hidden_size + layer_numbers(model)
     return kept * (4 if config.precision_on(kind) == "no" else 2)
 
 

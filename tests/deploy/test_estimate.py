@@ -92,7 +92,7 @@ def test_a_step_takes_no_more_than_is_estimated(name: str, measured: dict[str, i
 
 def test_inputs_of_recomputed_layers_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes that a GPU would move to the host are the bytes that a step on a CPU asks for."""
-    keys = {"activation_checkpointing": True, "offload": "activations", "precision": "no"}
+    keys = {"activation_checkpointing": True, "offload": "all", "precision": "no"}
     trainer = TrainerConfig(device="cpu", **keys)
     config = ARCHITECTURES["qwen3"].config(layers=3)
     _, (away,) = _pass(trainer, sized(config, trainer), "cuda", 2 * 32, 32)

@@ -130,7 +130,6 @@ def test_bf16_weights_have_float32_copies() -> None:
         ("all", 1, {"float32 copies", "gradients", "moments"}, {"weights"}),
         ("optimizer", 2, {"float32 copies", "gradients", "moments"}, {"weights"}),
         ("all", 2, {"weights", "gradients", "moments"}, set()),
-        ("activations", 2, set(), {"weights", "gradients", "moments"}),
     ],
 )
 def test_what_is_offloaded_is_in_host_memory(

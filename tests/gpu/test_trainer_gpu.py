@@ -28,7 +28,7 @@ def test_weights_are_read_straight_to_the_gpu(tiny_model_dir: Path) -> None:
     assert all(buffer.is_cuda for buffer in learner.model.buffers())
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "activations", "all"])
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
 def test_what_is_on_the_host_learns_the_same(tiny_model_dir: Path, offload: str) -> None:
     keys = {
         "optimizer": "adamw",

@@ -61,14 +61,13 @@ def prepare_layers(model: PreTrainedModel, config: TrainerConfig, kind: str) -> 
         return
     keep = {"context_fn": partial(create_selective_checkpoint_contexts, _KEPT)}
     options = keep if mode == "selective" else {}
-    every = int(mode.removeprefix("every ")) if isinstance(mode, str) and not options else 1
-    for number, layer in enumerate(decoder_layers(model)):
+    for layer in decoder_layers(model):
         if config.compile:
             # By layers: they are all alike, so one is compiled and the others reuse it.
             layer.forward = torch.compile(layer.forward, dynamic=True)
-        if mode and number % every == 0:
+        if mode:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
-            if config.offload in ("activations", "all"):
+            if config.offload == "all":
                 layer.forward = _kept_on_host(layer.forward)
 
 
