@@ -121,20 +121,14 @@ def watching(watch: StallWatch, session: Session) -> Iterator[None]:
         faulthandler.dump_traceback_later(HELD * watch.limit_s, exit=True, file=STDERR)
 
     def main() -> None:
-        warned = False
         while not closing.wait(watch.look_s):
-            quiet_s = watch.look()
-            if quiet_s >= watch.limit_s:
+            if watch.look() >= watch.limit_s:
                 sentence = watch.describe()
                 log.error("%s: this process ends; the stacks of its threads:", sentence)
                 with suppress(Exception):  # nobody may be there to read it
                     faulthandler.dump_traceback(all_threads=True, file=STDERR)
                 session.leave(f"failed: {sentence}")
                 end_process(EngineError(sentence))
-            is_late = quiet_s >= watch.limit_s / 2
-            if is_late and not warned:
-                log.warning("%s; this generator ends unless a token comes", watch.describe())
-            warned = is_late
             arm()
 
     arm()  # the first call may be the one that holds the interpreter

@@ -55,7 +55,6 @@ SILENT_S = 15.0  # of a stream, after which a comment is sent
 _MAX_WAIT_S = 60.0
 _SLACK_S = 10.0
 _LOOK_S = 0.2
-_LONELY_S = 60.0  # samples that nobody takes for so long are worth a warning
 _REQUESTS = 4096  # an agent that waits for the model holds one
 _EVENTS = "text/event-stream"
 _PORTS_TRIED = 64
@@ -135,7 +134,6 @@ class AgentPool(Outcomes):
         self._workers: WorkerPool | None = None
         if config.starts_agents:
             self._workers = WorkerPool(config, self._left, self._began, agents=True)
-        self._idle_since = time.monotonic()
         self._server = HttpServer(
             self._app(),
             bound,
@@ -208,7 +206,6 @@ class AgentPool(Outcomes):
             with suppress(TimeoutError):
                 async with asyncio.timeout(deadline.left_s):
                     await self._arrival.wait()
-        self._idle_since = time.monotonic()
         self.deliver(EpisodeOutcome(session.key, Begun()))
         # Where it came in, and never what it says of that.
         url = self.url if self._settings.advertise else url_at(*request.scope["server"])
@@ -374,13 +371,6 @@ class AgentPool(Outcomes):
             for session in self.sessions.expired(now):
                 why = "its agent's lease was not renewed in time"
                 self._lose(session.key, why, Lost(why))
-            waiting = self.sessions.waiting
-            if self._workers is not None or not waiting:
-                self._idle_since = now
-            elif now - self._idle_since > _LONELY_S:
-                lonely = "%d samples wait for an agent: none has come to %s/sessions in %.0f s"
-                log.warning(lonely, waiting, self.url, _LONELY_S)
-                self._idle_since = now
 
     def _lose(self, key: str, why: str, lost: Lost) -> None:
         """Have the sample begin again, for another agent."""

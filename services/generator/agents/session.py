@@ -286,10 +286,6 @@ class SessionRegistry:
         self._waiting: deque[AgentSession] = deque()
         self._over: deque[str] = deque()
 
-    @property
-    def waiting(self) -> int:
-        return sum(not session.begun for session in self._by_key.values())
-
     def open(self, key: str, row: dict[str, Any]) -> AgentSession:
         """Return a session for the sample `key` that no agent has; end an older one of it."""
         self.close(key, "its sample restarted in another session")
