@@ -20,7 +20,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from umbra.proto import sockets
-from umbra.proto.codec import Encoder, Envelope, decode, decode_header, nack
+from umbra.proto.codec import Encoder, Envelope, decode
 from umbra.proto.errors import (
     DeadlineError,
     RejectedError,
@@ -56,10 +56,6 @@ EVENTS = (
 M = TypeVar("M", bound=Message)
 
 log = logging.getLogger(__name__)
-
-
-class UndecodedError(DeadlineError):
-    """An answer has come, and is not a valid message."""
 
 
 @dataclass(slots=True)
@@ -204,7 +200,6 @@ class Channel:
                 if error.code == "protocol":  # it will never answer in a way that we understand
                     self.fail_all(RejectedError(str(error), code=error.code))
                 log.warning("dropped a message from %s: %s", self.peer, error)
-                self._undecoded(frames, error)
 
     def _received(self, envelope: Envelope) -> None:
         if envelope.header.reply_to is None:
@@ -223,15 +218,6 @@ class Channel:
             self._pending[number] = pending
         else:
             _fail(pending.future, RejectedError(f"{self.peer}: {answer.reason}", code=answer.code))
-
-    def _undecoded(self, frames: list[bytes], error: WireError) -> None:
-        """Refuse an answer that cannot be decoded, and fail the request that it is of."""
-        with suppress(WireError):
-            number = decode_header(frames).reply_to or 0
-            if (pending := self._pending.pop(number, None)) is not None:
-                self._transmit(self._link.encoder.encode(nack(error), reply_to=number)[1])
-                what = f"the answer of {self.peer} to {type(pending.body).__name__}"
-                _fail(pending.future, UndecodedError(f"{what} cannot be decoded: {error}"))
 
     def tick(self, now: float) -> float:
         """Fail overdue requests, resend late ones; return when there is more to do."""

@@ -16,7 +16,7 @@ from umbra.proto.bounds import LEASES, SPANS
 from umbra.proto.codec import portions
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError
-from umbra.proto.net.io_thread import Channel, UndecodedError
+from umbra.proto.net.io_thread import Channel
 from umbra.proto.net.session import GRACE_S
 from umbra.proto.records import SAMPLE, Score, Task, Trajectory, array_bytes
 
@@ -198,10 +198,8 @@ class TaskClient:
         try:
             answer = future.result()
         except DeadlineError as error:
-            # The next question makes up for it. A delivery whose answer cannot be read is stored;
-            # undeliverable work ends this process.
-            if is_delivery and not isinstance(error, UndecodedError):
-                raise
+            if is_delivery:
+                raise  # undeliverable work ends this process; the next question makes up for others
             log.warning("%s", error)
             answer = None
         if not isinstance(answer, m.TaskLeases):

@@ -130,11 +130,8 @@ class Broker:
                 self._operate(request, body, now)
             case m.Ping():
                 self._outbox.reply(request, m.Pong(role="buffer", state=self.run.state))
-            case m.Ok():
+            case m.Ok() | m.Nack():
                 self.counters["stray_replies"] += 1
-            case m.Nack() as body:
-                self._check_member(request, now)  # unlike others, an operator may send this
-                workers.undecoded(request, body)
             case body:
                 raise NackError("unexpected", f"unexpected message {type(body).__name__}", "type")
 

@@ -12,7 +12,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from umbra.proto.bounds import BATCH, MEMBERS
+from umbra.proto.bounds import MEMBERS
 from umbra.proto.messages import Heartbeat, Join, Member, Role, State, Stuck
 from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import NackError
@@ -53,7 +53,6 @@ class Participant:
     shares: dict[str, float] = field(default_factory=dict[str, float])
     sound: bool = False  # an answer of it was accepted
     strikes: int = 0  # its faults since the last sound answer
-    most: int = BATCH  # tasks at once; 1 if it could not decode those that it got
     granted: int | None = None  # its newest request that got work, as far as is known
     stage: str = ""  # that it asks for as a scorer
 

@@ -77,32 +77,6 @@ def test_a_scorer_cannot_replace_what_it_scores_nor_gets_samples_with_its_ack() 
     assert (ack.accepted, ack.tasks) == (1, [])
 
 
-def test_what_a_worker_cannot_decode_goes_back_and_is_lost_alone() -> None:
-    run = world(run_ahead=2, max_attempts=2)
-    run.produce("a", 0, 1)
-    nack = Nack(code="malformed", reason="a row of another kind")
-    numbers = iter(range(1000, 1020))
-
-    def cannot_decode() -> list[str]:
-        number = next(numbers)
-        body = LeaseTasks(capacity=6, version=0, wait_s=0)
-        tasks = run.get("a", body, TaskLeases, number=number).tasks
-        assert run.get("outsider", nack, Nack, reply_to=number).code == "not_member"
-        assert len(run.pool.leases.of("a")) == len(tasks)
-        assert run.ask("a", nack, reply_to=number) is None
-        assert not run.pool.leases.of("a")
-        return [task.sample_id for task in tasks]
-
-    several, *single = [cannot_decode() for _ in range(3)]
-    assert len(several) == 6 and single[0] == single[1] == several[:1]
-    ledger = run.pool.ledger.snapshot()
-    assert ledger.ended == {"failed": 2} and ledger.balance == 0, "with its group"
-    assert run.broker.counters["undecoded_answers"] == 3 == run.broker.members.peers["a"].strikes
-    assert len(run.lease("a", 6, 0)) == 1
-    run.answer("a", run.lease("a", 6, 0), 0)
-    assert len(run.lease("a", 6, 0)) > 1, "it can decode others"
-
-
 @pytest.mark.parametrize(
     ("source", "target"), [("training", "queued"), ("ready", "generating"), ("queued", "training")]
 )

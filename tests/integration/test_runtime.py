@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from typing import cast
 
 import msgpack
 import pytest
@@ -17,7 +16,7 @@ from umbra.proto.access import SOCKETS
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import DeadlineError, RejectedError, WireError
 from umbra.proto.net import server as server_module
-from umbra.proto.net.io_thread import IoThread, UndecodedError
+from umbra.proto.net.io_thread import IoThread
 from umbra.proto.net.server import Request, Server
 from umbra.proto.net.session import Session
 from umbra.proto.records import PROTOCOL_MAJOR
@@ -303,22 +302,3 @@ def test_a_server_of_another_major_version_is_a_refusal(
     with pytest.raises(RejectedError, match=r"buffer speaks protocol .* upgrade the umbra-rl here"):
         future.result(WAIT_S)
     router.close()
-
-
-def test_an_answer_that_cannot_be_decoded_is_refused_and_ends_its_request(
-    bench: Bench, link: IoThread
-) -> None:
-    channel = link.channel(bench.server.endpoint("data"), "buffer")
-    future = channel.request(m.LeaseTasks(capacity=1, version=0, wait_s=0), timeout_s=WAIT_S)
-
-    def heard() -> Request:
-        while not (found := bench.server.poll(WAIT_S)):
-            pass
-        return found[0]
-
-    asked, many = heard(), cast(int, "many")
-    bench.server.reply(asked, m.TaskLeases(accepted=many))
-    with pytest.raises(UndecodedError, match="LeaseTasks cannot be decoded: TaskLeases"):
-        future.result(WAIT_S)
-    refusal = heard()
-    assert isinstance(refusal.body, m.Nack) and refusal.header.reply_to == asked.header.id

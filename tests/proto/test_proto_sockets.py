@@ -24,7 +24,7 @@ from umbra.proto.codec import Encoder, decode
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError, StartupError, UsageError
 from umbra.proto.messages import RenewLeases, ReturnedSample, ReturnTasks, SubmitResults
-from umbra.proto.net.io_thread import EVENTS, UndecodedError
+from umbra.proto.net.io_thread import EVENTS
 from umbra.proto.net.task_client import MIXED, TaskClient
 from umbra.proto.records import Trajectory, VersionSpan
 
@@ -187,18 +187,6 @@ def test_a_sample_of_too_many_versions_is_given_back_and_the_others_are_delivere
     assert isinstance(saved, RenewLeases)
     assert [one.sample_id for one in saved.partials] == ["good"]
     assert isinstance(stopped, ReturnTasks) and stopped.samples[0].partial is None
-
-
-def test_what_was_delivered_is_stored_although_its_answer_cannot_be_decoded() -> None:
-    channel: Any = FakeChannel()
-    client = TaskClient(channel, threading.Event(), gather_s=0.0)
-    client.submit([of_versions("good", 1)], capacity=1)
-    client.ask(1)
-    assert len(channel.open) == 1, "the first one asks for tasks as well"
-    channel.answer(SubmitResults, UndecodedError("it is of another kind"))
-    assert client.poll() == ([], [])
-    client.ask(1)
-    assert len(channel.open) == 1
 
 
 def test_a_deadline_names_what_did_not_happen() -> None:

@@ -102,10 +102,6 @@ class WorkerEndpoint:
         if scores:
             refused = scoring.submit(self._run, scores, peer.name, now)
         accepted = len(trajectories) + len(scores) - len(refused)
-        if accepted:
-            peer.most = BATCH
-            if scores:
-                peer.strikes = 0
         grant = Grant(peer.name, request.header.id, 0, now, body.version)
         if body.capacity > 0 and not scores and peer.strikes < STRIKES:
             if 0 <= body.version <= self._run.batches.newest:
@@ -113,23 +109,6 @@ class WorkerEndpoint:
             else:
                 self._counters["wrong_version"] += 1
         self._outbox.reply(request, self._reply(grant, accepted, refused))
-
-    def undecoded(self, request: Request, body: m.Nack) -> None:
-        """Requeue samples leased by an answer that their worker cannot decode.
-
-        The worker gets one task at a time from now on, so that the one at fault is lost alone.
-        """
-        peer = self._run.members.peers[request.header.sender]
-        name = peer.name
-        samples = [s for s in self._leases.of(name) if s.asked == request.header.reply_to]
-        if samples:
-            log.warning("%s cannot decode %d leases: %s", name, len(samples), body.reason)
-        self._counters["undecoded_answers"] += 1
-        peer.strikes += 1
-        peer.most = 1
-        sound = peer.sound or any(s.state is State.SCORING for s in samples)
-        lost = sound and len({sample.group.group_id for sample in samples}) == 1
-        self._requeue(name, samples, lost=lost, why=f"{name} cannot decode it: {body.reason}")
 
     def hand_back(self, request: Request, body: m.ReturnTasks) -> None:
         for returned in body.samples:
@@ -216,12 +195,12 @@ class WorkerEndpoint:
                     del parked[name]
                     self._outbox.reply(question.request, NOTHING)
 
-    def _requeue(self, name: str, samples: list[Sample], *, lost: bool, why: str = "") -> None:
+    def _requeue(self, name: str, samples: list[Sample], *, lost: bool) -> None:
         for sample in samples:
             if sample.holder == name:  # else it ended with another of its group just now
                 gone = f"{name} is gone" if sample.state is State.SCORING else ""
                 pool = self._run.pool_of(sample.sample_id)
-                pool.take_back(sample, lost=lost, reason=why or gone)
+                pool.take_back(sample, lost=lost, reason=gone)
 
     def _grant_new(
         self, request: Request, body: m.LeaseTasks | m.SubmitResults, now: float
@@ -248,7 +227,7 @@ class WorkerEndpoint:
         """
         run, number = self._run, request.header.id
         peer = run.members.peers[request.header.sender]
-        grant = Grant(peer.name, number, min(body.capacity, peer.most), now, body.version)
+        grant = Grant(peer.name, number, min(body.capacity, BATCH), now, body.version)
         if peer.granted is None or number <= peer.granted:
             held = self._leases.of(peer.name)
             if peer.granted is None:  # the buffer has started again, or it is the first request
@@ -406,5 +385,5 @@ class WorkerEndpoint:
 
 
 def _malformed(name: str) -> NackError:
-    reason = f"the last {STRIKES} answers of or to {name} were malformed: see the buffer's log"
+    reason = f"the last {STRIKES} answers of {name} were malformed: see the buffer's log"
     return NackError("malformed_answers", reason, "sender")
