@@ -57,10 +57,9 @@ from umbra.proto.records import Header as Header
 
 
 class Ok(Message, frozen=True, kw_only=True):
-    """Done, where it matters at which version and for how many samples."""
+    """Done, where it matters at which version."""
 
     version: int = -1
-    samples: int = 0
 
 
 class Nack(Message, frozen=True, kw_only=True):
@@ -211,14 +210,13 @@ class Status(Message, frozen=True, kw_only=True):
     warnings: Many[RunWarning] = []  # those that hold, and those that are over
 
 
-Operation = Literal["drain", "evaluate", "checkpoint"]
+Operation = Literal["drain", "checkpoint"]
 
 
 class Operate(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An operator's command; a misspelt field is refused, as its default acts on all.
 
     drain: have `member`, or if empty everyone, hand back what it holds and leave.
-    evaluate: the policy as it is now.
     checkpoint: have the trainer save its state now or after its step.
     """
 

@@ -194,11 +194,8 @@ class Broker:
             self._begin_end(run.finished, now, FINISH_S)
 
     def _operate(self, request: Request, body: m.Operate, now: float) -> None:
-        reason, done = body.reason, m.Ok()
+        reason = body.reason
         match body.kind:
-            case "evaluate":
-                samples = self.run.evals.ask()
-                done = m.Ok(version=self.batches.version, samples=samples)
             case "checkpoint":
                 self._training.checkpoint_wanted(request, now)
                 return
@@ -207,7 +204,7 @@ class Broker:
             case "drain":
                 self._begin_end(reason or "drained on request", now, STOP_S)
         log.info("command of %s: %s %s %s", request.header.sender, body.kind, body.member, reason)
-        self._outbox.reply(request, done)
+        self._outbox.reply(request, m.Ok())
 
     def _drain(self, member: str, reason: str) -> None:
         peer = self.members.peers.get(member)

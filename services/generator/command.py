@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import uuid
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,19 +12,15 @@ from typing import TYPE_CHECKING
 import click
 
 from umbra.proto.errors import UsageError
-from umbra.proto.messages import Ok, Operate
-from umbra.proto.net.io_thread import IoThread
-from umbra.proto.net.keys import Security
 from umbra.services.config.loader import ORIGIN, load_config, rewrite_paths
 from umbra.services.generator.tasks import GYM, VERIFIERS, write_task
 from umbra.services.modeling.run_file import load_service
-from umbra.services.process.command import ServiceContext, keys_of, service_command
+from umbra.services.process.command import ServiceContext, service_command
 from umbra.services.process.files import named_run
 from umbra.services.process.parent import SEARCH_VARIABLE
 from umbra.services.prompts import read_source
 from umbra.services.reporting import shown_scores
 
-ANSWER_S = 10.0
 DEMOS = 22_400  # of our own tasks
 _SOME = click.IntRange(1)
 
@@ -93,9 +87,7 @@ def make_task(
 
 
 @click.command("eval")
-@click.argument("model", type=click.Path(path_type=Path), required=False)
-@click.option("--broker", envvar="UMBRA_BROKER", help="Address of a run, instead of MODEL.")
-@keys_of("operator", "monitor")
+@click.argument("model", type=click.Path(path_type=Path))
 @click.option("--prompts", help="As eval.prompts, with eval.columns.  [default: from --config]")
 @click.option("--config", help="Run file of environment, sampling and generator; engine: torch.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key.")
@@ -103,9 +95,7 @@ def make_task(
 @click.option("--greedy", is_flag=True, help="Take the most likely token instead of sampling.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(
-    model: Path | None,
-    broker: str | None,
-    security: Security,
+    model: Path,
     prompts: str | None,
     config: str | None,
     sets: tuple[str, ...],
@@ -116,18 +106,8 @@ def evaluate(
     """Measure the accuracy (mean reward) of MODEL on held-out prompts.
 
     MODEL is a directory, ORG/NAME[@REVISION] on the hub, or a run that has ended (its folder, or
-    its id in runs/). Without it, have the run at --broker evaluate its policy as it is now, on the
-    prompts of its `eval.prompts`; `umbra status` shows the outcome.
+    its id in runs/).
     """
-    if model is None:
-        if not broker:
-            raise UsageError("name a model directory, or a run by --broker tcp://host:port")
-        incarnation = uuid.uuid4().hex[:12]
-        with closing(IoThread(f"eval-{incarnation}", incarnation, security=security)) as link:
-            buffer = link.channel(broker, "buffer")
-            answer = buffer.call(Operate(kind="evaluate"), Ok, timeout_s=ANSWER_S)
-        click.echo(f"evaluation of version {answer.version} begins: {answer.samples} samples")
-        return
     model = named_run(model)
     if (model / "metrics.jsonl").is_file():  # a run's folder
         config, model = config or str(model / "config.json"), model / "model"

@@ -59,7 +59,7 @@ def evaluate_model(
     if groups := config.rewarded_by_groups:
         raise UsageError(
             f"{groups[0].where}.reward_scope = group needs the scorers of a run, which this "
-            "command has not: set eval.prompts in the run, or use `umbra eval --broker`"
+            "command has not: set eval.prompts in the run"
         )
     model = replace(config.model, path=str(path))
     settings = replace(config, model=model, trainer=TrainerConfig())  # all of it is in `path`

@@ -27,7 +27,6 @@ from typing import Any, cast, get_type_hints
 
 import click
 
-from umbra.proto.access import KeyRole
 from umbra.proto.errors import named_errors
 from umbra.proto.messages import Role
 from umbra.proto.net.keys import OPEN, Security, open_security
@@ -188,18 +187,6 @@ KEYS: dict[str, Any] = {
     "metavar": "FOLDER",
     "help": "Keys of the run, from `umbra keys` (security.keys).",
 }
-
-
-def keys_of(*roles: KeyRole) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the option --keys of a command that is no service; it passes a `Security`.
-
-    The key is of the first of `roles` whose secret half is in the folder.
-    """
-
-    def load(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Security:
-        return open_security(value or "", roles)
-
-    return click.option("--keys", "security", envvar="UMBRA_SECURITY__KEYS", callback=load, **KEYS)
 
 
 # Flags of every service, by the key of the configuration that each sets.

@@ -4,8 +4,6 @@ from fakes.broker_world import World, world
 
 from umbra.proto import messages as m
 from umbra.services.buffer.endpoints.trainer import CHECKPOINT_S
-from umbra.services.config import EvalConfig
-from umbra.services.prompts import Prompt
 
 
 def test_a_member_is_asked_to_leave_until_it_does() -> None:
@@ -46,22 +44,6 @@ def test_the_whole_run_is_drained_and_can_go_on() -> None:
     assert (status.state, status.ending, status.finished) == ("draining", "enough for today", False)
     run.restart_broker()
     assert run.broker.run.state == "ready"
-
-
-def test_an_evaluation_on_request() -> None:
-    refused = world().get("op", m.Operate(kind="evaluate"), m.Nack)
-    assert "no held-out prompts: set eval.prompts" in refused.reason
-    rows = [Prompt("1", {"prompt": "a"}), Prompt("2", {"prompt": "b"})]
-    run = world(eval_config=EvalConfig(at_ends=False, prompts="x", samples=3), eval_prompts=rows)
-    assert run.ask("op", m.Operate(kind="evaluate")) == m.Ok(version=0, samples=3)
-    refused = run.get("op", m.Operate(kind="evaluate"), m.Nack)
-    assert "of version 0 is under way" in refused.reason
-    tasks = [task for task in run.lease("a", 100, version=0) if task.pinned_version == 0]
-    assert len(tasks) == 3
-    run.answer("a", tasks, 0)
-    (report,) = run.status.evals
-    assert (report.version, report.done, report.accuracy) == (0, True, 1.0)
-    assert isinstance(run.ask("op", m.Operate(kind="evaluate")), m.Ok)  # as often as one likes
 
 
 def test_many_watchers_cost_one_look() -> None:

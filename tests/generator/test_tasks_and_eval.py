@@ -124,7 +124,7 @@ GROUPS = ("--set", "environment.kind=reward", "--set", "environment.reward_scope
         (["MODEL", "--prompts", "ROWS", "--set", "x"], "write it as section.key=value"),
         (["MODEL", "--prompts", "ROWS", "--set", "generator.device=tpu9"], "device 'tpu9'"),
         (["MODEL", "--prompts", "ROWS", "--set", "environment.kind=exat"], "did you mean 'exact'"),
-        (["MODEL", "--prompts", "ROWS", *GROUPS], "umbra eval --broker"),
+        (["MODEL", "--prompts", "ROWS", *GROUPS], "set eval.prompts in the run"),
     ],
 )
 def test_usage_errors(tmp_path: Path, tiny_model_dir: Path, args: list[str], says: str) -> None:

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from umbra.proto.messages import Stuck
 from umbra.proto.records import EvalReport
-from umbra.services.buffer.effects import Effects, NackError
+from umbra.services.buffer.effects import Effects
 from umbra.services.buffer.health import SampleFailure
 from umbra.services.buffer.members import Membership
 from umbra.services.buffer.samples.batches import Batches
@@ -70,7 +70,6 @@ class Evaluations:
     done: int = -1  # newest version whose evaluation is over
     open: OpenEvaluation | None = None  # the one under way
     _begun_at: float = 0.0
-    _asked: bool = False  # somebody wants one now
     _over: bool = False  # run finished; a resumed run restarts any evaluation that is due
     _serving: dict[str, int] = field(default_factory=dict[str, int])  # version of each generator
 
@@ -86,27 +85,13 @@ class Evaluations:
     def status(self) -> list[EvalReport]:
         return [*self.reports, self._report(self.open)] if self.open else list(self.reports)
 
-    def ask(self) -> int:
-        """Begin an evaluation of the current policy; return the number of samples.
-
-        Raises:
-            NackError: there are no prompts, or an evaluation is under way.
-        """
-        why = "the run has no held-out prompts: set eval.prompts before it starts"
-        if self.open is not None:
-            why = f"the evaluation of version {self.open.version} is under way: wait for it"
-        if self.open is not None or not self.prompts:
-            raise NackError("no_eval", why)
-        self._asked = True
-        return self.config.samples
-
     def advance(self, now: float) -> None:
         """Begin the evaluation that is due, end the one that is over; called at every event."""
         version = self.batches.version
         if self.open is not None and self.open.due > version:
             self._end_all("cancelled")  # the trainer starts again before that version
             self.open = None
-        if self.open is None and not self._over and (self._is_due(version) or self._asked):
+        if self.open is None and not self._over and self._is_due(version):
             self._begin(version, now)
         if self.open is not None:
             self._cut(self.open, now)
@@ -185,7 +170,7 @@ class Evaluations:
             for _ in range(groups):
                 self.pool.issue(prompt, version, answers // groups)
         self.open = OpenEvaluation(version, size, dict(self.pool.ledger.ended))
-        self._asked, self._begun_at = False, now
+        self._begun_at = now
         self.pool.openings += 1
         log.info("evaluation of version %d begins: %d samples", version, size)
 
