@@ -9,7 +9,6 @@ from fakes.broker_world import as_sent, trajectory, world
 from umbra.proto import messages as m
 from umbra.proto.access import RULES
 from umbra.services.buffer.effects import NackError, Reply
-from umbra.services.buffer.samples import pool
 
 SENT = [
     k for k, rule in RULES.items() if rule.senders and rule.socket in ("any", "control", "data")
@@ -121,7 +120,7 @@ def test_only_the_lease_that_was_answered_counts_as_answered() -> None:
     (again,) = run.lease("b", 1, 0)
     assert (again.sample_id, again.attempt) == (first.sample_id, 2)
     assert not run.submit("b", trajectory(again, 0)).refused
-    for become in (lambda: None, lambda: run.batch(1), lambda: run.commit(1)):
+    for become in (lambda: None, lambda: run.batch(1)):
         become()
         assert run.submit("b", trajectory(again, 0)).accepted == 1  # repeated
         assert run.submit("a", trajectory(first, 0)).refused
@@ -129,8 +128,10 @@ def test_only_the_lease_that_was_answered_counts_as_answered() -> None:
             lease = (first.sample_id, attempt)
             renewed = run.get("a", m.RenewLeases(leases=[lease]), m.TaskLeases)
             assert bool(renewed.lost) == lost
-    assert run.broker.counters["duplicate_submits"] == 3
-    assert run.pool.ledger.trained == 1
+    assert run.broker.counters["duplicate_submits"] == 2
+    run.commit(1)
+    assert "was trained or has ended" in run.submit("b", trajectory(again, 0)).refused["s-0"]
+    assert run.broker.counters["late_answers"] == run.pool.ledger.trained == 1
 
 
 def test_a_renewed_lease_does_not_expire_and_lost_ones_are_named() -> None:
@@ -172,7 +173,7 @@ def test_a_sample_whose_leases_are_lost_too_often_ends_its_group_as_failed() -> 
     first, second = run.lease("a", 2, 0)
     run.pass_time(1)
     assert run.pool.ledger.ended == {"failed": 2}
-    assert "over: failed" in run.submit("a", trajectory(second, 0)).refused[second.sample_id]
+    assert "has ended" in run.submit("a", trajectory(second, 0)).refused[second.sample_id]
     assert first.attempt == 2 and run.broker.counters["attempts_exhausted"] == 1
     assert len(run.lease("a", 100, 0)) == 4  # two samples were replaced
 
@@ -223,17 +224,6 @@ def test_a_partial_too_old_is_dropped_and_the_sample_starts_from_scratch() -> No
     (again,) = run.lease("b", 1, 2)
     assert (again.sample_id, again.attempt, again.trajectory) == ("s-0", 2, None)
     assert run.broker.counters["partials_too_old"] == 1
-
-
-def test_of_finished_samples_the_last_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "REMEMBERED", 2)
-    run = world(run_ahead=0)
-    tasks = run.lease("a", 4, 0)
-    run.answer("a", tasks, 0)
-    run.train(1)
-    ack = run.submit("a", *(trajectory(task, 0) for task in tasks))
-    assert ack.accepted == 2 and set(ack.refused) == {"s-0", "s-1"}
-    assert ack.refused["s-0"] == "unknown sample, or one that ended long ago"
 
 
 def test_a_late_answer_is_taken_while_nobody_else_has_the_sample() -> None:

@@ -69,7 +69,7 @@ def test_survivors_are_trained_without_their_stragglers() -> None:
     run.pass_time(0.1)
     assert [t.sample_id for t in run.batch(1).trajectories] == ["s-0", "s-1"]
     assert run.commit(1).ledger.ended == {"cancelled": 1}
-    assert "over: cancelled" in run.submit("a", trajectory(tasks[2], 0)).refused["s-2"]
+    assert "has ended" in run.submit("a", trajectory(tasks[2], 0)).refused["s-2"]
 
 
 @pytest.mark.parametrize(("size", "ended"), [(3, {"failed": 1}), (2, {"failed": 2})])

@@ -118,7 +118,6 @@ class BrokerMachine(RuleBasedStateMachine):
         self.batch: m.BatchLease | None = None
         self.version = 0
         self.uses: dict[int, list[str]] = {}  # by committed step: its samples
-        self.forgotten: set[str] = set()  # what was over when the buffer was killed
         self.finished = False
         for name in (*GENERATORS, *SCORERS, "trainer"):
             self.come(name)
@@ -402,7 +401,6 @@ class BrokerMachine(RuleBasedStateMachine):
     def kill_the_buffer(self) -> None:
         before, held = self.broker.pool, self.holders()
         ledger = before.ledger.snapshot()
-        self.forgotten |= set(before.over)
         self.world.restart_broker()
         assert self.broker.pool.ledger.snapshot() == ledger
         assert self.holders() == held
@@ -425,8 +423,8 @@ class BrokerMachine(RuleBasedStateMachine):
         pool, ledger = self.broker.pool, self.broker.pool.ledger
         assert ledger.snapshot().balance == 0
         issued = {f"s-{number}" for number in range(ledger.issued)}
-        assert set(pool.samples) | set(pool.over) | self.forgotten == issued
-        assert not set(pool.samples) & set(pool.over)
+        assert set(pool.samples) <= issued
+        assert len(pool.samples) == sum(ledger.in_flight.values())
         for state in ("queued", "generating", "scoring", "ready", "training"):
             assert ledger.in_flight[state] == sum(s.state == state for s in pool.samples.values())
 
@@ -456,8 +454,7 @@ class BrokerMachine(RuleBasedStateMachine):
     @invariant()
     def the_ledger_is_what_the_trainer_knows(self) -> None:
         pool, trained = self.broker.pool, self.used(self.version + 1)
-        over = {name for name, outcome in pool.over.items() if outcome.end == "trained"}
-        assert over <= trained <= over | self.forgotten
+        assert not trained & set(pool.samples)
         assert pool.ledger.trained == len(trained)
         assert self.broker.batches.version == self.version
 

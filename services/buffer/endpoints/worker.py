@@ -262,8 +262,8 @@ class WorkerEndpoint:
     ) -> str | None:
         """Accept a complete trajectory, or return why it is refused.
 
-        A repeated answer is accepted again, a late one while nobody else has the sample. Tokens of
-        a pinned pool, of eval samples, must all be of the pinned version.
+        While its sample is in flight a repeated answer is accepted again, and a late one if nobody
+        else has it. Tokens of a pinned pool, of eval samples, must all be of the pinned version.
         """
         name, attempt = trajectory.sample_id, trajectory.attempt
         if self._is_accepted(name, attempt):
@@ -272,10 +272,7 @@ class WorkerEndpoint:
         run, pool = self._run, self._run.pool_of(name)
         sample = pool.samples.get(name)
         if sample is None:
-            outcome = pool.over.get(name)
-            if outcome is None:
-                return self._refuse("unknown_sample", "unknown sample, or one that ended long ago")
-            return self._refuse("late_answers", f"over: {outcome.end}")
+            return self._refuse("late_answers", "the sample was trained or has ended")
         if sample.attempt != attempt or not attempt:
             return self._refuse(
                 "wrong_attempt", f"lease {attempt} was lost, {sample.attempt} is newest"
@@ -318,12 +315,8 @@ class WorkerEndpoint:
         return reason
 
     def _is_accepted(self, sample_id: str, attempt: int) -> bool:
-        pool = self._run.pool_of(sample_id)
-        sample = pool.samples.get(sample_id)
-        if sample is not None:
-            return sample.state in ANSWERED and sample.attempt == attempt
-        outcome = pool.over.get(sample_id)
-        return outcome is not None and attempt > 0 and outcome.attempt == attempt
+        sample = self._run.pool_of(sample_id).samples.get(sample_id)
+        return sample is not None and sample.state in ANSWERED and sample.attempt == attempt
 
     def _fault(self, pool: SamplePool, sample: Sample, trajectory: Trajectory) -> str | None:
         group = sample.group

@@ -107,17 +107,6 @@ class Group:
         return self.samples[0].state is not State.OVER
 
 
-class SampleOutcome(msgspec.Struct, frozen=True, gc=False):
-    """Outcome of a finished sample; `attempt` is the accepted one, 0 if there was none.
-
-    Tens of thousands are kept: a struct is made in a quarter of a dataclass's time, and invisible
-    to the garbage collector.
-    """
-
-    attempt: int
-    end: str  # "trained" or the reason why it ended
-
-
 FILL_BYTES = LEASE_BYTES // 4  # of a reply: the last row and trajectory in it come on top
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +22,10 @@ import msgspec
 from umbra.proto.records import SAMPLE, Score, Task, Trajectory
 from umbra.services.buffer.health import Health, SampleFailure
 from umbra.services.buffer.samples.groups import (
-    ANSWERED,
     Grant,
     Group,
     LeaseTable,
     Sample,
-    SampleOutcome,
     State,
 )
 from umbra.services.buffer.samples.journal import Journal
@@ -36,8 +34,6 @@ from umbra.services.buffer.samples.trajectories import Packed, pack
 from umbra.services.config import BufferConfig
 from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.prompts import Prompt
-
-REMEMBERED = 65_536  # finished samples whose late answers are still told apart
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +70,6 @@ class SamplePool:
         self.groups: dict[str, Group] = {}  # not yet in training, in order of issue
         self.complete: dict[str, Group] = {}  # all samples ready, in order of completion
         self.unscored: dict[str, deque[Sample]] = {stage: deque() for stage in self.stages}
-        self.over: OrderedDict[str, SampleOutcome] = OrderedDict()
         self._queue: list[tuple[int, Sample]] = []  # a heap; some are queued no more
         self._waiting: dict[str, Group] = {}  # groups of which some samples are ready
 
@@ -289,7 +284,7 @@ class SamplePool:
         """End `groups` as trained; drop their trajectories unless a restart may need them."""
         for sample in (sample for group in groups for sample in group.samples):
             self.ledger.train()
-            self._finish(sample, "trained")
+            self._finish(sample)
             if not keep:
                 self.journal.drop(sample.sample_id)
         self.openings += 1
@@ -301,7 +296,6 @@ class SamplePool:
             for sample in group.samples:
                 sample.state = State.TRAINING
                 self.samples[sample.sample_id] = sample
-                self.over.pop(sample.sample_id, None)
             self.journal.touch(group)
 
     def restore(self, groups: list[Group], now: float) -> None:
@@ -400,7 +394,7 @@ class SamplePool:
 
     def _end(self, sample: Sample, reason: str) -> None:
         self.ledger.end(sample.state, reason)
-        self._finish(sample, reason)
+        self._finish(sample)
         self.journal.drop(sample.sample_id)
 
     def _move(self, sample: Sample, target: State) -> None:
@@ -408,13 +402,9 @@ class SamplePool:
         sample.state = target
         self.journal.touch(sample.group)
 
-    def _finish(self, sample: Sample, end: str) -> None:
-        answered = sample.state in ANSWERED
+    def _finish(self, sample: Sample) -> None:
         self.leases.release(sample)
         sample.state = State.OVER
         self.journal.touch(sample.group)
         del sample.group  # its group has it: a cycle would keep both until a collection, which
         del self.samples[sample.sample_id]  # looks at everything and holds up all who ask
-        self.over[sample.sample_id] = SampleOutcome(sample.attempt if answered else 0, end)
-        if len(self.over) > REMEMBERED:
-            self.over.popitem(last=False)
