@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from umbra.deploy.prepare.stage import Stages, last_object
 from umbra.deploy.run_folder import Row, RunFolder, StepFollower, read_object, read_rollouts
 from umbra.proto.deadline import Deadline
-from umbra.proto.errors import ERROR_PREFIX, UsageError
+from umbra.proto.errors import UsageError
 from umbra.proto.net.keys import open_security
 from umbra.services.monitor.client import StatusClient
 from umbra.services.monitor.run_address import RunAddress, find_run
-from umbra.services.process.child import ChildProcess, child_environ, child_error, umbra_argv
+from umbra.services.process.child import ChildProcess, child_error, umbra_argv
 from umbra.services.process.files import is_held
 
 LOOK_S = 0.1
-JOIN_S = 5.0  # for the last lines of a child that has ended
+UP = "up"  # the log of `umbra up`
 ANSWER_S = 10.0
 
 
@@ -41,53 +38,15 @@ class Step:
         return cls(row["step"], float(row.get("reward/mean") or 0.0), row)
 
 
-class RunChild:
-    """`umbra up FOLDER` as our child: it ends, in order, when this process does.
+def start(folder: RunFolder, *flags: str, show: bool = True) -> ChildProcess:
+    """Start `umbra up FOLDER` as our child, which ends, in order, when this process does.
 
-    Its output goes through `sys.stdout`, which a notebook shows below its cell. `error` is the
-    sentence that it ends with.
+    Its lines go to our stdout, which a notebook shows below its cell; its errors to its log, of
+    which `Run.wait` reads the last.
     """
-
-    def __init__(self, folder: Path, *flags: str, show: bool = True) -> None:
-        self.error = ""
-        argv = umbra_argv("up", str(folder), *flags, *(() if show else ("--quiet",)))
-        self._readers: list[threading.Thread] = []
-        take = partial(print, flush=True) if show else len  # `--quiet` prints the outcome
-        out, err = self._through(take), self._through(self._take_error)
-        try:
-            self._child = ChildProcess(argv, environ=child_environ(), stdout=out, stderr=err)
-        finally:
-            os.close(err)
-            os.close(out)
-
-    def poll(self) -> int | None:
-        code = self._child.poll()
-        for reader in () if code is None else self._readers:
-            reader.join(JOIN_S)
-        return code
-
-    def terminate(self) -> None:
-        """Ask it to end in order; the second time at once."""
-        self._child.terminate()
-
-    def _through(self, take: Callable[[str], object]) -> int:
-        """Return the writing end of a pipe whose lines a thread gives to `take`."""
-        reading, writing = os.pipe()
-
-        def forward() -> None:
-            with open(reading, encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    take(line.rstrip("\n"))
-
-        self._readers.append(threading.Thread(target=forward, name="umbra-up-output", daemon=True))
-        self._readers[-1].start()
-        return writing
-
-    def _take_error(self, line: str) -> None:
-        if line.startswith(ERROR_PREFIX):
-            self.error = line.removeprefix(ERROR_PREFIX)
-        else:
-            print(line, file=sys.stderr)
+    argv = umbra_argv("up", str(folder.path), *flags, *(() if show else ("--quiet",)))
+    out = None if show else Path(os.devnull)  # `--quiet` prints the outcome
+    return ChildProcess(argv, stdout=out, stderr=folder.log(UP))
 
 
 class Run:
@@ -96,7 +55,7 @@ class Run:
     Iterating gives its steps from the first on, and waits for further ones until the run ends.
     """
 
-    def __init__(self, path: str | Path, child: RunChild | None = None) -> None:
+    def __init__(self, path: str | Path, child: ChildProcess | None = None) -> None:
         self._folder = RunFolder(Path(path).resolve())
         self.path, self.id = self._folder.path, self._folder.id
         self._child = child
@@ -181,9 +140,9 @@ class Run:
         self._await_end(timeout_s)
         summary, child = self.summary, self._child
         if summary is None:
+            sentence = Stages(self._folder).last_line(UP) if child else ""
             reason = f"run {self.id} ended without a summary: see {self._folder.logs}"
-            code = child.poll() if child else None
-            raise child_error((child and child.error) or reason, code or 6)
+            raise child_error(sentence or reason, (child and child.poll()) or 6)
         if summary["exit_code"]:
             raise child_error(summary["exit_reason"], int(summary["exit_code"]))
         return summary

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from umbra.deploy.check.choose import in_one_line, ready
-from umbra.deploy.python.run import LOOK_S, Run, RunChild
+from umbra.deploy.python.run import LOOK_S, Run, start
 from umbra.deploy.python.source import MODULE, CopiedSource
 from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.shown import shown_path
@@ -119,7 +119,7 @@ def train(
     if source.text:
         path = shown_path(folder.inputs / MODULE_FILE)
         say(f"{', '.join(source.copied)}: copied as source to {path}")
-    run = Run(folder.path, RunChild(folder.path, show=show))
+    run = Run(folder.path, start(folder, show=show))
     if wait:
         see_through(run)
     return run

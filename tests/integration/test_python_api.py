@@ -15,7 +15,7 @@ from fakes.waiting import until
 import umbra
 from umbra import cli
 from umbra.deploy.python import run as run_module
-from umbra.deploy.python.run import RunChild
+from umbra.deploy.run_folder import RunFolder
 from umbra.services.monitor.run_address import find_address
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def test_a_run_is_watched_operated_stopped_and_goes_on(
         find_address()
     # The folder has all that it was given.
     goal = str(summary["steps"] + 1)
-    child = RunChild(run.path, "--set", f"run.steps={goal}")
+    child = run_module.start(RunFolder(run.path), "--set", f"run.steps={goal}")
     on = umbra.Run(run.path, child)
     assert on.wait(2 * DEADLINE_S)["steps"] == int(goal)
     assert on.evaluate("prompts.jsonl", samples=4)["samples"] == 4
