@@ -50,8 +50,8 @@ class EnvironmentConfig(Section):
     )
     id: str = key(
         "",
-        'for kind "verifiers": name of the environment or taskset; "openenv": URL of a server, '
-        'or its app as "module:app"; "trl": class as "module:Class"',
+        'for kind "verifiers": name of the environment or taskset; "openenv": URL of a server; '
+        '"trl": class as "module:Class"',
     )
     agent: str = key(
         "", 'agent as "module:function", for kind "agent"; empty = agents come to generator.serve'

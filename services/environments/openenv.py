@@ -1,4 +1,4 @@
-"""Environments behind an OpenEnv server, which is there already or is started here.
+"""Environments behind an OpenEnv server.
 
 The model acts by calling tools: an MCP server's, or `act`, whose arguments are the server's action.
 With the option `text` the model's words are the action. Written against `openenv` 0.10.0.
@@ -6,15 +6,8 @@ With the option `text` the model's words are the action. Written against `openen
 
 from __future__ import annotations
 
-import atexit
 import importlib
-import inspect
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import urllib.request
 from typing import Any
 
@@ -27,8 +20,6 @@ from umbra.services.environments.protocol import (
     finite_number,
     tool_schema,
 )
-from umbra.services.environments.run_module import command_line
-from umbra.services.process.parent import PARENT_PID_VARIABLE, die_with_parent
 
 RESET = "reset"
 """The column with the arguments of the server's `reset`, an object."""
@@ -41,7 +32,7 @@ _INVALID = "(code: VALIDATION_ERROR)"  # what the client's error ends with
 def openenv_program(
     address: str, name: str, *, text: str = "", observation: str = "", message_s: float = 60.0
 ) -> Program:
-    """Return the program of the server at URL `address`, or of "module:app", which is started.
+    """Return the program of the server at URL `address`.
 
     `text` is the action's field for the model's words, "" if it calls tools; `observation` the
     field that it is shown, "" for all as JSON; `message_s` how long the server may take to answer.
@@ -53,8 +44,7 @@ def openenv_program(
             'environment.kind = "openenv" needs the package openenv: install it for the Python '
             f"that environment.python names ({error})"
         ) from error
-    url = address if "://" in address else _start(address, name)
-    action = _action_schema(url, name)
+    action = _action_schema(address, name)
     properties = action.get("properties", {})
     if text and text not in properties:
         raise UsageError(
@@ -64,7 +54,7 @@ def openenv_program(
     mcp = {"tool_name", "arguments"} <= set(properties)
 
     async def play(row: Row, endpoint: dict[str, str]) -> StepResult:
-        async with client_class(base_url=url, message_timeout_s=message_s) as server:
+        async with client_class(base_url=address, message_timeout_s=message_s) as server:
             arguments = row.get(RESET, {})
             if not isinstance(arguments, dict):
                 raise SampleError(f'{name}: "{RESET}" in a row of data.prompts must be an object')
@@ -141,44 +131,15 @@ def _reward(result: Any, name: str) -> float:
 
 
 def _action_schema(url: str, name: str) -> dict[str, Any]:
+    """Return the schema of a server's actions; UsageError if none answers at `url`."""
+    if "://" not in url:
+        raise UsageError(
+            f"environment.id = {url!r} is no URL of an OpenEnv server: start its app with "
+            '"uvicorn MODULE:APP --port 8000", and name http://127.0.0.1:8000'
+        )
     address = (f"http{url[2:]}" if url.startswith("ws") else url).rstrip("/")
     try:
         with urllib.request.urlopen(f"{address}/schema", timeout=_SCHEMA_S) as answer:
             return json.load(answer)["action"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{name}: {address}/schema gives no schema of actions: {error}") from error
-
-
-def _start(target: str, name: str) -> str:
-    """Start the server of `target`, which ends with this process; its URL."""
-    command = command_line(sys.executable, __name__, target)
-    environ = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid())}
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, text=True)
-    atexit.register(server.kill)
-    assert server.stdout is not None
-    port = server.stdout.readline().strip()
-    if not port.isdigit():
-        raise UsageError(f"{name}: its server ended (exit code {server.wait()})")
-    return f"http://127.0.0.1:{port}"
-
-
-def main(target: str) -> None:
-    """Serve `target`, "module:app": an ASGI app, or a function that makes it.
-
-    On a free port of this host, which is printed for the process that started this one.
-    """
-    die_with_parent(signal.SIGKILL)
-    sys.path.append(os.getcwd())
-    # The server is of the Python environment that the app is in.
-    uvicorn: Any = importlib.import_module("uvicorn")
-    module, _, name = target.partition(":")
-    app = getattr(importlib.import_module(module), name or "app")
-    if inspect.isfunction(app):
-        app = app()
-    end = socket.socket()
-    end.bind(("127.0.0.1", 0))
-    end.listen(2048)  # who knows the port may come, and waits until it is served
-    os.write(1, f"{end.getsockname()[1]}\n".encode())
-    os.dup2(2, 1)  # what the app prints goes where our parent's prints go
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-    server.run(sockets=[end])

@@ -1,6 +1,10 @@
 """Environments of other libraries: TRL's as they are, the others with stand-ins for packages."""
 
+import json
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -158,21 +162,32 @@ class GenericEnvClient:
         right = int(number) == self.secret
         return Result({"hint": "right" if right else "no"}, 1.0 if right else -0.5, right)
 """
-GAME = """
-from starlette.applications import Starlette
-from starlette.responses import JSONResponse
-from starlette.routing import Route
-
-SCHEMA = {"type": "object", "properties": {"number": {"type": "integer"}, "metadata": {}}}
+ACTION = {"type": "object", "properties": {"number": {"type": "integer"}, "metadata": {}}}
 
 
-async def schema(request):
-    return JSONResponse({"action": SCHEMA})
+class _Schema(BaseHTTPRequestHandler):
+    """The part of a server of OpenEnv that is asked over HTTP."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/schema" else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps({"action": ACTION}).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
 
 
-def app():
-    return Starlette(routes=[Route("/schema", schema)])
-"""
+@pytest.fixture
+def game(tmp_path: Path) -> Iterator[str]:
+    """The URL of a server, whose client is in the folder of the test."""
+    (tmp_path / "openenv.py").write_text(_OPENENV)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Schema)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
 
 
 def write_verifiers(folder: Path) -> str:
@@ -182,11 +197,6 @@ def write_verifiers(folder: Path) -> str:
     (package / "__init__.py").write_text('__version__ = "0.4.0"\n')
     (package / "v1.py").write_text(_V1)
     return "tasks-there"
-
-
-def write_openenv(folder: Path) -> None:
-    """Put openenv into `folder`."""
-    (folder / "openenv.py").write_text(_OPENENV)
 
 
 ROW = {"prompt": "add numbers", "target": 5}
@@ -315,14 +325,13 @@ def test_tasks_that_cannot_be_made_are_refused(
             open_pool(EnvironmentConfig(kind="verifiers", id=name, options=options))
 
 
-def test_a_game_of_openenv_is_played_by_calls(tmp_path: Path, library_play: LibraryPlay) -> None:
-    write_openenv(tmp_path)
+def test_a_game_of_openenv_is_played_by_calls(game: str, library_play: LibraryPlay) -> None:
     turns = (
         call("act", '{"number": 7}') + call("look", "{}"),
         call("act", '{"number": "x"}'),
         call("act", '{"number": 4}') + call("act", '{"number": 9}'),  # the game is over before
     )
-    world = library_play("openenv", GAME, *turns, id="theirs:app")
+    world = library_play("openenv", "", *turns, id=game)
     world.add(sample({"prompt": "guess", "reset": {"secret": 4}}))
     trajectory = world.trajectory()
     assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (0.5, 3, "stop")
@@ -332,29 +341,26 @@ def test_a_game_of_openenv_is_played_by_calls(tmp_path: Path, library_play: Libr
         assert answer in text
 
 
-def test_a_game_of_openenv_is_played_by_words(tmp_path: Path, library_play: LibraryPlay) -> None:
-    write_openenv(tmp_path)
+def test_a_game_of_openenv_is_played_by_words(game: str, library_play: LibraryPlay) -> None:
     options = {"text": "number", "observation": "hint"}
-    world = library_play("openenv", GAME, "7", "3", id="theirs:app", options=options)
+    world = library_play("openenv", "", "7", "3", id=game, options=options)
     world.add(sample({"prompt": "guess"}))
     assert world.trajectory().reward == 0.5
     assert "guess\nbelow 10" in heard(world)
-    world = library_play("openenv", GAME, "9", id="theirs:app", options=options)
+    world = library_play("openenv", "", "9", id=game, options=options)
     world.add(sample({"prompt": "guess"}))
     assert "the server failed: Server error: it broke" in world.failed().reason
 
 
 def test_a_server_of_openenv_that_is_none_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    game: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_openenv(tmp_path)
-    (tmp_path / "theirs.py").write_text(GAME)
     monkeypatch.chdir(tmp_path)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"id": "http://127.0.0.1:9"}, "gives no schema of actions"),
-        ({"id": "theirs:apple"}, "its server ended"),
-        ({"id": "theirs:app", "options": {"text": "word"}}, "has the fields number, metadata"),
-        ({"id": "theirs:app", "options": {"word": 1}}, "do not fit 'openenv'"),
+        ({"id": "theirs:app"}, "is no URL of an OpenEnv server: start its app"),
+        ({"id": game, "options": {"text": "word"}}, "has the fields number, metadata"),
+        ({"id": game, "options": {"word": 1}}, "do not fit 'openenv'"),
     ]
     for changes, says in cases:
         with pytest.raises(UsageError, match=says):

@@ -5,6 +5,9 @@ played beside the generator, and by a runner.
 """
 
 import json
+import socket
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,22 +55,33 @@ def test_a_taskset_for_verifiers(tmp_path: Path, library_play: LibraryPlay) -> N
     assert trajectory.reward_parts == {"right": 1.0, "length": 1.0}
 
 
-def test_a_server_of_openenv_that_the_run_starts(library_play: LibraryPlay) -> None:
+@pytest.fixture
+def game(tmp_path: Path) -> Iterator[str]:
+    """The URL of a server of OpenEnv."""
+    (tmp_path / "game.py").write_text(OPENENV)
+    program = [library_python("openenv"), "-m", "uvicorn", "game:app"]
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        fd = bound.fileno()
+        server = subprocess.Popen([*program, "--fd", f"{fd}"], cwd=tmp_path, pass_fds=[fd])
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        server.kill()
+        server.wait()
+
+
+def test_a_server_of_openenv(library_play: LibraryPlay, game: str) -> None:
     python = library_python("openenv")
     turns = [call("act", '{"number": 7}'), call("act", '{"word": 7}'), call("act", '{"number": 3}')]
-    world = library_play("openenv", OPENENV, *turns, id="theirs:app", python=python)
+    world = library_play("openenv", "", *turns, id=game, python=python)
     world.add(sample({"prompt": "guess", "reset": {"secret": 3}}))
     trajectory = world.trajectory()
     assert trajectory.reward == pytest.approx(0.9)
     assert (trajectory.turns, trajectory.finish_reason) == (3, "stop")
 
 
-def test_words_as_actions_of_openenv(library_play: LibraryPlay) -> None:
+def test_words_as_actions_of_openenv(library_play: LibraryPlay, game: str) -> None:
     python = library_python("openenv")
     options = {"text": "number", "observation": "hint"}
-    world = library_play(
-        "openenv", OPENENV, "7", "some", "3", id="theirs:app", python=python, options=options
-    )
+    world = library_play("openenv", "", "7", "some", "3", id=game, python=python, options=options)
     world.add(*(sample({"prompt": "guess"}, sample_id=f"s{n}") for n in range(8)))
     trajectories = [world.trajectory() for _ in range(8)]
     assert [t.reward for t in trajectories] == pytest.approx([0.9] * 8)
