@@ -15,7 +15,6 @@ from io import IOBase
 from pathlib import Path
 from typing import Any, cast
 
-import msgpack
 import msgspec
 
 from umbra.proto.bounds import ROW_KEYS
@@ -94,11 +93,7 @@ def check_row(row: Mapping[str, Any], source: str) -> dict[str, Any]:
             f'{source}: "prompt" must be text or a list of {{"role", "content"}} objects, '
             f"got {repr(prompt)[:40]}"
         )
-    try:
-        size = len(cast(bytes, msgpack.packb(plain)))
-    except ValueError as error:  # nested too deeply
-        raise UsageError(f"{source}: cannot be sent to a generator: {error}") from error
-    if size > ROW_BYTES:
+    if (size := len(msgspec.msgpack.encode(plain))) > ROW_BYTES:
         raise UsageError(f"{source}: {size} bytes; {ROW_BYTES} are the most")
     return plain
 

@@ -88,11 +88,6 @@ class EnvironmentConfig(Section):
         "sample becomes several branches that are trained on with weights that sum to one",
     )
     max_branches: ClassVar[int] = 16  # of a sample; changes of the history are refused after
-    python: str = key(
-        "",
-        "Python (3.10 or newer) of those processes, of an environment of its own in which Umbra "
-        "need not be installed; empty = this one",
-    )
     options: dict[str, Any] = key({}, "arguments of the environment's constructor, agent or loader")
 
     @property

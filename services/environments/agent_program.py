@@ -1,8 +1,7 @@
 """Agents: programs that lead a sample's conversation, and ask the model for turns over HTTP.
 
 A user's function is run by `AgentProgram`. Environments of other libraries are programs too
-(`openenv.py`, `trl.py`, `verifiers.py`); those whose loop is ours hold a `Conversation`. The
-standard library only, of Python 3.10 or newer: an environment's process may have no more.
+(`openenv.py`, `trl.py`, `verifiers.py`); those whose loop is ours hold a `Conversation`.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from umbra.services.process.parent import bypass_proxy
 
 Program = Callable[..., Any]
 """Called as `program(row, endpoint, **options)`; returns what `AgentProgram` says."""
+INSTALL = "install it here, or beside `umbra run-agents` with environment.workers = 0"
 
 
 class AgentProgram:

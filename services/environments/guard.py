@@ -2,7 +2,7 @@
 
 It runs no code of the user's. As a subreaper it inherits what others leave behind, in sessions of
 their own or not, and kills all of it when the worker ends, when it gets SIGTERM, or when the
-process that started it dies. The standard library only, of Python 3.10 or newer.
+process that started it dies.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from umbra.proto.errors import UsageError
+from umbra.services.config import EnvironmentConfig
 from umbra.services.environments import built_in
 from umbra.services.environments.agent_program import AgentProgram, Program
 from umbra.services.environments.openenv import openenv_program
@@ -21,9 +22,6 @@ from umbra.services.environments.sandbox import Sandbox, SandboxTools, container
 from umbra.services.environments.tools import BUILT_IN, ToolUse
 from umbra.services.environments.trl import trl_program
 from umbra.services.environments.verifiers import verifiers_program
-
-if TYPE_CHECKING:
-    from umbra.services.config import EnvironmentConfig
 
 UNREWARDED = "none"  # the kind that a generator runs while a scoring stage gives the rewards
 _KINDS: dict[str, Callable[..., Environment]] = {
@@ -41,8 +39,6 @@ _INSTANT = {"exact", "numeric", "guess", UNREWARDED}
 
 def runs_inline(config: EnvironmentConfig) -> bool:
     """Return whether the environment is built in and too quick to need a process."""
-    if config.python:
-        return False
     if config.kind == "tools":
         return set(config.options.get("tools", BUILT_IN)) <= set(BUILT_IN)
     return config.kind in _INSTANT
@@ -157,7 +153,7 @@ def _program(config: EnvironmentConfig) -> Program:
     """Return the player for samples of another library's environment."""
     if not config.id:
         raise UsageError(f'environment.kind = "{config.kind}" needs environment.id')
-    _find_modules_here()
+    find_modules_here()
     name, options = name_of(config), config.options
     try:
         if config.kind == "verifiers":
@@ -170,7 +166,7 @@ def _program(config: EnvironmentConfig) -> Program:
         raise UsageError(f"environment.options do not fit {config.kind!r}: {error}") from error
 
 
-def _find_modules_here() -> str:
+def find_modules_here() -> str:
     """Let modules in the working directory be imported; return its path."""
     folder = str(Path.cwd())
     if folder not in sys.path:
@@ -196,7 +192,7 @@ def _load(target: str, key: str, *methods: str) -> Callable[..., Any]:
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise UsageError(f'{key} {target!r}: write it as "module:name"')
-    folder = _find_modules_here()
+    folder = find_modules_here()
     try:
         module = importlib.import_module(module_name)
     except Exception as error:

@@ -12,7 +12,12 @@ import urllib.request
 from typing import Any
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.agent_program import Conversation, Program, arguments_of
+from umbra.services.environments.agent_program import (
+    INSTALL,
+    Conversation,
+    Program,
+    arguments_of,
+)
 from umbra.services.environments.protocol import (
     Row,
     SampleError,
@@ -41,8 +46,7 @@ def openenv_program(
         client_class = importlib.import_module("openenv").GenericEnvClient
     except ModuleNotFoundError as error:
         raise UsageError(
-            'environment.kind = "openenv" needs the package openenv: install it for the Python '
-            f"that environment.python names ({error})"
+            f'environment.kind = "openenv" needs openenv: {INSTALL} ({error})'
         ) from error
     action = _action_schema(address, name)
     properties = action.get("properties", {})

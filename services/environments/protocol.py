@@ -3,9 +3,6 @@
 An environment is an object per sample: `reset(row)` opens the conversation, `step(response)`
 answers the model's turn, `close()`, if there is one, is called when the sample is over; all may be
 plain or async. A user's class runs in processes of its own (`pool.py`), where it may block.
-
-Worker processes import the standard library and msgpack only, of Python 3.10 or newer: they may run
-in a Python environment without Umbra (`run_module.py`).
 """
 
 from __future__ import annotations

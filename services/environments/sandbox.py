@@ -1,8 +1,7 @@
 """Sandboxes for code that a model wrote: a container per sample, or a class of the user's.
 
 A container has no network, no file of the host, no environment variable of the run, a file system
-in memory that ends with it, and limits of memory, CPU and processes of its own. The standard
-library only, of Python 3.10 or newer: an environment's process may have no more.
+in memory that ends with it, and limits of memory, CPU and processes of its own.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ async def run_process(
     )
     try:
         return await asyncio.wait_for(_outcome(process, stdin), limit_s)
-    except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
+    except TimeoutError:
         raise SandboxError(f"the command took longer than {limit_s:g} s") from None
     finally:
         if process.returncode is None:

@@ -17,7 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.agent_program import Conversation, Program, arguments_of
+from umbra.services.environments.agent_program import (
+    INSTALL,
+    Conversation,
+    Program,
+    arguments_of,
+)
 from umbra.services.environments.protocol import Row, SampleError, StepResult, finite_number
 from umbra.services.environments.rewards import Rewards
 
@@ -128,7 +133,7 @@ def _schema(method: Callable[..., Any], name: str) -> dict[str, Any]:
         library = importlib.import_module("transformers.utils.chat_template_utils")
     except ImportError as error:
         raise UsageError(
-            f'environment.kind = "trl" needs transformers, as TRL does, for schemas: {error}'
+            f'environment.kind = "trl" needs transformers, as TRL does: {INSTALL} ({error})'
         ) from error
     try:
         return library.get_json_schema(method)

@@ -9,16 +9,13 @@ import asyncio
 import hashlib
 import importlib
 import itertools
-import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from umbra.proto.errors import UmbraError, UsageError
-from umbra.services.environments.agent_program import Program
+from umbra.proto.errors import UsageError
+from umbra.services.environments.agent_program import INSTALL, Program
 from umbra.services.environments.protocol import Row, SampleError, StepResult, finite_number
 
 _KEY_VARIABLE = "UMBRA_SESSION_KEY_"  # what their names begin with, see `_key_variable`
@@ -27,19 +24,14 @@ TASK_DATA = "task_data"  # the column with a task
 _DEFAULTS = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 
 
-def main(name: str, options: str, count: str, seed: str, out: str) -> None:
-    """Write the first `count` tasks of `name`, shuffled if finite, as prompt rows to file `out`."""
-    sys.path.append(os.getcwd())
-    try:
-        taskset = _environment(name, json.loads(options)).taskset
-        tasks: Iterable[Any] = taskset if taskset.INFINITE else taskset.shuffle(int(seed))
-        tasks = itertools.islice(tasks, int(count))
-        lines = [json.dumps(_row(task, number)) for number, task in enumerate(tasks)]
-    except (UmbraError, TypeError) as error:
-        no_json = f"verifiers:{name}: a task can't be written as JSON: {error}"
-        print(error if isinstance(error, UmbraError) else no_json, file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 2))
-    Path(out).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+def task_rows(name: str, options: Mapping[str, Any], count: int, seed: int) -> list[Row]:
+    """Return the first `count` tasks of `name` as prompt rows, shuffled if there is an end of them.
+
+    `options` as of `verifiers_program`. Raises UsageError if it can't be loaded.
+    """
+    taskset = _environment(name, options).taskset
+    tasks: Iterable[Any] = taskset if taskset.INFINITE else taskset.shuffle(seed)
+    return [_row(task, number) for number, task in enumerate(itertools.islice(tasks, count))]
 
 
 def _environment(name: str, options: Mapping[str, Any]) -> Any:
@@ -47,8 +39,7 @@ def _environment(name: str, options: Mapping[str, Any]) -> Any:
         library = importlib.import_module("verifiers.v1")
     except ModuleNotFoundError as error:
         raise UsageError(
-            'environment.kind = "verifiers" needs the package verifiers, 0.4 or newer: install it '
-            f"for the Python that environment.python names ({error})"
+            f'environment.kind = "verifiers" needs verifiers, 0.4 or newer: {INSTALL} ({error})'
         ) from error
     tree = _merged(_merged(_DEFAULTS, options), {"taskset": {"id": name}})
     try:

@@ -1,14 +1,15 @@
-"""A process that runs a user's environments, in a Python environment of its own if need be.
+"""A process that runs a user's environments.
 
 The pool that started it asks over a pipe (`worker_pool.py`). What the user's code prints goes
 to stderr.
+
+python -P -m umbra.services.environments.worker
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import dataclasses
 import inspect
 import os
 import resource
@@ -16,12 +17,12 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-import msgpack
+import msgspec
 
 from umbra.proto.errors import UmbraError
+from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.guard import enter_guarded
 from umbra.services.environments.loading import load_environment, name_of
 from umbra.services.environments.protocol import (
@@ -36,12 +37,51 @@ from umbra.services.environments.protocol import (
     StepResult,
     finite_number,
 )
-from umbra.services.process.parent import FRAME_HEAD, parents_end
-
-if TYPE_CHECKING:
-    from umbra.services.config import EnvironmentConfig
+from umbra.services.process.parent import parents_end
+from umbra.services.process.pipe import AsyncPipe
 
 ASYNC_ROOM = 64  # plays at once, of an environment that lets others play meanwhile
+
+
+class Setup(msgspec.Struct, tag="setup"):
+    """First to a worker: its environment, without the keys that it has as one of several."""
+
+    config: EnvironmentConfig
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """First from a worker, or why it can't work."""
+
+    room: int = 1  # plays at once
+    closes: bool = False  # environments have to be closed
+    usage_error: str = ""
+
+
+class Play(msgspec.Struct, tag="play"):
+    """To a worker: arguments of `EnvironmentHost.play`."""
+
+    number: int
+    key: str
+    row: dict[str, Any] = {}
+    responses: list[ParsedTurn | str] = []
+
+
+class Forget(msgspec.Struct, tag="forget"):
+    """To a worker: the sample is over. With a number it reports that its environment is closed."""
+
+    key: str
+    number: int = 0
+
+
+class Played(msgspec.Struct, tag="played"):
+    """From a worker: answers, or why there are none."""
+
+    number: int
+    opening: Opening | None = None
+    steps: list[StepResult] = []
+    error: str = ""
+    exhausted: bool = False  # memory ran out, it leaves
+    overdue: bool = False  # the call that was under way took too long
 
 
 def waits(environment: Environment) -> bool:
@@ -188,83 +228,74 @@ def _no_loop() -> Iterator[None]:
 class Worker:
     """A server of plays that come over a pipe, until that ends."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(
+        self, pipe: AsyncPipe[Setup | Play | Forget], host: EnvironmentHost, limit_s: float
+    ) -> None:
+        self._pipe, self._host = pipe, host
+        self._limit_s = limit_s  # of each play
 
-    def send(self, kind: str, **fields: Any) -> None:
-        """Send a message; raises if MessagePack cannot encode it."""
-        body = msgpack.packb({"type": kind, **fields}, use_bin_type=True, default=_plain)
-        self._writer.write(FRAME_HEAD.pack(len(body), False) + body)
-
-    async def receive(self) -> dict[str, Any] | None:
-        """Return the next message; None if the pool has ended."""
-        try:
-            size, _ = FRAME_HEAD.unpack(await self._reader.readexactly(FRAME_HEAD.size))
-            body = await self._reader.readexactly(size)
-        except (EOFError, ConnectionError):
-            return None
-        return msgpack.unpackb(body, raw=False, strict_map_key=False)
-
-    async def serve(self, host: EnvironmentHost, limit_s: float) -> None:
-        """Play by `host`, each play for `limit_s` seconds at most."""
-        self._host, self._limit_s = host, limit_s
+    async def serve(self) -> None:
         plays: dict[str, asyncio.Task[None]] = {}  # by sample, its newest
         tasks: set[asyncio.Task[None]] = set()
-        while (message := await self.receive()) is not None:
-            key, number = message["key"], message["number"]
-            if message["type"] == "play":
+        while isinstance(message := await self._pipe.receive(), Play | Forget):
+            key = message.key
+            if isinstance(message, Play):
                 task = plays[key] = asyncio.create_task(self._play(message))
             else:
                 if play := plays.pop(key, None):
                     play.cancel()
-                task = asyncio.create_task(self._forget(key, number, play))
+                task = asyncio.create_task(self._forget(message, play))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         for play in plays.values():
             play.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await host.close()
+        await self._host.close()
 
-    async def _play(self, play: dict[str, Any]) -> None:
-        responses = [r if isinstance(r, str) else ParsedTurn(**r) for r in play["responses"]]
-        playing = asyncio.ensure_future(self._host.play(play["key"], play["row"], responses))
-        answered = partial(self.send, "played", number=play["number"])
+    async def _play(self, play: Play) -> None:
+        playing = asyncio.ensure_future(self._host.play(play.key, play.row, play.responses))
+        played = partial(Played, play.number)
         try:
             await asyncio.wait({playing}, timeout=self._limit_s)
             if not playing.done():
                 playing.cancel()
                 await asyncio.wait({playing})
-                answered(overdue=True)
+                self._send(played(overdue=True))
                 return
             answer = playing.result()
             if isinstance(answer, Opening):
-                answered(opening=answer)
+                self._send(played(opening=answer))
             else:
-                answered(steps=answer if isinstance(answer, list) else [answer])
+                self._send(played(steps=answer if isinstance(answer, list) else [answer]))
         except SampleError as error:
-            answered(error=str(error), exhausted=isinstance(error.__cause__, MemoryError))
+            exhausted = isinstance(error.__cause__, MemoryError)
+            self._send(played(error=str(error), exhausted=exhausted))
         except asyncio.CancelledError:
             playing.cancel()
             await asyncio.wait({playing})
-            answered(error="its sample is over")
+            self._send(played(error="its sample is over"))
         except Exception as error:  # noqa: BLE001 - no MessagePack, or a bug: one sample's
-            answered(error=f"the environment's answer: {error}")
+            self._send(played(error=f"the environment's answer: {error}"))
 
-    async def _forget(self, key: str, number: int, play: asyncio.Task[None] | None) -> None:
+    def _send(self, played: Played) -> None:
+        self._pipe.send(msgspec.to_builtins(played, builtin_types=(bytes,), enc_hook=_plain))
+
+    async def _forget(self, over: Forget, play: asyncio.Task[None] | None) -> None:
         if play is not None:
             await asyncio.wait({play})
         try:
-            await asyncio.wait_for(self._host.forget(key), self._limit_s)
-        except asyncio.TimeoutError:  # noqa: UP041 - not the built-in one before Python 3.11
+            await asyncio.wait_for(self._host.forget(over.key), self._limit_s)
+        except TimeoutError:
             print(f"close() of an environment took longer than {self._limit_s:g} s")
-        if number:
-            self.send("played", number=number, error="closed")
+        if over.number:
+            self._send(Played(over.number, error="closed"))
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    """Return a text or number of a class of its own, such as a `Response`, without that class."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
     raise TypeError(f"{value!r} is not plain data")
 
 
@@ -277,24 +308,23 @@ def _limit_memory(mib: int) -> None:
 
 
 async def _serve() -> None:
-    worker = Worker(*await asyncio.open_unix_connection(sock=parents_end()))
-    setup = await worker.receive()
-    if setup is None:
+    pipe: AsyncPipe[Setup | Play | Forget] = AsyncPipe(parents_end(), Setup | Play | Forget)
+    setup = await pipe.receive()
+    if not isinstance(setup, Setup):
         return
-    # The section as the pool has it, without its class, which needs msgspec.
-    config = cast("EnvironmentConfig", SimpleNamespace(**setup))
+    config = setup.config
     try:
         make = load_environment(config)
         environment = make()
     except UmbraError as error:
-        worker.send("hello", usage_error=str(error))
+        pipe.send(Hello(usage_error=str(error)))
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # some libraries set a handler of their own
     if config.memory_mb:
         _limit_memory(config.memory_mb)
     closes = callable(getattr(environment, "close", None))
-    worker.send("hello", room=ASYNC_ROOM if waits(environment) else 1, closes=closes)
-    await worker.serve(EnvironmentHost(make, name_of(config)), config.timeout_s)
+    pipe.send(Hello(ASYNC_ROOM if waits(environment) else 1, closes))
+    await Worker(pipe, EnvironmentHost(make, name_of(config)), config.timeout_s).serve()
 
 
 def main() -> None:
@@ -305,3 +335,7 @@ def main() -> None:
     asyncio.run(_serve())
     atexit._run_exitfuncs()  # where some libraries end what they have started
     os._exit(0)  # a thread of the user's must not hold the process
+
+
+if __name__ == "__main__":
+    main()

@@ -11,14 +11,9 @@ import asyncio
 import itertools
 import json
 import math
-import os
-import shutil
-import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -31,17 +26,14 @@ from umbra.services.environments.protocol import (
     Delivered,
     EpisodeOutcome,
     Lost,
-    Opening,
     ParsedTurn,
     Row,
-    StepResult,
 )
-from umbra.services.environments.run_module import command_line
-from umbra.services.process.child import ChildProcess, child_environ, describe_exit, start_worker
+from umbra.services.environments.worker import Forget, Hello, Play, Played, Setup
+from umbra.services.process.child import ChildProcess, describe_exit, python_argv, start_worker
 from umbra.services.process.loop_thread import ends_with_it
 from umbra.services.process.pipe import AsyncPipe
 
-_WORKER = "umbra.services.environments.worker"
 _LOOK_S = 0.005
 _CLOSE_S = 5.0  # for all environments to be closed in the end
 END_S = 60.0  # within which `WorkerPool.close` is done on any machine
@@ -50,45 +42,6 @@ _TREE_S = 10.0  # for a guard that was told so to end its processes
 _GRACE_S = 5.0  # a worker that can still answer says itself that a play is overdue
 
 NO_REWARD = "its agent returned no reward, and has posted none"
-
-
-# What pool and worker say to each other, after the pool has sent the section of the environment.
-# The worker (`worker.py`), whose Python may lack msgspec, has them as plain MessagePack maps.
-
-
-class Hello(msgspec.Struct, tag="hello"):
-    """First from a worker, or why it can't work."""
-
-    room: int = 1  # plays at once
-    closes: bool = False  # environments have to be closed
-    usage_error: str = ""
-
-
-class Play(msgspec.Struct, tag="play"):
-    """To a worker: arguments of `EnvironmentHost.play`."""
-
-    number: int
-    key: str
-    row: dict[str, Any] = {}
-    responses: list[ParsedTurn | str] = []
-
-
-class Forget(msgspec.Struct, tag="forget"):
-    """To a worker: the sample is over. With a number it reports that its environment is closed."""
-
-    key: str
-    number: int = 0
-
-
-class Played(msgspec.Struct, tag="played"):
-    """From a worker: answers, or why there are none."""
-
-    number: int
-    opening: Opening | None = None
-    steps: list[StepResult] = []
-    error: str = ""
-    exhausted: bool = False  # memory ran out, it leaves
-    overdue: bool = False  # the call that was under way took too long
 
 
 @dataclass(eq=False, slots=True)
@@ -326,9 +279,9 @@ class WorkerPool:
     async def start(self) -> None:
         """Start a process; UsageError or DeadlineError if the environment does not load."""
         config = self._config
-        process, end = start_worker(*apart(config.python, _WORKER))
+        process, end = start_worker(python_argv("umbra.services.environments.worker"))
         pipe: AsyncPipe[Hello | Played] = AsyncPipe(end, Hello | Played)
-        pipe.send(config)
+        pipe.send(Setup(msgspec.convert(config, EnvironmentConfig, from_attributes=True)))
         try:
             async with asyncio.timeout(config.setup_s):
                 hello = await pipe.receive()
@@ -398,25 +351,6 @@ class WorkerPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(ends_with_it)
-
-
-def apart(python: str, module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """Return the command line that runs `module`, and its environment, as if `python` were active.
-
-    `module` needs the standard library and msgpack only; "" is our own Python. Raises UsageError
-    if there is no such program.
-    """
-    environ = child_environ()
-    program = shutil.which(python or sys.executable)
-    if program is None:
-        raise UsageError(f"environment.python = {python} is no program that can be run")
-    if python:
-        folder = Path(program).absolute().parent
-        environ.pop("PYTHONHOME", None)
-        environ["PATH"] = f"{folder}{os.pathsep}{environ.get('PATH', os.defpath)}"
-        if (folder.parent / "pyvenv.cfg").is_file():
-            environ["VIRTUAL_ENV"] = str(folder.parent)
-    return command_line(program, module, *arguments), environ
 
 
 def offered_name(environment: EnvironmentConfig) -> str:

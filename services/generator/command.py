@@ -45,7 +45,6 @@ command = service_command("generator", _run, load=load_service)
 @click.option("--heldout", type=_SOME, default=1024, show_default=True, help="Held-out prompts.")
 @click.option("--demos", type=click.IntRange(0), help=f"Worked examples.  [default: {DEMOS}, or 0]")
 @click.option("--environment", default="", help="The one of [[environments]] that rows are for.")
-@click.option("--python", default="", help="Python that has the library, for verifiers:ID.")
 @click.option(
     "--option",
     "options",
@@ -57,7 +56,6 @@ def make_task(
     task: str,
     out: Path,
     environment: str,
-    python: str,
     options: tuple[str, ...],
     demos: int | None,
     **counts: int,
@@ -70,8 +68,6 @@ def make_task(
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file: name a directory")
-    if python and not task.startswith(VERIFIERS):
-        raise UsageError(f"--python is for {VERIFIERS}ID, not for {task}")
     if options and not task.startswith((VERIFIERS, GYM)):
         raise UsageError(f"--option is for {VERIFIERS}ID and {GYM}NAME, not for {task}")
     if demos and task.startswith(VERIFIERS):
@@ -80,9 +76,7 @@ def make_task(
         demos = 0 if task.startswith((VERIFIERS, GYM)) else DEMOS
     overrides = [f"environment.options.{option}" for option in options]
     read = load_config(overrides=overrides, environ={}).environment.options
-    written = write_task(
-        task, out, **counts, demos=demos, python=python, options=read, environment=environment
-    )
+    written = write_task(task, out, **counts, demos=demos, options=read, environment=environment)
     click.echo(f"{out}: " + ", ".join(f"{rows:,} rows in {file}" for file, rows in written.items()))
 
 

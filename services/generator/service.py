@@ -105,7 +105,7 @@ def unrewarded(config: RunConfig) -> RunConfig:
     def bare(environment: EnvironmentConfig) -> EnvironmentConfig:
         if environment not in config.rewarded_by_scorers:
             return environment
-        return replace(environment, kind=UNREWARDED, options={}, python="", reward_scope="sample")
+        return replace(environment, kind=UNREWARDED, options={}, reward_scope="sample")
 
     return with_environments(config, bare)
 

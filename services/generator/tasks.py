@@ -8,12 +8,9 @@ teacher gives a model that is right now and then, which is what RL needs.
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import subprocess
-import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,15 +18,13 @@ import msgspec
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.built_in import gym_rows
-from umbra.services.environments.worker_pool import apart
-from umbra.services.process.child import own_exit_code
-from umbra.services.process.files import read_jsonl
+from umbra.services.environments.loading import find_modules_here
+from umbra.services.environments.verifiers import task_rows
 
 Row = dict[str, Any]
 
 GYM = "gym:"
 VERIFIERS = "verifiers:"
-_ROWS_MODULE = "umbra.services.environments.verifiers"
 _HELD_OUT_SHARE = 8  # at most one in so many of the tasks of a library that has too few
 _SHORTEST, _LONGEST, _MEAN_EXTRA = 2, 16, 5.0
 _HEEDFUL = 0.25  # guesses of the poor player that fit the hints so far
@@ -51,7 +46,6 @@ def write_task(
     prompts: int,
     heldout: int,
     demos: int,
-    python: str = "",
     options: dict[str, Any] | None = None,
     environment: str = "",
 ) -> dict[str, int]:
@@ -61,7 +55,6 @@ def write_task(
         name: a key of `TASKS`; "verifiers:ID", which has no demos; or "gym:NAME", whose demos are
             the dataset's own answers.
         out, seed, prompts, heldout, demos: the folder; of the draws; rows of each file.
-        python: the Python that has verifiers; "" = ours.
         options: of the library's environment or dataset.
         environment: what every prompt row names as its environment, if that is not "".
 
@@ -75,7 +68,8 @@ def write_task(
                 raise UsageError(f"{name} has questions without an answer: leave out --demos")
             files["demos.jsonl"] = [_conversation([row["prompt"], row["answer"]]) for row in last]
     elif name.startswith(VERIFIERS):
-        drawn = _library_rows(name, prompts + heldout, seed, python, options or {})
+        find_modules_here()
+        drawn = task_rows(name.removeprefix(VERIFIERS), options or {}, prompts + heldout, seed)
         if len(drawn) < prompts + heldout:
             heldout = min(heldout, len(drawn) // _HELD_OUT_SHARE)
         first = len(drawn) - heldout
@@ -98,25 +92,6 @@ def write_task(
             rows = [{"environment": environment, **row} for row in rows]
         (out / file).write_bytes(msgspec.json.Encoder().encode_lines(rows))
     return {file: len(rows) for file, rows in files.items()}
-
-
-def _library_rows(
-    task: str, count: int, seed: int, python: str, options: Mapping[str, Any]
-) -> list[Row]:
-    """Return up to `count` rows of "verifiers:ID", made by the Python environment of `python`.
-
-    Raises UsageError: it can't be loaded, or has no tasks.
-    """
-    with tempfile.TemporaryDirectory(prefix="umbra-tasks-") as folder:
-        file = Path(folder) / "rows.jsonl"
-        arguments = (task.removeprefix(VERIFIERS), json.dumps(dict(options)))
-        argv, environ = apart(python, _ROWS_MODULE, *arguments, str(count), str(seed), str(file))
-        ended = subprocess.run(argv, env=environ, stderr=subprocess.PIPE, text=True, check=False)
-        if ended.returncode:
-            last = ended.stderr.strip().rpartition("\n")[2]
-            code = own_exit_code(ended.returncode)
-            raise UsageError(last or f"{task}: its process ended with exit code {code}")
-        return read_jsonl(file)
 
 
 def _draw(

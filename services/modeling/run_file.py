@@ -60,9 +60,6 @@ def located(
     def file(path: str) -> str:
         return str(located_path(path).resolve()) if path else ""
 
-    def program(python: str) -> str:  # links are not followed: they say which environment it is
-        return str(located_path(python).absolute()) if "/" in python else python
-
     @cache
     def source(name: str) -> str:
         name = locate_source(name, file)
@@ -91,10 +88,8 @@ def located(
         model=replace(
             own, path=model(own.path, "model.path"), chat_template=file(own.chat_template)
         ),
-        environment=replace(config.environment, python=program(config.environment.python)),
         environments=tuple(
-            replace(one, python=program(one.python), prompts=source(one.prompts))
-            for one in config.environments
+            replace(one, prompts=source(one.prompts)) for one in config.environments
         ),
         data=replace(config.data, prompts=source(config.data.prompts)),
         scorer=replace(

@@ -1,8 +1,4 @@
-"""The child's side of a child process: it reports when it is up, and leaves no orphan.
-
-`child.py` is the parent's side. Also workers in Python environments without Umbra import this: it
-needs the standard library only, of Python 3.10 or newer.
-"""
+"""The child's side of `child.py`: it reports when the process is up, and leaves no orphan."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import MutableMapping
@@ -21,8 +16,6 @@ PARENT_PID_VARIABLE = "UMBRA_PARENT_PID"
 READY_FD_VARIABLE = "UMBRA_READY_FD"
 SEARCH_VARIABLE = "UMBRA_SEARCH"  # folders that `umbra` puts behind all others in sys.path
 GRACE_S = 15.0  # to drain and to remove shared memory before the hard end
-FRAME_HEAD = struct.Struct("<I?")
-"""Before each message of a pipe: its bytes, and whether a file descriptor is with it."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,17 +19,17 @@ import msgspec
 
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UNREADABLE
-from umbra.services.process.parent import FRAME_HEAD
 
 MAX_BYTES = 256 << 20  # of a message
 _CHUNK_BYTES = 1 << 16
+_HEAD = struct.Struct("<I?")  # of a message: its bytes, and whether a file descriptor is with it
 
 T = TypeVar("T")
 
 
 def _pack(message: object, *, with_fd: bool = False) -> bytes:
     body = msgspec.msgpack.encode(message)
-    return FRAME_HEAD.pack(len(body), with_fd) + body
+    return _HEAD.pack(len(body), with_fd) + body
 
 
 class _End(Generic[T]):
@@ -42,15 +43,15 @@ class _End(Generic[T]):
 
     def _next(self) -> T | None:
         """Return the next message, if all of it is here; an error of `UNREADABLE` if it is none."""
-        if len(self._received) < FRAME_HEAD.size:
+        if len(self._received) < _HEAD.size:
             return None
-        size, self._with_fd = FRAME_HEAD.unpack_from(self._received)
+        size, self._with_fd = _HEAD.unpack_from(self._received)
         if size > MAX_BYTES:
             raise msgspec.DecodeError(f"a message of {size} bytes: at most {MAX_BYTES}")
-        end = FRAME_HEAD.size + size
+        end = _HEAD.size + size
         if len(self._received) < end:
             return None
-        body = bytes(memoryview(self._received)[FRAME_HEAD.size : end])
+        body = bytes(memoryview(self._received)[_HEAD.size : end])
         del self._received[:end]
         return self._decode(body)
 

@@ -20,9 +20,7 @@ from umbra.services.environments.loading import UNREWARDED
 from umbra.services.generator.service import unrewarded
 from umbra.services.prompts import Prompt
 
-RANKED = NamedEnvironment(
-    name="ranked", kind="reward", reward="mine:rank", reward_scope="group", python="/x/python"
-)
+RANKED = NamedEnvironment(name="ranked", kind="reward", reward="mine:rank", reward_scope="group")
 ALONE = NamedEnvironment(name="alone", kind="reward", reward="mine:score")
 OWN = 0.25  # what a generator says of a sample of ALONE
 
@@ -232,7 +230,7 @@ def test_a_failure_in_an_evaluation_costs_a_group_only_where_groups_are_rewarded
 def test_generators_leave_the_rewards_of_groups_to_scorers() -> None:
     config = RunConfig(environments=(RANKED, ALONE), buffer=BufferConfig(stages=["reward"]))
     group, alone = unrewarded(config).environments
-    assert (group.name, group.kind, group.python) == ("ranked", UNREWARDED, "")
+    assert (group.name, group.kind) == ("ranked", UNREWARDED)
     assert alone == ALONE
     one = RunConfig(environment=EnvironmentConfig(), buffer=BufferConfig(stages=["reward"]))
     assert unrewarded(one).environment.kind == UNREWARDED

@@ -165,16 +165,6 @@ def closes() -> Iterator[Closes]:
 
 
 @pytest.fixture
-def bare_python(tmp_path: Path) -> str:
-    """A Python that sees no package but the standard library."""
-    path = tmp_path / "bin" / "python"
-    path.parent.mkdir()
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
-    path.chmod(0o755)
-    return str(path)
-
-
-@pytest.fixture
 def project(tmp_path: Path, tiny_model: Path) -> Path:
     """A user's folder: run file, model, prompts and reward."""
     (tmp_path / "model").symlink_to(tiny_model)
@@ -200,6 +190,17 @@ def bench(
     bench = Bench(zmq_context, run_id, tmp_path)
     yield bench
     bench.close()
+
+
+@pytest.fixture
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules in the folder of the test are forgotten after it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.fixture

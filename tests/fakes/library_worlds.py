@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import tomli_w
 from fakes.agents import AgentWorld
 from fakes.engine import ScriptedEngine
 from fakes.fixtures import Closes
@@ -21,6 +22,7 @@ from fakes.slowness import limit
 from umbra.proto.records import Sampling
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.runner import Generators, run_agents
+from umbra.services.http import KEY_VARIABLE
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.pretrained import load_tokenizer
 from umbra.services.process.loop_thread import LoopThread
@@ -50,17 +52,19 @@ _UNREACHABLE = (
     "ETIMEDOUT",
 )
 KEY = "only for runners"
+ROOT = Path(__file__).parents[2]
 LibraryPlay = Callable[..., AgentWorld]
 
 
 def library_python(name: str) -> str:
-    """The Python with the library `name`; made when it is asked for first, and kept.
+    """The Python with the library `name` and Umbra; made when it is asked for first, and kept.
 
     It is in the folder that UMBRA_TEST_LIBRARIES names, else in the user's cache. The test is
     skipped if the index that pip asks can't be reached.
     """
     folder = _folder(name)
-    python, wanted = folder / "bin" / "python", REQUIREMENTS[name]
+    python = folder / "bin" / "python"
+    wanted = ("--editable", str(ROOT), *REQUIREMENTS[name])
     if not _there(folder, wanted):
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         options = shlex.split(os.environ.get("PIP_OPTIONS", ""))
@@ -120,6 +124,24 @@ class BackgroundRunner:
         self.ended = True
 
 
+class RunnerElsewhere:
+    """`umbra run-agents` of another Python, in the working directory."""
+
+    def __init__(self, python: str, environment: EnvironmentConfig, url: str) -> None:
+        values = msgspec.to_builtins(environment)
+        given = {key: value for key, value in values.items() if value not in ("", {})}
+        run = {"model": {"path": "model"}, "generator": {"serve": "127.0.0.1:0"}}
+        Path("run.toml").write_text(tomli_w.dumps({**run, "environment": given}))
+        self._process = subprocess.Popen(
+            [python, "-m", "umbra", "run-agents", "--config", "run.toml", "--generator", url],
+            env={**os.environ, KEY_VARIABLE: KEY},
+        )
+
+    def close(self) -> None:
+        self._process.terminate()
+        assert self._process.wait(limit(60.0)) == 0
+
+
 @pytest.fixture
 def place() -> str:
     """Where `library_play` has its agents: "generator", "runner", or "nowhere" yet."""
@@ -139,19 +161,28 @@ def library_play(
     tokenizer = load_tokenizer(tiny_model_dir)
 
     def make(
-        kind: str, source: str, *turns: str, max_context: int = 4096, given: int = 0, **options: Any
+        kind: str,
+        source: str,
+        *turns: str,
+        max_context: int = 4096,
+        given: int = 0,
+        python: str = "",
+        **options: Any,
     ) -> AgentWorld:
         (tmp_path / "theirs.py").write_text(source)
-        limits = {"workers": int(place == "generator"), "timeout_s": 120.0, "setup_s": 300.0}
+        beside = place == "generator" and not python
+        limits = {"workers": int(beside), "timeout_s": 120.0, "setup_s": 300.0}
         values: dict[str, Any] = {**limits, "memory_mb": 0, **options}
         environment = EnvironmentConfig(kind=kind, **values)
         branches = environment.max_branches if environment.branches == "train" else 1
         how = {"sampling": Sampling(), "max_context": max_context, "branches": branches}
         chosen = settings(Chat(tokenizer, {STOP}), **how)
         engine = ScriptedEngine(says(tokenizer, *turns, given=given), max_context=max_context)
-        key = KEY if place != "generator" else ""
+        key = "" if beside else KEY
         world = closes(AgentWorld(engine, chosen, environment, key=key))
-        if place == "runner":
+        if python:
+            closes(RunnerElsewhere(python, environment, world.url))
+        elif place == "runner":
             closes(BackgroundRunner(environment, world.url))
         return world
 

@@ -81,7 +81,6 @@ def test_gym_rows_are_written_and_scored(tmp_path: Path, tiny_model_dir: Path) -
     [
         (("gym:chain_sum", "--option", "max_term=2"), "cannot make dataset 'chain_sum'.*max_term"),
         (("gym:chain_sum", "--option", "max_terms=0"), "cannot make dataset 'chain_sum'"),
-        (("gym:chain_sum", "--python", "/bin/python"), "--python is for verifiers:ID"),
         (("sort", "--option", "a=1"), "--option is for verifiers:ID and gym:NAME, not for sort"),
         (("verifiers:one", "--demos", "3"), "--demos: verifiers:one has none"),
         (("sorts",), "task 'sorts' is unknown; use sort, guess"),

@@ -30,7 +30,7 @@ from umbra.services.scorer.service import RewardWorker, reward_worker
 DOC = Path(__file__).parents[2] / "docs" / "environments.md"
 STOP = 3
 CODE = """
-import os, sys, time
+import os, time
 
 def faulty(completions, **columns):
     if "raise" in completions[0]:
@@ -50,7 +50,7 @@ def longest(completions, environment, **columns):
 
 def shared(completions, environment, **columns):
     assert set(environment) == {"shared"}
-    return [completions.count(own) + sys.flags.no_site / 10 for own in completions]
+    return [float(completions.count(own)) for own in completions]
 """
 
 
@@ -123,9 +123,9 @@ def test_what_goes_wrong_in_a_group_costs_that_group(module: None, tiny_model_di
 
 
 def test_each_group_is_rewarded_by_the_functions_of_its_environment(
-    module: None, bare_python: str, tiny_model_dir: Path
+    module: None, tiny_model_dir: Path
 ) -> None:
-    """In its Python, and without its stop strings, which are no part of what was said."""
+    """Without its stop strings, which are no part of what was said."""
     common: dict[str, Any] = {"kind": "reward", "timeout_s": 60.0, "workers": 1}
     longest = NamedEnvironment(
         name="longest", reward="grouped:longest", reward_scope="group", **common
@@ -134,7 +134,6 @@ def test_each_group_is_rewarded_by_the_functions_of_its_environment(
         name="shared",
         reward="grouped:shared",
         reward_scope="group",
-        python=bare_python,
         sampling={"stop": ["3"]},
         **common,
     )
@@ -152,7 +151,7 @@ def test_each_group_is_rewarded_by_the_functions_of_its_environment(
         ]
         found = by_group(list(worker.score(tasks, lambda: None)))
     assert [score.reward for score in found["a"]] == [0.0, 1.0]
-    assert [score.reward for score in found["b"]] == [1.1, 2.1, 2.1]
+    assert [score.reward for score in found["b"]] == [1.0, 2.0, 2.0]
 
 
 def test_a_reward_that_cannot_take_a_group_is_told_before_the_run(module: None) -> None:

@@ -1,7 +1,7 @@
 """The packages that environments come from, each as the index has it, in an environment of its own.
 
-None of them is changed; their environments are in `fakes.library_environments`. Each is
-played beside the generator, and by a runner.
+None of them is changed; their environments are in `fakes.library_environments`, and runners in
+those Python environments play them.
 """
 
 import json
@@ -15,29 +15,15 @@ from fakes.library_environments import OPENENV, VERIFIERS
 from fakes.library_worlds import LibraryPlay, call, library_python
 from fakes.trajectories import sample
 
-from umbra.services.generator.tasks import write_task
-
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.timeout(1200),
-    pytest.mark.parametrize("place", ["generator", "runner"]),
-]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 
 
 def written(tmp_path: Path) -> list[dict[str, object]]:
     (tmp_path / "theirs.py").write_text(VERIFIERS)
-    python = library_python("verifiers")
-    counts = write_task(
-        "verifiers:theirs",
-        tmp_path / "data",
-        seed=0,
-        prompts=100,
-        heldout=1,
-        demos=0,
-        python=python,
-        environment="mine",
-    )
-    assert counts == {"prompts.jsonl": 7, "heldout.jsonl": 1}
+    task = [library_python("verifiers"), "-m", "umbra", "make-task", "verifiers:theirs"]
+    words = ["--out", "data", "--prompts", "100", "--heldout", "1", "--environment", "mine"]
+    said = subprocess.check_output([*task, *words], cwd=tmp_path, text=True)
+    assert said == "data: 7 rows in prompts.jsonl, 1 rows in heldout.jsonl\n"
     lines = (tmp_path / "data" / "prompts.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert all(row["environment"] == "mine" for row in rows)
@@ -45,9 +31,8 @@ def written(tmp_path: Path) -> list[dict[str, object]]:
 
 
 def test_a_taskset_for_verifiers(tmp_path: Path, library_play: LibraryPlay) -> None:
+    (row,) = [row for row in written(tmp_path) if row["prompt"] == "say 3"]
     python = library_python("verifiers")
-    rows = written(tmp_path)
-    (row,) = [row for row in rows if row["prompt"] == "say 3"]
     world = library_play("verifiers", VERIFIERS, "3", id="theirs", python=python)
     world.add(sample(row))
     trajectory = world.trajectory()
@@ -69,9 +54,8 @@ def game(tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_server_of_openenv(library_play: LibraryPlay, game: str) -> None:
-    python = library_python("openenv")
     turns = [call("act", '{"number": 7}'), call("act", '{"word": 7}'), call("act", '{"number": 3}')]
-    world = library_play("openenv", "", *turns, id=game, python=python)
+    world = library_play("openenv", "", *turns, id=game, python=library_python("openenv"))
     world.add(sample({"prompt": "guess", "reset": {"secret": 3}}))
     trajectory = world.trajectory()
     assert trajectory.reward == pytest.approx(0.9)
@@ -79,9 +63,9 @@ def test_a_server_of_openenv(library_play: LibraryPlay, game: str) -> None:
 
 
 def test_words_as_actions_of_openenv(library_play: LibraryPlay, game: str) -> None:
-    python = library_python("openenv")
     options = {"text": "number", "observation": "hint"}
-    world = library_play("openenv", "", "7", "some", "3", id=game, python=python, options=options)
+    where = {"id": game, "python": library_python("openenv")}
+    world = library_play("openenv", "", "7", "some", "3", options=options, **where)
     world.add(*(sample({"prompt": "guess"}, sample_id=f"s{n}") for n in range(8)))
     trajectories = [world.trajectory() for _ in range(8)]
     assert [t.reward for t in trajectories] == pytest.approx([0.9] * 8)

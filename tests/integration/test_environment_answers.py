@@ -1,8 +1,6 @@
-"""Environments in a Python of their own, which has nothing of ours; and how they are closed."""
+"""Answers of environments on their way from a process to its pool, and how both are closed."""
 
-import importlib.util
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +10,41 @@ from fakes.players import Player
 from fakes.slowness import seconds
 from fakes.waiting import until
 
-from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.protocol import EpisodeOutcome, Opening, StepResult
 
 USER_CODE = """
-import asyncio, importlib.util, os, sys, time
+import asyncio, os, time
 from umbra.services.environments.protocol import StepResult
 
-class Bare:
+class Number(float):
+    pass  # as numpy's are
+
+class Own:
     def __init__(self, folder="."):
         self.folder = folder
     def reset(self, row):
         self.row = row
-        found = [n for n in ("msgspec", "torch", "click") if importlib.util.find_spec(n)]
-        return [{"role": "user", "content": f"{found} {row['blob']!r} {row['number']}"}]
+        return [{"role": "user", "content": f"{row['blob']!r} {row['number']}"}]
     def step(self, response):
         if response == "raise":
             raise KeyError("gold")
-        if response == "hang":
-            time.sleep(600)
         if response == "pid":
             return StepResult(reward=float(os.getpid()), reward_parts={"a": 1.0})
-        return StepResult(done=False, messages=[{"role": "user", "content": response}])
+        more = {"made": object()} if response == "object" else {"number": Number(1.5)}
+        return StepResult(done=False, messages=[{"role": "user", "content": response, **more}])
     def close(self):
         with open(os.path.join(self.folder, "closed"), "a") as file:
             file.write(self.row["name"])
         if self.row["name"] == "slow":
             time.sleep(600)
 
-class Waiting(Bare):
+class Waiting(Own):
     async def step(self, response):
-        if response == "hang":
-            await asyncio.sleep(600)
         return super().step(response)
     async def close(self):
         await asyncio.sleep(0)
         super().close()
-
-async def program(row, endpoint):
-    return 1.0
 """
 Start = Callable[..., Player]
 
@@ -62,63 +55,35 @@ class OwnPlayer(Player):
         return super().play(key, *responses, **values, **row)
 
 
-def pythons() -> Iterator[Any]:
-    """This one without its packages, and others of this machine as they are."""
-    yield pytest.param("bare", id="without packages")
-    for version in ("3.10", "3.12", "3.13"):
-        found = next(
-            iter(sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))), None
-        )
-        path = shutil.which(f"/usr/bin/python{version}") or (found and str(found))
-        missing = pytest.mark.skipif(not path, reason=f"there is no Python {version} here")
-        yield pytest.param(path, id=version, marks=missing)
-
-
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closes: Closes) -> Start:
-    (tmp_path / "bare_env.py").write_text(USER_CODE)
+    (tmp_path / "own_env.py").write_text(USER_CODE)
     monkeypatch.chdir(tmp_path)
 
-    def make(kind: str = "Bare", **changes: Any) -> Player:
+    def make(kind: str = "Own", **changes: Any) -> Player:
         values: dict[str, Any] = {"timeout_s": 30.0, "workers": 1, **changes}
         config = EnvironmentConfig(
-            kind=f"bare_env:{kind}", options={"folder": str(tmp_path)}, **values
+            kind=f"own_env:{kind}", options={"folder": str(tmp_path)}, **values
         )
         return closes(OwnPlayer(config))
 
     return make
 
 
-@pytest.mark.parametrize("python", list(pythons()))
-def test_a_python_of_its_own_needs_nothing_of_ours(
-    start: Start, bare_python: str, python: str
-) -> None:
-    assert importlib.util.find_spec("msgspec"), "else this shows nothing"
-    player = start(python=bare_python if python == "bare" else python)
-    opened = player.play("a").value
+def test_answers_come_as_they_were_made(start: Start) -> None:
+    player = start()
     blob = repr(b"\x00\xff")
-    assert opened == Opening([{"role": "user", "content": f"[] {blob} {1 << 63}"}])
+    opened = player.play("a").value
+    assert opened == Opening([{"role": "user", "content": f"{blob} {1 << 63}"}])
+    said = player.play("a", "said").value
+    assert isinstance(said, StepResult)
+    assert said.messages == [{"role": "user", "content": "said", "number": 1.5}]
     result = player.play("a", "pid").value
     assert isinstance(result, StepResult)
     assert result.reward > 0
     assert result.reward_parts == {"a": 1.0}
+    assert "answer: <object object" in player.play("a", "object").error
     assert "raised KeyError: 'gold'" in player.play("a", "raise").error
-
-
-def test_what_holds_for_ours_holds_there(start: Start, bare_python: str) -> None:
-    player = start(python=bare_python, timeout_s=seconds(1.0), memory_mb=2048)
-    assert "took longer than environment.timeout_s" in player.play("a", "hang").error
-    assert isinstance(player.play("b", "pid").value, StepResult)
-
-
-def test_a_python_that_is_none_is_named(start: Start, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"environment.python = nowhere/python is no program"):
-        start(python="nowhere/python")
-    ends = tmp_path / "ends"
-    ends.write_text("#!/bin/sh\nexit 3\n")
-    ends.chmod(0o755)
-    with pytest.raises(UsageError, match=r"ended \(exit code 3\) when it was started"):
-        start(python=str(ends))
 
 
 def closed(tmp_path: Path) -> str:
@@ -126,7 +91,7 @@ def closed(tmp_path: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-@pytest.mark.parametrize("kind", ["Bare", "Waiting"])
+@pytest.mark.parametrize("kind", ["Own", "Waiting"])
 def test_environments_are_closed_when_their_samples_are_over(
     start: Start, tmp_path: Path, kind: str
 ) -> None:
