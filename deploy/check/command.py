@@ -121,18 +121,9 @@ def _finish(lines: list[str], checks: list[Finding], more: dict[str, Any], as_js
 
 
 def _show(run: RunConfig, as_json: bool) -> int:
-    """Print the run file with defaults, environment and overrides.
-
-    What trainer.objective stands for is in comments (in JSON: filled in), so that a file made from
-    this can still be given another objective by name.
-    """
-    tree, pieces = as_dict(run), run.trainer.implied
-    if as_json:
-        tree["trainer"] |= pieces
-        click.echo(json.dumps(tree, indent=2))
-    else:
-        heading = f"objective {run.trainer.objective} means"
-        click.echo(to_toml(tree, {"trainer": (heading, pieces)}), nl=False)
+    """Print the run file with defaults, environment and overrides."""
+    tree = as_dict(run)
+    click.echo(json.dumps(tree, indent=2) + "\n" if as_json else to_toml(tree), nl=False)
     return EXIT_DONE
 
 

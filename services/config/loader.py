@@ -101,26 +101,16 @@ def to_json(config: RunConfig) -> bytes:
     return msgspec.json.format(msgspec.json.encode(config), indent=2)
 
 
-def to_toml(
-    tree: Mapping[str, Any],
-    remarks: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
-) -> str:
-    """Return a tree of sections as TOML text; keys without a value (None) are left out.
-
-    `remarks` are comments at the end of a section: a heading, and keys with their values.
-    """
+def to_toml(tree: Mapping[str, Any]) -> str:
+    """Return a tree of sections as TOML text; keys without a value (None) are left out."""
     sections: list[str] = []
     for section, values in tree.items():
         if isinstance(values, list | tuple):  # of tables
             rows = [{k: v for k, v in entry.items() if v is not None} for entry in values]
             sections += [tomli_w.dumps({section: rows})] if rows else []
-            continue
-        text = tomli_w.dumps({section: {k: v for k, v in values.items() if v is not None}})
-        if remarks and section in remarks:
-            heading, implied = remarks[section]
-            text += f"# {heading}:\n"
-            text += "".join(f"# {line}\n" for line in tomli_w.dumps(implied).splitlines())
-        sections.append(text)
+        else:
+            given = {k: v for k, v in values.items() if v is not None}
+            sections.append(tomli_w.dumps({section: given}))
     return "\n".join(sections)
 
 

@@ -206,16 +206,6 @@ class ObjectiveKeys(Section):
     def pieces(self) -> ObjectiveSpec:
         return msgspec.structs.replace(PRESETS[self.objective], **self.chosen)
 
-    @property
-    def implied(self) -> dict[str, object]:
-        """Return the pieces in use that the preset chooses (no key does)."""
-        pieces, chosen = self.pieces, self.chosen
-        return {
-            name: getattr(pieces, name)
-            for name in ObjectiveSpec.__struct_fields__
-            if name not in chosen and (name not in CONDITIONS or CONDITIONS[name][1](pieces))
-        }
-
     def objective_faults(self) -> Iterator[str]:
         pieces, objective = self.pieces, self.objective
         for key_, (needs, applies) in CONDITIONS.items():

@@ -188,13 +188,6 @@ def test_what_cannot_work_is_refused(keys: list[str], told: str) -> None:
     assert "; " not in message, "one fault, one sentence"
 
 
-def test_what_a_preset_implies_is_what_no_key_says_and_something_reads() -> None:
-    shown = loaded("objective=dapo", "clip_low=0.1").trainer.implied
-    assert shown["clip_high"] == 0.28
-    assert shown["denominator"] == "all"
-    assert not shown.keys() & {"clip_low", "is_cap", "kl_to", "gamma"}
-
-
 @pytest.mark.parametrize(
     ("keys", "advantage"),
     [
