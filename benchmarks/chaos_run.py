@@ -282,7 +282,7 @@ class DemoRun:
     def drain(self, member: str) -> None:
         """`umbra drain`: of one member, or of the whole run."""
         assert self._client is not None
-        self._client.operate("drain", 10.0, member=member, reason="chaos")
+        self._client.drain(10.0, member=member, reason="chaos")
 
     def said(self) -> str:
         """Return the last line of `umbra up`."""

@@ -52,7 +52,7 @@ RULES: dict[type[m.Message], Rule] = {
     m.Pong: Rule("control"),
     m.StatusRequest: Rule("control", ANYONE),
     m.Status: Rule("control", most_bytes=64 << 20),
-    m.Operate: Rule("control", ("operator",)),
+    m.Drain: Rule("control", ("operator",)),
     m.LeaseTasks: Rule("data", WORKERS),
     m.SubmitResults: Rule("data", WORKERS, SUBMIT_BYTES),
     m.RenewLeases: Rule("data", WORKERS, SUBMIT_BYTES),

@@ -57,9 +57,7 @@ from umbra.proto.records import Header as Header
 
 
 class Ok(Message, frozen=True, kw_only=True):
-    """Done, where it matters at which version."""
-
-    version: int = -1
+    """Done."""
 
 
 class Nack(Message, frozen=True, kw_only=True):
@@ -210,17 +208,12 @@ class Status(Message, frozen=True, kw_only=True):
     warnings: Many[RunWarning] = []  # those that hold, and those that are over
 
 
-Operation = Literal["drain", "checkpoint"]
+class Drain(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An operator has `member`, or if empty everyone, hand back what it holds and leave.
 
-
-class Operate(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An operator's command; a misspelt field is refused, as its default acts on all.
-
-    drain: have `member`, or if empty everyone, hand back what it holds and leave.
-    checkpoint: have the trainer save its state now or after its step.
+    A misspelt field is refused, as its default acts on all.
     """
 
-    kind: Operation
     member: Name = ""
     reason: Text = ""
 
@@ -345,8 +338,6 @@ class CheckpointSaved(Message, frozen=True, kw_only=True):
     """The trainer can start again after `step`: batches up to it need not be kept any more."""
 
     step: int
-    newest: int = -1  # step of the newest checkpoint, on which the trainer need not rely alone
-    error: Text = ""  # why the last one that was tried is not there
 
 
 class FinishRun(Message, frozen=True, kw_only=True):

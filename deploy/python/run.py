@@ -162,7 +162,7 @@ class Run:
                 raise UsageError(f"run {self.id}: its buffer is not up yet; stop it again later")
             security = open_security(address.keys, ["operator", "monitor"])
             with StatusClient(address.broker, security) as client:
-                client.operate("drain", ANSWER_S, reason="stopped from Python")
+                client.drain(ANSWER_S, reason="stopped from Python")
         self._await_end(timeout_s)
 
     def _await_end(self, timeout_s: float) -> None:

@@ -126,8 +126,8 @@ class Broker:
                 self._outbox.reply(request, m.Ok())
             case m.FinishRun(reason=reason):
                 self._finish(request, reason, now)
-            case m.Operate() as body:
-                self._operate(request, body, now)
+            case m.Drain() as body:
+                self._drain(request, body, now)
             case m.Ping():
                 self._outbox.reply(request, m.Pong(role="buffer", state=self.run.state))
             case m.Ok() | m.Nack():
@@ -193,20 +193,16 @@ class Broker:
         if run.finished:
             self._begin_end(run.finished, now, FINISH_S)
 
-    def _operate(self, request: Request, body: m.Operate, now: float) -> None:
-        reason = body.reason
-        match body.kind:
-            case "checkpoint":
-                self._training.checkpoint_wanted(request, now)
-                return
-            case "drain" if body.member:
-                self._drain(body.member, reason or "drained on request")
-            case "drain":
-                self._begin_end(reason or "drained on request", now, STOP_S)
-        log.info("command of %s: %s %s %s", request.header.sender, body.kind, body.member, reason)
+    def _drain(self, request: Request, body: m.Drain, now: float) -> None:
+        reason = body.reason or "drained on request"
+        if body.member:
+            self._drain_member(body.member, reason)
+        else:
+            self._begin_end(reason, now, STOP_S)
+        log.info("drain by %s: %s %s", request.header.sender, body.member, body.reason)
         self._outbox.reply(request, m.Ok())
 
-    def _drain(self, member: str, reason: str) -> None:
+    def _drain_member(self, member: str, reason: str) -> None:
         peer = self.members.peers.get(member)
         if peer is None:
             names = ", ".join(sorted(self.members.peers)) or "none"

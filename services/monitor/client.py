@@ -53,15 +53,13 @@ class StatusClient:
     def ping(self, timeout_s: float) -> m.Pong:
         return self._ask(m.Ping(), m.Pong, timeout_s)
 
-    def operate(
-        self, kind: m.Operation, timeout_s: float, *, member: str = "", reason: str = ""
-    ) -> m.Ok:
-        """Operate the run; a checkpoint's answer says after which step it is.
+    def drain(self, timeout_s: float, *, member: str = "", reason: str = "") -> m.Ok:
+        """Have a member leave, or all of them.
 
         UsageError if there is no such `member` or the run needs it, RejectedError if it is ending.
         """
         try:
-            return self._ask(m.Operate(kind=kind, member=member, reason=reason), m.Ok, timeout_s)
+            return self._ask(m.Drain(member=member, reason=reason), m.Ok, timeout_s)
         except RejectedError as error:
             if error.code == "not_drainable":
                 raise UsageError(str(error)) from error

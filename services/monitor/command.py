@@ -43,12 +43,9 @@ def _seconds(flag: str, name: str, default_s: float, what: str, **bounds: Any) -
     return click.option(flag, name, type=kind, default=default_s, **settings)
 
 
-def _timeout(default_s: float, purpose: str) -> Any:
-    what = f"How long to wait {purpose}."
-    return _seconds("--timeout", "timeout_s", default_s, what, min=0, min_open=True)
-
-
-timeout_option = _timeout(5.0, "for an answer")
+timeout_option = _seconds(
+    "--timeout", "timeout_s", 5.0, "How long to wait for an answer.", min=0, min_open=True
+)
 
 
 def _run_option(*roles: KeyRole, unless: Sequence[str] = ()) -> Callable[[Command], Command]:
@@ -105,19 +102,8 @@ def drain(
     """
     with StatusClient(broker, security) as client:
         for name in member or [""]:
-            client.operate("drain", timeout_s, member=name, reason=reason)
+            client.drain(timeout_s, member=name, reason=reason)
             click.echo(f"{name or 'the run'} is draining")
-    return EXIT_DONE
-
-
-@click.command()
-@operated_run
-@_timeout(600.0, "until it is written")
-def checkpoint(broker: str, security: Security, timeout_s: float) -> int:
-    """Have the trainer save its state now, or after the step that it is in; waits until it has."""
-    with StatusClient(broker, security) as client:
-        step = client.operate("checkpoint", timeout_s).version
-    click.echo(f"the trainer has saved its state after step {step}")
     return EXIT_DONE
 
 

@@ -116,8 +116,9 @@ class Loop:
                 turn = self._ranks.spread(turn, NextStep)
                 if turn.stop:
                     return None
-                if turn.save:
-                    self._save_on_request()
+                if turn.save and self._committed is not None:
+                    with self._phase("checkpoint"):
+                        self._saver.wanted(self.version, self._committed[0])
                 if turn.trajectories:
                     facts = self._facts
                     model_facts = facts.vocabulary, facts.tokens, facts.routers
@@ -159,16 +160,6 @@ class Loop:
             self._context.log.warning(
                 "step %d: an update was skipped, because %s", self.version, reason
             )
-
-    def _save_on_request(self) -> None:
-        """Save the state for an operator; the buffer asks until the checkpoint is reported.
-
-        Before the first step of this process there is nothing new to save.
-        """
-        with self._phase("checkpoint"):
-            begun = self._committed and self._saver.wanted(self.version, self._committed[0])
-            if not begun and self._member is not None:
-                self._member.tell_covered()
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -60,7 +60,7 @@ class NextStep(msgspec.Struct, frozen=True):
     """The next action of all ranks, by the buffer's answer to rank 0; they wait if none is set."""
 
     trajectories: list[Trajectory] = []  # a batch to train on
-    save: bool = False  # an operator wants a checkpoint
+    save: bool = False  # the buffer's store is full until there is a checkpoint
     stop: bool = False  # leave the run
 
 
@@ -76,7 +76,6 @@ class RunMember:
     sinks: Sinks
     rollouts: RolloutLog
     reported_at: float = field(default_factory=time.monotonic)  # a batch, or that it is late
-    resumed: int = -1  # the step of the checkpoint, which may be on other hosts alone
     compared: float = 0.0  # tokens of generators and trainer in all steps
 
     @property
@@ -147,9 +146,8 @@ class RunMember:
         Raises:
             UsageError: the checkpoint of `step` is not of the buffer's run.
         """
-        self.resumed = step
         try:
-            self.tell_covered()
+            self._tell_covered()
         except RejectedError as error:
             raise UsageError(
                 f"{self.folder.of(step)} does not belong to the buffer's run ({error}): choose "
@@ -157,10 +155,9 @@ class RunMember:
             ) from error
         self.context.log.info("going on from the checkpoint of step %d", step)
 
-    def tell_covered(self, error: str = "") -> None:
-        """Have the buffer drop batches that checkpoints cover; `error` is why none is newer."""
-        newest = max(*self.folder.steps(), self.resumed, -1)
-        covered = CheckpointSaved(step=self.folder.covered, newest=newest, error=error)
+    def _tell_covered(self) -> None:
+        """Have the buffer drop batches that checkpoints cover."""
+        covered = CheckpointSaved(step=self.folder.covered)
         grace_s = self.context.config.run.broker_grace_s
         self.session.data.call(covered, Ok, timeout_s=grace_s)
 
@@ -182,7 +179,7 @@ class RunMember:
                     *(outcome.step, size(outcome.size), outcome.copy_s, outcome.write_s),
                 )
             if not self.stopping:
-                self.tell_covered(outcome.error)
+                self._tell_covered()
 
     def report(self, step: int, row: Row, seconds: dict[str, float], batch: TrainBatch) -> None:
         """Report a step: to the metrics, the monitor, the curves and the log."""

@@ -57,7 +57,6 @@ monitor     services.monitor.command:monitor            Watch a run live.
 status      services.monitor.command:status             Print the state of a run once.
 
 Steer
-checkpoint  services.monitor.command:checkpoint         Have the trainer save its state now.
 drain       services.monitor.command:drain              End a run in order, or have a member leave.
 
 Look back

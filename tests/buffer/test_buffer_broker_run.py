@@ -278,7 +278,7 @@ def test_a_member_can_be_reached_once_it_speaks_to_a_restarted_buffer() -> None:
     run = world(durable=True)
     run.restart_broker()
     run.beat("a")
-    assert run.ask("op", m.Operate(kind="drain", member="a", reason="x")) == m.Ok()
+    assert run.ask("op", m.Drain(member="a", reason="x")) == m.Ok()
     assert run.pushes == [("a", m.Command(kind="drain", reason="x"))]
 
 
@@ -294,16 +294,6 @@ def test_a_batch_is_measured_once_and_a_step_without_update_is_counted() -> None
     run.batch(2)
     run.get("trainer", m.CommitBatch(step=2, metrics={"skipped": 0.0}), m.CommitAck)
     assert run.broker.run.counters["batches_skipped"] == 1
-
-
-def test_a_checkpoint_of_steps_that_are_repeated_is_none_of_the_new_ones() -> None:
-    run = world(batch_groups=1, durable=True)
-    run.steps("a", 1, 2)
-    run.ask("trainer", m.CheckpointSaved(step=0, newest=2))
-    assert run.ask("op", m.Operate(kind="checkpoint")) == m.Ok(version=2)
-    run.join("trainer", "trainer", "trainer-2")
-    run.train(2)  # once more: its checkpoint was damaged, say
-    assert run.ask("op", m.Operate(kind="checkpoint")) is None
 
 
 def test_finishing_cancels_what_is_in_flight_and_asks_everyone_to_leave() -> None:

@@ -257,7 +257,7 @@ def test_batches_go_while_no_checkpoint_could_use_them() -> None:
 def test_a_store_full_of_batches_has_a_checkpoint_made() -> None:
     """No new groups and none of the next checkpoint: the run waited for ever."""
     run = world(run_ahead=1, max_staleness=2, durable=True)
-    run.ask("trainer", m.CheckpointSaved(step=0, newest=0))
+    run.ask("trainer", m.CheckpointSaved(step=0))
     run.steps("a", 1)
     run.train(2)
     assert not run.batch(3).checkpoint
@@ -265,7 +265,7 @@ def test_a_store_full_of_batches_has_a_checkpoint_made() -> None:
     run.pass_time(0.1)
     assert not run.lease("a", 4, 0) and run.batch(3).checkpoint
     run.store.size_bytes = 0
-    run.ask("trainer", m.CheckpointSaved(step=2, newest=2))
+    run.ask("trainer", m.CheckpointSaved(step=2))
     run.pass_time(0.1)
     assert run.lease("a", 4, 2) and not run.batch(3).checkpoint
 

@@ -156,7 +156,7 @@ def test_the_connection_decides_and_not_what_a_message_says(served: Served, keys
         ("generator", served.data, m.CommitBatch(step=1)),
         ("scorer", served.data, m.ReturnTasks(samples=[])),
         ("trainer", served.data, m.LeaseTasks(capacity=1, version=0, wait_s=0)),
-        ("monitor", served.control, m.Operate(kind="drain")),
+        ("monitor", served.control, m.Drain()),
     ]
     for role, endpoint, body in cases:
         channel = served.channel(endpoint, of(keys, role), "trainer")
@@ -168,7 +168,7 @@ def test_the_connection_decides_and_not_what_a_message_says(served: Served, keys
     assert served.reached == []
     assert served.server.counters["not_allowed"] == len(cases)
     operator = served.channel(served.control, of(keys, "operator"), "o")
-    assert operator.call(m.Operate(kind="drain"), m.Ok, timeout_s=WAIT_S) == m.Ok()
+    assert operator.call(m.Drain(), m.Ok, timeout_s=WAIT_S) == m.Ok()
 
 
 def test_an_identity_taken_over_does_not_bring_its_role(

@@ -180,7 +180,7 @@ WORKER = RECEIVER | {"LeaseTasks", "SubmitResults", "RenewLeases"}
         ("weight_hub", MEMBER, "control weights"),  # what it serves is fetched from it
         ("part", MEMBER | {"PartState"}, "control weights"),
         ("relay", RECEIVER, "control weights"),
-        ("operator", READS | {"Operate"}, "control weights events"),
+        ("operator", READS | {"Drain"}, "control weights events"),
         ("trainer", MEMBER | {
             "LeaseBatch", "CommitBatch", "CheckpointSaved", "FinishRun",
             "RegisterManifest", "AcquireSlot", "Publish",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,6 @@ from umbra.proto.net.server import Request
 from umbra.services.buffer.effects import NackError, departed
 from umbra.services.buffer.samples.groups import State
 from umbra.services.buffer.state import RunState
-
-CHECKPOINT_S = 3600.0  # writing a large model takes its time
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +46,6 @@ class TrainerEndpoint:
         self._missing = missing
         # The parked request, its step, and when its wait is over.
         self._question: tuple[Request, int, float] | None = None
-        self._saved = -1  # step of the newest checkpoint that we know of
-        # Operators who wait for a checkpoint of a version or a later one, until a deadline; every
-        # `BatchLease` asks for it.
-        self._checkpoints: list[tuple[Request, int, float]] = []
 
     def lease(self, request: Request, body: m.LeaseBatch, now: float) -> None:
         """Lease the batch of the next step, the same as before if asked again; or park the request.
@@ -106,17 +99,6 @@ class TrainerEndpoint:
             raise NackError("wrong_step", reason, "step")
         self._batches.cover(body.step)
         self._run.outbox.reply(request, m.Ok())
-        self._saved = max(self._saved, body.newest)
-        self._answer_operators()
-        if body.error:
-            self._give_up(f"the trainer could not save its state: {body.error}")
-
-    def checkpoint_wanted(self, request: Request, now: float) -> None:
-        """Ask the trainer for a checkpoint, at once if it is waiting for a batch."""
-        self._checkpoints.append((request, self._batches.version, now + CHECKPOINT_S))
-        self._answer_operators()
-        if self._checkpoints:
-            self._answer_parked("a checkpoint is wanted first")
 
     def serve(self, now: float) -> None:
         question, run = self._question, self._run
@@ -150,8 +132,6 @@ class TrainerEndpoint:
     def expire(self, now: float) -> None:
         if self._question is not None and self._question[2] <= now:
             self._answer_parked(self._missing(now))
-        why = f"the trainer has made no checkpoint within {CHECKPOINT_S:g} s: see its log"
-        self._give_up(why, until=now)
 
     def forget(self) -> None:
         """Refuse the parked request; the batch stays leased for the next trainer."""
@@ -163,7 +143,6 @@ class TrainerEndpoint:
     def close(self) -> None:
         self.closed = True
         self._answer_parked("nothing: the run is ending")
-        self._give_up("the run is ending")
         self._run.wanted_since = None
 
     def _rewind(self, trainer: str, step: int, now: float) -> None:
@@ -173,7 +152,6 @@ class TrainerEndpoint:
         self._run.counters["steps_repeated"] += lost
         self._batches.rewind(step, now)
         self._run.curves.cut(step)
-        self._saved = min(self._saved, step - 1)
 
     def _answer_parked(self, waiting_for: str) -> None:
         if self._question is None:
@@ -187,21 +165,7 @@ class TrainerEndpoint:
     def _reply(
         self, request: Request, step: int, made: list[Any], save: bool = False, **said: Any
     ) -> None:
-        """Answer with the trajectories `made`, wishes for a checkpoint, and fields `said`."""
-        save = save or bool(self._checkpoints)
+        """Answer with the trajectories `made`, or that the trainer is to `save` its state."""
         evals = self._run.evals.newest
         lease = m.BatchLease(step=step, trajectories=made, checkpoint=save, evals=evals, **said)
         self._run.outbox.reply(request, lease)
-
-    def _answer_operators(self) -> None:
-        """Answer those for whom the newest checkpoint is new enough."""
-        for request, version, _ in self._checkpoints:
-            if version <= self._saved:
-                self._run.outbox.reply(request, m.Ok(version=self._saved))
-        self._checkpoints = [entry for entry in self._checkpoints if entry[1] > self._saved]
-
-    def _give_up(self, reason: str, until: float = math.inf) -> None:
-        for request, _, deadline in self._checkpoints:
-            if deadline <= until:
-                self._run.outbox.refuse(request, NackError("no_checkpoint", reason))
-        self._checkpoints = [entry for entry in self._checkpoints if entry[2] > until]

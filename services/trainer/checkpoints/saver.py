@@ -99,14 +99,11 @@ class Saver:
                 *(step, self.begun, self._every),
             )
 
-    def wanted(self, step: int, row: Row) -> bool:
-        """Begin a checkpoint of `step` on request; False if there is one."""
+    def wanted(self, step: int, row: Row) -> None:
+        """Begin a checkpoint of `step` on request, unless there is one or one is being made."""
         self._settle()
-        if self._writing is None:
-            if step == self._saved:
-                return False
+        if self._writing is None and step != self._saved:
             self._begin(step, row)
-        return True
 
     def settled(self) -> list[SaveOutcome]:
         """Return the outcomes of checkpoints, each once and when it is known."""
