@@ -11,23 +11,20 @@ The gap stream holds, for each changed element, how many elements it lies after 
 (the first: after -1), minus one. Where a gap does not fit, entries with difference 0 bridge it. The
 difference stream holds `new - old` modulo 2^bits, zigzag (0, -1, 1, -2 become 0, 1, 2, 3). Both are
 byte planes (all low bytes first), compressed with zstandard.
-
-Needs numpy and zstandard; `available` checks for them.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
 
 from umbra.proto.errors import WireError
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Words = NDArray[Any]  # unsigned integers
+Words = NDArray[Any]  # unsigned integers
 
 LEVEL = 1
 HEADER = struct.Struct("<BBBBII")
@@ -36,14 +33,8 @@ _SIGNED = {2: "<i2", 4: "<i4"}
 _U8_GAP_DENSITY = 1 / 250  # of changed elements; below, one byte would need too many bridges
 
 
-def available() -> bool:
-    return all(importlib.util.find_spec(name) is not None for name in ("numpy", "zstandard"))
-
-
 def compressor() -> Any:
     """Make a compressor for `encode`: costly, so each thread keeps one."""
-    import zstandard
-
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
 
 
@@ -56,8 +47,6 @@ def encode(
     `limit_bytes`; contents with more changes than such a delta could hold are given up before
     anything is compressed.
     """
-    import numpy as np
-
     before = np.frombuffer(old, _TYPES[item_bytes])
     after = np.frombuffer(new, _TYPES[item_bytes])
     places = np.flatnonzero(before != after)
@@ -86,9 +75,6 @@ def apply(delta: bytes | memoryview, target: memoryview) -> None:
     Raises:
         WireError: this is no delta for a bucket of this length.
     """
-    import numpy as np
-    import zstandard
-
     try:
         item_bytes, gap_bytes, wide, _, count, split = HEADER.unpack_from(delta)
         words = np.frombuffer(target, _TYPES[item_bytes])
@@ -112,8 +98,6 @@ def _zigzag(values: Words, item_bytes: int) -> Words:
 
 
 def _unzigzag(values: Words, item_bytes: int) -> Words:
-    import numpy as np
-
     wide = values.astype(_TYPES[item_bytes])
     unit = np.ones((), wide.dtype)
     return (wide >> unit) ^ (~(wide & unit) + unit)
@@ -122,8 +106,6 @@ def _unzigzag(values: Words, item_bytes: int) -> Words:
 def _bridge(
     gaps: NDArray[np.int64], differences: Words, largest: int
 ) -> tuple[NDArray[np.int64], Words]:
-    import numpy as np
-
     bridges = gaps // (largest + 1)  # each covers `largest` elements and its own place
     total = int(bridges.sum())
     if total == 0:
@@ -144,11 +126,7 @@ def _planes(values: NDArray[Any], width: int) -> bytes:
 
 
 def _unplanes(inflate: Any, stream: memoryview, count: int, width: int) -> Words:
-    import numpy as np
-
     # The size that the frame states is checked first: it is what would be allocated.
-    import zstandard
-
     size = zstandard.frame_content_size(stream)
     if size != count * width:
         raise WireError(f"a delta stream of {size} bytes for {count} changes")

@@ -68,7 +68,7 @@ def raw(server: BucketServer) -> socket.socket:
 
 def assembly() -> tuple[Assembly, memoryview]:
     memory = memoryview(bytearray(LAYOUT.total_bytes))
-    return Assembly(Holdings(LAYOUT, [memory]), 0, SUMS, deltas=False), memory
+    return Assembly(Holdings(LAYOUT, [memory]), 0, SUMS), memory
 
 
 def source_of(at: BucketsAt, *, sealed: bool = False) -> BucketSource:

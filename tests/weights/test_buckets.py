@@ -224,25 +224,25 @@ def fill(assembly: Assembly, data: memoryview, sums: list[int], buckets: range) 
 
 def test_what_is_there_already_is_not_ordered() -> None:
     have, (data, sums) = holdings(), version(3)
-    broken_off = Assembly(have, 0, sums, deltas=False)
+    broken_off = Assembly(have, 0, sums)
     assert broken_off.order(1024).wanted == list(range(COUNT))
     fill(broken_off, data, sums, range(2))
-    again = Assembly(have, 0, sums, deltas=False)
+    again = Assembly(have, 0, sums)
     assert again.missing == set(range(2, COUNT))
     again.order(1024)
     fill(again, data, sums, range(2, COUNT))
-    other = Assembly(have, 1, sums, deltas=False)  # copied from the first buffer
+    other = Assembly(have, 1, sums)  # copied from the first buffer
     assert not other.missing
     assert have.buffers[1] == data
     for buffer in have.buffers:
         buffer[5] ^= 1  # somebody else's write
-    assert Assembly(have, 0, sums, deltas=False).missing == {0}
+    assert Assembly(have, 0, sums).missing == {0}
 
 
 def test_a_bucket_in_pieces_comes_from_its_beginning_again_and_once() -> None:
     have, data = holdings(), memoryview(bytearray(Random(0).randbytes(LAYOUT.total_bytes)))
     sums = checksums(LAYOUT, data)
-    assembly = Assembly(have, 0, sums, deltas=True)
+    assembly = Assembly(have, 0, sums)
     assembly.order(1024)
     assert not take(assembly, Piece(0, sums[0], 0, 0), data[:1000])
     assembly.order(1024)  # the connection broke
@@ -259,21 +259,21 @@ def test_a_bucket_in_pieces_comes_from_its_beginning_again_and_once() -> None:
 
 def test_a_wrong_bucket_is_ordered_whole_the_next_time() -> None:
     have, (data, sums) = holdings(), version(3)
-    first = Assembly(have, 0, sums, deltas=True)
+    first = Assembly(have, 0, sums)
     first.order(1024)
     fill(first, data, sums, range(COUNT))
     _, wanted = version(4)
-    assembly = Assembly(have, 0, wanted, deltas=True)
+    assembly = Assembly(have, 0, wanted)
     assert assembly.order(1024).bases == [sums]
     with pytest.raises(WireError, match="not a delta"):
         take(assembly, Piece(0, wanted[0], sums[0], 0), b"no delta")
-    again = Assembly(have, 0, wanted, deltas=True)
+    again = Assembly(have, 0, wanted)
     assert again.order(1024).bases == [[0, *sums[1:]]]
     start, end = LAYOUT.buckets[1]
     with pytest.raises(WireError, match="checksum of bucket 1"):
         take(again, Piece(1, wanted[1], 0, 0), data[start:end])
     assert again.missing == set(range(COUNT))
-    assert Assembly(have, 0, wanted, deltas=True).order(1024).bases == [[0, 0, *sums[2:]]]
+    assert Assembly(have, 0, wanted).order(1024).bases == [[0, 0, *sums[2:]]]
 
 
 def test_other_contents_are_refused_whatever_their_checksums() -> None:
@@ -282,7 +282,7 @@ def test_other_contents_are_refused_whatever_their_checksums() -> None:
     others = [version(fill) for fill in range(4, 12)]
     assert {held[0] > sums[0] for _, held in others} == {True, False}
     for data, _ in others:
-        assembly = Assembly(holdings(), 0, sums, deltas=False)
+        assembly = Assembly(holdings(), 0, sums)
         assembly.order(1024)
         with pytest.raises(WireError, match="checksum of bucket 0"):
             take(assembly, Piece(0, sums[0], 0, 0), data[start:end])
@@ -292,7 +292,7 @@ def test_other_contents_are_refused_whatever_their_checksums() -> None:
 def test_a_delta_of_a_base_that_is_not_held_touches_nothing() -> None:
     """A link of a chain to another version than the wanted one: no checksum would tell."""
     have, (data, sums) = holdings(), version(3)
-    first = Assembly(have, 0, sums, deltas=True)
+    first = Assembly(have, 0, sums)
     first.order(1024)
     fill(first, data, sums, range(COUNT))
     start, end = LAYOUT.buckets[0]
@@ -300,7 +300,7 @@ def test_a_delta_of_a_base_that_is_not_held_touches_nothing() -> None:
     link = delta.encode(data[start:end], later[start:end], 2, 1 << 20, delta.compressor())
     assert link is not None
     _, wanted = version(5)
-    assembly = Assembly(have, 0, wanted, deltas=True)
+    assembly = Assembly(have, 0, wanted)
     assembly.order(1024)
     unheld = 77
     with pytest.raises(WireError, match="from a base that is not held"):
@@ -311,7 +311,7 @@ def test_a_delta_of_a_base_that_is_not_held_touches_nothing() -> None:
 
 def test_pieces_out_of_place_are_refused() -> None:
     have, (data, sums) = holdings(), version(3)
-    assembly = Assembly(have, 0, sums, deltas=True)
+    assembly = Assembly(have, 0, sums)
     assembly.order(1024)
     for piece, raw in (
         (Piece(0, sums[0], 0, 8), data[:8]),

@@ -61,7 +61,6 @@ class Assembly:
 
     Args:
         wanted: content of every bucket.
-        deltas: whether deltas can be decoded here.
         buckets: the ones to assemble; the others are another assembly's. None = all.
     """
 
@@ -70,8 +69,6 @@ class Assembly:
         holdings: Holdings,
         target: int,
         wanted: Sequence[int],
-        *,
-        deltas: bool,
         buckets: Iterable[int] | None = None,
     ) -> None:
         self.stage_s = 0.0
@@ -81,7 +78,6 @@ class Assembly:
         # Within a chain of deltas the result of a link, unchecked: the end of the chain is checked.
         self._contents = holdings.contents[target]
         self._wanted = wanted
-        self._deltas = deltas
         self._filled: Counter[int] = Counter()  # bytes of a bucket that comes whole
         about = range(len(wanted)) if buckets is None else buckets
         self.missing = {bucket for bucket in about if not self._have(bucket)}
@@ -93,7 +89,7 @@ class Assembly:
         return BucketOrder(
             wanted=wanted,
             contents=[self._wanted[bucket] for bucket in wanted],
-            bases=[held for held in bases if self._deltas and any(held)],
+            bases=[held for held in bases if any(held)],
             frame_bytes=frame_bytes,
         )
 
@@ -367,7 +363,6 @@ class TcpReceiver:
         self._holdings = Holdings(manifest, buffers)
         self._config = config
         self._delta_came = delta_came
-        self._deltas = delta.available()
         self._sealed = security.keys is not None
         self._sources: dict[tuple[int, int], BucketSource] = {}  # by owner, and connection
 
@@ -380,13 +375,7 @@ class TcpReceiver:
         several = len(message.sources) > 1
         owned = owned_buckets(self.manifest) if several else {0: range(len(sums))}
         assemblies = {
-            (owner, connection): Assembly(
-                self._holdings,
-                target,
-                sums,
-                deltas=self._deltas,
-                buckets=buckets[connection::count],
-            )
+            (owner, connection): Assembly(self._holdings, target, sums, buckets[connection::count])
             for owner, buckets in owned.items()
             for connection in range(count)
         }

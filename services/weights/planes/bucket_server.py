@@ -446,9 +446,7 @@ class TcpHub(HubEnd):
         self.buckets = BucketsAt(endpoint=reachable(self.server.endpoint), key=self.server.secret)
         self._fetchers: dict[str, _Fetcher] = {}
         self._arena: Arena | None = None
-        self._deltas = config.delta != "off" and delta.available()
-        if config.delta != "off" and not self._deltas:
-            log.info("no deltas: they need numpy and zstandard (pip install 'umbra-rl[delta]')")
+        self._deltas = config.delta != "off"
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
         self._arena = arena
