@@ -6,7 +6,6 @@ import math
 import shlex
 import time
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,13 +63,8 @@ def run_demo(
     random, base = str(folder.path / "random"), str(folder.path / "base")
     stages = Stages(folder, child_environ(), interrupts, server)
     seed_flag = ("--seed", str(seed))
-
-    def report(activity: str, since: float) -> None:
-        view.say(f"{activity} ({time.monotonic() - since:.1f} s)")
-
-    view.doing(activity := f"task {task}: prompts, held-out prompts, worked examples")
+    view.say(f"task {task}: prompts, held-out prompts, worked examples ...")
     write_task(task, data, seed=seed, prompts=recipe.prompts, heldout=HELDOUT, demos=recipe.demos)
-    report(activity, start)
     run_file = folder.path / "run.toml"
     keys = (
         f"run.seed={seed}",
@@ -82,12 +76,10 @@ def run_demo(
     config = load_config(DEMOS / f"{task}.toml", overrides=(*keys, *overrides))
     run_file.write_text(to_toml(as_dict(config)), encoding="utf-8")
     config = located(config, run_file)
-    stage_start, activity = time.monotonic(), "model: random weights, character tokenizer"
-    waiting = partial(view.doing, activity)
-    stages.run("make-model", "make-model", random, *seed_flag, waiting=waiting)
-    report(activity, stage_start)
-    stage_start = time.monotonic()
-    activity = f"warm start: {recipe.sft_steps} supervised steps on a poor teacher"
+    view.say("model: random weights, character tokenizer ...")
+    stages.run("make-model", "make-model", random, *seed_flag)
+    view.say(f"warm start: {recipe.sft_steps} supervised steps on a poor teacher ...")
+    warm_start_began = time.monotonic()
     warm_start = stages.begin(
         "sft",
         *("sft", random, "--data", str(data / "demos.jsonl"), "--out", base, *seed_flag),
@@ -97,10 +89,7 @@ def run_demo(
 
     def model_made() -> bool:
         if done := stages.has_ended("sft", warm_start):
-            report(activity, stage_start)
-        else:
-            detail = stages.last_line("sft")
-            view.doing(activity, detail if detail.startswith("step ") else "")
+            view.say(f"warm start: {time.monotonic() - warm_start_began:.1f} s")
         return done
 
     how: dict[str, Any] = {"view": view, "interrupts": interrupts, "server": server}

@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from umbra.services.process.fork_server import ForkServer
 from umbra.services.prompts import read_source
 
 POLL_S = 0.02
-Waiting = Callable[[], None]  # called again and again while a stage runs
 UMBRA = "umbra"
 FORESEEN_CODES = (2, 3, 4, 7, 8)  # ends that a sentence for people explains
 
@@ -50,13 +49,10 @@ class Stages:
     interrupts: SignalCounter | None = None
     server: ForkServer | None = None
 
-    def run(
-        self, name: str, *words: str, module: str = UMBRA, waiting: Waiting = lambda: None
-    ) -> str:
+    def run(self, name: str, *words: str, module: str = UMBRA) -> str:
         """Run `umbra <words>`, or another `module`, to its end; return its output."""
 
         def turn() -> None:
-            waiting()
             if self.interrupts is None:
                 time.sleep(POLL_S)
             elif self.interrupts.count:
@@ -99,9 +95,8 @@ class Stages:
         return next(iter(tail(self.folder.log(name))[-1:]), "").removeprefix(ERROR_PREFIX)
 
     def try_environment(
-        self, config: RunConfig, waiting: Waiting = lambda: None, *, model: bool = True,
-        stand_in: str = "",
-    ) -> list[str]:  # fmt: skip
+        self, config: RunConfig, *, model: bool = True, stand_in: str = ""
+    ) -> list[str]:
         """Write `config` to the folder; try its environment on the first prompt, then its model.
 
         Returns warnings of `check_model`, which brings torch and is left out without `model`. The
@@ -112,7 +107,7 @@ class Stages:
         rows.write_bytes(msgspec.json.encode(find_rows(config)))
         words = (str(self.folder.config), str(rows), *(["model", stand_in] if model else []))
         program = "umbra.services.generator.checks"
-        return self.run(CHECK, *words, module=program, waiting=waiting).splitlines()
+        return self.run(CHECK, *words, module=program).splitlines()
 
 
 def last_object(text: str) -> dict[str, Any]:

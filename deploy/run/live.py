@@ -79,19 +79,10 @@ class View:
         self._next = time.monotonic() + LINE_S
         self._shown = -1
         self._warnings = NewWarnings()
-        self._doing = ("", "")
 
     def say(self, text: str) -> None:
         if not self._quiet:
             click.echo(text, err=self._err)
-
-    def doing(self, activity: str, detail: str = "") -> None:
-        """Print it when it begins, and now and then a detail that is new; may be called often."""
-        begins = activity != self._doing[0]
-        if begins or (detail != self._doing[1] and time.monotonic() >= self._next):
-            self._doing = (activity, "" if begins else detail)
-            self._next = time.monotonic() + LINE_S
-            self.say(f"{activity} ..." if begins else f"  {detail}")
 
     def update(self, progress: Progress) -> None:
         """Print new warnings, and the headline if it is due; may be called often."""

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,7 @@ class Up:
     search: Sequence[Path] = ()  # where the user's modules are looked for
     server: ForkServer | None = None  # forks the processes that need PyTorch
     started: float = field(default_factory=time.monotonic)  # since when the user waits
-    # Whether a model that is being made is there: it shows how that goes, and until then no process
-    # starts that loads the model.
+    # Whether a model that is being made is there: until then no process starts that loads it.
     model_made: Callable[[], bool] | None = None
     stand_in: str = ""  # a directory to be tried, which differs from the model's in weights alone
 
@@ -73,9 +71,8 @@ class Up:
         before = self.folder.remember() if self.folder.config.is_file() else None
         try:
             self.folder.write_origin(self.search)
-            waiting = partial(self._doing, "trying environment and model on the first prompt")
-            warnings = self._stages.try_environment(self.config, waiting, stand_in=self.stand_in)
-            for warning in warnings:
+            self.view.say("trying environment and model on the first prompt ...")
+            for warning in self._stages.try_environment(self.config, stand_in=self.stand_in):
                 self.view.say(f"warning: {warning}")
         except (UmbraError, StageInterrupted) as error:
             if before is not None:
@@ -155,6 +152,7 @@ class Up:
 
     def _start(self, supervisor: Supervisor, progress: Progress) -> None:
         """Start the buffer, and the others once it has said where it is."""
+        self.view.say("starting ...")
         # With a durable store the buffer can be started again: it goes on at the same address.
         durable, argv = self.config.buffer.store != "memory", _argv(BUFFER, BUFFER, self.folder)
         supervisor.start(Program(BUFFER, argv, wave=2, recovers=durable))
@@ -179,13 +177,6 @@ class Up:
         for program in others:
             supervisor.start(program)
 
-    def _doing(self, activity: str, detail: str = "") -> None:
-        """Show what goes on, once the model is made."""
-        if self.model_made is not None and self.model_made():
-            self.model_made = None
-        if self.model_made is None:
-            self.view.doing(activity, detail)
-
     def _turn(self, supervisor: Supervisor, progress: Progress) -> None:
         """Run one turn of the loop: heed signals, show progress, sleep a little."""
         if self.interrupts.count >= 2:
@@ -194,9 +185,8 @@ class Up:
             self.view.say("stopping; once more to end at once")
             supervisor.drain()
         progress.poll()
-        if progress.status is None or self.model_made:
-            up = [name for name, state in supervisor.states().items() if state == "running"]
-            self._doing("starting", ", ".join(up))
+        if self.model_made is not None and self.model_made():
+            self.model_made = None
         if self.model_made is None:
             self.view.update(progress)
         idle = progress.idle and self.model_made is None

@@ -3,14 +3,11 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fakes.slowness import limit
-
-from umbra.deploy.run import live
-from umbra.deploy.run.live import View
 
 ON = """
 import click
@@ -74,25 +71,3 @@ def test_streams_that_are_closed_from_the_start() -> None:
     done = run_shell('exec "$0" -m umbra up nowhere.toml <&- >&-', sys.executable)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "umbra: error: run file nowhere.toml does not exist\n"
-
-
-def test_lines_say_what_goes_on_once_and_details_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
-    view = View()
-
-    def said(*calls: Sequence[str]) -> list[str]:
-        for call in calls:
-            view.doing(*call)
-        return capsys.readouterr().out.splitlines()
-
-    assert said(["warm start"], ["warm start", "step 1/9"]) == ["warm start ..."]
-    now[0] = live.LINE_S
-    assert said(["warm start", "step 4/9"], ["warm start", "step 5/9"]) == ["  step 4/9"]
-    now[0] = 2 * live.LINE_S
-    assert said(["warm start", "step 4/9"]) == []
-    assert said(["starting"], ["starting"]) == ["starting ..."]
-    View(quiet=True).doing("anything")
-    assert capsys.readouterr().out == ""
