@@ -35,17 +35,8 @@ if TYPE_CHECKING:
     from umbra.services.monitor.web import PageServer
 
 Command = Callable[..., Any]
-
-
-def _seconds(flag: str, name: str, default_s: float, what: str, **bounds: Any) -> Any:
-    kind = click.FloatRange(**bounds)
-    settings: dict[str, Any] = {"show_default": True, "metavar": "SECONDS", "help": what}
-    return click.option(flag, name, type=kind, default=default_s, **settings)
-
-
-timeout_option = _seconds(
-    "--timeout", "timeout_s", 5.0, "How long to wait for an answer.", min=0, min_open=True
-)
+ANSWER_S = 5.0  # for the buffer to answer
+LOOK_S = 1.0  # between two looks
 
 
 def _run_option(*roles: KeyRole, unless: Sequence[str] = ()) -> Callable[[Command], Command]:
@@ -89,12 +80,9 @@ reason_option = click.option(
 
 @click.command()
 @operated_run
-@timeout_option
 @reason_option
 @click.option("--member", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
-def drain(
-    broker: str, security: Security, timeout_s: float, reason: str, member: tuple[str, ...]
-) -> int:
+def drain(broker: str, security: Security, reason: str, member: tuple[str, ...]) -> int:
     """End the run in order, or have one member (generator, scorer, relay) leave it.
 
     Who leaves hands back what it holds, unfinished samples included; no sample is lost. A run with
@@ -102,7 +90,7 @@ def drain(
     """
     with StatusClient(broker, security) as client:
         for name in member or [""]:
-            client.drain(timeout_s, member=name, reason=reason)
+            client.drain(ANSWER_S, member=name, reason=reason)
             click.echo(f"{name or 'the run'} is draining")
     return EXIT_DONE
 
@@ -116,12 +104,10 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 @click.option("--relay", help="Only check that the relay at this address answers.")
 @click.option("--member", metavar="NAME", help="Only check that the buffer hears this member.")
 @checked_run
-@timeout_option
 @json_option
 def status(
     broker: str | None,
     security: Security,
-    timeout_s: float,
     as_json: bool,
     ping: bool,
     hub: str | None,
@@ -139,11 +125,11 @@ def status(
     with StatusClient(address, security, server=server) as client:
         if ping or hub or relay:
             started = time.monotonic()
-            pong = client.ping(timeout_s)
+            pong = client.ping(ANSWER_S)
             milliseconds = (time.monotonic() - started) * 1000
             click.echo(f"{pong.role} at {address} is {pong.state} ({milliseconds:.1f} ms)")
             return EXIT_DONE
-        current = client.status(timeout_s)
+        current = client.status(ANSWER_S)
     if member is not None:
         click.echo(_describe_member(current, member))
     else:
@@ -163,9 +149,7 @@ def _describe_member(status: Status, name: str) -> str:
 
 @click.command()
 @operated_run
-@timeout_option
 @json_option
-@_seconds("--interval", "interval_s", 1.0, "Time between two looks.", min=0.1)
 @click.option(
     "--web",
     metavar="[HOST]:PORT",
@@ -174,9 +158,7 @@ def _describe_member(status: Status, name: str) -> str:
 def monitor(
     broker: str,
     security: Security,
-    timeout_s: float,
     as_json: bool,
-    interval_s: float,
     web: str | None,
 ) -> int:
     """Watch a run live: its members, ledger, staleness and stalls.
@@ -187,7 +169,7 @@ def monitor(
     """
     stopping, warnings = threading.Event(), NewWarnings()
     with Watch(broker, security) as watch, stop_on_signals(stopping), ExitStack() as stack:
-        look, lost = watch.look(timeout_s), False
+        look, lost = watch.look(ANSWER_S), False
         page = None if web is None else stack.enter_context(closing(_serve(look, web)))
         on_screen = sys.stdout.isatty() and not as_json and page is None
         with Live(screen=True, auto_refresh=False) if on_screen else nullcontext() as live:
@@ -202,9 +184,9 @@ def monitor(
                         click.echo(line)
 
             show(look)
-            while not stopping.wait(interval_s):
+            while not stopping.wait(LOOK_S):
                 try:
-                    look, lost = watch.look(timeout_s), False
+                    look, lost = watch.look(ANSWER_S), False
                 except PeerLostError:
                     if not lost and not on_screen:
                         click.echo(f"umbra: {left_text(look.status, lost=True)}", err=True)

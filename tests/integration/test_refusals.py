@@ -14,6 +14,7 @@ from umbra import cli
 from umbra.deploy.prepare.preflight import load_given
 from umbra.deploy.run_folder import RunFolder
 from umbra.services.config.loader import to_json
+from umbra.services.monitor import command
 from umbra.services.process.fork_server import ForkServer
 
 
@@ -97,8 +98,11 @@ def test_a_second_up_on_a_folder_is_refused_and_told_who_has_it(
 @pytest.mark.parametrize(
     ("flag", "server"), [("--broker", "buffer"), ("--hub", "weight hub"), ("--relay", "relay")]
 )
-def test_nobody_answers(flag: str, server: str, tmp_path: Path) -> None:
-    done = umbra(tmp_path, "status", flag, "tcp://127.0.0.1:9", "--timeout", "0.2")
+def test_nobody_answers(
+    flag: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "ANSWER_S", 0.2)
+    done = umbra(tmp_path, "status", flag, "tcp://127.0.0.1:9")
     assert done.returncode == 5
     said = f"umbra: error: no {server} answers at tcp://127.0.0.1:9 within 0.2 s: check {flag}, "
     assert done.stderr.startswith(said)

@@ -201,7 +201,8 @@ def test_a_watch_ends_with_its_run_but_a_page_awaits_it(
 
     watch = SimpleNamespace(look=seen)
     monkeypatch.setattr(command, "Watch", lambda *_: nullcontext(watch))
-    options = ["--broker", "tcp://127.0.0.1:1", "--interval", "0.1", *flags]
+    monkeypatch.setattr(command, "LOOK_S", 0.01)
+    options = ["--broker", "tcp://127.0.0.1:1", *flags]
     result = CliRunner().invoke(command.monitor, options, standalone_mode=False)
     assert result.return_value == 0
     assert result.stdout.count("step 40/300") == shown
