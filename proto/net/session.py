@@ -162,6 +162,12 @@ class Session:
         with self._lock:
             self._activity = activity
 
+    @property
+    def doing(self) -> tuple[str, float]:
+        """Return the activity, and when there was progress last (`time.monotonic`)."""
+        with self._lock:
+            return self._activity, self._moved_at
+
     def stats(self, **values: float) -> None:
         with self._lock:
             self._stats.update(values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -72,71 +71,50 @@ STDERR = 2
 
 
 class StallWatch:
-    """A stall timer: the seconds that the engine has been busy without progress.
+    """A watch that ends the process where `session` notes no progress for `pace.base_s` seconds.
 
-    The loop's thread updates it, another looks at it. Seconds in which nobody looked count little:
-    the whole process was stopped then. `engine` is its name for the user, `pace` the seconds
-    without a token that are allowed, and the least rate at which weights are loaded.
+    Loading new weights may take longer, by the rate of `pace`. `engine` is its name for the user.
     """
 
-    def __init__(
-        self, engine: str, pace: Pace, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.limit_s = pace.base_s
-        self.look_s = min(LONGEST_LOOK_S, self.limit_s / LOOKS)
-        self._engine, self._pace, self._clock = engine, pace, clock
-        self._quiet_s = 0.0
-        self._looked_at = clock()
-        self._step = ("starting", 0)
+    def __init__(self, session: Session, engine: str, pace: Pace) -> None:
+        self.loading = 0  # bytes of new weights that the engine loads now
+        self._session, self._engine, self._pace = session, engine, pace
+        self._look_s = min(LONGEST_LOOK_S, pace.base_s / LOOKS)
+        self._closing = threading.Event()
 
-    def moved(self, nbytes: int = 0) -> None:
-        """Note a token, an idle engine, or `nbytes` of new weights that are to be loaded."""
-        self._quiet_s = self.limit_s - self._pace.limit_s(nbytes)
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Have the generator leave the run and end once it is stuck, within the block."""
+        self._arm()  # the first call may be the one that holds the interpreter
+        thread = service_thread(self._watch, "umbra-stall")
+        thread.start()
+        try:
+            yield
+        finally:
+            self._closing.set()
+            thread.join()
+            faulthandler.cancel_dump_traceback_later()
 
-    def waits(self, doing: str, live: int) -> None:
-        """Note the next step, which may hang, with `live` requests in flight."""
-        self._step = doing, live
+    def _arm(self) -> None:
+        faulthandler.dump_traceback_later(HELD * self._pace.base_s, exit=True, file=STDERR)
 
-    def look(self) -> float:
-        """Return the seconds without progress; call it every `look_s` seconds."""
-        now = self._clock()
-        self._quiet_s += min(now - self._looked_at, 2 * self.look_s)
-        self._looked_at = now
-        return self._quiet_s
+    def _watch(self) -> None:
+        """Count looks without progress: a process that was stopped for long is not stuck."""
+        quiet_s, seen = 0.0, 0.0
+        while not self._closing.wait(self._look_s):
+            self._arm()
+            doing, moved_at = self._session.doing
+            quiet_s = quiet_s + self._look_s if moved_at == seen else 0.0
+            seen = moved_at
+            if quiet_s >= self._pace.limit_s(self.loading):
+                self._end(
+                    f"the {self._engine} engine is stuck: no token for {quiet_s:.0f} s while it "
+                    f"was {doing} ({self._pace.base_s:g} s = 10 x buffer.stall_s)"
+                )
 
-    def describe(self) -> str:
-        doing, live = self._step
-        return (
-            f"the {self._engine} engine is stuck: no token for {self._quiet_s:.0f} s while it was "
-            f"{doing}, with {live} requests in flight ({self.limit_s:g} s = 10 x buffer.stall_s)"
-        )
-
-
-@contextmanager
-def watching(watch: StallWatch, session: Session) -> Iterator[None]:
-    """Have a generator that is stuck for `watch.limit_s` leave and end, within the block."""
-    closing = threading.Event()
-
-    def arm() -> None:
-        faulthandler.dump_traceback_later(HELD * watch.limit_s, exit=True, file=STDERR)
-
-    def main() -> None:
-        while not closing.wait(watch.look_s):
-            if watch.look() >= watch.limit_s:
-                sentence = watch.describe()
-                log.error("%s: this process ends; the stacks of its threads:", sentence)
-                with suppress(Exception):  # nobody may be there to read it
-                    faulthandler.dump_traceback(all_threads=True, file=STDERR)
-                session.leave(f"failed: {sentence}")
-                end_process(EngineError(sentence))
-            arm()
-
-    arm()  # the first call may be the one that holds the interpreter
-    thread = service_thread(main, "umbra-stall")
-    thread.start()
-    try:
-        yield
-    finally:
-        closing.set()
-        thread.join()
-        faulthandler.cancel_dump_traceback_later()
+    def _end(self, sentence: str) -> None:
+        log.error("%s: this process ends; the stacks of its threads:", sentence)
+        with suppress(Exception):  # nobody may be there to read it
+            faulthandler.dump_traceback(all_threads=True, file=STDERR)
+        self._session.leave(f"failed: {sentence}")
+        end_process(EngineError(sentence))

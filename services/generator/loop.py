@@ -93,7 +93,8 @@ class GeneratorLoop:
         for interrupt in self._buffer.interrupts():
             self._runner.interrupt(interrupt.leases, interrupt.reason)
         self._buffer.ask(self._asked(), self._engine.version)
-        self._watch.waits("decoding", self._engine.live)
+        if self._engine.busy:
+            self._session.waits("decoding")
         before = self._engine.decoded_tokens
         self._runner.poll(_IDLE_WAIT_S)
         tokens = self._engine.decoded_tokens - before
@@ -103,9 +104,6 @@ class GeneratorLoop:
         if tokens or self._engine.busy:
             if tokens:
                 self._session.progress("decoding", tokens)
-                self._watch.moved()
-            else:
-                self._session.waits("decoding")
             self._activity.decoding(started, tokens)
         else:
             self._idle(started)
@@ -137,13 +135,14 @@ class GeneratorLoop:
         staged, self._staged = self._staged, None
         self._buffer.deliver()  # the trainer may wait for just these
         start = self._clock()
-        self._watch.waits(f"loading version {staged.version}", self._engine.live)
 
         def apply(staged: StagedVersion) -> None:
             manifest, version = staged.manifest, staged.version
-            self._watch.moved(manifest.total_bytes)
+            self._session.progress(f"loading version {version}", 0)
+            self._watch.loading = manifest.total_bytes
             self._engine.load(manifest, staged.data, version, self._kv_policy, staged.guard)
-            self._watch.moved()
+            self._watch.loading = 0
+            self._session.progress("decoding", 0)
 
         loaded = self._receiver.load(staged, apply, RELOAD_S, self._session.stopping)
         if loaded is None:
@@ -201,7 +200,6 @@ class GeneratorLoop:
         else:
             reason, activity = "work", "waiting for samples"
         self._session.progress(activity, 0)
-        self._watch.moved()
         self._buffer.wait(_IDLE_WAIT_S if self._runner.active else _REST_S)
         self._activity.idle(started, reason)
 

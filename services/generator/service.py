@@ -22,7 +22,7 @@ from umbra.services.config import EnvironmentConfig, NamedEnvironment, RunConfig
 from umbra.services.config.trajectory_rules import sampling_of
 from umbra.services.environments.loading import UNREWARDED
 from umbra.services.environments.pool import EnvironmentPool, EnvironmentSet, open_pool
-from umbra.services.generator.activity import Activity, StallWatch, watching
+from umbra.services.generator.activity import Activity, StallWatch
 from umbra.services.generator.checks import check_template
 from umbra.services.generator.engines.opening import OpenEngine, computes, engine_here, open_engine
 from umbra.services.generator.loop import GeneratorLoop
@@ -66,8 +66,8 @@ def run(
             gc.collect()
             gc.freeze()  # to look through all that was imported takes up to a fifth of the CPU
             gc.set_threshold(20_000, 1_000)  # and through all samples under way a twentieth
-            watch = StallWatch(engine_here(config), load)
-            with closing(receiver), watching(watch, session):
+            watch = StallWatch(session, engine_here(config), load)
+            with closing(receiver), watch.watching():
                 GeneratorLoop(
                     session=session,
                     receiver=receiver,
