@@ -153,10 +153,10 @@ def finite(row: Row) -> Row:
     return {k: v if v is None or math.isfinite(v) else None for k, v in row.items()}
 
 
-# Sums over the tokens that were seen, all epochs; /+ and /- over tokens with such an advantage.
+# Sums over the tokens that were seen, all epochs.
 SUMS: tuple[str, ...] = (
-    "tokens", "entropy", "kl", "age", "outliers", "loss", "last", "last/r", "last/r2",
-    "tokens/+", "tokens/-", "clipped", "clipped/+", "clipped/-", "masked", "masked/+", "masked/-",
+    "tokens", "entropy", "kl", "age", "outliers", "loss", "last", "last/r", "last/r2", "clipped",
+    "masked",
 )  # fmt: skip
 MAXIMA: tuple[str, ...] = ("ratio", "age")
 
@@ -219,9 +219,6 @@ class LossMetrics:
             "masked": ~result.kept | outliers,
             "loss": torch.zeros_like(now),
         }
-        for name in ("tokens", "clipped", "masked"):
-            columns[f"{name}/+"] = columns[name] * (tokens.advantages > 0)
-            columns[f"{name}/-"] = columns[name] * (tokens.advantages < 0)
         sums = torch.stack([columns[name].double().sum() for name in SUMS])
         self._knows_kl = result.kl is not None
         mismatch = torch.zeros(len(MISMATCH), dtype=torch.float64, device=device)
@@ -238,11 +235,11 @@ class LossMetrics:
         """Return means over the trained tokens of all epochs; None where there were none.
 
         A token is clipped where its gain has no gradient (or its weight is clipped: CISPO), masked
-        where it has no gain. /positive and /negative are shares of the tokens with such an
-        advantage. Outliers count as masked, and in no ratio. The mismatch to the generators is
-        between them and the weights the batch found: it is taken from those weights' logprobs, or
-        else from the tokens of the first update. `ess_last`, the effective share of samples at the
-        last update, and the staleness counted in updates show the effect of further updates.
+        where it has no gain. Outliers count as masked, and in no ratio. The mismatch to the
+        generators is between them and the weights the batch found: it is taken from those weights'
+        logprobs, or else from the tokens of the first update. `ess_last`, the effective share of
+        samples at the last update, and the staleness counted in updates show the effect of further
+        updates.
         """
         if not self._updates:
             names = ("loss", "entropy", "clip_fraction", "mask_fraction", "ess_last")
@@ -254,21 +251,19 @@ class LossMetrics:
         sums = dict(zip(SUMS, total[: len(SUMS)].tolist(), strict=True))
         highest = dict(zip(MAXIMA, rows[:, -len(MAXIMA) :].amax(0).tolist(), strict=True))
 
-        def share(part: str, whole: str = "tokens") -> float | None:
-            return sums[part] / sums[whole] if sums[whole] else None
+        def mean(name: str) -> float | None:
+            return sums[name] / sums["tokens"] if sums["tokens"] else None
 
         row: Row = {
             "loss": sums["loss"] / self._updates,
-            "entropy": share("entropy"),
+            "entropy": mean("entropy"),
+            "clip_fraction": mean("clipped"),
+            "mask_fraction": mean("masked"),
             "ratio/max": highest["ratio"],
             "outliers": sums["outliers"],
-            **({"kl": share("kl")} if self._knows_kl else {}),
+            **({"kl": mean("kl")} if self._knows_kl else {}),
             "ess_last": ess(sums["last/r"], sums["last/r2"], sums["last"]),
-            "staleness/updates/mean": share("age"),
+            "staleness/updates/mean": mean("age"),
             "staleness/updates/max": highest["age"],
         }
-        for name, flag in (("clip_fraction", "clipped"), ("mask_fraction", "masked")):
-            row[name] = share(flag)
-            row[f"{name}/positive"] = share(f"{flag}/+", "tokens/+")
-            row[f"{name}/negative"] = share(f"{flag}/-", "tokens/-")
         return row | mismatch_row(total[len(SUMS) :])

@@ -18,7 +18,7 @@ from umbra.proto.records import Routing, Trajectory
 
 SAME = (
     "loss", "grad_norm", "entropy", "lr", "skipped", "outliers", "ratio/max",
-    "clip_fraction", "clip_fraction/positive", "mask_fraction", "mask_fraction/negative",
+    "clip_fraction", "mask_fraction",
     "ess", "ess_last", "mismatch/k1", "mismatch/k3", "mismatch/chi2", "mismatch/k3_on_policy",
     "staleness/updates/mean", "staleness/updates/max",
 )  # fmt: skip

@@ -29,7 +29,7 @@ from umbra.services.trainer.objectives.terms import Sequences, ratio
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.update import minibatches
 
-COLUMNS = ("update", "logprob", "entropy", "advantage", "ratio", "clipped", "masked", "kl")
+COLUMNS = ("update", "logprob", "entropy", "ratio", "clipped", "masked", "kl")
 
 
 class TokenTable:
@@ -47,7 +47,7 @@ class TokenTable:
         self._found = found
         self._per_epoch = parts
         self._updates = updates
-        self._parts: list[tuple[Tensor, Tensor]] = []  # which tokens [N], their columns [8, N]
+        self._parts: list[tuple[Tensor, Tensor]] = []  # which tokens [N], their columns [7, N]
         self._losses: list[Tensor] = []
         self._knows_kl = False
 
@@ -60,7 +60,6 @@ class TokenTable:
             torch.full_like(now, update + 1.0),  # 0: a token that no update saw
             now,
             tokens.entropy.detach(),
-            tokens.advantages,
             result.ratio,
             result.clipped,
             ~result.kept,
@@ -87,11 +86,8 @@ class TokenTable:
         }
         if self._knows_kl:
             row["kl"] = float(column["kl"].mean())
-        advantage = column["advantage"]
         for name, flag in (("clip_fraction", "clipped"), ("mask_fraction", "masked")):
             row[name] = float(column[flag].mean())
-            row[f"{name}/positive"] = _mean(column[flag][advantage > 0])
-            row[f"{name}/negative"] = _mean(column[flag][advantage < 0])
         behaviour = self._batch.behaviour
         last = table[0] == self._updates
         sampled = behaviour.repeat(epochs)[last].double()
@@ -125,10 +121,6 @@ def mismatch(logprobs: Tensor, behaviour: Tensor, on_policy: Tensor) -> Row:
 def ess(weight: Tensor) -> float:
     """(sum r)^2 / (N sum r^2)."""
     return float(weight.sum().square() / (weight.numel() * weight.square().sum()))
-
-
-def _mean(values: Tensor) -> float | None:
-    return float(values.mean()) if values.numel() else None
 
 
 HALF = Sampling(temperature=0.5)
