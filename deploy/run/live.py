@@ -8,7 +8,6 @@ import time
 
 import click
 
-from umbra.deploy.run_folder import RunFolder, StepFollower
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
 from umbra.proto.net.keys import Security
@@ -24,15 +23,13 @@ log = logging.getLogger(__name__)
 
 
 class Progress:
-    """The newest status, and the mean reward of every step so far.
+    """The newest status of a run.
 
     The buffer is asked in a thread, so that a slow one never slows its supervisor.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self) -> None:
         self.status: Status | None = None
-        self.rewards: list[float] = []
-        self._steps = StepFollower(folder.metrics)
         self._closing = threading.Event()
         self._client: StatusClient | None = None
         self._moved_at = time.monotonic()
@@ -43,7 +40,10 @@ class Progress:
         def ask() -> None:
             while not self._closing.wait(2 * POLL_S if self.idle else POLL_S):
                 try:
-                    self.status = client.status(ANSWER_S)
+                    status = client.status(ANSWER_S)
+                    if self.status is None or status.version != self.status.version:
+                        self._moved_at = time.monotonic()
+                    self.status = status
                 except UmbraError:
                     pass  # not there yet, busy, or ending: the last status still stands
                 except Exception:
@@ -51,15 +51,10 @@ class Progress:
 
         threading.Thread(target=ask, name="status-watcher", daemon=True).start()
 
-    def poll(self) -> None:
-        rows = self._steps.new()
-        self.rewards += [float(row.get("reward/mean") or 0.0) for row in rows]
-        if rows or self.status is None:
-            self._moved_at = time.monotonic()
-
     @property
     def idle(self) -> bool:
-        return time.monotonic() - self._moved_at > IDLE_S
+        """True if no step was done for a while; before the first status never."""
+        return self.status is not None and time.monotonic() - self._moved_at > IDLE_S
 
     def close(self) -> None:
         self._closing.set()
@@ -95,5 +90,4 @@ class View:
         if self._shown < status.steps if over else time.monotonic() >= self._next:
             self._next = time.monotonic() + LINE_S
             self._shown = status.version
-            recent = progress.rewards[-10:]
-            self.say(headline(status, sum(recent) / len(recent) if recent else None))
+            self.say(headline(status))

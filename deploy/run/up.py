@@ -17,7 +17,7 @@ from typing import Any
 from umbra.deploy.prepare.stage import FORESEEN_CODES, StageInterrupted, Stages
 from umbra.deploy.report import summarise, write_report, write_summary
 from umbra.deploy.run.live import Progress, View
-from umbra.deploy.run_folder import RunFolder, read_object, tail
+from umbra.deploy.run_folder import RunFolder, StepFollower, read_object, tail
 from umbra.deploy.shown import shown_path
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
@@ -113,9 +113,8 @@ class Up:
         supervisor = Supervisor(
             self._spawn, goal=TRAINER, report=self.view.say, last_line=last_line
         )
-        progress = Progress(self.folder)
-        progress.poll()
-        steps = len(progress.rewards)
+        progress, steps = Progress(), StepFollower(self.folder.metrics)
+        steps.new()  # of earlier lives
         try:
             self._start(supervisor, progress)
             while supervisor.poll():
@@ -132,8 +131,7 @@ class Up:
                             f"resume with `umbra up {shown_path(self.folder.path)}`"
                         )
         finally:
-            progress.poll()
-            self._trained = len(progress.rewards) > steps
+            self._trained = bool(steps.new())
             self.view.update(progress)
             progress.close()
             supervisor.close()
@@ -184,7 +182,6 @@ class Up:
         elif self.interrupts.count == 1 and not supervisor.draining:
             self.view.say("stopping; once more to end at once")
             supervisor.drain()
-        progress.poll()
         if self.model_made is not None and self.model_made():
             self.model_made = None
         if self.model_made is None:

@@ -56,7 +56,7 @@ def look_dict(look: Look) -> dict[str, Any]:
     return status_dict(look.status) | msgspec.to_builtins(events)
 
 
-def headline(status: Status, reward: float | None = None) -> str:
+def headline(status: Status) -> str:
     """Return the state of a run in a line; before training only the work in progress."""
     open_evals = [eval_text(report) for report in status.evals if not report.done]
     if not status.ledger.issued:
@@ -70,6 +70,7 @@ def headline(status: Status, reward: float | None = None) -> str:
     ess = [m.stats["ess"] for m in status.members if m.role == "trainer" and "ess" in m.stats]
     samples = number(status.rates.samples_per_s) if trained else f"-  answers/s {answers_per_s}"
     failed, balance = status.ledger.ended.get("failed"), status.ledger.balance
+    reward = next(iter(status.curves.values.get("reward/mean", [])[-1:]), None)  # of recent steps
     parts = [
         f"step {status.version}/{status.steps}",
         "" if reward is None else f"reward {reward:.3f}",

@@ -14,7 +14,6 @@ from fakes.looks import PUSH, ROLLOUT, header, heard, look, member, status
 from rich.console import Console
 
 from umbra.deploy.run.live import Progress, View
-from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import PeerLostError
 from umbra.proto.messages import Event, Rates, RunWarning
 from umbra.proto.records import Ledger
@@ -42,9 +41,9 @@ def drawn(what: Look, width: int = 140) -> str:
 
 
 def test_headline() -> None:
-    line = headline(status(rates=Rates(samples_per_s=1200.4), **NO_WARNING), reward=0.45)
+    line = headline(status(rates=Rates(samples_per_s=1200.4), **NO_WARNING))
     assert line == (
-        "step 40/300  reward 0.450  staleness 1.12 (max 2, bound 2)  samples/s 1,200  "
+        "step 40/300  reward 0.875  staleness 1.12 (max 2, bound 2)  samples/s 1,200  "
         "in flight 20  stuck: sample s1 at generator-0 for 31 s"
     )
     before = status(ledger=Ledger(issued=0, trained=0, ended={}, in_flight={}))
@@ -59,7 +58,7 @@ OVER = RunWarning(name="truncated", text="cut", figures={"share": 0.3}, since=1,
 
 
 def test_a_warning_that_holds_is_shown_everywhere_and_told_once(
-    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     warned = status(warnings=[EQUAL, OVER], health={"equal_rewards": 0.875}, stuck=[])
     sentence = "warning: equal_rewards: 95% of them are"
@@ -73,7 +72,7 @@ def test_a_warning_that_holds_is_shown_everywhere_and_told_once(
     assert [(one["name"], one["until"]) for one in values["warnings"]] == [
         ("equal_rewards", -1), ("truncated", 2),
     ]  # fmt: skip
-    progress = Progress(RunFolder(tmp_path))
+    progress = Progress()
     progress.status = warned
     view = View()
     view.update(progress)

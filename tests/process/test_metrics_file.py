@@ -13,8 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from umbra.deploy.report import command
-from umbra.deploy.run.live import Progress
-from umbra.deploy.run_folder import RunFolder, read_rows
+from umbra.deploy.run_folder import StepFollower, read_rows
 from umbra.proto.errors import UsageError
 from umbra.services.process.metrics import KEPT, MetricsFile, Span, SpanLog, parse_row, steady_clock
 
@@ -85,9 +84,7 @@ def test_a_torn_line_stops_nobody_who_reads(tmp_path: Path, torn: str) -> None:
     path.write_text("\n".join([lines[0], torn, *lines[1:], torn]) + "\n" + torn)
     assert parse_row(torn) is None
     assert len(list(read_rows(path))) == len(lines)
-    progress = Progress(RunFolder(tmp_path))
-    progress.poll()
-    assert progress.rewards == [0.5, 0.5]
+    assert [row["reward/mean"] for row in StepFollower(path).new()] == [0.5, 0.5]
     done = CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
     assert (tmp_path / "report.html").exists()
