@@ -8,12 +8,12 @@ writes prompts and held-out prompts, each with the name of its environment, and 
 
 from __future__ import annotations
 
+import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from umbra.services.generator.tasks import write_task
+from umbra.services.environments.built_in import gym_rows
 
 # By the name of the environment: the dataset, and its parameters.
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,19 +30,27 @@ PROMPTS, HELDOUT, DEMOS = 8192, 256, 8192  # of each
 
 def write(out: Path, prompts: int = PROMPTS, heldout: int = HELDOUT, demos: int = DEMOS) -> None:
     """Everything that the example needs, the same each time; rows of the datasets take turns."""
-    files: dict[str, list[list[str]]] = {}
-    counts = {"prompts": prompts, "heldout": heldout, "demos": demos}
-    with tempfile.TemporaryDirectory() as folder:
-        for seed, (name, (dataset, parameters)) in enumerate(TASKS.items()):
-            made = Path(folder) / name
-            more = {"options": parameters, "environment": name}
-            write_task(f"gym:{dataset}", made, seed=seed, **counts, **more)
-            for file in made.iterdir():
-                files.setdefault(file.name, []).append(file.read_text("utf-8").splitlines())
+    count = prompts + heldout + demos
+    made = [
+        [{"environment": name, **row} for row in gym_rows(dataset, count, seed, parameters)]
+        for seed, (name, (dataset, parameters)) in enumerate(TASKS.items())
+    ]
+    rows = [row for turn in zip(*made, strict=True) for row in turn]
+    first, last = len(TASKS) * prompts, len(TASKS) * (prompts + heldout)
+    files = {"prompts": rows[:first], "heldout": rows[first:last]}
+    files["demos"] = [
+        {
+            "messages": [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row["answer"]},
+            ]
+        }
+        for row in rows[last:]
+    ]
     out.mkdir(parents=True, exist_ok=True)
-    for file, parts in files.items():
-        rows = [row for rows in zip(*parts, strict=True) for row in rows]
-        (out / file).write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    for file, written in files.items():
+        lines = "".join(f"{json.dumps(row)}\n" for row in written)
+        (out / f"{file}.jsonl").write_text(lines, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ class ReasoningGym(SingleTurn):
         entry = self.row.get("entry")
         if not isinstance(entry, dict):
             raise SampleError(
-                'environment "reasoning-gym" needs rows made by `umbra make-task gym:NAME`'
+                'environment "reasoning-gym" needs rows with the library\'s "entry" '
+                "(docs/environments.md)"
             )
         score = _verifier(entry["metadata"]["source_dataset"])
         return StepResult(reward=float(score(response.strip(), entry)))

@@ -13,7 +13,7 @@ import click
 
 from umbra.proto.errors import UsageError
 from umbra.services.config.loader import ORIGIN, load_config, rewrite_paths
-from umbra.services.generator.tasks import GYM, VERIFIERS, write_task
+from umbra.services.generator.tasks import VERIFIERS, write_task
 from umbra.services.modeling.run_file import load_service
 from umbra.services.process.command import ServiceContext, service_command
 from umbra.services.process.files import named_run
@@ -50,7 +50,7 @@ command = service_command("generator", _run, load=load_service)
     "options",
     multiple=True,
     metavar="KEY=VALUE",
-    help="environment.options for verifiers:ID, a parameter of the dataset for gym:NAME.",
+    help="environment.options, for verifiers:ID.",
 )
 def make_task(
     task: str,
@@ -63,17 +63,17 @@ def make_task(
     """Write the data of TASK: prompts.jsonl, heldout.jsonl and demos.jsonl.
 
     sort: sort a list of digits. guess: find a digit in four tries, told only higher or lower.
-    gym:NAME: a dataset of reasoning-gym; its demos, none by default, are the dataset's own answers.
     verifiers:ID: tasks of an environment or taskset of verifiers, without demos.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file: name a directory")
-    if options and not task.startswith((VERIFIERS, GYM)):
-        raise UsageError(f"--option is for {VERIFIERS}ID and {GYM}NAME, not for {task}")
-    if demos and task.startswith(VERIFIERS):
+    is_library = task.startswith(VERIFIERS)
+    if options and not is_library:
+        raise UsageError(f"--option is for {VERIFIERS}ID, not for {task}")
+    if demos and is_library:
         raise UsageError(f"--demos: {task} has none")
     if demos is None:
-        demos = 0 if task.startswith((VERIFIERS, GYM)) else DEMOS
+        demos = 0 if is_library else DEMOS
     overrides = [f"environment.options.{option}" for option in options]
     read = load_config(overrides=overrides, environ={}).environment.options
     written = write_task(task, out, **counts, demos=demos, options=read, environment=environment)

@@ -1,8 +1,8 @@
 """Built-in tasks as data: prompts, held-out prompts and worked examples of a poor teacher.
 
-SORT: sort a list of digits (one turn). GUESS: find a digit in four tries (several turns). gym:NAME:
-what reasoning-gym generates. verifiers:ID: rows of a library's environment. Warm-starting on the
-teacher gives a model that is right now and then, which is what RL needs.
+SORT: sort a list of digits (one turn). GUESS: find a digit in four tries (several turns).
+verifiers:ID: rows of a library's environment. Warm-starting on the teacher gives a model that is
+right now and then, which is what RL needs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.built_in import gym_rows
 from umbra.services.environments.loading import find_modules_here
 from umbra.services.environments.verifiers import task_rows
 
 Row = dict[str, Any]
 
-GYM = "gym:"
 VERIFIERS = "verifiers:"
 _HELD_OUT_SHARE = 8  # at most one in so many of the tasks of a library that has too few
 _SHORTEST, _LONGEST, _MEAN_EXTRA = 2, 16, 5.0
@@ -52,22 +50,14 @@ def write_task(
     """Write so many rows to prompts.jsonl, heldout.jsonl and demos.jsonl of `out`; return how many.
 
     Args:
-        name: a key of `TASKS`; "verifiers:ID", which has no demos; or "gym:NAME", whose demos are
-            the dataset's own answers.
+        name: a key of `TASKS`; or "verifiers:ID", which has no demos.
         out, seed, prompts, heldout, demos: the folder; of the draws; rows of each file.
-        options: of the library's environment or dataset.
+        options: of the library's environment.
         environment: what every prompt row names as its environment, if that is not "".
 
-    Raises UsageError: no such task, or one whose dataset has no answers for demos.
+    Raises UsageError: no such task.
     """
-    if name.startswith(GYM):
-        drawn = gym_rows(name.removeprefix(GYM), prompts + heldout + demos, seed, options or {})
-        files = {"prompts.jsonl": drawn[:prompts], "heldout.jsonl": drawn[prompts:][:heldout]}
-        if last := drawn[prompts + heldout :]:
-            if not all(isinstance(row["answer"], str) for row in last):
-                raise UsageError(f"{name} has questions without an answer: leave out --demos")
-            files["demos.jsonl"] = [_conversation([row["prompt"], row["answer"]]) for row in last]
-    elif name.startswith(VERIFIERS):
+    if name.startswith(VERIFIERS):
         find_modules_here()
         drawn = task_rows(name.removeprefix(VERIFIERS), options or {}, prompts + heldout, seed)
         if len(drawn) < prompts + heldout:
@@ -83,8 +73,8 @@ def write_task(
         }
     else:
         raise UsageError(
-            f"task {name!r} is unknown; use {', '.join(TASKS)}, {GYM}NAME for a dataset of "
-            f"reasoning-gym, or {VERIFIERS}ID for an environment or taskset of verifiers"
+            f"task {name!r} is unknown; use {', '.join(TASKS)}, or {VERIFIERS}ID for an "
+            "environment or taskset of verifiers"
         )
     out.mkdir(parents=True, exist_ok=True)
     for file, rows in files.items():

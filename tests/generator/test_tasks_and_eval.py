@@ -68,20 +68,10 @@ def test_guess_demos_are_conversations_with_the_environment(tmp_path: Path) -> N
     assert hits > 0
 
 
-def test_gym_rows_are_written_and_scored(tmp_path: Path, tiny_model_dir: Path) -> None:
-    out = run(make_task, "gym:chain_sum", "--out", tmp_path, "--prompts", 5, "--heldout", 3)
-    assert "5 rows in prompts.jsonl, 3 rows in heldout.jsonl" in out
-    sets = ("--set", "environment.kind=reasoning-gym", "--set", "sampling.max_tokens=4")
-    said = run(evaluate, tiny_model_dir, "--prompts", tmp_path / "heldout.jsonl", *sets)
-    assert "3 samples)" in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("gym:chain_sum", "--option", "max_term=2"), "cannot make dataset 'chain_sum'.*max_term"),
-        (("gym:chain_sum", "--option", "max_terms=0"), "cannot make dataset 'chain_sum'"),
-        (("sort", "--option", "a=1"), "--option is for verifiers:ID and gym:NAME, not for sort"),
+        (("sort", "--option", "a=1"), "--option is for verifiers:ID, not for sort"),
         (("verifiers:one", "--demos", "3"), "--demos: verifiers:one has none"),
         (("sorts",), "task 'sorts' is unknown; use sort, guess"),
     ],
