@@ -33,15 +33,13 @@ option = partial(click.option, show_default=True)
     default=4096,
     help="Tokens of a sequence at most.",
 )
-@option("--slots", type=click.IntRange(1), default=64, help="Samples at once of a sampler.")
+@option("--slots", type=click.IntRange(1), default=64, help="Samples at once.")
 @option(
-    "--samplers",
-    "count",
-    type=click.IntRange(1),
-    default=1,
-    help="Processes that sample, each with the model; with several GPUs not on the trainer's.",
+    "--engine",
+    type=click.Choice(["torch", "vllm"]),
+    default="torch",
+    help="That samples; with several GPUs not on the trainer's.",
 )
-@option("--engine", type=click.Choice(["torch", "vllm"]), default="torch", help="Of the samplers.")
 def command(model: str, bind: str, name: str | None, folder: Path, **generator: object) -> int:
     """Serve the Tinker API for MODEL, a directory or a name on the hub.
 

@@ -38,7 +38,7 @@ from umbra.services.trainer.snapshot import tensor_layout, whole_weights, write_
 from umbra.services.weights.manifest import build_manifest
 
 ALPHA = 32.0  # of all adapters, as the service that the API comes from has it
-CPU_PASS = 1024  # tokens of a pass on a CPU: samplers and other kinds of models share the memory
+CPU_PASS = 1024  # tokens of a pass on a CPU: the sampler and other kinds of models share the memory
 STATE, VERSION = "state.safetensors", "version"  # files to train on, and to sample with
 _RL = ("importance_sampling", "ppo", "cispo", "dro")
 _INPUTS = {"cross_entropy": ("weights",), **dict.fromkeys(_RL, ("logprobs", "advantages"))}

@@ -49,7 +49,7 @@ from umbra.services.process.parent import die_with_parent, parents_end
 from umbra.services.process.pipe import Pipe
 from umbra.services.tinker.journal import FutureAnswer
 from umbra.services.tinker.models import VERSION, put_adapter
-from umbra.services.tinker.samplers import SampleJob, SampleReport, SamplerStart
+from umbra.services.tinker.sampler_process import SampleJob, SampleReport, SamplerStart
 from umbra.services.tinker.wire import PROTOBUF, Array, TrainedShape, write_samples
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest

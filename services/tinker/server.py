@@ -35,7 +35,7 @@ from umbra.proto.records import Sampling
 from umbra.services.http import ApiError
 from umbra.services.tinker import wire
 from umbra.services.tinker.journal import FutureAnswer, FutureRequest, FuturesJournal, T
-from umbra.services.tinker.samplers import SampleJob
+from umbra.services.tinker.sampler_process import SampleJob
 from umbra.services.tinker.training import SEGMENTS, Training, files_in
 from umbra.services.tinker.wire import Checkpoint, Model, SamplerRecord, SessionRecord, read
 
@@ -51,7 +51,7 @@ log = logging.getLogger("umbra.tinker")
 
 @dataclass(eq=False)
 class Api:
-    """Sessions, futures and checkpoints; a thread trains, and processes sample."""
+    """Sessions, futures and checkpoints; a thread trains, and a process samples."""
 
     journal: FuturesJournal
     training: Training

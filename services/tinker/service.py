@@ -1,4 +1,4 @@
-"""The process of `umbra tinker`: an HTTP server, a thread that trains, processes that sample."""
+"""The process of `umbra tinker`: an HTTP server, a thread that trains, a process that samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from umbra.services.process.loop_thread import LoopThread
 from umbra.services.process.parent import tell_ready
 from umbra.services.tinker.command import KEY_VARIABLE
 from umbra.services.tinker.journal import FuturesJournal
-from umbra.services.tinker.samplers import Samplers
+from umbra.services.tinker.sampler_process import SamplerProcess
 from umbra.services.tinker.server import FILES, Api
 from umbra.services.tinker.training import Training
 from umbra.services.tinker.wire import PROTOBUF
@@ -33,7 +33,7 @@ from umbra.services.tinker.wire import PROTOBUF
 MAX_BODY = 256 << 20
 REQUESTS = 20_000  # at once: each future that is awaited holds one
 _WAIT_S = 10.0
-_LOOK_S = 0.2  # between looks after the samplers
+_LOOK_S = 0.2  # between looks after the sampler
 
 log = logging.getLogger("umbra.tinker")
 
@@ -44,7 +44,7 @@ def run(config: RunConfig, address: str, name: str, folder: Path) -> int:
     Raises:
         UsageError: a model that cannot be served, an address without a key, or a folder in use.
         StartupError: the address is taken.
-        ChildError: the last sampler ended, again and again.
+        ChildError: the sampler ended, again and again.
     """
     if config.generator.engine == "vllm":
         require_vllm()
@@ -65,10 +65,10 @@ def run(config: RunConfig, address: str, name: str, folder: Path) -> int:
         with lock, closing(FuturesJournal(folder / "journal.sqlite")) as journal:
             loop = LoopThread("http")
             training = Training(config, folder.resolve(), name, journal)
-            samplers = Samplers(config, torch.cuda.device_count(), loop, journal.finish)
+            sampler = SamplerProcess(config, torch.cuda.device_count(), loop, journal.finish)
             tokenizer = str(named if is_hub_name(named) else directory.resolve())
             context, secret = config.generator.max_context, _secret(folder / "secret")
-            api = Api(journal, training, samplers.submit, context, tokenizer, secret)
+            api = Api(journal, training, sampler.submit, context, tokenizer, secret)
             journal.announce = partial(loop.call, api.wake)
             loop.call(api.resume)
             trainer = service_thread(training.run, "training")
@@ -82,21 +82,21 @@ def run(config: RunConfig, address: str, name: str, folder: Path) -> int:
                 types=("application/json", PROTOBUF),
                 signed=FILES,
             )
-            samplers.start()
+            sampler.start()
             loop.wait(server.start(), _WAIT_S)
             url = url_at(*bound.getsockname()[:2])
             log.info("serving %s at %s", name, url)
             tell_ready({"url": url})
             stopping = threading.Event()
             with stop_on_signals(stopping):
-                while samplers.poll() and not stopping.wait(_LOOK_S):
+                while sampler.poll() and not stopping.wait(_LOOK_S):
                     pass
-            samplers.stop()
+            sampler.stop()
             loop.wait(server.stop(), _WAIT_S)
             loop.close()
             training.wake(close=True)
             trainer.join()
-            if (failure := samplers.supervisor.failure) is not None:
+            if (failure := sampler.supervisor.failure) is not None:
                 raise child_error(failure.reason, failure.exit_code)
     return EXIT_DONE
 
