@@ -101,8 +101,9 @@ class Loop:
         with self._phase("snapshot"):
             begin = time.perf_counter()
             sums = self._snapshots.write(place, slot)
-            if member is not None:
-                member.publisher.publish_soon(self.version, time.perf_counter() - begin, sums)
+            snapshot_s = time.perf_counter() - begin
+        if member is not None:
+            member.publish(self.version, snapshot_s, sums)
         return True
 
     def _lease(self) -> TrainBatch | None:

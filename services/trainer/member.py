@@ -125,6 +125,10 @@ class RunMember:
         limit_s = pace.limit_s(self.publisher.manifest.total_bytes)
         return self._answered(lambda: self.publisher.slot(version, 2 * limit_s))
 
+    def publish(self, version: int, snapshot_s: float, sums: list[int]) -> None:
+        """Publish the slot; nothing if the hub has ended, and this process is to stop as well."""
+        self._answered(lambda: self.publisher.publish(version, snapshot_s, sums))
+
     def _call(self, ask: Message, kind: type[M], wait_s: float = 0.0) -> M | None:
         """Ask the buffer, which may be away for as long as `run.broker_grace_s`."""
         data, stopping = self.session.data, self.session.stopping

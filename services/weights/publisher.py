@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -69,8 +68,6 @@ class Publisher:
         self._lock = threading.Lock()  # one exchange with the hub at a time
         self._moved = threading.Event()
         self._closing = threading.Event()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="umbra-publish")
-        self._publishing: Future[None] | None = None
         self._thread = service_thread(self._follow, "umbra-publisher")
 
     @property
@@ -114,7 +111,6 @@ class Publisher:
             RejectedError: another trainer has registered.
         """
         deadline = Deadline(timeout_s)
-        self._join()
         self.check()
         with self._lock:
             try:
@@ -129,7 +125,7 @@ class Publisher:
             return self._arena.slot(slot)
 
     def publish(self, version: int, snapshot_s: float, sums: list[int]) -> None:
-        """Publish the content of the slot of `version`; returns before it is pushed.
+        """Publish the content of the slot of `version`; returns before it is pushed anywhere.
 
         Args:
             snapshot_s: seconds that writing took, for the records.
@@ -158,26 +154,8 @@ class Publisher:
             if before is not None and before[0] is not arena:
                 before[0].close()
 
-    def publish_soon(self, version: int, snapshot_s: float, sums: list[int]) -> None:
-        """Publish as `publish` does, in a thread, while training continues.
-
-        The next `slot`, which waits for it, raises its error.
-        """
-        self._join()
-        self._publishing = self._executor.submit(self.publish, version, snapshot_s, sums)
-
-    def _join(self) -> None:
-        publishing, self._publishing = self._publishing, None
-        if publishing is not None:
-            publishing.result()  # has deadlines of its own
-
     def close(self) -> None:
-        """Finish the publication under way and detach from the arena."""
-        try:
-            self._join()
-        except UmbraError as error:
-            log.warning("the last version was not published: %s", error)
-        self._executor.shutdown()
+        """Detach from the arena."""
         self._channel.on_moved = None
         self._closing.set()
         self._moved.set()

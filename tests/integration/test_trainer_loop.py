@@ -152,8 +152,6 @@ class HubInTest:
         self.world.published[version] = weights
         self.world.model.load_state_dict(weights, strict=False)
 
-    publish_soon = publish
-
     def close(self) -> None:
         pass
 

@@ -210,19 +210,3 @@ def test_a_version_that_is_lost_with_a_host_ends_the_trainer(hub: Hub) -> None:
         for call in (publisher.check, lambda: publisher.slot(2, 1.0)):
             with pytest.raises(PeerLostError, match="version 1 is lost with the shared memory"):
                 call()
-
-
-def test_the_error_of_a_publication_is_the_next_slots_or_logged_at_the_end(
-    hub: Hub, caplog: pytest.LogCaptureFixture
-) -> None:
-    publisher = hub.publisher()
-    hub.answers[m.Publish] = [RejectedError("no", code="superseded")]
-    for last in (False, True):
-        publisher.slot(1, 1.0)
-        publisher.publish_soon(1, 0.0, [1])
-        if not last:
-            with pytest.raises(RejectedError):
-                publisher.slot(2, 1.0)
-    publisher.close()
-    assert "the last version was not published: no" in caplog.text
-    publisher.close()
