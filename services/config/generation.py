@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from umbra.proto.bounds import TOKENS
 from umbra.proto.net.keys import is_loopback
+from umbra.proto.records import Sampling
 from umbra.services.config.keys import Section, key
 
 ENVIRONMENT = "environment"
@@ -189,6 +190,16 @@ class SamplingConfig(Section):
     max_tokens: int = key(256, "tokens generated per turn at most", ge=1)
     stop_tokens: list[str] = key([], "tokens, as text, that end a turn besides the model's own")
     stop: list[str] = key([], "texts that end a turn, of any number of tokens", min_length=1)
+
+
+def sampling_of(config: SamplingConfig, *, greedy: bool = False) -> Sampling:
+    return Sampling(
+        temperature=0.0 if greedy else config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        max_tokens=config.max_tokens,
+    )
 
 
 class GeneratorConfig(Section):

@@ -13,8 +13,7 @@ from umbra.proto.access import MOST_BYTES
 from umbra.proto.bounds import SUBMITTED, SUPPORT_BYTES
 from umbra.proto.errors import UsageError
 from umbra.services.config import CriticConfig, EnvironmentConfig, RunConfig, Section
-from umbra.services.config.generation import LIBRARIES
-from umbra.services.config.trajectory_rules import sampling_of
+from umbra.services.config.generation import LIBRARIES, sampling_of
 
 VLLM_COOLEST = 0.01  # it raises lower temperatures to this, but for 0
 MOST_SUPPORT = 1 << 15  # tokens that could have been drawn in the place of one

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from umbra.proto.net.session import Session
 from umbra.proto.net.task_client import TaskClient
 from umbra.services.config import EnvironmentConfig, NamedEnvironment, RunConfig
-from umbra.services.config.trajectory_rules import sampling_of
+from umbra.services.config.generation import sampling_of
 from umbra.services.environments.loading import UNREWARDED
 from umbra.services.environments.pool import EnvironmentPool, EnvironmentSet, open_pool
 from umbra.services.generator.activity import Activity, StallWatch
