@@ -17,23 +17,17 @@ from umbra.services.prompts import DATASETS, is_function, is_parquet
 
 
 class TaskKind(NamedTuple):
-    """A task's command, which is its section of the run file; its keys; the ports that it serves.
-
-    `health` are the flags of `umbra status` for an address; without any its member is asked for.
-    """
+    """A task's command, which is its section of the run file; its keys; its ports."""
 
     section: str
     role: KeyRole
     ports: tuple[Port, ...] = ()
-    health: tuple[str, ...] = ()
 
 
 KINDS: dict[Task, TaskKind] = {
-    "buffer": TaskKind(
-        "buffer", "buffer", (Port.CONTROL, Port.DATA, Port.EVENTS), ("--ping", "--broker")
-    ),
-    "weight_hub": TaskKind("weight_hub", "weight_hub", (Port.WEIGHTS, Port.BUCKETS), ("--hub",)),
-    "relay": TaskKind("weight_hub", "relay", (Port.WEIGHTS, Port.BUCKETS), ("--relay",)),
+    "buffer": TaskKind("buffer", "buffer", (Port.CONTROL, Port.DATA, Port.EVENTS)),
+    "weight_hub": TaskKind("weight_hub", "weight_hub", (Port.WEIGHTS, Port.BUCKETS)),
+    "relay": TaskKind("weight_hub", "relay", (Port.WEIGHTS, Port.BUCKETS)),
     "part": TaskKind("weight_hub", "part", (Port.PART,)),
     "train": TaskKind("trainer", "trainer"),
     "generate": TaskKind("generator", "generator"),
@@ -159,8 +153,8 @@ def _command(plan: Plan, process: Process, paths: Paths) -> list[str]:
 
 
 def _health(plan: Plan, process: Process) -> list[str]:
-    if flags := KINDS[process.task].health:
-        return ["status", *flags, f"tcp://127.0.0.1:{ports(plan, process)[0]}"]
+    if process.task == "buffer":
+        return ["status", "--ping", "--broker", f"tcp://127.0.0.1:{ports(plan, process)[0]}"]
     # Of a trainer only rank 0 is a member of the run; all ranks live and die with it.
     name = plan.the("train").name if process.task == "train" else process.name
     return ["status", "--member", name]

@@ -26,24 +26,20 @@ from umbra.proto.sockets import check_address
 from umbra.services.process.metrics import Span
 
 M = TypeVar("M", bound=m.Message)
-FLAGS: dict[m.Role, str] = {"buffer": "--broker", "weight_hub": "--hub", "relay": "--relay"}
 
 
 class StatusClient:
-    """A connection to the buffer at `broker`, or for a `ping` to a hub or relay (`server`).
+    """A connection to the buffer at `broker`.
 
     Each call raises DeadlineError if nobody answers within `timeout_s` seconds.
     """
 
-    def __init__(
-        self, broker: str, security: Security = OPEN, *, server: m.Role = "buffer"
-    ) -> None:
-        self._name, self._flag = server.replace("_", " "), FLAGS[server]
-        check_address(broker, self._flag)
+    def __init__(self, broker: str, security: Security = OPEN) -> None:
+        check_address(broker, "--broker")
         self.broker = broker
         incarnation = uuid.uuid4().hex[:12]
         self._link = IoThread(f"monitor-{incarnation}", incarnation, security=security)
-        self._channel = self._link.channel(broker, self._name, server=server)
+        self._channel = self._link.channel(broker, "buffer", server="buffer")
         # Nothing that we send is worth waiting for at the end.
         self._link.run(lambda: self._channel.socket.set(zmq.LINGER, 0))
 
@@ -79,8 +75,8 @@ class StatusClient:
             return self._channel.call(body, reply, timeout_s=timeout_s)
         except DeadlineError as error:
             raise DeadlineError(
-                f"no {self._name} answers at {self.broker} within {timeout_s:g} s: check "
-                f"{self._flag}, and that the run is still up"
+                f"no buffer answers at {self.broker} within {timeout_s:g} s: check --broker, and "
+                "that the run is still up"
             ) from error
 
 

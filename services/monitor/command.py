@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from rich.live import Live
 
 from umbra.proto.access import KeyRole
 from umbra.proto.errors import EXIT_DONE, PeerLostError, UsageError
-from umbra.proto.messages import Role, Status
+from umbra.proto.messages import Status
 from umbra.proto.net.keys import Security, open_security
 from umbra.services.monitor.client import Look, StatusClient, Watch
 from umbra.services.monitor.run_address import find_address
@@ -39,11 +39,10 @@ ANSWER_S = 5.0  # for the buffer to answer
 LOOK_S = 1.0  # between two looks
 
 
-def _run_option(*roles: KeyRole, unless: Sequence[str] = ()) -> Callable[[Command], Command]:
+def _run_option(*roles: KeyRole) -> Callable[[Command], Command]:
     """Give a command `broker` and `security` of the run that the user means.
 
-    The key is of the first of `roles` whose secret half is in the folder of keys. No run is
-    looked for if one of the options `unless` is given.
+    The key is of the first of `roles` whose secret half is in the folder of keys.
     """
 
     def decorate(command: Command) -> Command:
@@ -59,7 +58,7 @@ def _run_option(*roles: KeyRole, unless: Sequence[str] = ()) -> Callable[[Comman
             source = click.get_current_context().get_parameter_source("broker")
             if run and broker and source is click.core.ParameterSource.COMMANDLINE:
                 raise UsageError(f"RUN {run} and --broker {broker} both name a run: give one")
-            if run or not (broker or any(others[name] for name in unless)):
+            if run or not broker:
                 address = find_address(run)
                 broker, keys = address.broker, keys or address.keys
             security = open_security(keys or "", roles)
@@ -72,7 +71,7 @@ def _run_option(*roles: KeyRole, unless: Sequence[str] = ()) -> Callable[[Comman
 
 # The folder of an operator holds all keys, a monitor's just its own.
 operated_run = _run_option("operator", "monitor")
-checked_run = _run_option("monitor", "operator", unless=("hub", "relay"))
+checked_run = _run_option("monitor", "operator")
 reason_option = click.option(
     "--reason", default="", metavar="TEXT", help="Why; shown by the monitor and in the logs."
 )
@@ -100,34 +99,22 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 
 @click.command()
 @click.option("--ping", is_flag=True, help="Only check that the buffer answers.")
-@click.option("--hub", help="Only check that the weight hub at this address answers.")
-@click.option("--relay", help="Only check that the relay at this address answers.")
 @click.option("--member", metavar="NAME", help="Only check that the buffer hears this member.")
 @checked_run
 @json_option
-def status(
-    broker: str | None,
-    security: Security,
-    as_json: bool,
-    ping: bool,
-    hub: str | None,
-    relay: str | None,
-    member: str | None,
-) -> int:
-    """Print the state of a run once, or check that one of its services answers.
+def status(broker: str, security: Security, as_json: bool, ping: bool, member: str | None) -> int:
+    """Print the state of a run once, or check that its buffer answers, or hears a member.
 
     The exit code is 0 if it answers and 5 if not.
     """
-    if ping + sum(given is not None for given in (hub, relay, member)) > 1:
-        raise UsageError("--ping, --hub, --relay and --member are different checks: give one")
-    server: Role = "weight_hub" if hub is not None else "relay" if relay is not None else "buffer"
-    address = hub or relay or broker or ""
-    with StatusClient(address, security, server=server) as client:
-        if ping or hub or relay:
+    if ping and member is not None:
+        raise UsageError("--ping and --member are different checks: give one")
+    with StatusClient(broker, security) as client:
+        if ping:
             started = time.monotonic()
             pong = client.ping(ANSWER_S)
             milliseconds = (time.monotonic() - started) * 1000
-            click.echo(f"{pong.role} at {address} is {pong.state} ({milliseconds:.1f} ms)")
+            click.echo(f"{pong.role} at {broker} is {pong.state} ({milliseconds:.1f} ms)")
             return EXIT_DONE
         current = client.status(ANSWER_S)
     if member is not None:

@@ -95,16 +95,11 @@ def test_a_second_up_on_a_folder_is_refused_and_told_who_has_it(
         pass  # whoever had it is gone
 
 
-@pytest.mark.parametrize(
-    ("flag", "server"), [("--broker", "buffer"), ("--hub", "weight hub"), ("--relay", "relay")]
-)
-def test_nobody_answers(
-    flag: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "ANSWER_S", 0.2)
-    done = umbra(tmp_path, "status", flag, "tcp://127.0.0.1:9")
+    done = umbra(tmp_path, "status", "--broker", "tcp://127.0.0.1:9")
     assert done.returncode == 5
-    said = f"umbra: error: no {server} answers at tcp://127.0.0.1:9 within 0.2 s: check {flag}, "
+    said = "umbra: error: no buffer answers at tcp://127.0.0.1:9 within 0.2 s: check --broker, "
     assert done.stderr.startswith(said)
     assert len(done.stderr.splitlines()) == 1
 

@@ -152,8 +152,8 @@ def test_every_command_and_flag_is_documented_with_its_default() -> None:
         ),
         (["status", "nothing"], "nothing is no run: neither it nor runs/nothing is a folder"),
         (["status", "nothing", "--broker", "tcp://h:1"], "RUN nothing and --broker tcp://h:1 both"),
-        (["status", "--hub", "nowhere"], "--hub nowhere: write it as tcp://host:port"),
-        (["status", "--hub", "tcp://h:1", "--member", "trainer"], "are different checks: give one"),
+        (["status", "--broker", "nowhere"], "--broker nowhere: write it as tcp://host:port"),
+        (["status", "--broker", "tcp://h:1", "--ping", "--member", "trainer"], "give one"),
     ],
 )
 def test_a_name_of_nothing_is_refused(
