@@ -13,6 +13,7 @@ from umbra.proto.bounds import OWNERS
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
 from umbra.proto.sockets import check_address
+from umbra.services.config.run import START_S
 from umbra.services.modeling.run_file import load_service
 from umbra.services.process.command import ServiceContext, service_command
 
@@ -28,9 +29,6 @@ OPTIONS = (
         type=click.IntRange(1, OWNERS - 1),
         help="With --upstream: hold what the ranks of this trainer host (its --node-rank) write of "
         "each version, and hand it out at --listen.",
-    ),
-    click.Option(
-        ["--wait-s"], default=600.0, show_default=True, help="Seconds to wait for --upstream."
     ),
 )
 
@@ -53,7 +51,7 @@ def _run(context: ServiceContext) -> int:
     from umbra.services.weights.planes.receiving import find_gpu
 
     options, config, security = context.options, context.config.weight_hub, context.security
-    upstream, owner, wait_s = options["upstream"], options["owner"], options["wait_s"]
+    upstream, owner = options["upstream"], options["owner"]
     is_member = context.config.run.broker_given
     session = None
     context.begin(f"{context.role} on {socket.gethostname()}", f"plane {config.plane}")
@@ -64,7 +62,7 @@ def _run(context: ServiceContext) -> int:
             context.ready({"buckets": part.buckets.endpoint})
             if is_member:
                 session = stack.enter_context(context.join())
-            part.run(context.stopping, wait_s, session)
+            part.run(context.stopping, START_S, session)
         else:
             if not upstream:
                 check_plane(config.plane)
@@ -78,7 +76,7 @@ def _run(context: ServiceContext) -> int:
                 stack.enter_context(session)
             context.ready(endpoints)
             run_id = session.run_id if session is not None else context.name
-            daemon.run(run_id, context.stopping, wait_s, session)
+            daemon.run(run_id, context.stopping, START_S, session)
     if session is not None and session.failure is not None:
         raise session.failure
     return 0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from umbra.proto.bounds import BUCKETS, DIMENSIONS, OWNERS, TENSORS
+from umbra.proto.bounds import BUCKETS, DIMENSIONS, OWNERS
 from umbra.proto.errors import UsageError, WireError
 from umbra.proto.messages import RegisterManifest
 from umbra.proto.records import AdapterFacts, Manifest
@@ -111,7 +111,6 @@ def test_every_row_is_in_buckets_of_its_owner(
         ({"a": [(-1, 0), (4, 1)]}, "has 4"),
         ({"a": [(4, OWNERS)]}, "owner of a is not one of"),
         ({"a": [(4, -1)]}, "owner of a is not one of"),
-        ({"x": [(4, 0)]}, "no tensor of this model"),
     ],
 )
 def test_owners_of_rows_that_there_are_not_are_refused(
@@ -152,9 +151,6 @@ def test_a_changed_byte_changes_the_checksum_of_its_bucket_only() -> None:
     [
         ([], 1024, "at least one tensor"),
         ([("a", "F32", [0])], 1024, "not empty"),
-        ([("a", "F32", [1]), ("a", "F32", [1])], 1024, "two tensors are named a"),
-        ([("a", "F64", [1])], 1024, "dtype F64"),
-        ([("a", "F32", [1])], 64, "too small"),
     ],
 )
 def test_bad_layouts_are_refused(tensors: Tensors, bound: int, reason: str) -> None:
@@ -234,13 +230,9 @@ def test_the_decoder_refuses_a_tensor_that_no_model_has(wrong: dict[str, object]
         msgspec.msgpack.decode(packed, type=RegisterManifest)
 
 
-def test_more_tensors_than_a_manifest_has_are_refused() -> None:
-    with pytest.raises(ValueError, match="at most"):
-        build_manifest([(str(n), "F16", [1]) for n in range(TENSORS + 1)], 4096)
+def test_more_buckets_than_a_manifest_has_are_refused() -> None:
     with pytest.raises(UsageError, match=r"raise weight_hub\.bucket_bytes"):
         build_manifest([("a", "F16", [BUCKETS, 128])], 128)
-    with pytest.raises(ValueError, match="dimensions"):
-        build_manifest([("a", "F16", [1] * (DIMENSIONS + 1))], 4096)
 
 
 def test_a_trainer_that_serves_another_dtype_is_refused() -> None:

@@ -1,3 +1,1 @@
 from cupy import cuda as cuda
-
-__version__: str

@@ -10,7 +10,6 @@ import ctypes
 import importlib.util
 import os
 import re
-import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -142,8 +141,7 @@ def unique_id() -> bytes:
     from cupy.cuda import nccl
 
     with _nccl("NCCL: no id for a communicator"):
-        made = nccl.get_unique_id()
-    return made if isinstance(made, bytes) else bytes(byte & 0xFF for byte in made)  # CuPy < 14
+        return nccl.get_unique_id()
 
 
 def device_stride(slot_bytes: int) -> int:
@@ -375,17 +373,14 @@ class NcclCommunicator:
     """
 
     def __init__(self, device: Device, size: int, uid: bytes, rank: int) -> None:
-        import cupy
         from cupy.cuda import nccl
 
         self._nccl = nccl
         # An abort comes from another thread, and frees what the calls of this one would still use.
         self._entering = threading.Lock()
         self._stream = device.collectives
-        is_signed = int(cupy.__version__.split(".")[0]) < 14
-        token = struct.unpack(f"{len(uid)}b", uid) if is_signed else uid
         with _nccl("NCCL: the communicator could not be made"):
-            self._comm: nccl.NcclCommunicator | None = nccl.NcclCommunicator(size, token, rank)
+            self._comm: nccl.NcclCommunicator | None = nccl.NcclCommunicator(size, uid, rank)
         # The first collective connects the ranks, which may block; later ones are only enqueued.
         warm_up = device.allocate(1)
         try:

@@ -13,5 +13,3 @@ then there is a file `hang-init-reached-NAME` and so on), `stay-hang-init-NAME` 
 """
 
 from cupy import cuda as cuda
-
-__version__ = "14.2.0"
