@@ -20,7 +20,6 @@ from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.proto.net.keys import FOLDER, SECRET, make_keys
 from umbra.services.config import RunSection
 from umbra.services.config.loader import as_dict, to_toml
-from umbra.services.config.rules import check_feasible
 from umbra.services.process.files import explained
 from umbra.services.reporting import aligned
 
@@ -62,7 +61,6 @@ def command(
     cluster = load_cluster(cluster_file)
     config, _ = load_given(run_file, overrides)
     plan = make_plan(cluster, config, run_id or new_run_id(config.run.name))
-    check_feasible(plan.config)
     modules, security, target = modules_of(config, run_file), config.security, out.resolve()
     folder = None if security.insecure else target / FOLDER
     folder = Path(security.keys) if security.keys else folder

@@ -16,6 +16,7 @@ import msgspec
 from umbra.deploy.cluster.cluster_file import ClusterFile, ClusterSpec, Node, Port, Task
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
+from umbra.services.config.rules import check_feasible
 
 # Ratios are written with a few digits: 0.333, whose sum may be off, and whose shares of units.
 RATIO_OFF, SHARE_OFF = Fraction(1, 1000), Fraction(1, 20)
@@ -258,8 +259,8 @@ class Plan:
 def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
     """Place the processes of the run on the nodes; UsageError has the numbers if that fails.
 
-    `config` has absolute paths; it need not be feasible before the plan has said how many ranks and
-    nodes the trainer has. `run_id` names the folder of the run's results.
+    `config` has absolute paths; it is checked once the plan has said how many ranks and nodes the
+    trainer has. `run_id` names the folder of the run's results.
     """
     if not config.model.path:
         raise UsageError("model.path is empty: name the model's directory in the run file")
@@ -283,6 +284,7 @@ def make_plan(file: ClusterFile, config: RunConfig, run_id: str) -> Plan:
     training = _group_of("train", groups)
     home, *others = [node for node, _ in training.places]
     config = _spread_trainer(config, training, file.cluster)
+    check_feasible(config)
     ranks = config.trainer.ranks // len(training.places)  # on each node
     # Hub and relays send from a GPU where plane `nccl` may be chosen for them. It never is where no
     # host has all of a version: with several trainer nodes.
@@ -344,12 +346,6 @@ def _spread_trainer(config: RunConfig, group: TaskGroup, cluster: ClusterSpec) -
             raise UsageError(
                 f"trainer.rendezvous = {rendezvous}, but the plan chooses where a "
                 "trainer's ranks meet: leave it out"
-            )
-        if ranks // nodes % trainer.sequence_parallel:
-            raise UsageError(
-                f"trainer.sequence_parallel = {trainer.sequence_parallel} does not divide the "
-                f"{ranks // nodes} ranks on each node of {group.describe()}: ranks that share the "
-                "tokens of a row have to be on one node"
             )
         if plane in ("shm", "nccl"):
             raise UsageError(

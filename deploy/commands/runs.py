@@ -39,14 +39,13 @@ SIGNALLED = 128  # exit codes above it are of signals
 def command(run: str, samples: int | None, worst: bool, as_json: bool) -> int:
     """List the runs in the folder RUN [default: runs], or print rollouts of one.
 
-    A run is under way, ended, failed, or interrupted: stopped by a signal or killed; `umbra up
-    FOLDER/ID` goes on with one of those. The reward is the mean of its last ten steps, the accuracy
-    that of the trained model on held-out prompts.
+    A run is under way, ended, failed, damaged, or interrupted: stopped by a signal or killed;
+    `umbra up FOLDER/ID` resumes one of those. The reward is the mean of its last ten steps, the
+    accuracy that of the trained model on held-out prompts.
 
     With --samples or --worst: rollouts that a run was trained on, the newest ones, oldest first,
-    with their rewards and how old the weights were that said each part. RUN is then a run's folder,
-    its id in runs/, or nothing for the newest one. Of each step log.samples rollouts are kept, from
-    the worst to the best.
+    with their rewards and staleness. RUN is then a run's folder, its id in runs/, or nothing for
+    the newest one. Of each step log.samples rollouts are kept, from the worst to the best.
     """
     if samples or worst:
         return _print_rollouts(run, samples or 4, worst=worst, as_json=as_json)

@@ -144,6 +144,7 @@ def test_what_is_read_is_mounted_where_it_is_read() -> None:
         groups=["train", "ref_logp", "generate"],
         overrides=(
             "scorer.model=/models/reference",
+            "trainer.objective=ppo_critic",
             "critic.path=/models/critic",
             "eval.prompts=/data/heldout.jsonl",  # which the buffer reads
             "data.prompts=/data/a.jsonl",
