@@ -102,7 +102,6 @@ def check_packages(config: RunConfig) -> None:
         ("trainer.lora_rank", trainer.lora_rank > 0, "peft", "lora"),
         ('generator.engine = "vllm"', config.generator.engine == "vllm", "vllm", "vllm"),
         ('environment.kind = "math"', "math" in kinds, "math_verify", "tasks"),
-        ('environment.kind = "reasoning-gym"', "reasoning-gym" in kinds, "reasoning_gym", "tasks"),
         *(("metrics.also", True, name, name) for name in metrics.also),
     ):
         if needed and importlib.util.find_spec(package) is None:

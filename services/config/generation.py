@@ -26,7 +26,7 @@ def environment_of(prompt_id: str) -> str:
 
 LIBRARIES = ("verifiers", "openenv", "trl")
 """Kinds of environments that other libraries define; programs of ours play them."""
-JUDGED_AT_ONCE = ("exact", "numeric", "math", "reasoning-gym", "reward")
+JUDGED_AT_ONCE = ("exact", "numeric", "math", "reward")
 """Kinds whose one step is the reward."""
 _REWARDED = ("reward", "trl")  # kinds that take functions of the user's
 
@@ -36,7 +36,7 @@ class EnvironmentConfig(Section):
 
     kind: str = key(
         "exact",
-        '"exact", "numeric", "math", "guess", "tools", "reasoning-gym", "reward", "agent", '
+        '"exact", "numeric", "math", "guess", "tools", "reward", "agent", '
         '"verifiers", "openenv", "trl" or a class as "module:Class"',
     )
     reward: str | dict[str, float] = key(

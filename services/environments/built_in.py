@@ -1,15 +1,11 @@
-"""Ready-made environments: one turn that is compared with the row's answer, puzzles, a game."""
+"""Ready-made environments: one turn that is compared with the row's answer, and a game."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
-from functools import cache
-from typing import Any
 
 from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import (
@@ -73,7 +69,12 @@ class MathVerify(SingleTurn):
     """Reward 1 if `math-verify` finds the response equal to the row's "answer" (LaTeX or plain)."""
 
     def __init__(self) -> None:
-        self._library = _imported("math_verify", "math")
+        try:
+            self._library = importlib.import_module("math_verify")
+        except ModuleNotFoundError:
+            raise UsageError(
+                'environment.kind = "math" needs math-verify: pip install "umbra-rl[tasks]"'
+            ) from None
         # It warns in every call that its own time limits are off: the pool's limit holds instead.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -82,64 +83,6 @@ class MathVerify(SingleTurn):
         expected = library.parse(expected_answer(self.row, "math"), parsing_timeout=0)
         answer = library.parse(content_of(response), parsing_timeout=0)
         return StepResult(reward=float(library.verify(expected, answer, timeout_seconds=0)))
-
-
-class ReasoningGym(SingleTurn):
-    """A scorer by the verifier of the dataset that made the row (`gym_rows`)."""
-
-    concurrent = True  # scoring is quick: one at a time, a process would mostly wait for the next
-
-    def __init__(self) -> None:
-        _gym()  # so that it is missed at once
-
-    def step(self, response: str) -> StepResult:
-        entry = self.row.get("entry")
-        if not isinstance(entry, dict):
-            raise SampleError(
-                'environment "reasoning-gym" needs rows with the library\'s "entry" '
-                "(docs/environments.md)"
-            )
-        score = _verifier(entry["metadata"]["source_dataset"])
-        return StepResult(reward=float(score(response.strip(), entry)))
-
-
-def gym_rows(
-    name: str, count: int, seed: int, options: Mapping[str, Any] | None = None
-) -> list[Row]:
-    """Return `count` rows of the dataset `name`, each with the entry that its verifier needs.
-
-    Raises UsageError if the package is missing, or has no such dataset or parameter (`options`).
-    """
-    library = _gym()
-    if name not in library.factory.DATASETS:
-        matches = difflib.get_close_matches(name, library.factory.DATASETS, n=1, cutoff=0.5)
-        hint = f"; did you mean {matches[0]!r}?" if matches else ""
-        raise UsageError(f"reasoning-gym has no dataset {name!r}{hint}")
-    try:
-        dataset = library.create_dataset(name, size=count, seed=seed, **(options or {}))
-    except (AssertionError, TypeError, ValueError) as error:
-        raise UsageError(f"reasoning-gym cannot make dataset {name!r}: {error}") from error
-    return [{"prompt": e["question"], "answer": e["answer"], "entry": e} for e in dataset]
-
-
-@cache
-def _verifier(dataset: str) -> Callable[[str, Row], float]:
-    """Return a dataset's verifier, cached: the library rebuilds the whole dataset for it."""
-    return _gym().get_score_answer_fn(dataset)
-
-
-def _gym() -> Any:
-    return _imported("reasoning_gym", "reasoning-gym")
-
-
-def _imported(module: str, kind: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError:
-        raise UsageError(
-            f'environment.kind = "{kind}" needs {module.replace("_", "-")}: pip install '
-            '"umbra-rl[tasks]"'
-        ) from None
 
 
 class Guess:

@@ -29,7 +29,6 @@ _KINDS: dict[str, Callable[..., Environment]] = {
     "numeric": built_in.NumericMatch,
     "math": built_in.MathVerify,
     "guess": built_in.Guess,
-    "reasoning-gym": built_in.ReasoningGym,
     UNREWARDED: built_in.Unrewarded,
 }
 _OTHERS = ("tools", "reward", "agent")

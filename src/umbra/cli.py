@@ -101,7 +101,7 @@ OTHER_FLAGS: dict[str, str] = {
 # Optional packages, by the extra of this distribution that installs them.
 EXTRAS: dict[str, str] = {
     **dict.fromkeys(("torch", "transformers", "accelerate", "safetensors"), "trainer"),
-    **dict.fromkeys(("reasoning_gym", "math_verify", "datasets", "pyarrow"), "tasks"),
+    **dict.fromkeys(("math_verify", "datasets", "pyarrow"), "tasks"),
     **{name: name for name in ("vllm", "tensorboard", "wandb", "trackio", "mlflow")},
     **{"peft": "lora", "cupy": "nccl", "swanlab": "swanlab", "google": "tinker"},
 }

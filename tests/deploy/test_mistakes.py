@@ -246,7 +246,6 @@ def test_a_mistake_is_told_in_one_sentence(
         ("trainer.lora_rank=8", "trainer.lora_rank needs peft"),
         ("generator.engine=vllm", 'generator.engine = "vllm" needs vllm'),
         ("environment.kind=math", 'environment.kind = "math" needs math-verify'),
-        ("environment.kind=reasoning-gym", 'environment.kind = "reasoning-gym" needs'),
         ('metrics.also=["tensorboard"]', "metrics.also needs tensorboard"),
         ('metrics.also=["wandb"]', "metrics.also needs wandb"),
     ],

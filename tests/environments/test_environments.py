@@ -10,7 +10,7 @@ import pytest
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
-from umbra.services.environments.built_in import Guess, gym_rows
+from umbra.services.environments.built_in import Guess
 from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import (
@@ -118,22 +118,6 @@ def test_answers_are_compared(kind: str, response: str, answer: Any, reward: flo
     (outcome,) = pool.collect()
     assert isinstance(outcome.value, StepResult), outcome.error
     assert outcome.value.reward == reward
-
-
-def test_reasoning_gym_scores_its_own_rows() -> None:
-    rows = gym_rows("chain_sum", 3, seed=1)
-    environment = load_environment(EnvironmentConfig(kind="reasoning-gym"))()
-    for row in rows:
-        assert environment.reset(row) == [{"role": "user", "content": row["prompt"]}]
-        right, wrong = environment.step(f" {row['answer']}\n"), environment.step("no idea")
-        assert isinstance(right, StepResult)
-        assert isinstance(wrong, StepResult)
-        assert (right.reward, wrong.reward < 0.5) == (1.0, True)
-
-
-def test_reasoning_gym_names_an_unknown_dataset() -> None:
-    with pytest.raises(UsageError, match="reasoning-gym has no dataset 'chain_sums'"):
-        gym_rows("chain_sums", 1, seed=1)
 
 
 def test_only_what_is_ours_and_quick_runs_inline() -> None:

@@ -18,6 +18,7 @@ from umbra.services.generator.rollout import RolloutSettings
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.pretrained import load_tokenizer
+from umbra.services.prompts import read_source
 
 DOC = Path(__file__).parents[2] / "docs" / "environments.md"
 AGENTS = DOC.with_name("agents.md")
@@ -61,6 +62,21 @@ def test_the_environment_runs_in_a_rollout(code: str, tiny_model_dir: Path) -> N
     assert not failed
     assert (trajectory.reward, trajectory.turns) == (1.0, 3)
     assert trajectory.reward_parts == {"steps": 2.0}
+
+
+def test_data_sets_of_reasoning_gym_are_rows_and_a_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None
+) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+    (puzzles,) = [block for block in blocks if "reasoning_gym" in block]
+    (tmp_path / "puzzles.py").write_text(puzzles.replace("8192", "3"))
+    monkeypatch.chdir(tmp_path)
+    pool = InlinePool(load_environment(EnvironmentConfig(kind="reward", reward="puzzles:solved")))
+    for prompt in read_source("puzzles:rows"):
+        for said in (f" {prompt.row['entry']['answer']}\n", "no idea"):
+            pool.play(said, prompt.row, [said])
+    rewards = [outcome.value.reward for outcome in pool.collect()]  # type: ignore[union-attr]
+    assert rewards[::2] == [1.0] * 3 and max(rewards[1::2]) < 0.5
 
 
 def test_the_reward_function_scores(code: str) -> None:

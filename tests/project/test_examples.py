@@ -31,7 +31,6 @@ from umbra.services.modeling.run_file import load_service, located
 from umbra.services.process.files import read_jsonl
 from umbra.services.process.parent import SEARCH_VARIABLE
 from umbra.services.prompts import read_source
-from umbra.services.trainer.make_model import CHARACTERS
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = sorted((ROOT / "examples" / "cluster").glob("*.toml"))
@@ -191,36 +190,7 @@ def test_a_folder_of_a_data_set_stays_where_it_is(
         resolved("datasets:rows")
 
 
-# -- a mixture of environments, and an agent that searches ----------------------------------------
-
-
-def written(folder: Path) -> list[list[dict[str, Any]]]:
-    return [read_jsonl(folder / f"{name}.jsonl") for name in ("prompts", "heldout", "demos")]
-
-
-def test_rows_of_the_mixture_fit_their_environments_and_the_limits(tmp_path: Path) -> None:
-    folder = ROOT / "examples" / "reasoning-gym"
-    program = runpy.run_path(str(folder / "prepare.py"))
-    config = load_config(folder / "run.toml", environ={})
-    environments = {one.name: load_environment(one) for one in config.environments}
-    assert list(environments) == list(program["TASKS"])
-    program["write"](tmp_path, prompts=40, heldout=4, demos=12)
-    prompts, held, demos = written(tmp_path)
-    names = [row["environment"] for row in prompts]
-    assert names == list(environments) * 40, "they take turns"
-    assert len(held) == 12
-    for row in [*prompts, *held]:
-        world = environments[row["environment"]]()
-        world.reset(row)
-        right, wrong = world.step(row["answer"]), world.step("?")
-        assert isinstance(right, StepResult)
-        assert isinstance(wrong, StepResult)
-        assert (right.reward, wrong.reward < 0.5) == (1.0, True)
-        assert set(row["prompt"]) <= set(CHARACTERS)
-        assert len(row["answer"]) < config.sampling.max_tokens
-        told = len(row["prompt"]) + 2  # the marks of user and assistant
-        assert told + config.sampling.max_tokens <= config.generator.max_context
-    assert len({demo["messages"][0]["content"] for demo in demos}) > 12
+# -- an agent that searches -----------------------------------------------------------------------
 
 
 def play(corpus: Path, row: dict[str, Any], *turns: str) -> tuple[list[str], list[float]]:
@@ -250,7 +220,8 @@ def test_every_question_is_answered_by_the_corpus_and_the_teacher_is_poor(
 ) -> None:
     SEARCH["write"].__globals__["DEMOS"] = 400
     SEARCH["write"](tmp_path)
-    prompts, held, demos = written(tmp_path)
+    files = ("prompts", "heldout", "demos")
+    prompts, held, demos = (read_jsonl(tmp_path / f"{name}.jsonl") for name in files)
     asked = [{row["prompt"] for row in rows} for rows in (prompts, held)]
     assert [len(one) for one in asked] == [350, 50]
     assert not asked[0] & asked[1]
