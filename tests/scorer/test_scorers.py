@@ -168,5 +168,5 @@ def test_a_teacher_with_other_tokens_is_refused(tiny_model_dir: Path, tmp_path: 
     tokenizer = load_tokenizer(other)
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(other)
-    with pytest.raises(UsageError, match=r"scorer.model: the tokens of .*/other \(hash"):
+    with pytest.raises(UsageError, match=r"scorer\.model: .*/other has other tokens than model"):
         check_tokens(config, str(other))
