@@ -114,10 +114,12 @@ class PolicyUpdate:
                 behaviour = batch.behaviour[source].to(logprobs)
                 sequences = Sequences(owner[source].to(logprobs.device), len(counts))
                 outliers = guard.outliers(logprobs, behaviour, sequences)
+                # Left out before anything is computed from them: zero times NaN is NaN.
+                logprobs = torch.where(outliers, behaviour, logprobs)
                 tokens = TokenInputs(
-                    # Left out before anything is computed from them: zero times NaN is NaN.
-                    logprobs=torch.where(outliers, behaviour, logprobs),
+                    logprobs=logprobs,
                     behaviour=behaviour,
+                    proximal=logprobs.detach() if known is None else known[source].to(logprobs),
                     advantages=advantages[source].to(logprobs),
                     sequences=sequences,
                     entropy=torch.where(outliers, 0.0, entropy),
@@ -126,11 +128,7 @@ class PolicyUpdate:
                     if supports is None
                     else Candidates.of(supports, source, scores[:, 1:], outliers),
                 )
-                proximal = tokens.logprobs.detach()
-                if known is not None:
-                    proximal = known[source].to(logprobs)
-                constants = self._objective.constants(proximal, behaviour, sequences)
-                result = self._objective(tokens, constants)
+                result = self._objective(tokens)
                 losses = torch.where(outliers, 0.0, result.losses)
                 loss = (losses * weights[source].to(logprobs)).sum()
                 guard.see(loss, outliers)

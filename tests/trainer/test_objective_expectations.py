@@ -70,8 +70,8 @@ def losses(pieces: ObjectiveSpec, w: World, candidates: Candidates | None = None
     sequences = Sequences(OWNER, len(SEQUENCES))
     objective = Objective(pieces)
     zeros = torch.zeros_like(w.pi)
-    tokens = TokenInputs(w.pi, w.mu, w.advantages, sequences, zeros, w.reference, candidates)
-    return objective(tokens, objective.constants(w.p, w.mu, sequences)).losses
+    tokens = TokenInputs(w.pi, w.mu, w.p, w.advantages, sequences, zeros, w.reference, candidates)
+    return objective(tokens).losses
 
 
 def gradient_of(coefficients: Tensor, w: World, tokens: Tensor = TOKENS) -> Tensor:

@@ -226,6 +226,7 @@ def passes(
             tokens = TokenInputs(
                 logprobs=logprobs,
                 behaviour=behaviour,
+                proximal=behaviour,
                 advantages=torch.randn(1, generator=generator).expand(count),
                 sequences=Sequences(torch.zeros(count, dtype=torch.int64), 1),
                 entropy=torch.rand(count, generator=generator),

@@ -58,12 +58,13 @@ def compute(
     tokens = TokenInputs(
         logprobs=logprobs,
         behaviour=behaviour,
+        proximal=proximal,
         advantages=torch.tensor(A).double(),
         sequences=sequences,
         entropy=torch.tensor(entropy or [0.0] * 4).double(),
         reference=reference,
     )
-    result = objective(tokens, objective.constants(proximal, behaviour, sequences))
+    result = objective(tokens)
     result.losses.sum().backward()
     assert logprobs.grad is not None
     return replace(result, losses=result.losses.detach()), logprobs.grad
@@ -144,8 +145,7 @@ def test_a_hopeless_ratio_stays_finite() -> None:
     far = torch.tensor([-1e4]).requires_grad_()
     sequences = Sequences(torch.zeros(1, dtype=torch.int64), 1)
     one = torch.tensor([-1.0])
-    constants = objective.constants(torch.zeros(1), far.detach(), sequences)
-    result = objective(TokenInputs(far, torch.zeros(1), one, sequences, one), constants)
+    result = objective(TokenInputs(far, far.detach(), torch.zeros(1), one, sequences, one))
     result.losses.sum().backward()
     assert torch.isfinite(result.losses).all()
     assert far.grad is not None

@@ -85,20 +85,12 @@ class TokenInputs:
 
     logprobs: Tensor  # log pi [N], with gradient
     behaviour: Tensor  # log mu [N]
+    proximal: Tensor  # log p [N]
     advantages: Tensor  # A [N]
     sequences: Sequences
     entropy: Tensor  # H [N], with gradient if it is part of the loss
     reference: Tensor | None = None  # log of the reference policy [N]
     candidates: Candidates | None = None  # by which the scores are centered
-
-
-@dataclass(frozen=True, slots=True)
-class Constants:
-    """The terms that depend on p and mu alone, [N] each."""
-
-    proximal: Tensor  # log p
-    weight: Tensor  # w
-    keep: Tensor  # bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,30 +110,10 @@ class Objective:
     def __init__(self, pieces: ObjectiveSpec) -> None:
         self.pieces = pieces
 
-    def constants(self, proximal: Tensor, behaviour: Tensor, sequences: Sequences) -> Constants:
-        """Return the weights and masks of N tokens."""
-        pieces = self.pieces
-        log_ratio = proximal - behaviour
-        weight = torch.ones_like(proximal)
-        if pieces.correction != "none":
-            bound = terms.truncated if pieces.correction == "truncate" else terms.masked
-            weight = terms.importance_weights(proximal, behaviour, sequences, pieces.is_level)
-            weight = bound(weight, pieces.is_floor, pieces.is_cap)
-        match pieces.mask:
-            case "token":
-                keep = terms.within(log_ratio, pieces.mask_low, pieces.mask_high)
-            case "sequence":
-                keep = terms.within(sequences.sum(log_ratio), pieces.mask_low, pieces.mask_high)
-            case "geometric":
-                keep = terms.within(sequences.mean(log_ratio), pieces.mask_low, pieces.mask_high)
-            case _:
-                keep = torch.ones_like(weight, dtype=torch.bool)
-        return Constants(proximal, weight, keep)
-
-    def __call__(self, tokens: TokenInputs, constants: Constants) -> TokenLosses:
+    def __call__(self, tokens: TokenInputs) -> TokenLosses:
         pieces, advantages = self.pieces, tokens.advantages
         pi, mu = tokens.logprobs, tokens.behaviour
-        anchor = constants.proximal if pieces.anchor == "proximal" else mu
+        anchor = tokens.proximal if pieces.anchor == "proximal" else mu
         if pieces.ratio_level == "sequence":
             ratio = terms.sequence_ratio(pi, anchor, tokens.sequences)
         else:
@@ -154,14 +126,10 @@ class Objective:
                 gain, clipped = terms.cispo(ratio, advantages, pi, low, high)
             case "none":  # the importance-weighted policy gradient
                 gain, clipped = ratio * advantages, torch.zeros_like(ratio, dtype=torch.bool)
-        keep = constants.keep
-        if pieces.mask == "opsm":
-            keep = terms.opsm(pi, mu, advantages, tokens.sequences, pieces.mask_threshold)
-        elif pieces.mask == "probability":
-            keep = terms.probability(pi, mu, advantages, pieces.mask_threshold)
-        losses = -torch.where(keep, gain * constants.weight, 0.0)
+        weight, keep = self._weight(tokens), self._keep(tokens)
+        losses = -torch.where(keep, gain * weight, 0.0)
         if tokens.candidates is not None:
-            expected = self._expected(tokens, tokens.candidates, constants)
+            expected = self._expected(tokens, tokens.candidates, weight)
             inside = ~clipped if pieces.clip == "ppo" else torch.ones_like(keep)
             losses = losses - expected * (inside if pieces.mask == "token" else inside & keep)
         other = tokens.reference if pieces.kl_to == "reference" else mu
@@ -175,12 +143,41 @@ class Objective:
             losses = losses + pieces.kl_coef * kl
         if pieces.entropy_coef:
             losses = losses - pieces.entropy_coef * tokens.entropy
-        clipped, kept = clipped.detach() & (advantages != 0), keep & (constants.weight > 0)
+        clipped, kept = clipped.detach() & (advantages != 0), keep & (weight > 0)
         return TokenLosses(losses, ratio.detach(), clipped, kept, known)
 
-    def _expected(
-        self, tokens: TokenInputs, candidates: Candidates, constants: Constants
-    ) -> Tensor:
+    def _weight(self, tokens: TokenInputs) -> Tensor:
+        """Return w of each token [N]."""
+        pieces = self.pieces
+        if pieces.correction == "none":
+            return torch.ones_like(tokens.proximal)
+        bound = terms.truncated if pieces.correction == "truncate" else terms.masked
+        weight = terms.importance_weights(
+            tokens.proximal, tokens.behaviour, tokens.sequences, pieces.is_level
+        )
+        return bound(weight, pieces.is_floor, pieces.is_cap)
+
+    def _keep(self, tokens: TokenInputs) -> Tensor:
+        """Return the tokens that are not masked, bool [N]."""
+        pieces, sequences = self.pieces, tokens.sequences
+        log_ratio = tokens.proximal - tokens.behaviour
+        bounds, threshold = (pieces.mask_low, pieces.mask_high), pieces.mask_threshold
+        current = tokens.logprobs, tokens.behaviour, tokens.advantages
+        match pieces.mask:
+            case "token":
+                return terms.within(log_ratio, *bounds)
+            case "sequence":
+                return terms.within(sequences.sum(log_ratio), *bounds)
+            case "geometric":
+                return terms.within(sequences.mean(log_ratio), *bounds)
+            case "opsm":
+                return terms.opsm(*current, sequences, threshold)
+            case "probability":
+                return terms.probability(*current, threshold)
+            case "none":
+                return torch.ones_like(log_ratio, dtype=torch.bool)
+
+    def _expected(self, tokens: TokenInputs, candidates: Candidates, weight: Tensor) -> Tensor:
         """Return sum over v of sg(mu(v) slope(v)) log pi(v) [N], with slope(v) = -A c(v).
 
         That is the slope of the loss had v been drawn, within the trust region. A weight of the
@@ -201,12 +198,13 @@ class Objective:
         )
         logprobs, behaviour = candidates.logprobs.detach().requires_grad_(), candidates.behaviour
         advantages = tokens.advantages.unsqueeze(1).expand_as(logprobs)
+        inputs = TokenInputs(
+            logprobs, behaviour, logprobs.detach(), advantages, tokens.sequences, logprobs
+        )
         with torch.enable_grad():
-            inputs = TokenInputs(logprobs, behaviour, advantages, tokens.sequences, logprobs)
-            fixed = single.constants(logprobs.detach(), behaviour, tokens.sequences)
-            slope = torch.autograd.grad(single(inputs, fixed).losses.sum(), logprobs)[0]
+            slope = torch.autograd.grad(single(inputs).losses.sum(), logprobs)[0]
         if whole:
-            slope = slope * constants.weight.unsqueeze(1)
+            slope = slope * weight.unsqueeze(1)
         return (candidates.chance * slope * candidates.logprobs).sum(1)
 
 
