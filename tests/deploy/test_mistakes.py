@@ -197,6 +197,14 @@ MISTAKES = {
     "an export without checkpoint": Mistake(
         ("model is no checkpoint", "checkpoint.every"), words=("export", "model", "--out=out")
     ),
+    "an export over other files": Mistake(
+        ("--out prompts.jsonl exists and holds no model: name another folder",),
+        words=("export", "model", "--out=prompts.jsonl"),
+    ),
+    "a warm start over the current directory": Mistake(
+        ("--out . is the current directory or one above: name another folder",),
+        words=("sft", "model", "--data=prompts.jsonl", "--out=."),
+    ),
     "files of a plan the wrong way round": Mistake(
         ("[run], which is of run files: give the cluster file first",),
         words=("plan", "run.toml", "cluster.toml"),

@@ -17,6 +17,7 @@ import msgspec
 
 from umbra.proto.errors import UNREADABLE, UmbraError, UsageError
 from umbra.services.config import CheckpointConfig, RunConfig
+from umbra.services.modeling.model_directory import folder_for_model
 from umbra.services.process.files import DISK, Disk, named_run
 
 SCRATCH = ".writing-"
@@ -289,7 +290,5 @@ def command(checkpoint: Path, out: Path, model: str) -> None:
     runs/) for the newest one. A LoRA adapter is merged into its base. `hf upload ORG/NAME OUT`
     uploads the result.
     """
-    taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
-    if taken and not all((out / n).is_file() for n in ("config.json", "tokenizer_config.json")):
-        raise UsageError(f"--out {out} exists and holds no model: name another folder")
-    click.echo(f"{export_checkpoint(named_run(checkpoint), out, model)}")
+    folder = folder_for_model(out)
+    click.echo(f"{export_checkpoint(named_run(checkpoint), folder, model)}")
