@@ -1,6 +1,6 @@
 """A whole run on one GPU: `umbra up` with a model of 0.4 B weights, every sample accounted for.
 
-    python benchmarks/gpu_run.py [--plane cuda_ipc] [--kill] [--steps 8] [--json FILE]
+    python benchmarks/gpu_run.py [--plane cuda_ipc] [--engine vllm] [--kill] [--json FILE]
     python benchmarks/gpu_run.py --quick        a tiny model on the CPU over shared memory
     python benchmarks/gpu_run.py --check        begins nothing; on any machine
 
@@ -62,7 +62,10 @@ ON_GPU = (
 
 def settings(options: argparse.Namespace) -> list[str]:
     """Return the keys of the run that differ from the demo's."""
-    own = (f"run.steps={options.steps}", f"weight_hub.plane={options.plane}")
+    own = [f"run.steps={options.steps}", f"weight_hub.plane={options.plane}"]
+    own.append(f"generator.engine={options.engine}")
+    if options.engine == "vllm":
+        own.append("generator.engine_args.gpu_memory_utilization=0.3")
     return [*SETTINGS, *(() if options.quick else ON_GPU), *own]
 
 
@@ -153,6 +156,7 @@ def main() -> int:
     """Run, print, and write JSON if asked to; 0 if all goals are met."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--plane", choices=["cuda_ipc", "nccl", "shm", "tcp"])
+    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch")
     parser.add_argument("--kill", action="store_true", help="the generator, half way")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="a tiny model, on the CPU")

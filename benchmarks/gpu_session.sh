@@ -2,7 +2,7 @@
 # Everything that needs a GPU, by steps, on a machine with one GPU and no network.
 #
 #   benchmarks/gpu_session.sh                  lists the steps, by calls of less than ten minutes
-#   benchmarks/gpu_session.sh 1                the steps of a call: five calls are all of it
+#   benchmarks/gpu_session.sh 1                the steps of a call: seven calls are all of it
 #   benchmarks/gpu_session.sh nccl up          these steps, in the order of the list
 #   benchmarks/gpu_session.sh --dry-run        on any machine: whether each step would begin
 #   benchmarks/gpu_session.sh --wheels .whl    packages that such a machine may lack, to be taken there
@@ -35,7 +35,6 @@ STEPS=(
     "1  attention   200  spread test_attention_gpu.py"
     "1  experts     110  tests test_experts_gpu.py"
     "2  vllm_check  280  tests test_vllm_check_gpu.py"
-    "2  vllm        270  tests test_vllm_gpu.py"
     "3  engine       40  tests test_torch_engine_gpu.py"
     "3  up_shm      240  bench gpu_run --plane shm"
     "3  nccl         80  tests test_nccl.py"
@@ -46,6 +45,9 @@ STEPS=(
     "4  mfu_8b      200  bench trainer_speed --device cuda --passes 2 --hidden 4096 --layers 4 --heads 32 --ff 12288"
     "5  up          240  bench gpu_run --plane cuda_ipc"
     "5  kill        260  bench gpu_run --plane cuda_ipc --kill"
+    "6  up_vllm     260  bench gpu_run --plane cuda_ipc --engine vllm"
+    "6  vllm        190  tests test_vllm_gpu.py"
+    "7  vllm_reload 560  tests test_vllm_reload_gpu.py"
 )
 
 fetch() { # the wheels for Python 3.12 on x86-64, into $1/1, $1/2, ...
@@ -77,7 +79,7 @@ fetch() { # the wheels for Python 3.12 on x86-64, into $1/1, $1/2, ...
 unpack() { # the wheels that are whole, into $WORK/site
     local first name number
     mkdir "$WORK/wheels"
-    find "$WHEELS" -name '*.whl' -exec cp {} "$WORK/wheels" \;
+    find "$WHEELS" -type f -name '*.whl' -exec cp {} "$WORK/wheels" \;
     while read -r first; do
         name=$(basename "${first%.1of*}") number=${first##*.1of}
         [ "$(find "$WHEELS" -name "$name.*of$number" | wc -l)" = "$number" ] || continue
@@ -203,7 +205,7 @@ for line in sys.stdin.read().splitlines():
 
 list_steps() {
     local call
-    for call in 1 2 3 4 5; do
+    for call in 1 2 3 4 5 6 7; do
         echo "call $call, at most $(printf '%s\n' "${STEPS[@]}" |
             awk -v call=$call '$1 == call {n += $3} END {print n}') s:"
         printf '%s\n' "${STEPS[@]}" | awk -v call=$call '$1 == call {printf "    %-12s %4d s\n", $2, $3}'

@@ -9,7 +9,6 @@ import pytest
 import torch
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
 from fakes.versions import decode, finish, in_memory, load, prompt, request, versions_of, weights
-from fakes.vllm_models import quantized
 from fakes.vllm_serve import opened, vllm_config
 
 from umbra.services.generator.engines.engine import Engine, EngineOutput
@@ -106,15 +105,3 @@ def test_a_version_in_gpu_memory_is_mapped_by_the_worker(
         errors += [abs(a - b) for a, b in zip(output.logprobs, again, strict=True)]
     assert sum(errors) / len(errors) < MEAN_ERROR
     assert "cannot map" not in caplog.text
-
-
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-moe"])
-@pytest.mark.parametrize("method", [None, "fp8", "fp8_per_channel"])
-def test_new_weights_are_served_as_those_from_disk(
-    architecture: str, method: str | None, tmp_path: Path
-) -> None:
-    """A publish takes logprobs as far from Transformers' as the same weights from disk do."""
-    found, changed_from_disk = quantized(architecture, method, tmp_path, gpu_memory_utilization=0.3)
-    assert not found.stale
-    assert found.same < 2 * found.from_disk
-    assert found.changed < 2 * changed_from_disk

@@ -22,21 +22,21 @@ def gpu_session(out: Path, *arguments: str) -> tuple[int, str]:
 def test_each_step_of_the_gpu_session_would_begin(tmp_path: Path) -> None:
     code, said = gpu_session(tmp_path, "--dry-run")
     assert code == 0, said
-    assert "17 steps would begin\n" in said
+    assert "19 steps would begin\n" in said
 
 
-def test_the_steps_fit_into_five_calls_and_hold_every_test_on_gpus(tmp_path: Path) -> None:
+def test_the_steps_fit_into_seven_calls_and_hold_every_test_on_gpus(tmp_path: Path) -> None:
     code, said = gpu_session(tmp_path)
     limits = [int(found) for found in re.findall(r"call \d, at most (\d+) s", said)]
     assert code == 0
-    assert len(limits) == 5
+    assert len(limits) == 7
     assert all(0 < limit < 600 for limit in limits)
     text = SESSION.read_text(encoding="utf-8")
     for file in (SESSION.parents[1] / "tests" / "gpu").glob("test_*.py"):
         assert file.name in text
-    code, said = gpu_session(tmp_path, "6")
+    code, said = gpu_session(tmp_path, "8")
     assert code == 2
-    assert "there is no step 6" in said
+    assert "there is no step 8" in said
 
 
 def test_a_step_has_a_summary_of_its_own(tmp_path: Path) -> None:
