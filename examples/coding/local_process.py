@@ -3,7 +3,7 @@
 It keeps a mistake from costing more than its sample: time, memory, files and output are limited,
 the folder is the sample's own, and no variable of the run is in its environment. It does NOT keep
 code from reading the files of its user or from opening connections. The tiny model of this example
-writes a dozen characters; for any other take `sandbox = "docker"` or `"podman"`.
+writes a dozen characters; for any other take `sandbox = "docker"`.
 """
 
 from __future__ import annotations

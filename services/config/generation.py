@@ -77,7 +77,7 @@ class EnvironmentConfig(Section):
     )
     sandbox: str = key(
         "",
-        'where a model\'s code runs: "docker", "podman" or a class as "module:Class"; empty = '
+        'where a model\'s code runs: "docker" or a class as "module:Class"; empty = '
         "there are no tools that run code",
     )
     sandbox_options: dict[str, Any] = key(

@@ -81,7 +81,7 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
             if sandbox is None:
                 raise UsageError(
                     f"environment.options.tools: {needing[0]!r} runs what a model writes: set "
-                    'environment.sandbox to "docker", "podman" or a class as "module:Class"'
+                    'environment.sandbox to "docker" or a class as "module:Class"'
                 )
             runs_code, sandbox = True, partial(SandboxTools, sandbox)
     elif ":" in kind:
@@ -115,7 +115,12 @@ def _sandbox(config: EnvironmentConfig) -> Callable[[], Sandbox]:
     if ":" in config.sandbox:
         make = _load(config.sandbox, "environment.sandbox", "run", "close")
         return partial(make, **config.sandbox_options)
-    return container_factory(config.sandbox, config.sandbox_options)
+    if config.sandbox != "docker":
+        raise UsageError(
+            f"environment.sandbox {config.sandbox!r} is unknown: use docker, or a class as "
+            '"module:Class"'
+        )
+    return container_factory(config.sandbox_options)
 
 
 def _rewarded(config: EnvironmentConfig) -> Callable[..., Environment]:

@@ -13,8 +13,10 @@ import signal
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
+
+import msgspec
+from msgspec import Meta
 
 from umbra.proto.errors import UsageError
 
@@ -25,8 +27,8 @@ LIFETIME_S = 4 * 3600.0  # of a container whose sample nobody ends, since its pr
 _START_S = 300.0  # for the image to come
 _END_S = 30.0
 _PIECE = 1 << 16
-# What the command line of the runtime needs of our environment; the container gets none of it.
-_PASSED = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "XDG_RUNTIME_DIR", "CONTAINER_HOST")
+# What Docker's command line needs of our environment; the container gets none of it.
+_PASSED = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "XDG_RUNTIME_DIR")
 
 
 class CommandOutcome(NamedTuple):
@@ -55,42 +57,26 @@ class Sandbox(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ContainerLimits:
+class ContainerLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`environment.sandbox_options` of a container."""
 
     image: str = "python:3.12-slim"  # with the tools that commands need (`sh`, `python3`)
-    memory_mb: int = 512  # MiB of all processes together, files included; without swap
-    cpus: float = 1.0  # of the host, as a share
-    processes: int = 128  # that may be there at once
-    disk_mb: int = 128  # MiB of files in the working directory, which is in memory
-    command_s: float = 30.0  # seconds of one command
-    network: str = "none"  # or the name of a network of the runtime; "host" is refused
-    arguments: Sequence[str] = field(default_factory=tuple)  # more of `docker run`
+    # MiB of all processes together, without swap, and of files, which are in memory: a quarter may
+    # be in the working directory, another one in /tmp.
+    memory_mb: Annotated[int, Meta(ge=8)] = 512
+    command_s: Annotated[float, Meta(gt=0)] = 30.0  # seconds of one command
+    arguments: list[str] = []  # more of `docker run`; `--cpus` and `--pids-limit` replace ours
 
-    def __post_init__(self) -> None:
-        for name in ("memory_mb", "cpus", "processes", "disk_mb", "command_s"):
-            value: Any = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise UsageError(f"environment.sandbox_options.{name} = {value!r} must be above 0")
-        if self.network == "host":
-            raise UsageError(
-                'environment.sandbox_options.network = "host" would let a model\'s code reach the '
-                "run's sockets: name another network, or leave it at none"
-            )
-
-    def run_arguments(self, name: str, *, podman: bool) -> list[str]:
+    def run_arguments(self, name: str) -> list[str]:
         """Return the arguments that make a container called `name`, which waits for commands."""
         memory = f"{self.memory_mb}m"
         # Docker may set the mode of the directory below it, so that only its owner can write.
-        owner = "" if podman else f",uid={USER},gid={USER}"
-        memory_files = f"rw,size={self.disk_mb}m,mode=1777{owner}"
+        files = f"rw,size={self.memory_mb // 4}m,mode=1777,uid={USER},gid={USER}"
         return [
             "run", "--detach", "--rm", "--init", "--name", name, "--label", "umbra.sandbox=1",
-            "--network", self.network, "--memory", memory, "--memory-swap", memory,
-            "--cpus", f"{self.cpus:g}", "--pids-limit", str(self.processes),
-            "--read-only", "--tmpfs", f"{WORK}:exec,{memory_files}",
-            "--tmpfs", f"/tmp:{memory_files}",
+            "--network", "none", "--memory", memory, "--memory-swap", memory,
+            "--cpus", "1", "--pids-limit", "128", "--read-only",
+            "--tmpfs", f"{WORK}:exec,{files}", "--tmpfs", f"/tmp:{files}",
             "--workdir", WORK, "--user", f"{USER}:{USER}",
             "--cap-drop", "ALL", "--security-opt", "no-new-privileges",
             "--env", f"HOME={WORK}", *self.arguments,
@@ -99,10 +85,9 @@ class ContainerLimits:
 
 
 class Container:
-    """A container of `runtime` (docker, podman or a path), started by the first command."""
+    """A container of Docker, started by the first command."""
 
-    def __init__(self, runtime: str, limits: ContainerLimits) -> None:
-        self._runtime = runtime
+    def __init__(self, limits: ContainerLimits) -> None:
         self._limits = limits
         self._name = ""
 
@@ -126,20 +111,18 @@ class Container:
 
     async def _start(self) -> None:
         self._name = f"umbra-{uuid.uuid4().hex}"  # removed even if the start is broken off
-        podman = os.path.basename(self._runtime) == "podman"
-        arguments = self._limits.run_arguments(self._name, podman=podman)
         try:
-            code, output = await self._call(arguments, b"", _START_S)
+            code, output = await self._call(self._limits.run_arguments(self._name), b"", _START_S)
         except SandboxError as error:
             code, output = 1, str(error)
         if code:
             await self.close()
-            raise SandboxError(f"no sandbox: {self._runtime}: {output.strip()[-500:]}")
+            raise SandboxError(f"no sandbox: docker: {output.strip()[-500:]}")
 
     async def _call(self, arguments: Sequence[str], stdin: bytes, limit_s: float) -> CommandOutcome:
-        # The runtime's command line gets no key of the run's.
+        # Docker's command line gets no key of the run's.
         environ = {name: os.environ[name] for name in _PASSED if name in os.environ}
-        return await run_process([self._runtime, *arguments], stdin, limit_s, environ=environ)
+        return await run_process(["docker", *arguments], stdin, limit_s, environ=environ)
 
 
 async def run_process(
@@ -189,25 +172,21 @@ async def _outcome(process: asyncio.subprocess.Process, stdin: bytes) -> Command
     return CommandOutcome(code, output + (f"\n({dropped} more bytes)" if dropped else ""))
 
 
-def container_factory(runtime: str, options: Mapping[str, Any]) -> Callable[[], Container]:
-    """Return the factory of containers of `environment.sandbox` = `runtime`; UsageError if none."""
-    if runtime not in ("docker", "podman"):
-        raise UsageError(
-            f"environment.sandbox {runtime!r} is unknown: use docker, podman, or a class as "
-            '"module:Class"'
-        )
+def container_factory(options: Mapping[str, Any]) -> Callable[[], Container]:
+    """Return the factory of containers with these `environment.sandbox_options`."""
     try:
-        limits = ContainerLimits(**options)
-    except TypeError as error:
-        known = ", ".join(ContainerLimits.__dataclass_fields__)
+        limits = msgspec.convert(options, ContainerLimits)
+    except msgspec.ValidationError as error:
+        known = ", ".join(ContainerLimits.__struct_fields__)
         raise UsageError(
-            f"environment.sandbox_options do not fit {runtime!r} ({error}): it knows {known}"
+            f"environment.sandbox_options of docker: {error}; they are {known}"
         ) from error
-    if shutil.which(runtime) is None:
+    if shutil.which("docker") is None:
         raise UsageError(
-            f"environment.sandbox = {runtime}: there is no such command on this machine"
+            "environment.sandbox = docker: there is no such command on this machine: install it, "
+            'or name a class of yours as "module:Class"'
         )
-    return lambda: Container(runtime, limits)
+    return lambda: Container(limits)
 
 
 class SandboxTools:

@@ -14,15 +14,15 @@ import os
 import resource
 import sys
 
+from msgspec.structs import replace
+
 from umbra.services.environments.sandbox import Container, ContainerLimits, SandboxError
 
 LIMITS = ContainerLimits(
     image="umbra-sandbox:latest",
     memory_mb=96,
-    processes=24,
-    disk_mb=16,
     command_s=60.0,
-    arguments=["--volume", "/usr:/usr:ro"],
+    arguments=["--volume", "/usr:/usr:ro", "--pids-limit", "24"],
 )
 CONNECT = """
 import socket, sys
@@ -50,7 +50,7 @@ print(made)
 
 
 async def try_all(secret: str, port: str) -> dict[str, object]:
-    one, two = Container("docker", LIMITS), Container("docker", LIMITS)
+    one, two = Container(LIMITS), Container(LIMITS)
     found: dict[str, object] = {}
 
     async def run(name: str, box: Container, *command: str, stdin: str = "") -> None:
@@ -72,7 +72,7 @@ async def try_all(secret: str, port: str) -> dict[str, object]:
     await run("clean", one, "rm", "big")
     await run("memory", one, "python3", "-c", "x = bytearray(400_000_000); print('had it')")
     await run("forks", one, "python3", "-c", FORKS)
-    slow = Container("docker", ContainerLimits(**{**vars_of(LIMITS), "command_s": 2.0}))
+    slow = Container(replace(LIMITS, command_s=2.0))
     try:
         await slow.run(["sleep", "600"])
     except SandboxError as error:
@@ -81,10 +81,6 @@ async def try_all(secret: str, port: str) -> dict[str, object]:
     await one.close()
     await two.close()
     return found
-
-
-def vars_of(limits: ContainerLimits) -> dict[str, object]:
-    return {name: getattr(limits, name) for name in ContainerLimits.__dataclass_fields__}
 
 
 def main() -> None:
