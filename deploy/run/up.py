@@ -22,7 +22,6 @@ from umbra.deploy.shown import shown_path
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import EXIT_DONE, StartupError, UmbraError
 from umbra.proto.net.keys import open_security
-from umbra.services.buffer.command import NEW_ADDRESS
 from umbra.services.config import RunConfig
 from umbra.services.monitor.run_address import RunAddress
 from umbra.services.process.child import ChildError, ChildProcess, child_environ, umbra_argv
@@ -59,7 +58,6 @@ class Up:
         environ = child_environ(self.search)
         self._stages = Stages(self.folder, environ, self.interrupts, self.server)
         self._outcome: dict[str, Any] = {}
-        self._addressed = False  # somebody was told where the buffer is
         self._trained = False  # a step in this life of the run
 
     def run(self) -> dict[str, Any]:
@@ -142,11 +140,8 @@ class Up:
 
     def _spawn(self, program: Program) -> ChildProcess:
         log, environ = self.folder.log(program.name), {**self._stages.environ, **program.environ}
-        argv = program.argv
-        if program.name == BUFFER and not self._addressed:
-            argv = (*argv, NEW_ADDRESS)  # another process may have the port that a former life had
         server = self.server if program.forked else None
-        return ChildProcess(argv, environ=environ, stdout=log, stderr=log, server=server)
+        return ChildProcess(program.argv, environ=environ, stdout=log, stderr=log, server=server)
 
     def _start(self, supervisor: Supervisor, progress: Progress) -> None:
         """Start the buffer, and the others once it has said where it is."""
@@ -161,7 +156,6 @@ class Up:
             deadline.check()
             self._turn(supervisor, progress)
         broker = str(facts["broker"])
-        self._addressed = True
         progress.watch(broker, open_security(self.config.security.keys, ["monitor"]))
         RunAddress(broker, self.config.security.keys).write(self.folder.path)
         self.view.say(f"run {self.folder.id}, its buffer at {broker}")

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import click
-
 from umbra.services.modeling.run_file import load_service
 from umbra.services.process.command import ServiceContext, service_command
-
-NEW_ADDRESS = "--new-address"
 
 
 def _run(context: ServiceContext) -> int:
@@ -16,15 +12,4 @@ def _run(context: ServiceContext) -> int:
     return serve(context)
 
 
-command = service_command(
-    "buffer",
-    _run,
-    load=load_service,
-    options=[
-        click.Option(
-            [NEW_ADDRESS],
-            is_flag=True,
-            help="With port *, bind a new port instead of that of this run's last buffer.",
-        )
-    ],
-)
+command = service_command("buffer", _run, load=load_service)

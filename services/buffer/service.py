@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ from umbra.proto.access import SOCKETS
 from umbra.proto.errors import EXIT_DONE, FailedSamplesError, UsageError
 from umbra.proto.messages import CommitBatch, LeaseBatch, Welcome
 from umbra.proto.net.server import Server
+from umbra.proto.net.session import REPLACES_VARIABLE
 from umbra.proto.sockets import reachable
 from umbra.services.buffer.broker import Broker
 from umbra.services.buffer.effects import Effect, Measure, Notify, Reply
@@ -68,7 +70,7 @@ def serve(context: ServiceContext) -> int:
         zmq_context,
         closing(Server(zmq_context, context.name, incarnation, context.security)) as server,
     ):
-        if context.options["new_address"]:
+        if REPLACES_VARIABLE not in os.environ:  # another process may have the ports by now
             for key in store.keys(BOUND):
                 store.delete(key)
         control, data, events = map(reachable, bind(server, config, store))
@@ -112,8 +114,8 @@ def store_of(context: ServiceContext) -> Store:
 def bind(server: Server, config: RunConfig, store: Store) -> list[str]:
     """Bind control, data and events on the host of `run.broker`; return the bound endpoints.
 
-    They are kept in `store`: a restarted buffer binds where it was before on this host, unless
-    another port is asked for; port 0 is any.
+    They are kept in `store`: a buffer that its supervisor restarts binds where it was before on
+    this host, unless another port is asked for; port 0 is any.
 
     Raises:
         UsageError: it is not tcp://host:port, not ours, or reachable by others without keys.
