@@ -7,16 +7,15 @@ a rule. Masks and logprobs are judged by bytes alone, which is quicker than as a
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, compress
 
 import numpy as np
+from numpy.typing import NDArray
 
 from umbra.proto.bounds import PARTS, SUPPORT_BYTES, TOKENS
-from umbra.proto.records import Sampling, Support, Trajectory, unpack_int32
+from umbra.proto.records import Sampling, Trajectory, unpack_int32
 from umbra.services.config import NamedEnvironment, RunConfig
 from umbra.services.config.generation import environment_of, sampling_of
 
@@ -295,27 +294,25 @@ def _support_fault(trajectory: Trajectory, facts: RunFacts, trained: bool) -> st
         return f"it has no support, which {key} needs" if needed else None
     if len(support.sizes) != 2 * trajectory.response_tokens:
         return f"support.sizes has {len(support.sizes)} bytes, which do not match the response"
-    sizes = memoryview(support.sizes).cast("H")
-    if len(support.ids) != 4 * sum(sizes) or bytes(map(bool, sizes)) != trajectory.loss_mask:
+    sizes = np.frombuffer(support.sizes, "<u2").astype(np.intp)
+    if len(support.ids) != 4 * sizes.sum() or (sizes > 0).tobytes() != trajectory.loss_mask:
         return "support has other tokens than its sizes say, or than loss_mask has"
     if not _all_below(support.ids, facts.vocabulary):
         return f"support has ids beyond the {facts.vocabulary} tokens of the model"
     if trained and facts.centered and not support.logprobs:
         return "support has no logprobs, which trainer.score_centering needs"
     fault = _logprob_fault("support.logprobs", support.logprobs or None, len(support.ids) // 4)
-    return fault or (_drawn_fault(trajectory, support) if cut else None)
+    return fault or (_drawn_fault(trajectory, support.ids, sizes[sizes > 0]) if cut else None)
 
 
-def _drawn_fault(trajectory: Trajectory, support: Support) -> str | None:
-    """Return the fault of a sampled token outside its support. The search is in C, for speed."""
-    ids, sizes = array("i", support.ids), memoryview(support.sizes).cast("H").tolist()
-    drawn = compress(unpack_int32(trajectory.response_ids), sizes)
-    ends = list(accumulate(filter(None, sizes)))
-    positions: list[int] = []
-    try:
-        positions.extend(map(ids.index, drawn, [0, *ends], ends))
-    except ValueError:
-        return f"its sampled token {len(positions)} is outside of its support"
+def _drawn_fault(trajectory: Trajectory, ids: bytes, sizes: NDArray[np.intp]) -> str | None:
+    """Return the fault of a learned token outside its support: so many `ids` for each."""
+    learned = np.frombuffer(trajectory.loss_mask, bool)
+    drawn = np.frombuffer(trajectory.response_ids, "<i4")[learned]
+    found = np.frombuffer(ids, "<i4") == drawn.repeat(sizes)
+    missing = ~np.logical_or.reduceat(found, np.cumsum(sizes) - sizes)
+    if missing.any():
+        return f"its sampled token {missing.argmax()} is outside of its support"
     return None
 
 

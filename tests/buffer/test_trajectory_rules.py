@@ -132,6 +132,21 @@ def test_token_ids_are_compared_exactly(vocabulary: int) -> None:
             assert (find_fault(made, facts) is None) == sound, (length, bad)
 
 
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [([7, 9, 3], None), ([7, 3, 9], None), ([8, 9, 3], "token 0 is"), ([7, 8, 3], "token 1 is")],
+)
+def test_the_support_is_that_of_learned_tokens_alone(ids: list[int], words: str | None) -> None:
+    """The second token is what the environment said."""
+    made = trajectory(
+        TASK, 0, response_ids=pack_int32([7, 8, 9]), loss_mask=b"\1\0\1", sampling=CUT,
+        logprobs=pack_float32([-0.5] * 3), spans=[VersionSpan(version=0, start=0, end=3)],
+        support=support([1, 0, 2], ids),
+    )  # fmt: skip
+    fault = find_fault(made, RunFacts(VOCABULARY))
+    assert fault is None if words is None else words in (fault or "")
+
+
 def test_malformed_answers_cost_a_generator_its_leases_and_no_sample_an_attempt() -> None:
     """It is alone at first, as before the trainer has joined, and its answers are poison."""
     run = world(max_attempts=1)
