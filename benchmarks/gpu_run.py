@@ -58,15 +58,16 @@ ON_GPU = (
     "trainer.precision=bf16",
     "weight_hub.dtype=bfloat16",
 )
+ENGINES = {
+    "torch": ("generator.engine=torch",),
+    "vllm": ("generator.engine=vllm", "generator.engine_args.gpu_memory_utilization=0.3"),
+}
 
 
 def settings(options: argparse.Namespace) -> list[str]:
     """Return the keys of the run that differ from the demo's."""
-    own = [f"run.steps={options.steps}", f"weight_hub.plane={options.plane}"]
-    own.append(f"generator.engine={options.engine}")
-    if options.engine == "vllm":
-        own.append("generator.engine_args.gpu_memory_utilization=0.3")
-    return [*SETTINGS, *(() if options.quick else ON_GPU), *own]
+    own = (f"run.steps={options.steps}", f"weight_hub.plane={options.plane}")
+    return [*SETTINGS, *(() if options.quick else ON_GPU), *ENGINES[options.engine], *own]
 
 
 def one_run(home: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def main() -> int:
     """Run, print, and write JSON if asked to; 0 if all goals are met."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--plane", choices=["cuda_ipc", "nccl", "shm", "tcp"])
-    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch")
+    parser.add_argument("--engine", choices=ENGINES, default="torch")
     parser.add_argument("--kill", action="store_true", help="the generator, half way")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="a tiny model, on the CPU")

@@ -10,7 +10,8 @@ after one that warms up; rows take turns, so that a noisy moment hits all of the
 the samples', prompts included, however they are fed. `trainer` is everything that the
 trainer does with a leased batch: checks, advantages, packing, loss, metrics, step.
 
-On a GPU the model is a Qwen3 with random weights (0.6 B by default) in bf16, and TRL is left out.
+On a GPU the model is a Qwen3 with random weights (0.6 B by default) in bf16, and TRL is left out;
+`mfu` is six operations per weight and token, without attention, over a large matrix product's rate.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import argparse
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ GROUP = 8
 OURS, UNSHARED = "trainer", "trainer, prompts not shared"
 PLAIN, PADDED = "plain torch, the same packed rows", "plain torch, padded"
 TRL = "TRL `GRPOTrainer`"
-SPEED_GOAL, SHARED_GOAL = 0.95, 1.9
+SPEED_GOAL, MFU_GOAL, SHARED_GOAL = 0.95, 0.45, 1.9
 
 
 def make_load(
@@ -93,7 +94,7 @@ class TrainerStep:
         assert self._update(batch, 0, lambda: True) is not None
 
 
-def best_of(steps: dict[str, Callable[[], None]], passes: int, cuda: bool) -> dict[str, float]:
+def best_of(steps: Mapping[str, Callable[[], object]], passes: int, cuda: bool) -> dict[str, float]:
     """Seconds of the fastest of `passes` calls of each, in turns, after one that warms up."""
     best = dict.fromkeys(steps, float("inf"))
     for number in range(passes + 1):
@@ -208,6 +209,9 @@ def summarise(report: Report) -> None:
         if PADDED in seconds:
             report.figure(f"{name}_packed", seconds[PADDED] / rows_alike)
             report.figure(f"{name}_over_trl", seconds[TRL] / shared)
+    for row in report.rows:
+        if row["load"] == "full rows" and row["who"] == UNSHARED and "mfu" in row:
+            report.goal("full rows: MFU", row["mfu"], ">=", MFU_GOAL)
 
 
 def on_cuda(args: argparse.Namespace, report: Report) -> None:
@@ -231,6 +235,9 @@ def on_cuda(args: argparse.Namespace, report: Report) -> None:
         with device:
             return Qwen3ForCausalLM(config)
 
+    square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    top = 2 * 8192**3 / best_of({"": lambda: torch.mm(square, square)}, 5, cuda=True)[""]
+    per_token = 6 * sum(weight.numel() for weight in model().parameters() if weight.dim() == 2)
     loads = {
         # A response as long as a row has it alone: no mask, so that the fast causal kernel runs.
         "full rows": make_load(
@@ -263,6 +270,7 @@ def on_cuda(args: argparse.Namespace, report: Report) -> None:
                 tokens=tokens,
                 seconds=spent,
                 tokens_s=tokens / spent,
+                mfu=None if who == OURS else per_token * tokens / spent / top,
                 peak_gib=torch.cuda.max_memory_allocated() / 2**30,
             )
 
