@@ -328,7 +328,6 @@ class GpuFacts(Record, frozen=True, kw_only=True):
 
     nccl: int  # version code of the library that is loaded, 0 where there is none
     cuda_major: int
-    environment: Name  # digest of `variables`
     # The NCCL_* that decide how ranks communicate.
     variables: Annotated[dict[Name, Text], Meta(max_length=128)] = {}
     device: Name = ""  # which of its host

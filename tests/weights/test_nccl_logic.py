@@ -26,7 +26,7 @@ from umbra.services.weights.planes.plane import (
 )
 from umbra.services.weights.planes.receiving import open_planes
 
-FACTS = GpuFacts(nccl=22809, cuda_major=13, environment="a", variables={"NCCL_NET": "Socket"})
+FACTS = GpuFacts(nccl=22809, cuda_major=13, variables={"NCCL_NET": "Socket"})
 FAKE = (str(Path(__file__).parents[1] / "programs" / "fake_gpu_worker.py"),)
 WAIT_S = limit(20.0)
 
@@ -179,11 +179,11 @@ def test_one_that_leaves_takes_no_blame_for_the_others() -> None:
 @pytest.mark.parametrize(
     ("theirs", "reason"),
     [
-        (GpuFacts(nccl=23007, cuda_major=13, environment="a"), "the hub's 22809 differ"),
-        (GpuFacts(nccl=0, cuda_major=13, environment="a"), "the receiver has no NCCL"),
-        (GpuFacts(nccl=22809, cuda_major=12, environment="a"), "hub's 13 differ"),
+        (GpuFacts(nccl=23007, cuda_major=13), "the hub's 22809 differ"),
+        (GpuFacts(nccl=0, cuda_major=13), "the receiver has no NCCL"),
+        (GpuFacts(nccl=22809, cuda_major=12), "hub's 13 differ"),
         (
-            GpuFacts(nccl=22809, cuda_major=13, environment="b", variables={"NCCL_PROTO": "LL"}),
+            GpuFacts(nccl=22809, cuda_major=13, variables={"NCCL_PROTO": "LL"}),
             "NCCL_NET, NCCL_PROTO",
         ),
     ],
@@ -268,7 +268,7 @@ def test_cuda_ipc_is_within_one_gpu_of_one_host() -> None:
         return obstacle("cuda_ipc", hub, receiver)
 
     one, other = (
-        GpuFacts(nccl=22903, cuda_major=13, environment="", device=device)
+        GpuFacts(nccl=22903, cuda_major=13, device=device)
         for device in ("0000:01:00.0", "0000:02:00.0")
     )
     assert joins(Side("a", one), Side("a", one)) is None

@@ -18,8 +18,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from umbra.proto.errors import PeerLostError, StartupError, UmbraError
 from umbra.proto.records import GpuFacts
 
@@ -102,7 +100,6 @@ def facts(device: int) -> GpuFacts:
         return GpuFacts(
             nccl=nccl.get_version() if nccl.available else 0,
             cuda_major=runtime.runtimeGetVersion() // 1000,
-            environment=xxhash.xxh3_64_hexdigest(repr(sorted(shared.items())).encode()),
             variables=shared,
             device=_identity(device),
         )

@@ -253,9 +253,8 @@ def mismatch(hub: GpuFacts, receiver: GpuFacts) -> str | None:
         return f"NCCL {receiver.nccl} and the hub's {hub.nccl} differ: install the same torch"
     if hub.cuda_major != receiver.cuda_major:
         return f"CUDA {receiver.cuda_major} and the hub's {hub.cuda_major} differ"
-    if hub.environment != receiver.environment:
-        differing = sorted({name for name, _ in hub.variables.items() ^ receiver.variables.items()})
-        return f"NCCL's environment variables differ: {', '.join(differing) or 'unknown ones'}"
+    if differing := {name for name, _ in hub.variables.items() ^ receiver.variables.items()}:
+        return f"NCCL's environment variables differ: {', '.join(sorted(differing))}"
     return None
 
 
