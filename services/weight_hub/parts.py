@@ -82,13 +82,13 @@ class Parts:
 
     # -- what happens -----------------------------------------------------------------------------
 
-    def begin(self, manifest: Manifest, path: str, slots: int, now: float) -> None:
-        """Set the arena to hold, like the one that the hub has made without a look at messages."""
+    def begin(self, manifest: Manifest, path: str, slots: int) -> None:
+        """Set the arena to hold."""
         self._wanted = HoldArena(manifest=manifest, path=path, slots=slots)
         self._owners = frozenset(manifest.owners) - {0}
         self._made = set()
         for part in self._parts.values():
-            part.held, part.last_state_at = None, now
+            part.held = None
 
     def forget(self) -> None:
         self._wanted, self._owners, self._made = None, frozenset(), set()

@@ -24,7 +24,7 @@ from umbra.services.weight_hub.parts import NOTHING, Parts
 from umbra.services.weight_hub.push import Failed, HubPeer, HubReply, Pushed, PushProtocol, Send
 from umbra.services.weights.arena import Arena, remove_leftovers, shm_host
 from umbra.services.weights.manifest import check_manifest, owned_ranges
-from umbra.services.weights.planes.plane import Settled
+from umbra.services.weights.planes.plane import Background, Settled
 
 MOST_NAMES = 8192  # of processes, the last ones
 BINDING = (m.RegisterManifest, m.PartState, m.Subscribe)  # what a process begins with
@@ -122,6 +122,9 @@ class WeightHub:
         self._arena: Arena | None = None
         self._token = uuid.uuid4().hex[:8]  # another hub on this machine may have the same run id
         self._arenas_made = 0
+        self._making: Background[Arena] = Background("umbra-arena", server.wake)
+        # For the first of these the arena is made; the others wait until it is there.
+        self._registering: list[tuple[Reply, HubPeer, m.RegisterManifest]] = []
         self._manifest: Manifest | None = None
         self._bindings = Bindings()
         self._waiting: dict[str, Request] = {}  # subscriptions without a layout, by receiver
@@ -145,6 +148,9 @@ class WeightHub:
                 "be made again"
             )
         requests = self._server.poll(min(limits))
+        if (made := self._making.take()) is not None:
+            self._arena_made(made)
+            self._apply()
         for request in requests:
             self._handle(request)
             self._apply()
@@ -192,6 +198,10 @@ class WeightHub:
     def close(self) -> None:
         """Remove the arena; processes that have it mapped may go on reading."""
         self.planes.close()
+        if isinstance(made := self._making.finish(), Arena):
+            made.unlink()
+            made.close()
+        self._making.close()
         self._drop_arena()
 
     # -- events -----------------------------------------------------------------------------------
@@ -251,12 +261,17 @@ class WeightHub:
         self._server.reply(request, nack)
 
     def _register(self, reply: Reply, peer: HubPeer, message: m.RegisterManifest) -> None:
+        if self._registering:
+            self._registering.append((reply, peer, message))
+            return
         manifest, before = message.manifest, self._manifest
         try:
             check_manifest(manifest)
             if before is None or self._is_lost or manifest.digest != before.digest:
                 self.planes.check_layout(manifest)
-                self._begin_layout(self._make_arena(manifest), manifest)
+                self._make_arena(manifest)
+                self._registering.append((reply, peer, message))
+                return
         except (WireError, RejectedError) as error:
             path = error.path if isinstance(error, WireError) else "manifest"
             reply(m.Nack(code=error.code, reason=str(error), path=path))
@@ -264,6 +279,17 @@ class WeightHub:
             reply(m.Nack(code="no_room", reason=str(error)))
         else:
             self._registered(reply, peer, manifest)
+
+    def _arena_made(self, made: Arena | UmbraError) -> None:
+        (reply, peer, message), *others = self._registering
+        self._registering = []
+        if isinstance(made, UmbraError):
+            reply(m.Nack(code="no_room", reason=str(made)))
+        else:
+            self._begin_layout(made, message.manifest)
+            self._registered(reply, peer, message.manifest)
+        for other in others:
+            self._register(*other)
 
     def _registered(self, reply: Reply, peer: HubPeer, manifest: Manifest) -> None:
         self._part_hubs()
@@ -309,13 +335,15 @@ class WeightHub:
         if tcp is not None:
             tcp.parts = self._parts.buckets
 
-    def _make_arena(self, manifest: Manifest) -> Arena:
-        """Allocate an arena, which takes a second for each 1 or 2 GB."""
+    def _make_arena(self, manifest: Manifest) -> None:
+        """Start to allocate an arena, which takes a second for each 1 or 2 GB."""
         self._arenas_made += 1
         suffix = f"weights_{self._token}_{self._arenas_made}"
         nbytes, slots = manifest.total_bytes, self._config.slots
         own = owned_ranges(manifest, 0) if manifest.owners else None
-        return Arena.create(self._run_id, suffix, slot_bytes=nbytes, slots=slots, own=own)
+        self._making.start(
+            lambda: Arena.create(self._run_id, suffix, slot_bytes=nbytes, slots=slots, own=own)
+        )
 
     def _begin_layout(self, arena: Arena, manifest: Manifest) -> None:
         """Use `arena`; until the part hubs have made theirs, nobody is admitted."""
@@ -324,7 +352,7 @@ class WeightHub:
         self._arena, self._manifest, self._is_lost = arena, manifest, False
         if self.protocol.digest:
             self.protocol.withdraw("the trainer registered another layout")
-        self._parts.begin(manifest, str(arena.path), self._config.slots, self._clock())
+        self._parts.begin(manifest, str(arena.path), self._config.slots)
 
     def _drop_arena(self) -> None:
         if self._arena is not None:

@@ -1,6 +1,8 @@
 """Hub, publisher and receivers over real sockets and shared memory; also one hub after another."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from fakes.hub_bench import (
 
 from umbra.proto import messages as m
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError
+from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import build_manifest
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.publisher import Publisher
@@ -113,6 +116,41 @@ def test_a_trainer_that_serves_what_the_engine_does_not_compute_in_is_refused(
         bench.receiver("gen-0", dtype="float16")
     publish(publisher, 0)
     assert take(bench.receiver("gen-1", dtype="bfloat16")).version == 0
+
+
+def test_while_an_arena_is_made_others_are_answered(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. A trainer registers. 2. It restarts. 3. Others are answered. 4. The arena is there."""
+    make, create, made = threading.Event(), Arena.create, list[str]()
+
+    def slow(run_id: str, suffix: str, **sizes: Any) -> Arena:
+        assert make.wait(WAIT_S)
+        made.append(suffix)
+        return create(run_id, suffix, **sizes)
+
+    def registering(count: int) -> None:
+        look = threading.Event()
+        while len(bench.hub._registering) < count:
+            look.wait(0.01)
+
+    monkeypatch.setattr(Arena, "create", slow)
+    bench.start()
+    with ThreadPoolExecutor(2) as executor:
+        first = executor.submit(bench.publisher)
+        registering(1)
+        second = executor.submit(bench.publisher, name="trainer-again")
+        registering(2)
+        other = bench.channel("monitor")
+        assert other.call(m.Ping(), m.Pong, timeout_s=WAIT_S).role == "weight_hub"
+        status = other.call(m.HubStatusRequest(), m.HubStatus, timeout_s=WAIT_S)
+        assert not status.subscribed
+        make.set()
+        first.result(WAIT_S)
+        publisher = second.result(WAIT_S)
+    assert len(made) == 1
+    publish(publisher, 0)
+    load(bench.receiver("gen-0"), 0)
 
 
 # -- a hub dies without a word, and another takes its place ---------------------------------------

@@ -46,7 +46,7 @@ class World:
         return found
 
     def begin(self) -> None:
-        self.parts.begin(LAYOUT, PATH, 2, self.now)
+        self.parts.begin(LAYOUT, PATH, 2)
         for owner, peer in enumerate((ONE, TWO), start=1):
             assert not self.says(peer, state(owner))
         self.told()
@@ -65,7 +65,7 @@ OFFER = OfferSlot(path=PATH, slot=0, checksums=[1] * len(LAYOUT.buckets), deltas
 
 
 def test_a_layout_is_whole_when_all_part_hubs_hold_theirs(world: World) -> None:
-    world.parts.begin(LAYOUT, PATH, 2, world.now)
+    world.parts.begin(LAYOUT, PATH, 2)
     assert "trainer host 1 has no part hub" in world.parts.missing
     assert not world.says(ONE, state(1))
     assert world.told() == {"part-1": [HOLD]}
@@ -81,14 +81,14 @@ def test_a_layout_is_whole_when_all_part_hubs_hold_theirs(world: World) -> None:
         1: "tcp://10.0.0.1:5558",
         2: "tcp://10.0.0.2:5558",
     }
-    world.parts.begin(LAYOUT, PATH, 2, world.now)
+    world.parts.begin(LAYOUT, PATH, 2)
     assert set(world.told()) == {"part-1", "part-2"}, "the same place for another layout"
 
 
 def test_no_part_hub_is_needed_where_one_host_holds_all(world: World) -> None:
     assert not world.says(ONE, state(1, "/dev/shm/umbra-run-old"))
     assert world.told() == {}, "a trainer may come back to what it holds"
-    world.parts.begin(ALONE, PATH, 2, world.now)
+    world.parts.begin(ALONE, PATH, 2)
     assert world.parts.missing == ""
     (message,) = world.told()["part-1"]
     assert isinstance(message, HoldArena)
@@ -133,7 +133,7 @@ def test_one_that_is_started_again_takes_all_versions_with_it(world: World) -> N
     assert not world.parts.loss
     assert world.told() == {}
     other = f"{PATH}_2"
-    world.parts.begin(LAYOUT, other, 2, world.now)
+    world.parts.begin(LAYOUT, other, 2)
     told = world.told()
     assert {m.path for messages in told.values() for m in messages} == {other}
     assert not world.parts.loss, "what it said was about the arena before"
@@ -141,7 +141,7 @@ def test_one_that_is_started_again_takes_all_versions_with_it(world: World) -> N
 
 
 def test_one_without_room_is_asked_again(world: World) -> None:
-    world.parts.begin(LAYOUT, PATH, 2, world.now)
+    world.parts.begin(LAYOUT, PATH, 2)
     assert not world.says(ONE, state(1))
     world.told()
     assert not world.says(ONE, state(1, PATH, "no room"))
@@ -193,6 +193,3 @@ def test_deadlines_are_those_of_the_first_to_be_silent(world: World) -> None:
     world.now += 1
     world.says(TWO, state(2))
     assert world.parts.next_deadline() == 100.0 + SILENT_S
-    world.now += 2 * SILENT_S
-    world.parts.begin(LAYOUT, PATH, 2, world.now)
-    assert world.parts.tick(world.now) == [], "the hub has made its arena, and heard nobody"
