@@ -23,7 +23,7 @@ from umbra.proto.errors import UsageError
 from umbra.services.tinker.wire import Checkpoint, Model, SamplerRecord, SessionRecord
 
 RETAIN_S = 3600.0  # answers stay so long, however often they are fetched
-SCHEMA = 2  # of these tables
+SCHEMA = 3  # of these tables
 _TABLES = """
 CREATE TABLE requests (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL,

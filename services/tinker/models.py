@@ -31,7 +31,7 @@ from umbra.services.modeling.lora import adapter_targets, add_adapter, factors, 
 from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.modeling.models import pick_device
-from umbra.services.tinker.wire import Adam, Array, Datum, Model, PassRequest, TrainedShape
+from umbra.services.tinker.wire import Adam, Array, Datum, Model, PassRequest
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import export_policy, load_policy, written_whole
 from umbra.services.trainer.snapshot import tensor_layout, whole_weights, write_shards
@@ -50,31 +50,22 @@ _SETTINGS = {
 }
 
 
-def put_adapter(
-    model: PreTrainedModel, shape: TrainedShape, config: RunConfig
-) -> AdapterFacts | None:
-    """Put an adapter into `model` (none: all weights are trained); UsageError: it has no layer."""
-    if not shape.rank:
+def put_adapter(model: PreTrainedModel, rank: int, config: RunConfig) -> AdapterFacts | None:
+    """Put an adapter into all layers of `model`; none with rank 0: all weights are trained."""
+    if not rank:
         return None
     head = model.get_output_embeddings()
     heads = [name for name, module in model.named_modules() if module is head]
     linear, experts = adapter_targets(model, [])
-    targets = [
-        name
-        for name in (*linear, *experts)
-        if (shape.train_attn if "attn" in name or "attention" in name else shape.train_mlp)
-    ]
-    targets += heads if shape.train_unembed else []
-    if not targets:
-        raise UsageError("lora_config: no layer of the model is trained by it")
+    targets = [*linear, *experts, *heads]
     adapter = msgspec.structs.replace(
-        config.trainer, lora_rank=shape.rank, lora_alpha=ALPHA, lora_targets=targets
+        config.trainer, lora_rank=rank, lora_alpha=ALPHA, lora_targets=targets
     )
     with warnings.catch_warnings():
         # Of a tied output layer: the adapter is never merged here, so nothing is lost.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
         add_adapter(model, adapter, 0, merged=False)
-    return AdapterFacts(base=weights_checksum(config.model.path), rank=shape.rank, alpha=ALPHA)
+    return AdapterFacts(base=weights_checksum(config.model.path), rank=rank, alpha=ALPHA)
 
 
 @dataclass(eq=False)
@@ -90,12 +81,12 @@ class Trainee:
 
 
 class Bench:
-    """A learner, and the models of one shape that take turns in it."""
+    """A learner, and the models of one rank that take turns in it."""
 
-    def __init__(self, config: RunConfig, shape: TrainedShape) -> None:
-        self.shape = shape
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        self.rank = rank
         self.model, self._tokenizer = load_policy(config.model.path, checked=config.model.checked)
-        self.adapter = put_adapter(self.model, shape, config)
+        self.adapter = put_adapter(self.model, rank, config)
         trainer = config.trainer
         on_cpu = pick_device(trainer.device, "--device").type == "cpu"
         if on_cpu and trainer.micro_tokens == "auto":
@@ -115,7 +106,7 @@ class Bench:
 
     def begin(self, model: Model, source: str = "", *, optimizer: bool = True) -> Trainee:
         """Return a model as it begins, or as the folder `source` or its newest snapshot has it."""
-        if self.shape.rank:
+        if self.rank:
             initial = first_factors(self.model, model.seed)
             pairs = zip(self._names, self._first, strict=True)
             data = [initial[name].to(first) for name, first in pairs]
@@ -224,7 +215,7 @@ class Bench:
             names = set(saved.keys())
             own = {name for name in names if name.startswith("policy/")}
             base = (saved.metadata() or {}).get("base")
-            if own != places.keys() or (self.shape.rank and base != self._base):
+            if own != places.keys() or (self.rank and base != self._base):
                 raise UsageError("the checkpoint is of another model or another lora_config")
             for name in own:
                 places[name].copy_(saved.get_tensor(name))
@@ -256,7 +247,7 @@ class Bench:
         config = LoraConfig(
             task_type="CAUSAL_LM",
             base_model_name_or_path=name,
-            r=self.shape.rank,
+            r=self.rank,
             lora_alpha=int(ALPHA),
             target_modules=sorted({key.rpartition(".lora_")[0] for key in adapter}),
         )

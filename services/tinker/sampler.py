@@ -50,7 +50,7 @@ from umbra.services.process.pipe import Pipe
 from umbra.services.tinker.journal import FutureAnswer
 from umbra.services.tinker.models import VERSION, put_adapter
 from umbra.services.tinker.sampler_process import SampleJob, SampleReport, SamplerStart
-from umbra.services.tinker.wire import PROTOBUF, Array, TrainedShape, write_samples
+from umbra.services.tinker.wire import PROTOBUF, Array, write_samples
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
 
@@ -74,23 +74,23 @@ class _LiveJob:
         return FutureAnswer(write_samples(samples, self.prompt_logprobs), PROTOBUF)
 
 
-class ShapeEngine:
-    """An engine for the versions of one shape.
+class RankEngine:
+    """An engine for the versions of one rank: adapters, or with 0 whole weights.
 
     Attributes:
         waiting: jobs for which it has to load another version, or to drain.
     """
 
-    def __init__(self, config: RunConfig, shape: TrainedShape, seed: int) -> None:
+    def __init__(self, config: RunConfig, rank: int, seed: int) -> None:
         generator, path, checked = config.generator, config.model.path, config.model.checked
         self._device = pick_device(generator.device, "--device")
         dtype = config.weight_hub.dtype_on(self._device.type)
         model = outline = outline_model(path, checked=checked)
         is_torch = generator.engine == "torch"
-        if is_torch or not shape.rank:
+        if is_torch or not rank:
             device = self._device if is_torch else torch.device("cpu")
             model = load_model(path, device, getattr(torch, dtype), checked=checked)
-        adapter = put_adapter(model, shape, config)
+        adapter = put_adapter(model, rank, config)
         layout = tensor_layout(model, dtype, adapter=adapter is not None)
         self._manifest = build_manifest(layout, config.weight_hub.bucket_bytes, adapter=adapter)
         self._base = bytearray(self._manifest.total_bytes)  # of an adapter: B = 0
@@ -122,7 +122,7 @@ class ShapeEngine:
 
             self.engine = VllmEngine(
                 check_model_dir(path),
-                model if shape.rank else outline,
+                model if rank else outline,
                 config,
                 stop_ids=(),  # each request has its own
                 seed=seed,
@@ -254,12 +254,12 @@ class ShapeEngine:
 
 
 class SamplerLoop:
-    """The engines of this process, one for each shape, in turns."""
+    """The engines of this process, one for each rank, in turns."""
 
     def __init__(self, start: SamplerStart, pipe: Pipe[SamplerStart | SampleJob]) -> None:
         self._config: RunConfig = config_of(decode_json(start.config), "the server")
         self._seed, self._pipe = start.seed, pipe
-        self._engines: dict[TrainedShape, ShapeEngine] = {}
+        self._engines: dict[int, RankEngine] = {}
         setup_logging(self._config.log, "sampler")
 
     def run(self, ended: threading.Event) -> None:
@@ -273,9 +273,9 @@ class SamplerLoop:
             if (now := time.monotonic()) >= alive_at:
                 alive_at = now + ALIVE_S
                 self._pipe.send(SampleReport())
-            for shape, engine in list(self._engines.items()):
+            for rank, engine in list(self._engines.items()):
                 if engine.busy:
-                    self._turn(shape, engine)
+                    self._turn(rank, engine)
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -283,20 +283,20 @@ class SamplerLoop:
 
     def _add(self, job: SampleJob) -> None:
         try:
-            shape = job.weights.shape
-            if shape not in self._engines:
-                self._engines[shape] = ShapeEngine(self._config, shape, self._seed)
-            self._engines[shape].add(job)
+            rank = job.weights.rank
+            if rank not in self._engines:
+                self._engines[rank] = RankEngine(self._config, rank, self._seed)
+            self._engines[rank].add(job)
         except (UmbraError, ValueError) as error:
             self._answer(job, FutureAnswer.failure(error))
 
-    def _turn(self, shape: TrainedShape, engine: ShapeEngine) -> None:
+    def _turn(self, rank: int, engine: RankEngine) -> None:
         try:
             for job, answer in engine.turn():
                 self._answer(job, answer)
         except EngineError as error:
             # Of weights with NaN, say: who waits for others gets a new engine.
-            self._engines.pop(shape)
+            self._engines.pop(rank)
             engine.engine.close()
             for job in engine.live.values():
                 self._answer(job, FutureAnswer.failure(error))

@@ -239,13 +239,13 @@ class Api:
             "model_name": self.training.base_model,
             "model_data": {"model_name": self.training.base_model, "tokenizer_id": self.tokenizer},
             "optimizer_config": {"type": "adamw"},
-            **_lora(model.shape),
+            **_lora(model.rank),
         }
 
     def _weights_info(self, _http: HttpRequest, data: bytes) -> Any:
-        shape = self._find(Checkpoint, read(data, wire.Named).tinker_path).weights.shape
-        parts = {key: getattr(shape, key) for key in ("train_unembed", "train_mlp", "train_attn")}
-        return {"base_model": self.training.base_model, **_lora(shape), **parts}
+        rank = self._find(Checkpoint, read(data, wire.Named).tinker_path).weights.rank
+        parts = dict.fromkeys(("train_unembed", "train_mlp", "train_attn"), True)
+        return {"base_model": self.training.base_model, **_lora(rank), **parts}
 
     def _capabilities(self, _http: HttpRequest, _data: bytes) -> Any:
         model = {"model_name": self.training.base_model, "max_context_length": self.max_context}
@@ -268,7 +268,7 @@ class Api:
             "last_checkpoint": newest.get("save_weights"),
             "last_sampler_checkpoint": newest.get("save_weights_for_sampler"),
             "user_metadata": metadata and {key: str(value) for key, value in metadata.items()},
-            **_lora(model.shape),
+            **_lora(model.rank),
         }
 
     def _checkpoints(self, http: HttpRequest, _data: bytes) -> Any:
@@ -336,8 +336,8 @@ def _answers(value: dict[str, str]) -> Callable[[HttpRequest, bytes], Any]:
     return lambda _http, _data: value
 
 
-def _lora(shape: wire.TrainedShape) -> dict[str, Any]:
-    return {"is_lora": shape.rank > 0, "lora_rank": shape.rank or None}
+def _lora(rank: int) -> dict[str, Any]:
+    return {"is_lora": rank > 0, "lora_rank": rank or None}
 
 
 def _checkpoint(path: str, saved: Checkpoint) -> dict[str, Any]:

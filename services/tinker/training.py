@@ -43,7 +43,7 @@ class Training:
     journal: FuturesJournal
 
     def __post_init__(self) -> None:
-        self._benches: dict[wire.TrainedShape, Bench] = {}
+        self._benches: dict[int, Bench] = {}
         self._trainees: dict[str, tuple[Bench, Trainee]] = {}
         # What a request makes, with its name and its parent: written with the answer.
         self._records: list[tuple[Model | SamplerRecord | Checkpoint, str, str]] = []
@@ -136,7 +136,7 @@ class Training:
             needed.add(model.state)
             unnamed = {str(folder) for folder in place.glob("sampler_weights-*")} - needed
             newest = sorted(unnamed, key=lambda folder: int(folder.rpartition("-")[2]))
-            needed |= {*newest[-(UNNAMED if model.shape.rank else UNNAMED_WHOLE) :]}
+            needed |= {*newest[-(UNNAMED if model.rank else UNNAMED_WHOLE) :]}
         for folder in place.glob("*"):
             if str(folder) not in needed:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -151,11 +151,11 @@ class Training:
         lora, name = body.lora_config or wire.Lora(0), request.owner
         seed = zlib.crc32(name.encode()) if lora.seed is None else lora.seed
         session = wire.session_of(name)
-        self._begin(Model(name, session, lora.shape, seed, time.time(), body.user_metadata))
+        self._begin(Model(name, session, lora.rank, seed, time.time(), body.user_metadata))
         return FutureAnswer.json({"model_id": name, "type": "create_model"})
 
     def _begin(self, model: Model, source: str = "", *, optimizer: bool = True) -> None:
-        bench = self._bench(model.shape)
+        bench = self._bench(model.rank)
         self._trainees[model.id] = bench, bench.begin(model, source, optimizer=optimizer)
         self._records.append((model, model.id, model.session))
 
@@ -173,7 +173,7 @@ class Training:
             bench.load(trainee, weights.folder, optimizer=body.optimizer)
         else:
             session, metadata = wire.session_of(name), body.user_metadata
-            model = Model(name, session, weights.shape, 0, time.time(), metadata)
+            model = Model(name, session, weights.rank, 0, time.time(), metadata)
             self._begin(model, weights.folder, optimizer=body.optimizer)
         return FutureAnswer.json({"path": body.path, "model_id": name, "type": "load_weights"})
 
@@ -211,7 +211,7 @@ class Training:
             bench.export(trainee, folder, self.base_model)
         else:
             checksum = bench.publish(trainee, folder)
-        weights = wire.Weights(bench.shape, str(folder), checksum)
+        weights = wire.Weights(bench.rank, str(folder), checksum)
         if number is not None:
             session = wire.session_of(model_id)
             sampler = wire.sampler_name(session, number)
@@ -232,7 +232,7 @@ class Training:
             return pair
         if (model := self.journal.get(Model, model_id)) is None:
             raise UsageError(f"there is no model {model_id}")
-        begun, bench = time.monotonic(), self._bench(model.shape)
+        begun, bench = time.monotonic(), self._bench(model.rank)
         _, trainee = self._trainees[model_id] = bench, bench.begin(model)
         for request in self.journal.past(model_id, model.snapshot):
             if request.state == "done":
@@ -244,10 +244,10 @@ class Training:
         trainee.cost_s = time.monotonic() - begun
         return bench, trainee
 
-    def _bench(self, shape: wire.TrainedShape) -> Bench:
-        if shape not in self._benches:
-            self._benches[shape] = Bench(self.config, shape)
-        return self._benches[shape]
+    def _bench(self, rank: int) -> Bench:
+        if rank not in self._benches:
+            self._benches[rank] = Bench(self.config, rank)
+        return self._benches[rank]
 
     def _place(self, model_id: str) -> Path:
         return self.folder / "models" / model_id.replace(":", "-")

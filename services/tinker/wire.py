@@ -30,15 +30,6 @@ Size = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 
 
-class TrainedShape(msgspec.Struct, frozen=True):
-    """The trained part of the model: an adapter of `rank`, or with rank 0 all weights."""
-
-    rank: int = 0
-    train_mlp: bool = True
-    train_attn: bool = True
-    train_unembed: bool = True
-
-
 class SessionRecord(msgspec.Struct, frozen=True):
     at: float  # of the last heartbeat that was written
     finished: bool = False
@@ -49,7 +40,7 @@ class Model(msgspec.Struct, frozen=True):
 
     id: str
     session: str
-    shape: TrainedShape
+    rank: int  # of its adapter; 0: all weights are trained
     seed: int
     created: float
     user_metadata: dict[str, Any] | None = None
@@ -61,7 +52,7 @@ class Model(msgspec.Struct, frozen=True):
 class Weights(msgspec.Struct, frozen=True):
     """A folder with weights; without one the base model."""
 
-    shape: TrainedShape = TrainedShape()
+    rank: int = 0
     folder: str = ""
     checksum: str = ""
 
@@ -95,10 +86,9 @@ class Lora(msgspec.Struct, forbid_unknown_fields=True):
     train_mlp: bool = True
     train_attn: bool = True
 
-    @property
-    def shape(self) -> TrainedShape:
-        same = msgspec.convert(self, TrainedShape, from_attributes=True)
-        return same if self.rank else TrainedShape()
+    def __post_init__(self) -> None:
+        if self.rank and not (self.train_unembed and self.train_mlp and self.train_attn):
+            raise ValueError("an adapter is on all layers here: leave train_mlp and others at true")
 
 
 class CreateModel(ApiBody):

@@ -23,7 +23,7 @@ from umbra.services.tinker.sampler_process import (
     SamplerStart,
     device_beside,
 )
-from umbra.services.tinker.wire import TrainedShape, Weights, write_samples
+from umbra.services.tinker.wire import Weights, write_samples
 
 ANSWER = FutureAnswer(b"{}")
 
@@ -31,7 +31,7 @@ ANSWER = FutureAnswer(b"{}")
 def job(name: str, version: str = "v1", count: int = 1) -> SampleJob:
     return SampleJob(
         id=name,
-        weights=Weights(TrainedShape(rank=4), version),
+        weights=Weights(4, version),
         prompt=[1],
         count=count,
         sampling=Sampling(),
@@ -122,5 +122,5 @@ def test_a_journal_of_another_schema_is_refused(tmp_path: Path) -> None:
         FuturesJournal(tmp_path / "journal").close()
     with closing(sqlite3.connect(tmp_path / "journal")) as file:
         file.execute("PRAGMA user_version = 1")
-    with pytest.raises(UsageError, match="has schema 1, not 2: name another --dir"):
+    with pytest.raises(UsageError, match="has schema 1, not 3: name another --dir"):
         FuturesJournal(tmp_path / "journal")

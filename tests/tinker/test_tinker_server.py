@@ -489,6 +489,10 @@ def test_what_differs_is_refused(server: Server) -> None:
     refusals: list[tuple[Callable[[], Any], str]] = [
         (lambda: service.create_lora_training_client("other/model").result(), "not served here"),
         (lambda: service.create_sampling_client(base_model="other/model").result(), "not served"),
+        (
+            lambda: service.create_lora_training_client(NAME, 4, train_mlp=False).result(),
+            "on all layers here",
+        ),
         (lambda: client.forward_backward(rows, "gspo").result(), "not supported"),
         (lambda: client.forward_backward(rows, "dro").result(), "beta"),
         (lambda: client.forward_backward(rows, "ppo", {"clip": 1.0}).result(), "no setting"),
