@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -131,6 +132,7 @@ def gpu_world(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("FAKE_CUDA_DELAYS", "0.002,0.0005")  # copies, collectives
     monkeypatch.syspath_prepend(str(DOUBLE))
     _forget_cupy()
+    importlib.import_module("cupy.cuda")  # before the threads of hub and test both do
     yield GpuWorld(bench, folder, monkeypatch)
     bench.close()
     bench.closers.clear()
