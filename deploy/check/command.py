@@ -133,7 +133,7 @@ def _summary(run: RunConfig, changes: list[str], needed: Estimate | None) -> lis
     pieces = ", ".join(f"{key} = {value}" for key, value in trainer.chosen.items())
     rows = {
         "model": run.model.path,
-        "prompts": run.data.prompts or ", ".join(one.prompts for one in run.environments),
+        "prompts": ", ".join(one.prompts for one in run.environments or (run.data,)),
         "batch": f"{groups} groups of {answers} = {groups * answers}",
         "objective": f"{trainer.objective}{f' with {pieces}' if pieces else ''}",
         "staleness": (

@@ -40,30 +40,18 @@ def rows_by_environment(
     """
     if not environments:
         return {"": read_source(data.prompts, prefix, data.columns)}
-    shared = [environment.name for environment in environments if not environment.prompts]
-    if bool(shared) != bool(data.prompts):
+    if data.prompts:
         raise UsageError(
-            f"[[environments]] {shared[0]} has no prompts: name a source, or set data.prompts"
-            if shared
-            else "data.prompts is set, but all [[environments]] have their own: remove it"
+            f"data.prompts = {data.prompts}, and each of [[environments]] has prompts of its own: "
+            "remove it"
         )
-    rows: dict[str, list[Prompt]] = {name: [] for name in shared}
-    for prompt in read_source(data.prompts, columns=data.columns) if shared else ():
-        name = prompt.row.get(ENVIRONMENT)
-        if name not in rows:
-            raise UsageError(
-                f'{data.prompts}, row {prompt.prompt_id}: "{ENVIRONMENT}" is {name!r}, '
-                f"which is no name of [[environments]] without prompts of their own "
-                f"({', '.join(shared)})"
-            )
-        rows[name].append(Prompt(f"{environment_prefix(name)}{prompt.prompt_id}", prompt.row))
-    if empty := [name for name in shared if not rows[name]]:
-        raise UsageError(f'{data.prompts} has no row whose "{ENVIRONMENT}" is {empty[0]!r}')
+    rows: dict[str, list[Prompt]] = {}
     for environment in environments:
-        if environment.prompts:
-            prefix = environment_prefix(environment.name)
-            own = read_source(environment.prompts, prefix, data.columns)
-            rows[environment.name] = [_named(prompt, environment) for prompt in own]
+        name = environment.name
+        if not environment.prompts:
+            raise UsageError(f"environments.{name}.prompts is not set: name its source of prompts")
+        own = read_source(environment.prompts, environment_prefix(name), data.columns)
+        rows[name] = [_named(prompt, environment) for prompt in own]
     return rows
 
 

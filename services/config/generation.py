@@ -164,7 +164,7 @@ class NamedEnvironment(EnvironmentConfig):
 
     name: str = key("", "its name in rows and metrics", pattern="^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     weight: float = key(1.0, "share of the groups, relative to the others'", gt=0)
-    prompts: str = key("", "as data.prompts; empty = the rows of data.prompts with its name")
+    prompts: str = key("", "as data.prompts, which is left out then")
     sampling: dict[str, Any] = key(
         {},
         "keys of [sampling] that are others for its samples, such as { temperature = 0.7, "

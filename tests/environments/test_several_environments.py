@@ -20,10 +20,9 @@ from umbra.services.modeling.run_file import located
 from umbra.services.trainer.metrics import environment_metrics
 
 RUN = """
-[data]
-prompts = "shared.jsonl"
 [[environments]]
 name = "words"
+prompts = "words.jsonl"
 weight = 3.0
 max_turns = 2
 sampling = { top_k = 0, stop = [] }
@@ -48,16 +47,12 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
 
 
 def two(tmp_path: Path, **changes: Any) -> tuple[NamedEnvironment, NamedEnvironment]:
-    sums = write(tmp_path / "sums.jsonl", {"answer": 1}, {"answer": 2})
+    words = write(tmp_path / "words.jsonl", *({"answer": str(n)} for n in range(3)))
+    sums = write(tmp_path / "sums.jsonl", {"answer": 1}, {"answer": 2, "environment": "sums"})
     return (
-        NamedEnvironment(name="words", weight=3.0),
-        NamedEnvironment(name="sums", **{"prompts": sums, **changes}),
+        NamedEnvironment(name="words", prompts=words, weight=3.0),
+        NamedEnvironment(**{"name": "sums", "prompts": sums, **changes}),
     )
-
-
-def shared(tmp_path: Path, *names: str) -> DataConfig:
-    rows = [{"environment": name, "answer": str(n)} for n, name in enumerate(names)]
-    return DataConfig(prompts=write(tmp_path / "shared.jsonl", *rows))
 
 
 def test_a_run_file_has_several_and_is_written_back(tmp_path: Path) -> None:
@@ -68,7 +63,8 @@ def test_a_run_file_has_several_and_is_written_back(tmp_path: Path) -> None:
     (tmp_path / "back.json").write_bytes(to_json(config))
     assert load_config(tmp_path / "back.json", environ={}) == config
     assert loaded(tmp_path, to_toml(as_dict(config))) == config
-    (tmp_path / "sums.jsonl").write_text("{}")
+    for name in ("words", "sums"):
+        (tmp_path / f"{name}.jsonl").write_text("{}")
     resolved = located(config, tmp_path / "run.toml").environments[1]
     assert resolved.prompts == str(tmp_path / "sums.jsonl")
 
@@ -122,8 +118,7 @@ def test_what_cannot_work_is_refused_before_a_start(tmp_path: Path, extra: str, 
 
 
 def test_prompts_are_drawn_by_the_weights_of_their_environments(tmp_path: Path) -> None:
-    environments = two(tmp_path)
-    data = shared(tmp_path, "words", "words", "words")
+    environments, data = two(tmp_path), DataConfig()
     feed = open_prompts(data, seed=1, environments=environments)
     drawn = [next(feed) for _ in range(400)]
     names = [prompt.row["environment"] for prompt in drawn]
@@ -138,19 +133,19 @@ def test_prompts_are_drawn_by_the_weights_of_their_environments(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("names", "changes", "says"),
+    ("prompts", "changes", "says"),
     [
-        (("words", "other"), {}, "'other', which is no name"),
-        (("words",), {"prompts": ""}, "no row whose .environment. is 'sums'"),
-        ((), {}, "words has no prompts"),
+        ("shared.jsonl", {}, r"data.prompts = shared.jsonl, and .* of its own: remove it"),
+        ("", {"prompts": ""}, r"environments.sums.prompts is not set"),
+        ("", {"name": "other"}, r"\"environment\" is 'sums', but the file is that of 'other'"),
     ],
 )
-def test_rows_without_an_environment_are_refused(
-    tmp_path: Path, names: tuple[str, ...], changes: dict[str, Any], says: str
+def test_prompts_that_are_of_no_environment_are_refused(
+    tmp_path: Path, prompts: str, changes: dict[str, Any], says: str
 ) -> None:
-    data = shared(tmp_path, *names) if names else DataConfig()
+    environments = two(tmp_path, **changes)
     with pytest.raises(UsageError, match=says):
-        open_prompts(data, seed=0, environments=two(tmp_path, **changes))
+        open_prompts(DataConfig(prompts=prompts), seed=0, environments=environments)
 
 
 def test_each_sample_has_the_limits_of_its_environment(tmp_path: Path) -> None:
