@@ -49,7 +49,7 @@ from umbra.services.reporting import aligned
 from umbra.services.trainer.policy import export_policy, load_policy
 from umbra.services.trainer.snapshot import tensor_layout, whole_weights, write_shards
 from umbra.services.weights.manifest import build_manifest
-from umbra.services.weights.memory import private_memory
+from umbra.services.weights.memory import shared_memory
 
 LARGE = 600_000_000  # bytes of weights; a copy is made of larger models
 WINDOW = 16  # tokens; the sequences that are compared are longer
@@ -403,7 +403,7 @@ class Version(NamedTuple):
 
 def publish(policy: PreTrainedModel, dtype: str = "float32") -> Version:
     manifest = build_manifest(tensor_layout(policy, dtype), _BUCKET_BYTES)
-    memory = private_memory(manifest.total_bytes)
+    memory = shared_memory(manifest.total_bytes)
     write_shards(policy, manifest, memory)
     weights = {name: tensor.clone() for name, tensor in whole_weights(policy).items()}
     return Version(weights, manifest, memory)

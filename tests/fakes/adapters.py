@@ -15,6 +15,7 @@ from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import load_policy
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest, check_manifest
+from umbra.services.weights.memory import shared_memory
 
 BUCKET_BYTES = 4096
 
@@ -55,6 +56,6 @@ def publish(
     layout = tensor_layout(learner.model, dtype, adapter=adapter is not None)
     manifest = build_manifest(layout, BUCKET_BYTES, adapter=adapter)
     check_manifest(manifest)
-    slot = memoryview(bytearray(manifest.total_bytes))
+    slot = shared_memory(manifest.total_bytes)
     write_shards(learner.model, manifest, slot)
     return manifest, slot

@@ -10,6 +10,7 @@ from umbra.proto.records import Manifest, Sampling
 from umbra.services.generator.engines.engine import Engine, EngineOutput, EngineRequest
 from umbra.services.modeling.weights import tensors_in
 from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.memory import shared_memory
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -96,15 +97,17 @@ def worst(
 def in_memory(
     tensors: Mapping[str, torch.Tensor],
     bucket_bytes: int = 4096,
-    allocate: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
 ) -> tuple[Manifest, memoryview]:
     """A version that is these tensors: its layout and its bytes."""
     layout = [(name, DTYPES[one.dtype], list(one.shape)) for name, one in tensors.items()]
     manifest = build_manifest(layout, bucket_bytes)
-    data = allocate(manifest.total_bytes)
+    data = shared_memory(manifest.total_bytes)
     for name, place in tensors_in(manifest, data):
         place.copy_(tensors[name])
     return manifest, data
+
+
+_kept: list[memoryview] = []  # the newest version, as receivers keep it: servers may come back
 
 
 def load(
@@ -115,4 +118,5 @@ def load(
 ) -> None:
     """Have `engine` serve these tensors, in one part."""
     manifest, data = in_memory({name: tensor.detach() for name, tensor in tensors})
+    _kept[:] = [data]
     engine.load(manifest, data, version, kv_policy)

@@ -30,7 +30,7 @@ from umbra.services.generator.vllm.http_client import check_private
 from umbra.services.generator.vllm.http_engine import HttpEngine
 from umbra.services.modeling.models import outline_model
 from umbra.services.weights.manifest import checksum
-from umbra.services.weights.memory import MappedBlocks, shared_memory
+from umbra.services.weights.memory import MappedBlocks
 from umbra.services.weights.verify import ChangedError, SlotGuard
 
 TORN = "torn"  # what tokens of neither version are labelled
@@ -411,7 +411,7 @@ def test_weights_of_somebody_else_are_noticed_and_their_tokens_are_dropped(fleet
 def test_what_was_overwritten_is_sent_to_no_server(fleet: Fleet) -> None:
     engine = fleet.open()
     fleet.load(0)
-    manifest, data = in_memory(fleet.tensors, allocate=shared_memory)
+    manifest, data = in_memory(fleet.tensors)
     wrong = [0] * len(manifest.buckets)
     guard = SlotGuard(memoryview(bytearray(8)).cast("Q"), lambda: None, manifest, data, wrong)
     before = [server.calls.count("/pause") for server in fleet.servers]

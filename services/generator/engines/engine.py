@@ -6,7 +6,7 @@ outputs come, and between two polls, that is at a token boundary, `load` or `abo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, Protocol
@@ -58,15 +58,6 @@ class EngineOutput:
     finish_reason: FinishReason
     routing: Routing | None = None
     support: Support | None = None
-
-
-def take(
-    outputs: list[EngineOutput], is_wanted: Callable[[EngineOutput], bool]
-) -> list[EngineOutput]:
-    """Remove the wanted ones from `outputs`, and return them."""
-    taken = [output for output in outputs if is_wanted(output)]
-    outputs[:] = [output for output in outputs if not is_wanted(output)]
-    return taken
 
 
 class Engine(Protocol):

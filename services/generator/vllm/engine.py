@@ -34,7 +34,6 @@ from umbra.services.generator.engines.engine import (
     EngineOutput,
     EngineRequest,
     KvPolicy,
-    take,
 )
 from umbra.services.generator.vllm import options, private
 from umbra.services.generator.vllm.loop_engine import REPLY_S, Live, LoopEngine, Salts
@@ -98,9 +97,9 @@ class VllmEngine(LoopEngine[Live]):
         self.version = version
         # To pause, to load a version, and to resume.
         self._pace = config.weight_hub.pace.after(config.buffer.engine_stall_s)
-        self.decoded_tokens = self._finished_tokens = 0
+        self.decoded_tokens = 0
         self._salts = Salts()  # of the loop's thread
-        self._mapped: tuple[bytes, bool] = b"", False  # memory of the GPU, and whether they could
+        self._mapped = b""  # handle of the GPU's memory that the workers have mapped
         self._routers = Routers.of(outline) if config.trainer.router_replay else None
         init: dict[str, Any] = {}
         self._lora: LoRARequest | None = None  # whose factors versions are
@@ -149,7 +148,8 @@ class VllmEngine(LoopEngine[Live]):
         self.decoded_tokens = max(self.decoded_tokens, now)
         if not self._ready and (died := self._died) is not None:
             raise died
-        return take(self._ready, lambda _: True)
+        outputs, self._ready = self._ready, []
+        return outputs
 
     def load(
         self,
@@ -161,15 +161,15 @@ class VllmEngine(LoopEngine[Live]):
     ) -> None:
         """Serve `version` from the next token on; see `Engine.load`.
 
-        The workers map a version that lies in shared memory or on their GPU; any other is copied to
-        shared memory first.
+        The workers map the version, which lies in shared memory or on their GPU.
 
         Raises:
-            UsageError: as there.
+            UsageError: as there; or the workers cannot map memory of the GPU.
             EngineError: vLLM died, or the load broke off.
         """
-        is_mapped = isinstance(data, DeviceMemory) and self._maps(data)
-        update = self._update(manifest, data, is_mapped=is_mapped)
+        if isinstance(data, DeviceMemory):
+            self._map(data)
+        update = self._update(manifest, data)
         limit_s = self._pace.limit_s(manifest.total_bytes)
         try:
             self._wait(self._pause(kv_policy), limit_s)
@@ -222,36 +222,29 @@ class VllmEngine(LoopEngine[Live]):
             with suppress(EngineDeadError):
                 self._wait(self._abort(live))
         self._collect(0.0)
-        if self._llm.errored and self._open:  # no output comes, but vLLM's records can be read
-            for key, output in self._wait(self._look(live)).items():
-                self.ended.put((key, output))
-            self._collect(0.0)
         for key in live:
             self._open.pop(key, None)
-
-    def _finished(self, request: EngineRequest, output: EngineOutput) -> None:
-        super()._finished(request, output)
-        self._finished_tokens += len(output.token_ids)
 
     def _tokens(self) -> dict[str, list[int]]:
         """Return the tokens of each request that is not done, by key."""
         records = private.requests(self._llm)
         return {key: private.tokens_of(record) for key, record in records.items()}
 
-    def _maps(self, data: DeviceMemory) -> bool:
-        """Have the workers map `data`, once; return whether they could."""
-        if self._mapped[0] != data.handle:
-            self._mapped = data.handle, True
-            init = WeightTransferInitRequest({"handle": data.handle, "size": len(data)})
-            try:
-                self._wait(self._llm.init_weight_transfer_engine(init))
-            except Exception as error:  # whatever it is, the model is as it was
-                if (died := self._died) is not None:
-                    raise died from error
-                self._mapped = data.handle, False
-                warning = "vLLM cannot map memory of the GPU, versions go through the host: %s"
-                log.warning(warning, _sentence(error))
-        return self._mapped[1]
+    def _map(self, data: DeviceMemory) -> None:
+        """Have the workers map `data`, once; raise UsageError if they can't."""
+        if self._mapped == data.handle:
+            return
+        init = WeightTransferInitRequest({"handle": data.handle, "size": len(data)})
+        try:
+            self._wait(self._llm.init_weight_transfer_engine(init))
+        except Exception as error:  # whatever it is, the model is as it was
+            if (died := self._died) is not None:
+                raise died from error
+            raise UsageError(
+                f"vLLM's workers cannot map memory of the GPU: {_sentence(error)}; set "
+                'weight_hub.plane to "shm" or "tcp", which go through the host'
+            ) from error
+        self._mapped = data.handle
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = REPLY_S) -> T:
         """Return its result; EngineDeadError if it cannot come.

@@ -22,7 +22,6 @@ from umbra.services.generator.engines.engine import (
     EngineOutput,
     EngineRequest,
     KvPolicy,
-    take,
 )
 from umbra.services.generator.vllm.loop_engine import LoopEngine
 from umbra.services.generator.vllm.server import Load, Stream, VllmServer
@@ -138,7 +137,8 @@ class HttpEngine(LoopEngine[Stream]):
             raise EngineError(
                 f"no server of generator.urls was ready for {now - self._served_at:.0f} s: {faults}"
             )
-        return take(self._ready, lambda _: True)
+        outputs, self._ready = self._ready, []
+        return outputs
 
     def load(
         self,
@@ -157,11 +157,11 @@ class HttpEngine(LoopEngine[Stream]):
             ChangedError: it is overwritten.
             EngineError: the servers refuse it.
         """
+        assert isinstance(data, memoryview), "receivers of servers have no GPU"
         update = self._update(manifest, data)
-        assert isinstance(update.memory, memoryview)
         if guard is not None:
             guard.verify()
-        sums = guard.sums if guard is not None else Checksums(manifest, update.memory, THREADS)
+        sums = guard.sums if guard is not None else Checksums(manifest, data, THREADS)
         update.info["buckets"] = [
             [update.start + start, update.start + end, checksum]
             for (start, end), checksum in zip(manifest.buckets, sums.result(), strict=True)
@@ -172,7 +172,6 @@ class HttpEngine(LoopEngine[Stream]):
             update.info,
             kv_policy,
             self._pace.limit_s(manifest.total_bytes),
-            update.memory if update.is_copy else None,
         )
         refusal = self._wait(self._serve(load), _CALLS * load.limit_s)
         if refusal is not None and not any(server.is_ready for server in self.servers):

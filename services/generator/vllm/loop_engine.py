@@ -25,19 +25,17 @@ from umbra.services.generator.vllm.checkpoint_names import CheckpointNames
 from umbra.services.modeling.weights import WeightTable
 from umbra.services.process.loop_thread import LoopThread
 from umbra.services.weights.manifest import Part
-from umbra.services.weights.memory import copy, locate, shared_memory
+from umbra.services.weights.memory import locate
 
 REPLY_S = 60.0  # of the loop
 _TIES = 8  # tokens that are asked for beyond top_k, all that tie with its last being kept
 
 
 class Update(NamedTuple):
-    """A version on its way: the fields of `UpdateInfo`, and the bytes that they name."""
+    """A version on its way: the fields of `UpdateInfo`."""
 
     info: dict[str, Any]
-    start: int  # of these bytes in the file that workers map
-    memory: Part
-    is_copy: bool  # nobody else keeps the memory
+    start: int  # of its bytes in the file that workers map
 
 
 class Salts:
@@ -120,6 +118,7 @@ class LoopEngine(Generic[L]):
         self._numbers = itertools.count()
         self._open: dict[str, L] = {}  # by a key that is never used twice
         self._ready: list[EngineOutput] = []
+        self._finished_tokens = 0
 
     @property
     def live(self) -> int:
@@ -134,7 +133,10 @@ class LoopEngine(Generic[L]):
         if live := self._named(names):
             self._stop(live)
         self._collect(0.0)
-        return engine.take(self._ready, lambda output: names is None or output.request_id in names)
+        ready, self._ready = self._ready, []
+        wanted = ready if names is None else [one for one in ready if one.request_id in names]
+        self._ready = [one for one in ready if one not in wanted]
+        return wanted
 
     def _stop(self, live: dict[str, L]) -> None:
         """End these requests; their outputs are `ended` then."""
@@ -145,23 +147,18 @@ class LoopEngine(Generic[L]):
         live = self._open.items()
         return {k: one for k, one in live if names is None or one.request.request_id in names}
 
-    def _update(self, manifest: Manifest, data: Part, *, is_mapped: bool = False) -> Update:
-        """Return the update that loads `data`, from the GPU where workers have mapped it.
+    def _update(self, manifest: Manifest, data: Part) -> Update:
+        """Return the update that loads `data` from shared memory, or memory of the GPU.
 
-        Data that is neither there nor in shared memory is copied to shared memory. Raises
-        UsageError unless versions of this layout fit the model.
+        Raises UsageError unless versions of this layout fit the model.
         """
         self._fit.check(manifest)
-        place = ("", 0) if is_mapped else locate(data) if isinstance(data, memoryview) else None
-        if is_copy := place is None:
-            whole = shared_memory(len(data))
-            copy(data if isinstance(data, memoryview) else bytes(data), whole)
-            data, place = whole, locate(whole)
-            assert place is not None
-        path, start = place  # "": memory of the GPU
+        place = locate(data) if isinstance(data, memoryview) else ("", 0)
+        assert place is not None, "vLLM's workers are other processes: the memory must be shared"
+        path, start = place
         layout = msgspec.json.encode(self._layout(manifest, start)).decode()
         info = {"path": path, "manifest": layout, "buckets": []}
-        return Update(info, start, data, is_copy)
+        return Update(info, start)
 
     def _layout(self, manifest: Manifest, start: int) -> Manifest:
         """Return the layout of a version from byte `start` on, in the names of checkpoints."""
@@ -214,12 +211,9 @@ class LoopEngine(Generic[L]):
         with suppress(queue.Empty):
             key, outcome = self.ended.get(block=timeout_s > 0, timeout=timeout_s or None)
             while True:
-                if (live := self._open.pop(key, None)) is not None:
+                if self._open.pop(key, None) is not None:
                     if isinstance(outcome, BaseException):
                         raise outcome
-                    self._finished(live.request, outcome)
+                    self._finished_tokens += len(outcome.token_ids)
+                    self._ready.append(outcome)
                 key, outcome = self.ended.get_nowait()
-
-    def _finished(self, request: EngineRequest, output: EngineOutput) -> None:
-        del request
-        self._ready.append(output)

@@ -61,7 +61,6 @@ class Load:
     update: dict[str, Any]
     kv_policy: KvPolicy
     limit_s: float  # of each of its steps
-    held: memoryview | None  # its memory, if nobody else keeps it
 
 
 class _Candidate(msgspec.Struct):
