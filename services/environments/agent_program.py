@@ -165,24 +165,18 @@ async def request(
         f"Authorization: Bearer {key}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
-
-    async def exchange() -> bytes:
-        secure = parts.scheme == "https"
-        port = parts.port or (443 if secure else 80)
-        reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=secure or None)
-        try:
-            writer.write(head.encode() + data)
-            return await reader.read()
-        finally:
-            writer.close()
-
-    exchanging = asyncio.ensure_future(exchange())
-    try:  # `wait_for` before Python 3.12 loses a cancellation that comes with the answer
-        if not (await asyncio.wait({exchanging}, timeout=limit_s))[0]:
-            raise OSError(f"no answer within {limit_s} s")
-        answer = exchanging.result()
-    finally:
-        exchanging.cancel()
+    secure = parts.scheme == "https"
+    port = parts.port or (443 if secure else 80)
+    try:
+        async with asyncio.timeout(limit_s):
+            reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=secure or None)
+            try:
+                writer.write(head.encode() + data)
+                answer = await reader.read()
+            finally:
+                writer.close()
+    except TimeoutError as error:
+        raise OSError(str(error) or f"no answer within {limit_s} s") from None
     received, _, content = answer.partition(b"\r\n\r\n")
     try:
         return int(received.split(b" ", 2)[1]), json.loads(content)

@@ -148,7 +148,8 @@ async def run_process(
         start_new_session=True,  # so that whatever it starts can be killed with it
     )
     try:
-        return await asyncio.wait_for(_outcome(process, stdin), limit_s)
+        async with asyncio.timeout(limit_s):
+            return await _outcome(process, stdin)
     except TimeoutError:
         raise SandboxError(f"the command took longer than {limit_s:g} s") from None
     finally:

@@ -253,26 +253,20 @@ class Worker:
         await self._host.close()
 
     async def _play(self, play: Play) -> None:
-        playing = asyncio.ensure_future(self._host.play(play.key, play.row, play.responses))
         played = partial(Played, play.number)
         try:
-            await asyncio.wait({playing}, timeout=self._limit_s)
-            if not playing.done():
-                playing.cancel()
-                await asyncio.wait({playing})
-                self._send(played(overdue=True))
-                return
-            answer = playing.result()
+            async with asyncio.timeout(self._limit_s):
+                answer = await self._host.play(play.key, play.row, play.responses)
             if isinstance(answer, Opening):
                 self._send(played(opening=answer))
             else:
                 self._send(played(steps=answer if isinstance(answer, list) else [answer]))
+        except TimeoutError:
+            self._send(played(overdue=True))
         except SampleError as error:
             exhausted = isinstance(error.__cause__, MemoryError)
             self._send(played(error=str(error), exhausted=exhausted))
         except asyncio.CancelledError:
-            playing.cancel()
-            await asyncio.wait({playing})
             self._send(played(error="its sample is over"))
         except Exception as error:  # noqa: BLE001 - no MessagePack, or a bug: one sample's
             self._send(played(error=f"the environment's answer: {error}"))
