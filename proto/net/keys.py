@@ -57,8 +57,8 @@ class Security:
         if self.keys is None and not self.insecure and not is_local(endpoint):
             raise UsageError(
                 f"{endpoint} can be reached from other machines, and this run has no keys: make "
-                "them with `umbra keys FOLDER` and give every process --keys FOLDER (--insecure "
-                "binds it without, for a network in which everyone is trusted)"
+                "them with `umbra keys FOLDER` and give every process --keys FOLDER (or set "
+                "security.insecure = true, for a network in which everyone is trusted)"
             )
 
 

@@ -198,12 +198,6 @@ FLAGS: dict[str, click.Option] = {
     ),
     "run.advertise": click.Option(["--advertise"], help="Host by which others reach this process."),
     "security.keys": click.Option(["--keys"], **KEYS),
-    "security.insecure": click.Option(
-        ["--insecure"],
-        flag_value="true",
-        default=None,
-        help="Bind addresses that other machines can reach without keys (security.insecure).",
-    ),
 }
 
 

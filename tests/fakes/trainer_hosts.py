@@ -163,7 +163,8 @@ class Trainer:
             TrainerHost(owner, bench.endpoint, file, folder, at.get(owner))
             for owner in range(1, hosts)
         ]
-        given = ["--keys", str(keys)] if keys else ["--insecure"] if places else []
+        open_binds = ["--set", "security.insecure=true"]
+        given = ["--keys", str(keys)] if keys else open_binds if places else []
         for host in self.hosts:
             bench.closers.append(host.close)
             host.start_part(*given)

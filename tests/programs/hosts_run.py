@@ -137,7 +137,7 @@ def services(folder: Path, hosts: dict[str, Host], relays: list[str]) -> dict[st
     for host, those in wanted.items():
         made[host] = []
         for name, argv in those.items():
-            common = ["--config", str(folder / "run.toml"), "--insecure"]
+            common = ["--config", str(folder / "run.toml"), "--set", "security.insecure=true"]
             common += ["--run-dir", str(folder / host / "run")]
             if name != "buffer":
                 common += ["--broker", f"tcp://{alpha}:5555"]

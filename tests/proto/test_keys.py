@@ -160,7 +160,7 @@ def test_what_others_can_reach_is_bound_with_keys_only(folder: Path) -> None:
         Security(insecure=True).check_bind(endpoint)
         with pytest.raises(UsageError) as refused:
             OPEN.check_bind(endpoint)
-        for part in (endpoint, "umbra keys", "--keys", "--insecure"):
+        for part in (endpoint, "umbra keys", "--keys", "security.insecure = true"):
             assert part in str(refused.value)
 
 
