@@ -169,11 +169,11 @@ class VllmEngine(LoopEngine[Live]):
         """
         if isinstance(data, DeviceMemory):
             self._map(data)
-        update = self._update(manifest, data)
+        info, _ = self._update(manifest, data)
         limit_s = self._pace.limit_s(manifest.total_bytes)
         try:
             self._wait(self._pause(kv_policy), limit_s)
-            request = WeightTransferUpdateRequest(update_info=update.info)
+            request = WeightTransferUpdateRequest(update_info=info)
             self._wait(self._llm.update_weights(request), limit_s)
             if guard is not None:
                 guard.verify()

@@ -158,18 +158,18 @@ class HttpEngine(LoopEngine[Stream]):
             EngineError: the servers refuse it.
         """
         assert isinstance(data, memoryview), "receivers of servers have no GPU"
-        update = self._update(manifest, data)
+        info, first = self._update(manifest, data)
         if guard is not None:
             guard.verify()
         sums = guard.sums if guard is not None else Checksums(manifest, data, THREADS)
-        update.info["buckets"] = [
-            [update.start + start, update.start + end, checksum]
+        info["buckets"] = [
+            [first + start, first + end, checksum]
             for (start, end), checksum in zip(manifest.buckets, sums.result(), strict=True)
         ]
         load = Load(
             version,
             f"{self._name}.{version}.{next(self._numbers)}",
-            update.info,
+            info,
             kv_policy,
             self._pace.limit_s(manifest.total_bytes),
         )

@@ -11,7 +11,7 @@ import queue
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -29,13 +29,6 @@ from umbra.services.weights.memory import locate
 
 REPLY_S = 60.0  # of the loop
 _TIES = 8  # tokens that are asked for beyond top_k, all that tie with its last being kept
-
-
-class Update(NamedTuple):
-    """A version on its way: the fields of `UpdateInfo`."""
-
-    info: dict[str, Any]
-    start: int  # of its bytes in the file that workers map
 
 
 class Salts:
@@ -133,10 +126,11 @@ class LoopEngine(Generic[L]):
         if live := self._named(names):
             self._stop(live)
         self._collect(0.0)
-        ready, self._ready = self._ready, []
-        wanted = ready if names is None else [one for one in ready if one.request_id in names]
-        self._ready = [one for one in ready if one not in wanted]
-        return wanted
+        ready = self._ready
+        if names is None:
+            names = {output.request_id for output in ready}
+        self._ready = [output for output in ready if output.request_id not in names]
+        return [output for output in ready if output.request_id in names]
 
     def _stop(self, live: dict[str, L]) -> None:
         """End these requests; their outputs are `ended` then."""
@@ -147,8 +141,8 @@ class LoopEngine(Generic[L]):
         live = self._open.items()
         return {k: one for k, one in live if names is None or one.request.request_id in names}
 
-    def _update(self, manifest: Manifest, data: Part) -> Update:
-        """Return the update that loads `data` from shared memory, or memory of the GPU.
+    def _update(self, manifest: Manifest, data: Part) -> tuple[dict[str, Any], int]:
+        """Return the fields of the `UpdateInfo` that loads `data`, and where its file has `data`.
 
         Raises UsageError unless versions of this layout fit the model.
         """
@@ -158,7 +152,7 @@ class LoopEngine(Generic[L]):
         path, start = place
         layout = msgspec.json.encode(self._layout(manifest, start)).decode()
         info = {"path": path, "manifest": layout, "buckets": []}
-        return Update(info, start)
+        return info, start
 
     def _layout(self, manifest: Manifest, start: int) -> Manifest:
         """Return the layout of a version from byte `start` on, in the names of checkpoints."""
