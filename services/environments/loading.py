@@ -12,6 +12,7 @@ from typing import Any
 
 from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
+from umbra.services.config.generation import LIBRARIES
 from umbra.services.environments import built_in
 from umbra.services.environments.agent_program import AgentProgram, Program
 from umbra.services.environments.openenv import openenv_program
@@ -32,7 +33,6 @@ _KINDS: dict[str, Callable[..., Environment]] = {
     UNREWARDED: built_in.Unrewarded,
 }
 _OTHERS = ("tools", "reward", "agent")
-_PROGRAMS = ("verifiers", "openenv", "trl")
 _INSTANT = {"exact", "numeric", "guess", UNREWARDED}
 
 
@@ -49,7 +49,7 @@ def name_of(config: EnvironmentConfig) -> str:
         return f"environment {', '.join(_functions(config))}"
     if config.kind == "agent":
         return f"agent {config.agent}".strip()  # one from outside has no name
-    return f"environment {config.kind}" + (f":{config.id}" if config.kind in _PROGRAMS else "")
+    return f"environment {config.kind}" + (f":{config.id}" if config.kind in LIBRARIES else "")
 
 
 def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
@@ -58,7 +58,7 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
     sandbox: Callable[[], Any] | None = _sandbox(config) if config.sandbox else None
     runs_code = kind == "agent" or ":" in kind
     make: Callable[..., Environment]
-    if kind in _PROGRAMS:
+    if kind in LIBRARIES:
         make, options = partial(AgentProgram, _program(config), name_of(config)), {}
     elif kind == "reward":
         make = _rewarded(config)
@@ -89,7 +89,7 @@ def load_environment(config: EnvironmentConfig) -> EnvironmentFactory:
     elif kind in _KINDS:
         make = _KINDS[kind]
     else:
-        known = [*(kind for kind in _KINDS if kind != UNREWARDED), *_OTHERS, *_PROGRAMS]
+        known = [*(kind for kind in _KINDS if kind != UNREWARDED), *_OTHERS, *LIBRARIES]
         raise UsageError(
             f"environment.kind {kind!r} is unknown{_nearest(kind, known)}; use "
             f'{", ".join(known)}, or a class as "module:Class"'

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from umbra.proto.errors import UsageError
+from umbra.services.config.generation import ENVIRONMENT
 from umbra.services.environments.agent_program import (
     INSTALL,
     Conversation,
@@ -27,7 +28,6 @@ from umbra.services.environments.protocol import Row, SampleError, StepResult, f
 from umbra.services.environments.rewards import Rewards
 
 _NO_TOOLS = ("reset", "get_reward", "close")
-ENVIRONMENT = "environment"  # the column that names it where a run has several
 
 
 def trl_program(

@@ -14,12 +14,13 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from umbra.proto.bounds import PARTS
 from umbra.proto.errors import UsageError
 from umbra.services.environments.agent_program import INSTALL, Program
 from umbra.services.environments.protocol import Row, SampleError, StepResult, finite_number
 
 _KEY_VARIABLE = "UMBRA_SESSION_KEY_"  # what their names begin with, see `_key_variable`
-_MOST_PARTS, _LONGEST_NAME = 64, 100  # of a reward, as `trajectory_rules.py` bounds them
+_LONGEST_NAME = 100  # of a part of a reward, as `trajectory_rules.py` bounds it
 TASK_DATA = "task_data"  # the column with a task
 _DEFAULTS = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 
@@ -143,7 +144,7 @@ def _parts(values: Mapping[str, Any]) -> dict[str, float]:
         for name, value in values.items()
         if isinstance(value, int | float) and math.isfinite(value)
     }
-    return dict(itertools.islice(numbers.items(), _MOST_PARTS))
+    return dict(itertools.islice(numbers.items(), PARTS))
 
 
 def _worded(error: Any) -> str:
