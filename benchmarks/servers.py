@@ -31,7 +31,6 @@ from umbra.services.generator.engines.engine import Engine, EngineRequest
 from umbra.services.generator.vllm.http_engine import HttpEngine
 from umbra.services.generator.vllm.options import set_environment
 from umbra.services.modeling.models import load_model, outline_model
-from umbra.services.weights.memory import shared_memory
 
 SERVED, INSIDE = "vllm-http", "vllm"
 COLUMNS = ("tokens_per_s", "cpu_s_per_1000")
@@ -65,7 +64,7 @@ def opened(model: Path, slots: int) -> Iterator[tuple[dict[str, Engine], int]]:
         stack.callback(inside.close)
         whole = load_model(str(model), torch.device("cpu"), torch.float32)
         weights = {name: one.detach() for name, one in whole.named_parameters()}
-        manifest, data = in_memory(weights, 4 << 20, shared_memory)
+        manifest, data = in_memory(weights, 4 << 20)
         del whole, weights
         for engine in (served, inside):
             engine.load(manifest, data, 0, "keep")

@@ -69,7 +69,7 @@ def test_each_line_has_the_tokens_and_logprobs_of_the_version_that_each_span_nam
     def update(runner: RolloutRunner) -> None:
         if due and engine.decoded_tokens >= due[0][0]:
             _, version = due.pop(0)
-            runner.take(load(engine, models[version].named_parameters(), version, "recompute"))
+            load(engine, models[version].named_parameters(), version, "recompute")
 
     endpoint = world(engine, branches=8, between=update)
     endpoint.add(sample({"prompt": "talk"}))
