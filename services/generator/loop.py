@@ -211,7 +211,7 @@ class GeneratorLoop:
         tokens = engine.decoded_tokens
         self._session.stats(
             decoded_per_s=(tokens - self._stats_tokens) / elapsed,
-            live=engine.live,
+            live=min(self._runner.wanting, engine.slots),
             active=self._runner.active,
             version=engine.version,
             finished=self._finished,

@@ -71,9 +71,6 @@ class Engine(Protocol):
     def decoded_tokens(self) -> int: ...  # sampled so far, for throughput
 
     @property
-    def live(self) -> int: ...  # sequences being decoded
-
-    @property
     def busy(self) -> bool: ...  # `poll` has something to do
 
     def submit(self, requests: Iterable[EngineRequest]) -> None:

@@ -229,10 +229,6 @@ class TorchEngine:
         self._outputs: list[EngineOutput] = []
 
     @property
-    def live(self) -> int:
-        return len(self._rows)
-
-    @property
     def busy(self) -> bool:
         return bool(self._rows or self._queue or self._outputs)
 

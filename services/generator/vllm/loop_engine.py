@@ -114,10 +114,6 @@ class LoopEngine(Generic[L]):
         self._finished_tokens = 0
 
     @property
-    def live(self) -> int:
-        return min(len(self._open), self.slots)
-
-    @property
     def busy(self) -> bool:
         return bool(self._open or self._ready)
 
