@@ -53,6 +53,7 @@ from umbra.services.tinker.sampler_process import SampleJob, SampleReport, Sampl
 from umbra.services.tinker.wire import PROTOBUF, Array, write_samples
 from umbra.services.trainer.snapshot import tensor_layout, write_shards
 from umbra.services.weights.manifest import build_manifest
+from umbra.services.weights.memory import shared_memory
 
 ALIVE_S = 1.0  # between signs of life
 POLL_S = 0.02  # that vLLM may take until the next look at its tokens
@@ -93,9 +94,9 @@ class RankEngine:
         adapter = put_adapter(model, rank, config)
         layout = tensor_layout(model, dtype, adapter=adapter is not None)
         self._manifest = build_manifest(layout, config.weight_hub.bucket_bytes, adapter=adapter)
-        self._base = bytearray(self._manifest.total_bytes)  # of an adapter: B = 0
+        self._base = shared_memory(self._manifest.total_bytes)  # of an adapter: B = 0
         if adapter is None:
-            write_shards(model, self._manifest, memoryview(self._base))
+            write_shards(model, self._manifest, self._base)
         self._tokenizer = load_tokenizer(path)
         self._stop_ids = stop_ids(model, self._tokenizer)
         self._vocabulary: int = outline.get_input_embeddings().num_embeddings
@@ -186,7 +187,9 @@ class RankEngine:
         data = self._base
         if folder := job.weights.folder:
             try:
-                data = bytearray((Path(folder) / VERSION).read_bytes())
+                data = shared_memory(self._manifest.total_bytes)
+                with (Path(folder) / VERSION).open("rb") as file:
+                    file.readinto(data)
             except OSError as error:
                 raise UsageError(
                     "these weights are no longer here: unnamed ones go once there are newer ones; "
@@ -195,7 +198,7 @@ class RankEngine:
             if xxhash.xxh3_128_hexdigest(data) != job.weights.checksum:
                 raise UmbraError(f"{folder} is damaged: its checksum differs; save it again")
         self._loads += 1
-        self.engine.load(self._manifest, memoryview(data), self._loads, "recompute")
+        self.engine.load(self._manifest, data, self._loads, "recompute")
         self._served = job.weights.folder
 
     def _begin(self, job: SampleJob) -> None:
