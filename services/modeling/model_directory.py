@@ -30,18 +30,14 @@ def directory_of(
     return fetch(str(name), source, weights=weights, code=code) if hub_name else Path(name)
 
 
-def folder_for_model(out: Path) -> Path:
-    """Return `--out`, a folder to write a model to, as an absolute path.
-
-    Raises UsageError if something other than a model would be replaced there.
-    """
+def check_out(out: Path) -> None:
+    """Raise UsageError if a model at `--out` would replace something other than a model."""
     folder = out.resolve()
     if folder in (here := Path.cwd(), *here.parents):
         raise UsageError(f"--out {out} is the current directory or one above: name another folder")
     taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if taken and not all((folder / n).is_file() for n in ("config.json", "tokenizer_config.json")):
         raise UsageError(f"--out {out} exists and holds no model: name another folder")
-    return folder
 
 
 def check_model_dir(

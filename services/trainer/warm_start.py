@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from umbra.proto.errors import UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.micro_batch import Tokens
-from umbra.services.modeling.model_directory import folder_for_model
+from umbra.services.modeling.model_directory import check_out
 from umbra.services.process.files import read_jsonl
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import export_policy, load_policy
@@ -217,7 +217,7 @@ def command(model: Path, data: Path, out: Path, steps: int, as_json: bool, **giv
 
     keys = ("learning_rate", "schedule", "threads", "device")
     settings = {key: given.pop(key) for key in keys}
-    out = folder_for_model(out)
+    check_out(out)
     config = TrainerConfig(pack_tokens=64, micro_tokens=8192, **settings)
     outcome = warm_start(model, data, out, steps=steps, config=config, report=show, **given)
     if as_json:

@@ -17,7 +17,7 @@ import msgspec
 
 from umbra.proto.errors import UNREADABLE, UmbraError, UsageError
 from umbra.services.config import CheckpointConfig, RunConfig
-from umbra.services.modeling.model_directory import folder_for_model
+from umbra.services.modeling.model_directory import check_out
 from umbra.services.process.files import DISK, Disk, named_run
 
 SCRATCH = ".writing-"
@@ -290,5 +290,5 @@ def command(checkpoint: Path, out: Path, model: str) -> None:
     runs/) for the newest one. A LoRA adapter is merged into its base. `hf upload ORG/NAME OUT`
     uploads the result.
     """
-    folder = folder_for_model(out)
-    click.echo(f"{export_checkpoint(named_run(checkpoint), folder, model)}")
+    check_out(out)
+    click.echo(f"{export_checkpoint(named_run(checkpoint), out, model)}")
