@@ -30,7 +30,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "services/monitor": (989, 33),
     "services/process": (1_803, 56),
     "services/scorer": (398, 7),
-    "services/tinker": (2_294, 46),
+    "services/tinker": (2_296, 46),
     "services/trainer": (5_426, 127),
     "services/weight_hub": (1_737, 17),
     "services/weights": (4_961, 90),

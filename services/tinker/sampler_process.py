@@ -127,6 +127,8 @@ class SamplerProcess:
             if report.answer is not None:
                 self._finish(report.id, report.answer)
         pipe.close()
+        if self._pipe is pipe:
+            self._pipe = None
 
     def submit(self, job: SampleJob) -> None:
         """Have a request answered; until a sampler is there it waits."""
