@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes.forks import SEARCH
+from fakes.commands import SEARCH
 from fakes.slowness import limit
 
 from umbra import cli

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
+from fakes.commands import SEARCH, Popen
 from fakes.constants import constants
-from fakes.forks import SEARCH, Popen
 from fakes.full_rows import RowShape, full_rows
 from fakes.slowness import limit
 from programs.memory_peak import Case

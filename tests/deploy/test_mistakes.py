@@ -15,10 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes.commands import UMBRA
-from fakes.forks import SEARCH, Popen
-from fakes.slowness import limit
-from fakes.waiting import until
+from fakes.commands import SEARCH, UMBRA, Popen
+from fakes.slowness import limit, until
 
 from umbra import cli
 from umbra.deploy.prepare.preflight import check_packages, check_room, load_given

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from fakes.fixtures import Closes
 from fakes.players import Player
-from fakes.slowness import seconds
-from fakes.waiting import is_alive, until
+from fakes.slowness import is_alive, seconds, until
 
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments import guard

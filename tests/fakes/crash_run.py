@@ -17,10 +17,8 @@ from pathlib import Path
 
 import zmq
 from fakes.broker_world import trajectory
-from fakes.forks import SEARCH
-from fakes.ports import reserved_port
-from fakes.slowness import limit
-from fakes.waiting import until
+from fakes.commands import SEARCH
+from fakes.slowness import limit, reserved_port, until
 
 from umbra.proto import messages as m
 from umbra.proto import sockets

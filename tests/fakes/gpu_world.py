@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from fakes.hub_bench import LAYOUT, Bench
-from fakes.slowness import seconds
-from fakes.waiting import until
+from fakes.slowness import seconds, until
 
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.weights.gpu import cuda

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from fakes.ports import reserved_port
-from fakes.slowness import limit
+from fakes.slowness import limit, reserved_port
 
 from umbra.proto.errors import PeerLostError
 

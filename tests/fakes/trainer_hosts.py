@@ -22,7 +22,7 @@ import msgspec
 import pytest
 from fakes.hub_bench import PROGRAMS, WAIT_S, Bench
 from fakes.keys import of
-from fakes.waiting import until
+from fakes.slowness import until
 
 from umbra.proto.net.keys import OPEN
 from umbra.proto.records import Manifest

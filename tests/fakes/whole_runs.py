@@ -13,10 +13,8 @@ from typing import Any, TypeAlias
 
 import psutil
 import pytest
-from fakes.commands import UMBRA
-from fakes.forks import SEARCH, Popen
-from fakes.slowness import limit
-from fakes.waiting import until
+from fakes.commands import SEARCH, UMBRA, Popen
+from fakes.slowness import limit, until
 
 from umbra.services.process.parent import GRACE_S
 

@@ -16,8 +16,7 @@ import pytest
 from fakes.costly_frames import costly_bodies
 from fakes.crash_run import BufferProcess, CrashRun, crash_run, memory
 from fakes.keys import of
-from fakes.slowness import limit
-from fakes.waiting import until
+from fakes.slowness import limit, until
 
 from umbra.proto import messages as m
 from umbra.proto import sockets

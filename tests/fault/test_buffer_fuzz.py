@@ -7,7 +7,7 @@ import msgpack
 from fakes.broker_world import trajectory
 from fakes.costly_frames import mutate
 from fakes.crash_run import crash_run, memory
-from fakes.waiting import until
+from fakes.slowness import until
 
 from umbra.proto import messages as m
 from umbra.proto import sockets

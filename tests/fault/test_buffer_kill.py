@@ -3,9 +3,9 @@
 import random
 from pathlib import Path
 
+from fakes.commands import Popen
 from fakes.crash_run import crash_run
-from fakes.forks import Popen
-from fakes.waiting import until
+from fakes.slowness import until
 
 KILLS = 30
 

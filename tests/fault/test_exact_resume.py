@@ -11,8 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fakes.slowness import limit
-from fakes.waiting import until
+from fakes.slowness import limit, until
 from fakes.whole_runs import ORPHANS_S, Up, UpProcess, leftovers
 from safetensors.torch import load_file
 

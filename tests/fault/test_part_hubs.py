@@ -14,8 +14,8 @@ import pytest
 from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, load, publish, take, whole
 from fakes.keys import of
 from fakes.relays import Relay
+from fakes.slowness import until
 from fakes.trainer_hosts import Trainer, TrainerHost, layout, skip_without_namespaces
-from fakes.waiting import until
 
 from umbra.proto.errors import PeerLostError, RejectedError
 from umbra.proto.net.keys import OPEN, Security

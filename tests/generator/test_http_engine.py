@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from fakes.slowness import limit
+from fakes.slowness import limit, until
 from fakes.versions import finish, go_on, in_memory, load, request, versions_of
-from fakes.waiting import until
 
 from umbra.proto.errors import StartupError, UsageError
 from umbra.services.config import (

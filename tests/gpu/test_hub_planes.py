@@ -15,7 +15,7 @@ import pytest
 from fakes.gpu_world import hub_worker
 from fakes.hub_bench import WAIT_S, Bench, publish_slot, take
 from fakes.one_gpu import SHARED
-from fakes.waiting import until
+from fakes.slowness import until
 
 from umbra.proto.records import NcclRound
 from umbra.services.config import WeightHubConfig as WeightHubConfig

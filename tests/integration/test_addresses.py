@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import zmq
-from fakes.ports import reserved_port
+from fakes.slowness import reserved_port
 
 from umbra.proto.net.server import Server
 from umbra.proto.sockets import advertise, next_port, reachable

@@ -13,9 +13,8 @@ import pytest
 from fakes.agents import AgentWorld, send
 from fakes.library_environments import TRL
 from fakes.library_worlds import KEY, BackgroundRunner, LibraryPlay, call
-from fakes.slowness import limit, seconds
+from fakes.slowness import limit, seconds, until
 from fakes.trajectories import sample
-from fakes.waiting import until
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Task

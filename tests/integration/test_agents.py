@@ -14,8 +14,8 @@ from fakes.chat_templates import chat_tokenizer
 from fakes.engine import ScriptedEngine
 from fakes.fixtures import Closes
 from fakes.rollouts import STOP, says, settings
+from fakes.slowness import until
 from fakes.trajectories import sample
-from fakes.waiting import until
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Sampling, unpack_int32

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from fakes.fixtures import Closes
 from fakes.players import Player
-from fakes.slowness import seconds
-from fakes.waiting import until
+from fakes.slowness import seconds, until
 
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.protocol import EpisodeOutcome, Opening, StepResult

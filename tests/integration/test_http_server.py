@@ -10,8 +10,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
-from fakes.slowness import limit, seconds
-from fakes.waiting import until
+from fakes.slowness import limit, seconds, until
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse

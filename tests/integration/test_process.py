@@ -9,10 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import forks
-from fakes.commands import call
-from fakes.slowness import limit
-from fakes.waiting import is_alive, until
+from fakes.commands import call, fork_server
+from fakes.slowness import is_alive, limit, until
 
 from umbra.deploy.prepare.stage import StageInterrupted, Stages
 from umbra.deploy.run_folder import RunFolder
@@ -40,7 +38,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture(params=["executed", "forked"])
 def server(request: pytest.FixtureRequest) -> ForkServer | None:
-    return forks.server() if request.param == "forked" else None
+    return fork_server() if request.param == "forked" else None
 
 
 def start(
@@ -131,13 +129,13 @@ raise ValueError("why")
 
 def test_forks_differ_as_programs_do(folder: RunFolder) -> None:
     """Their command lines, sessions and random numbers; one that ends by an error says which."""
-    assert forks.server().ready()
+    assert fork_server().ready()
     (folder.path / "draw.py").write_text(DRAW)
     drawn = set[str]()
     for name in ("a", "b"):
         argv = (sys.executable, str(folder.path / "draw.py"), name)
         log = folder.log(name)
-        child = ChildProcess(argv, stdout=log, stderr=log, server=forks.server())
+        child = ChildProcess(argv, stdout=log, stderr=log, server=fork_server())
         assert child._popen is None, "it was not forked"
         assert os.getsid(child.pid) == child.pid
         until(lambda child=child: child.poll() is not None, "its end")

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import forks
-from fakes.slowness import limit
-from fakes.waiting import until
+from fakes.commands import fork_server
+from fakes.slowness import limit, until
 
 import umbra
 from umbra import cli
@@ -33,7 +32,7 @@ def forked(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     for name in ("ChildProcess", "Stages"):
         start = getattr(run_module, name)
-        monkeypatch.setattr(run_module, name, partial(start, server=forks.server()))
+        monkeypatch.setattr(run_module, name, partial(start, server=fork_server()))
 
 
 @pytest.mark.timeout(4 * DEADLINE_S)

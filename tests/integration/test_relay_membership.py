@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fakes.commands import UMBRA, call
+from fakes.commands import SEARCH, UMBRA, call
 from fakes.crash_run import BufferProcess, Peer
-from fakes.forks import SEARCH
-from fakes.slowness import limit, seconds
-from fakes.waiting import until
+from fakes.slowness import limit, seconds, until
 
 from umbra.proto.messages import FinishRun, Member, RunFinished
 from umbra.services.monitor.client import StatusClient

@@ -7,8 +7,7 @@ from contextlib import closing
 import msgpack
 import pytest
 from fakes.serving import ServerThread
-from fakes.slowness import limit
-from fakes.waiting import until
+from fakes.slowness import limit, until
 
 from umbra.proto import messages as m
 from umbra.proto import sockets

@@ -18,8 +18,7 @@ from fakes.hub_bench import Bench
 from fakes.keys import of
 from fakes.relays import Relay
 from fakes.serving import ServerThread
-from fakes.slowness import limit, seconds
-from fakes.waiting import until
+from fakes.slowness import limit, seconds, until
 
 from umbra.proto import messages as m
 from umbra.proto import sockets

@@ -8,8 +8,7 @@ import pytest
 from fakes.hub_bench import WAIT_S, Bench, load, publish, publish_slot, take
 from fakes.keys import of
 from fakes.relays import Relay
-from fakes.slowness import seconds
-from fakes.waiting import until
+from fakes.slowness import seconds, until
 
 from umbra.proto.records import Manifest
 from umbra.services.weights.manifest import build_manifest

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import forks
-from fakes.commands import call
-from fakes.installed import needs
+from fakes.commands import call, fork_server, needs
 from fakes.slowness import limit
 from fakes.whole_runs import QUIET_S, UMBRA, Up
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -86,7 +84,7 @@ def test_buffer_and_hub_do_not_wait_for_the_model(
         return True
 
     with SignalCounter() as interrupts:
-        how: Any = {"view": View(quiet=True), "interrupts": interrupts, "server": forks.server()}
+        how: Any = {"view": View(quiet=True), "interrupts": interrupts, "server": fork_server()}
         how |= {"search": [project], "model_made": made, "stand_in": str(stand_in)}
         run = Run(config, folder, **how)
         if outcome == "made":

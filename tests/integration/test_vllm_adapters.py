@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.adapters import config_of, publish, trained
-from fakes.installed import needs
+from fakes.commands import needs
 from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
 from fakes.versions import decode, finish, prompt, request, weights, worst
 from fakes.versions import load as load_weights

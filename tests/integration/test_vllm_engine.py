@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from fakes.installed import needs
+from fakes.commands import needs
 from fakes.mixed_cache import (
     Session,
     differences,

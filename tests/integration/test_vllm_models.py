@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
-from fakes.installed import needs
+from fakes.commands import needs
 from fakes.vllm_models import BOUND, examine, quantized, recorded
 
 from umbra.services.generator.vllm import options as vllm_options

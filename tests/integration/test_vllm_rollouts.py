@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.installed import needs
+from fakes.commands import needs
 from fakes.interrupted import (
     CONTEXT,
     STOPS,

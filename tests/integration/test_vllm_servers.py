@@ -17,15 +17,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fakes.commands import UMBRA, call
-from fakes.installed import needs
+from fakes.commands import UMBRA, call, needs
 from fakes.machines import needs_hosts, on_hosts
 from fakes.mixed_cache import logprobs_keeping_cache
-from fakes.slowness import limit
+from fakes.slowness import limit, until
 from fakes.versions import decode, finish, go_on, load, other_weights, request, versions_of, weights
 from fakes.vllm_models import write_model
 from fakes.vllm_serve import VllmServe, serving
-from fakes.waiting import until
 
 from umbra.services.config.loader import load_config
 from umbra.services.generator.engines.engine import Engine, EngineOutput

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.waiting import until
+from fakes.slowness import until
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from fakes.ports import reserved_port
-from fakes.slowness import limit, seconds
+from fakes.slowness import limit, reserved_port, seconds
 
 from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UsageError
 from umbra.services.config import RunConfig, TrainerConfig

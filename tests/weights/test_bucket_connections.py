@@ -13,7 +13,7 @@ import pytest
 from fakes.hub_bench import WAIT_S
 from fakes.keys import keys as keys
 from fakes.keys import of
-from fakes.waiting import until
+from fakes.slowness import until
 
 from umbra.proto.deadline import LEAST_RATE, Pace
 from umbra.proto.errors import StartupError, UsageError, WireError

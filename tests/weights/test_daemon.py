@@ -14,8 +14,8 @@ from unittest.mock import Mock
 
 import pytest
 from fakes.hub_bench import WAIT_S, Bench, SmallFrames
+from fakes.slowness import until
 from fakes.trainer_hosts import layout
-from fakes.waiting import until
 
 from umbra.proto import messages as m
 from umbra.proto.errors import DeadlineError, RejectedError, UsageError

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 from fakes.hub_bench import LAYOUT, PACE, PROGRAMS, WAIT_S
-from fakes.waiting import until
+from fakes.slowness import until
 
 from umbra.proto.errors import PeerLostError, RejectedError
 from umbra.proto.messages import Prepare, Subscribe, Subscribed

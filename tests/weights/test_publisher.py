@@ -6,7 +6,7 @@ from contextlib import closing
 from typing import Any, cast
 
 import pytest
-from fakes.waiting import until
+from fakes.slowness import until
 
 from umbra.proto import messages as m
 from umbra.proto.deadline import Pace
