@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,7 +13,7 @@ from pathlib import Path
 
 import zmq
 from fakes.broker_world import trajectory
-from fakes.commands import SEARCH
+from fakes.commands import UMBRA, fork_server
 from fakes.slowness import limit, reserved_port, until
 
 from umbra.proto import messages as m
@@ -25,8 +21,9 @@ from umbra.proto import sockets
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.net.keys import Security, load_keys
 from umbra.proto.records import Trajectory
+from umbra.services.process.child import ChildProcess
 
-ANSWER_S = limit(20.0)
+WAIT_S = limit(20.0)
 RESEND_S = 0.25
 CONFIG = """
 [run]
@@ -43,17 +40,11 @@ dead_after_s = 900.0  # peers do not beat
 
 
 class BufferProcess:
-    """`umbra buffer`, started again at the same place after each kill."""
+    """`umbra buffer`, started again at the same place after each kill; `fork` saves its imports."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: str = CONFIG,
-        popen: type[subprocess.Popen[bytes]] = subprocess.Popen,
-    ) -> None:
+    def __init__(self, folder: Path, config: str = CONFIG, *, fork: bool = False) -> None:
         self.folder = folder
-        self.kills = 0
-        self._start = popen
+        self._server = fork_server() if fork else None
         self._ports = [reserved_port() for _ in range(3)]  # nobody's while it is dead
         (folder / "prompts.jsonl").write_text(
             "".join(json.dumps({"prompt": f"row {n}"}) + "\n" for n in range(1, 51))
@@ -62,35 +53,28 @@ class BufferProcess:
         self.start()
 
     def start(self) -> None:
-        read, write = os.pipe()
         control, *others = (port.getsockname()[1] for port in self._ports)
-        self.broker = f"tcp://127.0.0.1:{control}"
-        own = ("--broker", self.broker, "--set", f"buffer.ports={others}", "--run-dir", "run")
-        argv = [sys.executable, "-m", "umbra", "buffer", "--config", "run.toml", *own]
-        with (self.folder / "buffer.log").open("ab") as log:
-            self.popen = self._start(
-                argv,
-                cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": SEARCH, "UMBRA_READY_FD": str(write)},
-                pass_fds=(write,),
-                stdout=log,
-                stderr=log,
-            )
-        os.close(write)
-        with os.fdopen(read) as ready:
-            line = ready.readline()
-        assert line, (self.folder / "buffer.log").read_text()[-2000:]
-        assert json.loads(line)["broker"] == self.broker, "it is not where it was"
+        self.broker, log = f"tcp://127.0.0.1:{control}", self.folder / "buffer.log"
+        argv = [
+            *UMBRA, "buffer", "--config", str(self.folder / "run.toml"), "--broker", self.broker,
+            "--run-dir", str(self.folder / "run"), "--set", f"buffer.ports={others}",
+            "--set", f"data.prompts={self.folder / 'prompts.jsonl'}",
+        ]  # fmt: skip
+        self.process = ChildProcess(argv, stdout=log, stderr=log, server=self._server)
+        ready = until(self.process.ready, log.read_text)
+        assert ready["broker"] == self.broker, "it is not where it was"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def kill(self) -> None:
         """`kill -9`, in the middle of whatever it does."""
-        self.kills += 1
-        self.popen.send_signal(signal.SIGKILL)
-        self.popen.wait()
+        self.process.kill()
+        self.process.wait(WAIT_S)
 
     def close(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
+        self.kill()
         for port in self._ports:
             port.close()
 
@@ -115,59 +99,47 @@ class Peer:
         keys: Path | None = None,
     ) -> None:
         curve = None if keys is None else Security(load_keys(keys, role)).connecting("buffer")
-        self.encoder = Encoder(name, uuid.uuid4().hex[:12])
-        self.control = sockets.dealer(context, broker, name.encode(), curve)
+        self._encoder = Encoder(name, uuid.uuid4().hex[:12])
+        self._open: dict[int, tuple[str, list[bytes], float]] = {}
+        self._sockets = {"control": sockets.dealer(context, broker, name.encode(), curve)}
         hello = m.Join(role=role, name=name, pid=1, host="h", replaces=1)
-        welcome = self._exchange(self.control, hello)
+        welcome = self.call(hello, "control")
         assert isinstance(welcome, m.Welcome), welcome
         self.data_endpoint = welcome.data
-        self.data = sockets.dealer(context, welcome.data, name.encode(), curve)
-        self._open: dict[int, tuple[list[bytes], float]] = {}
+        self._sockets["data"] = sockets.dealer(context, welcome.data, name.encode(), curve)
 
-    def ask(self, body: m.Message) -> None:
+    def ask(self, body: m.Message, on: str = "data") -> None:
         """Send a request; `take` brings its answer."""
-        number, frames = self.encoder.encode(body)
-        self._open[number] = (frames, time.monotonic())
-        self.data.send_multipart(frames)
+        number, frames = self._encoder.encode(body)
+        self._open[number] = (on, frames, time.monotonic())
+        self._sockets[on].send_multipart(frames)
 
     @property
     def is_waiting(self) -> bool:
         return bool(self._open)
 
-    def take(self) -> m.Message | None:
+    def take(self, on: str = "data") -> m.Message | None:
         """The answer, if it is there; what has none for long is sent again."""
-        while self.data.poll(0):
-            envelope = decode(self.data.recv_multipart())
+        while self._sockets[on].poll(0):
+            envelope = decode(self._sockets[on].recv_multipart())
             if self._open.pop(envelope.header.reply_to or 0, None) is not None:
                 return envelope.body
         now = time.monotonic()
-        for number, (frames, sent_at) in self._open.items():
+        for number, (to, frames, sent_at) in self._open.items():
             if now - sent_at > RESEND_S:
-                self._open[number] = (frames, now)
-                self.data.send_multipart(frames)
+                self._open[number] = (to, frames, now)
+                self._sockets[to].send_multipart(frames)
         return None
 
-    def call(self, body: m.Message) -> m.Message:
-        self.ask(body)
-        return until(self.take, f"an answer to {body}", lambda: self.data.poll(20))
-
-    def status(self) -> m.Message:
-        return self._exchange(self.control, m.StatusRequest())
+    def call(self, body: m.Message, on: str = "data") -> m.Message:
+        self.ask(body, on)
+        return until(
+            lambda: self.take(on), f"an answer to {body}", lambda: self._sockets[on].poll(20)
+        )
 
     def close(self) -> None:
-        self.control.close(linger=0)
-        self.data.close(linger=0)
-
-    def _exchange(self, socket: zmq.Socket[bytes], body: m.Message) -> m.Message:
-        number, frames = self.encoder.encode(body)
-        deadline = time.monotonic() + ANSWER_S
-        while time.monotonic() < deadline:
-            socket.send_multipart(frames)
-            if socket.poll(int(1000 * RESEND_S)):
-                envelope = decode(socket.recv_multipart())
-                if envelope.header.reply_to == number:
-                    return envelope.body
-        raise AssertionError(f"no answer to {body}")
+        for socket in self._sockets.values():
+            socket.close(linger=0)
 
 
 @dataclass
@@ -216,7 +188,7 @@ class CrashRun:
         """Return a status made after this call: an answer may be a moment old."""
         first: m.Message | None = None
         while True:
-            status = self._trainer.status()
+            status = self._trainer.call(m.StatusRequest(), "control")
             assert isinstance(status, m.Status), status
             if isinstance(first, m.Status) and status.uptime_s > first.uptime_s:
                 return status
@@ -312,11 +284,11 @@ def crash_run(
     *,
     keys: Path | None = None,
     config: str = CONFIG,
-    popen: type[subprocess.Popen[bytes]] = subprocess.Popen,
+    fork: bool = False,
 ) -> Iterator[CrashRun]:
     """Such a run, and its buffer in `folder`."""
     with (
-        closing(BufferProcess(folder, config, popen)) as buffer,
+        closing(BufferProcess(folder, config, fork=fork)) as buffer,
         closing(CrashRun(buffer, seed, keys=keys)) as run,
     ):
         yield run

@@ -3,7 +3,6 @@
 import random
 from pathlib import Path
 
-from fakes.commands import Popen
 from fakes.crash_run import crash_run
 from fakes.slowness import until
 
@@ -12,7 +11,7 @@ KILLS = 30
 
 def test_nothing_acknowledged_is_lost_when_the_buffer_is_killed(tmp_path: Path) -> None:
     chance = random.Random(7)
-    with crash_run(tmp_path, seed=7, popen=Popen) as run:
+    with crash_run(tmp_path, seed=7, fork=True) as run:
         for number in range(KILLS):
             before = len(run.acked)
             if number % 2:  # else it may be killed before it has done anything
@@ -28,7 +27,7 @@ def test_nothing_acknowledged_is_lost_when_the_buffer_is_killed(tmp_path: Path) 
 
 def test_a_trainer_that_is_killed_gets_the_same_batches(tmp_path: Path) -> None:
     """Its buffer is killed too; `CrashRun` compares every batch with the one before."""
-    with crash_run(tmp_path, seed=3, popen=Popen) as run:
+    with crash_run(tmp_path, seed=3, fork=True) as run:
         for kill_buffer in (False, True, False):
             target = run.version + 10
             while run.version < target:
