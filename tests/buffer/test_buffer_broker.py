@@ -7,8 +7,11 @@ import pytest
 from fakes.broker_world import as_sent, trajectory, world
 
 from umbra.proto import messages as m
-from umbra.proto.access import RULES
+from umbra.proto.access import LEASE_BYTES, RULES
+from umbra.proto.records import Score
 from umbra.services.buffer.effects import NackError, Reply
+from umbra.services.buffer.samples import groups
+from umbra.services.buffer.samples.ledger import LedgerError, RunningLedger
 
 SENT = [
     k for k, rule in RULES.items() if rule.senders and rule.socket in ("any", "control", "data")
@@ -26,31 +29,6 @@ def test_whatever_may_be_sent_to_the_buffer_is_answered_by_somebody(kind: type[m
             assert refusal.code != "unexpected"
 
 
-def test_a_run_from_the_first_sample_to_the_final_ledger() -> None:
-    run = world(steps=3, run_ahead=1, max_staleness=1)
-    for step in (1, 2, 3):
-        run.produce("a", step - 1)
-        batch = run.batch(step)
-        assert [t.group_id for t in batch.trajectories[::2]] == [
-            t.group_id for t in batch.trajectories[1::2]
-        ]
-        assert run.commit(step).version == step
-    reply = run.get("trainer", m.FinishRun(reason="done"), m.RunFinished)
-    assert (reply.ledger.issued, reply.ledger.trained) == (12, 12)
-    assert reply.ledger.balance == 0 and not any(reply.ledger.in_flight.values())
-    assert not run.store.keys("t/")
-
-
-def test_without_run_ahead_batches_are_strictly_on_policy() -> None:
-    run = world(run_ahead=0, max_staleness=3)
-    for version in range(3):
-        assert len(run.produce("a", version)) == 4
-        batch = run.batch(version + 1)
-        assert {t.oldest_version for t in batch.trajectories} == {version}
-        run.commit(version + 1)
-        assert run.lease("a", 4, version) == []  # weights of before the commit
-
-
 def test_a_bound_below_run_ahead_holds_samples_back_and_never_deadlocks() -> None:
     run = world(run_ahead=3, max_staleness=1)
     first, *others = run.lease("a", 1000, 0)
@@ -65,7 +43,7 @@ def test_a_bound_below_run_ahead_holds_samples_back_and_never_deadlocks() -> Non
     [(2, "b", [2, 1]), (6, "bc", [4])],  # half of 4; a third of 12
 )
 def test_the_first_to_ask_leaves_all_a_share(groups: int, others: str, shares: list[int]) -> None:
-    """They do, if for newer weights."""
+    """Others wait for newer weights, and have theirs once the commit brings them work."""
     run = world(run_ahead=0, batch_groups=groups)
     run.join("generator", "c")
     run.produce("a", 0)
@@ -73,17 +51,12 @@ def test_the_first_to_ask_leaves_all_a_share(groups: int, others: str, shares: l
         run.ask(name, m.LeaseTasks(capacity=100, version=0, wait_s=9))
     run.train(1)
     assert [len(run.lease("a", 100, 1)) for _ in shares] == shares
-
-
-def test_parked_questions_are_answered_by_a_commit_with_fair_shares() -> None:
-    run = world(run_ahead=1, max_staleness=2)
+    run = world(run_ahead=1, batch_groups=groups, max_staleness=2)
     run.produce("a", 0)
     for name in "ab":
         assert run.ask(name, m.LeaseTasks(capacity=100, version=0, wait_s=9)) is None
     run.train(1)
-    for name in "ab":
-        (lease,) = run.late[name]
-        assert isinstance(lease, m.TaskLeases) and len(lease.tasks) == 2
+    assert [len(run.leased(name)) for name in "ab"] == [groups, groups]
 
 
 def test_a_parked_question_ends_empty_when_its_wait_is_over_or_a_newer_one_comes() -> None:
@@ -103,9 +76,7 @@ def test_an_expired_lease_goes_to_the_one_who_waits() -> None:
     run.pass_time(29)
     assert run.late["b"] == []
     run.pass_time(1)
-    (lease,) = run.late["b"]
-    assert isinstance(lease, m.TaskLeases)
-    assert [(t.sample_id, t.attempt) for t in lease.tasks] == [(first.sample_id, 2)]
+    assert [(t.sample_id, t.attempt) for t in run.leased("b")] == [(first.sample_id, 2)]
     refused = run.submit("a", trajectory(first, 0)).refused
     assert "lease 1 was lost" in refused[first.sample_id]
     assert run.broker.counters["wrong_attempt"] == 1
@@ -246,81 +217,102 @@ def test_answers_to_nothing_are_refused() -> None:
 
 
 def test_who_delivers_may_ask_for_more_in_the_same_message() -> None:
+    """It is acknowledged at once where there is no work, or no such version."""
     run = world(run_ahead=1, max_staleness=1)
     mine = run.lease("a", 2, 0)
     assert run.lease("b", 2, 0)
     run.ask("a", m.LeaseTasks(capacity=1, version=0, wait_s=9))
-    done = m.SubmitResults(trajectories=[trajectory(task, 0) for task in mine], capacity=3)
-    ack = run.get("a", done, m.TaskLeases)
+    ack = run.deliver("a", mine, capacity=3)
     assert (ack.accepted, len(ack.tasks)) == (2, 3)
     assert {task.sample_id for task in ack.tasks}.isdisjoint(task.sample_id for task in mine)
     assert run.pool.ledger.in_flight["generating"] == 2 + 1 + 3
-
-
-def test_a_delivery_is_acknowledged_at_once_where_there_is_no_work() -> None:
-    run = world(run_ahead=0)
-    mine = run.lease("a", 4, 0)
-    done = m.SubmitResults(trajectories=[trajectory(task, 0) for task in mine], capacity=3)
-    ack = run.get("a", done, m.TaskLeases)
-    assert (ack.accepted, ack.tasks) == (4, [])
-    run.train(1)
-    assert not run.late["a"], "nothing waits that could be answered later"
-
-
-def test_a_delivery_that_names_no_version_there_is_counts_all_the_same() -> None:
-    run = world()
-    first, task = run.lease("a", 2, 0)
-    run.get("a", m.SubmitResults(trajectories=[trajectory(first, 0)], version=7), m.TaskLeases)
+    assert run.deliver("a", ack.tasks[:1], version=7).accepted == 1
     assert not run.broker.counters["wrong_version"], "it asks for nothing"
-    done = m.SubmitResults(trajectories=[trajectory(task, 0)], capacity=1, version=7)
-    ack = run.get("a", done, m.TaskLeases)
-    assert (ack.accepted, ack.tasks) == (1, [])
+    unknown = run.deliver("a", ack.tasks[1:2], capacity=1, version=7)
+    assert (unknown.accepted, unknown.tasks) == (1, [])
     assert run.broker.counters["wrong_version"] == 1
+    rest = run.deliver("a", ack.tasks[2:], capacity=100).tasks
+    none = run.deliver("a", rest, capacity=3)
+    assert (none.accepted, none.tasks) == (len(rest), [])
 
 
 def test_a_delivery_sent_again_after_a_restart_is_answered_with_the_same_samples() -> None:
     run = world(durable=True, run_ahead=1, max_staleness=1)
-    (task, *_) = run.lease("a", 1, 0)
-    done = m.SubmitResults(trajectories=[trajectory(task, 0)], capacity=2)
-    first = run.ask("a", done, number=77)
+    mine = run.lease("a", 1, 0)
+    first = run.deliver("a", mine, capacity=2, number=77)
     run.restart_broker()
-    again = run.ask("a", done, number=77)
-    assert run.ask("a", done, number=77) == again
-    assert isinstance(first, m.TaskLeases) and isinstance(again, m.TaskLeases)
+    again = run.deliver("a", mine, capacity=2, number=77)
+    assert run.deliver("a", mine, capacity=2, number=77) == again
     assert [t.sample_id for t in first.tasks] == [t.sample_id for t in again.tasks]
     assert (again.accepted, len(again.tasks)) == (1, 2)
     assert run.pool.ledger.in_flight["generating"] == 2
 
 
 def test_what_came_together_is_answered_as_if_one_after_the_other() -> None:
-    """Scenario: two generators fill the batch that the trainer waits for, and ask for more.
+    """Two generators fill the batch that the trainer waits for, and ask for more.
 
-    Result: in one turn as in several; the trainer is answered once, after them.
+    In one turn as in several; the trainer is answered once, after them.
     """
-    apart, together = (world(run_ahead=1, max_staleness=1) for _ in range(2))
     answers: list[list[m.Message]] = []
-    for run, at_once in ((apart, False), (together, True)):
+    for at_once in (False, True):
+        run = world(run_ahead=1, max_staleness=1)
         run.ask("trainer", m.LeaseBatch(step=1, wait_s=9))
-        tasks = {name: run.lease(name, 2, 0) for name in "ab"}
-        requests = [
-            run.request(name, m.SubmitResults(trajectories=[trajectory(task, 0) for task in held]))
-            for name, held in tasks.items()
-        ]
+        results = {
+            name: m.SubmitResults(trajectories=[trajectory(task, 0) for task in held])
+            for name, held in [(name, run.lease(name, 2, 0)) for name in "ab"]
+        }
+        requests = [run.request(name, body) for name, body in results.items()]
         requests += [run.request(n, m.LeaseTasks(capacity=2, version=0, wait_s=0)) for n in "ba"]
-        broker = run.broker
-        effects = (
-            broker.handle_all(requests, run.now)
-            if at_once
-            else [effect for request in requests for effect in broker.handle(request, run.now)]
-        )
+        effects = [
+            effect
+            for turn in ([requests] if at_once else [[one] for one in requests])
+            for effect in run.broker.handle_all(turn, run.now)
+        ]
         answers.append([as_sent(one.body) for one in effects if isinstance(one, Reply)])
         assert run.pool.ledger.snapshot().balance == 0
-
-    def kinds(bodies: list[m.Message]) -> list[str]:
-        return sorted(type(body).__name__ for body in bodies)
-
-    assert kinds(answers[0]) == kinds(answers[1])
-    assert [body for body in answers[1] if not isinstance(body, m.BatchLease)] == [
-        body for body in answers[0] if not isinstance(body, m.BatchLease)
-    ]
+    apart, together = (
+        [body for body in bodies if not isinstance(body, m.BatchLease)] for bodies in answers
+    )
+    assert apart == together and len(answers[0]) == len(answers[1])
     assert isinstance(answers[1][-1], m.BatchLease) and len(answers[1][-1].trajectories) == 4
+
+
+def test_leases_are_filled_by_bytes_as_well_as_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply fits into a frame, and the rest comes with the next one; a larger row comes alone."""
+    assert groups.FILL_BYTES + (4 << 20) < LEASE_BYTES
+    run = world(stages=["ref_logp"])
+    run.join("scorer", "r")
+    for fill_bytes, samples in ((10, 1), (40, 3)):  # a row has 15
+        monkeypatch.setattr(groups, "FILL_BYTES", fill_bytes)
+        assert len(run.produce("a", 0, 8)) == samples
+        assert len(run.to_score("r", "ref_logp")) == 1, "with its trajectory it has more"
+    monkeypatch.undo()
+    assert len(run.to_score("r", "ref_logp")) == 2
+
+
+def test_a_scorer_cannot_replace_what_it_scores_nor_gets_samples_with_its_ack() -> None:
+    run = world(stages=["ref_logp"])
+    run.join("scorer", "r")
+    (task,) = run.lease("a", 1, 0)
+    made = trajectory(task, 0)
+    run.submit("a", made)
+    (scoring,) = run.to_score("r", "ref_logp", 1)
+    assert scoring.attempt == task.attempt
+    other = trajectory(task, 0, 0)
+    assert run.get("r", m.RenewLeases(partials=[other]), m.TaskLeases).lost == [task.sample_id]
+    assert run.pool.journal.trajectory(task.sample_id) == made
+    score = Score(sample_id=task.sample_id, attempt=1, logprobs=made.logprobs)
+    ack = run.get("r", m.SubmitResults(scores=[score], capacity=8), m.TaskLeases)
+    assert (ack.accepted, ack.tasks) == (1, [])
+
+
+def test_a_move_that_there_is_not_and_a_broken_balance_are_internal_errors() -> None:
+    ledger = RunningLedger()
+    for source, target in (("training", "queued"), ("ready", "generating"), ("queued", "training")):
+        with pytest.raises(LedgerError, match=f"from {source} to {target}"):
+            ledger.move(source, target)
+    ledger.issue(1)
+    ledger.issued += 1
+    with pytest.raises(LedgerError, match="out of balance by 1") as caught:
+        ledger.check()
+    assert caught.value.exit_code == 6

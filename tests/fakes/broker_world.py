@@ -206,6 +206,20 @@ class World:
         ]
         assert not self.submit(name, *made).refused
 
+    def leased(self, name: str) -> list[Task]:
+        """Return the tasks of the one answer to a parked request of `name`."""
+        (lease,) = self.late[name]
+        assert isinstance(lease, m.TaskLeases)
+        return lease.tasks
+
+    def deliver(
+        self, name: str, tasks: Sequence[Task], capacity: int = 0, version: int = 0, number: int = 0
+    ) -> m.TaskLeases:
+        """Complete `tasks` and ask for `capacity` more in one message."""
+        made = [trajectory(task, 0) for task in tasks]
+        body = m.SubmitResults(trajectories=made, capacity=capacity, version=version)
+        return self.get(name, body, m.TaskLeases, number=number)
+
     def to_score(self, name: str, stage: str = "reward", capacity: int = 100) -> list[Task]:
         body = m.LeaseTasks(kind=stage, capacity=capacity, wait_s=0)
         return self.get(name, body, m.TaskLeases).tasks
