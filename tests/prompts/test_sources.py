@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fakes.hub import Hub, ask_there, serving
+from msgspec.structs import replace
 
 from umbra.deploy.prepare.preflight import check_run, load_given
 from umbra.proto.errors import UsageError
@@ -21,6 +22,12 @@ def seven():
 
 def none():
     return []
+
+def numbered():
+    return [{1: "one"}]
+
+def others():
+    return [{"prompt": "x", "environment": "c"}]
 """
 
 
@@ -78,24 +85,34 @@ def test_no_prompt_is_skipped_or_repeated_after_a_restart(kind: str, tmp_path: P
 def test_sources_are_drawn_by_weight_and_their_ids_differ(tmp_path: Path) -> None:
     feed = open_prompts(DataConfig(), seed=0, environments=mixed(tmp_path))
     prompts = [next(feed) for _ in range(2000)]
-    shares = Counter(prompt.row["prompt"][0] for prompt in prompts)
+    shares = Counter(prompt.row["environment"] for prompt in prompts)
     assert 1400 < shares["a"] < 1600
     assert len({p.prompt_id for p in prompts}) == len({p.row["prompt"] for p in prompts}) == 53
+    assert all(p.prompt_id.startswith(f"{p.row['environment']}/") for p in prompts)
+    assert {p.row["prompt"][0] for p in prompts if p.row["environment"] == "a"} == {"a"}
 
 
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("prompts", "changes", "said"),
     [
-        (DataConfig(), "data.prompts is not set"),
-        (DataConfig(prompts="no_such_module:f"), "no_such_module:f gave no prompts"),
-        (DataConfig(prompts="my_rows:none"), "my_rows:none has no rows"),
-        (DataConfig(prompts="my_rows:missing"), "my_rows:missing gave no prompts: AttributeError"),
+        ("", None, "data.prompts is not set"),
+        ("no_such_module:f", None, "no_such_module:f gave no prompts"),
+        ("my_rows:none", None, "my_rows:none has no rows"),
+        ("my_rows:missing", None, "my_rows:missing gave no prompts: AttributeError"),
+        ("my_rows:numbered", None, 'there is no "prompt", only 1'),
+        ("shared.jsonl", {}, r"data.prompts = shared.jsonl, and .* of its own: remove it"),
+        ("", {"prompts": ""}, r"environments.b.prompts is not set"),
+        ("", {"prompts": "my_rows:others"}, r"\"environment\" is 'c', but the file is that of 'b'"),
     ],
 )
-def test_mistakes_are_named(data: DataConfig, said: str) -> None:
+def test_mistakes_are_named(
+    prompts: str, changes: dict[str, Any] | None, said: str, tmp_path: Path
+) -> None:
+    a, b = mixed(tmp_path)
+    environments = [] if changes is None else [a, replace(b, **changes)]
     with pytest.raises(UsageError, match=said):
-        open_prompts(data, seed=0)
+        open_prompts(DataConfig(prompts=prompts), seed=0, environments=environments)
 
 
 def test_a_position_in_other_prompts_is_refused(tmp_path: Path) -> None:
