@@ -1,8 +1,6 @@
 """Ready-made environments, those with tools included, and the loader."""
 
 import asyncio
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from umbra.services.environments.built_in import Guess
 from umbra.services.environments.loading import load_environment, runs_inline
 from umbra.services.environments.pool import InlinePool
 from umbra.services.environments.protocol import (
+    EpisodeOutcome,
     Opening,
     ParsedTurn,
     Response,
@@ -36,19 +35,20 @@ class Echo:
 class Half:
     def reset(self, row):
         return []
-not_callable = 3
 """
 
 
 @pytest.fixture
-def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None) -> None:
     """Write a module of a user's, MODULE, into the working directory."""
     (tmp_path / "MODULE.py").write_text(USER_CODE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "MODULE", raising=False)
-    yield
-    sys.modules.pop("MODULE", None)
+
+
+def outcome_of(pool: InlinePool, row: Row, *responses: str) -> EpisodeOutcome:
+    pool.play("s", {"prompt": "p", **row}, [*responses])
+    (outcome,) = pool.collect()
+    return outcome
 
 
 def test_guess_gives_hints_until_a_hit_or_the_last_try() -> None:
@@ -78,7 +78,6 @@ def test_a_reward_function_from_a_file_in_the_working_directory() -> None:
         ("reward", "", {}, "needs environment.reward"),
         ("reward", "MODULE", {}, 'write it as "module:name"'),
         ("reward", "MODULE:lenght", {}, "no callable 'lenght'; did you mean 'length'"),
-        ("reward", "MODULE:not_callable", {}, "no callable"),
         ("reward", "MODULEX:length", {}, "did you mean 'MODULE'"),
         ("MODULE:Half", "", {}, "has no method step"),
         ("MODULE:Echo", "", {"turnz": 3}, "environment.options do not fit"),
@@ -86,7 +85,6 @@ def test_a_reward_function_from_a_file_in_the_working_directory() -> None:
         ("numeric", "", {"tolerance": -1}, "tolerance must be 0 or more"),
         ("tools", "", {"tools": "calculator"}, "must be a list of calculator"),
         ("tools", "", {"tools": ["calculater"]}, "did you mean 'calculator'"),
-        ("tools", "", {"tools": ["MODULE:lenght"]}, "did you mean 'length'"),
     ],
 )
 @pytest.mark.usefixtures("user_module")
@@ -102,9 +100,7 @@ def test_usage_errors(kind: str, reward: str, options: dict[str, Any], says: str
         ("exact", " 4\n", 4, 1.0),  # stripped text
         ("exact", "5", 4, 0.0),
         ("numeric", "so it is 1,234.", "1234", 1.0),  # the last number
-        ("numeric", "3 + 4 = 7", 7, 1.0),
         ("numeric", "7 or 8", 7, 0.0),
-        ("numeric", "none", 7, 0.0),
         ("numeric", "-2.50", "-2.5", 1.0),
         ("numeric", "1e3", 1000, 1.0),
         ("math", "thus $\\boxed{\\frac{1}{2}}$", "\\frac{2}{4}", 1.0),  # equal forms
@@ -114,8 +110,7 @@ def test_usage_errors(kind: str, reward: str, options: dict[str, Any], says: str
 )
 def test_answers_are_compared(kind: str, response: str, answer: Any, reward: float) -> None:
     pool = InlinePool(load_environment(EnvironmentConfig(kind=kind)))
-    pool.play("s", {"prompt": "p", "answer": answer}, [response])
-    (outcome,) = pool.collect()
+    outcome = outcome_of(pool, {"answer": answer}, response)
     assert isinstance(outcome.value, StepResult), outcome.error
     assert outcome.value.reward == reward
 
@@ -159,9 +154,7 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [{"function": {"na
     ],
 )
 def test_what_no_template_can_write_fails_the_sample(messages: Any, tools: Any, says: str) -> None:
-    pool = InlinePool(Opens, "mine")
-    pool.play("a", {"messages": messages, "tools": tools}, [])
-    (outcome,) = pool.collect()
+    outcome = outcome_of(InlinePool(Opens, "mine"), {"messages": messages, "tools": tools})
     assert says in outcome.error
     assert (outcome.value is None) == bool(says)
 
@@ -244,6 +237,9 @@ def test_a_schema_says_what_a_function_takes() -> None:
         """
         return query * limit * exact
 
+    given = {"type": "function", "function": {"name": "other"}}
+    opening = Opening([], [search, given])
+    assert opening.tools == [schema(search), given]
     assert schema(search)["function"] == {
         "name": "search",
         "description": "Find documents.",
@@ -257,9 +253,3 @@ def test_a_schema_says_what_a_function_takes() -> None:
             "required": ["query"],
         },
     }
-
-
-def test_functions_in_an_opening_become_schemas() -> None:
-    given = {"type": "function", "function": {"name": "other"}}
-    opening = Opening([], [calculator, given])
-    assert opening.tools == [schema(calculator), given]
