@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from fakes.fixtures import Closes
-from fakes.slowness import limit, seconds
-from fakes.waiting import is_alive, until
+from fakes.slowness import is_alive, limit, seconds, until
 
 from umbra.proto.errors import DeadlineError, UsageError
 from umbra.services.config import EnvironmentConfig, NamedEnvironment

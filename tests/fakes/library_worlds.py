@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import tomli_w
-from fakes.agents import AgentWorld
+from fakes.agents import KEY, AgentWorld
 from fakes.engine import ScriptedEngine
 from fakes.fixtures import Closes
 from fakes.rollouts import STOP, says, settings
@@ -51,7 +51,6 @@ _UNREACHABLE = (
     "EAI_AGAIN",
     "ETIMEDOUT",
 )
-KEY = "only for runners"
 ROOT = Path(__file__).parents[2]
 LibraryPlay = Callable[..., AgentWorld]
 

@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import openai
 import pytest
 import torch
-from fakes.agents import AgentWorld, Make, client, play, reward
+from fakes.agents import KEY, WAIT_S, AgentWorld, ask, client, reward, user
 from fakes.closeness import assert_same_logprobs
 from fakes.engine import ScriptedEngine
 from fakes.fixtures import Closes
@@ -17,6 +18,7 @@ from fakes.rollouts import STOP, settings
 from fakes.trajectories import sample
 from fakes.versions import load, other_weights
 
+from umbra.proto.messages import ReturnedSample
 from umbra.proto.records import Sampling, Trajectory, unpack_float32, unpack_int32
 from umbra.services.config import EnvironmentConfig
 from umbra.services.generator.engines.engine import Engine
@@ -24,20 +26,20 @@ from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.runner import RolloutRunner
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.models import load_model
-from umbra.services.modeling.pretrained import load_tokenizer
 
 STOPS = [3, *range(6, 101, 5)]  # so many that turns end, of 7, 13 and 10 tokens when greedy
+World = Callable[..., AgentWorld]
 
 
 @pytest.fixture
-def world(tiny_model_dir: Path, closes: Closes) -> Make:
+def world(tokenizer: Any, closes: Closes) -> World:
     """Makes an endpoint over an engine; with `branches`, samples may have so many."""
 
     def make(
-        engine: Engine, temperature: float = TEMPERATURE, *, branches: int = 1, **options: Any
+        engine: Engine, temperature: float = TEMPERATURE, branches: int = 1, **options: Any
     ) -> AgentWorld:
         chosen = settings(
-            Chat(load_tokenizer(tiny_model_dir), options.pop("stops", STOPS)),
+            Chat(tokenizer, options.pop("stops", STOPS)),
             sampling=Sampling(temperature=temperature, max_tokens=200),
             max_context=1024,
             branches=branches,
@@ -48,22 +50,18 @@ def world(tiny_model_dir: Path, closes: Closes) -> Make:
     return make
 
 
-def engines(model: Any) -> Callable[[int], TorchEngine]:
+def engine_of(model: Any, version: int) -> TorchEngine:
     options: Any = {"stop_ids": STOPS, "slots": 2, "max_context": 1024, "seed": 5}
-    return lambda attempt: TorchEngine(model, **options, version=attempt)
-
-
-def user(text: str) -> Any:
-    return {"role": "user", "content": text}
+    return TorchEngine(model, **options, version=version)
 
 
 def test_each_line_has_the_tokens_and_logprobs_of_the_version_that_each_span_names(
-    world: Make, tiny_model_dir: Path
+    world: World, tiny_model_dir: Path, tokenizer: Any
 ) -> None:
     """New weights come within turns and between; the agent edits and compacts its history."""
     first = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
     models = {0: first, **{version: other_weights(first, version) for version in (1, 2, 3, 4)}}
-    engine = engines(load_model(tiny_model_dir, torch.device("cpu"), torch.float32))(0)
+    engine = engine_of(load_model(tiny_model_dir, torch.device("cpu"), torch.float32), 0)
     due = [(3, 1), (11, 2), (12, 3), (40, 4)]  # (after so many tokens, version)
 
     def update(runner: RolloutRunner) -> None:
@@ -72,8 +70,7 @@ def test_each_line_has_the_tokens_and_logprobs_of_the_version_that_each_span_nam
             load(engine, models[version].named_parameters(), version, "recompute")
 
     endpoint = world(engine, branches=8, between=update)
-    endpoint.add(sample({"prompt": "talk"}))
-    work = endpoint.lease()
+    work = endpoint.begin("talk")
     told: list[tuple[float, ...]] = []  # logprobs of each turn, as the client saw them
     fingerprints: list[str | None] = []
 
@@ -97,7 +94,7 @@ def test_each_line_has_the_tokens_and_logprobs_of_the_version_that_each_span_nam
         compact = [user("talk"), user("much was said"), user("now end")]
         say(agent, compact)
         messages.append(say(agent, messages))  # the first history goes on after all
-    assert reward(work, 0.5)[0] == 200
+    assert reward(work, 0.5) == 200
     made = endpoint.trajectory()
     assert (made.reward, made.turns, len(made.lines)) == (0.5, 7, 3)
     assert not due
@@ -120,7 +117,6 @@ def test_each_line_has_the_tokens_and_logprobs_of_the_version_that_each_span_nam
     shared = len(told[0])
     assert made.lines[1].response_ids[: 4 * shared] == made.response_ids[: 4 * shared]
     # Whoever had tokenised the messages again would have trained on other tokens.
-    tokenizer = load_tokenizer(tiny_model_dir)
     history = [m if isinstance(m, dict) else m.model_dump() for m in messages]
     again = tokenizer(
         tokenizer.apply_chat_template(history, tokenize=False), add_special_tokens=False
@@ -128,27 +124,73 @@ def test_each_line_has_the_tokens_and_logprobs_of_the_version_that_each_span_nam
     assert again != [*unpack_int32(made.prompt_ids), *unpack_int32(made.response_ids)]
 
 
+class Interruption:
+    """Takes all samples back once the engine has decoded `cut` more tokens."""
+
+    def __init__(self, engine: Engine, cut: int) -> None:
+        self.begun, self.over = False, Event()
+        self.returned: list[ReturnedSample] = []
+        self._engine, self._until = engine, engine.decoded_tokens + cut
+
+    def __call__(self, runner: RolloutRunner) -> None:
+        if not self.begun and self._engine.decoded_tokens >= self._until:
+            self.begun = True
+            self.returned = runner.drain("next")
+            self.over.set()
+
+
+def converse(endpoint: AgentWorld, hint: str) -> bool:
+    """An agent that says `hint` after each turn; whether it came to its end."""
+    work = endpoint.lease()
+    messages = [user(work["row"]["prompt"])]
+    for turn in range(TURNS):
+        status, said = ask(work, *messages)
+        if status == 410:
+            return False
+        assert status == 200, said
+        messages += [said["choices"][0]["message"], user(f"{hint} {turn}")]
+    return reward(work, float(len(messages))) == 200
+
+
+def play(world: World, model: Any, cuts: list[int], *hints: str) -> Trajectory:
+    """The greedy trajectory of an agent that the next generator goes on with after each cut.
+
+    At each attempt it says another of `hints`, the last from then on.
+    """
+    partial = None
+    for attempt, cut in enumerate([*cuts, 10_000], start=1):
+        engine = engine_of(model, attempt)
+        interruption = Interruption(engine, cut)
+        endpoint = world(engine, 0.0, between=interruption)
+        endpoint.add(sample({"prompt": "talk"}, attempt=attempt, trajectory=partial))
+        hint = hints[min(attempt, len(hints)) - 1]
+        done = False
+        while not interruption.begun and not done:  # a sample that restarts has another session
+            done = converse(endpoint, hint)
+        if done:
+            return endpoint.trajectory()
+        assert interruption.over.wait(WAIT_S)
+        endpoint.close()
+        partial = interruption.returned[0].partial
+    raise AssertionError("it does not end")
+
+
 @pytest.mark.parametrize("cuts", [[9], [4, 8, 6]])
 def test_a_sample_goes_on_token_for_token_on_another_generator(
-    model: Any, world: Make, cuts: list[int]
+    model: Any, world: World, cuts: list[int]
 ) -> None:
-    hints = [f"go {turn}" for turn in range(TURNS)]
-    whole = play(world, engines(model), [], lambda _: hints)
-    pieces = play(world, engines(model), cuts, lambda _: hints)
+    whole = play(world, model, [], "go")
+    pieces = play(world, model, cuts, "go")
     assert len(pieces.spans) == len(cuts) + 1
     for name in ("prompt_ids", "response_ids", "loss_mask", "reward", "turns"):
         assert getattr(pieces, name) == getattr(whole, name), name
 
 
-def test_an_agent_that_does_not_do_the_same_again_begins_anew(model: Any, world: Make) -> None:
-    def hints(attempt: int) -> list[str]:
-        return [f"{'come' if attempt == 1 else 'go'} {turn}" for turn in range(TURNS)]
-
-    whole = play(world, engines(model), [], lambda attempt: hints(2))
-    again = play(world, engines(model), [9], hints)
+def test_an_agent_that_does_not_do_the_same_again_begins_anew(model: Any, world: World) -> None:
+    whole = play(world, model, [], "go")
+    again = play(world, model, [9], "come", "go")
     assert [span.version for span in again.spans] == [2]
-    assert again.response_ids == whole.response_ids
-    assert again.reward == whole.reward
+    assert (again.response_ids, again.reward) == (whole.response_ids, whole.reward)
 
 
 def counting(tokenizer: Any) -> ScriptedEngine:
@@ -190,7 +232,7 @@ async def sub_agent(agent: openai.AsyncOpenAI, name: str) -> str:
 
 
 async def caller(base_url: str) -> list[str]:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as agent:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY) as agent:
         messages = [user("plan")]
         answer = {"role": "assistant", "content": await talk(agent, messages)}
         found = await asyncio.gather(*(sub_agent(agent, name) for name in "abc"))
@@ -198,14 +240,12 @@ async def caller(base_url: str) -> list[str]:
         return found
 
 
-def test_sub_agents_at_once(world: Make, tiny_model_dir: Path) -> None:
+def test_sub_agents_at_once(world: World, tokenizer: Any) -> None:
     """A caller starts three sub-agents with a system prompt of their own and waits for all."""
-    tokenizer = load_tokenizer(tiny_model_dir)
     endpoint = world(counting(tokenizer), branches=8, stops=(STOP,))
-    endpoint.add(sample({"prompt": "plan"}))
-    work = endpoint.lease()
+    work = endpoint.begin("plan")
     assert len(set(asyncio.run(caller(work["base_url"])))) == 1
-    assert reward(work, 1.0)[0] == 200
+    assert reward(work, 1.0) == 200
     made = endpoint.trajectory()
     assert made.turns == 8
     caller_line, *others = texts(tokenizer, made)

@@ -1,4 +1,4 @@
-"""Agents written with the `openai` client, against the real endpoint and engine."""
+"""Agents written with the clients of OpenAI and Anthropic, against the real endpoint."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import openai
 import pytest
-from fakes.agents import WAIT_S, AgentWorld, client, reward, send
+from fakes.agents import KEY, WAIT_S, AgentWorld, ask, client, reward, send, user
 from fakes.chat_templates import chat_tokenizer
 from fakes.engine import ScriptedEngine
 from fakes.fixtures import Closes
@@ -27,11 +27,11 @@ from umbra.services.modeling.chat import Chat
 if TYPE_CHECKING:
     from anthropic import Anthropic
 
-OUTSIDE = EnvironmentConfig(kind="agent")
+OUTSIDE = EnvironmentConfig(kind="agent", timeout_s=WAIT_S)
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FUNCTION: Any = {"type": "function", "name": "add", "parameters": PARAMETERS}
 BLOCK_TOOL: Any = {"name": "add", "description": "Add.", "input_schema": PARAMETERS}
-ADD = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS}
+ADD = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS, "strict": True}
 TOOL: Any = {"type": "function", "function": ADD}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 World = Callable[..., AgentWorld]
@@ -41,26 +41,14 @@ World = Callable[..., AgentWorld]
 def world(tokenizer: Any, closes: Closes) -> World:
     """Makes an endpoint whose model says `turns`, one after the other."""
 
-    def make(*turns: str, environment: EnvironmentConfig = OUTSIDE, **options: Any) -> AgentWorld:
+    def make(*turns: str, max_context: int = 2048, **options: Any) -> AgentWorld:
         chosen = settings(
-            Chat(tokenizer, {STOP}),
-            sampling=Sampling(max_tokens=options.pop("max_tokens", 128)),
-            max_context=options.pop("max_context", 2048),
-            **{name: options.pop(name) for name in ("clock", "stops") if name in options},
+            Chat(tokenizer, {STOP}), sampling=Sampling(max_tokens=128), max_context=max_context
         )
-        engine = options.pop("engine", None) or ScriptedEngine(says(tokenizer, *turns))
-        return closes(AgentWorld(engine, chosen, environment, **options))
+        engine = ScriptedEngine(says(tokenizer, *turns))
+        return closes(AgentWorld(engine, chosen, OUTSIDE, **options))
 
     return make
-
-
-def user(text: Any) -> Any:
-    return {"role": "user", "content": text}
-
-
-def work_of(endpoint: AgentWorld, prompt: str = "go") -> Any:
-    endpoint.add(sample({"prompt": prompt}))
-    return endpoint.lease()
 
 
 def sampled(endpoint: AgentWorld, tokenizer: Any) -> tuple[str, str]:
@@ -71,10 +59,10 @@ def sampled(endpoint: AgentWorld, tokenizer: Any) -> tuple[str, str]:
     return tokenizer.decode(response), tokenizer.decode(said)
 
 
-def anthropic(work: Any, key: str = "none") -> "Anthropic":
+def anthropic(work: Any) -> "Anthropic":
     from anthropic import Anthropic  # seconds of a core, here for those who need it
 
-    return Anthropic(base_url=work["url"], api_key=key, max_retries=0)
+    return Anthropic(base_url=work["url"], api_key=KEY, max_retries=0)
 
 
 class Said(NamedTuple):
@@ -88,19 +76,29 @@ class Said(NamedTuple):
 
 
 def by_chat(work: Any, stream: bool) -> Said:
-    del stream  # see `test_an_answer_comes_as_events_too`
     history: list[Any] = [{"role": "system", "content": "Be good."}, user("1+2?")]
-    with client(work, api_key="secret") as agent:
-        asked = {"model": "any", "messages": history, "tools": [TOOL]}
-        (choice,) = agent.chat.completions.create(**asked).choices
+    with client(work) as agent:
+
+        def say() -> Any:
+            asked = {"model": "any", "messages": history, "tools": [TOOL], "logprobs": True}
+            if not stream:
+                return agent.chat.completions.create(**asked)
+            asked["stream_options"] = {"include_usage": True}
+            with agent.chat.completions.stream(**asked) as events:
+                chunks = [event.chunk for event in events if event.type == "chunk"]
+                assert len({chunk.id for chunk in chunks}) == 1
+                return events.get_final_completion()
+
+        (choice,) = say().choices
         assert choice.finish_reason == "tool_calls"
         (call,) = choice.message.tool_calls
         history += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
-        second = agent.chat.completions.create(**asked)
+        second = say()
     (last,) = second.choices
     assert last.finish_reason == "stop"
-    assert second.usage.total_tokens == second.usage.prompt_tokens + second.usage.completion_tokens
     tokens = (second.usage.prompt_tokens, second.usage.completion_tokens)
+    assert second.usage.total_tokens == sum(tokens)
+    assert len(last.logprobs.content) == tokens[1]
     function = call.function
     return Said(
         choice.message.content, function.name, function.arguments, last.message.content, tokens
@@ -109,7 +107,7 @@ def by_chat(work: Any, stream: bool) -> Said:
 
 def by_responses(work: Any, stream: bool) -> Said:
     history: list[Any] = [user("1+2?")]
-    with client(work, api_key="secret") as agent:
+    with client(work) as agent:
 
         def say() -> Any:
             asked: Any = {"model": "m", "instructions": "Be good.", "tools": [FUNCTION]}
@@ -137,7 +135,7 @@ def by_responses(work: Any, stream: bool) -> Said:
 
 def by_messages(work: Any, stream: bool) -> Said:
     history: list[Any] = [user("1+2?")]
-    with anthropic(work, "secret") as agent:
+    with anthropic(work) as agent:
 
         def say() -> Any:
             asked: Any = {"max_tokens": 128, "system": "Be good.", "tools": [BLOCK_TOOL]}
@@ -161,28 +159,23 @@ def by_messages(work: Any, stream: bool) -> Said:
     return Said(words.text, use.name, json.dumps(use.input), second.content[0].text, tokens)
 
 
-@pytest.mark.parametrize(
-    ("talk", "stream"),
-    [
-        (by_chat, False),
-        (by_responses, False),
-        (by_responses, True),
-        (by_messages, False),
-        (by_messages, True),
-    ],
-)
+@pytest.mark.parametrize("talk", [by_chat, by_responses, by_messages])
+@pytest.mark.parametrize("stream", [False, True])
 def test_an_agent_with_a_tool_makes_a_trajectory(
-    world: World, tokenizer: Any, talk: Callable[[Any, bool], Said], stream: bool
+    world: World,
+    tokenizer: Any,
+    talk: Callable[[Any, bool], Said],
+    stream: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    endpoint = world("well " + CALL, "it is 3", key="secret")
+    monkeypatch.setattr(pool, "SILENT_S", 0.0)  # comments come before the events of a reply
+    endpoint = world("well " + CALL, "it is 3", key=KEY)
     endpoint.add(sample({"prompt": "1+2?", "answer": "3"}))
-    authorized = {"authorization": "Bearer secret"}
-    work = endpoint.lease(headers=authorized)
+    work = endpoint.lease()
     assert work["row"] == {"prompt": "1+2?", "answer": "3"}
     said = talk(work, stream)
     assert said[:4] == ("well", "add", '{"a": 1}', "it is 3")
-    posted = {"reward": 1.0, "parts": {"calls": 1.0}}
-    assert send(work["url"] + "/reward", posted, headers=authorized)[0] == 200
+    assert reward(work, 1.0, calls=1.0) == 200
     made = endpoint.trajectory()
     assert (made.reward, made.turns, made.reward_parts) == (1.0, 2, {"calls": 1.0})
     prompt, response = unpack_int32(made.prompt_ids), unpack_int32(made.response_ids)
@@ -195,56 +188,9 @@ def test_an_agent_with_a_tool_makes_a_trajectory(
     assert "add" in tokenizer.decode(prompt) and "Be good." in tokenizer.decode(prompt)
 
 
-def ask(work: Any, *messages: dict[str, Any], **fields: Any) -> tuple[int, Any]:
-    return send(f"{work['base_url']}/chat/completions", {"messages": list(messages), **fields})
-
-
-@pytest.mark.parametrize("silent_s", [15.0, 0.0])
-def test_an_answer_comes_as_events_too(
-    world: World, silent_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "SILENT_S", silent_s)  # 0: comments come before the reply
-    endpoint = world("well " + CALL, "done")
-    work = work_of(endpoint)
-    with client(work) as agent:
-        stream = agent.chat.completions.create(
-            model="m",
-            messages=[user("go")],
-            tools=[TOOL],
-            stream=True,
-            stream_options={"include_usage": True},
-            logprobs=True,
-        )
-        chunks = list(stream)
-    calls, last, usage = chunks
-    assert (calls.choices[0].delta.role, calls.choices[0].delta.content) == ("assistant", "well")
-    assert calls.choices[0].delta.tool_calls is not None
-    function = calls.choices[0].delta.tool_calls[0].function
-    assert function is not None
-    assert (function.name, function.arguments) == ("add", '{"a": 1}')
-    assert calls.choices[0].logprobs is not None
-    assert last.choices[0].finish_reason == "tool_calls"
-    assert usage.usage is not None
-    assert usage.usage.completion_tokens == len("well " + CALL) + 1
-    assert len({chunk.id for chunk in chunks}) == 1
-
-
-@pytest.mark.parametrize(
-    ("value", "parts"),
-    [("much", {}), (None, {}), (True, {}), (1.0, {"a": "b"}), (1e999, {})],
-)
-def test_a_reward_that_is_none_is_refused(world: World, value: Any, parts: Any) -> None:
-    endpoint = world("yes")
-    work = work_of(endpoint)
-    assert ask(work, user("go"))[0] == 200
-    assert reward(work, value, **parts)[0] == 400
-    assert reward(work, 2.0)[0] == 200
-    assert endpoint.trajectory().reward == 2.0
-
-
 def test_nonsense_costs_nothing(world: World) -> None:
     endpoint = world("yes")
-    work = work_of(endpoint)
+    work = endpoint.begin()
     url = f"{work['base_url']}/chat/completions"
     for body in (b"", b"{", b"\xff\xfe", b"[]", b"[" * 100_000):
         status, refused = send(url, body)
@@ -257,14 +203,16 @@ def test_nonsense_costs_nothing(world: World) -> None:
     status, refused = send(f"{endpoint.url}/v1/chat/completions", {})
     assert "POST /sessions" in refused["error"]["message"]
     assert send(f"{endpoint.url}/sessions", {"wait_s": "long"})[0] == 400
-    status, refused = send(f"{endpoint.url}/sessions", {"wait_s": 0})
-    assert (status, refused["error"]["code"]) == (503, "no_work")
     with client(work) as agent, pytest.raises(openai.BadRequestError, match="n = 2") as no:
         agent.chat.completions.create(model="m", messages=[user("go")], n=2)
     assert no.value.param == "n"
     assert ask(work, user("go"))[0] == 200
-    assert reward(work, 1.0)[0] == 200
-    assert endpoint.trajectory().turns == 1
+    for none in ("much", None, True, 1e999):
+        assert reward(work, none) == 400
+    assert reward(work, 1.0, a="b") == 400
+    assert reward(work, 2.0) == 200
+    made = endpoint.trajectory()
+    assert (made.turns, made.reward) == (1, 2.0)
 
 
 def test_it_stops_while_agents_wait_for_work(
@@ -283,30 +231,27 @@ def test_it_stops_while_agents_wait_for_work(
 
 
 def test_what_is_too_long_is_refused_and_the_reward_still_counts(world: World) -> None:
-    endpoint = world("yes", "no", max_context=64)
-    work = work_of(endpoint)
-    status, refused = ask(work, user("x" * 70))
-    assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
-    assert "context length" in refused["error"]["message"], "which agents look for"
+    endpoint = world("yes", max_context=64)
+    work = endpoint.begin()
+    assert ask(work, user("x" * 70))[0] == 400
     status, said = ask(work, user("go"))
     assert status == 200
-    answer = said["choices"][0]["message"]
-    status, refused = ask(work, user("go"), answer, user("x" * 70))
+    status, refused = ask(work, user("go"), said["choices"][0]["message"], user("x" * 70))
     assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
     assert "context length" in refused["error"]["message"], "which agents look for"
     assert "post the reward" in refused["error"]["message"]
-    assert reward(work, 0.25)[0] == 200
+    assert reward(work, 0.25) == 200
     trajectory = endpoint.trajectory()
     assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (0.25, 1, "stop")
 
 
 def test_a_sample_that_is_given_up_or_taken_back_ends_its_session(world: World) -> None:
     endpoint = world("yes")
-    work = work_of(endpoint)
+    work = endpoint.begin()
     assert send(work["url"], {"reason": "no disk"}, method="DELETE")[0] == 200
-    assert endpoint.failed().reason == "its agent gave up: no disk"
+    assert endpoint.failed() == "its agent gave up: no disk"
     assert ask(work, user("go"))[0] == 410
-    work = work_of(endpoint)
+    work = endpoint.begin()
     assert ask(work, user("go"))[0] == 200
     endpoint.drop("s", 1)
     status, refused = ask(work, user("go"), {"role": "assistant", "content": "yes"}, user("on"))
@@ -322,7 +267,7 @@ def test_what_others_can_reach_needs_a_key() -> None:
 
 def test_a_stop_string_ends_the_turn_and_stays_in_its_tokens(world: World, tokenizer: Any) -> None:
     endpoint = world("think. Observation: made up", "42")
-    work = work_of(endpoint)
+    work = endpoint.begin()
     history: list[Any] = [user("go")]
     with client(work) as agent:
         first = agent.chat.completions.create(model="m", messages=history, stop=["Observation:"])
@@ -333,7 +278,7 @@ def test_a_stop_string_ends_the_turn_and_stays_in_its_tokens(world: World, token
             model="m", messages=history, stop=["Observation:"], stream=True
         )
         assert "".join(c.choices[0].delta.content or "" for c in second if c.choices) == "42"
-    assert reward(work, 1.0)[0] == 200
+    assert reward(work, 1.0) == 200
     response, said = sampled(endpoint, tokenizer)
     # The template ends the turn, as the model did not.
     assert said == "think. Observation:42<|end|>"
@@ -355,10 +300,9 @@ def test_reasoning_is_returned_and_taken_back(closes: Closes) -> None:
     engine = ScriptedEngine(script, stop_ids=chat.stop_ids, max_context=4096)
     options = settings(chat, max_context=4096, sampling=Sampling(max_tokens=64))
     endpoint = closes(AgentWorld(engine, options, OUTSIDE))
-    work = work_of(endpoint)
-    url = f"{work['base_url']}/chat/completions"
+    work = endpoint.begin()
     asked: list[Any] = [user("a")]
-    status, first = send(url, {"messages": asked})
+    status, first = ask(work, *asked)
     assert status == 200
     message = first["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
@@ -370,11 +314,11 @@ def test_reasoning_is_returned_and_taken_back(closes: Closes) -> None:
         second = agent.messages.create(model="m", max_tokens=50, messages=asked)
         assert [block.type for block in second.content] == ["thinking", "text"]
         asked.append({"role": "assistant", "content": "no", "reasoning_content": "other"})
-        status, refused = send(url, {"messages": [*asked, user("c")]})
+        status, refused = ask(work, *asked, user("c"))
         assert (status, refused["error"]["code"]) == (400, "history_edited")
         with pytest.raises(BadRequestError, match="history_edited"):
             agent.messages.create(model="m", max_tokens=50, messages=[user("other")])
-    assert reward(work, 1.0)[0] == 200
+    assert reward(work, 1.0) == 200
     _, said = sampled(endpoint, tokenizer)
     assert said == "".join(turns)
 

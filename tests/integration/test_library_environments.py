@@ -1,9 +1,11 @@
 """Environments of other libraries: TRL's as they are, the others with stand-ins for packages."""
 
+import asyncio
 import json
+import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from fakes.agents import AgentWorld
-from fakes.library_environments import TRL
 from fakes.library_worlds import LibraryPlay, call
 from fakes.trajectories import sample
 
@@ -19,47 +20,74 @@ from umbra.proto.errors import UsageError
 from umbra.services.config import EnvironmentConfig
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.pool import open_pool
+from umbra.services.environments.verifiers import verifiers_program
 from umbra.services.generator.command import make_task
 from umbra.services.prompts import read_source
 
-_CHAT = """
-import asyncio, json, os, urllib.request
+# TRL 1.16: public methods are the tools.
+_TRL = '''
+class Sums:
+    def reset(self, prompt, target, **kwargs):
+        self.total, self.target = 0, target
+        return f" up to {target}"
+
+    def add(self, number: int) -> int:
+        """
+        Add a number to the sum.
+
+        Args:
+            number: Summand.
+
+        Returns:
+            The sum.
+        """
+        if number < 0:
+            raise ValueError("no negative numbers")
+        self.total += number
+        return self.total
+
+    def get_reward(self) -> float:
+        return float(self.total == self.target)
 
 
-def chat(base_url, key, messages):
-    body = json.dumps({"messages": messages}).encode()
+def brevity(completions, target, environments, log_metric, **kwargs):
+    log_metric("turns", len(completions[0]))
+    assert environments[0].target == target[0]
+    return [1.0 / len(completions[0])]
+
+
+def never(completions, **kwargs):
+    return [None]
+
+
+class Bare:
+    def reset(self, **kwargs):
+        return None
+'''
+
+# Environments end with what their one turn says: "error", "group" and so on are for tests.
+_V1 = """
+import asyncio, contextlib, json, os, urllib.request
+from types import SimpleNamespace as Thing
+
+serving = []
+env_config_type = lambda taskset_id, env_id: Config
+EvalClientConfig = Thing
+ModelContext = lambda model, client: Thing(client=client)
+
+
+def chat(base_url, key, prompt):
+    body = json.dumps({"messages": [{"role": "user", "content": prompt}]}).encode()
     headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
     request = urllib.request.Request(base_url + "/chat/completions", body, headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
-"""
-
-# Environments end with what their one turn says: "error", "group" and so on are for tests.
-_V1 = (
-    _CHAT
-    + """
-import contextlib, types
-from types import SimpleNamespace as Thing
-
-serving = []
 
 
 class Config:
     @staticmethod
     def model_validate(tree):
         return Thing(tree=tree, taskset=Thing(task=None))
-
-
-def env_config_type(taskset_id, env_id):
-    return Config
-
-
-def EvalClientConfig(base_url, api_key_var):
-    return Thing(url=base_url, variable=api_key_var)
-
-
-def ModelContext(model, client):
-    return Thing(client=client)
 
 
 class Data:
@@ -104,27 +132,25 @@ class Environment:
         try:
             yield
         finally:
-            open("served", "a").write("ended")
+            with open("served", "a") as file:
+                file.write("ended")
 
     async def run_episode(self, task, context):
         assert len(serving) == 1
-        messages = [{"role": "user", "content": task.data.values["prompt"]}]
-        key = os.environ[context.client.variable]
-        said = await asyncio.to_thread(chat, context.client.url, key, messages)
-        error = Thing(type="TaskError", message="no luck")
-        rewards = {"right": Thing(value=0.5)}
-        if said == "unscored":
-            rewards["judge"] = None
+        for _ in range(3):
+            await asyncio.sleep(0)  # it reads the key whenever it likes
+        key = os.environ[context.client.api_key_var]
+        asked = context.client.base_url, key, task.data.values["prompt"]
+        said = await asyncio.to_thread(chat, *asked)
         trace = Thing(
             agent=Thing(trainable=True),
-            errors=[error] if said == "error" else [],
-            rewards=rewards,
+            errors=[Thing(type="TaskError", message="no luck")] if said == "error" else [],
+            rewards={"right": Thing(value=0.5)} | ({"judge": None} if said == "unscored" else {}),
             reward=0.5,
             metrics={"turns": 1.0},
             is_truncated=said == "cut",
         )
-        traces = [trace, trace] if said == "two" else [trace]
-        return Thing(ok=said != "error", errors=[], traces=traces)
+        return Thing(ok=said != "error", errors=[], traces=[trace] * (1 + (said == "two")))
 
 
 def load_environment(config):
@@ -132,7 +158,6 @@ def load_environment(config):
         raise ValueError("no such harness")
     return Environment(config)
 """
-)
 _OPENENV = """
 class Result:
     def __init__(self, observation, reward=None, done=False):
@@ -204,7 +229,7 @@ ROW = {"prompt": "add numbers", "target": 5}
 
 def heard(world: AgentWorld) -> str:
     request = world.runner.engine.requests[-1]  # type: ignore[attr-defined]
-    return world._settings.chat.text(request.prompt_ids)
+    return world.settings.chat.text(request.prompt_ids)
 
 
 def test_a_class_for_trl_is_played_as_trl_plays_it(library_play: LibraryPlay) -> None:
@@ -213,7 +238,7 @@ def test_a_class_for_trl_is_played_as_trl_plays_it(library_play: LibraryPlay) ->
         call("add", '{"number": -1}') + call("subtract", "{}"),
         "done",
     )
-    world = library_play("trl", TRL, *turns, id="theirs:Sums")
+    world = library_play("trl", _TRL, *turns, id="theirs:Sums")
     world.add(sample(ROW))
     trajectory = world.trajectory()
     assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (1.0, 3, "stop")
@@ -225,21 +250,21 @@ def test_a_class_for_trl_is_played_as_trl_plays_it(library_play: LibraryPlay) ->
         assert f"<tool_response>{answer}</tool_response>" in text
 
 
+@pytest.mark.parametrize("place", ["runner"])
 def test_rewards_of_trl_are_added_to_that_of_the_class_and_rounds_of_tools_limited(
     library_play: LibraryPlay,
 ) -> None:
+    """In a runner, which tells the generator all of it."""
     rewards = {"theirs:brevity": 2.0, "theirs:never": 5.0}
     turns = [call("add", '{"number": 5}')] + [call("add", '{"number": 0}')] * 8
     settings = {"id": "theirs:Sums", "reward": rewards, "options": {"tool_rounds": 2}}
-    world = library_play("trl", TRL, *turns, **settings)
+    world = library_play("trl", _TRL, *turns, **settings)
     world.add(sample(ROW))
     trajectory = world.trajectory()
     assert (trajectory.turns, trajectory.finish_reason) == (3, "turns")
     assert trajectory.reward == pytest.approx(1.0 + 2.0 / 5)
-    assert trajectory.reward_parts["brevity"] == pytest.approx(1 / 5)
-    assert trajectory.reward_parts["turns"] == 5.0
-    assert trajectory.reward_parts["tool_calls"] == 2.0
-    assert "never" not in trajectory.reward_parts
+    parts = {"brevity": 1 / 5, "turns": 5.0, "tool_calls": 2.0, "failed_calls": 0.0, "Sums": 1.0}
+    assert trajectory.reward_parts == pytest.approx(parts)
 
 
 @pytest.mark.parametrize(
@@ -252,15 +277,16 @@ def test_rewards_of_trl_are_added_to_that_of_the_class_and_rounds_of_tools_limit
     ],
 )
 def test_what_is_no_environment_of_trl_is_refused(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own_modules: None,
+    changes: dict[str, Any],
+    says: str,
 ) -> None:
-    (tmp_path / "theirs.py").write_text(TRL)
+    (tmp_path / "theirs.py").write_text(_TRL)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "theirs", raising=False)
     with pytest.raises(UsageError, match=says):
         load_environment(EnvironmentConfig(kind="trl", **changes))
-    sys.modules.pop("theirs", None)
 
 
 def test_episodes_of_verifiers_end_as_it_says(tmp_path: Path, library_play: LibraryPlay) -> None:
@@ -273,7 +299,7 @@ def test_episodes_of_verifiers_end_as_it_says(tmp_path: Path, library_play: Libr
         assert (trajectory.reward, trajectory.finish_reason) == (0.5, "stop")
         assert trajectory.reward_parts == {"right": 0.5, "turns": 1.0}
     world.add(sample({"prompt": "go"}, sample_id="bare"))
-    assert "needs rows made by `umbra make-task" in world.failed().reason
+    assert "needs rows made by `umbra make-task" in world.failed()
     world.close()
     assert (tmp_path / "served").read_text() == "ended", "what episodes share is not closed"
     faults = {
@@ -284,7 +310,29 @@ def test_episodes_of_verifiers_end_as_it_says(tmp_path: Path, library_play: Libr
     for said, reason in faults.items():
         world = library_play("verifiers", "", said, id=name)
         world.add(sample(row))
-        assert reason in world.failed().reason
+        assert reason in world.failed()
+
+
+def test_samples_of_several_generators_keep_their_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None
+) -> None:
+    """Of sessions, which `verifiers` reads from the environment whenever it likes."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    play: Callable[..., Any] = verifiers_program(write_verifiers(tmp_path), {}, "theirs")
+    asked: list[Any] = []
+    monkeypatch.setattr(sys.modules["verifiers.v1"], "chat", lambda *of: asked.append(of[:2]))
+
+    async def together() -> None:
+        endpoints = [{"base_url": f"http://g/{key}", "api_key": key} for key in "ab"]
+        row = {"prompt": "p", "task_data": {"prompt": "p"}}
+        await asyncio.gather(*(play(row, endpoint) for endpoint in endpoints))
+        for keeper in asyncio.all_tasks() - {asyncio.current_task()}:
+            keeper.cancel()
+
+    asyncio.run(together())
+    assert sorted(asked) == [("http://g/a", "a"), ("http://g/b", "b")]
 
 
 def test_tasks_of_verifiers_become_prompts(
@@ -348,7 +396,7 @@ def test_a_game_of_openenv_is_played_by_words(game: str, library_play: LibraryPl
     assert "guess\nbelow 10" in heard(world)
     world = library_play("openenv", "", "9", id=game, options=options)
     world.add(sample({"prompt": "guess"}))
-    assert "the server failed: Server error: it broke" in world.failed().reason
+    assert "the server failed: Server error: it broke" in world.failed()
 
 
 def test_a_server_of_openenv_that_is_none_is_refused(

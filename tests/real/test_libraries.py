@@ -1,7 +1,6 @@
 """The packages that environments come from, each as the index has it, in an environment of its own.
 
-None of them is changed; their environments are in `fakes.library_environments`, and runners in
-those Python environments play them.
+None of them is changed; runners in those Python environments play the classes below.
 """
 
 import json
@@ -11,29 +10,93 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes.library_environments import OPENENV, VERIFIERS
 from fakes.library_worlds import LibraryPlay, call, library_python
 from fakes.trajectories import sample
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 
+# verifiers 0.4.0: a taskset.
+VERIFIERS = """
+import verifiers.v1 as vf
 
-def written(tmp_path: Path) -> list[dict[str, object]]:
-    (tmp_path / "theirs.py").write_text(VERIFIERS)
-    task = [library_python("verifiers"), "-m", "umbra", "make-task", "verifiers:theirs"]
-    words = ["--out", "data", "--prompts", "100", "--heldout", "1", "--environment", "mine"]
-    said = subprocess.check_output([*task, *words], cwd=tmp_path, text=True)
-    assert said == "data: 7 rows in prompts.jsonl, 1 rows in heldout.jsonl\n"
-    lines = (tmp_path / "data" / "prompts.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert all(row["environment"] == "mine" for row in rows)
-    return rows
+
+class EchoData(vf.TaskData):
+    answer: str = ""
+
+
+class EchoTask(vf.Task[EchoData]):
+    @vf.reward
+    async def right(self, trace) -> float:
+        return float((trace.last_reply or "").strip() == self.data.answer)
+
+    @vf.metric
+    async def length(self, trace) -> float:
+        return float(len(trace.last_reply or ""))
+
+
+class Echo(vf.Taskset[EchoTask]):
+    def load(self):
+        return [
+            EchoTask(EchoData(idx=n, prompt=f"say {n}", answer=str(n)), self.config.task)
+            for n in range(8)
+        ]
+
+
+__all__ = ["Echo"]
+"""
+
+# OpenEnv 0.10.0: a server's app.
+OPENENV = """
+from openenv.core.env_server.http_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+
+class Guess(Action):
+    number: int
+
+
+class Hint(Observation):
+    hint: str = ""
+
+
+class Game(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        super().__init__()
+        self.secret, self.steps = 0, 0
+
+    def reset(self, seed=None, episode_id=None, secret=3, **kwargs):
+        self.secret, self.steps = secret, 0
+        return Hint(hint="below 10")
+
+    def step(self, action, timeout_s=None, **kwargs):
+        self.steps += 1
+        if action.number == self.secret:
+            return Hint(hint="right", done=True, reward=1.0)
+        hint = "higher" if action.number < self.secret else "lower"
+        return Hint(hint=hint, done=self.steps == 3, reward=-0.1)
+
+    @property
+    def state(self):
+        return State(step_count=self.steps)
+
+
+app = create_fastapi_app(Game, Guess, Hint, max_concurrent_envs=64)
+"""
 
 
 def test_a_taskset_for_verifiers(tmp_path: Path, library_play: LibraryPlay) -> None:
-    (row,) = [row for row in written(tmp_path) if row["prompt"] == "say 3"]
+    (tmp_path / "theirs.py").write_text(VERIFIERS)
     python = library_python("verifiers")
-    world = library_play("verifiers", VERIFIERS, "3", id="theirs", python=python)
+    words = "-m umbra make-task verifiers:theirs --out data --heldout 1 --environment mine".split()
+    said = subprocess.check_output([python, *words, "--prompts", "100"], cwd=tmp_path, text=True)
+    assert said == "data: 7 rows in prompts.jsonl, 1 rows in heldout.jsonl\n"
+    lines = (tmp_path / "data" / "prompts.jsonl").read_text().splitlines()
+    row = next(row for row in map(json.loads, lines) if row["prompt"] in ("say 3", "say 4"))
+    assert row["environment"] == "mine"
+    world = library_play("verifiers", VERIFIERS, row["prompt"][-1], id="theirs", python=python)
     world.add(sample(row))
     trajectory = world.trajectory()
     assert (trajectory.reward, trajectory.turns) == (1.0, 1)
@@ -60,13 +123,3 @@ def test_a_server_of_openenv(library_play: LibraryPlay, game: str) -> None:
     trajectory = world.trajectory()
     assert trajectory.reward == pytest.approx(0.9)
     assert (trajectory.turns, trajectory.finish_reason) == (3, "stop")
-
-
-def test_words_as_actions_of_openenv(library_play: LibraryPlay, game: str) -> None:
-    options = {"text": "number", "observation": "hint"}
-    where = {"id": game, "python": library_python("openenv")}
-    world = library_play("openenv", "", "7", "some", "3", options=options, **where)
-    world.add(*(sample({"prompt": "guess"}, sample_id=f"s{n}") for n in range(8)))
-    trajectories = [world.trajectory() for _ in range(8)]
-    assert [t.reward for t in trajectories] == pytest.approx([0.9] * 8)
-    assert {t.turns for t in trajectories} == {3}
