@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import zmq
 from fakes.slowness import limit
 
 from umbra.proto.deadline import LEAST_RATE, Pace
-from umbra.proto.messages import Ping, Pong, Role
+from umbra.proto.messages import Ping, Pong, Prepare, Role, Subscribed
 from umbra.proto.net.io_thread import Channel, IoThread
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.net.server import Server
@@ -23,6 +24,7 @@ from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weights.manifest import build_manifest, checksums
+from umbra.services.weights.planes.plane import ReceiverEnd, Receiving
 from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver, StagedVersion
@@ -149,6 +151,12 @@ class Bench:
         receiver.subscribe(WAIT_S)
         return receiver
 
+    def move(self, endpoint: str = "") -> None:
+        """Tell publishers and receivers where their hub is now."""
+        self.endpoint = endpoint or self.endpoint
+        for channel in self.channels:
+            channel.move(self.endpoint)
+
     def rows(self) -> list[dict[str, object]]:
         text = self.metrics_path.read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]
@@ -207,3 +215,97 @@ def push(publisher: Publisher, version: int, *receivers: Receiver) -> None:
     publish(publisher, version)
     for receiver in receivers:
         load(receiver, version)
+
+
+class Weights:
+    """What a trainer publishes: versions that differ by one unit in the last place here and there.
+
+    `share` is that of the elements that change.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher = publisher
+        self.versions: list[bytes] = []
+        self._random = np.random.default_rng(0)
+        size = publisher.manifest.total_bytes // 2
+        self._now = self._random.integers(0, 1 << 16, size, dtype=np.uint16)
+
+    def write(self, share: float = 0.02) -> int:
+        """Write the next version into its slot; return its number."""
+        count = round(share * self._now.size)
+        places = self._random.choice(self._now.size, count, replace=False)
+        self._now[places] += self._random.choice(np.array([1, 65535], np.uint16), count)
+        version = len(self.versions)
+        self.versions.append(self._now.tobytes())
+        self.publisher.slot(version, WAIT_S)[:] = self.versions[-1]
+        return version
+
+    def publish(self, share: float = 0.02) -> int:
+        version = self.write(share)
+        publish_slot(self.publisher, version)
+        return version
+
+    def load(self, receiver: Receiver, version: int) -> None:
+        load(receiver, version, self.versions)
+
+
+class Engine:
+    """Keeps the bytes that it loads, which have to be whole; `under` happens within each load."""
+
+    def __init__(self, receiver: Receiver, versions: Callable[[int], bytes] = content) -> None:
+        self.receiver = receiver
+        self.under: Callable[[StagedVersion], object] = lambda _: None
+        self.stopping = threading.Event()
+        self.version, self.loads = -1, 0
+        self._versions = versions
+        self._held = b""
+
+    def load(self, staged: StagedVersion) -> int | None:
+        """Load a version, or one that takes its place; return the one that is served then."""
+        loaded = self.receiver.load(staged, self._apply, WAIT_S, self.stopping)
+        if loaded is None:
+            return None
+        assert self._held == self._versions(loaded.version), "not the trainer's weights"
+        self.version = loaded.version
+        return loaded.version
+
+    def _apply(self, staged: StagedVersion) -> None:
+        self.loads += 1
+        assert isinstance(staged.data, memoryview)
+        half = len(staged.data) // 2
+        taken = bytes(staged.data[:half])
+        self.under(staged)
+        self._held = taken + bytes(staged.data[half:])
+        held = memoryview(self._held)
+        if staged.guard is not None:
+            staged.guard.sums.copy(0, len(held), lambda start, end: held[start:end])
+
+
+class Watched(StagedPlanes):
+    """Planes whose ends call `at` with their phase and version: prepared, staging, received."""
+
+    def __init__(self, plane: str, at: Callable[[str, int], object]) -> None:
+        super().__init__([plane], config=SmallFrames())
+        self._at = at
+
+    def open(self, reply: Subscribed, security: Security) -> ReceiverEnd:
+        return WatchedEnd(super().open(reply, security), self._at)
+
+
+class WatchedEnd:
+    def __init__(self, real: ReceiverEnd, at: Callable[[str, int], object]) -> None:
+        self.close = real.close
+        self._receive, self._at = real.receive, at
+
+    def receive(self, message: Prepare) -> Receiving:
+        self._at("prepared", message.version)
+        steps = self._receive(message)
+        while True:
+            try:
+                bucket = next(steps)
+            except StopIteration as end:
+                self._at("received", message.version)
+                return end.value
+            if bucket is not None:
+                self._at("staging", message.version)
+            yield bucket

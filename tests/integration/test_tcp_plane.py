@@ -3,44 +3,14 @@
 import socket
 from pathlib import Path
 
-import numpy as np
 import pytest
-from fakes.hub_bench import WAIT_S, Bench, load, publish, publish_slot, take
+from fakes.hub_bench import LAYOUT, Bench, Weights, publish, take
 from fakes.keys import of
 from fakes.relays import Relay
 from fakes.slowness import seconds, until
 
-from umbra.proto.records import Manifest
-from umbra.services.weights.manifest import build_manifest
 from umbra.services.weights.planes import bucket_server
 from umbra.services.weights.planes.bucket_wire import Records
-from umbra.services.weights.publisher import Publisher
-from umbra.services.weights.receiver import Receiver
-
-LAYOUT = build_manifest(
-    [("embed", "BF16", [3000, 64]), ("layer", "F32", [200, 100]), ("norm", "F16", [64])], 32768
-)
-
-
-class Weights:
-    def __init__(self, manifest: Manifest) -> None:
-        self._random = np.random.default_rng(0)
-        self._now = self._random.integers(0, 1 << 16, manifest.total_bytes // 2, dtype=np.uint16)
-        self.versions: list[bytes] = []
-
-    def publish(self, publisher: Publisher, share: float) -> int:
-        """Change a share of the elements by one unit in the last place; the version."""
-        count = round(share * self._now.size)
-        places = self._random.choice(self._now.size, count, replace=False)
-        self._now[places] += self._random.choice(np.array([1, 65535], np.uint16), count)
-        version = len(self.versions)
-        self.versions.append(self._now.tobytes())
-        publisher.slot(version, WAIT_S)[:] = self.versions[-1]
-        publish_slot(publisher, version)
-        return version
-
-    def load(self, receiver: Receiver, version: int) -> None:
-        load(receiver, version, self.versions)
 
 
 def wire_bytes(bench: Bench, name: str) -> list[int]:
@@ -49,11 +19,10 @@ def wire_bytes(bench: Bench, name: str) -> list[int]:
 
 def test_small_changes_travel_as_deltas_and_large_ones_whole(bench: Bench) -> None:
     bench.start(plane="tcp", delta="always")
-    publisher = bench.publisher(LAYOUT)
+    weights = Weights(bench.publisher())
     receiver = bench.receiver("gen-0", ["tcp"])
-    weights = Weights(LAYOUT)
     for share in (0.0, 0.01, 0.01, 1.0, 0.0, 0.001):
-        weights.load(receiver, weights.publish(publisher, share))
+        weights.load(receiver, weights.publish(share))
     bench.finish()
     sizes = wire_bytes(bench, "gen-0")
     assert sizes[0] == LAYOUT.total_bytes
@@ -65,14 +34,13 @@ def test_small_changes_travel_as_deltas_and_large_ones_whole(bench: Bench) -> No
 def test_versions_that_were_skipped_and_a_late_joiner(bench: Bench) -> None:
     """gen-0 goes from version 0 to 3 by three deltas in a chain; gen-1 gets all bytes of 3."""
     bench.start(plane="tcp", delta="always", slots=3)
-    publisher = bench.publisher(LAYOUT)
+    weights = Weights(bench.publisher())
     receiver = bench.receiver("gen-0", ["tcp"])
     watcher = bench.receiver("gen-2", ["tcp"])
-    weights = Weights(LAYOUT)
-    weights.load(watcher, weights.publish(publisher, 0.0))
+    weights.load(watcher, weights.publish(0.0))
     loading = take(receiver)
     for _ in range(3):
-        weights.load(watcher, weights.publish(publisher, 0.01))
+        weights.load(watcher, weights.publish(0.01))
     receiver.committed(loading, 0.0)
     weights.load(receiver, 3)
     weights.load(bench.receiver("gen-1", ["tcp"]), 3)
@@ -100,15 +68,15 @@ def test_weights_are_sealed_on_their_way_through_a_relay(
     """Hub, relay and a generator that fetches from it, whole and by deltas."""
     bench.security = of(keys, "weight_hub")
     bench.start(plane="tcp", delta="always")
-    publisher = bench.publisher(LAYOUT, channel=bench.channel("trainer", of(keys, "trainer")))
-    weights = Weights(LAYOUT)
-    weights.publish(publisher, 0.0)
+    trainer = bench.channel("trainer", of(keys, "trainer"))
+    weights = Weights(bench.publisher(channel=trainer))
+    weights.publish()
     node = Relay(bench, "node-0", security=of(keys, "relay"))
     channel = bench.channel("gen", of(keys, "generator"))
     receiver = bench.receiver("gen", ["tcp"], "node-0", channel=channel)
     weights.load(receiver, 0)
     for _ in range(3):
-        weights.load(receiver, weights.publish(publisher, 0.01))
+        weights.load(receiver, weights.publish(0.01))
     assert set(sealed) == {True}
     assert bench.hub.stats()["refused"] == 0
     node.stop()
@@ -144,21 +112,20 @@ def test_relays_hand_on_what_they_get(bench: Bench) -> None:
     Then the first relay goes away: the others are relinked, its generator goes to the hub.
     """
     bench.start(plane="tcp", delta="always", deadline_s=seconds(5.0))
-    publisher = bench.publisher(LAYOUT)
-    weights = Weights(LAYOUT)
-    weights.publish(publisher, 0.0)
+    weights = Weights(bench.publisher())
+    weights.publish()
     nodes = [Relay(bench, f"node-{index}") for index in range(3)]
     receivers = [bench.receiver(f"gen-{i}", ["shm", "tcp"], f"node-{i}") for i in range(3)]
     for receiver in receivers:
         weights.load(receiver, 0)
     for _ in range(3):
-        version = weights.publish(publisher, 0.01)
+        version = weights.publish(0.01)
         for receiver in receivers:
             weights.load(receiver, version)
     assert list(bench.hub.planes.open_tcp().chain) == ["node-0", "node-1", "node-2"]
     nodes[0].stop()
     for _ in range(3):
-        version = weights.publish(publisher, 0.01)
+        version = weights.publish(0.01)
         for receiver in receivers:
             weights.load(receiver, version)
     assert sorted(bench.hub.planes.open_tcp().chain) == ["node-1", "node-2"]

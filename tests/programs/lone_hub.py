@@ -1,6 +1,6 @@
 """A weight hub without a broker.
 
-Usage: lone_hub.py ENDPOINT RUN_ID [PLANE [SLOTS]]
+Usage: lone_hub.py ENDPOINT RUN_ID PLANE
 
 Prints its endpoint; ends at SIGTERM.
 """
@@ -17,8 +17,8 @@ from umbra.services.process.command import stop_on_signals
 from umbra.services.process.metrics import MetricsFile
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 
-endpoint, run_id, plane, slots = (sys.argv[1:] + ["auto", "2"][len(sys.argv) - 3 :])[:4]
-config = WeightHubConfig(deadline_s=5.0, delta="always", plane=plane, slots=int(slots))  # type: ignore[arg-type]
+endpoint, run_id, plane = sys.argv[1:]
+config = WeightHubConfig(deadline_s=5.0, delta="always", plane=plane)  # type: ignore[arg-type]
 context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 server = Server(context, "weight-hub", uuid.uuid4().hex)
 endpoint = server.bind(CHANNEL, endpoint, ACCEPTS)

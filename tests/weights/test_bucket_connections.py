@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -204,21 +204,57 @@ def test_a_record_that_ends_early_is_a_broken_connection(kept: int) -> None:
         opened(lambda sent: [sent[0][:kept]])
 
 
+@contextmanager
+def tapped(
+    server: BucketServer, change: Callable[[bytes], bytes] = bytes
+) -> Iterator[tuple[BucketsAt, list[bytearray]]]:
+    """A proxy, and what was said over each of its connections: by the receiver, by the server.
+
+    What the server says is changed first; without bytes, the connection is cut.
+    """
+    said: list[bytearray] = []
+
+    def copy(source: socket.socket, sink: socket.socket, change: Callable[[bytes], bytes]) -> None:
+        kept = bytearray()
+        said.append(kept)
+        with suppress(OSError):  # the other side is gone
+            while data := change(source.recv(1 << 16)):
+                kept += data
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                ours, theirs = (
+                    stack.enter_context(tap.accept()[0]),
+                    stack.enter_context(raw(server)),
+                )
+                for direction in ((ours, theirs, bytes), (theirs, ours, change)):
+                    threads.append(threading.Thread(target=copy, args=direction))
+                    threads[-1].start()
+
+    with socket.create_server(("127.0.0.1", 0)) as tap, ExitStack() as stack:
+        threads = [threading.Thread(target=serve)]
+        threads[0].start()
+        port = tap.getsockname()[1]
+        yield BucketsAt(endpoint=f"tcp://127.0.0.1:{port}", key=at(server).key), said
+        tap.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join(WAIT_S)
+
+
 def test_sealed_bytes_are_seen_by_nobody(keys: Path) -> None:
     """Nor do the bytes that let a receiver in do so again: its records are sealed afresh."""
     with serving(of(keys, "weight_hub")) as (server, store):
         store.offer(StoredVersion(0, DATA, SUMS))
-        seen: list[bytes] = []
-        with socket.create_server(("127.0.0.1", 0)) as tap:
-            tapping = threading.Thread(target=_tap, args=(tap, server, seen))
-            tapping.start()
-            port = tap.getsockname()[1]
-            where = BucketsAt(endpoint=f"tcp://127.0.0.1:{port}", key=at(server).key)
+        with tapped(server) as (where, said):
             source = source_of(where, sealed=True)
             assert fetch(source)
             source.close()
-            tapping.join(WAIT_S)
-        asked, sent = seen
+        asked, sent = sorted(said, key=len)
         assert len(sent) > LAYOUT.total_bytes and bytes(DATA[:64]) not in sent
         with raw(server) as again:
             again.sendall(asked)
@@ -226,23 +262,29 @@ def test_sealed_bytes_are_seen_by_nobody(keys: Path) -> None:
             assert len(again.recv(1 << 20, socket.MSG_WAITALL)) == 16, "its nonce, and no bucket"
 
 
-def _tap(tap: socket.socket, server: BucketServer, seen: list[bytes]) -> None:
-    def copy(source: socket.socket, sink: socket.socket) -> bytes:
-        said = b""
-        while data := source.recv(1 << 16):
-            said += data
-            sink.sendall(data)
-        sink.shutdown(socket.SHUT_WR)
-        return said
+@pytest.mark.parametrize("mode", ["flip", "cut"])
+def test_what_is_spoiled_on_the_wire_is_fetched_again(mode: str) -> None:
+    """A wrong byte ends a fetch, and a broken connection does not; only what is missing comes."""
+    left = LAYOUT.total_bytes // 2
 
-    ours, _ = tap.accept()
-    with ours, raw(server) as theirs:
-        asked: list[bytes] = []
-        thread = threading.Thread(target=lambda: asked.append(copy(ours, theirs)))
-        thread.start()
-        answer = copy(theirs, ours)
-        thread.join()
-    seen += [asked[0], answer]
+    def spoil(data: bytes) -> bytes:
+        nonlocal left
+        left -= len(data)
+        if not -len(data) <= left < 0:
+            return data
+        return bytes([data[0] ^ 0x40]) + data[1:] if mode == "flip" else b""
+
+    with serving() as (server, store), tapped(server, spoil) as (where, said):
+        store.offer(StoredVersion(0, DATA, SUMS))
+        source, stopping = source_of(where), threading.Event()
+        fetching, memory = assembly()
+        if mode == "flip":
+            with pytest.raises(WireError, match="checksum of bucket"):
+                source.fetch(fetching, int, stopping)
+        source.fetch(fetching, int, stopping)
+        source.close()
+    assert memory == DATA and len(said) == 4, "it connected again"
+    assert fetching.wire_bytes < LAYOUT.total_bytes * 7 / 4
 
 
 def test_a_head_cannot_ask_for_more_memory_than_a_record_has() -> None:

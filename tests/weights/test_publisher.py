@@ -49,8 +49,9 @@ class Hub:
         return m.ArenaReady(path=str(self.arenas[arena].path), slots=2)
 
     def call(
-        self, body: m.Message, _reply: type[m.Message], *, timeout_s: float, **_: Any
+        self, body: m.Message, _: object, *, timeout_s: float, stopping: threading.Event
     ) -> m.Message:
+        self.stopping = stopping
         self.asked.append(body)
         self.limits[type(body)] = timeout_s
         answers = self.answers[type(body)]
@@ -147,6 +148,7 @@ def test_without_a_free_slot_the_trainer_is_told_why(hub: Hub) -> None:
         hub.answers[m.AcquireSlot] = [DeadlineError("silent")]
         with pytest.raises(DeadlineError, match="no free slot for version 2 within 1 s"):
             publisher.slot(2, 1.0)
+        assert hub.stopping is stopping, "the wait for an answer ends with it"
         stopping.set()
         with pytest.raises(DeadlineError, match="silent"):
             publisher.slot(2, 1.0)

@@ -3,18 +3,18 @@
 import multiprocessing
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from random import Random
 
 import pytest
-from fakes.hub_bench import LAYOUT, WAIT_S, Bench, content, publish, push, take
+from fakes.hub_bench import LAYOUT, WAIT_S, Bench, Engine, content, publish, push, take
 
 from umbra.proto.errors import PeerLostError
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import build_manifest, checksum, checksums
+from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import StagedVersion
 from umbra.services.weights.verify import ChangedError, Checksums, Move, SlotGuard
 
@@ -121,34 +121,15 @@ def moving(source: memoryview, target: memoryview, origin: int) -> Move:
     return move
 
 
-class Engine:
-    """An engine that keeps what it has loaded; `under` happens within each load."""
+@pytest.fixture
+def publisher(bench: Bench) -> Publisher:
+    bench.start()
+    return bench.publisher()
 
-    def __init__(self, bench: Bench) -> None:
-        bench.start()
-        self.publisher, self.receiver = bench.publisher(), bench.receiver("gen-0")
-        self.under: Callable[[StagedVersion], object] = lambda _: None
-        self.stopping = threading.Event()
-        self.held, self.loads = b"", 0
 
-    def load(self, staged: StagedVersion | None = None) -> int | None:
-        """Load a version; return the one that is served then, whose bytes are whole."""
-        staged = staged or take(self.receiver)
-        loaded = self.receiver.load(staged, self._apply, WAIT_S, self.stopping)
-        if loaded is None:
-            return None
-        assert self.held == content(loaded.version)
-        return loaded.version
-
-    def _apply(self, staged: StagedVersion) -> None:
-        self.loads += 1
-        assert isinstance(staged.data, memoryview) and staged.guard is not None
-        half = len(staged.data) // 2
-        taken = bytes(staged.data[:half])
-        self.under(staged)
-        self.held = taken + bytes(staged.data[half:])
-        held = memoryview(self.held)
-        staged.guard.sums.copy(0, len(held), lambda start, end: held[start:end])
+@pytest.fixture
+def engine(bench: Bench, publisher: Publisher) -> Engine:
+    return Engine(bench.receiver("gen-0"))
 
 
 def damage(staged: StagedVersion) -> None:
@@ -156,80 +137,71 @@ def damage(staged: StagedVersion) -> None:
     staged.data[-70] ^= 1
 
 
-def test_a_version_that_waits_too_long_is_overwritten_and_not_loaded(bench: Bench) -> None:
+def test_a_version_that_waits_too_long_is_overwritten_and_not_loaded(
+    bench: Bench, publisher: Publisher, engine: Engine
+) -> None:
     """The trainer waits for its slot no longer than for a load, and nobody is dropped."""
-    engine = Engine(bench)
-    push(engine.publisher, 0, engine.receiver)
-    publish(engine.publisher, 1)
+    push(publisher, 0, engine.receiver)
+    publish(publisher, 1)
     staged = take(engine.receiver)
     for version in (2, 3):
-        publish(engine.publisher, version)
+        publish(publisher, version)
     assert (engine.load(staged), engine.loads) == (None, 0)
-    assert engine.load() == 3
+    assert engine.load(take(engine.receiver)) == 3
     bench.finish()
     assert bench.hub.protocol.counters["dropped"] == 0
     assert [row["version"] for row in bench.rows()] == [0, 3]
 
 
-def test_a_version_that_is_overwritten_under_its_load_gives_way_to_the_next(bench: Bench) -> None:
-    engine = Engine(bench)
-    push(engine.publisher, 0, engine.receiver)
+def test_a_version_that_is_overwritten_under_its_load_gives_way_to_the_next(
+    publisher: Publisher, engine: Engine
+) -> None:
+    push(publisher, 0, engine.receiver)
 
     def overwrite(staged: StagedVersion) -> None:
         if staged.version == 1:
-            publish(engine.publisher, 2)
-            publish(engine.publisher, 3)
+            publish(publisher, 2)
+            publish(publisher, 3)
 
     engine.under = overwrite
-    publish(engine.publisher, 1)
-    assert (engine.load(), engine.loads) == (3, 2)
+    publish(publisher, 1)
+    assert (engine.load(take(engine.receiver)), engine.loads) == (3, 2)
 
 
-@pytest.mark.parametrize("when", ["before", "under"])
-def test_bytes_that_something_else_changed_are_never_served(bench: Bench, when: str) -> None:
-    """1. A staged version is damaged in shared memory. 2. The next one is published."""
-    engine = Engine(bench)
-
-    def spoil(staged: StagedVersion) -> None:
-        if staged.version == 0 and engine.loads <= 1:
-            damage(staged)
-            threading.Timer(0.2, publish, (engine.publisher, 1)).start()
-
-    publish(engine.publisher, 0)
-    staged = take(engine.receiver)
-    if when == "before":
-        spoil(staged)
-    else:
-        engine.under = spoil
-    assert engine.load(staged) == 1
-
-
-def test_a_slot_that_is_damaged_before_it_is_published_is_never_served(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("when", ["published", "staged", "loaded"])
+def test_bytes_that_something_else_changed_are_never_served(
+    publisher: Publisher, engine: Engine, caplog: pytest.LogCaptureFixture, when: str
 ) -> None:
-    engine = Engine(bench)
-    slot = engine.publisher.slot(0, WAIT_S)
+    """1. A version is damaged in shared memory, in the end under its load. 2. The next one is
+    published."""
+    slot = publisher.slot(0, WAIT_S)
     slot[:] = content(0)
     sums = checksums(LAYOUT, slot)
-    slot[5000] ^= 1
-    engine.publisher.publish(0, 0.0, sums)
+    slot[-70] ^= when == "published"
+    publisher.publish(0, 0.0, sums)
+    staged = take(engine.receiver)
+    if when == "staged":
+        damage(staged)
 
     def go_on(staged: StagedVersion) -> None:
         if engine.loads == 1:
-            publish(engine.publisher, 1)
+            if when == "loaded":
+                damage(staged)
+            publish(publisher, 1)
 
     engine.under = go_on
-    assert engine.load() == 1
-    assert "version 0 changed under the load: checksum of bucket 1" in caplog.text
+    assert engine.load(staged) == 1
+    assert "version 0 changed under the load: checksum of bucket" in caplog.text
 
 
-def test_an_engine_with_half_a_version_ends_with_the_run(bench: Bench) -> None:
-    engine = Engine(bench)
+def test_an_engine_with_half_a_version_ends_with_the_run(
+    publisher: Publisher, engine: Engine
+) -> None:
     engine.under = damage
     engine.stopping.set()
-    publish(engine.publisher, 0)
+    publish(publisher, 0)
     with pytest.raises(PeerLostError, match="version 0 changed under the load: checksum of bucket"):
-        engine.load()
+        engine.load(take(engine.receiver))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
