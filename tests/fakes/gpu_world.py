@@ -35,6 +35,10 @@ class GpuWorld:
         self.folder = folder
         self._patch = patch
         patch.setattr(WeightHubConfig, "chunk_bytes", CHUNK)
+        # Before the threads of hub and test both do.
+        self.runtime, self.nccl = map(
+            importlib.import_module, ("cupy.cuda.runtime", "cupy.cuda.nccl")
+        )
         self.gpus: dict[str, GpuReceiving] = {}
 
     def start(self, plane: str, **config: Any) -> None:
@@ -97,12 +101,17 @@ class GpuWorld:
         until((self.folder / name).exists, name)
 
     @property
+    def opened(self) -> list[str]:
+        """Files of the device memory that was mapped from another process, in that order."""
+        return (self.folder / "ipc-opened").read_text().split()[1::2]
+
+    @property
     def communicators(self) -> list[tuple[str, ...]]:
         """Who was in each communicator that came about, in the order of their making."""
         members: dict[str, dict[int, str]] = {}
         path = self.folder / "communicators"
         for line in path.read_text().splitlines() if path.exists() else []:
-            name, uid, rank, _ = line.split()
+            name, uid, rank = line.split()
             members.setdefault(uid, {})[int(rank)] = name
         return [tuple(ranks[rank] for rank in sorted(ranks)) for ranks in members.values()]
 
@@ -131,7 +140,6 @@ def gpu_world(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("FAKE_CUDA_DELAYS", "0.002,0.0005")  # copies, collectives
     monkeypatch.syspath_prepend(str(DOUBLE))
     _forget_cupy()
-    importlib.import_module("cupy.cuda")  # before the threads of hub and test both do
     yield GpuWorld(bench, folder, monkeypatch)
     bench.close()
     bench.closers.clear()

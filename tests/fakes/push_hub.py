@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from umbra.proto import messages as m
 from umbra.proto.deadline import Pace
 from umbra.services.weight_hub.push import Effect, HubPeer, HubReply, PushProtocol, Send
@@ -20,9 +22,16 @@ def taken(protocol: PushProtocol) -> list[Effect]:
 
 
 class Hub:
+    """Each of its calls returns the effects."""
+
     def __init__(self, slots: int = 2) -> None:
         self.protocol = PushProtocol(slots, PACE)
         self.now = 100.0
+
+    def do(self, call: Callable[..., None], *args: object) -> list[Effect]:
+        """Call a method of the protocol, now."""
+        call(*args, self.now)
+        return taken(self.protocol)
 
     def registered(
         self, digest: str = "d1", publisher: HubPeer = TRAINER, nbytes: int = 0
@@ -31,13 +40,11 @@ class Hub:
         return taken(self.protocol)
 
     def acquire(self, version: int, publisher: HubPeer = TRAINER) -> list[Effect]:
-        self.protocol.acquire(f"acquire {version}", publisher, version, self.now)
-        return taken(self.protocol)
+        return self.do(self.protocol.acquire, f"acquire {version}", publisher, version)
 
     def publish(self, version: int, slot: int, publisher: HubPeer = TRAINER) -> list[Effect]:
         message = m.Publish(version=version, slot=slot, checksums=[version], snapshot_s=0.5)
-        self.protocol.publish("publish", publisher, message, self.now)
-        return taken(self.protocol)
+        return self.do(self.protocol.publish, "publish", publisher, message)
 
     def new_version(self, version: int) -> list[Effect]:
         """Acquire and publish; the effects of both but the answers."""
@@ -48,35 +55,30 @@ class Hub:
         return [effect for effect in effects if not isinstance(effect, HubReply)]
 
     def subscribe(self, peer: HubPeer) -> list[Effect]:
-        self.protocol.subscribe(peer, self.now)
-        return taken(self.protocol)
+        return self.do(self.protocol.subscribe, peer)
 
     def ready(
         self, peer: HubPeer, epoch: int, version: int, error: str = "", *, in_place: bool = False
     ) -> list[Effect]:
-        message = m.Ready(
-            epoch=epoch, version=version, wire_s=1.0, stage_s=2.0, error=error, in_place=in_place
-        )
-        self.protocol.ready(peer, message, self.now)
-        return taken(self.protocol)
+        took = {"wire_s": 1.0, "stage_s": 2.0, "in_place": in_place}
+        message = m.Ready(epoch=epoch, version=version, error=error, **took)
+        return self.do(self.protocol.ready, peer, message)
 
     def committed(
         self, peer: HubPeer, epoch: int, version: int, error: str = "", commit_s: float = 3.0
     ) -> list[Effect]:
         message = m.Committed(epoch=epoch, version=version, commit_s=commit_s, error=error)
-        self.protocol.committed(peer, message, self.now)
-        return taken(self.protocol)
+        return self.do(self.protocol.committed, peer, message)
+
+    def served(self, peer: HubPeer, epoch: int, version: int) -> list[Effect]:
+        """`peer` stages and commits the version of `epoch`."""
+        return self.ready(peer, epoch, version) + self.committed(peer, epoch, version)
 
     def hold_back(self, reason: str) -> list[Effect]:
-        self.protocol.hold_back(reason, self.now)
-        return taken(self.protocol)
+        return self.do(self.protocol.hold_back, reason)
 
     def withdraw(self, reason: str) -> list[Effect]:
         self.protocol.withdraw(reason)
-        return taken(self.protocol)
-
-    def lost(self, peer: HubPeer, reason: str) -> list[Effect]:
-        self.protocol.lost(peer.name, reason, self.now)
         return taken(self.protocol)
 
     @property
@@ -85,8 +87,7 @@ class Hub:
 
     def tick(self, seconds: float) -> list[Effect]:
         self.now += seconds
-        self.protocol.tick(self.now)
-        return taken(self.protocol)
+        return self.do(self.protocol.tick)
 
 
 def pushing(*versions: int, slots: int = 2) -> Hub:
@@ -99,19 +100,9 @@ def pushing(*versions: int, slots: int = 2) -> Hub:
     return hub
 
 
-def serving(version: int) -> Hub:
-    """One whose receiver A serves this version."""
-    hub = pushing(version)
-    hub.ready(A, 1, version)
-    hub.committed(A, 1, version)
-    return hub
-
-
 def granted(effects: list[Effect]) -> int | None:
-    for effect in effects:
-        if isinstance(effect, HubReply) and isinstance(effect.message, m.SlotGranted):
-            return effect.message.slot
-    return None
+    replies = [effect.message for effect in effects if isinstance(effect, HubReply)]
+    return next((said.slot for said in replies if isinstance(said, m.SlotGranted)), None)
 
 
 def refusal(effects: list[Effect]) -> tuple[object, str]:

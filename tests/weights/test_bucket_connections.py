@@ -228,10 +228,8 @@ def tapped(
     def serve() -> None:
         with suppress(OSError):
             while True:
-                ours, theirs = (
-                    stack.enter_context(tap.accept()[0]),
-                    stack.enter_context(raw(server)),
-                )
+                ours = stack.enter_context(tap.accept()[0])
+                theirs = stack.enter_context(raw(server))
                 for direction in ((ours, theirs, bytes), (theirs, ours, change)):
                     threads.append(threading.Thread(target=copy, args=direction))
                     threads[-1].start()
@@ -240,10 +238,12 @@ def tapped(
         threads = [threading.Thread(target=serve)]
         threads[0].start()
         port = tap.getsockname()[1]
-        yield BucketsAt(endpoint=f"tcp://127.0.0.1:{port}", key=at(server).key), said
-        tap.shutdown(socket.SHUT_RDWR)
-        for thread in threads:
-            thread.join(WAIT_S)
+        try:
+            yield BucketsAt(endpoint=f"tcp://127.0.0.1:{port}", key=at(server).key), said
+        finally:
+            tap.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join(WAIT_S)
 
 
 def test_sealed_bytes_are_seen_by_nobody(keys: Path) -> None:

@@ -1,15 +1,19 @@
-"""Copies of memory that let other threads go on."""
+"""Memory of a version: copies that let other threads go on, and how long its bytes may take."""
 
 import os
 import random
 import sys
 import threading
 from mmap import PAGESIZE
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from umbra.proto.deadline import Pace
 from umbra.proto.errors import StartupError
+from umbra.services.config import WeightHubConfig
+from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.weights import memory
 from umbra.services.weights.memory import (
     TRIM_S,
@@ -23,18 +27,15 @@ from umbra.services.weights.memory import (
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGESIZE + 7])
-def test_a_copy_has_the_bytes_of_its_source(size: int) -> None:
+def test_a_copy_has_the_bytes_of_its_source_which_have_to_fit(size: int) -> None:
     source, target = random.Random(size).randbytes(size), bytearray(size + 2)
     for kind in (source, memoryview(bytearray(source))):
         target[:] = bytes(size + 2)
         copy(kind, memoryview(target)[1 : size + 1])
         assert bytes(target) == b"\0" + source + b"\0"
-
-
-def test_only_what_fits_is_copied() -> None:
-    for size in (3, 5):
-        with pytest.raises(ValueError, match=f"{size} bytes do not fill 4"):
-            copy(bytes(size), memoryview(bytearray(4)))
+    for room in {abs(size - 1), size + 1}:
+        with pytest.raises(ValueError, match=f"{size} bytes do not fill {room}"):
+            copy(source, memoryview(bytearray(room)))
     with pytest.raises(TypeError):
         copy(bytes(4), memoryview(bytes(4)))
 
@@ -94,3 +95,20 @@ def test_other_threads_run_during_a_copy() -> None:
         assert any(seen_half_done() for _ in range(50))
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_whatever_moves_a_version_may_take_the_longer_the_more_bytes_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first one the model is read, two slots are made, it is written and brought."""
+    pace = Pace(30.0, least_rate=5.0)
+    limits = pace.limit_s(0), pace.limit_s(500), pace.limit_s(500, parts=4)
+    assert (*limits, pace.after(1.0).limit_s(1000)) == (30.0, 130.0, 32.5, 201.0)
+    (tmp_path / "a.safetensors").write_bytes(bytes(30))
+    (tmp_path / "b.safetensors").write_bytes(bytes(20))
+    (tmp_path / "tokenizer.json").write_bytes(bytes(1000))
+    monkeypatch.setattr(WeightHubConfig, "least_rate", 10.0)
+    config = WeightHubConfig(slots=2, deadline_s=2.0)
+    assert config.pace.limit_s(50) == 7.0
+    assert config.first_version_s(weights_bytes(tmp_path)) == 600.0 + 5 * 5.0
+    assert config.first_version_s(weights_bytes(tmp_path / "none")) == 600.0

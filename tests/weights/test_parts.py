@@ -33,11 +33,15 @@ class World:
         self.now = 100.0
         self.held: dict[int, Publication] = {}
 
-    def says(self, peer: HubPeer, stated: PartState) -> str:
-        """Why it is refused; empty if it is not."""
+    def refusal(self, peer: HubPeer, stated: PartState) -> str:
+        """Record a state; return why it is refused, empty if it is not."""
         nack = self.parts.record(peer, stated, self.now)
         assert nack is None or nack.code == "bad_part"
         return "" if nack is None else nack.reason
+
+    def says(self, peer: HubPeer, path: str = "", error: str = "") -> None:
+        owner = int(peer.name.removeprefix("part-"))
+        assert not self.refusal(peer, state(owner, path, error))
 
     def told(self) -> dict[str, list[HoldArena | OfferSlot]]:
         found: dict[str, list[HoldArena | OfferSlot]] = {}
@@ -45,126 +49,120 @@ class World:
             found.setdefault(name, []).append(message)
         return found
 
-    def begin(self) -> None:
-        self.parts.begin(LAYOUT, PATH, 2)
-        for owner, peer in enumerate((ONE, TWO), start=1):
-            assert not self.says(peer, state(owner))
-        self.told()
-        for owner, peer in enumerate((ONE, TWO), start=1):
-            assert not self.says(peer, state(owner, PATH))
-        assert not self.parts.missing
+
+@pytest.fixture
+def new() -> World:
+    return World()
 
 
 @pytest.fixture
 def world() -> World:
-    return World()
+    """All part hubs hold their arenas."""
+    world = World()
+    world.parts.begin(LAYOUT, PATH, 2)
+    for path in ("", PATH):
+        for peer in (ONE, TWO):
+            world.says(peer, path)
+        world.told()
+    assert not world.parts.missing
+    return world
+
+
+@pytest.fixture
+def serving(world: World) -> World:
+    """And hand out a version."""
+    world.held = {0: publication(1, 0)}
+    assert world.told() == {"part-1": [OFFER], "part-2": [OFFER]}
+    assert world.told() == {}
+    return world
 
 
 HOLD = HoldArena(manifest=LAYOUT, path=PATH, slots=2)
 OFFER = OfferSlot(path=PATH, slot=0, checksums=[1] * len(LAYOUT.buckets), deltas=True)
 
 
-def test_a_layout_is_whole_when_all_part_hubs_hold_theirs(world: World) -> None:
-    world.parts.begin(LAYOUT, PATH, 2)
-    assert "trainer host 1 has no part hub" in world.parts.missing
-    assert not world.says(ONE, state(1))
-    assert world.told() == {"part-1": [HOLD]}
-    assert world.told() == {}
-    assert "still making" in world.parts.missing
-    assert not world.says(ONE, state(1, PATH))
-    assert "trainer host 2 has no part hub" in world.parts.missing
-    assert not world.says(TWO, state(2))
-    assert world.told() == {"part-2": [HOLD]}
-    assert not world.says(TWO, state(2, PATH))
-    assert world.parts.missing == ""
-    assert {o: at.endpoint for o, at in world.parts.buckets.items()} == {
-        1: "tcp://10.0.0.1:5558",
-        2: "tcp://10.0.0.2:5558",
-    }
-    world.parts.begin(LAYOUT, PATH, 2)
-    assert set(world.told()) == {"part-1", "part-2"}, "the same place for another layout"
+def test_a_layout_is_whole_when_all_part_hubs_hold_theirs(new: World) -> None:
+    parts = new.parts
+    parts.begin(LAYOUT, PATH, 2)
+    for number, peer in enumerate((ONE, TWO), start=1):
+        assert f"trainer host {number} has no part hub" in parts.missing
+        new.says(peer)
+        assert new.told() == {peer.name: [HOLD]}
+        assert new.told() == {}
+        assert "still making" in parts.missing
+        new.says(peer, PATH)
+    assert parts.missing == ""
+    found = {owner: at.endpoint for owner, at in parts.buckets.items()}
+    assert found == {1: "tcp://10.0.0.1:5558", 2: "tcp://10.0.0.2:5558"}
+    parts.begin(LAYOUT, PATH, 2)
+    assert set(new.told()) == {"part-1", "part-2"}, "the same place for another layout"
 
 
-def test_no_part_hub_is_needed_where_one_host_holds_all(world: World) -> None:
-    assert not world.says(ONE, state(1, "/dev/shm/umbra-run-old"))
-    assert world.told() == {}, "a trainer may come back to what it holds"
-    world.parts.begin(ALONE, PATH, 2)
-    assert world.parts.missing == ""
-    (message,) = world.told()["part-1"]
-    assert isinstance(message, HoldArena)
-    assert message.path == ""
+def test_no_part_hub_is_needed_where_one_host_holds_all(new: World) -> None:
+    new.says(ONE, "/dev/shm/umbra-run-old")
+    assert new.told() == {}, "a trainer may come back to what it holds"
+    new.parts.begin(ALONE, PATH, 2)
+    assert new.parts.missing == ""
+    (message,) = new.told()["part-1"]
+    assert isinstance(message, HoldArena) and message.path == ""
 
 
-def test_what_slots_hold_is_offered_once_and_withdrawn_before_it_is_written(world: World) -> None:
-    world.begin()
-    world.held = {0: publication(1, 0)}
-    sums = world.held[0].checksums
-    assert sums == OFFER.checksums
-    assert world.told() == {"part-1": [OFFER], "part-2": [OFFER]}
-    assert world.told() == {}
-    world.held = {1: publication(2, 1)}
-    told = world.told()["part-2"]
+def test_what_slots_hold_is_offered_once_and_withdrawn_before_it_is_written(serving: World) -> None:
+    serving.held = {1: publication(2, 1)}
+    told = serving.told()["part-2"]
     assert [m.slot for m in told if isinstance(m, OfferSlot) and not m.checksums] == [0]
-    assert told[-1] == OfferSlot(path=PATH, slot=1, checksums=[2] * len(sums), deltas=True)
-    world.held = {1: publication(3, 1)}  # rolled back to, say
-    assert len(world.told()["part-1"]) == 1
+    sums = [2] * len(LAYOUT.buckets)
+    assert told[-1] == OfferSlot(path=PATH, slot=1, checksums=sums, deltas=True)
+    serving.held = {1: publication(3, 1)}  # rolled back to, say
+    assert len(serving.told()["part-1"]) == 1
 
 
-def test_one_that_was_silent_goes_on_with_its_arena(world: World) -> None:
-    world.begin()
-    world.held = {0: publication(1, 0)}
-    world.told()
-    world.now += SILENT_S
-    assert not world.says(TWO, state(2, PATH))
-    assert world.parts.tick(world.now) == ["part-1"]
-    assert "trainer host 1 has no part hub" in world.parts.missing
-    assert not world.says(ONE, state(1, PATH))
-    assert not world.parts.missing and not world.parts.loss
-    assert world.told() == {"part-1": [HOLD, OFFER]}
+@pytest.mark.parametrize("why", ["silent", "unreachable"])
+def test_one_that_was_away_goes_on_with_its_arena(serving: World, why: str) -> None:
+    parts = serving.parts
+    if why == "silent":
+        serving.now += SILENT_S
+        serving.says(TWO, PATH)
+        assert parts.tick(serving.now) == ["part-1"]
+    else:
+        parts.lost("part-1")
+    assert "trainer host 1 has no part hub" in parts.missing
+    serving.says(ONE, PATH)
+    assert not parts.missing and not parts.loss
+    assert serving.told() == {"part-1": [HOLD, OFFER]}
 
 
 def test_one_that_is_started_again_takes_all_versions_with_it(world: World) -> None:
-    world.begin()
-    assert not world.says(HubPeer("part-1", "second"), state(1)), "nobody has missed the first"
-    assert world.parts.missing
-    assert world.parts.loss == "the part hub of trainer host 1 was started again"
-    assert not world.parts.broken
-    world.parts.forget()
-    assert not world.parts.loss
+    parts = world.parts
+    world.says(HubPeer("part-1", "second"))  # nobody has missed the first
+    assert parts.missing and not parts.broken
+    assert parts.loss == "the part hub of trainer host 1 was started again"
+    parts.forget()
+    assert not parts.loss
     assert world.told() == {}
     other = f"{PATH}_2"
-    world.parts.begin(LAYOUT, other, 2)
+    parts.begin(LAYOUT, other, 2)
     told = world.told()
     assert {m.path for messages in told.values() for m in messages} == {other}
-    assert not world.parts.loss, "what it said was about the arena before"
-    assert not world.parts.broken
+    assert not parts.loss, "what it said was about the arena before"
+    assert not parts.broken
 
 
-def test_one_without_room_is_asked_again(world: World) -> None:
-    world.parts.begin(LAYOUT, PATH, 2)
-    assert not world.says(ONE, state(1))
-    world.told()
-    assert not world.says(ONE, state(1, PATH, "no room"))
-    assert "no room" in world.parts.broken
-    assert "no room" in world.parts.missing
-    assert not world.parts.loss
-    world.parts.ask_again()
-    assert not world.parts.broken
-    assert world.told() == {"part-1": [HOLD]}
-    assert not world.says(ONE, state(1, PATH))
-    assert not world.parts.broken
-    world.held = {0: publication(1, 0)}
-    assert [type(m) for m in world.told()["part-1"]] == [OfferSlot]
-
-
-def test_one_that_cannot_be_reached_begins_anew(world: World) -> None:
-    world.begin()
-    world.held = {0: publication(1, 0)}
-    world.told()
-    world.parts.lost("part-1")
-    assert world.parts.missing
-    assert not world.says(ONE, state(1, PATH))
-    assert [type(m) for m in world.told()["part-1"]] == [HoldArena, OfferSlot]
+def test_one_without_room_is_asked_again(new: World) -> None:
+    parts = new.parts
+    parts.begin(LAYOUT, PATH, 2)
+    new.says(ONE)
+    new.told()
+    new.says(ONE, PATH, "no room")
+    assert "no room" in parts.broken and "no room" in parts.missing
+    assert not parts.loss
+    parts.ask_again()
+    assert not parts.broken
+    assert new.told() == {"part-1": [HOLD]}
+    new.says(ONE, PATH)
+    assert not parts.broken
+    new.held = {0: publication(1, 0)}
+    assert [type(m) for m in new.told()["part-1"]] == [OfferSlot]
 
 
 @pytest.mark.parametrize(
@@ -182,14 +180,13 @@ def test_one_that_cannot_be_reached_begins_anew(world: World) -> None:
 def test_one_that_cannot_be_is_refused(
     world: World, peer: HubPeer, stated: PartState, reason: str
 ) -> None:
-    world.begin()
-    assert reason in world.says(peer, stated)
+    assert reason in world.refusal(peer, stated)
     assert not world.parts.missing, "those that are there stay"
 
 
-def test_deadlines_are_those_of_the_first_to_be_silent(world: World) -> None:
-    assert world.parts.next_deadline() is None
-    world.says(ONE, state(1))
-    world.now += 1
-    world.says(TWO, state(2))
-    assert world.parts.next_deadline() == 100.0 + SILENT_S
+def test_deadlines_are_those_of_the_first_to_be_silent(new: World) -> None:
+    assert new.parts.next_deadline() is None
+    new.says(ONE)
+    new.now += 1
+    new.says(TWO)
+    assert new.parts.next_deadline() == 100.0 + SILENT_S

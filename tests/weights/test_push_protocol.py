@@ -15,7 +15,6 @@ from fakes.push_hub import (
     pushing,
     refusal,
     sent,
-    serving,
 )
 
 from umbra.proto.messages import Abort, Commit, Nack, Ok, SlotGranted
@@ -30,11 +29,6 @@ from umbra.services.weight_hub.push import (
     PushProtocol,
     Send,
 )
-
-
-def served(hub: Hub, peer: HubPeer, epoch: int, version: int) -> list[Effect]:
-    """`peer` stages and commits the version of `epoch`."""
-    return hub.ready(peer, epoch, version) + hub.committed(peer, epoch, version)
 
 
 def test_a_push_goes_through_all_phases_and_is_measured() -> None:
@@ -65,7 +59,7 @@ def test_a_slow_receiver_stalls_nobody_and_skips_what_was_overtaken() -> None:
     for version, epoch in ((0, 1), (1, 3), (2, 4)):
         if version:
             assert sent(hub.new_version(version), "b") == []
-        served(hub, A, epoch, version)
+        hub.served(A, epoch, version)
     assert hub.protocol.serving == {"a": 2, "b": -1}
     # The trainer does not wait for a slot, so only the deadline of its phase counts.
     assert hub.protocol.next_deadline() == hub.now + DEADLINE_S
@@ -95,7 +89,7 @@ def held_up(hub: Hub, mute: HubPeer, version: int) -> float:
     """Seconds that the trainer waits for a slot that `mute` reads, while A serves `version` + 1."""
     hub.subscribe(mute)
     hub.new_version(version + 1)
-    served(hub, A, hub.epoch, version + 1)
+    hub.served(A, hub.epoch, version + 1)
     assert granted(hub.acquire(version + 2)) is None
     waited = 0.0
     while True:
@@ -107,26 +101,22 @@ def held_up(hub: Hub, mute: HubPeer, version: int) -> float:
         if slot is not None:
             assert [e.receiver for e in effects if isinstance(e, Failed)] == [mute.name]
             hub.publish(version + 2, slot)
-            served(hub, A, hub.epoch, version + 2)
+            hub.served(A, hub.epoch, version + 2)
             return waited
 
 
 def test_whoever_holds_the_trainer_up_is_dropped_before_its_deadline() -> None:
-    hub = serving(0)
+    """Where stagings take long, the trainer waits for longer."""
+    hub = pushing(0)
+    hub.served(A, 1, 0)
     waits = [held_up(hub, HubPeer(f"mute{n}", "m"), 2 * n) for n in range(2)]
     assert waits == [PATIENCE_S] * 2
     assert hub.protocol.counters["held_up"] == 2
-
-
-def test_where_stagings_take_long_the_trainer_waits_for_longer() -> None:
-    hub = pushing(0)
-    hub.tick(0.75)
-    served(hub, A, 1, 0)
-    assert held_up(hub, B, 0) == 6.0
-    hub.new_version(3)
-    hub.tick(3)
-    served(hub, A, hub.epoch, 3)
-    assert held_up(hub, B, 3) == DEADLINE_S
+    for version, staging_s, waited in ((5, 0.75, 6.0), (8, 3, DEADLINE_S)):
+        hub.new_version(version)
+        hub.tick(staging_s)
+        hub.served(A, hub.epoch, version)
+        assert held_up(hub, B, version) == waited
 
 
 @pytest.mark.parametrize(
@@ -158,7 +148,8 @@ def test_a_load_in_place_is_awaited_for_a_few_loads(loads: list[float], waited: 
 
 
 def test_where_nobody_has_the_newest_version_the_deadline_alone_counts() -> None:
-    hub = serving(0)
+    hub = pushing(0)
+    hub.served(A, 1, 0)
     hub.subscribe(B)
     hub.new_version(1)  # which A does not answer either
     hub.acquire(2)
@@ -191,13 +182,7 @@ def test_a_failed_push_is_tried_once_more(phase: str) -> None:
         assert sent(effects, "a")[1] == prepare(epoch + 1, 1, 1)
 
 
-def test_an_unreachable_receiver_is_dropped_without_a_word() -> None:
-    hub = pushing(0)
-    assert hub.lost(A, "gone") == [Failed("a", 0, "staging", "gone", dropped=True)]
-    assert hub.lost(A, "gone") == []
-
-
-def test_answers_out_of_turn_are_ignored() -> None:
+def test_answers_out_of_turn_are_ignored_and_whoever_is_lost_gets_no_word() -> None:
     hub = pushing(0)
     assert hub.committed(A, 1, 0) == []
     assert hub.ready(A, 7, 0) == []
@@ -206,6 +191,10 @@ def test_answers_out_of_turn_are_ignored() -> None:
     assert hub.ready(B, 1, 0) == []
     hub.committed(A, 1, 0)
     assert +hub.protocol.counters == {"published": 1, "pushes": 1, "late": 4}
+    hub.new_version(1)
+    lost = hub.protocol.lost
+    assert hub.do(lost, "a", "gone") == [Failed("a", 1, "staging", "gone", dropped=True)]
+    assert hub.do(lost, "a", "gone") == []
 
 
 def test_only_who_registered_last_publishes_and_what_it_was_granted() -> None:
@@ -231,7 +220,7 @@ def test_only_who_registered_last_publishes_and_what_it_was_granted() -> None:
 def test_another_layout_drops_everyone() -> None:
     hub = pushing(0)
     hub.subscribe(B)
-    served(hub, B, 2, 0)
+    hub.served(B, 2, 0)
     effects = hub.registered("d2")
     why = "the trainer registered another layout"
     assert sent(effects, "a") == [Abort(epoch=1, version=0, reason=why, dropped=True)]
@@ -289,28 +278,23 @@ def test_nothing_is_published_while_a_part_is_missing() -> None:
     hub = Hub()
     hub.registered()
     hub.subscribe(A)
-    slot = granted(hub.acquire(0))
-    assert slot is not None
+    assert granted(hub.acquire(0)) == 0
     assert hub.hold_back("host 1 is gone") == []
     refused = Nack(code="part_missing", reason="host 1 is gone")
-    assert hub.publish(0, slot) == [HubReply("publish", refused)]
+    assert hub.publish(0, 0) == [HubReply("publish", refused)]
     assert hub.protocol.newest is None
     hub.hold_back("")
-    answer, send = hub.publish(0, slot)
-    assert answer == HubReply("publish", Ok())
-    assert isinstance(send, Send)
+    assert hub.publish(0, 0) == [HubReply("publish", Ok()), Send("a", prepare(1, 0, 0))]
 
 
 def test_pushes_wait_while_a_part_is_missing_and_go_on_with_the_newest_version() -> None:
+    ending = pushing(0)
+    ending.hold_back("gone")
+    assert sent(ending.ready(A, 1, 0), "a") == [Commit(epoch=1, version=0)], "it is under way"
+    assert isinstance(ending.committed(A, 1, 0)[0], Pushed)
     hub = pushing(0, slots=3)
     hub.hold_back("gone")
     assert hub.subscribe(B) == []
-    other = pushing(0)
-    other.hold_back("gone")
-    assert sent(other.ready(A, 1, 0), "a") == [Commit(epoch=1, version=0)], (
-        "a push under way may end"
-    )
-    assert isinstance(other.committed(A, 1, 0)[0], Pushed)
     failed = hub.ready(A, 1, 0, error="the source is gone")
     assert [type(effect) for effect in failed] == [Send, Failed]
     assert sent(failed, "a") == [Abort(epoch=1, version=0, reason="the source is gone")]
@@ -319,16 +303,11 @@ def test_pushes_wait_while_a_part_is_missing_and_go_on_with_the_newest_version()
     effects = hub.hold_back("")
     assert sent(effects, "a") == [prepare(2, 0, 0)]
     assert sent(effects, "b") == [prepare(3, 0, 0)]
-
-
-def test_one_that_fails_its_second_attempt_while_a_part_is_missing_is_not_dropped() -> None:
-    hub = pushing(0)
-    hub.ready(A, 1, 0, error="gone")  # before the hub has noticed
+    hub.ready(A, 2, 0, error="gone")  # before the hub has noticed
     hub.hold_back("gone")
-    hub.ready(A, 2, 0, error="gone")
-    assert hub.protocol.serving == {"a": -1}
-    assert hub.protocol.next_deadline() is None
-    assert sent(hub.hold_back(""), "a") == [prepare(3, 0, 0)]
+    hub.ready(A, 4, 0, error="gone")
+    assert hub.protocol.serving["a"] == -1, "its second attempt failed, and it is not dropped"
+    assert sent(hub.hold_back(""), "a") == [prepare(5, 0, 0)]
 
 
 def test_what_is_lost_is_withdrawn_and_has_to_be_registered_again() -> None:
@@ -347,16 +326,13 @@ def test_what_is_lost_is_withdrawn_and_has_to_be_registered_again() -> None:
     assert hub.registered() == []
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
+def test_who_waits_for_a_slot_hears_that_it_gets_none() -> None:
+    events: list[Callable[[Hub], list[Effect]]] = [
         lambda hub: hub.acquire(3),
         lambda hub: hub.registered(publisher=HubPeer("trainer", "t2")),
         lambda hub: hub.withdraw("lost"),
-    ],
-    ids=["asks again", "another trainer", "all is withdrawn"],
-)
-def test_who_waits_for_a_slot_hears_that_it_gets_none(event: Callable[[Hub], list[Effect]]) -> None:
-    hub = pushing(0, 1)
-    assert hub.acquire(2) == []
-    assert refusal(event(hub)) == ("acquire 2", "superseded")
+    ]
+    for event in events:
+        hub = pushing(0, 1)
+        assert hub.acquire(2) == []
+        assert refusal(event(hub)) == ("acquire 2", "superseded")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -25,36 +23,15 @@ DATA = memoryview(bytearray(LAYOUT.total_bytes))
 TIMEOUT_S = 60.0
 
 
-@dataclass
-class Wire:
-    """A channel that keeps the messages sent, and answers when a test says so."""
+def wire(endpoint: str) -> Mock:
+    """A channel, whose peer a test plays."""
+    pushes = queue.SimpleQueue[m.Message]()
+    return Mock(endpoint=endpoint, peer="weight hub", security=OPEN, pushes=pushes)
 
-    endpoint: str = "tcp://hub"
-    peer: str = "weight hub"
-    security = OPEN
-    on_moved: Callable[[], None] | None = None
-    pushes: queue.SimpleQueue[m.Message] = field(default_factory=queue.SimpleQueue[m.Message])
-    sent: list[m.Message] = field(default_factory=list[m.Message])
-    asked: list[tuple[m.Message, float, Callable[[Future[m.Message]], None]]] = field(
-        default_factory=list[Any]
-    )
-    relay: Wire | None = None
 
-    def send(self, message: m.Message) -> None:
-        self.sent.append(message)
-
-    def request(self, body: m.Message, *, timeout_s: float, on_done: Any) -> None:
-        self.asked.append((body, timeout_s, on_done))
-
-    def beside(self, endpoint: str, _name: str, _server: str) -> Wire:
-        self.relay = Wire(endpoint)
-        return self.relay
-
-    def take(self, kind: type[m.Message]) -> Any:
-        """Return the one message that was sent since the last one was taken."""
-        (message,), self.sent = self.sent, []
-        assert isinstance(message, kind), message
-        return message
+def asked(wire: Mock) -> list[Any]:
+    """Each request: the message, how long an answer may take, and what gets it."""
+    return [(*c.args, c.kwargs["timeout_s"], c.kwargs["on_done"]) for c in wire.request.mock_calls]
 
 
 class End:
@@ -64,7 +41,7 @@ class End:
         self.receipt: Receipt | None = None
         self.begun: list[m.Prepare] = []
         self.given_up = 0
-        self.closed = False
+        self.close = Mock()
 
     def receive(self, message: m.Prepare) -> Receiving:
         self.begun.append(message)
@@ -77,9 +54,6 @@ class End:
         receipt, self.receipt = self.receipt, None
         return receipt
 
-    def close(self) -> None:
-        self.closed = True
-
 
 class World:
     """A receiver that is subscribed to plane `plane`."""
@@ -88,8 +62,9 @@ class World:
         self.offered, self.facts = [plane, *offered], None
         self.ends: list[End] = []
         self.refusal: StartupError | None = None
-        self.wire = Wire()
-        self.receiver = Receiver(cast(Any, self.wire), cast(Any, self), "host", **options)
+        self.wire, self.relay = wire("tcp://hub"), wire("tcp://relay")
+        self.wire.beside.return_value = self.relay
+        self.receiver = Receiver(self.wire, cast(Any, self), "host", **options)
         self.receiver._timeout_s = TIMEOUT_S
         self.hear(subscribed(plane))
 
@@ -108,6 +83,13 @@ class World:
     def end(self) -> End:
         return self.ends[-1]
 
+    def sent(self, kind: type[m.Message]) -> Any:
+        """Return the one message that was sent since the last call."""
+        ((message,),) = [call.args for call in self.wire.send.mock_calls]
+        self.wire.send.reset_mock()
+        assert isinstance(message, kind), message
+        return message
+
     def hear(self, *messages: m.Message) -> None:
         for message in messages:
             self.receiver._handle(message)
@@ -122,7 +104,7 @@ class World:
         self.prepared(epoch)
         self.end.receipt = Receipt(**{"data": DATA, **receipt})
         self.receiver._receive()
-        return self.wire.take(m.Ready)
+        return self.sent(m.Ready)
 
     def commit(self, epoch: int) -> StagedVersion | None:
         self.hear(m.Commit(epoch=epoch, version=10 + epoch))
@@ -153,7 +135,7 @@ def test_ready_says_what_it_took_and_commit_hands_it_over_once() -> None:
     assert staged is not None and (staged.version, staged.epoch) == (11, 1)
     assert world.receiver.poll() is None, "it was handed over"
     world.receiver.committed(staged, 0.25, "no")
-    done = world.wire.take(m.Committed)
+    done = world.sent(m.Committed)
     assert (done.epoch, done.version, done.commit_s, done.error) == (1, 11, 0.25, "no")
     assert world.staged(2, source_lost=True, error="lost").source_lost
     assert world.commit(2) is None, "there is nothing to load"
@@ -200,7 +182,7 @@ def test_an_abort_ends_its_own_push_alone() -> None:
 def test_a_version_with_other_buckets_or_of_another_dtype_is_refused() -> None:
     world = World()
     world.prepared(1, SUMS[1:])
-    assert world.wire.take(m.Ready).error == f"{len(SUMS) - 1} checksums for {len(SUMS)} buckets"
+    assert world.sent(m.Ready).error == f"{len(SUMS) - 1} checksums for {len(SUMS)} buckets"
     assert not world.end.begun
     with pytest.raises(UsageError, match=r"weight_hub\.dtype"):
         World(dtype="float16")
@@ -215,10 +197,10 @@ def test_a_plane_of_a_gpu_that_does_not_work_is_left_for_good(when: str) -> None
     else:
         world.hear(subscribed("cuda_ipc"))
         world.staged(1, error="cannot map it", unusable=True)
-    ((request, timeout_s, _),) = world.wire.asked
+    ((request, timeout_s, _),) = asked(world.wire)
     assert isinstance(request, m.Subscribe) and request.planes == ["nccl", "tcp"]
     assert timeout_s == TIMEOUT_S
-    world.wire.asked.clear()
+    world.wire.request.reset_mock()
     world.hear(subscribed("tcp")) if when == "receiving" else None
     world.refusal = StartupError("no room")
     with pytest.raises(StartupError):
@@ -226,7 +208,7 @@ def test_a_plane_of_a_gpu_that_does_not_work_is_left_for_good(when: str) -> None
     world.offered[:] = ["nccl"]
     with pytest.raises(StartupError):
         world.hear(subscribed("nccl", manifest=OTHER_LAYOUT))
-    assert not world.wire.asked, "there is no other"
+    assert not asked(world.wire), "there is no other"
 
 
 @pytest.mark.parametrize(
@@ -248,24 +230,19 @@ def test_what_was_received_counts_while_layout_and_place_stay(
     first = world.end
     world.hear(reply)
     assert first.given_up == 1, "the push under way was another hub's"
-    assert (world.end is first, first.closed) == (same, not same)
+    assert (world.end is first, first.close.called) == (same, not same)
 
 
 @pytest.mark.parametrize("error", [None, UmbraError("no slot")])
 def test_a_daemon_loads_at_the_commit_and_says_what_went_wrong(error: UmbraError | None) -> None:
-    loaded: list[int] = []
-
-    def load(staged: StagedVersion) -> None:
-        loaded.append(staged.version)
-        if error is not None:
-            raise error
-
+    load = Mock(side_effect=error)
     world = World(load=load)
     world.staged(1)
     world.hear(m.Commit(epoch=2, version=12))
-    assert not loaded
+    assert not load.called
     world.hear(m.Commit(epoch=1, version=11))
-    assert loaded == [11] and world.wire.take(m.Committed).error == str(error or "")
+    assert load.call_args.args[0].version == 11
+    assert world.sent(m.Committed).error == str(error or "")
 
 
 def test_a_load_that_fails_is_reported_and_raised() -> None:
@@ -273,13 +250,10 @@ def test_a_load_that_fails_is_reported_and_raised() -> None:
     world.staged(1)
     staged = world.commit(1)
     assert staged is not None
-
-    def fails(_staged: StagedVersion) -> None:
-        raise PeerLostError("out of memory")
-
+    fails = Mock(side_effect=PeerLostError("out of memory"))
     with pytest.raises(PeerLostError):
         world.receiver.load(staged, fails, WAIT_S, threading.Event())
-    assert world.wire.take(m.Committed).error == "out of memory"
+    assert world.sent(m.Committed).error == "out of memory"
 
 
 @pytest.mark.parametrize("readable", [True, False])
@@ -293,21 +267,20 @@ def test_loads_are_verified_unless_the_engine_has_done_it(readable: bool, verifi
     found = world.receiver.load(staged, loaded.append, WAIT_S, threading.Event())
     assert (found, loaded) == ((staged, [staged]) if readable else (None, []))
     assert guard.verify.called == (readable and not verified)
-    error = world.wire.take(m.Committed).error
+    error = world.sent(m.Committed).error
     assert error == ("" if readable else "its slot was written again before it was loaded")
 
 
 def test_a_relay_that_is_gone_is_avoided_and_a_hub_that_is_gone_is_an_error() -> None:
     world = World("tcp")
     world.hear(subscribed("relay", "tcp://relay"))
-    relay = world.wire.relay
-    assert relay is not None and not world.wire.asked
-    ((request, timeout_s, answer),) = relay.asked
+    assert not asked(world.wire)
+    ((request, timeout_s, answer),) = asked(world.relay)
     assert isinstance(request, m.HubStatusRequest) and timeout_s == RELAY_SILENT_S
     done: Future[m.Message] = Future()
     done.set_result(m.HubStatus(subscribed=False))
     answer(done)
-    world.hear(relay.pushes.get_nowait())
+    world.hear(world.relay.pushes.get_nowait())
     assert "no subscription" in world.dropped()
     lost: Future[m.Message] = Future()
     lost.set_exception(DeadlineError("silent"))
@@ -315,19 +288,18 @@ def test_a_relay_that_is_gone_is_avoided_and_a_hub_that_is_gone_is_an_error() ->
     assert world.dropped() == "the relay is gone"
     assert world.receiver._request().avoid == "tcp://relay"
     world.receiver._ask(world.receiver._request())
-    ((request, timeout_s, answer),) = world.wire.asked
+    ((request, timeout_s, answer),) = asked(world.wire)
     assert timeout_s == TIMEOUT_S
     world.receiver.check()
-    news: list[bool] = []
-    world.receiver.on_news = lambda: news.append(True)
+    world.receiver.on_news = Mock()
     answer(lost)
-    assert news
+    assert world.receiver.on_news.called
     with pytest.raises(DeadlineError):
         world.receiver.check()
 
 
 @pytest.mark.parametrize(
-    ("check_s", "retry_s", "dropped", "asked"),
+    ("check_s", "retry_s", "dropped", "requests"),
     [
         (60.0, 60.0, "", []),
         (0.0, 60.0, "", [m.HubStatusRequest]),  # once, until there is an answer
@@ -336,22 +308,20 @@ def test_a_relay_that_is_gone_is_avoided_and_a_hub_that_is_gone_is_an_error() ->
     ],
 )
 def test_a_silent_hub_is_asked_once_and_one_that_dropped_it_after_a_pause(
-    check_s: float, retry_s: float, dropped: str, asked: list[type[m.Message]]
+    check_s: float, retry_s: float, dropped: str, requests: list[type[m.Message]]
 ) -> None:
     world = World(check_s=check_s, retry_s=retry_s)
-    left = 4
+    turns = iter(range(4))
 
     def silent(timeout: float) -> m.Message:
-        nonlocal left
-        left -= 1
-        if not left:
+        if next(turns) == 3:
             world.receiver._closing.set()
         raise queue.Empty
 
-    world.wire.pushes = cast(Any, SimpleNamespace(get=silent))
+    world.wire.pushes = SimpleNamespace(get=silent)
     world.receiver._dropped = dropped
     world.receiver._serve()
-    assert [type(body) for body, _, _ in world.wire.asked] == asked
+    assert [type(body) for body, _, _ in asked(world.wire)] == requests
 
 
 def test_waiting_for_a_version_ends_with_the_run_or_its_deadline() -> None:

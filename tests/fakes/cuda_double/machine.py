@@ -1,4 +1,7 @@
-"""Base of the double of CuPy: folder, name, streams and mapped files of this process."""
+"""Base of the double of CuPy: its files, faults and streams, and the errors of CUDA.
+
+It is not within the package, since pyright takes that for the real one.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,35 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-_maps: dict[int, mmap.mmap] = {}
+TEXTS = {
+    2: "cudaErrorMemoryAllocation: out of memory",
+    101: "cudaErrorInvalidDevice: invalid device ordinal",
+    400: "cudaErrorInvalidResourceHandle: invalid resource handle",
+    700: "cudaErrorIllegalAddress: an illegal memory access was encountered",
+    712: "cudaErrorHostMemoryAlreadyRegistered: part or all of it is already mapped",
+}
+
 broken = 0  # an error that stays, as after an access to memory that is not ours
-_streams: list[Stream] = []
+streams: list[Any] = []  # by what CuPy calls the pointer of a stream
+_maps: dict[int, mmap.mmap] = {}
 names: dict[int, str] = {}  # of the file behind each address
 
 
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(TEXTS[status])
+
+
+def check() -> None:
+    """After an error that stays every call fails."""
+    if broken:
+        raise CUDARuntimeError(broken)
+
+
 def folder() -> Path:
-    """Where this machine's files are."""
     return Path(os.environ["FAKE_CUDA_DIR"])
 
 
@@ -26,53 +48,12 @@ def name() -> str:
 
 
 def setting(variable: str, default: int) -> int:
-    """A number from the environment."""
     return int(os.environ.get(variable, str(default)))
 
 
-class Stream(Protocol):
-    """A stream of the double."""
-
-    @property
-    def idle(self) -> bool: ...
-    def enqueue(self, work: Callable[[], object]) -> None: ...
-
-
-def register_stream(stream: Stream) -> int:
-    """Return the value that CuPy calls the pointer of a stream."""
-    _streams.append(stream)
-    return len(_streams) - 1
-
-
-def enqueue(stream: int, work: Callable[[], object]) -> None:
-    """Do something in a stream."""
-    _streams[stream].enqueue(work)
-
-
-def delay_s(stream: int) -> float:
-    """Seconds before each piece of work of a stream, by its number: FAKE_CUDA_DELAYS, in turn."""
-    delays = os.environ.get("FAKE_CUDA_DELAYS", "0").split(",")
-    return float(delays[stream % len(delays)])
-
-
-def idle(stream: int) -> bool:
-    """Return whether nothing waits in a stream."""
-    return _streams[stream].idle
-
-
-def check(error: Callable[[int], Exception]) -> None:
-    """After an error that stays every call fails."""
-    if broken:
-        raise error(broken)
-
-
-def map_file(file: str) -> int:
-    """The address of a file's bytes; mapped for good, since streams may have work in it."""
-    with (folder() / file).open("r+b") as opened:
-        mapped = mmap.mmap(opened.fileno(), 0)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-    _maps[address], names[address] = mapped, file
-    return address
+def note(file: str, line: str) -> None:
+    with (folder() / file).open("a") as log:
+        log.write(f"{name()} {line}\n")
 
 
 def strikes(what: str) -> bool:
@@ -83,3 +64,16 @@ def strikes(what: str) -> bool:
     file.unlink()
     (folder() / f"{what}-reached-{name()}").touch()
     return True
+
+
+def enqueue(stream: int, work: Callable[[], object]) -> None:
+    streams[stream].enqueue(work)
+
+
+def map_file(file: str) -> int:
+    """The address of a file's bytes; mapped for good, since streams may have work in it."""
+    with (folder() / file).open("r+b") as opened:
+        mapped = mmap.mmap(opened.fileno(), 0)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    _maps[address], names[address] = mapped, file
+    return address

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 from fakes.cuda_double import machine
 
-from cupy.cuda import driver as driver
 from cupy.cuda import nccl as nccl
 from cupy.cuda import runtime as runtime
+
+driver = SimpleNamespace(CUDADriverError=type("CUDADriverError", (RuntimeError,), {}))
 
 
 class Device:
@@ -21,39 +24,34 @@ class Device:
     def use(self) -> None:
         if not 0 <= self.id < runtime.getDeviceCount():
             raise runtime.CUDARuntimeError(101)
-        machine.check(runtime.CUDARuntimeError)
+        machine.check()
 
 
 class Event:
     def __init__(
         self, block: bool = False, disable_timing: bool = False, interprocess: bool = False
     ) -> None:
-        self._happened = threading.Event()
-        self._happened.set()  # as in CUDA: one that was never recorded is done
+        self.happened = threading.Event()
+        self.happened.set()  # as in CUDA: one that was never recorded is done
 
     @property
     def done(self) -> bool:
         # As CuPy: whatever is no success, an error as well, is "not yet".
-        return not machine.broken and self._happened.is_set()
+        return not machine.broken and self.happened.is_set()
 
     def record(self, stream: Stream) -> None:
-        machine.check(runtime.CUDARuntimeError)
-        happened = self._happened = threading.Event()
+        machine.check()
+        happened = self.happened = threading.Event()
         stream.enqueue(happened.set)
-
-    def synchronize(self) -> None:
-        self._happened.wait()
-
-    def happened(self) -> threading.Event:
-        return self._happened
 
 
 class Stream:
-    """Does its work in order, on a thread of its own."""
+    """Does its work in order, on a thread of its own, each piece after FAKE_CUDA_DELAYS in turn."""
 
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False) -> None:
-        machine.check(runtime.CUDARuntimeError)
-        self.ptr = machine.register_stream(self)
+        machine.check()
+        self.ptr = len(machine.streams)
+        machine.streams.append(self)
         self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         threading.Thread(target=self._main, daemon=True).start()
 
@@ -61,14 +59,14 @@ class Stream:
         self._work.put(work)
 
     def synchronize(self) -> None:
-        machine.check(runtime.CUDARuntimeError)
+        machine.check()
         done = threading.Event()
         self.enqueue(done.set)
         done.wait()
 
     def wait_event(self, event: Event) -> None:
-        machine.check(runtime.CUDARuntimeError)
-        self.enqueue(event.happened().wait)
+        machine.check()
+        self.enqueue(event.happened.wait)
 
     @property
     def idle(self) -> bool:
@@ -77,5 +75,6 @@ class Stream:
     def _main(self) -> None:
         while True:
             work = self._work.get()
-            time.sleep(machine.delay_s(self.ptr))
+            delays = os.environ.get("FAKE_CUDA_DELAYS", "0").split(",")
+            time.sleep(float(delays[self.ptr % len(delays)]))
             work()

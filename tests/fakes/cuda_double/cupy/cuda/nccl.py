@@ -55,8 +55,7 @@ class NcclCommunicator:
         if (machine.folder() / f"stay-hang-init-{machine.name()}").exists():
             threading.Event().wait()
         self._meet(machine.folder() / f"comm-{commId.hex()[:16]}", ndev, rank)
-        with (machine.folder() / "communicators").open("a") as log:
-            log.write(f"{machine.name()} {commId.hex()[:16]} {rank} {ndev}\n")
+        machine.note("communicators", f"{commId.hex()[:16]} {rank}")
 
     def bcast(self, buf: int, count: int, datatype: int, root: int, stream: int) -> None:
         assert datatype == NCCL_UINT8 and root == 0

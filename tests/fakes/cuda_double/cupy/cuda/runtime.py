@@ -7,6 +7,8 @@ import uuid
 from typing import Any
 
 from fakes.cuda_double import machine
+from fakes.cuda_double.machine import CUDARuntimeError as CUDARuntimeError
+from fakes.cuda_double.machine import check
 
 memcpyHostToDevice = 1  # noqa: N816 - CUDA's names
 memcpyDeviceToHost = 2  # noqa: N816
@@ -16,27 +18,8 @@ HANDLE_BYTES = 64
 _pinned: set[int] = set()
 
 
-TEXTS = {
-    2: "cudaErrorMemoryAllocation: out of memory",
-    101: "cudaErrorInvalidDevice: invalid device ordinal",
-    400: "cudaErrorInvalidResourceHandle: invalid resource handle",
-    700: "cudaErrorIllegalAddress: an illegal memory access was encountered",
-    712: "cudaErrorHostMemoryAlreadyRegistered: part or all of it is already mapped",
-}
-
-
-class CUDARuntimeError(RuntimeError):
-    def __init__(self, status: int) -> None:
-        self.status = status
-        super().__init__(TEXTS[status])
-
-
-def check() -> None:
-    machine.check(CUDARuntimeError)
-
-
 def streamQuery(stream: int) -> int:  # noqa: N802
-    return machine.broken or (0 if machine.idle(stream) else 600)
+    return machine.broken or (0 if machine.streams[stream].idle else 600)
 
 
 def getDeviceCount() -> int:  # noqa: N802
@@ -52,7 +35,7 @@ def deviceGetPCIBusId(device: int) -> str:  # noqa: N802
 
 
 def runtimeGetVersion() -> int:  # noqa: N802
-    return machine.setting("FAKE_CUDA_VERSION", 13000)
+    return 13000
 
 
 def deviceGetAttribute(attribute: int, device: int) -> int:  # noqa: N802
@@ -109,8 +92,7 @@ def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:  # noqa: N802
     check()
     assert len(handle) == HANDLE_BYTES
     file = handle.rstrip(b"\0").decode()
-    with (machine.folder() / "ipc-opened").open("a") as log:
-        log.write(f"{machine.name()} {file}\n")
+    machine.note("ipc-opened", file)
     try:
         if machine.setting("FAKE_CUDA_IPC", 1) == 0:
             raise OSError("another container")
@@ -120,5 +102,4 @@ def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:  # noqa: N802
 
 
 def ipcCloseMemHandle(ptr: int) -> None:  # noqa: N802
-    check()
-    machine.names.pop(ptr)
+    free(ptr)

@@ -1,5 +1,0 @@
-"""The driver's errors of the double."""
-
-
-class CUDADriverError(RuntimeError):
-    pass
