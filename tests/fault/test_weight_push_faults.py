@@ -16,8 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fakes.hub_bench import PROGRAMS, WAIT_S, Bench, Engine, Watched, Weights, publish_slot
-from fakes.slowness import seconds
-from fakes.waiting import until
+from fakes.slowness import seconds, until
 
 from umbra.services.weights.planes.receiving import StagedPlanes
 

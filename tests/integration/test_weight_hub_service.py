@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from fakes.hub_bench import LAYOUT, WAIT_S, Bench, load, publish, push
-from fakes.waiting import until
+from fakes.slowness import until
 
 from umbra.proto import messages as m
 from umbra.proto.errors import RejectedError

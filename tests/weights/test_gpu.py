@@ -19,7 +19,7 @@ import pytest
 from fakes.cuda_double import machine
 from fakes.gpu_world import GpuWorld, hub_worker
 from fakes.hub_bench import LAYOUT, PACE, WAIT_S, content, publish, push
-from fakes.waiting import until
+from fakes.slowness import until
 
 from umbra.proto.errors import DeadlineError, PeerLostError, StartupError, UmbraError
 from umbra.proto.messages import Prepare
