@@ -218,7 +218,7 @@ def push(publisher: Publisher, version: int, *receivers: Receiver) -> None:
 
 
 class Weights:
-    """What a trainer publishes: versions that differ by one unit in the last place here and there.
+    """A trainer whose versions differ by one unit in the last place here and there.
 
     `share` is that of the elements that change.
     """

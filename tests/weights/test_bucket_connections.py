@@ -264,7 +264,7 @@ def test_sealed_bytes_are_seen_by_nobody(keys: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["flip", "cut"])
 def test_what_is_spoiled_on_the_wire_is_fetched_again(mode: str) -> None:
-    """A wrong byte ends a fetch, and a broken connection does not; only what is missing comes."""
+    """A wrong byte ends a fetch, and a broken connection does not; only missing buckets come."""
     left = LAYOUT.total_bytes // 2
 
     def spoil(data: bytes) -> bytes:

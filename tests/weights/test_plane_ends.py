@@ -281,7 +281,7 @@ def test_a_receiver_that_asks_for_a_gpu_plane_is_told_why_not(
         ):
             open_planes(config("cuda_ipc"), device, gpus=gpus)
     monkeypatch.setattr(receiving, "find_gpu", lambda *_, **__: None)
-    assert open_planes(config("nccl"), "cuda").offered == [], "nothing but what is set by name"
+    assert open_planes(config("nccl"), "cuda").offered == [], "only the plane set by name"
 
 
 def test_a_receiver_that_left_has_no_plane() -> None:
