@@ -25,28 +25,22 @@ ALONE = NamedEnvironment(name="alone", kind="reward", reward="mine:score")
 OWN = 0.25  # what a generator says of a sample of ALONE
 
 
-def world(**options: Any) -> World:
-    """Groups of three, of which two are a batch, with scorers `x` and `y`."""
+def world(*environments: NamedEnvironment, **options: Any) -> World:
+    """Groups of three, of which two are a batch, with scorers `x` and `y`.
+
+    Without `environments` all are rewarded as groups; of RANKED and ALONE in turn.
+    """
+    how = {"environments": environments} if environments else {"reward_scope": "group"}
     fixed = {"stages": ["reward"], "lease_s": 10, "dead_after_s": 1000, "group_size": 3}
-    made = World(**{**fixed, **options})
+    made = World(**{**fixed, **how, **options})
     join(made)
     return made
 
 
-def ranked(**options: Any) -> World:
-    return world(reward_scope="group", **options)
-
-
-def mixed(**options: Any) -> World:
-    """g-0 and g-2 are of RANKED, g-1 and g-3 of ALONE."""
-    return world(environments=(RANKED, ALONE), **options)
-
-
 def join(run: World) -> None:
-    for name in "ab":
-        run.join("generator", name)
-    for name in "xy":
-        run.join("scorer", name)
+    for role, names in (("generator", "ab"), ("scorer", "xy")):
+        for name in names:
+            run.join(role, name)  # type: ignore[arg-type]
     run.join("trainer", "trainer")
 
 
@@ -68,16 +62,8 @@ def ids(tasks: list[Task]) -> list[str]:
     return [task.sample_id for task in tasks]
 
 
-def evaluating(*rows: dict[str, Any]) -> dict[str, Any]:
-    """The options of a world with two samples of each of these held-out rows."""
-    prompts = [Prompt(str(number), {"prompt": "p", **row}) for number, row in enumerate(rows)]
-    count = 2 * len(prompts)
-    config = EvalConfig(every=1, at_ends=False, samples=count, samples_per_prompt=2, prompts="x")
-    return {"eval_config": config, "eval_prompts": prompts}
-
-
 def test_a_group_is_scored_when_its_last_sample_is_there() -> None:
-    run = ranked()
+    run = world()
     tasks = run.lease("a", 100, 0)
     answer(run, *tasks[:2], *tasks[3:5])
     assert run.to_score("x") == []
@@ -93,7 +79,7 @@ def test_a_group_is_scored_when_its_last_sample_is_there() -> None:
 
 
 def test_scores_of_a_group_are_taken_all_or_not_at_all() -> None:
-    run = ranked()
+    run = world()
     answer(run, *run.lease("a", 3, 0))
     given = run.to_score("x")
     (refused,) = run.give("x", given[:1], 1.0).refused.values()
@@ -102,45 +88,35 @@ def test_scores_of_a_group_are_taken_all_or_not_at_all() -> None:
     again = run.to_score("y")
     assert [(task.sample_id, task.attempt) for task in again] == [(f"s-{n}", 2) for n in range(3)]
     assert len(run.give("x", given, 1.0, 2.0, 3.0).refused) == 3  # too late
-    assert run.give("y", again, 1.0, 2.0, 3.0).accepted == 3
+    run.pass_time(11)
+    assert run.broker.counters["expired_leases"] == 1
+    assert ids(run.to_score("x")) == ["s-0", "s-1", "s-2"]
+    run.join("scorer", "x", "x-2")  # it was killed
+    give(run, run.to_score("x"))
     assert [sample.reward for sample in run.pool.samples.values()] == [1.0, 2.0, 3.0]
     assert list(run.pool.complete) == ["g-0"]
 
 
-def test_a_group_goes_to_another_scorer_as_a_whole() -> None:
-    run = ranked()
-    answer(run, *run.lease("a", 3, 0))
-    assert len(run.to_score("x")) == 3
-    run.pass_time(11)
-    assert run.broker.counters["expired_leases"] == 1
-    assert ids(run.to_score("y")) == ["s-0", "s-1", "s-2"]
-    run.join("scorer", "y", "y-2")  # it was killed
-    assert ids(run.to_score("x")) == ["s-0", "s-1", "s-2"]
-
-
 def test_an_unscorable_group_fails_once_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    run = ranked(max_attempts=2)
+    run = world(max_attempts=2)
     answer(run, *run.lease("a", 3, 0))
     for _ in range(2):
         run.give("x", run.to_score("x"), 0.0, 0.0, 0.0, error="raised ValueError: no")
     assert run.pool.ledger.ended == {"failed": 3}
     assert run.broker.counters["scoring_failures"] == 1
     assert "group g-0, 3 samples failed in stage reward: raised ValueError: no" in caplog.text
-    run.broker.run.check()
-
-
-def test_a_sample_that_fails_ends_its_group_which_nobody_scores() -> None:
-    run = ranked()
+    # One that fails before ends a group that nobody scores.
     tasks = run.lease("a", 3, 0)
     answer(run, *tasks[:2])
     run.back("a", tasks[2], failed=True)
     assert run.to_score("x") == []
-    assert run.pool.ledger.ended == {"failed": 3}
+    assert run.pool.ledger.ended == {"failed": 6}
+    run.broker.run.check()
 
 
 def test_rewards_are_void_when_a_sample_of_the_group_is_made_anew() -> None:
     """Scenario: one of three responses is made again. Result: the others are rewarded once more."""
-    run = ranked(batch_groups=1, run_ahead=1, max_staleness=1)
+    run = world(batch_groups=1, run_ahead=1, max_staleness=1)
     tasks = run.lease("a", 100, 0)
     answer(run, *tasks)
     run.give("x", run.to_score("x"), *(float(n) for n in range(6)))
@@ -156,47 +132,31 @@ def test_rewards_are_void_when_a_sample_of_the_group_is_made_anew() -> None:
     run.broker.run.check()
 
 
-def test_only_groups_of_environments_that_ask_for_it_go_to_scorers() -> None:
-    run = mixed()
-    tasks = run.lease("a", 6, 0)
-    answer(run, *tasks[3:], *tasks[:2])
-    assert list(run.pool.complete) == ["g-1"]  # at once, though no scorer has asked
-    assert run.to_score("x") == []
-    missing = StallReport(run.broker.run).missing(run.now)
-    assert "stage reward waits for all of its group: waiting for sample s-2" in missing
-    answer(run, tasks[2])
-    given = run.to_score("x")
-    assert ids(given) == ["s-0", "s-1", "s-2"]
-    give(run, given, reward_parts={"rank": 1.0})
-    made = {one.sample_id: one for one in run.batch(1).scored()}
-    assert [made[f"s-{n}"].reward for n in range(6)] == [1.0, 2.0, 3.0, OWN, OWN, OWN]
-    assert [made[f"s-{n}"].reward_parts for n in (0, 3)] == [{"rank": 1.0}, {"score": OWN}]
-    assert run.broker.counters["scored: reward"] == 3
-    run.commit(1)
-    run.broker.run.check()
-    assert run.pool.ledger.trained == 6
-
-
 def test_after_a_restart_groups_go_on_from_where_they_were() -> None:
     """One is being scored, one needs no scorer, one waits for its last sample."""
-    run = mixed(durable=True)
+    run = world(RANKED, ALONE, durable=True)
     tasks = run.lease("a", 9, 0)
     answer(run, *tasks[:8])
+    assert list(run.pool.complete) == ["g-1"]  # at once, though no scorer has asked
     leased = run.to_score("x")
     run.restart_broker()
     join(run)
     states = [run.pool.samples[f"s-{number}"].state for number in range(9)]
     assert states == ["scoring"] * 3 + ["ready"] * 3 + ["scoring"] * 2 + ["generating"]
     assert not run.to_score("y"), "leases outlive the buffer"
-    give(run, leased)
+    give(run, leased, reward_parts={"rank": 1.0})
     answer(run, tasks[8])
     assert ids(run.to_score("x")) == ["s-6", "s-7", "s-8"]
-    rewards = {one.sample_id: one.reward for one in run.batch(1).scored()}
-    assert rewards == {"s-0": 1.0, "s-1": 2.0, "s-2": 3.0, "s-3": OWN, "s-4": OWN, "s-5": OWN}
+    made = {one.sample_id: one for one in run.batch(1).scored()}
+    assert [made[f"s-{n}"].reward for n in range(6)] == [1.0, 2.0, 3.0, OWN, OWN, OWN]
+    assert [made[f"s-{n}"].reward_parts for n in (0, 3)] == [{"rank": 1.0}, {"score": OWN}]
+    run.commit(1)
+    run.broker.run.check()
+    assert run.pool.ledger.trained == 6
 
 
 def test_a_run_goes_on_with_the_environments_that_left_rewards_to_scorers() -> None:
-    run = mixed(durable=True)
+    run = world(RANKED, ALONE, durable=True)
     answer(run, *run.lease("a", 6, 0))
     more = NamedEnvironment(name="more", kind="reward", reward="mine:rank", reward_scope="group")
     alone = NamedEnvironment(name="ranked", kind="reward", reward="mine:score")
@@ -209,13 +169,16 @@ def test_a_run_goes_on_with_the_environments_that_left_rewards_to_scorers() -> N
 
 def test_a_failure_in_an_evaluation_costs_a_group_only_where_groups_are_rewarded() -> None:
     """A sample that failed is worth nothing."""
-    rows = ({"environment": name} for name in ("ranked", "alone", "ranked"))
-    run = mixed(batch_groups=2, run_ahead=0, **evaluating(*rows))
+    names = ["ranked", "alone", "ranked"]
+    held = [Prompt(f"{n}", {"prompt": "p", "environment": name}) for n, name in enumerate(names)]
+    evaluations = EvalConfig(every=1, at_ends=False, samples=6, samples_per_prompt=2, prompts="x")
+    options: dict[str, Any] = {"eval_config": evaluations, "eval_prompts": held}
+    run = world(RANKED, ALONE, batch_groups=2, run_ahead=0, **options)
     answer(run, *run.lease("a", 6, 0))
     give(run, run.to_score("x"))
     run.train(1)
     tasks = run.lease("a", 6, 1)
-    assert [task.row["environment"] for task in tasks[::2]] == ["ranked", "alone", "ranked"]
+    assert [task.row["environment"] for task in tasks[::2]] == names
     assert len({task.group_id for task in tasks}) == 4
     answer(run, *tasks[:3], tasks[4], version=1)
     run.back("a", tasks[3], failed=True)
@@ -238,16 +201,12 @@ def test_generators_leave_the_rewards_of_groups_to_scorers() -> None:
     assert RunConfig().rewarded_by_scorers == ()
 
 
-@pytest.mark.parametrize(
-    ("environments", "stages", "to_change"),
-    [
+def test_what_cannot_work_is_refused_with_what_to_do() -> None:
+    """Of one environment alone: `test_feasibility`."""
+    for environments, stages, to_change in (
         ((RANKED, ALONE), [], 'environments.ranked.reward_scope = group .* put "reward" into buf'),
         ((ALONE,), ["reward"], r"set reward_scope = group in \[\[environments\]\], or remove"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_what_to_do(
-    environments: tuple[NamedEnvironment, ...], stages: list[Any], to_change: str
-) -> None:
-    """Of one environment alone: `test_feasibility`."""
-    with pytest.raises(UsageError, match=to_change):
-        check_feasible(RunConfig(environments=environments, buffer=BufferConfig(stages=stages)))
+    ):
+        config = RunConfig(environments=environments, buffer=BufferConfig(stages=stages))
+        with pytest.raises(UsageError, match=to_change):
+            check_feasible(config)

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 from fakes.broker_world import trajectory
-from fakes.slowness import seconds
 
 from umbra.proto.errors import UsageError
 from umbra.proto.records import Score, Task, pack_int32
@@ -30,15 +29,13 @@ from umbra.services.scorer.service import RewardWorker, reward_worker
 DOC = Path(__file__).parents[2] / "docs" / "environments.md"
 STOP = 3
 CODE = """
-import os, time
+import os
 
 def faulty(completions, **columns):
     if "raise" in completions[0]:
         raise ValueError("no such thing")
     if "die" in completions[0]:
         os._exit(3)
-    if "hang" in completions[0]:
-        time.sleep(3600)
     return [float(len(completions))] * len(completions)
 
 def few(completions, **columns):
@@ -105,18 +102,13 @@ def test_the_function_of_the_docs_ranks_each_group(module: None, tiny_model_dir:
 
 
 def test_what_goes_wrong_in_a_group_costs_that_group(module: None, tiny_model_dir: Path) -> None:
-    limit = seconds(3)
-    with scorer(rewards("faulty", timeout_s=limit), tiny_model_dir) as worker:
-        tasks = [
-            task
-            for name in ("raise", "die", "hang", "fine")
-            for task in group(name, tiny_model_dir, name, "x")
-        ]
+    with scorer(rewards("faulty"), tiny_model_dir) as worker:
+        names = ("raise", "die", "fine")
+        tasks = [task for name in names for task in group(name, tiny_model_dir, name, "x")]
         found = by_group(list(worker.score(tasks, lambda: None)))
     for name, error in (
         ("raise", "environment grouped:faulty raised ValueError: no such thing"),
         ("die", "the process of its environment ended"),
-        ("hang", f"faulty: its reward took longer than environment.timeout_s = {limit:g} s"),
     ):
         assert all(error in score.error for score in found[name]), found[name]
     assert [score.reward for score in found["fine"]] == [2.0, 2.0]
@@ -126,21 +118,15 @@ def test_each_group_is_rewarded_by_the_functions_of_its_environment(
     module: None, tiny_model_dir: Path
 ) -> None:
     """Without its stop strings, which are no part of what was said."""
-    common: dict[str, Any] = {"kind": "reward", "timeout_s": 60.0, "workers": 1}
-    longest = NamedEnvironment(
-        name="longest", reward="grouped:longest", reward_scope="group", **common
-    )
-    shared = NamedEnvironment(
-        name="shared",
-        reward="grouped:shared",
-        reward_scope="group",
-        sampling={"stop": ["3"]},
-        **common,
-    )
-    alone = NamedEnvironment(name="alone", reward="of_no_use:here", **common)
+    sampling = {"longest": {}, "shared": {"stop": ["3"]}}
+    groups = [
+        NamedEnvironment(name=name, sampling=own, **msgspec.structs.asdict(rewards(name)))
+        for name, own in sampling.items()
+    ]
+    alone = NamedEnvironment(name="alone", kind="reward", reward="of_no_use:here")
     config = RunConfig(
         model=ModelConfig(path=str(tiny_model_dir)),
-        environments=(longest, shared, alone),
+        environments=(*groups, alone),
         buffer=BufferConfig(stages=["reward"]),
     )
     worker = reward_worker(config)

@@ -69,8 +69,7 @@ class Served:
 
     def refused(self, reason: str) -> int:
         """How many were refused for `reason`."""
-        counts = dict(self.refusals.counts)
-        return sum(count for what, count in counts.items() if what.endswith(f": {reason}"))
+        return self.refusals.counts[f"an HTTP request from 127.0.0.1: {reason}"]
 
     def until(self, condition: Callable[[], bool]) -> None:
         until(condition, lambda: (self.calls, self.refusals.counts))
@@ -79,10 +78,9 @@ class Served:
         self.calls += 1
         return Response(await request.body())
 
-    async def _wait(self, _request: Request) -> Response:
+    async def _wait(self, _request: Request) -> None:
         self.calls += 1
         await asyncio.Event().wait()
-        raise AssertionError("it never comes")
 
     async def _long(self, _request: Request) -> Response:
         self.calls += 1
@@ -112,31 +110,33 @@ def read_to_end(client: socket.socket) -> bytes:
 
 
 SLOW_BODIES = [
-    pytest.param(HEAD + b"content-length: 9\r\n\r\n{", id="of a length"),
-    pytest.param(HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{", id="in chunks"),
+    HEAD + b"content-length: 9\r\n\r\n{",
+    HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{",
 ]
-HALF_OPEN = [pytest.param(b"", id="nothing"), SLOW_BODIES[0]]
 
 
-@pytest.mark.parametrize("sent", HALF_OPEN)
+def stays_open(client: socket.socket) -> bool:
+    client.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        client.recv(1)
+    return True
+
+
+@pytest.mark.parametrize("sent", [b"", SLOW_BODIES[0]])
 def test_half_open_connections_hold_nobody_up(sent: bytes, serve: Serve) -> None:
     served = serve()
     with ExitStack() as stack:
         half = [stack.enter_context(served.connect(sent)) for _ in range(300)]
         assert served.ask(b'"one"') == (200, b'"one"')
-        for client in half:
-            client.setblocking(False)
-            with pytest.raises(BlockingIOError):  # it is still there
-                client.recv(1)
+        assert all(map(stays_open, half))
     assert not served.refusals.counts
 
 
-@pytest.mark.parametrize("sent", SLOW_BODIES)
 @pytest.mark.usefixtures("impatient")
-def test_a_body_that_does_not_come_ends_its_request(sent: bytes, serve: Serve) -> None:
+def test_a_body_that_does_not_come_ends_its_request(serve: Serve) -> None:
     served = serve()
     with ExitStack() as stack:
-        half = [stack.enter_context(served.connect(sent)) for _ in range(100)]
+        half = [stack.enter_context(served.connect(sent)) for sent in SLOW_BODIES * 50]
         for client in half:
             assert read_to_end(client).startswith(b"HTTP/1.1 400 ")
     assert sum(served.refusals.counts.values()) == 100
@@ -145,13 +145,12 @@ def test_a_body_that_does_not_come_ends_its_request(sent: bytes, serve: Serve) -
 
 
 @pytest.mark.parametrize(
-    ("length", "more"),
-    [(b"content-length: 9999", b" "), (b"transfer-encoding: chunked", b"1\r\n \r\n")],
+    ("sent", "more"), zip(SLOW_BODIES, (b" ", b"1\r\n \r\n"), strict=True), ids=range(2)
 )
 @pytest.mark.usefixtures("impatient")
-def test_a_byte_now_and_then_does_not_help(length: bytes, more: bytes, serve: Serve) -> None:
+def test_a_byte_now_and_then_does_not_help(sent: bytes, more: bytes, serve: Serve) -> None:
     served = serve()
-    with served.connect(HEAD + length + b"\r\n\r\n") as client, suppress(ConnectionError):
+    with served.connect(sent) as client, suppress(ConnectionError):
         client.settimeout(0.02)
         end = time.monotonic() + WAIT_S
         while True:
@@ -169,20 +168,17 @@ def test_an_answer_may_take_its_time(serve: Serve) -> None:
     served = serve()
     with served.connect(asking("/wait")) as waiting:
         served.until(lambda: served.calls == 1)
-        with served.connect(HEAD + b"content-length: 9\r\n\r\n{") as slow:
+        with served.connect(SLOW_BODIES[0]) as slow:
             read_to_end(slow)  # that one's time was over, and it came later
-        waiting.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            waiting.recv(1)
+        assert stays_open(waiting)
 
 
 def test_when_all_are_at_work_the_next_is_told_so(serve: Serve) -> None:
     served = serve(requests=4)
     with ExitStack() as stack:
-        for count in range(1, 5):
-            client = served.connect(asking("/wait"))
-            stack.enter_context(client)
-            served.until(lambda count=count: served.calls == count)
+        for _ in range(4):
+            stack.enter_context(served.connect(asking("/wait")))
+        served.until(lambda: served.calls == 4)
         assert served.ask()[0] == 503
     assert served.calls == 4
 
@@ -230,14 +226,9 @@ def test_what_is_too_long_is_not_read(serve: Serve) -> None:
     "sent",
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),  # TLS
-        b"GET\r\n\r\n",
         b"GET / HTTP/1.1\r\n\r\n",  # no host
-        b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
         HEAD + b"content-length: " + b"9" * 5000 + b"\r\n\r\n",
-        HEAD + b"content-length: -1\r\n\r\n",
-        HEAD + b"content-length: 1\r\ncontent-length: 2\r\n\r\n",
         HEAD + b"x: " + b"x" * 100_000,  # longer than a head may be
-        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
         HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\nzz\r\n",
         HEAD.replace(b"/echo", b"/none") + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
         HEAD + b"content-length: 2\r\n\r\n{}GARBAGE\r\n\r\n",
