@@ -43,7 +43,7 @@ def test_the_environment_runs_in_a_rollout(chat: Chat, closes: Closes) -> None:
 
 
 def rewards(function: str, *plays: tuple[dict[str, object], str]) -> list[float]:
-    """What `function`, a name in a module of this folder, gives for what is said to each row."""
+    """Rewards of `function`, a name in a module of this folder, for pairs of row and answer."""
     config = EnvironmentConfig(kind="reward", reward=function)
     pool = InlinePool(load_environment(config))
     for number, (row, said) in enumerate(plays):
