@@ -79,7 +79,7 @@ def test_every_version_reaches_every_receiver_and_a_late_one_the_newest(
 def test_one_that_loads_slowly_holds_up_nobody_and_its_version_is_left_alone(
     gpu_world: GpuWorld, plane: str, deadline_s: float
 ) -> None:
-    """It is dropped where its deadline is short; `test_verify.py` has loads from arenas."""
+    """It is dropped where its deadline is short; `test_versions.py` has loads from arenas."""
     publisher, (quick, slow) = served(gpu_world, plane, *NAMES, deadline_s=deadline_s)
     publish(publisher, 1)
     load(quick, 1)
@@ -108,7 +108,7 @@ def spoil(world: GpuWorld, plane: str) -> None:
 
 @GPU_PLANES
 def test_spoiled_bytes_are_never_loaded(gpu_world: GpuWorld, plane: str) -> None:
-    """On plane shm they are not served: `test_verify.py`."""
+    """On plane shm they are not served: `test_versions.py`."""
     publisher, _ = served(gpu_world, plane, "first")
     spoil(gpu_world, plane)
     push(publisher, 1, receiver(gpu_world, "gen-0", plane))

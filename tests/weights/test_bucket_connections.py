@@ -10,12 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fakes.hub_bench import WAIT_S
+from fakes.hub_bench import PACE, WAIT_S
 from fakes.keys import keys as keys
 from fakes.keys import of
 from fakes.slowness import until
 
-from umbra.proto.deadline import LEAST_RATE, Pace
+from umbra.proto.deadline import Pace
 from umbra.proto.errors import StartupError, UsageError, WireError
 from umbra.proto.net.keys import OPEN, Security
 from umbra.proto.records import BucketsAt
@@ -38,17 +38,20 @@ LAYOUT = build_manifest([("a", "BF16", [300, 1024])], 1 << 18)
 COUNT = len(LAYOUT.buckets)
 DATA = memoryview(os.urandom(LAYOUT.total_bytes))
 SUMS = checksums(LAYOUT, DATA)
-PACE = Pace(WAIT_S, LEAST_RATE)
-KEYED = pytest.mark.parametrize("keyed", [True, False])
+VERSION = StoredVersion(0, DATA, SUMS)
+SECRET = bytes(range(32))
 BIND = "tcp://127.0.0.1:*"
 
 
 @contextmanager
 def serving(
-    security: Security = OPEN, pace: Pace = PACE
+    security: Security = OPEN, *versions: StoredVersion
 ) -> Iterator[tuple[BucketServer, BucketStore]]:
-    with closing(BucketServer(BIND, security, pace)) as server:
-        yield server, server.serve(LAYOUT)
+    with closing(BucketServer(BIND, security, PACE)) as server:
+        store = server.serve(LAYOUT)
+        for version in versions:
+            store.offer(version)
+        yield server, store
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -66,15 +69,43 @@ def raw(server: BucketServer) -> socket.socket:
     return socket.create_connection((host, int(port)), WAIT_S)
 
 
+@contextmanager
+def let_in(server: BucketServer) -> Iterator[tuple[Records, socket.socket]]:
+    """A connection that has shown its grant."""
+    with raw(server) as connection:
+        records = Records(connection, lambda: None)
+        records.begin(at(server).key, sealed=False)
+        yield records, connection
+
+
+def order(records: Records, data: bytes) -> None:
+    records.send(Piece(ORDER), data)
+    records.flush()
+
+
+def encoded(wanted: list[int], contents: list[int], frame_bytes: int) -> bytes:
+    found = BucketOrder(wanted=wanted, contents=contents, frame_bytes=frame_bytes)
+    return msgspec.msgpack.encode(found)
+
+
+def ended(connection: socket.socket) -> bool:
+    connection.settimeout(WAIT_S)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
 def assembly() -> tuple[Assembly, memoryview]:
     memory = memoryview(bytearray(LAYOUT.total_bytes))
     return Assembly(Holdings(LAYOUT, [memory]), 0, SUMS), memory
 
 
-def source_of(at: BucketsAt, *, sealed: bool = False) -> BucketSource:
-    source = BucketSource(1 << 17, sealed=sealed)
-    source.use(at)
-    return source
+@contextmanager
+def source_of(at: BucketsAt, *, sealed: bool = False) -> Iterator[BucketSource]:
+    with closing(BucketSource(1 << 17, sealed=sealed)) as source:
+        source.use(at)
+        yield source
 
 
 def fetch(source: BucketSource, stopping: threading.Event | None = None) -> list[int]:
@@ -86,33 +117,32 @@ def fetch(source: BucketSource, stopping: threading.Event | None = None) -> list
     return came
 
 
-@KEYED
+@pytest.mark.parametrize("keyed", [True, False])
 def test_what_is_ordered_comes_as_soon_as_it_is_there(keys: Path, keyed: bool) -> None:
     """One connection serves one version after the other."""
     security = of(keys, "weight_hub") if keyed else OPEN
-    with serving(security) as (server, store):
-        source = source_of(at(server), sealed=keyed)
-        store.offer(StoredVersion(0, DATA, SUMS, set(range(1, COUNT))))
-        arrivals = [threading.Timer(0.1 * b, store.arrived, (0, b)) for b in range(1, COUNT)]
-        for arrival in arrivals:
-            arrival.start()
+    coming = StoredVersion(0, DATA, SUMS, set(range(1, COUNT)))
+    with (
+        serving(security, coming) as (server, store),
+        source_of(at(server), sealed=keyed) as source,
+    ):
+        for bucket in range(1, COUNT):
+            threading.Timer(0.1 * bucket, store.arrived, (0, bucket)).start()
         assert fetch(source) == list(range(COUNT))
         (peer,) = server._peers
         assert fetch(source) == list(range(COUNT))
         assert list(server._peers) == [peer]
         assert not server.refusals.counts
-        source.close()
 
 
 def test_who_gives_up_stops_at_once() -> None:
-    with serving() as (server, store):
-        source, stopping = source_of(at(server)), threading.Event()
+    with serving() as (server, store), source_of(at(server)) as source:
+        stopping = threading.Event()
         threading.Timer(0.2, stopping.set).start()
         assert fetch(source, stopping) == []
         until(lambda: not server._peers, "its thread is there still")
-        store.offer(StoredVersion(0, DATA, SUMS))
+        store.offer(VERSION)
         assert fetch(source)
-        source.close()
 
 
 def test_a_source_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,30 +150,23 @@ def test_a_source_that_says_nothing_is_not_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(bucket_fetch, "STILL_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         endpoint = f"tcp://127.0.0.1:{hanging.getsockname()[1]}"
-        source = source_of(BucketsAt(endpoint=endpoint, key=grant(bytes(32))))
-        with pytest.raises(bucket_fetch.SourceLostError, match="is silent"):
-            fetch(source)
+        with source_of(BucketsAt(endpoint=endpoint, key=grant(bytes(32)))) as source:
+            with pytest.raises(bucket_fetch.SourceLostError, match="is silent"):
+                fetch(source)
     monkeypatch.setattr(bucket_fetch, "STILL_S", WAIT_S)
     monkeypatch.setattr(bucket_fetch, "SILENT_S", 0.1)
     monkeypatch.setattr(bucket_server, "BEAT_S", 0.1)
-    with serving() as (server, _):
-        source.use(at(server))
+    with serving() as (server, _), source_of(at(server)) as source:
         with pytest.raises(WireError, match="no bucket came within"):
             fetch(source)
-    source.close()
 
 
 def test_another_layout_ends_an_order() -> None:
-    with serving() as (server, _):
-        source = source_of(at(server))
+    with serving() as (server, _), source_of(at(server)) as source:
         threading.Timer(0.2, server.serve, (build_manifest([("a", "F32", [16])], 128),)).start()
         for error in ("was closed", "a bucket is not below 1"):
             with pytest.raises(WireError, match=error):
                 fetch(source)
-        source.close()
-
-
-SECRET = bytes(range(32))
 
 
 def opened(change: Callable[[list[bytes]], Sequence[bytes]]) -> list[bytes]:
@@ -248,12 +271,9 @@ def tapped(
 
 def test_sealed_bytes_are_seen_by_nobody(keys: Path) -> None:
     """Nor do the bytes that let a receiver in do so again: its records are sealed afresh."""
-    with serving(of(keys, "weight_hub")) as (server, store):
-        store.offer(StoredVersion(0, DATA, SUMS))
-        with tapped(server) as (where, said):
-            source = source_of(where, sealed=True)
+    with serving(of(keys, "weight_hub"), VERSION) as (server, _):
+        with tapped(server) as (where, said), source_of(where, sealed=True) as source:
             assert fetch(source)
-            source.close()
         asked, sent = sorted(said, key=len)
         assert len(sent) > LAYOUT.total_bytes and bytes(DATA[:64]) not in sent
         with raw(server) as again:
@@ -274,15 +294,13 @@ def test_what_is_spoiled_on_the_wire_is_fetched_again(mode: str) -> None:
             return data
         return bytes([data[0] ^ 0x40]) + data[1:] if mode == "flip" else b""
 
-    with serving() as (server, store), tapped(server, spoil) as (where, said):
-        store.offer(StoredVersion(0, DATA, SUMS))
-        source, stopping = source_of(where), threading.Event()
-        fetching, memory = assembly()
-        if mode == "flip":
-            with pytest.raises(WireError, match="checksum of bucket"):
-                source.fetch(fetching, int, stopping)
-        source.fetch(fetching, int, stopping)
-        source.close()
+    fetching, memory = assembly()
+    with serving(OPEN, VERSION) as (server, _), tapped(server, spoil) as (where, said):
+        with source_of(where) as source:
+            if mode == "flip":
+                with pytest.raises(WireError, match="checksum of bucket"):
+                    source.fetch(fetching, int, threading.Event())
+            source.fetch(fetching, int, threading.Event())
     assert memory == DATA and len(said) == 4, "it connected again"
     assert fetching.wire_bytes < LAYOUT.total_bytes * 7 / 4
 
@@ -315,40 +333,26 @@ def test_orders_that_make_no_sense_are_refused(bad: dict[str, object]) -> None:
 
 
 def test_bytes_that_are_no_order_end_the_connection() -> None:
-    with serving() as (server, _), raw(server) as connection:
-        records = Records(connection, lambda: None)
-        records.begin(at(server).key, sealed=False)
-        records.send(Piece(ORDER), b"\xc1")
-        records.flush()
+    with serving() as (server, _), let_in(server) as (records, connection):
+        order(records, b"\xc1")
         _, said = records.next()
         assert b"malformed request" in bytes(said)
         assert ended(connection)
 
 
-def ended(connection: socket.socket) -> bool:
-    connection.settimeout(WAIT_S)
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
 @pytest.mark.parametrize("shown", [bytes(HELLO_BYTES), b"GET / HTTP/1.1\r\n" * 4])
 def test_an_outsider_gets_nothing(shown: bytes) -> None:
-    with serving() as (server, store):
-        store.offer(StoredVersion(0, DATA, SUMS))
+    with serving(OPEN, VERSION) as (server, _):
         with raw(server) as outsider:
             outsider.sendall(shown)
             assert ended(outsider)
-        assert server.refusals.counts == {
-            "a connection without a grant, from 127.0.0.1 on buckets": 1
-        }
-        source = source_of(at(server, bytes(32)))  # of another source
-        with pytest.raises(WireError, match=r"was closed|reset"):
-            fetch(source)
-        source.use(at(server))
-        assert fetch(source)
-        source.close()
+        named = "a connection without a grant, from 127.0.0.1 on buckets"
+        assert server.refusals.counts == {named: 1}
+        with source_of(at(server, SECRET)) as source:  # a grant of another source
+            with pytest.raises(WireError, match=r"was closed|reset"):
+                fetch(source)
+            source.use(at(server))
+            assert fetch(source)
 
 
 def test_a_silent_outsider_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,17 +364,14 @@ def test_a_silent_outsider_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_slow_hello_is_waited_for_and_a_known_peer_is_never_late() -> None:
-    with serving() as (server, store), raw(server) as connection:
-        store.offer(StoredVersion(0, DATA, SUMS))
+    with serving(OPEN, VERSION) as (server, _), raw(server) as connection:
         time.sleep(4 * LOOK_S)
         records = Records(connection, lambda: None)
         records.begin(grant(server.secret), sealed=False)
         (peer,) = server._peers
         peer.until = 0.0
         time.sleep(4 * LOOK_S)
-        order = BucketOrder(wanted=[0], contents=[SUMS[0]], frame_bytes=1 << 18)
-        records.send(Piece(ORDER), msgspec.msgpack.encode(order))
-        records.flush()
+        order(records, encoded([0], [SUMS[0]], 1 << 18))
         piece, data = records.next()
         assert (piece.bucket, data) == (0, DATA[slice(*LAYOUT.buckets[0])])
 
@@ -391,14 +392,11 @@ def test_outsiders_crowd_out_only_one_another(monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket_server, "CONNECTIONS", 1)
-    with serving() as (server, store):
-        store.offer(StoredVersion(0, DATA, SUMS))
-        one, other = source_of(at(server)), source_of(at(server))
-        assert fetch(one)
-        with pytest.raises(WireError):
-            fetch(other)
-        one.close()
-        other.close()
+    with serving(OPEN, VERSION) as (server, _):
+        with source_of(at(server)) as one, source_of(at(server)) as other:
+            assert fetch(one)
+            with pytest.raises(WireError):
+                fetch(other)
 
 
 def test_who_does_not_read_or_is_gone_leaves_no_thread() -> None:
@@ -406,13 +404,9 @@ def test_who_does_not_read_or_is_gone_leaves_no_thread() -> None:
     with closing(BucketServer(BIND, pace=Pace(0.05, 1e9))) as server:
         big = build_manifest([("a", "BF16", [16 << 20])], 16 << 20)
         server.serve(big).offer(StoredVersion(0, memoryview(bytes(big.total_bytes)), [1, 2]))
-        with raw(server) as idle:
+        with let_in(server) as (records, idle):
             idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            records = Records(idle, lambda: None)
-            records.begin(at(server).key, sealed=False)
-            transferring = BucketOrder(wanted=[0, 1], contents=[1, 2], frame_bytes=16 << 20)
-            records.send(Piece(ORDER), msgspec.msgpack.encode(transferring))
-            records.flush()
+            order(records, encoded([0, 1], [1, 2], 16 << 20))
             until(lambda: not server._peers, "it still waits")
         with raw(server):
             until(lambda: server._peers, "nobody was let in")
@@ -420,9 +414,8 @@ def test_who_does_not_read_or_is_gone_leaves_no_thread() -> None:
 
 
 def test_an_address_that_is_taken_or_none() -> None:
-    with serving() as (server, _):
-        with pytest.raises(StartupError, match="is in use"):
-            BucketServer(server.endpoint)
+    with serving() as (server, _), pytest.raises(StartupError, match="is in use"):
+        BucketServer(server.endpoint)
     for endpoint in ("tcp://127.0.0.1:many", "tcp://192.0.2.1:*"):
         with pytest.raises(UsageError):
             BucketServer(endpoint)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
-from fakes.push_hub import taken
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -58,8 +57,8 @@ class PushMachine(RuleBasedStateMachine):
     # -- what the hub asks for --------------------------------------------------------------------
 
     def apply(self) -> None:
-        for effect in taken(self.hub):
-            match effect:
+        while self.hub.effects:
+            match self.hub.effects.popleft():
                 case HubReply(ticket=ticket, message=SlotGranted(slot=slot)):
                     assert self.waiting is not None
                     assert self.waiting[0] == ticket
@@ -76,7 +75,7 @@ class PushMachine(RuleBasedStateMachine):
                 case Send(receiver=name, message=message):
                     self.deliver(name, message)
                 case Failed(receiver=name, dropped=True):
-                    self.stops_reading(name)
+                    self.reading.pop(name, None)
                     self.receivers[name].subscribed = False
                 case Pushed(receiver=name, epoch=epoch):
                     assert epoch in self.receivers[name].staged
@@ -98,9 +97,6 @@ class PushMachine(RuleBasedStateMachine):
                 self.reading.pop(name, None)
         if model.alive:
             model.inbox.append(message)
-
-    def stops_reading(self, name: str) -> None:
-        self.reading.pop(name, None)
 
     def read_slots(self) -> set[int]:
         return {slot for _, slot in self.reading.values()}
@@ -170,9 +166,9 @@ class PushMachine(RuleBasedStateMachine):
     def zombie_publishes(self, version: int, slot: int) -> None:
         message = Publish(version=version, slot=slot, checksums=[], snapshot_s=0.0)
         self.hub.publish(0, HubPeer("trainer", "old"), message, self.now)
-        for effect in taken(self.hub):
-            assert isinstance(effect, HubReply)
-            assert not isinstance(effect.message, Ok)
+        while self.hub.effects:
+            effect = self.hub.effects.popleft()
+            assert isinstance(effect, HubReply) and not isinstance(effect.message, Ok)
 
     # -- receivers --------------------------------------------------------------------------------
 
@@ -185,7 +181,7 @@ class PushMachine(RuleBasedStateMachine):
             model = Model(HubPeer(name, str(self.incarnations)))
             self.receivers[name] = model
         if self.hub.digest:
-            self.stops_reading(name)
+            self.reading.pop(name, None)
         model.serves = None
         model.subscribed = True
         self.hub.subscribe(model.peer, self.now)
@@ -207,8 +203,7 @@ class PushMachine(RuleBasedStateMachine):
                 ready = Ready(
                     epoch=epoch, version=message.version, wire_s=0, stage_s=0, error=error
                 )
-                under_way = self.reading.get(name, (0, 0))[0] == epoch
-                if under_way:
+                if self.reading.get(name, (0, 0))[0] == epoch:
                     del self.reading[name]
                 self.hub.ready(model.peer, ready, self.now)
                 self.apply()
@@ -229,7 +224,7 @@ class PushMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def is_unreachable(self, name: str) -> None:
-        self.stops_reading(name)
+        self.reading.pop(name, None)
         self.hub.lost(name, "unreachable", self.now)
         self.apply()
 
@@ -241,7 +236,7 @@ class PushMachine(RuleBasedStateMachine):
         self.hub.ready(old, ready, self.now)
         done = Committed(epoch=epoch, version=0, commit_s=0)
         self.hub.committed(old, done, self.now)
-        assert taken(self.hub) == []
+        assert not self.hub.effects
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 6.0, DEADLINE_S]))
     def time_passes(self, seconds: float) -> None:
@@ -253,23 +248,19 @@ class PushMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_reads_what_is_written(self) -> None:
-        if not hasattr(self, "hub") or self.granted is None:
-            return
-        slot = self.granted[1]
-        assert slot not in self.read_slots()
-        assert self.newest is None or self.newest[1] != slot
+        if self.granted is not None:
+            slot = self.granted[1]
+            assert slot not in self.read_slots()
+            assert self.newest is None or self.newest[1] != slot
 
     @invariant()
     def what_slots_hold_is_known(self) -> None:
-        if hasattr(self, "hub"):
-            held = self.hub.held.items()
-            assert self.held == {slot: (p.version, *p.checksums) for slot, p in held}
+        held = self.hub.held.items()
+        assert self.held == {slot: (p.version, *p.checksums) for slot, p in held}
 
     @invariant()
     def nothing_is_left_undone(self) -> None:
         """The trainer waits only while every other slot is the newest or is read."""
-        if not hasattr(self, "hub"):
-            return
         if self.waiting is not None:
             newest = self.newest[1] if self.newest else None
             assert all(slot == newest or slot in self.read_slots() for slot in range(self.slots))
@@ -280,24 +271,18 @@ class PushMachine(RuleBasedStateMachine):
             return
         if self.held_back:
             self.a_part_goes_or_comes()
-        for model in self.receivers.values():
-            while model.inbox and model.alive:
-                self.answer(model, model.inbox.pop(0), "")
-        self.now += DEADLINE_S  # ends what the dead have not answered
-        self.hub.tick(self.now)
-        self.apply()
-        for model in self.receivers.values():
-            while model.inbox and model.alive:
-                self.answer(model, model.inbox.pop(0), "")
+        for waited_s in (DEADLINE_S, 0.0):  # it ends what the dead have not answered
+            for model in self.receivers.values():
+                while model.inbox and model.alive:
+                    self.answer(model, model.inbox.pop(0), "")
+            self.time_passes(waited_s)
         for name, version in self.hub.serving.items():
             model = self.receivers[name]
             if model.alive and model.subscribed:
                 assert version == (self.newest[0] if self.newest else -1)
                 assert self.newest is None or model.serves == self.publications
         if self.registered:
-            self.now += DEADLINE_S
-            self.hub.tick(self.now)
-            self.apply()
+            self.time_passes(DEADLINE_S)
             self.acquire()
             assert self.granted is not None
 

@@ -1,17 +1,29 @@
-"""Shared memory: made whole, seen by others, never left behind."""
+"""Memory of versions: shared and never left behind, copied beside other threads, as deltas."""
 
 import errno
 import os
+import random
 import stat
+import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from mmap import PAGESIZE
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from umbra.proto.errors import StartupError
+from umbra.proto.deadline import Pace
+from umbra.proto.errors import StartupError, WireError
+from umbra.services.config import WeightHubConfig
+from umbra.services.modeling.model_directory import weights_bytes
 from umbra.services.weights import arena as arena_module
+from umbra.services.weights import delta, memory
 from umbra.services.weights.arena import (
     PAGE_BYTES,
     SHM,
@@ -20,7 +32,15 @@ from umbra.services.weights.arena import (
     run_and_suffix,
     shm_host,
 )
-from umbra.services.weights.memory import locate
+from umbra.services.weights.memory import (
+    TRIM_S,
+    HeapTrimmer,
+    MappedBlocks,
+    copy,
+    locate,
+    private_memory,
+    shared_memory,
+)
 
 
 @pytest.fixture
@@ -241,3 +261,186 @@ def test_the_name_of_an_arena_says_whose_it_is(arena: Arena, run_id: str) -> Non
     ):
         with pytest.raises(StartupError, match=reason):
             Arena.attach(path, slot_bytes=slot_bytes)
+
+
+@pytest.mark.parametrize("size", [0, 1, PAGESIZE + 7])
+def test_a_copy_has_the_bytes_of_its_source_which_have_to_fit(size: int) -> None:
+    source, target = random.Random(size).randbytes(size), bytearray(size + 2)
+    for kind in (source, memoryview(bytearray(source))):
+        target[:] = bytes(size + 2)
+        copy(kind, memoryview(target)[1 : size + 1])
+        assert bytes(target) == b"\0" + source + b"\0"
+    for room in {abs(size - 1), size + 1}:
+        with pytest.raises(ValueError, match=f"{size} bytes do not fill {room}"):
+            copy(source, memoryview(bytearray(room)))
+    with pytest.raises(TypeError):
+        copy(bytes(4), memoryview(bytes(4)))
+
+
+def test_shared_memory_is_found_by_its_place_and_mapped_once() -> None:
+    block, blocks = shared_memory(3 * PAGESIZE), MappedBlocks()
+    assert locate(private_memory(PAGESIZE)) is None and locate(block[:0]) is None
+    place = locate(block[PAGESIZE:])
+    assert place is not None and place[1] == PAGESIZE and locate(block) == (place[0], 0)
+    block[-1] = 7
+    view = blocks.view(place[0])
+    assert view[-1] == 7 and len(view) == len(block) and blocks.view(place[0]) is view
+    fd = int(place[0].rpartition("/")[2])
+    other = os.memfd_create("other")
+    os.ftruncate(other, 8)
+    own = os.dup(fd)
+    os.dup2(other, fd)  # the number of a closed file is given to the next one
+    assert len(blocks.view(place[0])) == 8
+    os.dup2(own, fd)
+    os.close(own)
+    os.close(other)
+    del block, view
+    with pytest.raises(StartupError, match="staging memory"):
+        MappedBlocks().view(place[0])
+
+
+def test_heaps_are_trimmed_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmer, trims, clock = HeapTrimmer(), list[int](), iter([0.0, 0.5, 0.5, 0.5])
+    trimmer._trim = trims.append
+    monkeypatch.setattr(memory, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    due = 5.0 + 500.0  # it took half a second
+    for now in (5.0, due - 1, due, due + TRIM_S - 1, due + TRIM_S):
+        if now == due + TRIM_S:
+            trimmer._trim = None  # no glibc
+        trimmer.give_back(now)
+    assert trims == [0, 0]
+
+
+def test_other_threads_run_during_a_copy() -> None:
+    source = memoryview(bytearray(b"x" * (64 << 20)))
+
+    def seen_half_done() -> bool:
+        into = memoryview(bytearray(len(source)))
+        copying = threading.Thread(target=copy, args=(source, into))
+        copying.start()
+        ends = {0}
+        while ends == {0}:  # until a part is there
+            os.sched_yield()
+            ends = {into[PAGESIZE], into[-PAGESIZE]}
+        copying.join()
+        return 0 in ends
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100.0)  # nobody is made to let go of the interpreter
+    try:
+        # More than once, since on a busy machine a copy may end before we get a core.
+        assert any(seen_half_done() for _ in range(50))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_whatever_moves_a_version_may_take_the_longer_the_more_bytes_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first one the model is read, two slots are made, it is written and brought."""
+    pace = Pace(30.0, least_rate=5.0)
+    limits = pace.limit_s(0), pace.limit_s(500), pace.limit_s(500, parts=4)
+    assert (*limits, pace.after(1.0).limit_s(1000)) == (30.0, 130.0, 32.5, 201.0)
+    (tmp_path / "a.safetensors").write_bytes(bytes(30))
+    (tmp_path / "b.safetensors").write_bytes(bytes(20))
+    (tmp_path / "tokenizer.json").write_bytes(bytes(1000))
+    monkeypatch.setattr(WeightHubConfig, "least_rate", 10.0)
+    config = WeightHubConfig(slots=2, deadline_s=2.0)
+    assert config.pace.limit_s(50) == 7.0
+    assert config.first_version_s(weights_bytes(tmp_path)) == 600.0 + 5 * 5.0
+    assert config.first_version_s(weights_bytes(tmp_path / "none")) == 600.0
+
+
+COMPRESSOR = delta.compressor()
+EDGES = (1, 127, 128, 32_767, 32_768, 65_535, 65_536, 1 << 31)  # of widths
+DIFFERENCES = st.sampled_from(EDGES) | st.integers(0, 2**32 - 1)
+
+
+def encode(old: bytes, new: bytes, item: int, limit: int = 1 << 30) -> bytes | None:
+    return delta.encode(memoryview(old), memoryview(new), item, limit, COMPRESSOR)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    item=st.sampled_from([2, 4]),
+    count=st.integers(1, 3000),
+    changes=st.lists(st.tuples(st.integers(0, 2999), DIFFERENCES), max_size=40),
+    seed=st.integers(0, 99),
+)
+def test_every_bit_comes_back(
+    item: int, count: int, changes: list[tuple[int, int]], seed: int
+) -> None:
+    """Whatever changes by whatever difference, NaNs and signs included."""
+    old = np.random.default_rng(seed).integers(0, 256, count * item, dtype=np.uint8).tobytes()
+    words = np.frombuffer(old, f"<u{item}").copy()
+    for place, difference in changes:
+        at = place % count
+        words[at] = (int(words[at]) + difference) % (1 << 8 * item)
+    there_and_back(old, words.tobytes(), item)
+
+
+def there_and_back(old: bytes, new: bytes, item: int) -> bytes:
+    """Return the delta, which leads from `old` to `new`."""
+    made = encode(old, new, item)
+    assert made is not None
+    target = bytearray(old)
+    delta.apply(made, memoryview(target))
+    assert target == new
+    return made
+
+
+@pytest.mark.parametrize(
+    "places", [[0], [65_534], [65_535], [65_536], [99_999], [0, 99_999], [70_000, 70_001], []]
+)
+def test_gaps_beyond_16_bits(places: list[int]) -> None:
+    old = np.zeros(100_000, np.uint16)
+    new = old.copy()
+    new[places] = 65535
+    assert len(there_and_back(old.tobytes(), new.tobytes(), 2)) < 64
+
+
+def test_what_does_not_pay_is_not_encoded() -> None:
+    random = np.random.default_rng(0)
+    old, new = (random.integers(0, 256, 1 << 16, dtype=np.uint8).tobytes() for _ in range(2))
+    assert encode(old, new, 2, 1 << 15) is None
+    new = old[:-2] + b"\x01\x02"
+    made = there_and_back(old, new, 2)
+    assert encode(old, new, 2, len(made)) is None, "it is no smaller"
+    assert encode(old, new, 2, len(made) + 1) == made
+
+
+def test_a_spoiled_delta_is_refused_or_stays_within_its_bucket() -> None:
+    """Only the checksum shows the fault in the bucket; bytes around it are not touched."""
+    old = bytes(range(256)) * 4
+    new = bytearray(old)
+    new[100], new[700] = 1, 2
+    made = encode(old, bytes(new), 2)
+    assert made is not None
+    spoiled = [made[:at] for at in range(len(made))]
+    for at, byte in enumerate(made):
+        spoiled += [made[:at] + bytes([byte ^ b]) + made[at + 1 :] for b in (1, 16, 128, 255)]
+    refused = wrong = 0
+    guard = b"\xa5" * 64
+    for candidate in spoiled:
+        around = bytearray(guard + old + guard)
+        try:
+            delta.apply(candidate, memoryview(around)[64:-64])
+        except WireError as error:
+            refused += 1
+            assert str(error)
+            assert around[64:-64] == old, "a delta that is refused has changed nothing"
+        else:
+            wrong += around[64:-64] != new
+        assert (around[:64], around[-64:]) == (guard, guard)
+    assert refused > len(spoiled) / 2
+    assert wrong, "or the checksum would not be needed"
+
+
+def test_a_delta_that_leaves_its_bucket_is_refused() -> None:
+    old = bytes(2048)
+    made = encode(old, old[:-2] + b"\x01\x02", 2)
+    assert made is not None
+    shorter = bytearray(1024)
+    with pytest.raises(WireError, match="leaves its bucket"):
+        delta.apply(made, memoryview(shorter))
+    assert shorter == bytes(1024)
