@@ -390,7 +390,7 @@ def test_pushes_wait_while_a_part_is_missing_and_go_on_with_the_newest_version()
 
 
 def test_another_layout_and_a_loss_drop_everyone() -> None:
-    """What is lost has to be registered again."""
+    """Lost versions have to be registered again."""
     for change, why in (
         (lambda hub: hub.registered("d2"), "the trainer registered another layout"),
         (lambda hub: hub.withdraw("lost"), "lost"),
