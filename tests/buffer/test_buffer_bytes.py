@@ -9,8 +9,7 @@ from fakes.broker_world import World, trajectory, world
 
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import WireError
-from umbra.proto.messages import BatchLease, Header, LeaseBatch, SubmitResults, TaskLeases
-from umbra.proto.net.server import Request
+from umbra.proto.messages import BatchLease, LeaseBatch, SubmitResults, TaskLeases
 from umbra.proto.records import Score, Task, pack_float32
 from umbra.services.buffer.effects import Reply
 from umbra.services.buffer.samples import journal
@@ -38,12 +37,8 @@ def pack(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-def message(field: str, packed: list[bytes], **more: Any) -> bytes:
-    return pack({**more, field: list(map(msgspec.Raw, packed))})
-
-
 def submit(run: World, name: str, field: str, pieces: list[bytes]) -> TaskLeases:
-    frame = message(field, pieces)
+    frame = pack({field: list(map(msgspec.Raw, pieces))})
     body = msgspec.msgpack.decode(frame, type=SubmitResults)
     return run.get(name, body, TaskLeases, frame=frame)
 
@@ -71,29 +66,18 @@ def test_what_came_is_what_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> Non
     made = [trajectory(task, 0, **said) for task in tasks]
     pieces = list(map(unusual, made))
     assert pieces[0] != pack(made[0])
-    header, lease = ask_batch(run)
+    request = run.request("trainer", LeaseBatch(step=1, wait_s=0))
+    (lease,) = (one.body for one in run.broker.handle(request, run.now) if isinstance(one, Reply))
     assert all(piece in pack(lease) for piece in pieces)
-    _, frames = Encoder("buffer", "b").encode(lease, reply_to=header.id)
-    body = decode(frames).body
+    body = decode(Encoder("buffer", "b").encode(lease)[1]).body
     assert isinstance(body, BatchLease)
     assert body.trajectories == made
     assert [one.reward for one in body.scored()] == [0.75, 0.75]
     assert [one.reward_parts for one in body.scored()] == [{"late": 0.5}] * 2
     assert [one.ref_logprobs for one in body.scored()] == [LOGPROBS] * 2
-
-
-def ask_batch(run: World) -> tuple[Any, BatchLease]:
-    ask = LeaseBatch(step=1, wait_s=0)
-    header = Header(
-        major=1, minor=0, type="LeaseBatch", id=77, sender="trainer", incarnation="trainer-1"
-    )
-    (reply,) = (
-        effect
-        for effect in run.broker.handle(Request("any", b"trainer", header, ask), run.now)
-        if isinstance(effect, Reply)
-    )
-    assert isinstance(reply.body, BatchLease)
-    return header, reply.body
+    mixed = {stage: scores[::-1] for stage, scores in body.scores.items()}
+    with pytest.raises(WireError, match="of other samples"):
+        msgspec.structs.replace(body, scores=mixed).scored()
 
 
 @pytest.mark.parametrize(
@@ -101,8 +85,7 @@ def ask_batch(run: World) -> tuple[Any, BatchLease]:
     [("trajectory", {"made_up": [[]]}), ("span", {"made_up": 1}), ("sampling", {"made_up": 1})],
 )
 def test_nothing_is_kept_that_was_not_looked_at(kind: str, changes: dict[str, Any]) -> None:
-    run = world()
-    (task, _) = run.lease("a", 2, 0)
+    (task, _) = world().lease("a", 2, 0)
     plain = msgspec.to_builtins(trajectory(task, 0), builtin_types=(bytes,))
     where = {"trajectory": plain, "span": plain["spans"][0], "sampling": plain["sampling"]}
     where[kind].update(changes)
@@ -129,24 +112,11 @@ def test_scores_are_there_after_a_restart_and_gone_with_their_sample() -> None:
     run, _ = scored()
     run.restart_broker()
     run.join("trainer", "trainer")
-    lease = run.batch(1)
-    assert [one.reward for one in lease.scored()] == [1.5, 1.5]
-    run.commit(1)
+    assert [one.reward for one in run.train(1).scored()] == [1.5, 1.5]
     assert run.store.keys("x/"), "the batch may be asked for again"
     run.broker.batches.cover(1)
     assert not run.store.keys("x/") and not run.store.keys("t/")
-
-
-def test_a_score_that_is_gone_shows() -> None:
     run, tasks = scored()
     run.store.delete(journal.score_key(tasks[0].sample_id, "reward"))
     with pytest.raises(StoreError, match="the trajectory of sample s-0, or a score of it, is gone"):
         run.restart_broker()
-
-
-def test_scores_of_other_samples_are_no_batch() -> None:
-    run, _ = scored()
-    lease = run.batch(1)
-    mixed = {stage: scores[::-1] for stage, scores in lease.scores.items()}
-    with pytest.raises(WireError, match="of other samples"):
-        msgspec.structs.replace(lease, scores=mixed).scored()

@@ -19,13 +19,24 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EvalConfig, "timeout_s", 50.0)
 
 
+def begun(config: EvalConfig, **options: Any) -> World:
+    fixed = {"dead_after_s": 1000, "lease_s": 1000, **options}
+    return world(eval_config=config, eval_prompts=PROMPTS, durable=True, **fixed)
+
+
 def evaluated(mode: Any, **options: Any) -> World:
     """Version 2 is reached, whose evaluation of three samples is due."""
     config = EvalConfig(every=2, at_ends=False, mode=mode, samples=SAMPLES, prompts="x")
-    fixed = {"dead_after_s": 1000, "lease_s": 1000, **options}
-    run = world(eval_config=config, eval_prompts=PROMPTS, durable=True, **fixed)
+    run = begun(config, **options)
     run.steps("a", 1, 2)
     return run
+
+
+def check_done(run: World, version: int) -> None:
+    """The evaluation of `version` ends with what `a` answers now: no sample is missing."""
+    run.answer("a", pinned(run.lease("a", 9, version)), version)
+    found = report(run)
+    assert (found.version, found.done, found.answered) == (version, True, SAMPLES)
 
 
 def report(run: World) -> EvalReport:
@@ -97,14 +108,12 @@ def test_an_evaluation_that_takes_long_names_its_holders_and_then_ends_as_overdu
 
 def test_training_goes_on_beside_an_evaluation() -> None:
     run = evaluated("concurrent")
-    tasks = run.lease("a", 2, 2)
-    assert [t.pinned_version for t in tasks] == [2, 2]
+    tasks = pinned(run.lease("a", 2, 2))
     run.produce("b", 1)
     run.train(3)
     assert not pinned(run.lease("b", 9, 3))  # newer weights than those it is pinned to
     run.answer("a", tasks, 2)
-    run.answer("a", pinned(run.lease("a", 9, 2)), 2)
-    assert (report(run).version, report(run).done, report(run).answered) == (2, True, SAMPLES)
+    check_done(run, 2)
 
 
 def test_an_evaluation_is_pinned_to_the_first_version_that_is_served() -> None:
@@ -113,14 +122,11 @@ def test_an_evaluation_is_pinned_to_the_first_version_that_is_served() -> None:
     assert not pinned(run.lease("b", 4, 1))
     run.produce("a", 1)
     run.train(3)
-    tasks = pinned(run.lease("a", 9, 3))
-    assert [t.pinned_version for t in tasks] == [3] * SAMPLES
+    tasks = pinned(run.lease("a", 1, 3))
     assert not pinned(run.lease("b", 9, 2))
     refused = run.submit("a", trajectory(tasks[0], 2, 3)).refused
     assert "of another version" in refused[tasks[0].sample_id]
-    run.answer("a", tasks[1:], 3)
-    run.answer("a", pinned(run.lease("a", 9, 3)), 3)
-    assert (report(run).version, report(run).done, report(run).ended) == (3, True, {})
+    check_done(run, 3)
 
 
 def test_an_evaluation_that_nobody_can_finish_begins_again_with_newer_weights() -> None:
@@ -137,21 +143,19 @@ def test_an_evaluation_that_nobody_can_finish_begins_again_with_newer_weights() 
     assert run.broker.counters["evaluations_begun_again"] == 1
     assert report(run).answered == 0
     run.restart_broker()
-    run.answer("a", pinned(run.lease("a", 9, 3)), 3)
-    assert (report(run).version, report(run).done, report(run).answered) == (3, True, SAMPLES)
+    check_done(run, 3)
     ledger = run.status.eval_ledger
     assert (ledger.ended, ledger.balance) == ({"evaluated": SAMPLES}, 0)
 
 
 def test_an_evaluation_is_scored_by_the_reward_stage_alone() -> None:
-    prompts = [Prompt("1", {"prompt": "held out"})]
-    config = EvalConfig(every=1, at_ends=False, samples=1, prompts="x")
-    run = World(eval_config=config, eval_prompts=prompts, stages=["ref_logp"], durable=True)
-    assert not run.broker.run.evals.pool.unscored
-    run = World(eval_config=config, eval_prompts=prompts, stages=["reward"], durable=True,
-                batch_groups=1, group_size=1)  # fmt: skip
-    for role, name in (("generator", "a"), ("trainer", "trainer"), ("scorer", "r")):
-        run.join(role, name)  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "eval_config": EvalConfig(every=1, at_ends=False, samples=1, prompts="x"),
+        "eval_prompts": PROMPTS[:1], "durable": True, "batch_groups": 1, "group_size": 1,
+    }  # fmt: skip
+    assert not world(stages=["ref_logp"], **options).broker.run.evals.pool.unscored
+    run = world(stages=["reward"], **options)
+    run.join("scorer", "r")
     run.answer("a", run.lease("a", 1, 0), 0)
     run.give("r", run.to_score("r"), 0.5)
     run.train(1)
@@ -175,8 +179,7 @@ def test_a_run_ends_after_its_evaluation_even_if_the_buffer_starts_again() -> No
 
 @pytest.mark.parametrize(("at_ends", "evaluated_at"), [(True, [2, 3]), (False, [2])])
 def test_the_last_version_is_always_evaluated(at_ends: bool, evaluated_at: list[int]) -> None:
-    config = EvalConfig(every=2, at_ends=at_ends, mode="pause", samples=2, prompts="x")
-    run = world(eval_config=config, eval_prompts=PROMPTS, steps=3, dead_after_s=1000)
+    run = begun(EvalConfig(every=2, at_ends=at_ends, mode="pause", samples=2, prompts="x"), steps=3)
     for step in (1, 2, 3):
         while not run.batch(step).trajectories:
             run.produce("a", step - 1)
@@ -185,37 +188,31 @@ def test_the_last_version_is_always_evaluated(at_ends: bool, evaluated_at: list[
     assert [one.version for one in run.status.evals if one.version] == evaluated_at
 
 
-def test_an_evaluation_that_is_open_when_the_buffer_ends_is_cancelled() -> None:
-    run = evaluated("concurrent")
-    run.answer("a", run.lease("a", 1, 2), 2)
-    assert not report(run).done
-    run.take(run.broker.close(run.now))
-    status = run.status
-    assert status.eval_ledger.ended == {"cancelled": SAMPLES}
-    assert status.eval_ledger.balance == 0
-    last = status.evals[-1]
+def test_an_open_evaluation_is_cancelled_with_the_buffer_or_with_its_version() -> None:
+    """The trainer may start again before it: version and evaluation come once more."""
+    runs = [evaluated("concurrent") for _ in range(2)]
+    for run in runs:
+        run.answer("a", run.lease("a", 1, 2), 2)
+        assert not report(run).done
+    ended, run = runs
+    ended.take(ended.broker.close(ended.now))
+    last = report(ended)
     assert (last.answered, last.ended) == (1, {"cancelled": SAMPLES - 1}), "and none is restarted"
-
-
-def test_an_evaluation_of_a_version_that_is_taken_back_is_cancelled() -> None:
-    """The trainer starts again before it; the version comes once more, and its evaluation too."""
-    run = evaluated("concurrent")
-    run.answer("a", run.lease("a", 1, 2), 2)
     run.join("trainer", "trainer", "trainer-2")
     run.batch(1)
-    assert run.status.eval_ledger.ended == {"cancelled": SAMPLES}
     assert not run.broker.run.evals.pool.groups
+    for one in runs:
+        ledger = one.status.eval_ledger
+        assert (ledger.ended, ledger.balance) == ({"cancelled": SAMPLES}, 0)
     for number in (1, 2):
         run.train(number)
-    run.answer("a", pinned(run.lease("a", 9, 2)), 2)
-    assert (report(run).version, report(run).answered) == (2, SAMPLES)
+    check_done(run, 2)
 
 
 @pytest.mark.parametrize("mode", ["pause", "concurrent"])
 def test_the_weights_of_the_beginning_are_evaluated_first(mode: Any) -> None:
     """It begins when a generator asks for work, not when the buffer starts."""
-    config = EvalConfig(mode=mode, samples=2, prompts="x")
-    run = world(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)
+    run = begun(EvalConfig(mode=mode, samples=2, prompts="x"))
     run.pass_time(200)
     assert not run.status.evals
     tasks = run.lease("a", 9, 0)
@@ -233,8 +230,7 @@ def test_the_weights_of_the_beginning_are_evaluated_first(mode: Any) -> None:
 def test_several_answers_to_each_prompt() -> None:
     """Of four each: 3 solve the first prompt; of the second one solves, one failed, two are wrong.
     1 - C(n - c, k) / C(n, k) by hand."""
-    config = EvalConfig(mode="pause", samples=8, samples_per_prompt=4, prompts="x")
-    run = world(eval_config=config, eval_prompts=PROMPTS, durable=True, dead_after_s=1000)
+    run = begun(EvalConfig(mode="pause", samples=8, samples_per_prompt=4, prompts="x"))
     tasks = run.lease("a", 8, 0)
     assert [task.prompt_id for task in tasks] == ["0"] * 4 + ["1"] * 4
     run.back("a", tasks[7], failed=True)

@@ -6,7 +6,6 @@ from fakes.broker_world import World, trajectory, world
 from umbra.proto import messages as m
 from umbra.proto.records import Task
 from umbra.services.buffer.health import (
-    BATCHES,
     KEPT,
     RESOLUTION_S,
     SHARES,
@@ -14,9 +13,7 @@ from umbra.services.buffer.health import (
     Health,
     Meter,
     SampleFailure,
-    Share,
     StepCurves,
-    Throughput,
 )
 from umbra.services.buffer.samples.staleness import StalenessStats
 from umbra.services.config import BufferConfig, RunConfig, TrainerConfig
@@ -30,21 +27,6 @@ def health(trainer: TrainerConfig | None = None) -> Health:
 def held(watcher: Health, version: int = 1) -> dict[str, m.RunWarning]:
     watcher.look(version)
     return {one.name: one for one in watcher.warnings() if one.until < 0}
-
-
-def test_a_share_is_of_the_last_batches() -> None:
-    share = Share(10)
-    assert (share.share, share.batches) == (0.0, 0)
-    for _ in range(BATCHES):
-        assert share.batches < BATCHES
-        share.add(10, 10)
-    assert share.batches == BATCHES and share.share == 1.0
-    share.add(0, 5)
-    assert share.share == pytest.approx(40 / 45), "what has come since counts, too"
-    for _ in range(BATCHES):
-        share.add(0, 10)
-    assert share.share == 0.0, "older samples do not count any more"
-    assert share.seen == 85
 
 
 def test_groups_with_equal_rewards() -> None:
@@ -72,30 +54,6 @@ def test_equal_rewards_say_nothing_where_a_teacher_is_followed() -> None:
     for _ in range(4):
         watcher.group([0.0] * 4)
     assert watcher.figures()["equal_rewards"] == 1.0 and not held(watcher)
-
-
-def test_answers_that_are_cut_off() -> None:
-    watcher = health()
-    task = Task(sample_id="s", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=1.0)
-    for number in range(16):
-        reason = "length" if number < 4 else "stop"
-        watcher.answered(trajectory(task, 0, finish_reason=reason))
-    found = held(watcher)["truncated"]
-    assert found.figures == {"share": 0.25}
-    assert found.text.startswith("25% of recent answers were cut off at a limit on tokens (samp")
-    assert watcher.answers.seen == 16
-
-
-def test_failures_have_the_newest_reason_and_its_sample() -> None:
-    watcher = health()
-    for _ in range(8):
-        watcher.group([0.0, 1.0, 0.0, 1.0])
-    for number, text in enumerate(("a tool hung", "raised: 12x", "raised: z")):
-        watcher.failed(SampleFailure(f"s-{number}", f"p{number}", text, samples=4, own=True))
-    found = held(watcher)["failed_samples"]
-    assert found.figures == {"share": pytest.approx(12 / 44)}
-    assert "27% of recent samples ended as failed" in found.text
-    assert "the newest: raised: z (sample s-2 of prompt p2)" in found.text and not watcher.verdict
 
 
 @pytest.mark.parametrize("stage", ["", "reward"])
@@ -152,21 +110,6 @@ def test_the_status_has_figures_and_warnings_and_the_metrics_a_row() -> None:
     assert rows["truncated"]["figures"] == {"share": 1.0}
 
 
-def test_answers_that_were_dropped_as_stale() -> None:
-    watcher = health()
-    for _ in range(4):
-        watcher.trained(16)
-    assert watcher.look(4) == []
-    watcher.dropped(4)
-    (warning,) = watcher.look(4)
-    assert warning.name == "stale_samples"
-    assert "6% of recent answers were dropped as stale" in warning.text
-    for _ in range(7):
-        watcher.trained(16)
-    watcher.look(12)
-    assert watcher.warnings()[0].until == 12, "it is over"
-
-
 def test_the_broker_tells_of_stored_answers_that_became_stale() -> None:
     run = world(group_size=2, batch_groups=1, run_ahead=1, max_staleness=1, lease_s=1000.0)
     first, _second = run.lease("a", 2, 0)  # which holds the other one
@@ -174,37 +117,6 @@ def test_the_broker_tells_of_stored_answers_that_became_stale() -> None:
     run.steps("b", 1, 2)
     assert run.pool.ledger.snapshot().ended["stale"] == 2
     assert run.status.health["stale_samples"] == 1 / 5
-
-
-def test_every_step_is_a_point_at_first_and_counts_once() -> None:
-    curves = StepCurves()
-    curves.add(1, {"loss": 0.5, "of no interest": 1.0, "samples": 8.0}, 10.0)
-    curves.add(2, {"loss": 0.25, "reward/mean": 1.0, "samples": 8.0}, 12.0)
-    record = curves.record()
-    assert record.steps == [1, 2]
-    assert record.values == {
-        "reward/mean": [None, 1.0], "loss": [0.5, 0.25], "samples_per_s": [None, 4.0],
-    }  # fmt: skip
-    for step in (3, 4, 5):
-        curves.add(step, {"loss": 1.0}, 12.0)
-    curves.cut(3)
-    curves.add(3, {"loss": 2.0}, 12.0)
-    assert curves.record().steps == [1, 2, 3]
-    assert curves.record().values["loss"] == [0.5, 0.25, 2.0]
-
-
-@pytest.mark.parametrize("steps", [KEPT, KEPT + 1, 10 * KEPT, 10_001])
-def test_long_runs_are_condensed_to_means(steps: int) -> None:
-    curves = StepCurves()
-    for step in range(1, steps + 1):
-        curves.add(step, {"loss": float(step)}, float(step))
-    record = curves.record()
-    assert len(record.steps) <= KEPT
-    assert record.steps[-1] == steps
-    losses = record.values["loss"]
-    first = record.steps[0]
-    assert losses[0] == pytest.approx((1 + first) / 2)
-    assert losses == sorted(loss for loss in losses if loss is not None)
 
 
 def test_the_histogram_of_staleness_adds_up() -> None:
@@ -219,52 +131,53 @@ def test_the_histogram_of_staleness_adds_up() -> None:
     assert one.counts == [1, 1, 0, 0]
 
 
-def test_a_batch_a_minute() -> None:
+def test_every_step_is_a_point_at_first_and_long_runs_are_condensed_to_means() -> None:
+    curves = StepCurves()
+    curves.add(1, {"loss": 0.5, "of no interest": 1.0, "samples": 8.0}, 10.0)
+    curves.add(2, {"loss": 0.25, "reward/mean": 1.0, "samples": 8.0}, 12.0)
+    for step in (3, 4, 5):
+        curves.add(step, {"loss": 1.0}, 12.0)
+    curves.cut(3)
+    curves.add(3, {"loss": 2.0}, 12.0)
+    record = curves.record()
+    assert record.steps == [1, 2, 3]
+    assert record.values == {
+        "reward/mean": [None, 1.0, None], "loss": [0.5, 0.25, 2.0],
+        "samples_per_s": [None, 4.0, None],
+    }  # fmt: skip
+    for steps in (KEPT, KEPT + 1, 10 * KEPT):
+        curves = StepCurves()
+        for step in range(1, steps + 1):
+            curves.add(step, {"loss": float(step)}, float(step))
+        record = curves.record()
+        assert len(record.steps) <= KEPT and record.steps[-1] == steps
+        losses = record.values["loss"]
+        assert losses[0] == pytest.approx((1 + record.steps[0]) / 2)
+        assert losses == sorted(loss for loss in losses if loss is not None)
+
+
+def test_a_meter_measures_slow_and_fast_counts() -> None:
     meter = Meter(0, 0.0)
     assert meter.rate(30.0) == 0.0
-    for minute in range(1, 5):
+    for minute in range(1, 5):  # a batch a minute
         meter.see(256 * minute, 60.0 * minute)
         for later in (0.0, 20.0, 59.0):
             assert meter.rate(60.0 * minute + later) == pytest.approx(256 / 60)
     assert meter.rate(4 * 60.0 + 120.0) == pytest.approx(256 / 120), "the next one is overdue"
-
-
-def test_the_start_of_a_resumed_run_does_not_count() -> None:
-    names = ("steps_per_s", "samples_per_s", "answers_per_s", "issued_per_s", "ended_per_s")
-    counts = dict.fromkeys(names, 100)
-    throughput = Throughput(lambda: {**counts}, 0.0)
-    for now in (20.0, 40.0):  # its processes load the model
-        throughput.see(now)
-    counts |= {"issued_per_s": 140}
-    throughput.see(40.1)
-    counts |= {"samples_per_s": 140}
-    assert throughput.rates(44.1).samples_per_s == pytest.approx(10.0, rel=0.05)
-
-
-def test_a_stream_is_measured_over_the_window() -> None:
     meter = Meter(0, 0.0)
     for tick in range(1, 2001):  # 40/s for 50 s, then 80/s
-        total = 2 * tick if tick <= 1000 else 2000 + 4 * (tick - 1000)
-        meter.see(total, tick / 20)
-        if tick > 1:
-            assert meter.rate(tick / 20) > 0
+        meter.see(2 * tick + 2 * max(tick - 1000, 0), tick / 20)
     assert meter.rate(100.0) == pytest.approx(80.0)
     assert len(meter._marks) <= WINDOW_S / RESOLUTION_S * 1.5
+    meter.see(5, 101.0)  # a trainer that starts again has its last steps to do once more
+    assert meter.rate(101.0) == 0.0
+    meter.see(9, 103.0)
+    assert meter.rate(103.0) == 2.0
 
 
-def test_a_count_that_goes_down_begins_anew() -> None:
-    """A trainer that starts again has its last steps to do once more."""
-    meter = Meter(0, 0.0)
-    meter.see(10, 1.0)
-    meter.see(5, 2.0)
-    assert meter.rate(2.0) == 0.0
-    meter.see(9, 4.0)
-    assert meter.rate(4.0) == 2.0
-
-
-def test_the_first_status_has_the_speed_of_what_was_done() -> None:
-    """Who asks once is told as much as who has watched; waiting for generators does not count."""
-    run = world(run_ahead=1)
+def test_the_first_status_has_the_speed_of_what_was_done_in_this_life() -> None:
+    """Waiting for generators does not count; nor does a resumed run until something comes."""
+    run = world(run_ahead=1, durable=True, dead_after_s=1000)
     run.pass_time(5.0)
     assert run.status.rates.issued_per_s == 0.0
     tasks = run.produce("a", 0)
@@ -277,3 +190,39 @@ def test_the_first_status_has_the_speed_of_what_was_done() -> None:
     rates = run.status.rates
     assert rates.samples_per_s == pytest.approx(4 / 2.0), "of 4 samples, since work began"
     assert rates.steps_per_s == pytest.approx(1 / 2.0)
+    run.restart_broker()
+    for _ in range(2):  # its processes load the model
+        run.pass_time(20.0)
+        rates = run.status.rates
+        assert rates.samples_per_s == rates.issued_per_s == rates.steps_per_s == 0.0
+    run.produce("a", 1)
+    run.pass_time(0.1)
+    run.train(2)
+    run.now += 4.0
+    assert run.status.rates.samples_per_s == pytest.approx(1.0, rel=0.05)
+
+
+def test_truncated_failed_and_stale_answers_are_warned_of() -> None:
+    watcher = health()
+    task = Task(sample_id="s", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=1.0)
+    for number in range(16):
+        reason = "length" if number < 4 else "stop"
+        watcher.answered(trajectory(task, 0, finish_reason=reason))
+    found = held(watcher)["truncated"]
+    assert found.figures == {"share": 0.25}
+    assert found.text.startswith("25% of recent answers were cut off at a limit on tokens (samp")
+    for _ in range(8):
+        watcher.group([0.0, 1.0, 0.0, 1.0])
+    for number, text in enumerate(("a tool hung", "raised: 12x", "raised: z")):
+        watcher.failed(SampleFailure(f"s-{number}", f"p{number}", text, samples=4, own=True))
+    found = held(watcher)["failed_samples"]
+    assert found.figures == {"share": pytest.approx(12 / 44)}
+    assert "27% of recent samples ended as failed" in found.text
+    assert "the newest: raised: z (sample s-2 of prompt p2)" in found.text and not watcher.verdict
+    for _ in range(4):
+        watcher.trained(16)
+    watcher.dropped(4)
+    assert "6% of recent answers were dropped as stale" in held(watcher, 4)["stale_samples"].text
+    for _ in range(7):
+        watcher.trained(16)
+    assert "stale_samples" not in held(watcher, 12), "it is over"

@@ -46,15 +46,14 @@ def test_a_full_batch_interrupts_the_rest_that_is_generated() -> None:
 def test_training_waits_for_what_would_be_stale() -> None:
     """Version 1 with K = 1; one group has a ready sample of version 0, and one under way."""
     run = world(run_ahead=1, max_staleness=1, stale_policy="wait")
-    tasks = run.lease("a", 1000, 0)
-    run.answer("a", tasks[1:], 0, 1.0, 0.0)
+    first, *others = run.lease("a", 1000, 0)
+    run.answer("a", others, 0, 1.0, 0.0)
     run.train(1)  # groups 1 and 2; group 0 lacks its first sample
     run.produce("b", 1)
     reply = run.batch(2)
     assert not reply.trajectories and "stale_policy = wait" in reply.waiting_for
-    run.answer("a", tasks[:1], 0, 1.0, 0.0)
-    assert tasks[0].sample_id in {t.sample_id for t in run.batch(2).trajectories}
-    run.commit(2)
+    run.answer("a", [first], 0)
+    assert first.sample_id in {t.sample_id for t in run.train(2).trajectories}
     assert not run.pool.ledger.ended
 
 
@@ -85,20 +84,15 @@ def test_a_failure_ends_only_a_group_that_cannot_survive(size: int, ended: dict[
 
 def test_level_groups_are_filtered_and_replaced_but_not_for_ever() -> None:
     run = world(run_ahead=0, batch_groups=1, dynamic_sampling=True, max_filtered=2)
-    for _ in range(2):
-        run.answer("a", run.lease("a", 2, 0), 0, 1.0, 1.0)
-        assert not run.batch(1).trajectories
-    assert run.pool.ledger.ended == {"filtered": 4}
-    assert run.broker.counters["filtered_groups"] == 2
-    assert "filtered" in run.batch(1).waiting_for
-    run.answer("a", run.lease("a", 2, 0), 0, 1.0, 1.0)
-    assert run.batch(1).trajectories
-    assert run.broker.counters["level_groups_kept"] == 1
-    run.commit(1)
-    for _ in range(2):  # as many again
-        run.answer("a", run.lease("a", 2, 1), 1, 1.0, 1.0)
-        assert not run.batch(2).trajectories
-    assert run.broker.counters["filtered_groups"] == 4
+    for version in (0, 1):  # as many again for the next batch
+        for _ in range(2):
+            run.produce("a", version)
+            assert "filtered" in run.batch(version + 1).waiting_for
+        assert run.pool.ledger.ended == {"filtered": 4 * (version + 1)}
+        assert run.broker.counters["filtered_groups"] == 2 * (version + 1)
+        run.produce("a", version)
+        run.train(version + 1)
+        assert run.broker.counters["level_groups_kept"] == version + 1
 
 
 def scored(**options: Any) -> World:
@@ -168,12 +162,20 @@ def test_a_group_whose_sample_is_made_again_is_taken_from_its_batch_and_from_its
     assert len(run.to_score("r")) == len(leased) == 2
 
 
-def test_each_stage_has_all_its_attempts() -> None:
+def test_each_stage_has_all_its_attempts_and_of_two_scores_in_a_message_the_first_counts() -> None:
     run = scored(batch_groups=1, max_attempts=2)
+    assert run.ask("r", m.LeaseTasks(kind="reward", capacity=1, wait_s=9)) is None
     run.answer("a", run.lease("a", 2, 0), 0, 1.0, 0.0)
-    for stage, said in (("reward", {"reward": 1.0}), ("ref_logp", {"logprobs": b"\0" * 8})):
-        run.give("r", run.to_score("r", stage, 1), error="no such thing")
-        run.give("r", run.to_score("r", stage), **said)
+    run.give("r", run.leased("r"), error="no such thing")  # served as it came
+    (task, other) = run.to_score("r", "reward")
+    assert task.sample_id in run.give("r", [task, task], 1.0, 9.0).refused
+    assert run.give("r", [task], 5.0).refused
+    assert run.broker.counters["late_scores"] == 2
+    assert run.broker.counters["scored: reward"] == 1
+    assert run.pool.samples[task.sample_id].reward == 1.0 + 1.0
+    run.give("r", [other], 1.0)
+    run.give("r", run.to_score("r", "ref_logp", 1), error="no such thing")
+    run.give("r", run.to_score("r", "ref_logp"), logprobs=b"\0" * 8)
     assert run.broker.counters["scoring_retries"] == 2 and not run.pool.ledger.ended
 
 
@@ -213,45 +215,17 @@ def test_reasons_of_failure_are_counted_by_name_as_far_as_that_is_bounded() -> N
     assert counts["failed: a 1"] == counts["failed: reward: b 0"] == 1
 
 
-def test_of_two_scores_in_a_message_the_first_counts() -> None:
-    run = scored(batch_groups=1)
-    run.answer("a", run.lease("a", 1, 0), 0, 0.0)
-    (task,) = run.to_score("r", "reward", 1)
-    assert task.sample_id in run.give("r", [task, task], 1.0, 9.0).refused
-    assert run.give("r", [task], 5.0).refused
-    assert run.broker.counters["late_scores"] == 2
-    assert run.broker.counters["scored: reward"] == 1
-    assert run.pool.samples[task.sample_id].reward == 1.0
-
-
-def test_scoring_is_served_as_it_comes() -> None:
-    run = scored()
-    assert run.ask("r", m.LeaseTasks(kind="reward", capacity=9, wait_s=9)) is None
-    run.answer("a", run.lease("a", 1, 0), 0, 1.0, 0.0)
-    (lease,) = run.late["r"]
-    assert isinstance(lease, m.TaskLeases) and len(lease.tasks) == 1
-
-
-def counted(run: World) -> dict[str, int]:
-    found = {name: value for name, value in run.broker.counters.items() if value}
-    run.broker.counters.clear()
-    return found
-
-
 def test_batches_go_while_no_checkpoint_could_use_them() -> None:
     run = world(run_ahead=1, max_staleness=2, durable=True)
     run.produce("a", 0)
     for step in (1, 2):
         run.train(step)
-    assert len(run.broker.batches.kept) == 2
-    counted(run)
     run.store.size_bytes = 2 * run.config.buffer.store_max_bytes
-    for left in (1, 0):
+    counts = run.broker.counters
+    for left, full in ((2, 0), (1, 0), (0, 0), (0, 1)):
+        assert (len(run.broker.batches.kept), counts["store_full"]) == (left, full)
+        assert counts["batches_let_go"] == 2 - left
         run.pass_time(0.1)
-        assert len(run.broker.batches.kept) == left
-        assert counted(run) == {"batches_let_go": 1}
-    run.pass_time(0.1)
-    assert counted(run) == {"store_full": 1}
 
 
 def test_a_store_full_of_batches_has_a_checkpoint_made() -> None:
@@ -285,17 +259,12 @@ def test_a_run_whose_batch_does_not_fit_into_the_store_is_told_so() -> None:
 
 def test_a_store_that_is_full() -> None:
     run = world(run_ahead=1)
-    run.broker.room.disk = "no space left"
-    run.pass_time(0.1)
-    run.pass_time(0.1)
-    assert counted(run) == {"store_full": 1}
-    assert run.lease("a", 4, 0) == []
-    run.broker.room.disk = ""
-    run.pass_time(0.1)
-    assert run.lease("a", 4, 0)
-    assert counted(run) == {}
-    assert run.ask("a", m.ReturnTasks(samples=[])) == m.Ok()
-    assert counted(run) == {}
+    for why in ("no space left", ""):
+        run.broker.room.disk = why
+        for _ in range(2):
+            run.pass_time(0.1)
+        assert run.broker.counters["store_full"] == 1
+        assert bool(run.lease("a", 4, 0)) == (not why)
 
 
 def policy(run_ahead: int, max_staleness: int) -> StalenessPolicy:
@@ -303,11 +272,9 @@ def policy(run_ahead: int, max_staleness: int) -> StalenessPolicy:
 
 
 @pytest.mark.parametrize(
-    ("run_ahead", "version", "room"),
-    [(0, 0, 4), (0, 3, 4), (1, 0, 8), (1, 3, 8), (3, 0, 16), (3, 97, 12), (3, 98, 8), (3, 100, 0)],
+    ("run_ahead", "version", "room"), [(0, 3, 4), (1, 3, 8), (3, 97, 12), (3, 98, 8), (3, 100, 0)]
 )
-def test_admission(run_ahead: int, version: int, room: int) -> None:
-    """It ends with the run, which has 100 steps."""
+def test_admission_ends_with_the_run(run_ahead: int, version: int, room: int) -> None:
     assert policy(run_ahead, 2).room(untrained=0, version=version) == room
     assert policy(run_ahead, 2).room(untrained=room, version=version) == 0
 
@@ -324,11 +291,9 @@ def test_what_two_knobs_imply(run_ahead: int, max_staleness: int, bound: int, ty
 
 
 def test_a_sample_needs_weights_for_the_version_it_will_be_trained_at() -> None:
-    """As the docstring has it; and of one that is late."""
-    rules = StalenessPolicy(batch_groups=2, run_ahead=1, max_staleness=2, steps=100)
-    assert rules.room(untrained=0, version=3) == 4
-    due = rules.due_version(untrained=2, version=3)  # the third
-    assert (due, rules.required_version(due, version=3)) == (4, 2)
+    """The third group of two is of the second batch; and of one that is late."""
+    assert StalenessPolicy(2, 1, 2, steps=100).due_version(untrained=2, version=3) == 4
+    assert policy(1, 2).required_version(due=4, version=3) == 2
     rules = policy(run_ahead=1, max_staleness=1)
     assert [rules.required_version(due=2, version=version) for version in (2, 4)] == [1, 3]
 

@@ -16,6 +16,7 @@ from umbra.proto import messages as m
 from umbra.proto.records import Score, Task, Trajectory, pack_float32
 from umbra.services.buffer.endpoints.trainer import interrupt
 from umbra.services.buffer.samples.groups import State
+from umbra.services.buffer.state import pack_run
 from umbra.services.config import EvalConfig, NamedEnvironment
 from umbra.services.prompts import Prompt
 
@@ -23,6 +24,8 @@ GENERATORS = ("a", "b", "c")
 SCORERS = ("x", "y")
 STEPS = 6
 STAGES = st.lists(st.sampled_from(["reward", "ref_logp", "logp"]), unique=True, max_size=3)
+# Without stages and policies whole runs fit into a test.
+PLAIN: st.SearchStrategy[Any] = st.just({"stages": [], "oversample": 0})
 RANKED = NamedEnvironment(name="ranked", kind="reward", reward_scope="group")
 ALONE = NamedEnvironment(name="alone", kind="reward")
 
@@ -53,7 +56,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 "max_attempts": st.integers(1, 4),
             }
         ),
-        policies=st.fixed_dictionaries(
+        policies=PLAIN | st.fixed_dictionaries(
             {
                 "stages": STAGES,
                 "stale_policy": st.sampled_from(["drop", "wait"]),
@@ -64,29 +67,21 @@ class BrokerMachine(RuleBasedStateMachine):
                 "max_filtered": st.integers(1, 3),
             }
         ),
-        plain=st.booleans(),
         durable=st.booleans(),
         every=st.integers(0, 3),
         mode=st.sampled_from(["pause", "concurrent"]),
         whole=st.sampled_from(["no", "yes", "some"]),
-    )
+    )  # fmt: skip
     def start(
-        self,
-        sizes: Any,
-        policies: Any,
-        plain: bool,
-        durable: bool,
-        every: int,
-        mode: Any,
-        whole: str,
+        self, sizes: Any, policies: Any, durable: bool, every: int, mode: Any, whole: str
     ) -> None:
-        if plain:  # without stages and policies whole runs fit into a test
-            policies, whole, every = {"stages": [], "oversample": 0}, "no", 0
+        if "on_batch" not in policies:
+            whole, every = "no", 0
         self.whole = whole != "no"
         environments = (RANKED, ALONE) if whole == "some" else ()
         if self.whole:  # groups are scored at once
-            policies["straggler_s"] = 0.0
-            policies["stages"] = [*dict.fromkeys([*policies["stages"], "reward"])]
+            stages = [*dict.fromkeys([*policies["stages"], "reward"])]
+            policies = {**policies, "straggler_s": 0.0, "stages": stages}
         self.policies, self.groups = policies, sizes["batch_groups"]
         self.bound = sizes["max_staleness"] if sizes["run_ahead"] else 0
         self.run_ahead, self.durable = sizes["run_ahead"], durable
@@ -277,19 +272,13 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.policies["stages"])
     @rule(name=scorers, stage=st.integers(0, 2), capacity=st.integers(1, 4))
-    def lease_scoring(self, name: str, stage: int, capacity: int) -> None:
-        self.to_score(name, stage, capacity)
-
-    def to_score(self, name: str, stage: int, capacity: int) -> list[Task]:
+    def to_score(self, name: str, stage: int, capacity: int) -> None:
         stages = self.policies["stages"]
         kind = stages[stage % len(stages)]
         reply = self.tell(name, m.LeaseTasks(kind=kind, capacity=capacity, wait_s=0))
-        if not isinstance(reply, m.TaskLeases):
-            return []
-        self.scoring += [(name, kind, task) for task in reply.tasks]
-        if kind == "reward":
-            assert all(task.row.get("environment") != ALONE.name for task in reply.tasks)
-        return reply.tasks
+        for task in reply.tasks if isinstance(reply, m.TaskLeases) else ():
+            self.scoring.append((name, kind, task))
+            assert kind != "reward" or task.row.get("environment") != ALONE.name
 
     @precondition(lambda self: self.scoring)
     @rule(
@@ -399,11 +388,16 @@ class BrokerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.durable)
     @rule()
     def kill_the_buffer(self) -> None:
-        before, held = self.broker.pool, self.holders()
-        ledger = before.ledger.snapshot()
+        held, before = self.holders(), self.kept()
         self.world.restart_broker()
-        assert self.broker.pool.ledger.snapshot() == ledger
+        assert self.kept() == before
         assert self.holders() == held
+
+    def kept(self) -> tuple[bytes, object]:
+        """All that is to be the same after a restart, but for the count of restarts."""
+        run = self.broker.run
+        run.counters["restarts"] = 0
+        return pack_run(run), run.pool.ledger.snapshot()
 
     @precondition(lambda self: self.version >= STEPS - 1)
     @rule()
@@ -511,7 +505,9 @@ class BrokerMachine(RuleBasedStateMachine):
                 self.world.ask(holder, m.SubmitResults(trajectories=[made]))
         for number in range(len(self.policies["stages"])):
             by_group: dict[str, list[Task]] = {}
-            for task in self.to_score("x", number, 100):
+            known = len(self.scoring)
+            self.to_score("x", number, 100)
+            for _, _, task in self.scoring[known:]:
                 by_group.setdefault(task.group_id, []).append(task)
             for index, tasks in enumerate(by_group.values()):
                 self.world.ask("x", m.SubmitResults(scores=self.judge(tasks, index % 2, True)))

@@ -1,18 +1,41 @@
-"""One set of rules for trajectories: what the buffer takes is what scorers and trainer can use."""
+"""One set of rules for trajectories: what the buffer takes is what scorers and trainer can use.
+
+A sample with branches is one lease, one answer and one count, and every line of it is judged.
+"""
 
 import math
 import random
 from array import array
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from fakes.broker_world import World, trajectory
+import torch
+from fakes.broker_world import World, trajectory, world
 
 from umbra.proto import messages as m
-from umbra.proto.records import Sampling, Support, Task, VersionSpan, pack_float32, pack_int32
+from umbra.proto.bounds import BRANCHES
+from umbra.proto.records import (
+    Branch,
+    Sampling,
+    Support,
+    Task,
+    Trajectory,
+    VersionSpan,
+    array_bytes,
+    pack_float32,
+    pack_int32,
+    unpack_float32,
+)
 from umbra.services.buffer.endpoints import worker
 from umbra.services.buffer.endpoints.worker import STRIKES
+from umbra.services.buffer.samples.trajectories import MORE_BYTES, pack, size_fault
+from umbra.services.config import TrainerConfig
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
+from umbra.services.generator.line import line_of
+from umbra.services.modeling.models import load_model
+from umbra.services.scorer.logprobs import LogprobWorker
 from umbra.services.trainer.batch import BatchError, make_batch
 
 VOCABULARY = 151_936
@@ -22,6 +45,23 @@ CUT = Sampling(top_k=2)
 def support(sizes: list[int], ids: list[int], logprobs: list[float] | None = None) -> Support:
     values = None if logprobs is None else pack_float32(logprobs)
     return Support(sizes=array("H", sizes).tobytes(), ids=pack_int32(ids), logprobs=values)
+
+
+def branch(version: int = 0, tokens: int = 3, **changes: Any) -> Branch:
+    values: dict[str, Any] = {
+        "prompt_ids": pack_int32([5]),
+        "response_ids": pack_int32([6] * tokens),
+        "loss_mask": b"\1" * tokens,
+        "logprobs": pack_float32([-0.25] * tokens),
+        "spans": [VersionSpan(version=version, start=0, end=tokens)],
+    }
+    return Branch(**{**values, **changes})
+
+
+def branched(task: Task, *versions: int, **changes: Any) -> Trajectory:
+    """An answer whose lines are of these versions."""
+    first, *further = versions
+    return trajectory(task, first, branches=[branch(one) for one in further], **changes)
 
 
 # What a generator's key may have in mind: the change, and the message.
@@ -65,12 +105,24 @@ POISON: list[tuple[dict[str, Any], str]] = [
     ({"generator": "g" * 101}, "no short name"),
     ({"started_at": math.inf}, "started_at"),
     ({"spans": [VersionSpan(version=2**63, start=0, end=2)]}, "span of version"),
+    ({"branches": [branch(logprobs=b"1234")]}, "branch 2 of 2: logprobs has 4 bytes"),
+    ({"branches": [branch(loss_mask=b"\0\0\0")]}, "branch 2 of 2: loss_mask has no token"),
+    ({"branches": [branch(2**63)]}, "branch 2 of 2: span of version"),
+    ({"branches": [branch(prompt_ids=b"")]}, "branch 2 of 2: no prompt tokens"),
+    (
+        {"branches": [branch(response_ids=pack_int32([6, -1, 6]))]},
+        "branch 2 of 2: response_ids reach from -1",
+    ),
+    (
+        {"branches": [branch()], "proximal_logprobs": pack_float32([-0.5] * 2)},
+        "do not fit 2 branches",
+    ),
 ]
 NAMES = [words for _, words in POISON]
 TASK = Task(sample_id="s", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=1.0)
 
 
-def world(**changes: Any) -> World:
+def judging(**changes: Any) -> World:
     """Three generators, two of them sound, and a trainer that has said what its model is."""
     run = World(group_size=2, batch_groups=2, run_ahead=2, **changes)
     for name in ("bad", "a", "b"):
@@ -81,7 +133,7 @@ def world(**changes: Any) -> World:
 
 @pytest.mark.parametrize(("changes", "words"), POISON, ids=NAMES)
 def test_poison_is_refused_before_it_is_acknowledged(changes: dict[str, Any], words: str) -> None:
-    run = world()
+    run = judging()
     run.batch(1)
     run.produce("a", 0, 1)
     (task,) = run.lease("bad", 1, 0)
@@ -115,7 +167,7 @@ def test_the_sampling_is_the_runs() -> None:
 
 @pytest.mark.parametrize(
     "vocabulary",
-    [1, 2, 255, 256, 257, 32_000, 65_535, 65_536, 65_537, 128_256, VOCABULARY, 1 << 24],
+    [1, 255, 256, 65_535, 65_536, 65_537, VOCABULARY, 1 << 24],
 )
 def test_token_ids_are_compared_exactly(vocabulary: int) -> None:
     """The many that are compared at once, against one at a time, at and around every bound."""
@@ -149,7 +201,7 @@ def test_the_support_is_that_of_learned_tokens_alone(ids: list[int], words: str 
 
 def test_malformed_answers_cost_a_generator_its_leases_and_no_sample_an_attempt() -> None:
     """It is alone at first, as before the trainer has joined, and its answers are poison."""
-    run = world(max_attempts=1)
+    run = judging(max_attempts=1)
     for _ in range(STRIKES):
         (task,) = run.lease("bad", 1, 0)
         poison = trajectory(task, 0, reward=1e308)
@@ -168,7 +220,7 @@ def test_malformed_answers_cost_a_generator_its_leases_and_no_sample_an_attempt(
 
 def test_the_waiting_question_of_who_struck_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "STRIKES", 1)
-    run = world()
+    run = judging()
     (task, *_) = run.lease("bad", 1000, 0)
     assert run.ask("bad", m.LeaseTasks(capacity=1, version=0, wait_s=9)) is None
     run.submit("bad", trajectory(task, 0, reward=1e308))
@@ -177,24 +229,22 @@ def test_the_waiting_question_of_who_struck_out_is_refused(monkeypatch: pytest.M
     assert not run.pool.leases.of("bad")
 
 
-def test_a_sound_answer_forgives_malformed_ones() -> None:
-    run = world()
+def test_a_sound_answer_forgives_malformed_ones_of_the_same_process() -> None:
+    run = judging(max_attempts=1)
+
+    def poison() -> None:
+        (task,) = run.lease("bad", 1, 0)
+        run.ask("bad", m.SubmitResults(trajectories=[trajectory(task, 0, reward=1e308)]))
+
     for _ in range(2):
         for _ in range(STRIKES - 1):
-            (task,) = run.lease("bad", 1, 0)
-            run.ask("bad", m.SubmitResults(trajectories=[trajectory(task, 0, reward=1e308)]))
+            poison()
         run.produce("bad", 0, 4)
-    assert run.lease("bad", 1, 0)
-
-
-def test_a_generator_that_comes_back_has_to_show_again_that_its_answers_are_sound() -> None:
-    run = world(max_attempts=1)
-    run.produce("bad", 0, 4)
     run.ask("bad", m.Leave(reason="done"))
     run.join("generator", "bad")
-    (task,) = run.lease("bad", 1, 0)
-    run.ask("bad", m.SubmitResults(trajectories=[trajectory(task, 0, reward=1e308)]))
-    assert not run.pool.ledger.ended["failed"]
+    failed = run.pool.ledger.ended["failed"]
+    poison()
+    assert run.pool.ledger.ended["failed"] == failed, "a new one has to show it again"
 
 
 def test_the_vocabulary_is_known_after_a_restart() -> None:
@@ -220,10 +270,84 @@ def test_the_vocabulary_is_known_after_a_restart() -> None:
 def test_scores_are_judged_by_the_same_rules(
     stage: str, changes: dict[str, Any], words: str
 ) -> None:
-    run = world(stages=[stage])
+    run = judging(stages=[stage])
     run.join("scorer", "r")
     run.produce("a", 0, 1)
     (task,) = run.to_score("r", stage, 1)
     ack = run.give("r", [task], **changes)
     assert words in ack.refused[task.sample_id]
     assert run.broker.counters["malformed_scores"] == 1
+
+
+def test_a_sample_counts_once_however_many_branches_it_has() -> None:
+    run = world(durable=True)
+    answers = [branched(task, *[0] * (1 + n)) for n, task in enumerate(run.lease("a", 4, 0))]
+    assert not run.submit("a", *answers).refused
+    assert not run.submit("a", answers[3]).refused, "an answer that comes again"
+    run.restart_broker()
+    run.join("trainer", "trainer")
+    assert run.train(1).trajectories == answers, "to the byte"
+    assert run.broker.counters["accepted"] == run.pool.ledger.trained == 4
+
+
+@pytest.mark.parametrize("old", [0, 1])
+def test_a_stale_token_of_any_branch_makes_the_sample_stale(old: int) -> None:
+    run = world(max_staleness=1, run_ahead=1)
+    late = run.lease("b", 2, 0)
+    run.steps("a", 1, 2, 3)
+    versions = [3, 3, 3]
+    versions[old] = 0
+    for task in late:
+        run.submit("b", branched(task, *versions))
+    assert run.broker.counters["stale_answers"] >= 1
+    assert run.pool.ledger.snapshot().ended == {"stale": 2}, "the group of both"
+
+
+def test_a_partial_is_one_line() -> None:
+    made = world()
+    task = made.lease("a", 1, 0)[0]
+    partial = branched(task, 0, 0, finish_reason="partial")
+    made.back("a", task, partial=partial)
+    assert made.broker.counters["malformed_partial"] == 1
+    assert made.lease("b", 1, 0)[0].trajectory is None, "it restarts"
+    assert line_of(partial, partial.sampling) is None
+
+
+def test_as_many_branches_as_there_may_be_fit() -> None:
+    spans = [VersionSpan(version=n, start=n, end=n + 1) for n in range(128)]
+    most = branch(tokens=128, spans=spans)
+    made = trajectory(TASK, 0, branches=[most] * (BRANCHES - 1))
+    assert array_bytes(made) == 8 + 8 + 2 + 8 + (BRANCHES - 1) * (4 + 128 * 9)
+    assert size_fault(pack(made), array_bytes(made), len(made.branches)) is None
+    assert size_fault(b"x" * (8 + MORE_BYTES), 8) is None
+    assert size_fault(b"x" * (9 + MORE_BYTES), 8) == (
+        f"it has {9 + MORE_BYTES} bytes, far more than its arrays (8)"
+    )
+    more = msgspec.to_builtins(msgspec.structs.replace(made, branches=[most] * BRANCHES))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(more, Trajectory)
+
+
+def test_scorers_find_logprobs_of_every_line(tiny_model_dir: Path) -> None:
+    """Two lines, scored together and each alone: the same numbers."""
+    run = world(stages=["ref_logp"])
+    run.join("scorer", "r")
+    task = run.lease("a", 1, 0)[0]
+    further = branch(loss_mask=b"\1\0\1", logprobs=pack_float32([-0.5, 0, -0.5]))
+    run.submit("a", trajectory(task, 0, branches=[further]))
+    (scoring,) = run.to_score("r", "ref_logp", 1)
+    worker = LogprobWorker(
+        load_model(tiny_model_dir, torch.device("cpu"), torch.float32), TrainerConfig()
+    )
+
+    def score(made: Trajectory) -> bytes:
+        told = msgspec.structs.replace(scoring, trajectory=made)
+        ((found,),) = worker.score([told], lambda: None)
+        return found.logprobs or b""
+
+    together = score(scoring.made)
+    alone = [unpack_float32(score(line)) for line in scoring.made.lines]
+    assert unpack_float32(together) == pytest.approx(alone[0] + alone[1], abs=1e-6)
+    assert alone[1][1] == 0 != alone[1][2]
+    assert not run.give("r", [scoring], logprobs=together).refused
+    assert run.pool.samples[task.sample_id].state.value == "ready"

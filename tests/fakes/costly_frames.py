@@ -16,7 +16,7 @@ LEAVES: dict[type[introspect.Type], Any] = {
     introspect.StrType: "ab", introspect.BytesType: b"ab", introspect.BoolType: True,
     introspect.IntType: 70_000, introspect.FloatType: 1.5,
 }  # fmt: skip
-CAPS = (1 << 20, 1 << 14, 1 << 12, 512, 64, 8, 1)
+MOST_PARTS = 1 << 20
 LENGTH_PREFIXES = [
     b"\xc6\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x05", b"\xdb\xff\xff\xff\xff",
     b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdd\x00\x0f\xff\xff", b"\xdc\xff\xff",
@@ -49,34 +49,15 @@ def fill(kind: introspect.Type, cap: int) -> Any:
             return LEAVES[type(kind)]
 
 
-def least_bytes(kind: introspect.Type, cap: int) -> int:
-    """A bound below the packed size of `fill`: too large a frame is never made."""
-    match kind:
-        case introspect.ListType():
-            return min(kind.max_length or 0, cap) * least_bytes(kind.item_type, cap)
-        case introspect.DictType():
-            return min(kind.max_length or 0, cap) * (2 + least_bytes(kind.value_type, cap))
-        case introspect.StructType():
-            return sum(len(f.encode_name) + least_bytes(f.type, cap) for f in kind.fields)
-        case introspect.TupleType():
-            return sum(least_bytes(item, cap) for item in kind.item_types)
-        case introspect.UnionType():
-            return least_bytes(kind.types[0], cap)
-        case _:
-            return 1
-
-
 def costly_bodies(cls: type[Message], limit: int) -> Iterator[bytes]:
     """Bodies of `cls` of at most `limit` bytes: a sound one, and ones with too much in a field."""
     info = introspect.type_info(cls)
     assert isinstance(info, introspect.StructType)
-    for cap in CAPS:
-        if least_bytes(info, cap) > limit:
-            continue
-        packed = msgpack.packb(fill(info, cap))
-        if len(packed) <= limit:
-            yield packed
-            break
+    cap, sound = 1, b""
+    while cap <= MOST_PARTS and len(packed := msgpack.packb(fill(info, cap))) <= limit:
+        cap, sound = 2 * cap, packed
+    if sound:
+        yield sound
     count = max(limit - 100, 0)
     for field in [*(field.encode_name for field in info.fields), "unknown"]:
         begin = b"\x81" + msgpack.packb(field)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -85,7 +85,8 @@ def _changed(names: dict[str, Node], changes: list[dict[str, Node | None]]) -> d
 
 
 Node: TypeAlias = File | Folder
-Step: TypeAlias = tuple[str, *tuple[object, ...]]
+Names: TypeAlias = dict[str, Node]
+Step: TypeAlias = tuple[str, Callable[[Folder], object]]
 
 
 class QuickDisk(Disk):
@@ -108,108 +109,86 @@ class LossyDisk(QuickDisk):
 
     def after(self, steps: int, target: Path, seed: int) -> None:
         """Make `target` the folder that is found if the power fails after so many steps."""
-        chance = None if seed == NOTHING else random.Random(seed)
-        tree = _Tree(copy.deepcopy(self._first))
-        for step in self.steps[:steps]:
-            tree.do(step)
+        tree = copy.deepcopy(self._first)
+        for _, step in self.steps[:steps]:
+            step(tree)
         if seed == ALL:
-            tree.sync_all(tree.root)
-        _write(tree.root, target, chance)
-
-    # -- operations, recorded ---------------------------------------------------------------------
+            _sync_all(tree)
+        _write(tree, target, None if seed == NOTHING else random.Random(seed))
 
     def open(self, path: Path, *, new: bool = False, mode: int = FILE_MODE) -> int:
         there = path.exists()
         fd = super().open(path, new=new, mode=mode)
         if not there:
-            self._note("create", path)
+            self._rename("create", path, lambda _: {path.name: File()})
         return fd
 
     def write(self, fd: int, data: bytes | memoryview, offset: int) -> int:
         count = super().write(fd, data, offset)
-        self._note("write", _path(fd), offset, bytes(data[:count]))
+        self._change(fd, offset, bytes(data[:count]))
         return count
 
     def truncate(self, fd: int, size: int) -> None:
         super().truncate(fd, size)
-        self._note("write", _path(fd), size, None)
+        self._change(fd, size, None)
 
     def sync(self, fd: int) -> None:
-        self._note("sync", _path(fd))
+        path = _path(fd)
+        self.steps.append(("sync", lambda tree: self._at(tree, path).sync()))
 
     def rename(self, old: Path, new: Path) -> None:
         super().rename(old, new)
-        self._note("rename", old, new)
+        assert new.parent == old.parent, "a rename within one folder is one change"
+        self._rename("rename", old, lambda names: {old.name: None, new.name: names[old.name]})
 
     def remove(self, path: Path) -> None:
         super().remove(path)
-        self._note("remove", path)
+        self._rename("remove", path, lambda _: {path.name: None})
 
     def make_folder(self, path: Path) -> None:
         super().make_folder(path)
-        self._note("folder", path)
+        self._rename("folder", path, lambda _: {path.name: Folder()})
 
     def remove_folder(self, path: Path) -> None:
         super().remove_folder(path)
-        self._note("remove", path)
+        self._rename("remove", path, lambda _: {path.name: None})
 
     def sync_directory(self, path: Path) -> None:
-        self._note("names", path)
+        self.steps.append(("names", lambda tree: self._at(tree, path).sync()))
 
-    def _note(self, what: str, path: Path, *more: object) -> None:
-        parts = path.relative_to(self.root).parts
-        if what == "rename":
-            (new,) = more
-            assert isinstance(new, Path)
-            more = (new.relative_to(self.root).parts,)
-        self.steps.append((what, parts, *more))
+    def _change(self, fd: int, offset: int, data: bytes | None) -> None:
+        path = _path(fd)
 
+        def step(tree: Folder) -> None:
+            file = self._at(tree, path)
+            assert isinstance(file, File)
+            file.since.append((offset, data))
 
-class _Tree:
-    def __init__(self, root: Folder) -> None:
-        self.root = root
+        self.steps.append(("write", step))
 
-    def do(self, step: Step) -> None:
-        what, parts, *more = step
-        assert isinstance(parts, tuple)
-        match what, more:
-            case "create", _:
-                self._folder(parts).since.append({parts[-1]: File()})
-            case "folder", _:
-                self._folder(parts).since.append({parts[-1]: Folder()})
-            case "write", [int(offset), data]:
-                assert data is None or isinstance(data, bytes)
-                file = self._at(parts)
-                assert isinstance(file, File)
-                file.since.append((offset, data))
-            case "sync" | "names", _:
-                self._at(parts).sync()
-            case "remove", _:
-                self._folder(parts).since.append({parts[-1]: None})
-            case "rename", [tuple(new)]:
-                node = self._at(parts)
-                assert new[:-1] == parts[:-1], "a rename within one folder is one change"
-                self._folder(parts).since.append({parts[-1]: None, new[-1]: node})
-            case _:
-                raise AssertionError(step)
+    def _rename(
+        self, what: str, path: Path, change: Callable[[Names], dict[str, Node | None]]
+    ) -> None:
+        def step(tree: Folder) -> None:
+            folder = self._at(tree, path.parent)
+            assert isinstance(folder, Folder)
+            folder.since.append(change(folder.now()))
 
-    def sync_all(self, node: Node) -> None:
-        node.sync()
-        if isinstance(node, Folder):
-            for inner in node.names.values():
-                self.sync_all(inner)
+        self.steps.append((what, step))
 
-    def _at(self, parts: tuple[str, ...]) -> Node:
-        node: Node = self.root
-        for name in parts:
+    def _at(self, tree: Folder, path: Path) -> Node:
+        node: Node = tree
+        for name in path.relative_to(self.root).parts:
             assert isinstance(node, Folder)
             node = node.now()[name]
         return node
 
-    def _folder(self, parts: tuple[str, ...]) -> Folder:
-        node = self._at(parts[:-1])
-        assert isinstance(node, Folder)
-        return node
+
+def _sync_all(node: Node) -> None:
+    node.sync()
+    if isinstance(node, Folder):
+        for inner in node.names.values():
+            _sync_all(inner)
 
 
 def power_cuts(disk: LossyDisk, places: Path, seeds: int) -> Iterator[tuple[int, Path]]:

@@ -102,17 +102,12 @@ TEXT_FOR_BYTES = {name: "AAAA" for name in ("prompt_ids", "response_ids", "loss_
     [
         ("LeaseTasks", {"capacity": 4}, "$", "missing required field `wait_s`"),
         ("LeaseTasks", {**LEASE, "capacity": "4"}, "capacity", "`int`, got `str`"),
-        ("LeaseTasks", {**LEASE, "capacity": 4.0}, "capacity", "`int`, got `float`"),
         ("LeaseTasks", {**LEASE, "capacity": True}, "capacity", "`int`, got `bool`"),
-        ("LeaseTasks", {**LEASE, "wait_s": None}, "wait_s", "`float`, got `None`"),
         ("LeaseTasks", [4, 2, 1.0], "$", "`object`, got `array`"),
-        ("LeaseTasks", None, "$", "got `None`"),
         ("Command", {"kind": "explode"}, "kind", "'explode'"),
         ("Command", {"kind": "x` - at `$.other`"}, "kind", "Invalid enum value"),  # poses as a path
         ("RenewLeases", {"leases": [["s", 1], ["s", 1, 2]]}, "leases[1]", "length 2, got 3"),
-        ("RenewLeases", {"leases": [["s", "1"]]}, "leases[0][1]", "`int`, got `str`"),
         ("RenewLeases", {"partials": [TEXT_FOR_BYTES]}, "partials[0].prompt_ids", "got `str`"),
-        ("TaskLeases", {"tasks": [{"sample_id": 1}]}, "tasks[0].sample_id", "got `int`"),
         ("TaskLeases", {"accepted": 1, "refused": {"s": 3}}, "refused[...]", "`str`, got `int`"),
         ("Event", {"kind": "x", "fields": {b"a": 1}}, "fields", "`str`, got `bytes`"),
         *(("LeaseTasks", {**LEASE, "wait_s": one}, "wait_s", "") for one in NOT_FINITE),
@@ -130,11 +125,10 @@ def test_a_bad_field_is_named(kind: str, body: Any, path: str, reason: str) -> N
 @pytest.mark.parametrize("field", HEADER)
 def test_a_bad_or_missing_header_field_is_named(field: str) -> None:
     header = {key: value for key, value in HEADER.items() if key != field}
-    error = refusal([msgpack.packb(header), msgpack.packb({})])
-    assert error.code == "malformed"
-    assert f"`{field}`" in str(error)
+    missing = refusal([msgpack.packb(header), msgpack.packb({})])
     bad = refusal(frames("Ping", {}, **{field: []}))
-    assert (bad.code, bad.path) == ("malformed", field)
+    assert (missing.code, bad.code, bad.path) == ("malformed", "malformed", field)
+    assert f"`{field}`" in str(missing)
 
 
 @pytest.mark.parametrize(
@@ -153,10 +147,9 @@ def test_an_unknown_type_and_another_number_of_frames_are_named() -> None:
     error = refusal(frames("Teleport", {}))
     assert (error.code, error.path) == ("unknown_type", "type")
     assert "'Teleport'" in str(error)
-    for count in (0, 1, 3, 5):
-        error = refusal([*frames("Ping", {}), b"", b"", b""][:count])
-        assert error.code == "frames"
-        assert f"got {count}" in str(error)
+    for count in (0, 1, 3):
+        error = refusal([*frames("Ping", {}), b""][:count])
+        assert error.code == "frames" and f"got {count}" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -247,24 +240,18 @@ def test_what_reorders_or_hides_text_is_not_printed(mark: str) -> None:
 def test_a_body_above_its_limit(name: str) -> None:
     """Known from the header: nothing of the body is decoded."""
     error = refusal([frames(name, {})[0], bytes(body_bytes(m.TYPES[name]) + 1)])
-    assert isinstance(error, LimitError)
-    assert str(body_bytes(m.TYPES[name])) in str(error)
+    assert isinstance(error, LimitError) and str(body_bytes(m.TYPES[name])) in str(error)
 
 
 def test_limits_of_header_and_body() -> None:
     error = refusal(frames("Ping", {}, new="x" * HEADER_BYTES))
-    assert error.code == "too_large"
-    assert str(HEADER_BYTES) in str(error)
+    assert error.code == "too_large" and str(HEADER_BYTES) in str(error)
     room = COMMON_BYTES - len(msgpack.packb({"new": bytes(1 << 15)}))
     body = msgpack.packb({"new": bytes((1 << 15) + room)})
     assert len(body) == COMMON_BYTES
     assert decode([frames("Ping", {})[0], body]).body == m.Ping()
     quoting = refusal(frames("Command", {"kind": "x" * 50_000}))
     assert len(str(quoting)) < REASON_CHARS + 100, "only the start of what was sent"
-    assert quoting.path == "kind"
-
-
-def test_the_encoder_refuses_what_nobody_would_take() -> None:
     with pytest.raises(LimitError, match="Header of 5"):
         Encoder("x" * 5000, "i").encode(m.Ping())
     large = m.Welcome(run_id="x" * COMMON_BYTES, heartbeat_s=1.0, data="")
@@ -317,7 +304,7 @@ MESSAGES = {
     for name, frames in json.loads(GOLDEN.read_text(encoding="utf-8")).items()
 }
 EVENT_HEADER, LEASES_HEADER = MESSAGES["Event"][0], MESSAGES["TaskLeases"][0]
-MUTATIONS = 10_000
+MUTATIONS = 4_000
 # msgpack makes room for at most 10,000 items when it reads a length, at each of 1,024 levels.
 SMALL_FRAME_BOUND = 96 << 20
 
@@ -346,28 +333,13 @@ def decode_or_refuse(frames: list[bytes]) -> bool:
 
 
 def test_mutated_messages() -> None:
-    rng = random.Random(0)
-    decoded = 0
+    rng, decoded = random.Random(0), 0
     with memory_below(SMALL_FRAME_BOUND):
         for number, frames in zip(range(MUTATIONS), cycle(MESSAGES.values())):
-            mutated = list(frames)
-            which = 0 if number % 3 == 0 else 1
+            mutated, which = list(frames), 0 if number % 3 == 0 else 1
             mutated[which] = mutate(frames[which], rng)
             decoded += decode_or_refuse(mutated)
-    # Both outcomes happen, or the mutations are no test.
-    assert MUTATIONS / 100 < decoded < MUTATIONS / 2
-
-
-def test_the_body_of_one_message_under_the_header_of_another() -> None:
-    taken = {
-        (name, other)
-        for name, (header, _) in MESSAGES.items()
-        for other, (_, body) in MESSAGES.items()
-        if decode_or_refuse([header, body])
-    }
-    assert {(name, name) for name in MESSAGES} < taken
-    # A message whose fields all have defaults is in every body; most are not.
-    assert len(taken) < len(MESSAGES) ** 2 / 3
+    assert MUTATIONS / 100 < decoded < MUTATIONS / 2, "both outcomes happen"
 
 
 LEVELS = (
