@@ -15,28 +15,22 @@ from umbra.deploy.cluster.launch import ports
 from umbra.deploy.cluster.plan import Plan, check_ratios, whole_shares
 from umbra.proto.errors import UsageError
 
-SERVERS = ("generator.engine=vllm-http", 'generator.urls=["http://127.0.0.1:8001"]')
+EIGHT = tuple(range(8))
 
 
-def by_task(plan: Plan) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    tasks = dict.fromkeys(process.task for process in plan.processes)
-    return {
-        task: [(p.node.name, p.gpus) for p in plan.processes if p.task == task] for task in tasks
-    }
+def places(plan: Plan, task: str) -> list[tuple[str, tuple[int, ...]]]:
+    return [(p.node.name, p.gpus) for p in plan.processes if p.task == task]
 
 
 @pytest.mark.parametrize(
     ("ratios", "units", "counts"),
     [
-        ([0.5, 0.5], 4, [2, 2]),
         ([0.5, 0.25, 0.25], 4, [2, 1, 1]),
         ([0.5, 0.25, 0.25], 5, []),
-        ([0.333, 0.333, 0.333], 3, [1, 1, 1]),
         ([0.34, 0.66], 3, [1, 2]),
         ([0.333, 0.667], 9, [3, 6]),  # 2.997, as ratios are written
         ([0.4, 0.6], 3, []),  # 1.2 1.8
         ([0.99, 0.01], 4, []),  # nothing for the second
-        ([0.04, 0.04, 0.92], 1, []),
         ([0.5, 0.5], 0, []),
     ],
 )
@@ -50,56 +44,48 @@ def test_a_multiple_of_the_ratios_denominator_is_divided(parts: list[int], times
     assert whole_shares(ratios, times * sum(parts)) == [times * part for part in parts]
 
 
-@pytest.mark.parametrize(
-    ("ratios", "groups", "told"),
-    [
-        ([0.5, 0.25], 2, "0.5 + 0.25 = 0.75, and not 1"),
-        ([0.5, 0.5], 3, "2 numbers for 3 groups"),
-    ],
-)
-def test_bad_ratios(ratios: list[float], groups: int, told: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        check_ratios(ratios, groups)
-    assert told in str(caught.value)
-
-
-def test_complete_separation() -> None:
-    assert by_task(PLANS["separate"]) == {
+PLACES: dict[str, dict[str, list[tuple[str, tuple[int, ...]]]]] = {
+    "separate": {
         "buffer": [("a", ())],
         "weight_hub": [("c", ())],  # beside the trainer
         "relay": [("a", ()), ("d", ())],  # where new weights are needed
-        "train": [("c", tuple(range(8)))],
-        "generate": [("d", (gpu,)) for gpu in range(8)],
-        "ref_logp": [("b", (gpu,)) for gpu in range(8)],
-        "logp": [("a", (gpu,)) for gpu in range(8)],
-    }
+        "train": [("c", EIGHT)],
+        "generate": [("d", (gpu,)) for gpu in EIGHT],
+        "ref_logp": [("b", (gpu,)) for gpu in EIGHT],
+        "logp": [("a", (gpu,)) for gpu in EIGHT],
+    },
+    "hybrid": {  # a group shares its GPUs
+        "train": [("a", (0, 1, 2, 3))],
+        "logp": [("a", (gpu,)) for gpu in range(4)],
+        "generate": [(node, (gpu,)) for node in "cd" for gpu in range(4)],
+    },
+    "two nodes, GPUs divided": {  # 16: 8, 3, 5
+        "train": [("a", EIGHT)],
+        "ref_logp": [("b", (gpu,)) for gpu in (0, 1, 2)],
+        "generate": [("b", (gpu,)) for gpu in (3, 4, 5, 6, 7)],
+    },
+    "no GPUs": {  # processes are dealt
+        "train": [("a", ())],
+        "ref_logp": [("b", ())],
+        "generate": [("c", ())],
+        "reward": [("a", ())],
+    },
+}
 
 
-def test_a_group_shares_its_gpus() -> None:
-    found = by_task(PLANS["hybrid"])
-    assert found["train"] == [("a", (0, 1, 2, 3))]
-    assert found["logp"] == [("a", (gpu,)) for gpu in range(4)]
-    assert found["generate"] == [(node, (gpu,)) for node in "cd" for gpu in range(4)]
-    assert [PLANS[name].shares_gpus() for name in ("hybrid", "separate")] == [True, False]
+@pytest.mark.parametrize("name", PLACES)
+def test_who_is_where(name: str) -> None:
+    for task, expected in PLACES[name].items():
+        assert places(PLANS[name], task) == expected, task
+    assert PLANS[name].shares_gpus() == (name == "hybrid")
+    assert "ratio 0.312 x 16 GPUs = 5" in table(PLANS["two nodes, GPUs divided"])
 
 
-def test_fewer_nodes_than_groups_are_divided_by_gpus() -> None:
-    plan = PLANS["two nodes, GPUs divided"]  # 16 GPUs: 8, 3, 5
-    found = by_task(plan)
-    assert found["train"] == [("a", tuple(range(8)))]
-    assert found["ref_logp"] == [("b", (gpu,)) for gpu in (0, 1, 2)]
-    assert found["generate"] == [("b", (gpu,)) for gpu in (3, 4, 5, 6, 7)]
-    assert "ratio 0.312 x 16 GPUs = 5" in table(plan)
-
-
-def test_without_gpus_processes_are_dealt() -> None:
-    found = by_task(PLANS["no GPUs"])
-    places = {"train": "a", "ref_logp": "b", "generate": "c", "reward": "a"}
-    assert {task: found[task] for task in places} == {t: [(n, ())] for t, n in places.items()}
+def test_without_gpus_generators_are_as_many_as_asked_for() -> None:
     several = plan_of(0, 0, 0, 0, overrides=("generator.count=4",), ratios=[0.25, 0.75])
     names = [process.name for process in several.processes if process.task == "generate"]
     assert names == ["generator-b-0", "generator-c-0", "generator-d-0", "generator-b-1"]
-    assert by_task(plan_of(0))["generate"] == [("a", ())]
+    assert places(plan_of(0), "generate") == [("a", ())]
 
 
 def test_fewer_ranks_than_gpus_leave_some_idle() -> None:
@@ -109,31 +95,22 @@ def test_fewer_ranks_than_gpus_leave_some_idle() -> None:
     assert " 4,5,6,7  -              idle " in table(plan)
 
 
-def test_names_are_unique_and_gpus_exist() -> None:
-    for plan in PLANS.values():
-        names = [process.name for process in plan.processes]
-        assert len(names) == len(set(names))
-        for process in plan.processes:
-            assert set(process.gpus) <= set(range(process.node.gpus))
-        listed = [process for node in plan.nodes for process in plan.on(node)]
-        assert len(listed) == len(names)
-
-
 def run(*overrides: str, **settings: object) -> dict[str, Any]:
     return {"overrides": overrides, **settings}
 
 
 FOUR, THIRD = (8, 8, 8, 8), ("ref_logp",)
 THIRDS = {"groups": ["train", "ref_logp", "generate"], "ratios": [0.75, 0.125, 0.125]}
-FIVE_EIGHTHS = {**THIRDS, "ratios": [0.625, 0.25, 0.125]}
+SERVERS = ("generator.engine=vllm-http", 'generator.urls=["http://127.0.0.1:8001"]')
 REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+    ("0.5 + 0.25 = 0.75, and not 1", (8, 8), run(ratios=[0.5, 0.25])),
+    ("3 numbers for 2 groups", (8, 8), run(ratios=[0.5, 0.25, 0.25])),
     (
         "the groups would get 0.5, 0.5, 0.5, 0.5 of 2 GPUs: set ratios that give each a whole "
         "number, at least 1 (a ratio is that number / 2), or join groups in one list",
         (2,), {"stages": BOTH, **SEPARATE},
     ),
     ("the groups would get 2.5, 2.5 of 5 nodes", (0,) * 5, {}),
-    ("the groups would get 10.5, 4.5 of 15 GPUs", (5,) * 3, run(ratios=[0.7, 0.3])),
     (
         "trainer.ranks = 16, but group [train] has 8 GPUs (ratio 0.5 x 2 nodes = 1)",
         (8, 8), run("trainer.ranks=16"),
@@ -153,10 +130,6 @@ REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     ("set cluster.network to host", (8,), run("weight_hub.plane=nccl")),
     ("run `umbra up` with generator.count = 0", (8,), run(*SERVERS)),
     (
-        "trainer.nodes = 3, but group [train] gets 2 (ratio 0.5 x 4 nodes = 2): change its",
-        FOUR, run("trainer.nodes=3"),
-    ),
-    (
         "trainer.nodes = 2, but group [train] gets 1 (node a, as there are no GPUs to divide)",
         (0, 0), run("trainer.nodes=2", stages=THIRD, groups=["train", "generate", "ref_logp"]),
     ),
@@ -165,35 +138,25 @@ REFUSED: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
         "0.5 x 4 nodes = 2): set it to a multiple of 2",
         FOUR, run("trainer.ranks=5"),
     ),
-    ("trainer.ranks = 1 cannot be divided equally over the 2 nodes", (0, 0, 0, 0), {}),
-    (
-        "have different numbers of GPUs (a 8, b 4): set trainer.ranks to 8, or list nodes of one "
-        "kind first",
-        (8, 4, 8, 8), {},
-    ),
-    ("trainer.ranks = 16, but group [train] has 8 GPUs", (8, 4, 8, 8), run("trainer.ranks=16")),
+    ("numbers of GPUs (a 8, b 4): set trainer.ranks to 8, or list nodes", (8, 4, 8, 8), {}),
     (
         "group [train] gets 5 GPUs (ratio 0.625 x 8 GPUs = 5), which cannot be divided in equal "
         "parts, as a trainer's must be; the nodes have 4, 4: change its ratio",
-        (4, 4), run(stages=THIRD, **FIVE_EIGHTHS),
+        (4, 4), run(stages=THIRD, **{**THIRDS, "ratios": [0.625, 0.25, 0.125]}),
     ),
     (
         "which cannot be divided over 2 nodes (trainer.nodes) in equal parts",
         (4, 4, 4), run("trainer.nodes=2", ratios=[0.75, 0.25]),
     ),
     (
-        "trainer.sequence_parallel = 4 does not divide the 6 ranks of each host (trainer.ranks / "
-        "trainer.nodes): change one",
+        "trainer.sequence_parallel = 4 does not divide the 6 ranks of each host",
         (6, 6, 6, 6), run("trainer.sequence_parallel=4"),
     ),
     (
         "weight_hub.plane = nccl sends from one host, and the trainer's weights are on 2",
         FOUR, run("weight_hub.plane=nccl", network="host"),
     ),
-    (
-        "trainer.rendezvous = h:1, but the plan chooses where a trainer's ranks meet",
-        FOUR, run("trainer.rendezvous=h:1"),
-    ),
+    ("trainer.rendezvous = h:1, but the plan chooses", FOUR, run("trainer.rendezvous=h:1")),
 ]  # fmt: skip
 
 
@@ -230,35 +193,19 @@ def test_hub_and_relays_have_a_gpu_where_they_may_broadcast(
 
 
 GOOD = '[cluster]\ngroups = ["train", "generate"]\n[[nodes]]\nname = "a"\naddress = "h"\n'
-
-
-def edited(old: str, new: str, more: str = "") -> str:
-    return GOOD.replace(old, new) + more
+ANOTHER = '[[nodes]]\nname = "a-b"\naddress = "i"\n'
 
 
 @pytest.mark.parametrize(
     ("told", "text"),
     [
-        ("cluster: unknown key gruops; did you mean groups?", edited("groups", "gruops")),
-        (
-            "cluster.sperated_node_tasks is async-rl's: write groups",
-            edited("groups", "sperated_node_tasks"),
-        ),
-        ("nodes[0]: unknown key gpu; did you mean gpus?", GOOD + "gpu = 3\n"),
-        ("nodes[0].gpus: expected `int`, got `str`", GOOD + "gpus = 'x'\n"),
-        ("nodes[0].name: expected `str` matching regex", edited('"a"', '"A b"')),
-        ("unknown section [clutser]; did you mean cluster?", edited("[cluster]", "[clutser]")),
-        ("two nodes have the name a", GOOD + '[[nodes]]\nname = "a"\naddress = "i"\n'),
-        ("cluster.broker = c is no node", edited("groups", "broker = 'c'\ngroups")),
+        ("cluster: unknown key gruops; did you mean groups?", GOOD.replace("groups", "gruops")),
+        ("is async-rl's: write groups", GOOD.replace("groups", "sperated_node_tasks")),
+        ("nodes[0].name: expected `str` matching regex", GOOD.replace('"a"', '"A b"')),
+        ("two nodes have the name a", GOOD + ANOTHER.replace("-b", "")),
+        ("cluster.broker = c is no node", GOOD.replace("groups", "broker = 'c'\ngroups")),
         ("there are no nodes", "[cluster]\n"),
-        (
-            "cluster.slurm_options[0]: expected `str` matching regex",
-            edited("groups", "slurm_options = ['time=1']\ngroups"),
-        ),
-        (
-            "two nodes are a-b where no dots are allowed",
-            edited('"a"', '"a.b"', '[[nodes]]\nname = "a-b"\naddress = "i"\n'),
-        ),
+        ("two nodes are a-b where no dots are allowed", GOOD.replace('"a"', '"a.b"') + ANOTHER),
     ],
 )
 def test_a_bad_cluster_file(told: str, text: str, tmp_path: Path) -> None:
@@ -274,11 +221,6 @@ def test_a_bad_cluster_file(told: str, text: str, tmp_path: Path) -> None:
 TWO = PLANS["trainer on two nodes"]  # and two that generate
 
 
-def trainers(plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
-    assert [process.node_rank for process in plan.trainers()] == list(range(len(plan.trainers())))
-    return [(process.node.name, process.gpus) for process in plan.trainers()]
-
-
 def flags(plan: Plan, name: str) -> dict[str, str]:
     """The flags of the process `name`, by their names; --set by its keys."""
     (process,) = (process for process in plan.processes if process.name == name)
@@ -290,7 +232,8 @@ def flags(plan: Plan, name: str) -> dict[str, str]:
 
 
 def test_a_share_of_two_nodes_is_two_nodes() -> None:
-    assert trainers(TWO) == [("a", tuple(range(8))), ("b", tuple(range(8)))]
+    assert places(TWO, "train") == [("a", EIGHT), ("b", EIGHT)]
+    assert [process.node_rank for process in TWO.trainers()] == [0, 1]
     assert (TWO.config.trainer.nodes, TWO.config.trainer.ranks) == (2, 16)
     assert TWO.config.trainer.rendezvous == "10.0.0.1:5561"
     parts = [(p.name, p.node.name, p.node_rank) for p in TWO.processes if p.task == "part"]
@@ -302,7 +245,6 @@ def test_a_share_of_two_nodes_is_two_nodes() -> None:
     ("gpus", "ratios", "nodes", "each"),
     [
         ((8,) * 9, [0.333, 0.667], 3, 8),
-        ((8,) * 5, [0.6, 0.4], 3, 8),
         ((8, 8, 8), [0.5, 0.5], 2, 6),  # no whole nodes: 12 of 24 GPUs
         ((8, 8), [0.25, 0.75], 1, 4),
     ],
@@ -319,12 +261,11 @@ def test_nodes_are_divided_or_else_gpus(
 
 def test_gpus_of_several_nodes_in_equal_parts() -> None:
     plan = plan_of(4, 4, stages=THIRD, **THIRDS)  # 6 GPUs of 8
-    assert trainers(plan) == [("a", (0, 1, 2)), ("b", (0, 1, 2))]
+    assert places(plan, "train") == [("a", (0, 1, 2)), ("b", (0, 1, 2))]
     assert plan.config.trainer.ranks == 6
-    others = {(p.node.name, p.gpus) for p in plan.processes if p.task in ("ref_logp", "generate")}
-    assert others == {("a", (3,)), ("b", (3,))}
+    assert {*places(plan, "ref_logp"), *places(plan, "generate")} == {("a", (3,)), ("b", (3,))}
     one = plan_of(4, 8, stages=THIRD, **{**THIRDS, "ratios": [0.5, 0.25, 0.25]})
-    assert trainers(one) == [("b", tuple(range(6)))]  # one node, where one has as many
+    assert places(one, "train") == [("b", tuple(range(6)))]  # one node, where one has as many
 
 
 def test_a_group_that_shares_the_trainer_s_nodes() -> None:
@@ -335,7 +276,7 @@ def test_a_group_that_shares_the_trainer_s_nodes() -> None:
     assert [port for process in on_b for port in ports(plan, process)] == [5558, 5559, 5560]
 
 
-def test_every_node_s_ranks_know_where_they_meet() -> None:
+def test_every_node_s_ranks_know_where_they_meet_and_a_part_its_hub() -> None:
     for rank, name in enumerate(("trainer", "trainer-b")):
         found = flags(TWO, name)
         assert found["--node-rank"] == str(rank)
@@ -344,17 +285,13 @@ def test_every_node_s_ranks_know_where_they_meet() -> None:
     assert "--node-rank" not in flags(plan_of(8, 8), "trainer")
     moved = plan_of(*FOUR, base_port=7000)
     assert flags(moved, "trainer-b")["trainer.rendezvous"] == "10.0.0.1:7006"
-    assert moved.config.trainer.rendezvous == "10.0.0.1:7006"
     # Only rank 0 is a member, whose health is asked for.
     health = {tuple(launched(TWO, process).health) for process in TWO.trainers()}
     assert health == {("status", "--member", "trainer")}
-
-
-def test_a_part_finds_the_hub_and_says_where_it_is_found() -> None:
-    found = flags(TWO, "part-b")
-    assert found["--upstream"] == "tcp://10.0.0.1:5558"
-    assert found["weight_hub.listen"] == "tcp://0.0.0.0:5560"
-    assert (found["--owner"], found["--advertise"]) == ("1", "10.0.0.2")
+    part = flags(TWO, "part-b")
+    assert part["--upstream"] == "tcp://10.0.0.1:5558"
+    assert part["weight_hub.listen"] == "tcp://0.0.0.0:5560"
+    assert (part["--owner"], part["--advertise"]) == ("1", "10.0.0.2")
 
 
 def test_a_script_for_slurm_ends_with_rank_0_and_meets_on_its_host() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -19,16 +20,6 @@ from umbra.services.config.loader import load_config
 SCHEMAS = Path(__file__).parents[1] / "schemas"
 RUN_FILE = Path("/home/me/project/run.toml")
 KEYS = Path("/home/me/keys")
-RUN_ID = "demo-20261121-120000-abcd"
-
-
-def cluster(*gpus: int, **settings: object) -> ClusterFile:
-    """Nodes a, b, c ... with `gpus` each, and `settings` of [cluster]."""
-    nodes = [
-        Node(name=chr(ord("a") + index), address=f"10.0.0.{index + 1}", gpus=count)
-        for index, count in enumerate(gpus)
-    ]
-    return ClusterFile(cluster=ClusterSpec(**settings), nodes=nodes)  # pyright: ignore[reportArgumentType]
 
 
 def run_config(*overrides: str, stages: tuple[str, ...] = ()) -> RunConfig:
@@ -38,37 +29,45 @@ def run_config(*overrides: str, stages: tuple[str, ...] = ()) -> RunConfig:
     return load_config(overrides=[*files, f"buffer.stages=[{listed}]", *overrides], environ={})
 
 
-def plan_of(
-    *gpus: int, stages: tuple[str, ...] = (), overrides: tuple[str, ...] = (), **settings: object
+def plan_on(
+    nodes: list[Node],
+    *,
+    stages: tuple[str, ...] = (),
+    overrides: tuple[str, ...] = (),
+    run_id: str = "demo-20261121-120000-abcd",
+    **settings: object,
 ) -> Plan:
-    """A plan on nodes with `gpus`."""
-    return make_plan(cluster(*gpus, **settings), run_config(*overrides, stages=stages), RUN_ID)
+    """A plan on `nodes` with `settings` of [cluster]."""
+    spec: Any = ClusterSpec(**settings)  # pyright: ignore[reportArgumentType]
+    file = ClusterFile(cluster=spec, nodes=nodes)
+    return make_plan(file, run_config(*overrides, stages=stages), run_id)
+
+
+def plan_of(*gpus: int, **given: Any) -> Plan:
+    """A plan on nodes a, b, c ... with `gpus` each."""
+    nodes = [
+        Node(name="abcdefghi"[index], address=f"10.0.0.{index + 1}", gpus=count)
+        for index, count in enumerate(gpus)
+    ]
+    return plan_on(nodes, **given)
 
 
 SEPARATE = {"groups": ["logp", "ref_logp", "train", "generate"], "ratios": [0.25] * 4}
 HYBRID = {"groups": [["logp", "train"], "ref_logp", "generate"], "ratios": [0.25, 0.25, 0.5]}
-BOTH = ("ref_logp", "logp")
+BOTH, THREE = ("ref_logp", "logp"), ["train", "ref_logp", "generate"]
 
 # Plans of every mode, by name.
 PLANS: dict[str, Plan] = {
     "separate": plan_of(8, 8, 8, 8, stages=BOTH, **SEPARATE),
     "hybrid": plan_of(4, 4, 4, 4, stages=BOTH, **HYBRID),
     "two nodes, GPUs divided": plan_of(
-        8,
-        8,
-        stages=("ref_logp",),
-        groups=["train", "ref_logp", "generate"],
-        ratios=[0.5, 0.1875, 0.3125],
+        8, 8, stages=("ref_logp",), groups=THREE, ratios=[0.5, 0.1875, 0.3125]
     ),
     "one node": plan_of(8, stages=BOTH, **SEPARATE),
     "one GPU": plan_of(1, groups=[["train", "generate"]]),
-    "host network": plan_of(
-        2, 2, groups=["train", "generate"], network="host", overrides=("weight_hub.plane=nccl",)
-    ),
+    "host network": plan_of(2, 2, network="host", overrides=("weight_hub.plane=nccl",)),
     "head without GPUs": plan_of(0, 8, 8, stages=("reward",), overrides=("scorer.count.reward=3",)),
-    "no GPUs": plan_of(
-        0, 0, 0, stages=("reward", "ref_logp"), groups=["train", "ref_logp", "generate"]
-    ),
+    "no GPUs": plan_of(0, 0, 0, stages=("reward", "ref_logp"), groups=THREE),
     "trainer on two nodes": plan_of(8, 8, 8, 8),
     "trainer and logp on two nodes": plan_of(
         4, 4, 4, 4, stages=BOTH, **{**HYBRID, "ratios": [0.5, 0.25, 0.25]}
