@@ -110,7 +110,7 @@ test-real: $(DEV_STAMP) ## Run the tests on real things and the long ones: every
 	@$(BIN)/python -m pytest -m real $(PYTEST_OPTIONS)
 
 .PHONY: test-cluster
-test-cluster: $(DEV_STAMP) ## Run a plan on SLURM, on Docker and in pods, where their programs are installed
+test-cluster: $(DEV_STAMP) ## Run a plan on SLURM and on Docker, where their programs are installed
 	@$(BIN)/python -m pytest -m cluster tests/real $(PYTEST_OPTIONS)
 
 .PHONY: lint

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -28,9 +28,11 @@ OWN_SPACES = (
     *("unshare", "--user", "--map-root-user", "--net", "--mount", "--uts"),
     *("--kill-child", "--fork"),
 )
-DOCKER = ("dockerd", "docker", "containerd", "runc", "docker-init", "iptables", "ip", "unshare")
 LIMIT_S = limit(600.0)
-
+NEEDED = {
+    "docker": ("dockerd", "docker", "containerd", "runc", "docker-init", "iptables", "ip"),
+    "slurm": ("slurmctld", "slurmd", "sbatch", "munged", "ip"),
+}
 ENVIRON = {
     **os.environ,
     "PATH": f"{INSTALLED}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -38,30 +40,16 @@ ENVIRON = {
 }
 
 
-def python_places() -> list[str]:
-    """Folders that hold this machine's Python, its packages and the source: an image's stand-in."""
-    places = {sys.prefix, sys.base_prefix, str(ROOT), "/usr", "/bin", "/lib", "/lib64"}
-    places |= {path for path in sys.path if path.endswith("site-packages")}
-    return sorted(place for place in places if Path(place).exists())
-
-
-def why_not(what: str, *needed: str) -> str:
-    """Why `what` cannot be run here, which needs these programs; empty if it can."""
+def skipped(kind: str, *more: str) -> pytest.MarkDecorator:
+    """Mark a module whose machines need `kind`; skipped where that or one of `more` is missing."""
+    needed = ("unshare", "nsenter", *NEEDED[kind], *more)
     missing = [p for p in needed if shutil.which(p, path=ENVIRON["PATH"]) is None]
-    if missing:
-        return f"{', '.join(missing)} not installed: tests/real/setup.sh installs {what}"
-    if os.geteuid() != 0:
-        return f"{what}: its machines need root"
-    tried = call([*SPACES, "true"])
-    return f"no namespaces: {tried.stderr.strip()}" if tried.returncode else ""
-
-
-def why_no_docker(*more: str) -> str:
-    """Why no daemon can be run here, or what of `more` is missing; empty if all is there."""
-    if reason := why_not("Docker", *DOCKER, *more):
-        return reason
-    tried = call(["docker", "compose", "version"], env=ENVIRON)
-    return f"docker compose: {tried.stderr.strip()}" if tried.returncode else ""
+    why = f"{', '.join(missing)} not installed: see tests/real/setup.sh" if missing else ""
+    compose = ["docker", "compose", "version"] if kind == "docker" else ["true"]
+    for argv in () if missing else ([*SPACES, "true"], compose):
+        tried = call(argv, env=ENVIRON)
+        why = why or (tried.returncode and f"{argv}: {tried.stderr.strip()}") or ""
+    return pytest.mark.skipif(bool(why), reason=why)
 
 
 def needs_hosts() -> None:
@@ -88,48 +76,38 @@ def on_hosts(program: str, folder: Path, *words: str | Path) -> str:
 
 
 def sort_task(folder: Path, cluster: str, *plan: str) -> None:
-    """The sort task with a random base model in `folder`, and its plan for `cluster`, if any."""
+    """The sort task with a random base model in `folder`, and its plan for `cluster`."""
     shutil.copy(ROOT / "examples" / "sort.toml", folder / "run.toml")
     (folder / "cluster.toml").write_text(cluster, encoding="utf-8")
-    umbra(folder, "make-model", "sort/base")
-    umbra(folder, "make-task", "sort", "--out", "sort", "--prompts", "512", "--heldout", "64")
-    if plan:
-        umbra(folder, "plan", "cluster.toml", "run.toml", *plan)
-
-
-def umbra(folder: Path, *words: str) -> None:
-    call([*UMBRA, *words], cwd=folder, check=True, quiet_s=300)
+    for words in (
+        ("make-model", "sort/base"),
+        ("make-task", "sort", "--out", "sort", "--prompts", "512", "--heldout", "64"),
+        ("plan", "cluster.toml", "run.toml", *plan),
+    ):
+        call([*UMBRA, *words], cwd=folder, check=True, quiet_s=300)
 
 
 def on_machines(
-    program: str,
+    kind: str,
     folder: Path,
-    machines: Sequence[str] | Mapping[str, int],
+    machines: Mapping[str, int],
     script: str,
-    environ: Mapping[str, str] = ENVIRON,
     limit_s: float = LIMIT_S,
+    **environ: str,
 ) -> str:
-    """Run a shell script with the machines of one of `tests/programs`; return what it prints."""
+    """Run a shell script with the machines of `programs/launchers.py`; return what it prints."""
     (folder / "script.sh").write_text(script, encoding="utf-8")
     places = (str(folder / "machines"), json.dumps(machines), str(folder / "script.sh"))
-    return printed(
-        [*SPACES, sys.executable, str(PROGRAMS / program), *places], folder, environ, limit_s
-    )
+    argv = [*SPACES, sys.executable, str(PROGRAMS / "launchers.py"), kind, *places]
+    return printed(argv, folder, limit_s, **environ)
 
 
-def printed(
-    argv: Sequence[str], folder: Path, environ: Mapping[str, str], limit_s: float = LIMIT_S
-) -> str:
+def printed(argv: list[str], folder: Path, limit_s: float = LIMIT_S, **environ: str) -> str:
     """Run a program in `folder`; return what it prints."""
     done = subprocess.run(
-        argv,
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=False,
-    )
+        argv, cwd=folder, env={**ENVIRON, **environ}, capture_output=True, text=True,
+        timeout=limit_s, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-6000:]}{done.stderr[-6000:]}{logs(folder)}"
     return done.stdout
 

@@ -1,12 +1,11 @@
 """A trainer on several hosts: this process is host 0, the others are mount namespaces.
 
-Each has a /dev/shm of its own, in which a part hub runs (`umbra weight-hub --owner`) and a program
-that writes what the ranks there would. They may have networks of their own as well (`Place`).
+Each has a /dev/shm of its own, in which a part hub runs (`umbra weight-hub --owner`), and where we
+write as its ranks would. They may have networks of their own as well (`programs.network.Host`).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -14,22 +13,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
-import msgspec
 import pytest
-from fakes.hub_bench import PROGRAMS, WAIT_S, Bench
+from fakes.commands import SEARCH
+from fakes.hub_bench import WAIT_S, Bench
 from fakes.keys import of
 from fakes.slowness import until
+from programs.network import Host
 
 from umbra.proto.net.keys import OPEN
 from umbra.proto.records import Manifest
+from umbra.services.weights.arena import PAGE_BYTES
 from umbra.services.weights.manifest import build_manifest, checksum, owned_buckets
 
 HOLD = "mount -t tmpfs tmpfs /dev/shm; echo up; exec cat"
-ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def layout(hosts: int) -> Manifest:
@@ -44,9 +42,8 @@ def layout(hosts: int) -> Manifest:
 
 def skip_without_namespaces() -> None:
     """Skip the tests of a module where this user cannot have a second /dev/shm."""
-    missing = [name for name in ("unshare", "nsenter") if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"{', '.join(missing)}: not installed", allow_module_level=True)
+    if shutil.which("nsenter") is None:
+        pytest.skip("nsenter is not installed", allow_module_level=True)
     probe = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
     done = subprocess.run(probe, capture_output=True, check=False)
     if done.returncode:
@@ -54,85 +51,52 @@ def skip_without_namespaces() -> None:
         pytest.skip(why, allow_module_level=True)
 
 
-@dataclass(frozen=True)
-class Place:
-    """A host with a network of its own: how to start something in it, and its address."""
-
-    enter: list[str]
-    address: str
-
-
 class TrainerHost:
-    """One of the other trainer hosts; without a `place` only its /dev/shm is its own."""
+    """One of the other trainer hosts; without a `machine` only its /dev/shm is its own."""
 
-    def __init__(
-        self, owner: int, hub: str, manifest: Path, folder: Path, place: Place | None = None
-    ) -> None:
+    def __init__(self, owner: int, upstream: str, log: Path, machine: Host | None = None) -> None:
         self.owner = owner
-        self.memory = 0  # bytes that its arena takes
-        self._hub = hub
-        self._manifest = manifest
-        self._log = folder / f"host-{owner}.log"
-        self._holder: subprocess.Popen[bytes] | None = None
-        if place is None:
-            pipe = subprocess.PIPE
+        self._log = log
+        self._processes: list[subprocess.Popen[bytes]] = []
+        if machine is None:
             hold = ["unshare", "--mount", "sh", "-ec", HOLD]
-            self._holder = subprocess.Popen(hold, stdin=pipe, stdout=pipe)
-            assert _line(self._holder.stdout) == b"up"
-            place = Place(["nsenter", f"--target={self._holder.pid}", "--mount", "--"], "127.0.0.1")
-        self._inside = place.enter
-        self._listen = f"tcp://{place.address}:*"
-        self._part: subprocess.Popen[bytes] | None = None
-        self._writer: subprocess.Popen[bytes] | None = None
+            holder = subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._processes.append(holder)
+            assert holder.stdout is not None
+            holder.stdout.readline()
+            pid, address = holder.pid, "127.0.0.1"
+            inside = ["nsenter", f"--target={pid}", "--mount", "--"]
+        else:
+            pid, address, inside = machine.pid, machine.address, machine.enter
+        self.root = f"/proc/{pid}/root"  # its files as we see them
+        self._part = [
+            *inside, sys.executable, "-m", "umbra", "weight-hub", "--upstream", upstream,
+            "--set", f"weight_hub.listen=tcp://{address}:*", "--owner", str(owner),
+            "--set", 'weight_hub.delta="always"',
+        ]  # fmt: skip
 
     def start_part(self, *options: str) -> None:
         """Start its part hub; does not wait until it is there."""
-        umbra = [sys.executable, "-m", "umbra", "weight-hub", "--upstream", self._hub]
-        own = ["--set", f"weight_hub.listen={self._listen}", "--owner", str(self.owner), *options]
+        environ = {**os.environ, "PYTHONPATH": SEARCH}
         with self._log.open("ab") as log:
-            self._part = subprocess.Popen(
-                [*self._inside, *umbra, *own, "--set", 'weight_hub.delta="always"'],
-                env=ENVIRON, stdout=log, stderr=log,
-            )  # fmt: skip
+            part = subprocess.Popen([*self._part, *options], env=environ, stdout=log, stderr=log)
+        self._processes.append(part)
 
     def signal_part(self, number: signal.Signals) -> None:
         """Send its part hub a signal; after SIGKILL it is gone."""
-        assert self._part is not None
-        self._part.send_signal(number)
+        self._processes[-1].send_signal(number)
         if number == signal.SIGKILL:
-            self._part.wait(WAIT_S)
+            self._processes[-1].wait(WAIT_S)
 
-    def sh(self, command: str) -> str:
-        argv = [*self._inside, "sh", "-ec", command]
-        return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
-
-    def write(self, place: tuple[str, int], file: Path) -> dict[int, int]:
-        """Write its share of the version in `file`; the checksums of its buckets."""
-        if self._writer is None:
-            program = [sys.executable, str(PROGRAMS / "trainer_host.py"), str(self._manifest)]
-            self._writer = subprocess.Popen(
-                [*self._inside, *program, str(self.owner)],
-                env=ENVIRON, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
-            assert _line(self._writer.stdout) == b"up"
-        path, slot = place
-        assert self._writer.stdin is not None
-        order = {"path": path, "slot": slot, "file": str(file)}
-        self._writer.stdin.write(json.dumps(order).encode() + b"\n")
-        self._writer.stdin.flush()
-        answer = json.loads(_line(self._writer.stdout))
-        self.memory = answer["memory"]
-        return {int(bucket): value for bucket, value in answer["sums"].items()}
+    def memory(self) -> int:
+        """Count the bytes that its arenas take."""
+        files = Path(self.root, "dev/shm").glob("umbra-*")
+        return sum(file.stat().st_blocks * 512 for file in files)
 
     def close(self) -> None:
-        for process in (self._part, self._writer, self._holder):
-            if process is None:
-                continue
+        for process in reversed(self._processes):
             process.kill()
-            process.wait(WAIT_S)
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            process.communicate()
 
 
 class Trainer:
@@ -145,38 +109,27 @@ class Trainer:
         hosts: int,
         *,
         keys: Path | None = None,
-        places: Mapping[int, Place] | None = None,
-        **options: Any,
+        machines: Mapping[int, Host] | None = None,
     ) -> None:
         self.manifest = layout(hosts)
         self.bench = bench
+        self.path = ""  # of the arena
         self.versions: dict[int, bytes] = {}
         self._random = random.Random(0)
         self._now = bytearray(self._random.randbytes(self.manifest.total_bytes))
-        self._folder = folder
-        file = folder / "manifest.json"
-        file.write_bytes(msgspec.json.encode(self.manifest))
-        self.options = {"plane": "auto", "delta": "always", **options}
+        self.options = {"plane": "auto", "delta": "always"}
         bench.start(**self.options)
-        at = places or {}
+        at = machines or {}
         self.hosts = [
-            TrainerHost(owner, bench.endpoint, file, folder, at.get(owner))
+            TrainerHost(owner, bench.endpoint, folder / f"host-{owner}.log", at.get(owner))
             for owner in range(1, hosts)
         ]
-        open_binds = ["--set", "security.insecure=true"]
-        given = ["--keys", str(keys)] if keys else open_binds if places else []
+        open_binds = ["--set", "security.insecure=true"] if machines else []
         for host in self.hosts:
             bench.closers.append(host.close)
-            host.start_part(*given)
-        security = of(keys, "trainer") if keys else OPEN
-        channel = bench.channel("trainer", security)
+            host.start_part(*(["--keys", str(keys)] if keys else open_binds))
+        channel = bench.channel("trainer", of(keys, "trainer") if keys else OPEN)
         self.publisher = bench.publisher(self.manifest, channel=channel)
-
-    @property
-    def arena_path(self) -> Path:
-        """Where the memory of rank 0's versions is mapped."""
-        assert self.publisher._arena is not None
-        return self.publisher._arena.path
 
     def write(self, version: int, *, fresh: bool = False) -> list[int]:
         """Write `version` on all hosts, `fresh` with other bytes everywhere; its checksums."""
@@ -185,18 +138,20 @@ class Trainer:
         for _ in range(20):
             place = self._random.randrange(len(self._now))
             self._now[place] ^= 1
-        data = self.versions[version] = bytes(self._now)
-        slot = self.publisher.slot(version, WAIT_S)
-        file = self._folder / f"version-{version}"
-        file.write_bytes(data)
-        sums: dict[int, int] = {}
-        for bucket in owned_buckets(self.manifest)[0]:
-            start, end = self.manifest.buckets[bucket]
-            slot[start:end] = data[start:end]
-            sums[bucket] = checksum(slot[start:end])
-        for host in self.hosts:
-            sums |= host.write(self.publisher.place, file)
-        return [sums[bucket] for bucket in range(len(self.manifest.buckets))]
+        self.versions[version] = bytes(self._now)
+        data = memoryview(self.versions[version])
+        self.publisher.slot(version, WAIT_S)
+        self.path, slot = self.publisher.place
+        begin = slot * -(-len(data) // PAGE_BYTES) * PAGE_BYTES
+        sums = [0] * len(self.manifest.buckets)
+        for owner, own in owned_buckets(self.manifest).items():
+            root = self.hosts[owner - 1].root if owner else ""
+            with open(f"{root}{self.path}", "r+b", buffering=0) as file:
+                for bucket in own:
+                    start, end = self.manifest.buckets[bucket]
+                    sums[bucket] = checksum(data[start:end])
+                    os.pwrite(file.fileno(), data[start:end], begin + start)
+        return sums
 
     def publish(self, version: int) -> None:
         self.publisher.publish(version, 0.0, self.write(version))
@@ -204,8 +159,3 @@ class Trainer:
     def until_held_back(self) -> str:
         """Wait until the hub has noticed that a part is missing; why pushes wait."""
         return until(lambda: self.bench.hub.protocol.held_back, "the hub misses nobody")
-
-
-def _line(stream: IO[bytes] | None) -> bytes:
-    assert stream is not None
-    return stream.readline().strip()

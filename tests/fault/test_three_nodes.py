@@ -39,22 +39,16 @@ def test_a_node_is_cut_off_and_comes_back(tmp_path: Path) -> None:
     needs_hosts()
     (tmp_path / "paced.py").write_text(REWARD, encoding="utf-8")
     nodes = [f'[[nodes]]\nname = "{n}"\naddress = "{a}"\n' for n, a in NODES.items()]
-    settings = (
-        f"run.steps={STEPS}",
-        "run.broker_grace_s=120",
-        "environment.kind=reward",
-        "environment.reward=paced:score",
-    )
-    plan = ("--out", "plan", "--run-id", "three", *sets(*settings))
+    settings = (f"run.steps={STEPS}", "run.broker_grace_s=120", "environment.kind=reward")
+    plan = ("--run-id", "three", *sets(*settings, "environment.reward=paced:score"))
     sort_task(tmp_path, CLUSTER + "".join(nodes), *plan)
-    cut = {"cut": "b", "after_step": 5, "cut_s": CUT_S, "goes_on": True}
+    cut = {"cut": "b", "after_step": 5, "cut_s": CUT_S}
     how = json.dumps({"nodes": NODES, "limit_s": LIMIT_S, **cut})
     outcome = json.loads(on_hosts("three_nodes", tmp_path / "plan", how))
     # Everyone was well before, nobody had to be started again, and everyone left in order.
     assert all(outcome["healthy"].values()), outcome
     assert not any(outcome["outsiders_answered"].values()), "CURVE should be on"
     assert all(codes == [0] for codes in outcome["codes"].values()), outcome
-    assert outcome["steps_while_cut"] > 0, "the other generator should not have stopped"
     volumes = tmp_path / "plan" / "volumes"
     check_ledger(volumes / "c" / "results" / "three" / "buffer.json", STEPS * 8 * 32)
     # The one that was cut off was missed, came back, and got new weights afterwards.

@@ -24,23 +24,21 @@ to be whole, and both have to load the last one.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import xxhash
 import zmq
-from fakes.hub_bench import PROGRAMS, Bench, take, whole
-from fakes.trainer_hosts import Place, Trainer
+from fakes.hub_bench import PROGRAMS, Bench, load, whole
+from fakes.trainer_hosts import Trainer
 from programs.network import ADDRESSES, BRIDGE, Host, make_network, sh
 
 from umbra.proto.net.keys import Security
-from umbra.services.weights.receiver import StagedVersion
 
 LINKS = {"hub": "alpha", "part": "beta", "receiver": "gamma"}
-INSECURE = Security(insecure=True)
 
 
 class Far:
@@ -50,11 +48,8 @@ class Far:
         program = [str(PROGRAMS / "halting_receiver.py"), hub, "far", "tcp", "1", phase]
         self._process = subprocess.Popen(
             [*host.enter, sys.executable, *program],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         self.until("subscribed")
 
     def until(self, word: str, versions: dict[int, bytes] | None = None) -> None:
@@ -78,67 +73,44 @@ class Far:
         self._process.communicate()
 
 
-class World:
-    def __init__(self, folder: Path, phase: str) -> None:
-        sh("mount -t tmpfs tmpfs /dev/shm")
-        make_network()
-        link = f"to-{LINKS['hub']}"
-        sh(
-            f"ip link add {link} type veth peer name eth0; ip link set {link} master {BRIDGE} up;"
-            f"ip addr add {ADDRESSES['alpha']}/24 dev eth0; ip link set eth0 up"
-        )
-        beta, gamma = Host("beta"), Host("gamma")
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.bench = Bench(self._context, "cut", folder)
-        self.bench.endpoint = f"tcp://{ADDRESSES['alpha']}:*"
-        self.bench.security = INSECURE
-        places = {1: Place(beta.enter, ADDRESSES["beta"])}
-        self.trainer = Trainer(self.bench, folder, 2, places=places)
-        self.near = self.bench.receiver("near", ["tcp"])
-        self.far = Far(gamma, self.bench.endpoint, phase)
-        self.bench.closers.append(self.far.close)
-
-    def connect(self, who: str, *, connected: bool) -> None:
-        sh(f"ip link set to-{LINKS[who]} {'up' if connected else 'down'}")
-
-    def load(self, version: int) -> None:
-        """Load versions in `near` as they come until `version`."""
-        loaded = -1
-        while loaded != version:
-            loaded = self._load(take(self.near))
-
-    def load_what_came(self) -> None:
-        """Load in `near` what it has, if it has something."""
-        staged = self.near.poll()
-        if staged is not None:
-            self._load(staged)
-
-    def _load(self, staged: StagedVersion) -> int:
-        assert whole(staged) == self.trainer.versions[staged.version]
-        self.near.committed(staged, 0.0)
-        return staged.version
-
-    def close(self) -> None:
-        self.bench.close()
-        self._context.term()
+def connect(who: str, *, connected: bool) -> None:
+    sh(f"ip link set to-{LINKS[who]} {'up' if connected else 'down'}")
 
 
-def cut(world: World, who: str, phase: str) -> None:
-    trainer, far, protocol = world.trainer, world.far, world.bench.hub.protocol
+def make_hosts() -> tuple[Host, Host]:
+    """Make a network with us as `alpha`; return the hosts `beta` and `gamma`."""
+    sh("mount -t tmpfs tmpfs /dev/shm")
+    make_network()
+    sh(
+        f"ip link add to-alpha type veth peer name eth0; ip link set to-alpha master {BRIDGE} up;"
+        f"ip addr add {ADDRESSES['alpha']}/24 dev eth0; ip link set eth0 up"
+    )
+    return Host("beta"), Host("gamma")
+
+
+def cut(bench: Bench, folder: Path, who: str, phase: str) -> None:
+    beta, gamma = make_hosts()
+    bench.endpoint = f"tcp://{ADDRESSES['alpha']}:*"
+    bench.security = Security(insecure=True)
+    trainer = Trainer(bench, folder, 2, machines={1: beta})
+    versions, protocol = trainer.versions, bench.hub.protocol
+    near = bench.receiver("near", ["tcp"])
+    far = Far(gamma, bench.endpoint, "nowhere" if phase == "granted" else phase)
+    bench.closers.append(far.close)
     trainer.publish(0)
-    world.load(0)
-    far.until("0", trainer.versions)
+    load(near, 0, versions)
+    far.until("0", versions)
     sums = trainer.write(1, fresh=True)
     publishing = threading.Thread(target=trainer.publisher.publish, args=(1, 0.0, sums))
     if phase != "granted":
         publishing.start()
         far.until(phase)
-    world.connect(who, connected=False)
+    connect(who, connected=False)
     if who == "receiver":
         far.go_on()
         for version in (2, 3):  # nobody waits for it
             trainer.publish(version)
-            world.load(version)
+            load(near, version, versions)
         assert protocol.serving.get("far", -1) <= 1, "it was not cut off"
     else:
         trainer.until_held_back()
@@ -146,24 +118,22 @@ def cut(world: World, who: str, phase: str) -> None:
         if phase == "granted":
             publishing.start()
         if who == "part" and phase in ("received", "staged"):
-            far.until("1", trainer.versions)  # it needs the other host no more
-        world.load_what_came()
+            far.until("1", versions)  # it needs the other host no more
+        if (staged := near.poll()) is not None:
+            assert whole(staged) == versions[staged.version]
+            near.committed(staged, 0.0)
     published = protocol.counters["published"]
     assert published == (1 if phase == "granted" else 4 if who == "receiver" else 2)
-    world.connect(who, connected=True)
+    connect(who, connected=True)
     publishing.join()
     trainer.publish(4)
-    world.load(4)
-    far.until("4", trainer.versions)
-
-
-def main(folder: Path, who: str, phase: str) -> None:
-    world = World(folder, "nowhere" if phase == "granted" else phase)
-    try:
-        cut(world, who, phase)
-    finally:
-        world.close()
+    load(near, 4, versions)
+    far.until("4", versions)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    place, who, phase = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        bench = Bench(context, "cut", place)
+        with closing(bench):
+            cut(bench, place, who, phase)

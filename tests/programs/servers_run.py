@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from fakes.slowness import limit
 from fakes.vllm_serve import VllmServe, serving
-from programs.hosts_run import POLL_S, Service
-from programs.network import ADDRESSES, Host, make_network
+from programs.network import ADDRESSES, Host, Service, World, make_network
 
 PORT = 8001
 BROKER, HUB = (f"tcp://{ADDRESSES['alpha']}:{port}" for port in (5555, 5560))
@@ -58,34 +55,13 @@ def run(folder: Path, steps: int) -> dict[str, list[int]]:
         for n, port in enumerate((PORT, 0), 1)
     ]  # fmt: skip
     every = services(folder, alpha, beta, [server.url for server in servers], steps)
-    deadline = time.monotonic() + limit(800.0)
-
-    def until(condition: Callable[[], bool], what: str) -> None:
-        while not condition():
-            for one in every:
-                one.poll()
-            if time.monotonic() > deadline or any(one.codes for one in every):
-                raise SystemExit(f"no {what}; ended: {[(one.name, one.codes) for one in every]}")
-            time.sleep(POLL_S)
-
-    def steps_made() -> int:
-        found = folder.glob("runs/*/metrics.jsonl")
-        return sum(path.read_text().count('"kind":"step"') for path in found)
-
-    try:
-        with serving(*servers):
-            for service in every:
-                service.start()
-            for number, victim in enumerate((servers[0], *every[1:]), 1):
-                until(lambda n=2 * number: steps_made() >= n, f"step {2 * number}")
-                victim.kill()
-                victim.start()
-            while any([one.poll() for one in every]) and time.monotonic() < deadline:
-                time.sleep(POLL_S)
-    finally:
-        for service in every:
-            service.kill()
-    return {one.name: one.codes for one in every}
+    world = World(every, folder, "runs/*/metrics.jsonl", limit(800.0))
+    with serving(*servers), world:
+        for victim in (servers[0], *every[1:]):
+            world.until_steps(2, "two more steps")
+            victim.kill()
+            victim.start()
+        return world.finish()
 
 
 if __name__ == "__main__":

@@ -10,14 +10,8 @@ from pathlib import Path
 
 import pytest
 from fakes.commands import call
-from fakes.machines import (
-    ENVIRON,
-    check_ledger,
-    on_machines,
-    python_places,
-    sort_task,
-    why_no_docker,
-)
+from fakes.machines import ENVIRON, ROOT, check_ledger, on_machines, skipped, sort_task
+from fakes.whole_runs import sets
 
 STEPS = 500  # so that a machine that joins on the way is there before the end
 BATCH = 8 * 32  # samples of a step of the sort task
@@ -25,7 +19,7 @@ BATCH = 8 * 32  # samples of a step of the sort task
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(660),
-    pytest.mark.skipif(bool(why_no_docker()), reason=why_no_docker()),
+    skipped("docker"),
 ]
 
 CLUSTER = """\
@@ -50,8 +44,7 @@ name = "c"
 address = "10.88.0.3"
 joins = true
 """
-SETTINGS = {"run.steps": STEPS, "checkpoint.every": 2, "run.broker_grace_s": 120}
-SET = [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
+SET = sets(f"run.steps={STEPS}", "checkpoint.every=2", "run.broker_grace_s=120")
 
 # What the scripts of all tests begin with.
 BEGIN = """\
@@ -102,7 +95,9 @@ def project(tmp_path: Path) -> Path:
 
 def mount_python(node: Path, services: list[str]) -> None:
     """Mount what the light images lack into the `services` of the node's folder."""
-    mounts = [f"{place}:{place}:ro" for place in python_places()]
+    places = {sys.prefix, sys.base_prefix, str(ROOT), "/usr", "/bin", "/lib", "/lib64"}
+    places |= {path for path in sys.path if path.endswith("site-packages")}
+    mounts = [f"{place}:{place}:ro" for place in sorted(places) if Path(place).exists()]
     node.mkdir(exist_ok=True)
     (node / "compose.override.yaml").write_text(
         json.dumps({"services": {name: {"volumes": mounts} for name in services}}),
@@ -112,9 +107,10 @@ def mount_python(node: Path, services: list[str]) -> None:
 
 def on_docker(folder: Path, script: str, machines: str = "a b") -> str:
     """Run `script` beside `machines`; on a and b the run is started before. What it prints."""
-    own = {"BIN": str(Path(sys.executable).parent), "MACHINES": machines, "SET": " ".join(SET)}
-    nodes = machines.split()
-    return on_machines("docker_nodes.py", folder, nodes, BEGIN + script, {**ENVIRON, **own})
+    return on_machines(
+        "docker", folder, dict.fromkeys(machines.split(), 0), BEGIN + script,
+        BIN=str(Path(sys.executable).parent), MACHINES=machines, SET=" ".join(SET),
+    )  # fmt: skip
 
 
 def check(project: Path, ended: str) -> list[int]:

@@ -1,6 +1,6 @@
-"""Images built from the Dockerfile on a bare Debian; `tests/real/setup.sh` installs Docker.
+"""A run on two machines by the words of docs/cluster.md, with images built on a bare Debian.
 
-And a run on two machines with these images, by the words of docs/cluster.md.
+`tests/real/setup.sh` installs Docker.
 """
 
 import re
@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fakes.machines import ENVIRON, ROOT, check_ledger, on_machines, printed, why_no_docker
+from fakes.machines import ROOT, check_ledger, on_machines, printed, skipped
 from fakes.slowness import limit
 
 LIMIT_S = limit(1500.0)
@@ -26,62 +26,28 @@ export DOCKER_HOST=unix:///run/docker.sock
 until docker info >/dev/null 2>&1; do sleep 0.2; done
 tar -C base -c . | docker import - base >/dev/null
 docker tag base "$BASE"
-build() { docker build --quiet --network=host --build-arg BASE=base \\
-    --file "$SOURCE/deploy/images/Dockerfile" --target "$1" --tag "umbra-$1" "$SOURCE" >/dev/null; }
 """
 
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(bool(why_no_docker("debootstrap")), reason=why_no_docker("debootstrap")),
+    skipped("docker", "debootstrap"),
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     """A folder with the file system of a minimal Debian that has Python."""
-    path = tmp_path_factory.mktemp("images")
+    debootstrap = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", "base"]
     made = subprocess.run(
-        ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", path / "base"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+        debootstrap, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     if made.returncode:
         pytest.skip(f"no Debian to build on: {made.stdout.strip()[-300:]}")
     # The index of packages is reached as from here.
-    shutil.copy(CERTIFICATES, path / "base" / CERTIFICATES.relative_to("/"))
-    return path
+    shutil.copy(CERTIFICATES, tmp_path / "base" / CERTIFICATES.relative_to("/"))
+    return tmp_path
 
-
-def docker(folder: Path, script: str) -> str:
-    """Run `script` beside a daemon; what it prints."""
-    spaces = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-    argv = [*spaces, "bash", "-euo", "pipefail", "-c", DAEMON + script]
-    return printed(argv, folder, {**ENVIRON, "SOURCE": str(ROOT), "BASE": BASE}, LIMIT_S)
-
-
-def test_the_broker_image_has_what_it_runs_and_no_torch(folder: Path) -> None:
-    printed = docker(
-        folder,
-        """
-        build broker
-        docker run --rm --network=none umbra-broker --version
-        docker run --rm --network=none umbra-broker env
-        docker run --rm --network=none umbra-broker buffer --help >/dev/null
-        docker run --rm --network=none --entrypoint id umbra-broker --user
-        base=$(docker image inspect base --format '{{.Size}}')
-        image=$(docker image inspect umbra-broker --format '{{.Size}}')
-        echo "bytes $((image - base))"
-        """,
-    )
-    assert "torch             not installed" in printed
-    assert "\n10001\n" in printed
-    assert int(printed.split("bytes ")[1]) < 200e6
-
-
-# -- two machines, by the page --------------------------------------------------------------------
 
 # Another index of packages may be the one that is reached from here.
 BUILD = """\
@@ -92,6 +58,18 @@ docker() {
         ${PIP_OPTIONS:+--build-arg "PIP_OPTIONS=$PIP_OPTIONS"}
 }
 cd umbra
+"""
+# What the images have; the compiler is needed by torch.compile.
+LOOK = """
+inside() { command docker run --rm --network=none "$@"; }
+inside umbra-broker --version
+inside --entrypoint id umbra-broker --user
+inside --entrypoint python3 umbra-cpu -c \\
+    'import torch; print(torch.compile(torch.sin)(torch.ones(64)).sum())'
+base=$(command docker image inspect base --format '{{.Size}}')
+image=$(command docker image inspect umbra-broker --format '{{.Size}}')
+echo "bytes $((image - base))"
+command docker save umbra-broker umbra-cpu >../images.tar
 """
 # Commands typed at machine a, by a user in its group docker; both have the same disk, so that
 # nothing has to be copied.
@@ -123,14 +101,13 @@ def test_two_machines_by_the_words_of_the_page(folder: Path) -> None:
         (folder / "umbra" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / "umbra" / name, follow_symlinks=False)
     building, rest = words()
-    compiled = "torch.compile(torch.sin)(torch.ones(64))"  # by g++
-    save = (
-        f"command docker run --rm --network=none --entrypoint python3 umbra-cpu -c "
-        f"'import torch; print({compiled}.sum())'\n"
-        "command docker save umbra-broker umbra-cpu >../images.tar\n"
-    )
-    docker(folder, BUILD + building + save)
-    print(on_machines("docker_nodes.py", folder, ["a", "b"], AT_A + rest, limit_s=LIMIT_S)[-6000:])
+    spaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    argv = [*spaces, "bash", "-euo", "pipefail", "-c", DAEMON + BUILD + building + LOOK]
+    found = printed(argv, folder, LIMIT_S, BASE=BASE)
+    assert "torch             not installed" in found, "the broker needs none"
+    assert "\n10001\n" in found
+    assert int(found.split("bytes ")[1]) < 200e6
+    print(on_machines("docker", folder, {"a": 0, "b": 0}, AT_A + rest, LIMIT_S)[-6000:])
     (results,) = (folder / "umbra" / "results").glob("**/buffer.json")
     check_ledger(results, 100 * 8 * 32)
     assert (results.parent / "model" / "model.safetensors").exists()

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from fakes.machines import ENVIRON, PROGRAMS, on_machines, why_no_docker
+from fakes.machines import PROGRAMS, on_machines, skipped
 
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(why_no_docker()), reason=why_no_docker()),
+    skipped("docker"),
 ]
 
 # The image has nothing of its own: its programs are this machine's /usr.
@@ -26,8 +26,7 @@ kill %1
 
 def test_what_a_sandbox_cannot_reach(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("hidden")
-    own = {"TRY": str(PROGRAMS / "sandbox_try.py")}
-    on_machines("docker_nodes.py", tmp_path, ["a"], SCRIPT, {**ENVIRON, **own})
+    on_machines("docker", tmp_path, {"a": 0}, SCRIPT, TRY=str(PROGRAMS / "sandbox_try.py"))
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["python"] == [0, "42"]
     assert found["user"] == [0, "65534"]

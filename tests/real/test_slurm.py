@@ -3,149 +3,80 @@
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from fakes.clusters import cluster, run_config
-from fakes.machines import check_ledger, logs, on_machines, sort_task, why_not
+from fakes.clusters import plan_of
+from fakes.machines import check_ledger, logs, on_machines, skipped, sort_task
+from fakes.whole_runs import sets
 
-from umbra.deploy.cluster.command import render
-from umbra.deploy.cluster.command import write as write_files
-from umbra.deploy.cluster.plan import Plan, make_plan
+from umbra.deploy.cluster.command import render, write
 
-WHY_NOT = why_not("SLURM", "slurmctld", "slurmd", "sbatch", "munged", "unshare", "ip")
+pytestmark = [pytest.mark.real, pytest.mark.timeout(660), skipped("slurm")]
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.timeout(660),
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
-]
-
-
-def on_slurm(folder: Path, nodes: dict[str, int], script: str, **environ: str) -> str:
-    """Run `script` with SLURM's commands on a cluster of `nodes`; what it prints."""
-    whole = {**os.environ, **environ}
-    return on_machines("slurm_cluster.py", folder, nodes, ENDED + script, whole)
-
-
-# Waits until the job has ended; its state is in $state.
+# Waits until the job has ended, and prints its state.
 ENDED = """
 ended() { # JOB
     while :; do
         state=$(scontrol show job "$1" | sed -n 's/.*JobState=\\([A-Z_]*\\).*/\\1/p' | head -n 1)
         case $state in PENDING | RUNNING | COMPLETING | CONFIGURING) sleep 0.5 ;; *) break ;; esac
     done
+    echo "$state"
 }
 """
-
-# -- the script, with stand-ins for what it starts ------------------------------------------------
-
-# Stands in for `umbra`. A generator fails once; the trainer waits for all.
+# Stands in for `umbra`. A generator fails once; the trainer's rank 0 waits for all.
 STAND_IN = """\
 #!/bin/bash
 echo "host=$(hostname) gpus=$CUDA_VISIBLE_DEVICES broker=$UMBRA_BROKER $*"
-touch "$MARKS/$1"
-case $1 in
-    generator)
+case "$*" in
+    generator*)
         if mkdir "$MARKS/failed" 2>/dev/null; then exit 5; fi
         touch "$MARKS/again"
         ;;
-    trainer)
+    *"--node-rank 0"*)
         until [ -e "$MARKS/again" ]; do sleep 0.1; done
         touch "$MARKS/ended"
-        exit "${TRAINER_EXIT:-0}"
+        exit 0
         ;;
 esac
 trap 'exit 0' TERM
 until [ -e "$MARKS/ended" ]; do sleep 0.1; done
 """
-MIXED = {"x1": 1, "x2": 0, "x3": 1}
 
 
-@pytest.fixture
-def stand_in(tmp_path: Path) -> dict[str, str]:
-    """An environment in which `umbra` is the stand-in."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "marks").mkdir()
-    program = tmp_path / "bin" / "umbra"
+def test_nodes_with_and_without_gpus_and_a_trainer_of_two(tmp_path: Path) -> None:
+    """The script with a stand-in for what it starts, under names that have to be quoted."""
+    program, marks, out = tmp_path / "bin" / "umbra", tmp_path / "marks", tmp_path / "the plan 1%"
+    for folder in (program.parent, marks):
+        folder.mkdir()
     program.write_text(STAND_IN, encoding="utf-8")
     program.chmod(0o755)
-    return {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "MARKS": str(tmp_path / "marks"),
-        "PYTHON": sys.executable,
-    }
-
-
-def mixed_plan(tmp_path: Path) -> Plan:
-    """Nodes with and without a GPU, and names that have to be quoted."""
-    config = run_config(f"run.dir={tmp_path}/my 100% runs", 'run.name=a "run" 50%')
-    return make_plan(cluster(0, 1, 1), config, "the run 7%")
-
-
-def write(plan: Plan, out: Path) -> Path:
-    """The script of `plan` in folder `out`."""
-    write_files(render(plan, ["slurm"], "", out, None), out)
-    return out / "run.sbatch"
-
-
-def test_nodes_with_and_without_gpus(tmp_path: Path, stand_in: dict[str, str]) -> None:
-    plan = mixed_plan(tmp_path)
-    script = write(plan, tmp_path / "the plan 1%")
-    printed = on_slurm(
-        tmp_path,
-        MIXED,
-        f'job=$(sbatch --parsable "{script}"); ended "$job"; echo "$state"; sinfo',
-        **stand_in,
-    )
+    names = (f"run.dir={tmp_path}/my 100% runs", 'run.name=a "run" 50%')
+    plan = plan_of(0, 1, 1, 1, ratios=[0.67, 0.33], overrides=names, run_id="the run 7%")
+    write(render(plan, ["slurm"], "", out, None), out)
+    path = f"{program.parent}:{os.environ['PATH']}"
+    script = f'ended "$(sbatch --parsable "{out}/run.sbatch")"; sinfo'
+    nodes = {"x1": 1, "x2": 0, "x3": 1, "x4": 1}
+    printed = on_machines("slurm", tmp_path, nodes, ENDED + script, PATH=path, MARKS=str(marks))
     assert printed.startswith("COMPLETED\n"), logs(tmp_path)
     folder = tmp_path / "my 100% runs" / "the run 7%" / "logs"
-    said = {path.stem: path.read_text(encoding="utf-8").splitlines() for path in folder.iterdir()}
+    said = {path.stem: path.read_text(encoding="utf-8") for path in folder.iterdir()}
     assert set(said) == {process.name for process in plan.processes}
     # The buffer's node is the one without GPU, wherever it is in the cluster file.
-    assert "host=x2 gpus= broker=tcp://10.88.0.2:5555 buffer" in said["buffer"][0]
-    hosts = {line.split()[0] for name in ("trainer", "generator-c-0") for line in said[name]}
-    assert hosts == {"host=x1", "host=x3"}
-    for name in ("trainer", "generator-c-0"):
-        assert " gpus=0 broker=tcp://10.88.0.2:5555 " in said[name][0]
-    assert sum("generator --device cuda" in line for line in said["generator-c-0"]) == 2
-    (output,) = (tmp_path / "the plan 1%").glob("slurm-*.log")
-    assert "generator-c-0 ended (exit code 5): restart in 2 s" in output.read_text(encoding="utf-8")
-
-
-def test_a_trainer_of_two_nodes(tmp_path: Path, stand_in: dict[str, str]) -> None:
-    config = run_config(f"run.dir={tmp_path}/runs", "trainer.ranks=2", "trainer.nodes=2")
-    plan = make_plan(cluster(0, 0, 0, ratios=[0.67, 0.33]), config, "two")
-    script = write(plan, tmp_path / "plan")
-    whole = f'job=$(sbatch --parsable "{script}"); ended "$job"; echo "$state"'
-    nodes = {"x1": 0, "x2": 0, "x3": 0}
-    assert on_slurm(tmp_path, nodes, whole, **stand_in) == "COMPLETED\n", logs(tmp_path)
-    folder = tmp_path / "runs" / "two" / "logs"
-    said = {path.stem: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+    assert said["buffer"].startswith("host=x2 gpus= broker=tcp://10.88.0.2:5555 buffer")
     hosts: list[str] = []
-    for rank, name in enumerate(("trainer", "trainer-b")):
-        # The first of the trainer's nodes has the buffer as well.
-        found = re.search(
-            r"host=(\S+) .* broker=tcp://(\S+):5555 .* trainer.rendezvous=(\S+):5561 ", said[name]
-        )
-        assert found and found[2] == found[3]
-        assert f"--node-rank {rank} " in said[name]
+    for name in ("trainer", "trainer-c", "generator-d-0"):
+        found = re.match(r"host=(x[134]) gpus=0 broker=tcp://10.88.0.2:5555 ", said[name])
+        assert found, said[name]
         hosts.append(found[1])
-    assert hosts[0] != hosts[1]
-    assert f"host={hosts[1]} " in said["part-b"]
-    assert "weight-hub --upstream tcp://" in said["part-b"]
-
-
-@pytest.mark.parametrize("code", [2, 7])
-def test_a_job_ends_as_its_trainer(tmp_path: Path, stand_in: dict[str, str], code: int) -> None:
-    script = write(mixed_plan(tmp_path), tmp_path / "plan")
-    fail = f"""
-    job=$(sbatch --parsable "{script}"); ended "$job"; echo "$state"
-    scontrol show job "$job" | sed -n 's/.*ExitCode=\\([0-9]*\\):.*/\\1/p' | head -n 1
-    """
-    environ = {**stand_in, "TRAINER_EXIT": str(code)}
-    assert on_slurm(tmp_path, MIXED, fail, **environ) == f"FAILED\n{code}\n"
+    assert len(set(hosts)) == 3
+    for rank, name in enumerate(("trainer", "trainer-c")):
+        assert f"--node-rank {rank} " in said[name]
+        assert f"trainer.rendezvous=10.88.0.{hosts[0][1]}:5561 " in said[name]
+    assert f"host={hosts[1]} " in said["part-c"]
+    assert said["generator-d-0"].count("generator --set generator.device=cuda") == 2
+    (output,) = out.glob("slurm-*.log")
+    assert "generator-d-0 ended with exit code 5: restart in 2 s" in output.read_text()
 
 
 # -- whole runs -----------------------------------------------------------------------------------
@@ -167,27 +98,22 @@ until [ "$(steps)" -ge 5 ]; do
     squeue --noheader --job "$job" | grep -q . || { echo "the job ended early" >&2; exit 1; }
 done
 """
-FINISH = """
-ended "$job"
-echo "$state"
-"""
+FINISH = 'ended "$job"'
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A folder with the sort task, and a plan of it on three nodes."""
     nodes = [f'[[nodes]]\nname = "{n}"\naddress = "unused-{n}"\n' for n in "abc"]
-    overrides = (f"run.steps={STEPS}", "checkpoint.every=2", "run.broker_grace_s=120")
-    settings = [part for override in overrides for part in ("--set", override)]
-    own = ("--format", "slurm", "--run-id", "slurm", *settings)
-    sort_task(tmp_path, CLUSTER + "".join(nodes), *own)
+    settings = sets(f"run.steps={STEPS}", "checkpoint.every=2", "run.broker_grace_s=120")
+    sort_task(
+        tmp_path, CLUSTER + "".join(nodes), "--format", "slurm", "--run-id", "slurm", *settings
+    )
     return tmp_path
 
 
 def run_whole(project: Path, script: str) -> str:
-    """Run `script` where `umbra` is ours."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return on_slurm(project, THREE, script, PATH=path)
+    return on_machines("slurm", project, THREE, ENDED + BEGIN + script + FINISH)
 
 
 def check_samples(project: Path) -> None:
@@ -204,7 +130,7 @@ def test_a_run_that_is_requeued_goes_on_from_its_checkpoint(project: Path) -> No
     until scontrol update JobId="$job" StartTime=now 2>/dev/null; do sleep 0.5; done
     until scontrol show job "$job" | grep -q "Restarts=1"; do sleep 0.5; done
     """
-    assert run_whole(project, BEGIN + requeue + FINISH).endswith("COMPLETED\n")
+    assert run_whole(project, requeue).endswith("COMPLETED\n")
     check_samples(project)
     metrics = project / "runs" / "slurm" / "a" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
@@ -220,7 +146,7 @@ def test_a_run_outlives_a_node_of_a_generator(project: Path) -> None:
     until sinfo --noheader --Node --partition=all --states=down | grep -q x3; do sleep 0.5; done
     echo "down at step $(steps)"
     """
-    printed = run_whole(project, BEGIN + lose + FINISH)
+    printed = run_whole(project, lose)
     assert printed.endswith("COMPLETED\n"), printed
     check_samples(project)
 
@@ -231,7 +157,7 @@ def test_a_whole_run_that_is_cancelled_leaves_a_checkpoint(project: Path) -> Non
     scancel "$job"
     until [ -z "$(squeue --noheader)" ]; do sleep 0.2; done
     """
-    assert run_whole(project, BEGIN + cancel + FINISH).endswith("CANCELLED\n")
+    assert run_whole(project, cancel).endswith("CANCELLED\n")
     found = list((project / "runs" / "slurm").glob("*/checkpoints/step-*"))
     assert found, logs(project)
     log = (project / "runs" / "slurm" / "logs" / "trainer.log").read_text(encoding="utf-8")
