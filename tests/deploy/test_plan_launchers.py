@@ -159,7 +159,7 @@ Called = tuple[int, dict[str, str], str, Plan]
 def run_script(folder: Path, hosts: str | Sequence[str], *gpus: int, **environ: str) -> Called:
     """Run a plan's script with stand-ins: exit code, calls of srun by process, errors, the plan.
 
-    `hosts` are those of the job, or of its components; the plan's broker is its second node.
+    `hosts` are what the job got, or its components; the plan's broker is its second node.
     """
     plan = plan_of(*gpus, broker="b", overrides=(f"run.dir={folder}/runs of 100%",))
     script, calls = folder / "run.sbatch", folder / "calls"

@@ -15,20 +15,26 @@ from fakes.slowness import is_alive, limit, until
 from umbra.deploy.prepare.stage import StageInterrupted, Stages
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import UsageError
-from umbra.services.process.child import (
-    TUNABLES,
-    ChildProcess,
-    child_environ,
-    python_argv,
-    with_fast_copies,
-)
+from umbra.services.process.child import TUNABLES, ChildProcess, child_environ, python_argv
 from umbra.services.process.command import SignalCounter
 from umbra.services.process.fork_server import ForkServer
-from umbra.services.process.supervisor import Program, Supervisor
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
-CHILD = (sys.executable, str(PROGRAMS / "child.py"))
-DEADLINE_S = limit(20.0)
+CHILD = (sys.executable, str(Path(__file__).parents[1] / "programs" / "child.py"))
+# Starts a child, prints its pid once it is up, and waits.
+PARENT = """
+import sys, time
+from pathlib import Path
+from umbra.services.process import fork_server
+from umbra.services.process.child import ChildProcess, child_environ
+log, how, *argv = sys.argv[1:]
+fork_server.MODULES = ("json",)
+server = fork_server.ForkServer(child_environ()) if how == "forked" else None
+child = ChildProcess(argv, stdout=Path(log), stderr=Path(log), server=server)
+while child.ready() is None:
+    time.sleep(0.01)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture
@@ -36,86 +42,44 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder.create(tmp_path, "run")
 
 
-@pytest.fixture(params=["executed", "forked"])
-def server(request: pytest.FixtureRequest) -> ForkServer | None:
-    return fork_server() if request.param == "forked" else None
-
-
-def start(
-    folder: RunFolder, server: ForkServer | None, name: str = "child", **environ: str
-) -> ChildProcess:
+def start(folder: RunFolder, server: ForkServer | None, *words: str) -> ChildProcess:
     """A `child.py` that is up."""
-    process = ChildProcess(
-        CHILD,
-        stdout=folder.log(name),
-        stderr=folder.log(name),
-        environ={**os.environ, "CHILD_READY": "tcp://127.0.0.1:5", **environ},
-        server=server,
-    )
-    until(process.ready, "the child's ready line")
+    log = folder.log("child")
+    process = ChildProcess((*CHILD, *words), stdout=log, stderr=log, server=server)
+    until(lambda: process.ready() is not None, "the child's ready line")
     return process
 
 
+@pytest.mark.parametrize("how", ["executed", "forked"])
 def test_a_deaf_child_is_killed_with_its_children(
-    folder: RunFolder, server: ForkServer | None, tmp_path: Path
+    folder: RunFolder, how: str, tmp_path: Path
 ) -> None:
-    pid_file = tmp_path / "pid"
-    process = start(folder, server, CHILD_DEAF="1", CHILD_GRANDCHILD=str(pid_file))
-    grandchild = int(pid_file.read_text())
+    server = fork_server() if how == "forked" else None
+    process = start(folder, server, str(tmp_path / "pid"))
+    grandchild = int((tmp_path / "pid").read_text())
     process.kill()
     until(lambda: process.poll() is not None, "the child's end")
     assert process.poll() == -signal.SIGKILL
+    assert process.usage.cpu_s > 0
     until(lambda: not is_alive(grandchild), "the grandchild's end")
 
 
 @pytest.mark.parametrize("how", ["executed", "forked"])
 def test_children_die_with_a_killed_supervisor(folder: RunFolder, how: str) -> None:
     parent = subprocess.Popen(
-        [sys.executable, str(PROGRAMS / "parent.py"), str(folder.log("child")), how],
+        [sys.executable, "-c", PARENT, str(folder.log("child")), how, *CHILD],
         stdout=subprocess.PIPE,
-        env={**os.environ, "CHILD_READY": "x", "CHILD_PARENT": "1"},
         text=True,
     )
     assert parent.stdout is not None
-    readable, _, _ = select.select([parent.stdout], [], [], DEADLINE_S)
+    readable, _, _ = select.select([parent.stdout], [], [], limit(20.0))
     assert readable, "the parent started no child"
     child = int(parent.stdout.readline())
     assert is_alive(child)
     parent.kill()
-    parent.wait(DEADLINE_S)
-    parent.stdout.close()
+    parent.communicate()
     until(lambda: not is_alive(child), "the orphan's end")
     assert folder.log("child").read_text() == "draining\n"  # it had the time to end in order
-
-
-def test_a_supervised_generator_is_restarted(
-    folder: RunFolder, server: ForkServer | None, tmp_path: Path
-) -> None:
-    """1. A generator crashes. 2. It is started again. 3. All are drained; nobody is left."""
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    pids: dict[str, list[int]] = {}
-    said: list[str] = []
-
-    def spawn(program: Program) -> ChildProcess:
-        again = program.name in pids
-        elastic = {"CHILD_EXIT_FIFO": str(fifo)} if program.elastic and not again else {}
-        process = start(folder, server, program.name, **elastic)
-        pids.setdefault(program.name, []).append(process.pid)
-        return process
-
-    supervisor = Supervisor(spawn, goal="trainer", report=said.append)
-    supervisor.start(Program("buffer", CHILD, wave=2))
-    supervisor.start(Program("trainer", CHILD, wave=0))
-    supervisor.start(Program("generator-0", CHILD, wave=0, elastic=True))
-    fifo.write_text("9")
-    until(lambda: supervisor.poll() and len(pids["generator-0"]) == 2, "the restart")
-    assert said == ["generator-0 ended (exit code 9): restart 1 in 0.5 s"]
-    supervisor.drain()
-    until(lambda: not supervisor.poll(), "the drain")
-    assert said[1:] == []
-    assert not any(is_alive(pid) for each in pids.values() for pid in each)
-    assert all(usage.cpu_s > 0 for usage in supervisor.usage().values())
 
 
 DRAW = """
@@ -168,13 +132,21 @@ def test_a_failed_stage_says_why_and_a_signal_ends_one(folder: RunFolder) -> Non
     assert interrupts.exit_code == 130
 
 
-def test_children_do_not_see_what_is_resolved_already(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_do_not_see_what_is_resolved_already_and_copy_past_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("UMBRA_RUN__STEPS", "7")
     monkeypatch.setenv("UMBRA_BROKER", "tcp://h:1")
     monkeypatch.setenv("PYTHONPATH", "before")
-    monkeypatch.delenv(TUNABLES, raising=False)
-    environ = child_environ([Path("/here"), Path("/there")])
-    assert environ[TUNABLES].startswith(COPIES)
+    copies, check = "glibc.cpu.x86_non_temporal_threshold", "glibc.malloc.check=1"
+    for given, expected in (
+        ("", f"{copies}=0x100000"),
+        (check, f"{check}:{copies}=0x100000"),
+        (f"{copies}=0x5000000", f"{copies}=0x5000000"),  # as they are told
+    ):
+        monkeypatch.setenv(TUNABLES, given)
+        environ = child_environ([Path("/here"), Path("/there")])
+        assert environ[TUNABLES] == expected
     assert "UMBRA_RUN__STEPS" not in environ
     assert environ["UMBRA_BROKER"] == "tcp://h:1"
     assert environ["PYTHONPATH"] == "before"
@@ -191,16 +163,3 @@ def test_a_file_beside_the_run_file_shadows_no_library(
     done = call([sys.executable, "-P", "-c", program], env=child_environ([tmp_path]))
     assert (done.stdout, done.stderr) == ("1\n", "")
     assert python_argv("umbra")[1:] == ("-P", "-m", "umbra")
-
-
-COPIES = "glibc.cpu.x86_non_temporal_threshold"
-
-
-def test_children_copy_past_the_cache_unless_told_otherwise() -> None:
-    check = "glibc.malloc.check=1"
-    for given, expected in (
-        ({}, f"{COPIES}=0x100000"),
-        ({TUNABLES: check}, f"{check}:{COPIES}=0x100000"),
-        ({TUNABLES: f"{COPIES}=0x5000000"}, f"{COPIES}=0x5000000"),
-    ):
-        assert with_fast_copies(given)[TUNABLES] == expected

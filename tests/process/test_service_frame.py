@@ -6,11 +6,11 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fakes.commands import call
 from fakes.slowness import limit
 
 from umbra.proto.errors import UsageError
@@ -20,9 +20,6 @@ from umbra.services.process.command import (
     SignalCounter,
     service_command,
 )
-
-WAIT_S = limit(20.0)
-
 
 BROKER = ("--broker", "tcp://127.0.0.1:1")
 
@@ -75,7 +72,7 @@ def test_a_closed_terminal_drains_like_a_signal_to_end(ignored: bool) -> None:
             if ignored:
                 assert signals.count == 0
                 return
-            signals.wait(WAIT_S)
+            signals.wait(limit(20.0))
             assert (signals.count, signals.exit_code) == (1, 128 + signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
             assert signals.count == 2
@@ -98,21 +95,20 @@ assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize(
-    ("signals", "told", "supervised", "code"),
+    ("words", "supervised", "code"),
     [
-        (1, "", False, 0),  # sets the flag
-        (2, "", False, -signal.SIGINT),
-        (2, "", True, 0),  # its supervisor kills when it means to
-        (1, "told", False, 0),  # a stop for another reason is no first signal
-        (2, "told", False, -signal.SIGINT),
+        (("1",), False, 0),  # sets the flag
+        (("2",), False, -signal.SIGINT),
+        (("2",), True, 0),  # its supervisor kills when it means to
+        (("1", "told"), False, 0),  # a stop for another reason is no first signal
+        (("2", "told"), False, -signal.SIGINT),
     ],
 )
 def test_the_second_signal_ends_a_process_that_nobody_supervises(
-    signals: int, told: str, supervised: bool, code: int
+    words: tuple[str, ...], supervised: bool, code: int
 ) -> None:
-    environ = {**os.environ, **({"UMBRA_PARENT_PID": str(os.getpid())} if supervised else {})}
-    command = [sys.executable, "-c", SIGNALS, str(signals), told]
-    assert subprocess.run(command, check=False, timeout=WAIT_S, env=environ).returncode == code
+    environ = {"UMBRA_PARENT_PID": str(os.getpid())} if supervised else {}
+    assert call([sys.executable, "-c", SIGNALS, *words], env=environ).returncode == code
 
 
 def test_a_service_may_have_as_many_connections_as_the_machine_allows() -> None:
@@ -123,7 +119,4 @@ from umbra.services.process.command import allow_connections
 allow_connections()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True
-    )
-    assert done.stdout.split() == ["512", "512"]
+    assert call([sys.executable, "-c", code], check=True).stdout.split() == ["512", "512"]

@@ -18,15 +18,13 @@ KILL, TERM = -9, -15
 
 
 class FakeChild:
+    usage = Usage(2.0, 1.0)
+
     def __init__(self, name: str, log: list[str], pid: int) -> None:
         self.pid = pid
-        self.usage = Usage(2.0, 1.0)
         self.code: int | None = None
         self.deaf = False
         self._name, self._log = name, log
-
-    def ready(self) -> dict[str, Any] | None:
-        return {"broker": "tcp://127.0.0.1:1"}
 
     def poll(self) -> int | None:
         return self.code
@@ -41,7 +39,7 @@ class FakeChild:
         self.code = KILL
 
 
-class Stage:
+class Stage(Supervisor):
     """A supervisor, its children by name, the newest last, and what was said and done."""
 
     def __init__(self) -> None:
@@ -50,8 +48,8 @@ class Stage:
         self.environ: dict[str, dict[str, str]] = {}  # of the newest child
         self.log: list[str] = []
         self.said: list[str] = []
-        self.supervisor = Supervisor(
-            self._spawn,
+        super().__init__(
+            self._make,
             goal="trainer",
             report=self.said.append,
             last_line=lambda name: f"last words of {name}",
@@ -59,30 +57,30 @@ class Stage:
             clock=lambda: self.now,
         )
         for program in PROGRAMS:
-            self.supervisor.start(program)
+            self.start(program)
 
-    def _spawn(self, program: Program) -> Any:
-        self.log.append(f"start {program.name}")
+    def _make(self, program: Program) -> Any:
         self.environ[program.name] = dict(program.environ)
         before = self.children.setdefault(program.name, [])
         before.append(FakeChild(program.name, self.log, pid=100 + len(before)))
         return before[-1]
 
     @property
-    def failure(self) -> Failure:
-        assert self.supervisor.failure is not None
-        return self.supervisor.failure
+    def failed(self) -> Failure:
+        assert self.failure is not None
+        return self.failure
 
-    def end(self, name: str, code: int) -> None:
-        self.children[name][-1].code = code
+    def end(self, code: int, *names: str) -> None:
+        for name in names:
+            self.children[name][-1].code = code
 
     def at(self, now: float) -> bool:
         self.now = now
-        return self.supervisor.poll()
+        return self.poll()
 
     def crash_until_given_up(self, name: str) -> None:
         for _ in range(6):
-            self.end(name, 1)
+            self.end(1, name)
             self.at(self.now)
             self.at(self.now + 8)
 
@@ -101,31 +99,27 @@ def stage() -> Stage:
 
 def test_a_run_that_ends_well(stage: Stage) -> None:
     assert stage.at(1)
-    for name in stage.children:
-        stage.end(name, 0)
+    stage.end(0, *stage.children)
     assert not stage.at(2)
-    assert stage.supervisor.done
-    assert stage.supervisor.failure is None
-    assert stage.said == []
-    assert stage.supervisor.usage()["trainer"] == Usage(2.0, 1.0)
+    assert stage.done and stage.failure is None and stage.said == []
+    assert stage.usage()["trainer"] == Usage(2.0, 1.0)
 
 
 def test_a_generator_is_restarted_after_a_pause(stage: Stage) -> None:
     """Whose place it takes it is told."""
     assert stage.environ["generator-0"] == {}
-    stage.end("generator-0", KILL)
+    stage.end(KILL, "generator-0")
     assert stage.at(1)
     assert stage.said == ["generator-0 ended (killed by SIGKILL): restart 1 in 0.5 s"]
-    assert stage.supervisor.states()["generator-0"] == "restarts in 0.5 s"
-    stage.at(1.4)
-    assert len(stage.children["generator-0"]) == 1
-    stage.at(1.5)
-    assert len(stage.children["generator-0"]) == 2
+    assert stage.states()["generator-0"] == "restarts in 0.5 s"
+    for now, count in ((1.4, 1), (1.5, 2)):
+        stage.at(now)
+        assert len(stage.children["generator-0"]) == count
     assert stage.environ["generator-0"] == {"UMBRA_REPLACES": "100"}
-    assert stage.supervisor.restarts() == {"generator-0": 1}
-    stage.end("generator-0", KILL)
+    assert stage.restarts() == {"generator-0": 1}
+    stage.end(KILL, "generator-0")
     stage.at(2)
-    assert stage.supervisor.usage()["generator-0"] == Usage(4.0, 2.0)
+    assert stage.usage()["generator-0"] == Usage(4.0, 2.0)
     stage.at(6)
     assert stage.environ["generator-0"] == {"UMBRA_REPLACES": "101"}
 
@@ -133,15 +127,15 @@ def test_a_generator_is_restarted_after_a_pause(stage: Stage) -> None:
 def test_the_run_ends_with_its_last_generator(stage: Stage) -> None:
     stage.crash_until_given_up("generator-0")
     stage.crash_until_given_up("generator-1")
-    assert stage.failure.program == "generator-1"
-    assert stage.failure.exit_code == 6  # a traceback is our own fault
+    assert stage.failed.program == "generator-1"
+    assert stage.failed.exit_code == 6  # a traceback is our own fault
     stage.settle()
-    assert not stage.supervisor.done
+    assert not stage.done
 
 
 def test_pauses_double_and_old_failures_are_forgotten(stage: Stage) -> None:
     for now, pause in ((0, 0.5), (10, 1), (20, 2), (30, 4), (40, 8), (65, 8), (300, 0.5)):
-        stage.end("generator-0", KILL)
+        stage.end(KILL, "generator-0")
         stage.at(now)
         stage.at(now + 9)
         assert stage.said[-1].endswith(f"in {pause:g} s"), now
@@ -149,25 +143,22 @@ def test_pauses_double_and_old_failures_are_forgotten(stage: Stage) -> None:
 
 @pytest.mark.parametrize("code", [2, 4])
 def test_what_would_fail_again_is_not_restarted(stage: Stage, code: int) -> None:
-    stage.supervisor.start(Program("reward-0", ("scorer",), wave=0, elastic=True))
-    stage.end("generator-0", code)
-    stage.end("generator-1", code)
+    stage.start(Program("reward-0", ("scorer",), wave=0, elastic=True))
+    stage.end(code, "generator-0", "generator-1")
     stage.at(1)
-    assert stage.failure.exit_code == code
-    assert stage.failure.reason.endswith(f"(exit code {code}): last words of generator-1")
-    assert stage.supervisor.restarts() == {}
+    assert stage.failed.exit_code == code
+    assert stage.failed.reason.endswith(f"(exit code {code}): last words of generator-1")
+    assert stage.restarts() == {}
 
 
 def test_a_hub_is_restarted_but_the_run_cannot_do_without_it(stage: Stage) -> None:
-    stage.end("weight-hub", KILL)
+    stage.end(KILL, "weight-hub")
     stage.at(1)
-    assert stage.said == ["weight-hub ended (killed by SIGKILL): restart 1 in 0.5 s"]
     stage.at(2)
     assert len(stage.children["weight-hub"]) == 2
-    assert stage.supervisor.failure is None
+    assert stage.failure is None
     stage.crash_until_given_up("weight-hub")
-    assert stage.failure.program == "weight-hub"
-    assert stage.failure.reason.startswith("weight-hub ended again, after 5 restarts")
+    assert stage.failed.reason.startswith("weight-hub ended again, after 5 restarts")
 
 
 @pytest.mark.parametrize("name", ["buffer", "trainer"])
@@ -175,91 +166,72 @@ def test_a_hub_is_restarted_but_the_run_cannot_do_without_it(stage: Stage) -> No
 def test_the_loss_of_an_essential_process_ends_the_run(
     stage: Stage, name: str, code: int, exit_code: int
 ) -> None:
-    stage.end(name, code)
+    stage.end(code, name)
     stage.at(1)
-    assert stage.failure.reason.startswith(f"{name} ended unexpectedly (")
-    assert stage.failure.reason.endswith(f": last words of {name}")
-    assert stage.failure.exit_code == exit_code
+    assert stage.failed.reason.startswith(f"{name} ended unexpectedly (")
+    assert stage.failed.reason.endswith(f": last words of {name}")
+    assert stage.failed.exit_code == exit_code
     stage.settle()
-    assert not stage.supervisor.done
+    assert not stage.done
 
 
 def test_a_drain_goes_wave_by_wave_and_kills_who_does_not_stop(stage: Stage) -> None:
-    stage.children["generator-1"][-1].deaf = True
-    stage.log.clear()
-    stage.supervisor.drain()
+    for name in ("trainer", "generator-1"):
+        stage.children[name][-1].deaf = True
+    stage.drain()
     assert set(stage.log) == {"term trainer", "term generator-0", "term generator-1"}
-    assert stage.at(14.9) and len(stage.log) == 3 and stage.said == []
+    stage.end(1, "trainer")
+    assert stage.at(14.9) and len(stage.log) == 3
     stage.settle(15)
-    assert stage.said == ["generator-1 did not stop within 15 s: killed"]
+    assert stage.said == [
+        "trainer stopped with exit code 1: last words of trainer",
+        "generator-1 did not stop within 15 s: killed",
+    ]
     assert stage.log[3:] == ["kill generator-1", "term weight-hub", "term buffer"]
-    assert not stage.supervisor.done
-
-
-def test_a_crash_while_draining_is_told(stage: Stage) -> None:
-    stage.children["trainer"][-1].deaf = True
-    stage.supervisor.drain()
-    stage.end("trainer", 1)
-    stage.settle(1)
-    assert stage.said == ["trainer stopped with exit code 1: last words of trainer"]
-    assert stage.supervisor.failure is None
+    assert not stage.done and stage.failure is None
 
 
 def test_waiting_ends_with_the_last_process_or_with_the_time(stage: Stage) -> None:
-    assert not stage.supervisor.wait(0)
-    stage.supervisor.close()
-    assert stage.supervisor.wait(0)
-    assert stage.log[-5:] == [f"kill {name}" for name in stage.children]
-    assert stage.supervisor.failure is None
+    assert not stage.wait(0)
+    stage.close()
+    assert stage.wait(0)
+    assert stage.log == [f"kill {name}" for name in stage.children]
+    assert stage.failure is None
 
 
 def test_a_straggler_does_not_keep_a_finished_run(stage: Stage) -> None:
-    for name in ("trainer", "buffer", "weight-hub", "generator-0"):
-        stage.end(name, 0)
-    assert stage.at(1)
-    assert stage.at(30.9)
-    stage.settle(31)
-    assert stage.said == ["the run is done, but generator-1 did not leave within 30 s: stopping"]
-    assert stage.supervisor.done
-
-
-def test_a_trainer_is_waited_for_though_the_buffer_has_left(stage: Stage) -> None:
-    """The buffer ends with the run; on a slow machine the trainer may take minutes to end."""
-    stage.end("buffer", 0)
-    assert stage.at(1)
+    """A trainer is waited for though the buffer has left: it may take minutes to end."""
+    stage.end(0, "buffer")
+    assert stage.at(1) and stage.at(600.9)
+    stage.end(0, "trainer")
     assert stage.at(600.9)
-    stage.end("trainer", 0)
-    assert stage.at(600.9)
-    assert stage.at(630)
-    stage.settle(631)
-    assert stage.supervisor.done and stage.supervisor.failure is None
-    assert "did not leave within 30 s: stopping" in stage.said[0]
-
-
-def test_a_generator_that_fails_at_the_end_is_not_restarted(stage: Stage) -> None:
-    stage.end("trainer", 0)
-    stage.at(1)
-    stage.end("generator-0", 1)
-    stage.at(2)
+    stage.end(1, "generator-0")
+    assert stage.at(602)
     assert stage.said == ["generator-0 ended with exit code 1 as the run was finishing"]
+    stage.end(0, "weight-hub")
+    assert stage.at(630.8)
+    stage.settle(631)
+    assert stage.said[1:] == [
+        "the run is done, but generator-1 did not leave within 30 s: stopping"
+    ]
     assert len(stage.children["generator-0"]) == 1
+    assert stage.done and stage.failure is None
 
 
 def test_a_hub_that_leaves_early_fails_the_run(stage: Stage) -> None:
-    stage.end("weight-hub", 0)
-    assert stage.at(1)
-    assert stage.at(600)
-    assert stage.supervisor.failure is None  # it may be the end of the run
+    stage.end(0, "weight-hub")
+    assert stage.at(1) and stage.at(600)
+    assert stage.failure is None  # it may be the end of the run
     stage.at(601)
-    assert stage.failure.reason.startswith("weight-hub left before the run was done")
-    assert stage.failure.exit_code == 5
+    assert stage.failed.reason.startswith("weight-hub left before the run was done")
+    assert stage.failed.exit_code == 5
 
 
 def test_an_end_names_its_first_cause_and_not_the_messenger(stage: Stage) -> None:
-    stage.end("weight-hub", 6)
+    stage.end(6, "weight-hub")
     assert stage.at(1.0)
-    stage.end("trainer", 5)
+    stage.end(5, "trainer")
     stage.at(2.0)
-    assert (stage.failure.program, stage.failure.exit_code) == ("trainer", 5)
+    assert (stage.failed.program, stage.failed.exit_code) == ("trainer", 5)
     cause = "the first cause: weight-hub ended (exit code 6): last words of weight-hub"
-    assert stage.failure.reason.endswith(cause)
+    assert stage.failed.reason.endswith(cause)

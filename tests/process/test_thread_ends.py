@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -14,8 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
+from fakes.commands import call
 from fakes.hub_bench import WAIT_S, Bench, publish
-from fakes.slowness import limit
 from starlette.responses import Response
 
 from umbra.proto import errors
@@ -46,30 +45,25 @@ def breaks(*_args: Any, **_kwargs: Any) -> Any:
     raise KeyError(7)
 
 
+PROGRAM = """
+from threading import Event
+from umbra.proto.errors import RejectedError, service_thread
+def main():
+    raise {}
+service_thread(main, "io").start()
+Event().wait()
+"""
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
-        ("KeyError(7)", 6, "the thread io failed: KeyError: 7"),
         ("SystemExit()", 6, "the thread io failed: SystemExit"),
         ("RejectedError('no such run')", 4, "no such run"),
     ],
 )
 def test_it_ends_with_sentence_and_code(raised: str, code: int, said: str) -> None:
-    program = f"""
-from threading import Event
-from umbra.proto.errors import RejectedError, service_thread
-def main():
-    raise {raised}
-service_thread(main, "io").start()
-Event().wait()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=limit(60),
-        env={"PYTHONPATH": ":".join(sys.path)},
-    )
+    done = call([sys.executable, "-c", PROGRAM.format(raised)])
     assert done.returncode == code
     assert done.stderr.splitlines()[-1] == f"umbra: error: {said}"
     assert not done.stdout

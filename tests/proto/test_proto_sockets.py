@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,27 +54,26 @@ def kept() -> Iterator[Kept]:
 
 
 def test_options(zmq_context: Context, kept: Kept) -> None:
-    router, endpoint = sockets.router(zmq_context, ANY_PORT)
+    router, endpoint = sockets.router(zmq_context, ANY_PORT, frame_bytes=1000)
     publisher, endpoint_out = sockets.publisher(zmq_context, ANY_PORT)
     waker = sockets.Waker(zmq_context, "wake")
-    opened = {
-        "router": router,
-        "dealer": sockets.dealer(zmq_context, endpoint, b"me"),
-        "pub": publisher,
-        "sub": sockets.subscriber(zmq_context, endpoint_out),
-        "pair bound": waker.socket,
-        "pair connected": waker._outward,
-    }
-    for name, socket in opened.items():
-        kept(socket)
-        limit_bytes = socket_bytes("events") if name == "pub" else MOST_BYTES
+    dealer = sockets.dealer(zmq_context, endpoint, b"me")
+    subscriber = sockets.subscriber(zmq_context, endpoint_out)
+    for socket, limit_bytes in (
+        (router, 1000),
+        (dealer, MOST_BYTES),
+        (publisher, socket_bytes("events")),
+        (subscriber, MOST_BYTES),
+        (waker.socket, MOST_BYTES),
+        (waker._outward, MOST_BYTES),
+    ):
         own = {zmq.MAXMSGSIZE: limit_bytes, zmq.SNDHWM: HWM_MESSAGES, zmq.RCVHWM: HWM_MESSAGES}
         own[zmq.HEARTBEAT_IVL] = 0  # libzmq aborts on some of them
-        if name == "router":
+        if socket is router:
             own[zmq.RCVHWM] = sockets.ROUTER_OPTIONS[zmq.RCVHWM]
         for option, value in {**sockets.OPTIONS, **own}.items():
-            assert socket.get(option) == value, (name, option)
-    assert opened["dealer"].get(zmq.IDENTITY) == b"me"
+            assert kept(socket).get(option) == value, (socket, option)
+    assert dealer.get(zmq.IDENTITY) == b"me"
 
 
 @pytest.mark.parametrize("endpoint", [ANY_PORT, "tcp://127.0.0.1:0"])
@@ -102,20 +100,16 @@ def test_an_occupied_port_is_named_with_a_remedy(
             bind(endpoint)
 
 
-# The first is an address that is kept for documentation: never ours.
-NO_PLACES = ("tcp://192.0.2.1:5555", "tcp://no such host:5555", "carrier-pigeon://loft", "")
-NO_PORTS = ("127.0.0.1:5555", "tcp://127.0.0.1")
-
-
 @pytest.mark.parametrize(
     ("opens", "endpoint", "said"),
     [
-        *((sockets.router, one, "cannot bind ") for one in NO_PLACES + NO_PORTS),
-        *(
-            (opens, one, "cannot connect to ")
-            for opens in (partial(sockets.dealer, identity=b"me"), sockets.subscriber)
-            for one in (*NO_PORTS, ANY_PORT)
-        ),
+        # Kept for documentation: never ours.
+        (sockets.router, "tcp://192.0.2.1:5555", "cannot bind "),
+        (sockets.router, "tcp://no such host:5555", "cannot bind "),
+        (sockets.router, "", "cannot bind "),
+        (sockets.router, "127.0.0.1:5555", "cannot bind "),
+        (partial(sockets.dealer, identity=b"me"), "tcp://127.0.0.1", "cannot connect to "),
+        (sockets.subscriber, ANY_PORT, "cannot connect to "),
     ],
 )
 def test_an_impossible_address_is_named(
@@ -152,20 +146,6 @@ def test_nobody_gets_in_while_nobody_answers_for_the_domain(
     kept(router).disable_monitor()
 
 
-def test_a_frame_above_the_limit_never_arrives(
-    zmq_context: Context, kept: Kept, tmp_path: Path
-) -> None:
-    router, endpoint = sockets.router(zmq_context, f"ipc://{tmp_path}/r", frame_bytes=1000)
-    monitor = kept(router).get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    assert monitor is not None
-    dealer = kept(sockets.dealer(zmq_context, endpoint, b"me"))
-    dealer.send_multipart([b"header", b"x" * 1001])
-    # The connection ends instead, which is the answer that a peer of this kind gets.
-    assert kept(monitor).poll(WAIT_MS)
-    assert not router.poll(0)
-    router.disable_monitor()
-
-
 def of_versions(name: str, count: int) -> Trajectory:
     spans = [VersionSpan(version=n, start=n, end=n + 1) for n in range(count)]
     return trajectory([1], [5] * count, [-1.0] * count, sample_id=name, spans=spans)
@@ -179,14 +159,15 @@ def test_a_sample_of_too_many_versions_is_given_back_and_the_others_are_delivere
     client.submit([mixed, good])
     client.save([mixed, good])
     client.give_back([ReturnedSample(sample_id="s", attempt=1, reason="r", partial=mixed)])
-    sent = [decode(Encoder("a", "b").encode(body)[1]).body for body, _ in channel.open]
-    back, submitted, saved, stopped = sent
+    back, submitted, saved, stopped = [body for body, _ in channel.open]
     assert isinstance(back, ReturnTasks) and back.samples[0].reason == MIXED
     assert isinstance(submitted, SubmitResults)
     assert [one.sample_id for one in submitted.trajectories] == ["good"]
     assert isinstance(saved, RenewLeases)
     assert [one.sample_id for one in saved.partials] == ["good"]
     assert isinstance(stopped, ReturnTasks) and stopped.samples[0].partial is None
+    for body, _ in channel.open:
+        decode(Encoder("a", "b").encode(body)[1])
 
 
 def test_a_deadline_names_what_did_not_happen() -> None:
@@ -194,14 +175,11 @@ def test_a_deadline_names_what_did_not_happen() -> None:
     deadline = Deadline(2.5, "no batch for step 3", clock=lambda: now)
     now += 2.4
     deadline.check()
-    assert not deadline.passed
-    assert deadline.left_s == pytest.approx(0.1)
+    assert not deadline.passed and deadline.left_s == pytest.approx(0.1)
     now += 0.1
-    assert deadline.passed
-    assert deadline.left_s == 0
+    assert deadline.passed and deadline.left_s == 0
     with pytest.raises(DeadlineError, match=r"^no batch for step 3 within 2\.5 s: no scorer$"):
         deadline.check(": no scorer")
-    now += 5
     deadline.restart()
     assert deadline.left_s == 2.5
     with pytest.raises(StartupError, match="the buffer was not up within 0 s"):
