@@ -1,22 +1,24 @@
 """`umbra check`: the meaning of each fact of a machine, and its message."""
 
 import json
-import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes.commands import SEARCH
-from fakes.slowness import limit
+from fakes.commands import call
+from fakes.whole_runs import sets
 
 from umbra import cli
 from umbra.deploy.check import machine
-from umbra.deploy.check.machine import GIB, Gpu, GpuReport
+from umbra.deploy.check.estimate import Estimate
+from umbra.deploy.check.machine import GIB, Gpu, GpuReport, Machine
+from umbra.deploy.check.model_sizes import read_sizes
 from umbra.proto.errors import UmbraError
 from umbra.proto.net.keys import make_keys
+from umbra.services.config.loader import load_config
+from umbra.services.modeling.row_sizes import CPU_PASS, rows_within
 
 H200 = Gpu("H200", 140 * GIB, 139 * GIB)
 NONE = GpuReport([], "this torch is built without CUDA")
@@ -75,38 +77,25 @@ def test_a_port_that_is_taken() -> None:
     assert next(machine.ports(["tcp://127.0.0.1:0"])).level == "ok"
 
 
-@pytest.mark.parametrize(("free", "level"), [(50, "ok"), (5, "warning"), (1, "problem")])
 def test_a_disk_is_measured_where_the_folder_will_be(
-    free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = SimpleNamespace(free=free * GIB)
-    monkeypatch.setattr(machine.shutil, "disk_usage", {tmp_path: usage}.__getitem__)
-    found = machine.disk(tmp_path / "runs" / "new")
-    assert (found.level, found.text) == (level, f"{free} GiB free at {tmp_path}")
+    for free, level in ((50, "ok"), (5, "warning"), (1, "problem")):
+        usage = {tmp_path: SimpleNamespace(free=free * GIB)}
+        monkeypatch.setattr(machine.shutil, "disk_usage", usage.__getitem__)
+        found = machine.disk(tmp_path / "runs" / "new")
+        assert (found.level, found.text) == (level, f"{free} GiB free at {tmp_path}")
     assert list(tmp_path.iterdir()) == []
     found = machine.disk(Path("/proc/new"))
     assert (found.level, found.text) == ("problem", "/proc cannot be written to")
 
 
-@pytest.mark.parametrize("words", [["--show"], ["--gpu", "l4-24"], ["nowhere.toml"]])
-def test_misuse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", *words]) == 2
-    assert capsys.readouterr().err.startswith("umbra: error: ")
+# -- the command -----------------------------------------------------------------------------------
 
-
-def test_without_a_run_the_machine_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", "--json"]) in (0, 2)
-    told = json.loads(capsys.readouterr().out)
-    assert {"versions", "GPUs", "plane shm", "/dev/shm", "host memory"} <= {
-        one["subject"] for one in told["checks"]
-    }
-
-
-EVIL = """
+CODE = """
 from pathlib import Path
-from types import SimpleNamespace
 
-Path("evil-ran").touch()
+Path("it-ran").touch()
 
 def rows():
     return ["say a"]
@@ -116,19 +105,75 @@ def score(prompt, completion, row):
 """
 
 
+@pytest.fixture
+def here(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "say 3", "answer": "3"}\n' * 16)
+    (tmp_path / "run.toml").write_text(
+        f'model.path = "{tiny_model_dir}"\ndata.prompts = "prompts.jsonl"\n'
+        'environment.kind = "exact"\n'
+        "generator.max_context = 64\ntrainer = { pack_tokens = 64, micro_tokens = 128 }\n"
+    )
+    return tmp_path
+
+
+def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "run.toml", "--gpu", "l4-24"]) == 0
+    text = capsys.readouterr().out
+    for part in ("memory:    GPU 0 ", "% left", "host ", "/dev/shm "):
+        assert part in text
+    assert cli.main(["check", "run.toml", "--gpu", "l4-24", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["estimate"]
+    assert found["fits"] is True
+    assert found["processes"][0]["device"][0]["name"] == "weights, float32"
+    assert cli.main(["check", "--json"]) in (0, 2)  # without a run the machine is shown
+    told = json.loads(capsys.readouterr().out)
+    assert {"versions", "GPUs", "plane shm", "/dev/shm", "host memory"} <= {
+        one["subject"] for one in told["checks"]
+    }
+    for words in (["--show"], ["--gpu", "l4-24"], ["nowhere.toml"]):
+        assert cli.main(["check", *words]) == 2
+        assert capsys.readouterr().err.startswith("umbra: error: ")
+
+
+def test_rows_of_auto_are_those_of_the_trainer(here: Path) -> None:
+    auto = ("trainer.pack_tokens=auto", "trainer.micro_tokens=auto")
+    config = load_config("run.toml", overrides=auto)
+    sizes, on = read_sizes(config), Machine(host=1 << 34)
+    chosen = rows_within(config.trainer, sizes.config, CPU_PASS, "cpu", config.sampling.max_tokens)
+    numbers = [f"trainer.{name}={value}" for name, value in chosen._asdict().items()]
+    known = load_config("run.toml", overrides=numbers)
+    assert Estimate(config, sizes, on).needs == Estimate(known, sizes, on).needs
+
+
+def test_what_does_not_fit_is_a_problem_with_a_remedy(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Machine(host=1 << 30, shm=1)
+    monkeypatch.setattr("umbra.deploy.check.command.this_machine", lambda: small)
+    assert cli.main(["check", "run.toml", "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    problems = [one for one in told["checks"] if one["level"] == "problem"]
+    assert {one["subject"] for one in problems} == {"memory"}
+    assert any("/dev/shm has 1 B" in one["text"] for one in problems)
+    assert any("the host has 1 GiB" in one["text"] for one in problems)
+    assert all(one["remedy"] for one in problems)
+
+
 @pytest.mark.parametrize("flags", [[], ["--no-code"]])
 def test_code_of_the_run_file_runs_unless_it_is_asked_not_to(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "evil.py").write_text(EVIL)
-    (tmp_path / "run.toml").write_text(
-        f'[model]\npath = "{tiny_model_dir}"\n[data]\nprompts = "evil:rows"\n'
-        '[environment]\nkind = "reward"\nreward = "evil:score"\n'
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    (here / "mine.py").write_text(CODE)
+    settings = (
+        "data.prompts=mine:rows",
+        "environment.kind=reward",
+        "environment.reward=mine:score",
     )
-    cli.main(["check", "run.toml", *flags])
-    assert (tmp_path / "evil-ran").exists() != bool(flags)
+    cli.main(["check", "run.toml", *sets(*settings), *flags])
+    assert (here / "it-ran").exists() != bool(flags)
 
 
 ALONE = """
@@ -141,27 +186,18 @@ sys.exit(code)
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "told"),
+    ("settings", "code", "told"),
     [
-        ([], 0, "Nothing to do."),
-        (["--set", "environment.kind=guess", "--set", "trainer.lora_rank=4"], 0, "run.toml: good"),
-        (["--set", "trainer.lora_rank=4", "--set", 'trainer.lora_targets=["nope"]'], 2, "q_proj"),
-        (["--set", "weight_hub.slots=1000000"], 2, "run.toml: has a problem, see below"),
+        ((), 0, "Nothing to do."),
+        (("environment.kind=guess", "trainer.lora_rank=4"), 0, "run.toml: good"),
+        (("trainer.lora_rank=4", 'trainer.lora_targets=["nope"]'), 2, "q_proj"),
+        (("weight_hub.slots=1000000",), 2, "run.toml: has a problem, see below"),
     ],
 )
 def test_a_check_of_an_ordinary_model_does_without_torch(
-    tmp_path: Path, tiny_model_dir: Path, flags: list[str], code: int, told: str
+    here: Path, settings: tuple[str, ...], code: int, told: str
 ) -> None:
     """A process of its own, as torch is loaded in this one; a build is left to another one."""
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "say 3", "answer": "3"}\n' * 16)
-    (tmp_path / "run.toml").write_text(
-        f'[model]\npath = "{tiny_model_dir}"\n[data]\nprompts = "prompts.jsonl"\n'
-        '[environment]\nkind = "exact"\n'
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, *flags],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": SEARCH}, capture_output=True, text=True,
-        timeout=limit(120), check=False,
-    )  # fmt: skip
+    done = call([sys.executable, "-c", ALONE, *sets(*settings)], cwd=here, quiet_s=120)
     assert (done.returncode, told in done.stdout + done.stderr) == (code, True), done
     assert done.stdout.splitlines()[-1] == "no torch"

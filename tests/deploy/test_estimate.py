@@ -1,4 +1,4 @@
-"""`umbra check`: a step takes as much as estimated; the command's output."""
+"""Estimates of memory: of a step as measured, of processes by their settings, and verdicts."""
 
 import dataclasses
 import json
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
@@ -16,28 +17,30 @@ from fakes.constants import constants
 from fakes.full_rows import RowShape, full_rows
 from fakes.slowness import limit
 from programs.memory_peak import Case
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
-from umbra.cli import main
 from umbra.deploy.check.aside import count_of
-from umbra.deploy.check.estimate import Estimate, _pass, peak  # pyright: ignore[reportPrivateUsage]
-from umbra.deploy.check.machine import GIB, Machine
-from umbra.deploy.check.model_sizes import (
-    PLAIN,
-    ModelSizes,
-    cache_numbers,
-    count_plain,
-    read_sizes,
-    sizes_of,
+from umbra.deploy.check.estimate import (
+    Estimate,
+    _pass,  # pyright: ignore[reportPrivateUsage]
+    fullest,
+    needs,
+    peak,
+    published,
 )
+from umbra.deploy.check.machine import Machine
+from umbra.deploy.check.model_sizes import PLAIN, ModelSizes, cache_numbers, count_plain, sizes_of
 from umbra.proto.errors import UsageError
-from umbra.services.config import TrainerConfig
+from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.config.loader import load_config
 from umbra.services.modeling.architectures import PROVEN
 from umbra.services.modeling.lora import add_adapter
-from umbra.services.modeling.row_sizes import CPU_PASS, rows_within
+from umbra.services.modeling.micro_batch import Tokens
+from umbra.services.modeling.packing import pack
 from umbra.services.trainer.distributed import sharding
 from umbra.services.trainer.learner import Learner
+
+# -- a step, as measured ---------------------------------------------------------------------------
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "memory_peak.py"
 LEAST, MOST = 0.95, 1.3  # times the measured bytes
@@ -65,29 +68,24 @@ def sized(config: Any, trainer: TrainerConfig) -> ModelSizes:
     return sizes_of(config, count_of(config, trainer))
 
 
-@pytest.fixture(scope="module")
-def measured() -> dict[str, int]:
-    """Return the memory of each case, in bytes: measured by the kernel, in another process."""
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_step_takes_no_more_than_is_estimated() -> None:
+    """Each case is measured by the kernel, in another process."""
     lines = [json.dumps(dataclasses.asdict(case)) for case in CASES.values()]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     env = {**os.environ, "PYTHONPATH": SEARCH}
     program = Popen([sys.executable, str(PROGRAM)], text=True, env=env, **pipes)
     out, said = program.communicate("\n".join(lines), timeout=limit(300))
     assert program.returncode == 0, said
-    found = [json.loads(line)["bytes"] for line in out.splitlines()]
-    return dict(zip(CASES, found, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", CASES)
-def test_a_step_takes_no_more_than_is_estimated(name: str, measured: dict[str, int]) -> None:
-    case = CASES[name]
-    with constants({"device": "cpu", **case.trainer}) as keys:
-        trainer = TrainerConfig(**keys)
-        sizes = sized(case.config(), trainer)
-        device, _ = _pass(trainer, sizes, "cpu", case.rows * case.width, case.width)
-    assert LEAST * measured[name] <= peak(device) <= MOST * measured[name]
+    shares: dict[str, float] = {}
+    for (name, case), line in zip(CASES.items(), out.splitlines(), strict=True):
+        with constants({"device": "cpu", **case.trainer}) as keys:
+            trainer = TrainerConfig(**keys)
+            sizes = sized(case.config(), trainer)
+            device, _ = _pass(trainer, sizes, "cpu", case.rows * case.width, case.width)
+        shares[name] = peak(device) / json.loads(line)["bytes"]
+    assert {name: share for name, share in shares.items() if not LEAST <= share <= MOST} == {}
 
 
 def test_inputs_of_recomputed_layers_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +126,32 @@ def test_ranks_that_share_rows_have_a_part_each() -> None:
     assert 0.45 * kept(1) < kept(2) < 0.75 * kept(1)
 
 
+@pytest.mark.parametrize("longest", [40, 300])
+def test_no_micro_batch_is_fuller(longest: int) -> None:
+    """Whatever the lengths of the samples: neither tokens nor pairs of a masked row."""
+    tokens, width = fullest(64, 512, longest)
+    assert (tokens, width) == (512, 64 if longest == 40 else 127)
+    generator = torch.Generator().manual_seed(longest)
+    for _ in range(10):
+        lengths = torch.randint(2, longest + 1, (60,), generator=generator)
+        total = int(lengths.sum())
+        learned = torch.ones(total, dtype=torch.bool)
+        learned[lengths.cumsum(0) - lengths] = False
+        owner = torch.arange(len(lengths)).repeat_interleave(lengths)[learned]
+        ids, places = torch.zeros(total, dtype=torch.int64), learned.nonzero().squeeze(1)
+        for micro in pack(Tokens(ids, lengths, places, owner), pack_tokens=64, micro_tokens=512):
+            rows, columns = micro.input_ids.shape
+            assert rows * columns <= tokens + rows
+            assert micro.segment is None or rows * columns**2 <= (tokens + rows) * width
+
+
+# -- numbers of a model ----------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("name", sorted({a.name for a in ARCHITECTURES.values()}))
 def test_parameters_are_those_of_the_model(name: str) -> None:
     """Of every architecture that Umbra is right for, and a step of it can be tried."""
-    architecture = ARCHITECTURES[name]
-    config = architecture.config()
+    config = ARCHITECTURES[name].config()
     if config.model_type not in PROVEN:
         pytest.skip("refused before it is estimated")
     model = AutoModelForCausalLM.from_config(config)
@@ -141,122 +160,214 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     assert sizes.parameters == sizes.trained == whole
     assert sizes.outside[0] + sizes.layers * sizes.layer[0] >= whole
     assert count_plain(config, TrainerConfig()) in (None, count_of(config, TrainerConfig()))
+    if name in ("qwen3", "qwen3-moe"):
+        adapter = TrainerConfig(lora_rank=4)
+        add_adapter(model, adapter, seed=0)
+        sizes = sized(config, adapter)
+        assert sizes.parameters == whole
+        assert sizes.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert 0 < sizes.trained < whole
 
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "vocab_size": 101, "pad_token_id": None,
-}  # fmt: skip
-PLAIN_CONFIGS: dict[str, dict[str, Any]] = {
-    "as they are": {},
-    "tied": {"tie_word_embeddings": True},
-    "wide heads": {"head_dim": 24},
-    "another activation": {"hidden_act": "gelu"},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "scaled positions": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-    "an odd dtype": {"dtype": "float64"},
-    "padding outside": {"pad_token_id": 10**6},
-}
-
-
-@pytest.mark.parametrize("change", PLAIN_CONFIGS)
 @pytest.mark.parametrize("kind", PLAIN)
-def test_models_that_are_counted_without_a_build(kind: str, change: str) -> None:
+def test_models_that_are_counted_without_a_build(kind: str) -> None:
     """Counts and a build agree, with each adapter; whatever else is left to the build."""
-    config = AutoConfig.for_model(kind, **SIZES | PLAIN_CONFIGS[change])
-    usual = change in ("as they are", "tied", "wide heads")
-    for rank, targets, known in (
-        (0, [], True),
-        (4, [], True),
-        (4, ["q_proj", "down_proj"], True),
-        (4, ["mlp.up_proj"], False),
-        (4, ["lm_head"], False),
-    ):
-        trainer = TrainerConfig(lora_rank=rank, lora_targets=targets)
-        plain = count_plain(config, trainer)
-        assert (plain is not None) == (usual and known)
-        assert plain is None or plain == count_of(config, trainer)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
-def test_an_adapter_is_counted_apart(name: str) -> None:
-    config, trainer = ARCHITECTURES[name].config(), TrainerConfig(lora_rank=4)
-    model = AutoModelForCausalLM.from_config(config)
-    whole = sum(p.numel() for p in model.parameters())
-    add_adapter(model, trainer, seed=0)
-    sizes = sized(config, trainer)
-    assert sizes.parameters == whole
-    assert sizes.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert 0 < sizes.trained < whole
-
-
-@pytest.mark.parametrize(("config", "latent", "numbers"), [
-    ("qwen3", True, 2 * 2 * 1 * 32),
-    ("deepseek-v3", True, None),
-    ("deepseek-v3", False, None),
-])  # fmt: skip
-def test_numbers_in_the_cache(config: str, latent: bool, numbers: int | None) -> None:
-    made = ARCHITECTURES[config].config()
-    if numbers is None and latent:
-        numbers = 2 * (made.kv_lora_rank + made.qk_rope_head_dim)
-    elif numbers is None:
-        key = made.qk_nope_head_dim + made.qk_rope_head_dim
-        numbers = 2 * made.num_attention_heads * (key + made.v_head_dim)
-    assert cache_numbers(made, latent=latent) == numbers
-
-
-@pytest.fixture
-def run_file(tmp_path: Path, tiny_model_dir: Path) -> Path:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "1", "answer": "1"}\n', encoding="utf-8")
-    path = tmp_path / "run.toml"
-    path.write_text(
-        f'model.path = "{tiny_model_dir}"\ndata.prompts = "{prompts}"\n'
-        "generator.max_context = 64\ntrainer = { pack_tokens = 64, micro_tokens = 128 }\n"
+    sizes: dict[str, Any] = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101,
+        "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": None,
+    }  # fmt: skip
+    usual: tuple[dict[str, Any], ...] = ({}, {"tie_word_embeddings": True}, {"head_dim": 24})
+    unusual: tuple[dict[str, Any], ...] = (
+        {"hidden_act": "gelu"},
+        {"attention_bias": True, "mlp_bias": True},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"dtype": "float64"},
+        {"pad_token_id": 10**6},
     )
-    return path
+    for change in (*usual, *unusual):
+        config = AutoConfig.for_model(kind, **sizes | change)
+        for rank, targets in ((0, []), (4, []), (4, ["q_proj", "down_proj"]), (4, ["lm_head"])):
+            trainer = TrainerConfig(lora_rank=rank, lora_targets=targets)
+            plain = count_plain(config, trainer)
+            assert (plain is not None) == (change in usual and targets != ["lm_head"])
+            assert plain is None or plain == count_of(config, trainer)
 
 
-def test_the_command(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(run_file), "--gpu", "l4-24"]) == 0
-    text = capsys.readouterr().out
-    for part in ("memory:    GPU 0 ", "% left", "host ", "/dev/shm "):
-        assert part in text
-    assert main(["check", str(run_file), "--gpu", "l4-24", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["estimate"]
-    assert found["fits"] is True
-    assert found["processes"][0]["device"][0]["name"] == "weights, float32"
+def test_numbers_in_the_cache() -> None:
+    assert cache_numbers(ARCHITECTURES["qwen3"].config(), latent=True) == 2 * 2 * 1 * 32
+    latent = ARCHITECTURES["deepseek-v3"].config()
+    compressed = latent.kv_lora_rank + latent.qk_rope_head_dim
+    assert cache_numbers(latent, latent=True) == 2 * compressed
+    head = latent.qk_nope_head_dim + latent.qk_rope_head_dim + latent.v_head_dim
+    assert cache_numbers(latent, latent=False) == 2 * latent.num_attention_heads * head
 
 
-def test_rows_of_auto_are_those_of_the_trainer(run_file: Path) -> None:
-    auto = ("trainer.pack_tokens=auto", "trainer.micro_tokens=auto")
-    config = load_config(str(run_file), overrides=auto)
-    machine = Machine(host=1 << 34)
-    sizes = read_sizes(config)
-    chosen = rows_within(config.trainer, sizes.config, CPU_PASS, "cpu", config.sampling.max_tokens)
-    numbers = [f"trainer.{name}={value}" for name, value in chosen._asdict().items()]
-    known = load_config(str(run_file), overrides=numbers)
-    assert Estimate(config, sizes, machine).needs == Estimate(known, sizes, machine).needs
+# -- processes by their settings -------------------------------------------------------------------
+
+GB, GPU, HOST = 10**9, 10**12, 10**15
+SIZES = ModelSizes(
+    parameters=10 * GB, adapter=0, trained=10 * GB, outside=(2 * GB, 2 * GB),
+    layer=(8 * GB, 8 * GB), largest=8 * GB, layers=1, hidden=100, vocabulary=100,
+    cache=1000, activations=2000, config=Qwen3Config(),
+)  # fmt: skip
+ADAPTER = msgspec.structs.replace(SIZES, adapter=2 * 10**6)
+SMALLER = msgspec.structs.replace(SIZES, parameters=3 * GB)
+TAUGHT = msgspec.structs.replace(SIZES, teachers=(SMALLER, SMALLER))
 
 
-def test_what_the_sums_do_not_know_is_refused_by_name(run_file: Path) -> None:
-    config = load_config(str(run_file), overrides=["trainer.expert_parallel=2"], environ={})
-    with pytest.raises(UsageError, match="expert_parallel = 2: the estimate"):
-        Estimate(config, read_sizes(config), Machine((GIB,)))
+def settings(*overrides: str) -> RunConfig:
+    rows = ["trainer.pack_tokens=512", "trainer.micro_tokens=1024", "generator.max_context=513"]
+    return load_config(overrides=["model.path=m", *rows, *overrides], environ={})
 
 
-def test_what_does_not_fit_is_a_problem_with_a_remedy(
-    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (
+            "checkpoint.every=10",
+            {"weights, float32": 40, "gradients, float32": 40, "moments, adamw": 80,
+             "host: copy for checkpoints": 120, "masks and scores": 0, "gathered layers": None},
+        ),
+        (
+            "trainer.ranks=2",
+            {"weights, float32": 20, "moments, adamw": 40, "gathered parameters": 4,
+             "gathered gradients": 4, "gathered layers": 3 * 2 * 8,
+             "a layer's gradients while they are summed": (2 + 4 + 4 + 2) * 8},
+        ),
+        (
+            "trainer.ranks=2 trainer.device=cpu",
+            {"host: gathered layers": 4 * 8, "host: rows of a layer while it is read": 4 * 4},
+        ),
+        (
+            "trainer.ranks=2 trainer.weights=bf16",
+            {"weights, bfloat16": 10, "float32 copies": 20, "gradients, float32": 20,
+             "gradients of a micro-batch": 10, "host: weights kept aside": 10},
+        ),
+        (
+            "trainer.ranks=2 trainer.weights=bf16 trainer.offload=optimizer",
+            {"weights, bfloat16": 10, "gradients of a micro-batch": 10, "float32 copies": None,
+             "gradients, float32": None, "moments, adamw": None, "host: float32 copies": 20},
+        ),
+        (
+            "trainer.offload=all",
+            {"weights, float32": 40, "gradients of a micro-batch": 40, "host: float32 copies": 40,
+             "host: gradients, float32": 40, "host: moments, adamw": 80},
+        ),
+        (
+            "trainer.ranks=2 trainer.offload=all",
+            {"weights, float32": None, "host: weights, float32": 20, "host: float32 copies": None,
+             "host: gradients, float32": 20, "host: moments, adamw": 40},
+        ),
+        (
+            "trainer.objective=ppo_critic trainer.weights=bf16 trainer.optimizer=sgd "
+            "trainer.offload=optimizer",
+            {"critic: weights, float32": 40, "critic: moments, adamw": 80,
+             "host: critic: moments, adamw": None},
+        ),
+        (
+            "trainer.objective=ppo_critic trainer.offload=all trainer.ranks=2",
+            {"host: critic: weights, float32": 20, "critic: moments, adamw": None},
+        ),
+    ],
+)  # fmt: skip
+def test_a_trainer_rank(keys: str, expected: dict[str, int | None]) -> None:
+    check(settings(*keys.split()), SIZES, "trainer rank", expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes", "process", "expected"),
+    [
+        (
+            "generator.engine=vllm generator.tensor_parallel=2 generator.slots=10 "
+            "generator.max_context=100 generator.device=cuda:2 weight_hub.plane=tcp",
+            SIZES, "generator",
+            {"weights, bfloat16": 10, "KV cache, 10 x 100 tokens": 0.001,
+             "host: a fetched version": 20, "gpus": ((2, 3),)},
+        ),
+        (  # the base and an adapter, which is loaded from the arena
+            "trainer.lora_rank=2 trainer.lora_publish=adapter", ADAPTER, "generator",
+            {"weights, bfloat16": 20, "adapter": 0.004, "host: a fetched version": None},
+        ),
+        ('buffer.stages=["logp"] scorer.count.logp=2', SIZES, "scorer logp", {"count": 2}),
+        ('buffer.stages=["ref_logp"]', SIZES, "scorer ref_logp", {"weights": 20, "count": 1}),
+        ('buffer.stages=["ref_logp"]', TAUGHT, "scorer ref_logp", {"weights": 2 * 6}),
+    ],
+)  # fmt: skip
+def test_a_generator_or_scorer(
+    keys: str, sizes: ModelSizes, process: str, expected: dict[str, Any]
 ) -> None:
-    assert main(["check", str(run_file)]) == 0
-    assert "memory:    host" in capsys.readouterr().out
-    monkeypatch.setattr(
-        "umbra.deploy.check.command.this_machine", lambda: Machine(host=1 << 30, shm=1)
-    )
-    assert main(["check", str(run_file), "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
-    problems = [one for one in told["checks"] if one["level"] == "problem"]
-    assert {one["subject"] for one in problems} == {"memory"}
-    assert any("/dev/shm has 1 B" in one["text"] for one in problems)
-    assert any("the host has 1 GiB" in one["text"] for one in problems)
-    assert all(one["remedy"] for one in problems)
+    check(settings(*keys.split()), sizes, process, expected)
+
+
+def check(config: RunConfig, sizes: ModelSizes, process: str, expected: dict[str, Any]) -> None:
+    """Compare items of a process, in GB; None is for one that is not there."""
+    (need,) = (n for n in needs(config, sizes, gpu=GPU, host=HOST) if n.name == process)
+    found: dict[str, Any] = {item.name: item.bytes / GB for item in need.device}
+    found |= {f"host: {item.name}": item.bytes / GB for item in need.host}
+    found |= {"gpus": need.gpus, "count": need.count}
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_an_adapter_is_published_by_itself() -> None:
+    alone = settings("trainer.lora_rank=2", "trainer.lora_publish=adapter")
+    assert published(alone, ADAPTER, gpu=True) == 2 * 2 * 10**6
+    assert published(settings("trainer.lora_rank=2"), ADAPTER, gpu=True) == 20 * GB
+
+
+# -- verdicts --------------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_all_of_it_is_memory_of_the_host() -> None:
+    found = Estimate(settings(), SIZES, Machine(host=HOST, shm=HOST))
+    assert not found.loads
+    assert all(not need.device and not need.gpus for need in found.needs)
+    assert found.host > 160 * GB
+    assert not found.faults
+
+
+def machine(gpu: int = GPU, *, host: int = 10**13, shm: int = 10**13) -> Machine:
+    return Machine((gpu,), "g", host, shm)
+
+
+@pytest.mark.parametrize(
+    ("on", "keys", "parts"),
+    [
+        (
+            machine(100 * GB), ["generator.device=cuda:1"],
+            ["GPU 0 has 93.1 GiB (g), a trainer rank needs", "moments", "trainer.ranks"],
+        ),
+        (
+            machine(179 * GB), [],
+            ["trainer rank and generator need", "give the generator other GPUs"],
+        ),
+        (machine(shm=30 * GB), [], ["/dev/shm has 27.9 GiB", "37.3 GiB", "weight_hub.slots = 2"]),
+        (machine(host=100 * GB), [], ["the host has 93.1 GiB of memory"]),
+        (
+            machine(25 * GB), ["generator.engine=vllm", "generator.max_context=1000000"],
+            ["room for 0.0 sequences", "generator.max_context"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_names_the_key_to_change(
+    on: Machine, keys: list[str], parts: list[str]
+) -> None:
+    text = "; ".join(Estimate(settings(*keys), SIZES, on).faults)
+    assert [part for part in parts if part not in text] == []
+
+
+def test_what_the_sums_do_not_know_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="expert_parallel = 2: the estimate"):
+        Estimate(settings("trainer.expert_parallel=2"), SIZES, machine())
+
+
+def test_room_for_a_quarter_of_the_slots_is_told() -> None:
+    """Before, it is in the short form alone, beside what to change for more memory."""
+    keys = ["generator.engine=vllm", "generator.device=cuda:1", "generator.max_context=100000"]
+    for slots in ("128", "2000", "20000"):
+        run = settings(*keys, f"generator.slots={slots}")
+        found = Estimate(run, SIZES, machine(250 * GB))
+        assert not found.faults
+        assert found.room is not None
+        assert (found.room < int(slots) / 4) == bool(found.notes)
+        assert f"KV cache has {found.room:.0f} full contexts; for more room, " in found.in_short()
+    assert f"of generator.slots = {slots}: lower generator.max_context" in found.notes[0]

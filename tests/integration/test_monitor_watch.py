@@ -4,20 +4,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 from fakes.looks import PUSH, status
 from fakes.serving import ServerThread
-from fakes.slowness import limit
+from fakes.slowness import limit, until
 
 from umbra.proto.access import SOCKETS, KeyRole
 from umbra.proto.messages import Heartbeat, HeartbeatAck, Join, Message, Ok, StatusRequest, Welcome
-from umbra.proto.messages import Status as StatusMessage
 from umbra.proto.net.keys import OPEN, Security, make_keys, open_security
 from umbra.proto.net.server import Request, Server
 from umbra.proto.net.session import Session
@@ -64,21 +63,6 @@ def buffer(zmq_context: Context, security: SecurityOf) -> Iterator[Buffer]:
         yield made
 
 
-def until(watch: Watch, done: Callable[[Look], object], act: Callable[[], None]) -> Look:
-    """Look until `done`, and `act` in between: telemetry may be lost."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        act()
-        look = watch.look(WAIT_S)
-        if done(look):
-            return look
-    raise AssertionError("it never came")
-
-
-def did(look: Look) -> set[str]:
-    return {span.name for span in look.spans.get("generator-0", [])}
-
-
 def test_any_number_watch_and_see_the_same(buffer: Buffer, security: SecurityOf) -> None:
     metrics = MetricsFile(None, "generator-0")
     watches = [Watch(buffer.endpoint, security("monitor")) for _ in range(3)]
@@ -86,14 +70,16 @@ def test_any_number_watch_and_see_the_same(buffer: Buffer, security: SecurityOf)
     name, key = metrics.service, security(role)
     with Session(role=role, name=name, broker=buffer.endpoint, metrics=metrics, security=key):
 
-        def act() -> None:
+        def both(watch: Watch) -> Look | None:
             metrics.write("push", **PUSH)
             metrics.write("span", name="decode", start=1.0, end=2.0)
+            look = watch.look(WAIT_S)
+            seen = {span.name for span in look.spans.get("generator-0", [])}
+            return look if seen == {"push", "decode"} else None
 
         for watch in watches:
             with watch:
-                look = until(watch, lambda seen: did(seen) == {"push", "decode"}, act)
-                assert isinstance(look.status, StatusMessage)
+                look = until(partial(both, watch), "a look at both")  # telemetry may be lost
                 assert look.pushes[0].wire_s == PUSH["wire_s"]
     senders = {key[1].partition(b".")[0] for key in buffer.server.resends._known}
     assert senders == {b"generator-0"}, "of the watchers nothing stays"

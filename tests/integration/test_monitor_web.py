@@ -5,13 +5,20 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+import yaml
+from fakes.broker_world import world
 from fakes.looks import PUSH, heard, look, status
 from fakes.slowness import limit
 
+from umbra.proto.messages import Rates
+from umbra.proto.records import Ledger, Role, State
+from umbra.services.buffer.health import SHARES, SHOWN
 from umbra.services.monitor.web import PageServer, prometheus_text
+from umbra.services.reporting import PHASES
 
 WAIT_S = limit(20.0)
 LINE = re.compile(r'[a-z_]+\{([a-z_]+="([^"\\\n]|\\.)*",?)+\} [-+0-9.eInfNa]+')
@@ -108,3 +115,46 @@ def test_figures_for_prometheus() -> None:
     assert len(names) == len(set(names))
     odd = look(run_id='a "b"\\\n')
     assert 'umbra_up{run="a \\"b\\"\\\\\\n"} 1.0' in prometheus_text(odd).decode()
+
+
+# -- the alerts and the dashboard in examples/monitoring -------------------------------------------
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
+# By label of a metric, what it may say.
+VALUES: dict[str, set[str]] = {
+    "umbra_warning name": set(SHARES),
+    "umbra_rate figure": set(Rates.__struct_fields__),
+    "umbra_curve name": set(SHOWN),
+    "umbra_push_seconds phase": set(PHASES),
+    "umbra_member_up role": set(get_args(Role)),
+    "umbra_member_up state": set(get_args(State)),
+    "umbra_staleness_steps figure": set(world().broker.status(0.0).staleness),
+    "umbra_samples_ended_total reason": {"stale"},
+}
+
+
+def test_every_figure_and_label_that_they_ask_for_exists() -> None:
+    looks = look(), look(ledger=Ledger(issued=1, ended={"stale": 1}))
+    exported = "".join(prometheus_text(seen).decode() for seen in looks)
+    labels: dict[str, set[str]] = {}
+    for name, own in re.findall(r"^(umbra_\w+)\{(.*)\} ", exported, re.M):
+        labels.setdefault(name, set()).update(re.findall(r'(\w+)="', own))
+    alerts = yaml.safe_load((EXAMPLES / "umbra-alerts.yaml").read_text(encoding="utf-8"))
+    dashboard = json.loads((EXAMPLES / "umbra-dashboard.json").read_text(encoding="utf-8"))
+    asked = [rule["expr"] for rule in alerts["groups"][0]["rules"]]
+    asked += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    page = (EXAMPLES.parents[1] / "docs" / "operate.md").read_text(encoding="utf-8")
+    for expression in asked:
+        series = re.findall(r"(umbra_\w+)(?:\{([^}]*)\})?", expression)
+        assert series, expression
+        for name, selectors in series:
+            assert name in labels, f"{name} is exported by no run"
+            for label, value in re.findall(r'(\w+)=~?"([^"]*)"', selectors):
+                assert label in labels[name], f"{name} has no label {label}"
+                if label == "run":
+                    continue
+                told = set(value.split("|"))
+                if name == "umbra_member_stat":
+                    assert all(f"`{one}`" in page for one in told), told
+                else:
+                    assert told <= VALUES[f"{name} {label}"], told

@@ -1,21 +1,20 @@
-"""Run files of examples are valid; their prompts, rewards and environments fit together."""
+"""Examples: run files are valid, rewards and environments do what they say, some learn."""
 
 import asyncio
 import json
-import os
 import re
 import runpy
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.slowness import seconds
 
 from umbra.cli import main
 from umbra.deploy.commands.demo import DEMOS, RECIPES
-from umbra.deploy.prepare.preflight import search_path
-from umbra.proto.errors import UsageError
 from umbra.services.config.loader import load_config
 from umbra.services.environments.loading import load_environment
 from umbra.services.environments.protocol import (
@@ -25,26 +24,35 @@ from umbra.services.environments.protocol import (
     StepResult,
     tool_call,
 )
+from umbra.services.environments.sandbox import CommandOutcome, Sandbox
 from umbra.services.environments.worker import EnvironmentHost
 from umbra.services.generator.checks import check_environment
-from umbra.services.modeling.run_file import load_service, located
+from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
+from umbra.services.modeling.run_file import located
 from umbra.services.process.files import read_jsonl
-from umbra.services.process.parent import SEARCH_VARIABLE
 from umbra.services.prompts import read_source
 
 ROOT = Path(__file__).parents[2]
-CLUSTERS = sorted((ROOT / "examples" / "cluster").glob("*.toml"))
-SEARCH: dict[str, Any] = runpy.run_path(str(ROOT / "examples" / "search" / "search.py"))
-RUN_FILES = sorted(set((ROOT / "examples").rglob("*.toml")) - {*CLUSTERS})
+EXAMPLES = ROOT / "examples"
+CLUSTERS = sorted((EXAMPLES / "cluster").glob("*.toml"))
 
 
-@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_run_file_is_valid_and_says_how_to_run_it(path: Path) -> None:
-    config = load_config(path, environ={})
-    assert config.model.path
-    assert config.data.prompts
-    assert config.buffer.bound == config.buffer.max_staleness
-    assert f"umbra up {path.relative_to(ROOT)}" in path.read_text(encoding="utf-8")
+def program(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / name))
+
+
+# -- run files -------------------------------------------------------------------------------------
+
+
+def test_a_run_file_is_valid_and_says_how_to_run_it() -> None:
+    paths = set(EXAMPLES.rglob("*.toml")) - {*CLUSTERS}
+    for path in paths:
+        config = load_config(path, environ={})
+        assert config.model.path and config.data.prompts, path
+        assert config.buffer.bound == config.buffer.max_staleness
+        assert f"umbra up {path.relative_to(ROOT)}" in path.read_text(encoding="utf-8")
+    assert {path.stem for path in DEMOS.glob("*.toml")} == set(RECIPES)
+    assert set(RECIPES) < {path.stem for path in paths}
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.name)
@@ -60,31 +68,36 @@ def test_a_cluster_file_can_be_planned_as_it_says(
     assert "idle" not in capsys.readouterr().out
 
 
-def test_every_demo_task_is_an_example() -> None:
-    assert {path.stem for path in DEMOS.glob("*.toml")} == set(RECIPES)
-    assert {path.stem for path in (ROOT / "examples").glob("*.toml")} == {
-        *RECIPES, "sort-vllm", "gsm8k-0.6b",
-    }  # fmt: skip
+def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_file = EXAMPLES / "own-data" / "run.toml"
+    monkeypatch.syspath_prepend(str(run_file.parent))
+    monkeypatch.setenv("PYTHONPATH", str(run_file.parent))  # of the process that checks it
+    monkeypatch.delitem(sys.modules, "reward", raising=False)
+    config = located(load_config(run_file, environ={}), run_file)
+    plays = EnvironmentHost(load_environment(config.environment), "reward")
+    for prompt in read_source(str(config.data.prompts)):
+        check_environment(config, prompt.row)
+        opening = asyncio.run(plays.play(prompt.prompt_id, prompt.row, []))
+        assert isinstance(opening, Opening)
+        assert opening.messages[-1]["content"] == prompt.row["prompt"]
+        result = asyncio.run(plays.play(prompt.prompt_id, prompt.row, [""]))
+        assert isinstance(result, StepResult) and result.done
 
 
-@pytest.mark.parametrize(
-    ("said", "reward"),
-    [
+# -- rewards and environments ----------------------------------------------------------------------
+
+
+def test_rewards_are_what_answers_deserve() -> None:
+    gsm8k, near = program("gsm8k_reward.py")["score"], program("smollm/reward.py")["score"]
+    row = {"prompt": "How many?", "answer": "Natalia sold 48/2 = 24 in May.\n#### 72"}
+    for said, reward in (
         ("<think>10 or 72</think>The answer is 72.", 1.0),
         ("It makes $1,072.50 in all", 0.0),
         ("<think>72</think>I don't know", 0.0),
-        ("72.0", 1.0),
-        ("", 0.0),
-    ],
-)
-def test_the_reward_of_gsm8k(said: str, reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    kind = load_config(ROOT / "examples" / "gsm8k-0.6b.toml", environ={}).environment
-    pool = EnvironmentHost(load_environment(kind), "gsm8k")
-    row = {"prompt": "How many?", "answer": "Natalia sold 48/2 = 24 in May.\n#### 72"}
-    result = asyncio.run(pool.play("one", row, [said]))
-    assert isinstance(result, StepResult)
-    assert result.reward == reward
+    ):
+        assert gsm8k(None, said, row) == reward
+    for said, reward in (("47 + 38 = 85", 1.0), ("84", 5 / 11), ("75.", 0.25), ("none", 0.0)):
+        assert near(None, said, {"answer": "85"}) == pytest.approx(reward)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +105,12 @@ def test_the_reward_of_gsm8k(said: str, reward: float, monkeypatch: pytest.Monke
     [
         (["price tea", "price rice", "add rice"], ["9", "4", "in the basket: rice"], 1.0),
         (["add tea", "add rice"], ["in the basket: tea", "in the basket: tea, rice"], 0.0),
-        (["steal rice", "price gold", "add gold"], ["error: 'steal'", "error: 'gold'", None], 0.0),
-        ([], [], 0.0),
+        (["steal rice", "price gold"], ["error: 'steal'", "error: 'gold'"], 0.0),
         (["price tea"] * 6, ["9"] * 5, 0.0),
     ],
 )
 def test_the_basket_of_the_shop_counts(calls: list[str], told: list[str], reward: float) -> None:
-    shop = runpy.run_path(str(ROOT / "examples" / "shop" / "shop.py"))["Shop"]()
+    shop = program("shop/shop.py")["Shop"]()
     opening = shop.reset({"prompt": "the cheapest?", "prices": {"tea": 9, "rice": 4}})
     assert [tool["function"]["name"] for tool in opening.tools] == ["price", "add"]
     results: list[StepResult] = []
@@ -107,136 +119,187 @@ def test_the_basket_of_the_shop_counts(calls: list[str], told: list[str], reward
         results.append(shop.step(Response.of(said)))
     if len(told) == len(calls):  # the turns are not over
         results.append(shop.step(Response.of("done")))
-    answers = [message["content"] for result in results for message in result.messages]
-    assert answers == [said if said else "in the basket: " for said in told]
+    assert [message["content"] for result in results for message in result.messages] == told
     assert results[-1].done and sum(result.reward for result in results) == reward
 
 
-def test_own_data_fits_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_file = ROOT / "examples" / "own-data" / "run.toml"
-    monkeypatch.syspath_prepend(str(run_file.parent))
-    monkeypatch.setenv("PYTHONPATH", str(run_file.parent))  # of the process that checks it
-    monkeypatch.delitem(sys.modules, "reward", raising=False)
-    config = located(load_config(run_file, environ={}), run_file)
-    prompts = read_source(str(config.data.prompts))
-    plays = EnvironmentHost(load_environment(config.environment), "reward")
-    for prompt in prompts:
-        check_environment(config, prompt.row)
-        opening = asyncio.run(plays.play(prompt.prompt_id, prompt.row, []))
-        assert isinstance(opening, Opening)
-        assert opening.messages[-1]["content"] == prompt.row["prompt"]
-        result = asyncio.run(plays.play(prompt.prompt_id, prompt.row, [""]))
-        assert isinstance(result, StepResult)
-        assert result.done
-
-
-def test_paths_are_looked_up_beside_the_run_file_and_then_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, beside = tmp_path / "here", tmp_path / "beside"
-    for folder in (here, beside):
-        folder.mkdir()
-        (folder / "both.jsonl").touch()
-    (beside / "only.jsonl").touch()
-    (here / "template.jinja").touch()
-    monkeypatch.chdir(here)
-    settings = ["data.prompts=both.jsonl", "eval.prompts=only.jsonl", "model.path=none"]
-    settings.append("model.chat_template=template.jinja")
-    config = load_config(overrides=settings, environ={})
-    told: list[str] = []
-    resolved = located(config, beside / "run.toml", told.append)
-    assert resolved.data.prompts == str(beside / "both.jsonl")
-    assert resolved.eval.prompts == str(beside / "only.jsonl")
-    assert resolved.model.chat_template == str(here / "template.jinja")
-    assert resolved.model.path == str(here / "none")
-    (line,) = told
-    assert line.startswith("both.jsonl is taken from the run file's folder")
-    assert search_path(beside / "run.toml") == [beside, here]
-    told.clear()
-    assert located(config, here / "run.toml", told.append).data.prompts == str(here / "both.jsonl")
-    assert told == []
-    (beside / "run.toml").write_text('model.path = "only.jsonl"\ncritic.path = "acme/critic"\n')
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    monkeypatch.setenv(SEARCH_VARIABLE, "")  # so that it is as before afterwards
-    monkeypatch.delenv(SEARCH_VARIABLE)
-    service = load_service(str(beside / "run.toml"), overrides=["run.steps=3"])
-    assert (service.model.path, service.run.steps) == (str(beside / "only.jsonl"), 3)
-    assert service.critic.path == "acme/critic"  # nothing is asked of a hub
-    assert os.environ[SEARCH_VARIABLE].split(os.pathsep) == [str(beside), str(here)]
-    assert sys.path[-2:] == [str(beside), str(here)]
-
-
-def test_a_folder_of_a_data_set_stays_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The buffer has another current directory."""
-    here, beside = tmp_path / "here", tmp_path / "beside"
-    (here / "rows").mkdir(parents=True)
-    (beside / "more").mkdir(parents=True)
-    (beside / "a:b").mkdir()
-    monkeypatch.chdir(here)
-
-    def resolved(name: str) -> str:
-        config = load_config(overrides=[f"data.prompts={name}"], environ={})
-        return str(located(config, beside / "run.toml").data.prompts)
-
-    assert resolved("datasets:rows") == f"datasets:{here}/rows"
-    assert resolved("datasets:more:train[:10]") == f"datasets:{beside}/more:train[:10]"
-    for elsewhere in ("datasets:acme/sums:main:test", f"datasets:acme/sums@{'1' * 40}:test"):
-        assert resolved(elsewhere) == elsewhere
-    monkeypatch.chdir(beside / "a:b")
-    (beside / "a:b" / "rows").mkdir()
-    with pytest.raises(UsageError, match="which has a colon"):
-        resolved("datasets:rows")
-
-
-# -- an agent that searches -----------------------------------------------------------------------
-
-
-def play(corpus: Path, row: dict[str, Any], *turns: str) -> tuple[list[str], list[float]]:
-    world = SEARCH["Search"](str(corpus))
-    said = [world.reset(row)[0]["content"]]
-    rewards: list[float] = []
-    for turn in turns:
-        result = asyncio.run(world.step(turn))
-        rewards.append(result.reward)
-        said += [message["content"] for message in result.messages]
-    return said, rewards
-
-
-def test_two_look_ups_tell_the_answer(tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("mo:ka\nka:zu\n", encoding="utf-8")
-    row = {"prompt": "mo", "answer": "zu"}
-    said, rewards = play(corpus, row, "?mo", "?ka", "zu")
-    assert said == ["mo", "mo:ka", "ka:zu"]
-    assert rewards == [0, 0, 1]
-    assert play(corpus, row, "?xx", "ka") == (["mo", "none"], [0, 0])
-    assert (play(corpus, row, *["?mo"] * 4))[1] == [0] * 4, "three look-ups at most"
-
-
-def test_every_question_is_answered_by_the_corpus_and_the_teacher_is_poor(
-    tmp_path: Path,
-) -> None:
-    SEARCH["write"].__globals__["DEMOS"] = 400
-    SEARCH["write"](tmp_path)
-    files = ("prompts", "heldout", "demos")
-    prompts, held, demos = (read_jsonl(tmp_path / f"{name}.jsonl") for name in files)
-    asked = [{row["prompt"] for row in rows} for rows in (prompts, held)]
-    assert [len(one) for one in asked] == [350, 50]
-    assert not asked[0] & asked[1]
-    facts = dict(line.split(":") for line in (tmp_path / "corpus.txt").read_text().split())
-    for row in [*prompts, *held]:
-        town = facts[row["prompt"]]
-        _, rewards = play(
-            tmp_path / "corpus.txt", row, f"?{row['prompt']}", f"?{town}", facts[town]
-        )
-        assert rewards[-1] == 1
-    answers = {row["prompt"]: row["answer"] for row in prompts}
-    right = [
-        demo["messages"][-1]["content"] == answers[demo["messages"][0]["content"]] for demo in demos
+def test_a_call_of_the_calculator_is_read_made_and_rewarded(tmp_path: Path) -> None:
+    calculator = program("smollm/calculator.py")
+    calculator["write"](tmp_path)
+    row = read_jsonl(tmp_path / "products.jsonl")[0]
+    world = calculator["Calculator"]()
+    opening = world.reset(row)
+    parser = ResponseTemplateParser("told", TOLD, told=True)
+    (_, example), asked = opening.messages[:2], opening.messages[-1]
+    a, b = asked["content"].removeprefix("What is ").removesuffix("?").split(" * ")
+    call = example["content"].replace("23", a).replace("54", b)
+    turns = [call, call.replace("multiply", "divide"), row["answer"]]
+    results = [
+        asyncio.run(world.step(Response.of(parser.read("", turn, opening.tools)))) for turn in turns
     ]
-    assert 0.2 < sum(right) / len(right) < 0.7
+    assert [result.reward for result in results] == pytest.approx([0.2, 0.0, 0.8])
+    assert results[0].messages == [{"role": "tool", "content": row["answer"]}]
+
+
+@pytest.mark.parametrize(
+    ("turns", "said", "rewards"),
+    [
+        (("?mo", "?ka", "zu"), ["mo:ka", "ka:zu"], [0, 0, 1]),
+        (("?xx", "ka"), ["none"], [0, 0]),
+        (("?mo",) * 4, ["mo:ka"] * 3, [0] * 4),  # three look-ups at most
+    ],
+)
+def test_look_ups_tell_the_answer(
+    turns: tuple[str, ...], said: list[str], rewards: list[float], tmp_path: Path
+) -> None:
+    (tmp_path / "corpus.txt").write_text("mo:ka\nka:zu\n", encoding="utf-8")
+    world = program("search/search.py")["Search"](str(tmp_path / "corpus.txt"))
+    assert world.reset({"prompt": "mo", "answer": "zu"})[0]["content"] == "mo"
+    results = [asyncio.run(world.step(turn)) for turn in turns]
+    assert [result.reward for result in results] == rewards
+    assert [m["content"] for result in results for m in result.messages] == said
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("search/search.py", "write"),
+        ("coding/coding.py", "write"),
+        ("smollm/prepare.py", "write_rows"),
+    ],
+)
+def test_held_out_prompts_are_asked_nowhere_else(name: str, write: str, tmp_path: Path) -> None:
+    made = program(name)[write]
+    made.__globals__["DEMOS"] = 400
+    made(tmp_path)
+    held, *others = (
+        {json.dumps(row.get("prompt") or row["messages"][0]["content"]) for row in read_jsonl(path)}
+        for path in (tmp_path / f"{kind}.jsonl" for kind in ("heldout", "prompts", "demos"))
+        if path.exists()
+    )
+    assert len(held) >= 50 and others
+    assert not any(held & other for other in others)
+
+
+# -- code that is written, in a sandbox ------------------------------------------------------------
+
+
+def local(**limits: Any) -> Sandbox:
+    return program("coding/local_process.py")["LocalProcess"](
+        **{"command_s": seconds(60.0), **limits}
+    )
+
+
+def judged(body: str, said: str, sandbox: Sandbox) -> StepResult:
+    """Return the environment's result for an answer to the function `body`."""
+    coding = program("coding/coding.py")
+    world, row = coding["Coding"](sandbox), coding["row_of"](body)
+    assert world.reset(row) == [{"role": "user", "content": row["prompt"]}]
+
+    async def once() -> StepResult:
+        found = await world.step(said)
+        await world.close()
+        return found
+
+    return asyncio.run(once())
+
+
+@pytest.mark.parametrize(
+    ("said", "reward", "runs"),
+    [
+        ("def f(x): return 9 if x < 5 else x + x", 1.0, 1.0),
+        ("def f(x):return 9", 0.5, 1.0),
+        ("def f(x):return 2*(x", 0.0, 0.0),
+        ("def f(x):exit(0)", 0.0, 1.0),
+    ],
+)
+def test_the_reward_is_the_share_of_tests_passed(said: str, reward: float, runs: float) -> None:
+    found = judged("max(2*x,9)", said, local())
+    assert found.done
+    assert found.reward == reward
+    assert found.reward_parts == {"runs": runs, "solved": float(reward == 1)}
+
+
+def test_what_does_not_end_passes_no_test() -> None:
+    asleep = judged("2*x+9", "import time\ntime.sleep(600)", local(command_s=0.3))
+    assert (asleep.reward, asleep.reward_parts["runs"]) == (0, 0)
+
+
+class Listening:
+    def __init__(self) -> None:
+        self.given = ""
+
+    async def run(self, command: Sequence[str], stdin: str = "") -> CommandOutcome:
+        self.given += " ".join([*command, stdin])
+        return CommandOutcome(0, "")
+
+    async def close(self) -> None:
+        pass
+
+
+def test_the_sandbox_is_not_told_what_is_right() -> None:
+    sandbox = Listening()
+    assert judged("9*x*x+9", "def f(x):return x", sandbox).reward == 0
+    assert "[1, 2, 3, 4, 5, 6, 7, 8]" in sandbox.given
+    assert not [value for value in range(1, 9) if str(9 * value * value + 9) in sandbox.given]
+
+
+def test_a_process_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    hungry = "try:\n    bytearray(512 << 20)\nexcept MemoryError:\n    print('none')"
+    large = "open('large', 'wb').write(bytes(2 << 20)); open('large', 'ab').write(b'more')"
+
+    async def use() -> list[CommandOutcome]:
+        one, other = local(), local()
+        outcomes = [
+            await one.run(["sh", "-c", "env; echo it > here"]),
+            await other.run(["cat", "here"]),
+            await one.run(["python3", "-I", "-S", "-"], hungry),
+            await one.run(["python3", "-I", "-S", "-"], large),
+        ]
+        for each in (one, other):
+            await each.close()
+        return outcomes
+
+    variables, others, memory, files = asyncio.run(use())
+    assert "PATH=" in variables.output and "secret" not in variables.output
+    assert others.code == 1
+    assert memory == CommandOutcome(0, "none\n")
+    assert files.code != 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("agent", ["codex", "claude_code", "mini_swe_agent", "aider"])
+def test_agents_of_the_command_line_are_judged_by_what_they_leave(
+    agent: str, tmp_path: Path
+) -> None:
+    """With a program in the agent's place; tests/real has the agents themselves."""
+    script, seen = tmp_path / "script", tmp_path / "seen"
+    script.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" > {seen}\ncat "$CODEX_HOME/config.toml" >> {seen}\n'
+        "echo hello > made.txt\nexit 3\n"
+    )
+    script.chmod(0o700)
+    play = program("coding/command_line_agents.py")[agent]
+    endpoint = {"base_url": "http://127.0.0.1:9/sessions/s/v1", "api_key": "none"}
+    rows = [
+        {"prompt": "Write hello.", "check": f"grep -qx {word} made.txt"} for word in ("hello", "hi")
+    ]
+    assert [play(row, endpoint, program=str(script)) for row in rows] == [1.0, 0.0]
+    assert "Write hello." in seen.read_text().splitlines()
+    assert (endpoint["base_url"] in seen.read_text()) == (agent == "codex")
+
+
+# -- what they learn -------------------------------------------------------------------------------
+
+
+def trained(run_file: str, *settings: str) -> dict[str, Any]:
+    """Return the summary of a run that ends well."""
+    sets = [word for setting in settings for word in ("--set", setting)]
+    assert main(["up", str(EXAMPLES / run_file), *sets, "--quiet"]) == 0
+    (summary,) = Path("runs").glob("*/summary.json")
+    return json.loads(summary.read_text(encoding="utf-8"))
 
 
 @pytest.mark.real
@@ -244,13 +307,29 @@ def test_every_question_is_answered_by_the_corpus_and_the_teacher_is_poor(
 def test_it_learns_to_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the run file says, but for fewer steps."""
     monkeypatch.chdir(tmp_path)
-    SEARCH["write"](Path("search"))
+    program("search/search.py")["write"](Path("search"))
     assert main(["make-model", "search/random"]) == 0
     warm = ["--data", "search/demos.jsonl", "--out", "search/base", "--threads", "1"]
     steps = ["--steps", "400", "--schedule", "linear"]
     assert main(["sft", "search/random", *warm, *steps]) == 0
-    run_file = str(ROOT / "examples" / "search" / "run.toml")
-    assert main(["up", run_file, "--set", "run.steps=60", "--quiet"]) == 0
-    (summary,) = Path("runs").glob("*/summary.json")
-    found = json.loads(summary.read_text(encoding="utf-8"))
+    found = trained("search/run.toml", "run.steps=60")
     assert found["accuracy_after"] > found["accuracy_before"] + 0.2
+
+
+@pytest.mark.real
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_the_model_that_people_know_learns(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wheel is converted, answers as SmolLM2 does, is equal in all rows, and learns."""
+    monkeypatch.chdir(tmp_path)
+    assert program("smollm/prepare.py")["prepare"](Path("smollm")) == 0
+    if engine == "torch":
+        assert main(["check-model", "smollm/model"]) == 0
+    setting = f"generator.engine={engine}"
+    assert main(["check", str(EXAMPLES / "smollm" / "run.toml"), "--set", setting]) == 0
+    found = trained("smollm/run.toml", setting, "run.steps=20")
+    assert found["ledger"]["balance"] == 0
+    assert found["mismatch_k3_on_policy"] < 0.02
+    assert found["accuracy_after"] > found["accuracy_before"] + 0.05
