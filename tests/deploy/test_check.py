@@ -160,20 +160,19 @@ def test_what_does_not_fit_is_a_problem_with_a_remedy(
     assert all(one["remedy"] for one in problems)
 
 
-@pytest.mark.parametrize("flags", [[], ["--no-code"]])
 def test_code_of_the_run_file_runs_unless_it_is_asked_not_to(
-    here: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(here)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
     (here / "mine.py").write_text(CODE)
     settings = (
         "data.prompts=mine:rows",
         "environment.kind=reward",
         "environment.reward=mine:score",
     )
-    cli.main(["check", "run.toml", *sets(*settings), *flags])
-    assert (here / "it-ran").exists() != bool(flags)
+    for flags in (["--no-code"], []):
+        cli.main(["check", "run.toml", *sets(*settings), *flags])
+        assert (here / "it-ran").exists() != bool(flags)
 
 
 ALONE = """

@@ -1,7 +1,7 @@
 """`umbra.compat.trl`: TRL's arguments as settings, and refusals by name."""
 
 import dataclasses
-import math
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from peft import LoraConfig, PromptTuningConfig
 from transformers.trainer_callback import TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 
-from umbra.compat.grpo_config import IGNORED, INSTEAD, READ, check, sections_of
+from umbra.compat.grpo_config import IGNORED, INSTEAD, READ
 from umbra.compat.trl import GRPOTrainer
 from umbra.deploy.python.source import CopiedSource
 from umbra.deploy.python.train import _named, _with_tools
@@ -28,60 +28,10 @@ def config(tmp_path: Path, **changes: Any) -> GRPOConfig:
     return GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **given)
 
 
-def sections(tmp_path: Path, rows: int = 100, **changes: Any) -> dict[str, dict[str, Any]]:
-    args = config(tmp_path, **changes)
-    check(args)
-    return sections_of(args, rows=rows)
-
-
 def test_fields_are_named_as_in_trl() -> None:
     theirs = {field.name for field in dataclasses.fields(GRPOConfig)}
     assert READ | set(INSTEAD) <= theirs
     assert all(any(name.startswith(begin) for name in theirs - READ) for begin in IGNORED)
-
-
-@pytest.mark.parametrize(
-    ("changes", "wanted"),
-    [
-        ({}, {"clip_low": 0.2, "aggregation": "token_mean", "denominator": "all", "kl_coef": 0.0}),
-        ({"epsilon_high": 0.28}, {"clip_low": 0.2, "clip_high": 0.28, "advantage": "grpo"}),
-        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"clip": "cispo", "clip_high": 4.0}),
-        (
-            {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
-            {"ratio_level": "sequence", "clip": "ppo", "clip_high": 4e-4},
-        ),
-        (
-            {"loss_type": "dr_grpo", "scale_rewards": False},
-            {"aggregation": "constant", "advantage": "dr_grpo"},
-        ),
-        ({"loss_type": "grpo", "beta": 0.04}, {"kl_coef": 0.04, "kl_unbiased": True}),
-        ({"num_iterations": 2, "steps_per_generation": 4, "delta": 4.0}, {"dual_clip": 4.0}),
-        (
-            {"mask_truncated_completions": True, "entropy_coef": 0.01},
-            {"overlong_filter": True, "entropy_coef": 0.01},
-        ),
-    ],
-)
-def test_the_objective_is_that_of_the_loss_type(
-    tmp_path: Path, changes: dict[str, Any], wanted: dict[str, Any]
-) -> None:
-    made = sections(tmp_path, **changes)
-    made["model"]["path"], made["data"]["prompts"] = "m", "p.jsonl"
-    run = config_of(made, "GRPOConfig")
-    check_feasible(run)
-    assert {name: getattr(run.trainer.pieces, name) for name in wanted} == wanted
-    assert list(run.buffer.stages) == ["ref_logp"] * ("beta" in changes)
-
-
-def test_batches_and_steps_are_counted_as_trl_counts_them(tmp_path: Path) -> None:
-    made = sections(tmp_path, per_device_train_batch_size=16, gradient_accumulation_steps=2)
-    assert made["buffer"]["batch_groups"] == 4  # 32 completions of an update, 8 of a prompt
-    assert made["run"]["steps"] == math.ceil(3 * 100 / 4)
-    made = sections(tmp_path, per_device_train_batch_size=16, steps_per_generation=2, max_steps=9)
-    assert (made["buffer"]["batch_groups"], made["trainer"]["minibatches"]) == (4, 2)
-    assert made["run"]["steps"] == 5  # batches of two updates each
-    made = sections(tmp_path, num_iterations=3, max_steps=9)
-    assert (made["run"]["steps"], made["trainer"]["epochs"]) == (3, 3)
 
 
 def score(prompts: list[str], completions: list[str]) -> list[float]:
@@ -132,47 +82,77 @@ def lora(**changes: Any) -> LoraConfig:
     return LoraConfig(r=16, target_modules=["v_proj", "q_proj"], **changes)
 
 
+P = "trainer.pieces."
+
+
 @pytest.mark.parametrize(
-    ("fields", "arguments", "expected"),
+    ("fields", "expected"),
     [
+        ({}, {f"{P}clip_low": 0.2, f"{P}aggregation": "token_mean", f"{P}denominator": "all"}),
+        ({"epsilon_high": 0.28}, {f"{P}clip_high": 0.28, f"{P}advantage": "grpo"}),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, {f"{P}clip": "cispo", f"{P}clip_high": 4.0}),
         (
-            {"report_to": ["wandb"], "warmup_steps": 0.1, "max_steps": 40},
-            {},
-            {"metrics": {"also": ["wandb"]}, "trainer": {"warmup_steps": 4}},
+            {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+            {f"{P}ratio_level": "sequence", f"{P}clip": "ppo", f"{P}clip_high": 4e-4},
         ),
         (
-            {"model_init_kwargs": {"dtype": "bfloat16", "revision": "main"}},
-            {"peft_config": lora(lora_alpha=64, task_type="CAUSAL_LM")},
-            {"trainer": {"lora_rank": 16, "lora_alpha": 64.0, "weights": "bf16"}},
-        ),
-        ({}, {"peft_config": lora(use_rslora=True)}, {"trainer": {"lora_alpha": 32.0}}),
-        (
-            {"max_tool_calling_iterations": 3, "chat_template_kwargs": {"enable_thinking": False}},
-            {"tools": [multiply]},
-            {
-                "environment": {"options": {"tool_rounds": 3}},
-                "model": {"chat_template_kwargs": {"enable_thinking": False}},
-            },
+            {"loss_type": "dr_grpo", "scale_rewards": False},
+            {f"{P}aggregation": "constant", f"{P}advantage": "dr_grpo", "buffer.stages": ()},
         ),
         (
-            {"max_steps": 10},
-            {"environment_factory": Echo, "rewards": echoed, "train_dataset": None},
-            {"environment": {"kind": "trl", "id": Echo, "reward": echoed}},
+            {"loss_type": "grpo", "beta": 0.04},
+            {f"{P}kl_coef": 0.04, f"{P}kl_unbiased": True, "buffer.stages": ("ref_logp",)},
+        ),
+        (
+            {"mask_truncated_completions": True, "entropy_coef": 0.01, "delta": 4.0},
+            {f"{P}overlong_filter": True, f"{P}entropy_coef": 0.01, f"{P}dual_clip": 4.0},
+        ),
+        (  # 32 completions of an update, 8 of a prompt; 3 epochs of 20 rows
+            {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2},
+            {"buffer.batch_groups": 4, "run.steps": 3 * 20 / 4},
+        ),
+        (  # batches of two updates each
+            {"per_device_train_batch_size": 16, "steps_per_generation": 2, "max_steps": 9},
+            {"buffer.batch_groups": 4, "trainer.minibatches": 2, "run.steps": 5},
+        ),
+        (
+            {"num_iterations": 3, "max_steps": 9, "warmup_steps": 0.2},
+            {"trainer.epochs": 3, "run.steps": 3, "trainer.warmup_steps": 2},
         ),
         (
             {"use_vllm": True, "vllm_tensor_parallel_size": 2, "vllm_max_model_length": 4096},
-            {},
-            {"generator": {"engine": "vllm", "tensor_parallel": 2, "max_context": 4096}},
+            {"generator.engine": "vllm", "generator.tensor_parallel": 2},
+        ),
+        (
+            {"report_to": ["wandb"], "chat_template_kwargs": {"enable_thinking": False}},
+            {"metrics.also": ("wandb",), "model.chat_template_kwargs": {"enable_thinking": False}},
         ),
     ],
 )
-def test_scripts_of_trl_become_a_configuration(
-    tmp_path: Path, fields: dict[str, Any], arguments: dict[str, Any], expected: dict[str, Any]
+def test_fields_become_keys(
+    tmp_path: Path, fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    made = trainer(args=config(tmp_path, **fields), **arguments)._sections
-    for section, keys in expected.items():
-        assert {**made[section], **keys} == made[section]
-    assert made["trainer"].get("lora_targets", ["q_proj", "v_proj"]) == ["q_proj", "v_proj"]
+    made = trainer(args=config(tmp_path, **fields))._sections
+    run = config_of(made | {"data": {"prompts": "p.jsonl"}}, "GRPOConfig")
+    check_feasible(run)
+    found = {key: attrgetter(key)(run) for key in expected}
+    assert {key: tuple(v) if isinstance(v, list) else v for key, v in found.items()} == expected
+
+
+def test_arguments_become_keys(tmp_path: Path) -> None:
+    bf16 = config(tmp_path, model_init_kwargs={"dtype": "bfloat16", "revision": "main"})
+    adapter = lora(lora_alpha=64, task_type="CAUSAL_LM")
+    keys = trainer("acme/tiny", args=bf16, peft_config=adapter)
+    assert keys._path == "acme/tiny@main"
+    assert keys._sections["trainer"].items() >= {"lora_rank": 16, "weights": "bf16"}.items()
+    assert keys._sections["trainer"]["lora_targets"] == ["q_proj", "v_proj"]
+    scaled = trainer(peft_config=lora(use_rslora=True))._sections["trainer"]
+    assert scaled["lora_alpha"] == 8 * 16**0.5
+    tools = trainer(args=config(tmp_path, max_tool_calling_iterations=3), tools=[multiply])
+    assert tools._sections["environment"] == {"options": {"tool_rounds": 3}}
+    ten = config(tmp_path, max_steps=10)
+    played = trainer("m", echoed, args=ten, environment_factory=Echo, train_dataset=None)
+    assert played._sections["environment"] == {"kind": "trl", "id": Echo, "reward": echoed}
 
 
 def test_several_rewards_have_weights(tmp_path: Path) -> None:
@@ -206,11 +186,7 @@ def test_functions_and_classes_are_named_in_the_run(tmp_path: Path) -> None:
         ({"repetition_penalty": 1.2}, {}, "repetition_penalty = 1.2: not supported: temperature"),
         ({"model_init_kwargs": {"dtype": "float16"}}, {}, "dtype float16 is not supported: use"),
         ({"model_init_kwargs": {"load_in_4bit": True}}, {}, "load_in_4bit not supported"),
-        (
-            {"loss_type": "cispo", "importance_sampling_level": "sequence"},
-            {},
-            "cispo needs import",
-        ),
+        ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, {}, "cispo needs imp"),
         ({"reward_weights": [1.0, 0.1]}, {}, "reward_weights has 2 weights for 1 functions"),
         ({}, {"model": object()}, "model is a object: give its directory"),
         ({}, {"train_dataset": None}, "train_dataset is missing"),
@@ -254,15 +230,13 @@ def test_what_is_ignored_is_warned_of(tmp_path: Path) -> None:
     assert made.state.log_history == [{"loss": 0.5, "reward": 1.0, "epoch": 0.05, "step": 1}]
 
 
-def test_methods_of_a_trained_model_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_of_a_trained_model_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     made = trainer(optimizers=(None, None), callbacks=None)
     for method in (made.save_model, made.evaluate, made.push_to_hub):
         with pytest.raises(UsageError, match=r"call train\(\) before"):
             method()
     with pytest.raises(UsageError, match="resume the run's folder with `umbra up m-GRPO/ID`"):
         made.train(resume_from_checkpoint=True)
-    of_one = trainer("acme/tiny", args=config(tmp_path, model_init_kwargs={"revision": "main"}))
-    assert of_one._path == "acme/tiny@main"
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="start it with python"):
         trainer()

@@ -17,7 +17,7 @@ from fakes.constants import constants
 from fakes.full_rows import RowShape, full_rows
 from fakes.slowness import limit
 from programs.memory_peak import Case
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from umbra.deploy.check.aside import count_of
 from umbra.deploy.check.estimate import (
@@ -28,11 +28,12 @@ from umbra.deploy.check.estimate import (
     peak,
     published,
 )
-from umbra.deploy.check.machine import Machine
+from umbra.deploy.check.machine import GIB, Machine
 from umbra.deploy.check.model_sizes import PLAIN, ModelSizes, cache_numbers, count_plain, sizes_of
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.config.loader import load_config
+from umbra.services.config.rules import check_feasible
 from umbra.services.modeling.architectures import PROVEN
 from umbra.services.modeling.lora import add_adapter
 from umbra.services.modeling.micro_batch import Tokens
@@ -371,3 +372,46 @@ def test_room_for_a_quarter_of_the_slots_is_told() -> None:
         assert (found.room < int(slots) / 4) == bool(found.notes)
         assert f"KV cache has {found.room:.0f} full contexts; for more room, " in found.in_short()
     assert f"of generator.slots = {slots}: lower generator.max_context" in found.notes[0]
+
+
+# -- the recipes for real models -------------------------------------------------------------------
+
+RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.toml"))
+
+
+def qwen3(parameters: float, hidden: int, units: int, layers: int, heads: int, **more: Any) -> Any:
+    """Return the published number of parameters, and config.json, of a model."""
+    known: dict[str, Any] = {
+        "vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960,
+        "tie_word_embeddings": False, "num_key_value_heads": 8, **more,
+    }  # fmt: skip
+    kind = Qwen3MoeConfig if "num_experts" in more else Qwen3Config
+    sizes = {"hidden_size": hidden, "intermediate_size": units, "num_hidden_layers": layers}
+    return parameters, kind(num_attention_heads=heads, **sizes, **known)
+
+
+MODELS = {
+    "Qwen3-0.6B": qwen3(0.596e9, 1024, 3072, 28, 16, tie_word_embeddings=True),
+    "Qwen3-8B": qwen3(8.19e9, 4096, 12_288, 36, 32),
+    "Qwen3-32B": qwen3(32.76e9, 5120, 25_600, 64, 64),
+    "Qwen3-30B-A3B": qwen3(
+        30.53e9, 2048, 6144, 48, 32, num_key_value_heads=4, norm_topk_prob=True, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_where_it_says(path: Path) -> None:
+    """On H100s, in the least of machines with eight such GPUs, by the model's config alone."""
+    eight = {"host": 1800 * GIB, "shm": 512 * GIB}
+    h100s = msgspec.structs.replace(Machine.with_gpu("h100-80"), **eight)
+    config = load_config(path, environ={})
+    check_feasible(config)
+    published_parameters, model = MODELS[config.model.path]
+    sizes = sized(model, config.trainer)
+    assert sizes.parameters == pytest.approx(published_parameters, rel=1e-3)
+    found = Estimate(config, sizes, h100s)
+    assert not found.faults, found.faults
+    assert max(found.loads) == (0 if path.stem.endswith("-1gpu") else 7)

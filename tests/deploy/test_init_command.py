@@ -4,37 +4,28 @@ import os
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from umbra import cli
 from umbra.deploy.check.choose import choose
 from umbra.deploy.check.machine import Machine
-from umbra.deploy.commands.init import REWARDS, command, run_file
-from umbra.services.config import RunConfig
+from umbra.deploy.commands.init import REWARDS, run_file
 from umbra.services.config.loader import given_keys, load_config, load_tree
 from umbra.services.config.rules import cautions, check_feasible
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "my task"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    return folder
 
 
-def written(*words: str) -> RunConfig:
-    done = CliRunner().invoke(command, [*words])
-    assert done.exit_code == 0, done.output
-    return load_config("run.toml", environ={})
-
-
-@pytest.mark.parametrize("gpus", [0, 1, 2])
+@pytest.mark.parametrize(("gpus", "device"), [(0, "auto"), (1, "auto"), (2, "cuda:1")])
 @pytest.mark.parametrize("reward", REWARDS)
-def test_every_run_file_is_sound(gpus: int, reward: str, here: Path) -> None:
+def test_every_run_file_is_sound(gpus: int, device: str, reward: str) -> None:
     keys = {"name": "r", "model": 'a "model"', "prompts": "p\\q.jsonl", "reward": reward}
     text = run_file(gpu=gpus > 0, file="run.toml", **keys)
-    (here / "run.toml").write_text(text)
+    Path("run.toml").write_text(text)
     config = load_config("run.toml", environ={})
     check_feasible(config)
     assert list(cautions(config)) == []
@@ -42,8 +33,7 @@ def test_every_run_file_is_sound(gpus: int, reward: str, here: Path) -> None:
     assert (config.generator.slots, config.buffer.batch_groups) == ((128, 32) if gpus else (32, 8))
     machine = Machine((80 << 30,) * gpus, vllm=True, cores=8)
     chosen = choose(config, given_keys(load_tree("run.toml", environ={})), machine, 40_960)
-    devices = {0: "auto", 1: "auto", 2: "cuda:1"}
-    assert chosen.generator.device == devices[gpus]
+    assert chosen.generator.device == device
     assert chosen.generator.engine == ("vllm" if gpus else "torch")
     assert chosen.generator.threads == chosen.trainer.threads == (0 if gpus else 4)
     assert all(len(line) <= 100 for line in text.splitlines())
@@ -52,14 +42,13 @@ def test_every_run_file_is_sound(gpus: int, reward: str, here: Path) -> None:
 def test_a_check_of_it_is_clean_but_for_a_missing_model(
     tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = written()
-    assert config.run.name == "my-task"
+    assert cli.main(["init"]) == 0
+    assert load_config("run.toml", environ={}).run.name == "my-task"
     assert cli.main(["check", "run.toml"]) == 2
     assert "model.path: " in capsys.readouterr().err
     Path("model").symlink_to(tiny_model_dir)
     assert cli.main(["check", "run.toml"]) == 0
-    said = capsys.readouterr()
-    assert "run.toml: good" in said.out
+    assert "run.toml: good" in capsys.readouterr().out
 
 
 def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,13 +56,10 @@ def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["init"]) == 2
     assert "reward.py would be overwritten: name another folder" in capsys.readouterr().err
     assert os.listdir() == ["reward.py"]
-    assert written("--reward", "exact").environment.kind == "exact"
+    assert cli.main(["init", "--reward", "exact"]) == 0
     assert Path("reward.py").read_text() == "mine"
     assert cli.main(["init", "--reward", "exact"]) == 2
     assert "run.toml and prompts.jsonl would be overwritten" in capsys.readouterr().err
-
-
-def test_a_folder_elsewhere_and_prompts_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     words = ["--prompts", "mine.jsonl", "--model", "an-org/a-model"]
     assert cli.main(["init", "new/one", *words]) == 0

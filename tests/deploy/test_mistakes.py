@@ -20,7 +20,7 @@ from fakes.whole_runs import sets
 
 from umbra import cli
 from umbra.deploy.prepare.preflight import check_packages, check_room, load_given
-from umbra.deploy.prepare.stage import find_rows, try_aside
+from umbra.deploy.prepare.stage import find_rows
 from umbra.deploy.run.command import check_extension
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import UsageError
@@ -263,18 +263,6 @@ def test_prompts_that_leave_little_room_or_none(here: Path) -> None:
     cut, long = warnings("generator.max_context=16")
     assert "less than sampling.max_tokens = 12: longer answers are cut off" in cut
     assert "prompts.jsonl, row 2 has 26 tokens" in long and "as in 1 more" in long
-
-
-def test_rows_of_a_parquet_file(here: Path) -> None:
-    """The environment is tried on a row of whatever the prompts are in."""
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = pytest.importorskip("pyarrow").Table.from_pylist([{"prompt": "say b", "word": "b"}])
-    parquet.write_table(table, here / "prompts.parquet")
-    setting = "data.prompts=prompts.parquet"
-    try_aside(load_given(here / "run.toml", (setting,))[0], [here])
-    with pytest.raises(UsageError, match="no such thing"):
-        bad = (setting, "environment.reward=tiny_reward:raises")
-        try_aside(load_given(here / "run.toml", bad)[0], [here])
 
 
 def test_a_disk_full_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

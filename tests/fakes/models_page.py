@@ -5,6 +5,7 @@ What vLLM does is read from the record in `benchmarks/results`.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,8 +18,10 @@ from umbra.proto.errors import UsageError
 from umbra.services.modeling.architectures import check_architecture
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-RIGHT = ("architecture, `model_type`", "tried with", "Umbra", "vLLM")
-REFUSED = ("architecture", "`model_type`", "Umbra says")
+HEADINGS = {
+    "right": ["| architecture, `model_type` | tried with | Umbra | vLLM |", f"|{4 * ' --- |'}"],
+    "refused": ["| architecture | `model_type` | Umbra says |", f"|{3 * ' --- |'}"],
+}
 
 
 def examine(directory: Path) -> Outcome | str:
@@ -34,47 +37,33 @@ def examine(directory: Path) -> Outcome | str:
 
 def right(architecture: Architecture, outcome: Outcome) -> str:
     """The line of an architecture whose comparisons were made."""
-    known = f"**{outcome.architecture}** `{outcome.model_type}`", architecture.about
-    found = vllm_models.recorded().get(architecture.name, {})
+    name = f"**{outcome.architecture}** `{outcome.model_type}`"
+    vllm = vllm_models.recorded().get(architecture.name, {}).get("outcome", "")
     equal = "equal" if outcome.equal else "different"
-    return _line([*known, equal, found.get("outcome", "")])
+    return f"| {name} | {architecture.about} | {equal} | {vllm} |"
 
 
 def refused(architecture: Architecture, reason: str) -> str:
     """The line of an architecture that is refused."""
-    return _line([architecture.name, f"`{architecture.config().model_type}`", reason])
-
-
-def table(heading: tuple[str, ...], lines: list[str]) -> str:
-    """A table of `lines`."""
-    return "\n".join((_line(list(heading)), _line(["---"] * len(heading)), *lines))
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return f"| {architecture.name} | `{architecture.config().model_type}` | {reason} |"
 
 
 def write() -> None:
     """Examine all architectures, and put what came of it between the marks of the page."""
-    good: list[str] = []
-    bad: list[str] = []
+    lines = {mark: [*heading] for mark, heading in HEADINGS.items()}
     with TemporaryDirectory() as folder:
         for name, architecture in ARCHITECTURES.items():
             found = examine(architecture.write(Path(folder) / name))
             if isinstance(found, str):
-                bad.append(refused(architecture, found))
+                lines["refused"].append(refused(architecture, found))
             else:
-                good.append(right(architecture, found))
-    _put("right", table(RIGHT, good))
-    _put("refused", table(REFUSED, bad))
-
-
-def _put(mark: str, content: str) -> None:
+                lines["right"].append(right(architecture, found))
     text = PAGE.read_text(encoding="utf-8")
-    begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
-    before, rest = text.split(begin)
-    _, after = rest.split(end)
-    PAGE.write_text(f"{before}{begin}{content}\n{end}{after}", encoding="utf-8")
+    for mark, table in lines.items():
+        begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
+        before, _, after = re.split(f"{begin}|{end}", text)
+        text = before + begin + "\n".join(table) + "\n" + end + after
+    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

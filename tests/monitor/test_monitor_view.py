@@ -75,11 +75,8 @@ def test_a_warning_that_holds_is_shown_everywhere_and_told_once(
 
 
 def test_members_are_shown_also_those_that_are_gone() -> None:
-    decodes = member(
-        "generator-0",
-        stats={"decoded_per_s": 1234.5, "version": 3.0, "live": 8.0},
-        shares={"decode": 0.75, "idle: work": 0.25},
-    )
+    stats = {"decoded_per_s": 1234.5, "version": 3.0, "live": 8.0}
+    decodes = member("generator-0", stats=stats, shares={"decode": 0.75, "idle: work": 0.25})
     gone = {"generator-0": "drained", "generator-1": "silent for 15 s"}
     assert member_rows(status(members=[decodes], departed=gone)) == [
         MemberRow("generator-0", "ready", "a", "3", "37", "1,234", "75%", "25% (work)", "decoding"),

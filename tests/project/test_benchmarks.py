@@ -47,20 +47,6 @@ def test_figures_follow_from_the_rows(file: Path) -> None:
     ]
 
 
-def test_every_objective_of_the_staleness_grid_is_a_possible_run() -> None:
-    from staleness import OBJECTIVES, Cell
-
-    from umbra.deploy.commands.demo import DEMOS
-    from umbra.services.config.loader import load_config
-    from umbra.services.config.rules import objective_faults
-
-    for objective in OBJECTIVES:
-        cell = Cell("guess", objective, 8, 4, 0)
-        config = load_config(DEMOS / "guess.toml", overrides=cell.overrides())
-        assert list(objective_faults(config)) == [], objective
-        assert config.buffer.run_ahead == config.buffer.max_staleness == 8
-
-
 def test_a_simulated_run_is_balanced_and_asynchrony_pays() -> None:
     from scale import MODES, Simulation
 

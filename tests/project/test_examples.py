@@ -100,27 +100,20 @@ def test_rewards_are_what_answers_deserve() -> None:
         assert near(None, said, {"answer": "85"}) == pytest.approx(reward)
 
 
-@pytest.mark.parametrize(
-    ("calls", "told", "reward"),
-    [
-        (["price tea", "price rice", "add rice"], ["9", "4", "in the basket: rice"], 1.0),
-        (["add tea", "add rice"], ["in the basket: tea", "in the basket: tea, rice"], 0.0),
-        (["steal rice", "price gold"], ["error: 'steal'", "error: 'gold'"], 0.0),
-        (["price tea"] * 6, ["9"] * 5, 0.0),
-    ],
-)
-def test_the_basket_of_the_shop_counts(calls: list[str], told: list[str], reward: float) -> None:
-    shop = program("shop/shop.py")["Shop"]()
-    opening = shop.reset({"prompt": "the cheapest?", "prices": {"tea": 9, "rice": 4}})
-    assert [tool["function"]["name"] for tool in opening.tools] == ["price", "add"]
-    results: list[StepResult] = []
-    for name, _, item in (call.partition(" ") for call in calls):
-        said = ParsedTurn(text="call", tool_calls=[tool_call(name, {"item": item})])
-        results.append(shop.step(Response.of(said)))
-    if len(told) == len(calls):  # the turns are not over
-        results.append(shop.step(Response.of("done")))
-    assert [message["content"] for result in results for message in result.messages] == told
-    assert results[-1].done and sum(result.reward for result in results) == reward
+def test_the_basket_of_the_shop_counts() -> None:
+    for calls, told, reward in (
+        ("price tea, price rice, add rice", ["9", "4", "in the basket: rice"], 1.0),
+        ("add tea, add rice", ["in the basket: tea", "in the basket: tea, rice"], 0.0),
+        ("steal rice, price gold", ["error: 'steal'", "error: 'gold'"], 0.0),
+    ):
+        shop = program("shop/shop.py")["Shop"]()
+        opening = shop.reset({"prompt": "the cheapest?", "prices": {"tea": 9, "rice": 4}})
+        assert [tool["function"]["name"] for tool in opening.tools] == ["price", "add"]
+        words = (call.split() for call in calls.split(", "))
+        turns = [ParsedTurn("call", tool_calls=[tool_call(n, {"item": i})]) for n, i in words]
+        results = [shop.step(Response.of(turn)) for turn in (*turns, "done")]
+        assert [m["content"] for result in results for m in result.messages] == told
+        assert results[-1].done and sum(result.reward for result in results) == reward
 
 
 def test_a_call_of_the_calculator_is_read_made_and_rewarded(tmp_path: Path) -> None:
@@ -141,23 +134,18 @@ def test_a_call_of_the_calculator_is_read_made_and_rewarded(tmp_path: Path) -> N
     assert results[0].messages == [{"role": "tool", "content": row["answer"]}]
 
 
-@pytest.mark.parametrize(
-    ("turns", "said", "rewards"),
-    [
+def test_look_ups_tell_the_answer(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("mo:ka\nka:zu\n", encoding="utf-8")
+    for turns, said, rewards in (
         (("?mo", "?ka", "zu"), ["mo:ka", "ka:zu"], [0, 0, 1]),
         (("?xx", "ka"), ["none"], [0, 0]),
         (("?mo",) * 4, ["mo:ka"] * 3, [0] * 4),  # three look-ups at most
-    ],
-)
-def test_look_ups_tell_the_answer(
-    turns: tuple[str, ...], said: list[str], rewards: list[float], tmp_path: Path
-) -> None:
-    (tmp_path / "corpus.txt").write_text("mo:ka\nka:zu\n", encoding="utf-8")
-    world = program("search/search.py")["Search"](str(tmp_path / "corpus.txt"))
-    assert world.reset({"prompt": "mo", "answer": "zu"})[0]["content"] == "mo"
-    results = [asyncio.run(world.step(turn)) for turn in turns]
-    assert [result.reward for result in results] == rewards
-    assert [m["content"] for result in results for m in result.messages] == said
+    ):
+        world = program("search/search.py")["Search"](str(tmp_path / "corpus.txt"))
+        assert world.reset({"prompt": "mo", "answer": "zu"})[0]["content"] == "mo"
+        results = [asyncio.run(world.step(turn)) for turn in turns]
+        assert [result.reward for result in results] == rewards
+        assert [m["content"] for result in results for m in result.messages] == said
 
 
 @pytest.mark.parametrize(
@@ -204,23 +192,17 @@ def judged(body: str, said: str, sandbox: Sandbox) -> StepResult:
     return asyncio.run(once())
 
 
-@pytest.mark.parametrize(
-    ("said", "reward", "runs"),
-    [
+def test_the_reward_is_the_share_of_tests_passed() -> None:
+    for said, reward, runs in (
         ("def f(x): return 9 if x < 5 else x + x", 1.0, 1.0),
         ("def f(x):return 9", 0.5, 1.0),
         ("def f(x):return 2*(x", 0.0, 0.0),
         ("def f(x):exit(0)", 0.0, 1.0),
-    ],
-)
-def test_the_reward_is_the_share_of_tests_passed(said: str, reward: float, runs: float) -> None:
-    found = judged("max(2*x,9)", said, local())
-    assert found.done
-    assert found.reward == reward
-    assert found.reward_parts == {"runs": runs, "solved": float(reward == 1)}
-
-
-def test_what_does_not_end_passes_no_test() -> None:
+    ):
+        found = judged("max(2*x,9)", said, local())
+        assert found.done
+        assert found.reward == reward
+        assert found.reward_parts == {"runs": runs, "solved": float(reward == 1)}
     asleep = judged("2*x+9", "import time\ntime.sleep(600)", local(command_s=0.3))
     assert (asleep.reward, asleep.reward_parts["runs"]) == (0, 0)
 
