@@ -110,7 +110,7 @@ def test_the_basket_of_the_shop_counts() -> None:
         opening = shop.reset({"prompt": "the cheapest?", "prices": {"tea": 9, "rice": 4}})
         assert [tool["function"]["name"] for tool in opening.tools] == ["price", "add"]
         words = (call.split() for call in calls.split(", "))
-        turns = [ParsedTurn("call", tool_calls=[tool_call(n, {"item": i})]) for n, i in words]
+        turns = [ParsedTurn(text="call", tool_calls=[tool_call(n, {"item": i})]) for n, i in words]
         results = [shop.step(Response.of(turn)) for turn in (*turns, "done")]
         assert [m["content"] for result in results for m in result.messages] == told
         assert results[-1].done and sum(result.reward for result in results) == reward
