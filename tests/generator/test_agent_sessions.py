@@ -36,6 +36,10 @@ def turn(text: str, *, complete: bool = True, tools: Any = TOOLS, stop: str = ""
     return Turn(parsed, ids, [-0.5] * len(ids), list(text), 7, complete, 3)
 
 
+def tool_call(name: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {{"a": 1}}}}</tool_call>'
+
+
 def user(text: Any) -> Message:
     return {"role": "user", "content": text}
 
@@ -98,15 +102,11 @@ class Agent:
 
 @pytest.fixture
 def agent() -> Agent:
-    return Agent()
-
-
-@pytest.fixture
-def begun(agent: Agent) -> Agent:
     """One that has asked "a" and been told "b"."""
-    agent.ask(user("a"))
-    agent.hear("b")
-    return agent
+    made = Agent()
+    made.ask(user("a"))
+    made.hear("b")
+    return made
 
 
 @pytest.fixture
@@ -115,17 +115,17 @@ def branching() -> Agent:
 
 
 def test_a_history_that_grows_gives_only_what_is_new(agent: Agent) -> None:
-    assert agent.ask(user("a")) == News([user("a")])
-    answer = agent.hear("b")
-    assert agent.ask(user("a"), answer, user("c")) == News([user("c")], after=0)
+    assert agent.news == [News([user("a")])]
+    assert agent.ask(user("a"), said("b"), user("c")) == News([user("c")], after=0)
     agent.hear("d")
     # White space around a message is no edit: the tokens are those that were sampled.
     news = agent.ask(user("a"), said("b"), user("c "), said("\nd"), user("e"), user("f"))
     assert news == News([user("e"), user("f")], after=1)
 
 
-def test_what_stopped_a_turn_may_come_back_behind_it(agent: Agent) -> None:
+def test_what_stopped_a_turn_may_come_back_behind_it() -> None:
     """The reply is without it, but some agents write it again: its tokens have it."""
+    agent = Agent()
     agent.ask(user("a"))
     agent.hear("<code>b\n", stop="</code>")
     back = said("<code>b\n</code>")
@@ -135,9 +135,10 @@ def test_what_stopped_a_turn_may_come_back_behind_it(agent: Agent) -> None:
         agent.ask(user("a"), back, user("c"), said("f</code>"), user("g"))
 
 
-def test_a_tools_answer_comes_with_the_calls_that_it_answers(agent: Agent) -> None:
+def test_a_tools_answer_comes_with_the_calls_that_it_answers() -> None:
+    agent = Agent()
     agent.ask(user("a"), tools=TOOLS)
-    message = agent.hear('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    message = agent.hear(tool_call("add"))
     answer = {"role": "tool", "tool_call_id": "call_0_0", "content": "2"}
     news = agent.ask(user("a"), message, answer, tools=TOOLS)
     function = {"name": "add", "arguments": {"a": 1}}
@@ -145,27 +146,28 @@ def test_a_tools_answer_comes_with_the_calls_that_it_answers(agent: Agent) -> No
     assert news == News([answer], [call], after=0)
 
 
-@pytest.mark.parametrize(
-    ("messages", "says"),
-    [
+def test_an_edited_history_or_a_refused_call_changes_nothing(agent: Agent) -> None:
+    short = "with the model's last answer the session has 2"
+    for messages, says in (
         ([user("x"), said("b"), user("c")], r"messages\[0\] was changed"),
         ([user("a"), said("x"), user("c")], r"messages\[1\] was changed"),
-        ([user("a"), said("b")], "has 2 entries; with the model's last answer the session has 2"),
-        ([user("a")], "has 1 entries; with the model's last answer the session has 2"),
-    ],
-)
-def test_an_edited_history_is_refused_and_changes_nothing(
-    begun: Agent, messages: list[Message], says: str
-) -> None:
-    with pytest.raises(ApiError, match=says) as caught:
-        begun.ask(*messages)
-    assert (caught.value.code, caught.value.status) == ("history_edited", 400)
+        ([user("a"), said("b")], f"has 2 entries; {short}"),
+        ([user("a")], f"has 1 entries; {short}"),
+    ):
+        with pytest.raises(ApiError, match=says) as caught:
+            agent.ask(*messages)
+        assert (caught.value.code, caught.value.status) == ("history_edited", 400)
     with pytest.raises(ApiError, match="tools differ from the first"):
-        begun.ask(user("a"), said("b"), user("c"), tools=TOOLS)
-    assert begun.ask(user("a"), said("b"), user("c")) == News([user("c")], after=0)
+        agent.ask(user("a"), said("b"), user("c"), tools=TOOLS)
+    agent.ask(user("a"), said("b"), user("long"))
+    agent.session.answered(RefusedError("too long", "context_length_exceeded"), 2.0)
+    assert agent.told[-1] == "context_length_exceeded"
+    assert agent.session.refusal == "too long"
+    assert agent.ask(user("a"), said("b"), user("c")) == News([user("c")], after=0)
 
 
-def test_a_repeated_call_gets_the_same_reply(agent: Agent) -> None:
+def test_a_repeated_call_gets_the_same_reply() -> None:
+    agent = Agent()
     first = agent.session.ask(Call([user("a")]))
     assert agent.session.ask(Call([user("a")]), repeated=True) is first  # while the model speaks
     agent.session.answered(turn("b"), 1.0)
@@ -177,19 +179,9 @@ def test_a_repeated_call_gets_the_same_reply(agent: Agent) -> None:
         agent.ask(user("b"))
 
 
-def test_a_refused_call_leaves_the_conversation_as_it_was(begun: Agent) -> None:
-    begun.ask(user("a"), said("b"), user("long"))
-    begun.session.answered(RefusedError("too long", "context_length_exceeded"), 2.0)
-    assert begun.told[-1] == "context_length_exceeded"
-    assert begun.session.refusal == "too long"
-    assert begun.ask(user("a"), said("b"), user("c")) == News([user("c")], after=0)
-
-
 def test_a_reward_ends_it_once(agent: Agent) -> None:
     with pytest.raises(ApiError, match="nothing to reward"):
-        agent.session.rewarded(StepResult(reward=1.0))
-    agent.ask(user("a"))
-    agent.hear("b")
+        Agent().session.rewarded(StepResult(reward=1.0))
     agent.session.rewarded(StepResult(reward=1.0))
     agent.session.rewarded(StepResult(reward=1.0))  # the same, said twice
     with pytest.raises(ApiError, match="has its reward already: 1"):
@@ -201,7 +193,8 @@ def test_a_reward_ends_it_once(agent: Agent) -> None:
         agent.session.rewarded(StepResult(reward=0.0))
 
 
-def test_only_the_silence_of_the_agent_counts(agent: Agent) -> None:
+def test_only_the_silence_of_the_agent_counts() -> None:
+    agent = Agent()
     session = agent.session
     assert session.deadline == TIMEOUT_S
     agent.ask(user("a"))
@@ -402,10 +395,6 @@ def test_messages_are_brought_into_the_form_of_templates() -> None:
     ]
 
 
-def tool_call(name: str) -> str:
-    return f'<tool_call>{{"name": "{name}", "arguments": {{"a": 1}}}}</tool_call>'
-
-
 def test_tool_calls_become_objects_only_if_all_are_well_formed() -> None:
     call = chat(tools=TOOLS)
     answer = Answer.of(turn("first " + tool_call("add") + tool_call("sub")), call, 2)
@@ -424,14 +413,11 @@ def test_tool_calls_become_objects_only_if_all_are_well_formed() -> None:
 
 def test_usage_and_logprobs_are_those_of_the_tokens() -> None:
     call = chat(logprobs=True)
-    whole = Completions("session", "m", 5).whole(call, Answer.of(turn("ab"), call, 0))
-    assert whole["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
+    whole = Completions("session", "m", 5).whole(call, Answer.of(turn("a"), call, 0))
+    assert whole["usage"] == {"prompt_tokens": 7, "completion_tokens": 1, "total_tokens": 8}
     assert whole["system_fingerprint"] == "version-3"
-    content = whole["choices"][0]["logprobs"]["content"]
-    assert [(c["token"], c["logprob"], c["bytes"]) for c in content] == [
-        ("a", -0.5, [97]),
-        ("b", -0.5, [98]),
-    ]
+    (one,) = whole["choices"][0]["logprobs"]["content"]
+    assert (one["token"], one["logprob"], one["bytes"]) == ("a", -0.5, [97])
 
 
 def test_a_sampling_of_its_own_is_overruled(caplog: pytest.LogCaptureFixture) -> None:
@@ -455,11 +441,6 @@ def test_a_sampling_of_its_own_is_overruled(caplog: pytest.LogCaptureFixture) ->
             chat(rules, **{name: value})
 
 
-def test_tools_whose_calls_nothing_reads_are_refused() -> None:
-    with pytest.raises(ApiError, match=r"no parser reads the tool calls.*model\.parser"):
-        chat(CallRules(Sampling(), reads_calls=False), tools=TOOLS)
-
-
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ADD = {"type": "function", "name": "add", "parameters": PARAMETERS}
 SPACE = {"type": "namespace", "name": "agents", "description": "Others.", "tools": [ADD]}
@@ -474,9 +455,8 @@ def test_functions_of_a_namespace_have_its_name_for_the_model_and_theirs_for_the
     call = respond(tools=[ADD, SPACE])
     assert [tool["function"]["name"] for tool in call.tools] == ["add", "agents__add"]
     assert call.tools[1]["function"]["parameters"] == PARAMETERS
-    said = '<tool_call>{"name": "agents__add", "arguments": {"a": 1}}</tool_call>'
-    said += said.replace("agents__", "")
-    answer = Answer.of(turn(said, tools=call.tools), call, 0)
+    both = tool_call("agents__add") + tool_call("add")
+    answer = Answer.of(turn(both, tools=call.tools), call, 0)
     form = Responses("session", "m", 5)
     items = form.whole(call, answer)["output"]
     assert [(item["name"], item.get("namespace")) for item in items] == [
@@ -489,7 +469,9 @@ def test_functions_of_a_namespace_have_its_name_for_the_model_and_theirs_for_the
     assert names == ["agents__add", "add"]
 
 
-def test_tools_of_a_namespace_that_are_none_are_refused() -> None:
+def test_tools_that_are_none_or_that_nothing_reads_are_refused() -> None:
+    with pytest.raises(ApiError, match=r"no parser reads the tool calls.*model\.parser"):
+        chat(CallRules(Sampling(), reads_calls=False), tools=TOOLS)
     for inner in ("add", [1], [{**ADD, "parameters": "x"}]):
         with pytest.raises(ApiError) as caught:
             respond(tools=[{**SPACE, "tools": inner}])

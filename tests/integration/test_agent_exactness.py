@@ -1,6 +1,5 @@
 """An agent's trajectory records the sampled tokens, whatever happens on the way."""
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
@@ -9,12 +8,11 @@ from typing import Any
 import openai
 import pytest
 import torch
-from fakes.agents import KEY, WAIT_S, AgentWorld, ask, client, reward, user
+from fakes.agents import WAIT_S, AgentWorld, ask, client, reward, user
 from fakes.closeness import assert_same_logprobs
-from fakes.engine import ScriptedEngine
 from fakes.fixtures import Closes
 from fakes.interrupted import TEMPERATURE, TURNS, teacher_forced
-from fakes.rollouts import STOP, settings
+from fakes.rollouts import settings
 from fakes.trajectories import sample
 from fakes.versions import load, other_weights
 
@@ -39,7 +37,7 @@ def world(tokenizer: Any, closes: Closes) -> World:
         engine: Engine, temperature: float = TEMPERATURE, branches: int = 1, **options: Any
     ) -> AgentWorld:
         chosen = settings(
-            Chat(tokenizer, options.pop("stops", STOPS)),
+            Chat(tokenizer, STOPS),
             sampling=Sampling(temperature=temperature, max_tokens=200),
             max_context=1024,
             branches=branches,
@@ -191,63 +189,3 @@ def test_an_agent_that_does_not_do_the_same_again_begins_anew(model: Any, world:
     again = play(world, model, [9], "come", "go")
     assert [span.version for span in again.spans] == [2]
     assert (again.response_ids, again.reward) == (whole.response_ids, whole.reward)
-
-
-def counting(tokenizer: Any) -> ScriptedEngine:
-    """Says how many tokens of the user's it sees, whatever else was asked before."""
-    mark = tokenizer.convert_tokens_to_ids("<|user|>")
-    assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
-
-    def script(ids: Any) -> list[int]:
-        seen = list(ids)
-        said = len(seen) - 1 - max(i for i, token in enumerate(seen) if token == assistant)
-        text = tokenizer(str(seen.count(mark)), add_special_tokens=False)["input_ids"]
-        return [*text, STOP][said:]
-
-    return ScriptedEngine(script, slots=8, max_context=1024)
-
-
-def texts(tokenizer: Any, made: Trajectory) -> list[str]:
-    return [
-        tokenizer.decode([*unpack_int32(line.prompt_ids), *unpack_int32(line.response_ids)])
-        .replace("<|user|>", "U").replace("<|assistant|>", "A").replace("<|end|>", ".")
-        for line in made.lines
-    ]  # fmt: skip
-
-
-async def talk(agent: openai.AsyncOpenAI, messages: list[Any], stream: bool = False) -> str:
-    said: Any = await agent.chat.completions.create(model="m", messages=messages, stream=stream)
-    if not stream:
-        return said.choices[0].message.content
-    events = [event async for event in said]
-    assert len({event.id for event in events}) == 1
-    return "".join(event.choices[0].delta.content or "" for event in events)
-
-
-async def sub_agent(agent: openai.AsyncOpenAI, name: str) -> str:
-    messages = [{"role": "system", "content": "sub"}, user(name)]
-    stream = name == "b"
-    answer = {"role": "assistant", "content": await talk(agent, messages, stream)}
-    return await talk(agent, [*messages, answer, user("more")], stream)
-
-
-async def caller(base_url: str) -> list[str]:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY) as agent:
-        messages = [user("plan")]
-        answer = {"role": "assistant", "content": await talk(agent, messages)}
-        found = await asyncio.gather(*(sub_agent(agent, name) for name in "abc"))
-        await talk(agent, [*messages, answer, user(" ".join(found))])
-        return found
-
-
-def test_sub_agents_at_once(world: World, tokenizer: Any) -> None:
-    """A caller starts three sub-agents with a system prompt of their own and waits for all."""
-    endpoint = world(counting(tokenizer), branches=8, stops=(STOP,))
-    work = endpoint.begin("plan")
-    assert len(set(asyncio.run(caller(work["base_url"])))) == 1
-    assert reward(work, 1.0) == 200
-    made = endpoint.trajectory()
-    assert made.turns == 8
-    caller_line, *others = texts(tokenizer, made)
-    assert caller_line == "UplanA1.U3 3 3A2."
-    assert sorted(others) == [f"UsubU{name}A2.UmoreA3." for name in "abc"]

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -186,24 +185,16 @@ def test_an_agent_that_cannot_be_loaded_is_refused_without_running_it(
 # -- runners --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_runner_that_is_told_to_end_leaves_in_order(tmp_path: Path, number: int) -> None:
-    (tmp_path / "mine.py").write_text("def plain(row, endpoint):\n    return 1.0\n")
-    (tmp_path / "run.toml").write_text('[environment]\nkind = "agent"\nagent = "mine:plain"\n')
+def test_a_runner_that_is_told_to_end_leaves_in_order(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text("def plain(row, endpoint):\n    return 1.0\n")
+    (tmp_path / "run.toml").write_text('[environment]\nkind = "agent"\nagent = "theirs:plain"\n')
     words = f"run-agents --config {tmp_path}/run.toml --generator http://127.0.0.1:9".split()
     environ = {**os.environ, "UMBRA_ENVIRONMENT__WORKERS": "0"}
-    before = signal.signal(number, signal.SIG_DFL)  # under nohup it would be ignored
-    try:
-        runner = subprocess.Popen(
-            [sys.executable, "-m", "umbra", *words],
-            cwd=tmp_path.parent, env=environ, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    finally:
-        signal.signal(number, before)
-    with runner:
+    command = [sys.executable, "-m", "umbra", *words]
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as runner:
         assert runner.stderr is not None
         assert any("running [" in line for line in runner.stderr)
-        runner.send_signal(number)
+        runner.terminate()
         assert runner.wait(limit(30.0)) == 0
 
 
@@ -301,30 +292,19 @@ def test_who_gets_sessions(play: LibraryPlay) -> None:
 
 
 @NOBODY_YET
-@pytest.mark.parametrize(
-    ("agent", "key", "says"),
-    [
-        ("theirs:plain", "wrong", "refuses the key: give both sides the same UMBRA_AGENT"),
-        ("theirs:plane", KEY, "did you mean 'plain'"),
-    ],
-)
-def test_a_runner_that_can_do_nothing_ends(
-    play: LibraryPlay, agent: str, key: str, says: str
-) -> None:
-    only = EnvironmentConfig(kind="agent", agent=agent, workers=1)
-    generators = Generators([play().url], key)
-    with pytest.raises(UsageError, match=says):
-        asyncio.run(run_agents([only], generators, asyncio.Event()))
-
-
-@NOBODY_YET
-def test_a_runner_is_without_what_it_cannot_load(play: LibraryPlay) -> None:
+def test_a_runner_is_without_what_it_cannot_load_and_ends_if_that_is_all(play: LibraryPlay) -> None:
     endpoint = play()
     other = NamedEnvironment(name="other", kind="agent", agent="theirs:plane", workers=1)
     runner = BackgroundRunner([other, PLAIN], endpoint.url)
     endpoint.add(task())
     assert endpoint.trajectory().reward == 0.5
     runner.close()
+    for only, key, says in (
+        (other, KEY, "did you mean 'plain'"),
+        (PLAIN, "wrong", "refuses the key: give both sides the same UMBRA_AGENT"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            asyncio.run(run_agents([only], Generators([endpoint.url], key), asyncio.Event()))
 
 
 @NOBODY_YET

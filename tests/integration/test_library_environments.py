@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -190,29 +191,16 @@ class GenericEnvClient:
 ACTION = {"type": "object", "properties": {"number": {"type": "integer"}, "metadata": {}}}
 
 
-class _Schema(BaseHTTPRequestHandler):
-    """The part of a server of OpenEnv that is asked over HTTP."""
-
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/schema" else 404)
-        self.end_headers()
-        self.wfile.write(json.dumps({"action": ACTION}).encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
-
-
 @pytest.fixture
 def game(tmp_path: Path) -> Iterator[str]:
-    """The URL of a server, whose client is in the folder of the test."""
+    """The URL of a server, as far as it is asked over HTTP; its client is in the test's folder."""
     (tmp_path / "openenv.py").write_text(_OPENENV)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Schema)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    (tmp_path / "schema").write_text(json.dumps({"action": ACTION}))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def write_verifiers(folder: Path) -> str:
