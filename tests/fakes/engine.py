@@ -28,7 +28,7 @@ class ScriptedEngine:
     slots: int = 4
     max_context: int = 256
     decoded_tokens: int = 0
-    loads: list[tuple[int, str, bytes]] = field(default_factory=list)
+    loads: list[tuple[int, str]] = field(default_factory=list)
     requests: list[EngineRequest] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
     _live: dict[str, tuple[EngineRequest, list[int], list[int]]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class ScriptedEngine:
         kv_policy: KvPolicy,
         guard: SlotGuard | None = None,
     ) -> None:
-        self.loads.append((version, kv_policy, bytes(data)))
+        self.loads.append((version, kv_policy))
         self.version = version
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[EngineOutput]:

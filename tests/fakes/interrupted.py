@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from fakes.closeness import assert_same_logprobs
-from fakes.mixed_cache import logprobs_of
 from fakes.trajectories import sample
+from fakes.versions import logprobs_of
 
 from umbra.proto.records import Sampling, Trajectory, unpack_float32, unpack_int32
 from umbra.services.environments.pool import InlinePool

@@ -1,10 +1,11 @@
 """Requests, versions and checks for tests of an engine whose weights change under way."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from umbra.proto.records import Manifest, Sampling
 from umbra.services.generator.engines.engine import Engine, EngineOutput, EngineRequest
@@ -86,17 +87,15 @@ def worst(
     reference: Callable[..., list[float]], models: dict[int, Any], outputs: dict[int, EngineOutput]
 ) -> float:
     """The largest difference between a logprob and the same computed once more."""
-    return max(
-        float(
-            (torch.tensor(o.logprobs) - torch.tensor(reference(models, prompt(i), o))).abs().max()
-        )
-        for i, o in outputs.items()
-    )
+    apart = [
+        torch.tensor(output.logprobs) - torch.tensor(reference(models, prompt(index), output))
+        for index, output in outputs.items()
+    ]
+    return float(torch.cat(apart).abs().max())
 
 
 def in_memory(
-    tensors: Mapping[str, torch.Tensor],
-    bucket_bytes: int = 4096,
+    tensors: Mapping[str, torch.Tensor], bucket_bytes: int = 4096
 ) -> tuple[Manifest, memoryview]:
     """A version that is these tensors: its layout and its bytes."""
     layout = [(name, DTYPES[one.dtype], list(one.shape)) for name, one in tensors.items()]
@@ -120,3 +119,51 @@ def load(
     manifest, data = in_memory({name: tensor.detach() for name, tensor in tensors})
     _kept[:] = [data]
     engine.load(manifest, data, version, kv_policy)
+
+
+# -- logprobs once more, by plain Transformers, as an engine with a KV policy must have them -------
+
+
+def logprobs_of(
+    logits: torch.Tensor, tokens: Sequence[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Of `tokens` [T], from `logits` [T, V]."""
+    index = torch.tensor(tokens)[:, None]
+    return torch.log_softmax(logits / temperature, -1).gather(1, index)[:, 0]
+
+
+@torch.inference_mode()
+def logprobs_keeping_cache(
+    models: Mapping[int, Any], prompt: Sequence[int], output: EngineOutput, temperature: float = 1.0
+) -> list[float]:
+    """Of each sampled token, where keys and values of earlier tokens stay what they were.
+
+    A token's keys and values are computed when the next token is sampled, by the weights of then.
+    """
+    tokens, cache = [*prompt, *output.token_ids], DynamicCache()
+    found: list[float] = []
+    for span in output.spans:
+        until = len(prompt) + span.end - 1  # the last token that was fed under these weights
+        logits = models[span.version](
+            input_ids=torch.tensor([tokens[cache.get_seq_length() : until]]),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[0, -(span.end - span.start) :]
+        new = output.token_ids[span.start : span.end]
+        found += logprobs_of(logits, new, temperature).tolist()
+    return found
+
+
+@torch.inference_mode()
+def logprobs_recomputing_cache(
+    models: Mapping[int, Any], prompt: Sequence[int], output: EngineOutput, temperature: float = 1.0
+) -> list[float]:
+    """Of each sampled token, all of the sequence before it read by the token's own weights."""
+    tokens = torch.tensor([[*prompt, *output.token_ids]])
+    found: list[float] = []
+    for span in output.spans:
+        first, last = len(prompt) + span.start, len(prompt) + span.end
+        logits = models[span.version](input_ids=tokens[:, :last]).logits[0, first - 1 : last - 1]
+        new = output.token_ids[span.start : span.end]
+        found += logprobs_of(logits, new, temperature).tolist()
+    return found

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
+import sys
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +24,6 @@ from umbra.services.generator.vllm.check import Differences, change, vllm_differ
 
 RECORD = Path(__file__).parents[2] / "benchmarks/results/vllm_models.json"
 BOUND = 1e-4  # nats; what rounding makes of float32 is 20 times below
-_TIED = {"tie_word_embeddings": True}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -35,9 +34,9 @@ _YARN = {
 }
 # Where vLLM asks for what published models of an architecture have and the table leaves open.
 _AS_PUBLISHED: dict[str, dict[str, Any]] = {
-    "cohere": _TIED,
-    "cohere2": _TIED,
-    "gemma2": _TIED,
+    "cohere": {"tie_word_embeddings": True},
+    "cohere2": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": True},
     "deepseek-v3": {
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
@@ -67,7 +66,8 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
         found = vllm_differences(directory, publish, **_ENGINE_ARGS.get(name, {}))
     except UmbraError as error:
         kind = type(error).__name__.removesuffix("Error").lower()
-        return {"outcome": "refused" if kind == "usage" else kind, "why": _why(error, directory)}
+        why = str(error).partition("\n")[0].replace(str(directory), "PATH")
+        return {"outcome": "refused" if kind == "usage" else kind, "why": why}
     equal = found.worst <= BOUND < found.moved / 100 and not found.stale
     figures = {key: value for key, value in asdict(found).items() if isinstance(value, float)}
     return {"outcome": "equal" if equal else "different", **figures}
@@ -89,19 +89,13 @@ def quantized(
     return found[0], found[1].from_disk
 
 
-def _why(error: UmbraError, directory: Path) -> str:
-    return str(error).partition("\n")[0].replace(str(directory), "PATH")
-
-
 def recorded() -> dict[str, dict[str, Any]]:
     return json.loads(RECORD.read_text(encoding="utf-8"))["models"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ARCHITECTURES))
-    models = recorded() if RECORD.exists() else {}
-    for name in parser.parse_args().names or ARCHITECTURES:
+    models = recorded()
+    for name in sys.argv[1:] or ARCHITECTURES:
         with TemporaryDirectory() as folder:
             models[name] = examine(name, Path(folder))
         print(name, models[name], flush=True)

@@ -1,9 +1,8 @@
 """A generator killed in the middle of its samples: the loss, and how the run goes on."""
 
 import json
+import os
 import string
-from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 from fakes.whole_runs import Up
@@ -26,37 +25,33 @@ class Talk:
         from umbra.services.environments.protocol import StepResult
         time.sleep(0.02)
         self.said += 1
-        if getattr(self, "name", None) is not None:
-            with open("said.jsonl", "a") as file:
-                generator = int(os.environ["UMBRA_PARENT_PID"])
-                file.write(json.dumps([generator, self.name, response]) + chr(10))
+        with open("said.jsonl", "a") as file:
+            generator = os.environ["UMBRA_PARENT_PID"]
+            file.write(json.dumps([generator, self.name, response]) + chr(10))
         if self.said == {TURNS}:
             return StepResult(reward=float(len(response)))
         return StepResult(done=False, messages=[{{"role": "user", "content": "go"}}])
 """
 
 
-def said(project: Path) -> dict[int, dict[str, list[str]]]:
-    """By generator (which started the workers) and sample: what the environment was told."""
-    turns: defaultdict[int, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+def said(project: Path) -> list[dict[str, str]]:
+    """By generator (which started the workers) and sample: what the environment was told.
+
+    A character is a token; a stop token ends each turn.
+    """
+    found: dict[str, dict[str, str]] = {}
     path = project / "said.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    for line in lines:
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         if not line.endswith("\n"):
             break  # it is being written
-        pid, name, text = json.loads(line)
-        turns[pid][name].append(text)
-    return {pid: dict(samples) for pid, samples in turns.items()}
+        generator, name, text = json.loads(line)
+        samples = found.setdefault(generator, {})
+        samples[name] = samples.get(name, "") + text + "\0"
+    return list(found.values())
 
 
-def same(first: Sequence[str], second: Sequence[str]) -> int:
-    pairs = zip(first, second, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-
-
-def spoken(turns: list[str]) -> str:
-    """All that was said, a character a token; a stop token ends each turn."""
-    return "".join(turn + "\0" for turn in turns)
+def turns(told: str) -> int:
+    return told.count("\0")
 
 
 def test_little_is_lost_of_samples_under_way(project: Path, up: Up) -> None:
@@ -82,11 +77,11 @@ def test_little_is_lost_of_samples_under_way(project: Path, up: Up) -> None:
     )
     process.broker()
 
-    def generator() -> dict[str, list[str]]:
+    def generator() -> dict[str, str]:
         """Return the messages to the only generator; the check of the environment says one turn."""
-        return next((s for s in said(project).values() if max(map(len, s.values())) > 1), {})
+        return next((s for s in said(project) if max(map(turns, s.values())) > 1), {})
 
-    process.until(lambda: sum(len(t) >= TURNS // 2 for t in generator().values()) >= 5, "half way")
+    process.until(lambda: sum(turns(t) >= TURNS // 2 for t in generator().values()) >= 5, "half")
     process.kill("generator")
     before = generator()
     summary = process.finish()
@@ -94,13 +89,14 @@ def test_little_is_lost_of_samples_under_way(project: Path, up: Up) -> None:
     assert "generator-0 ended (killed by SIGKILL): restart 1 in 0.5 s" in process.lines
     assert summary["steps"] == 2
     assert summary["ledger"]["trained"] == 2 * 8
-    *_, after = said(project).values()
-    under_way = {name: turns for name, turns in before.items() if len(turns) < TURNS}
-    resumed = {name: same(turns, after[name]) for name, turns in under_way.items() if name in after}
+    *_, after = said(project)
+    resumed = {
+        told: os.path.commonprefix([told, after[name]])  # noqa: RUF071
+        for name, told in before.items()
+        if turns(told) < TURNS and name in after
+    }
     assert len(resumed) >= 4
-    assert max(resumed.values()) >= TURNS // 4
-    for name in resumed:
-        told, again = spoken(before[name]), spoken(after[name])
+    assert max(map(turns, resumed.values())) >= TURNS // 4
+    for told, again in resumed.items():
         # In tokens, not turns: a turn that was saved half is resumed there.
-        lost = told[same(told, again) :]
-        assert len(lost) <= FLUSH_TOKENS, (name, told, again)
+        assert len(told) - len(again) <= FLUSH_TOKENS, (told, again)

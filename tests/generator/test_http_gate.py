@@ -2,7 +2,7 @@
 
 import hmac
 from contextlib import closing
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 from starlette.datastructures import Headers
@@ -24,55 +24,51 @@ def refused(*headers: tuple[str, str], local: bool = True, key: str = "", body: 
 
 
 HERE = ("host", "127.0.0.1:80")
-JSON = ("content-type", "application/json")
+JSON, TEXT = (("content-type", kind) for kind in ("application/json", "text/plain"))
+SHORT = ("content-length", "9")
 
 
 @pytest.mark.parametrize(
-    ("host", "local", "code"),
+    ("host", "code"),
     [
-        ("localhost:8080", True, ""),
-        ("127.0.0.1", True, ""),
-        ("[::1]:8080", True, ""),
-        ("evil.example:8080", True, "wrong_host"),
-        ("localhost.evil.example", True, "wrong_host"),
-        ("127.0.0.1.evil.example", True, "wrong_host"),
-        ("", True, "wrong_host"),
-        ("host.example:8080", False, ""),
+        ("localhost:8080", ""),
+        ("127.0.0.1", ""),
+        ("[::1]:8080", ""),
+        ("evil.example:8080", "wrong_host"),
+        ("localhost.evil.example", "wrong_host"),
+        ("127.0.0.1.evil.example", "wrong_host"),
+        ("", "wrong_host"),
     ],
 )
-def test_a_local_server_is_called_by_a_local_name(host: str, local: bool, code: str) -> None:
-    assert refused(("host", host), local=local) == code
+def test_a_local_server_is_called_by_a_local_name(host: str, code: str) -> None:
+    assert refused(("host", host)) == code
+    assert refused(("host", host), local=False) == ""
 
 
 @pytest.mark.parametrize(
-    ("origin", "code"),
+    ("origins", "code"),
     [
-        ("http://127.0.0.1:80", ""),
-        ("https://127.0.0.1:80", ""),  # behind a proxy that speaks TLS
-        ("http://127.0.0.1:81", "wrong_origin"),
-        ("https://evil.example", "wrong_origin"),
-        ("null", "wrong_origin"),
+        (["http://127.0.0.1:80"], ""),
+        (["https://127.0.0.1:80"], ""),  # behind a proxy that speaks TLS
+        (["http://127.0.0.1:81"], "wrong_origin"),
+        (["https://evil.example"], "wrong_origin"),
+        (["http://127.0.0.1:80", "null"], "wrong_origin"),  # each counts
     ],
 )
 @pytest.mark.parametrize("local", [True, False])
-def test_no_page_from_elsewhere_asks(origin: str, code: str, local: bool) -> None:
-    assert refused(HERE, ("origin", origin), local=local) == code
-
-
-def test_each_origin_counts() -> None:
-    assert refused(HERE, ("origin", "http://127.0.0.1:80"), ("origin", "null")) == "wrong_origin"
+def test_no_page_from_elsewhere_asks(origins: list[str], code: str, local: bool) -> None:
+    assert refused(HERE, *(("origin", one) for one in origins), local=local) == code
 
 
 @pytest.mark.parametrize(
     ("headers", "code"),
     [
         ([], ""),  # without a body
-        ([("content-type", "Application/JSON; charset=utf-8"), ("content-length", "9")], ""),
-        ([("content-length", "9")], "wrong_type"),
+        ([("content-type", "Application/JSON; charset=utf-8"), SHORT], ""),
+        ([SHORT], "wrong_type"),
         ([("transfer-encoding", "chunked")], "wrong_type"),
-        ([("content-type", "text/plain"), ("content-length", "9")], "wrong_type"),
-        ([("content-type", "application/x-www-form-urlencoded")], "wrong_type"),
-        ([JSON, ("content-type", "text/plain"), ("content-length", "9")], "wrong_type"),
+        ([TEXT, SHORT], "wrong_type"),
+        ([JSON, TEXT, SHORT], "wrong_type"),
         ([JSON, ("content-length", "100")], ""),
         ([JSON, ("content-length", "101")], "too_large"),
     ],
@@ -91,17 +87,8 @@ def test_a_body_is_json_and_not_too_long(headers: list[tuple[str, str]], code: s
         (None, "invalid_api_key"),
     ],
 )
-def test_the_key_is_compared_in_constant_time(
-    given: str | None, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compared = list[tuple[Any, Any]]()
-    compare = hmac.compare_digest
-
-    def spy(one: Any, other: Any) -> bool:
-        compared.append((one, other))
-        return compare(one, other)
-
-    monkeypatch.setattr(hmac, "compare_digest", spy)
+def test_the_key_is_compared_in_constant_time(given: str | None, code: str) -> None:
     headers = [HERE] if given is None else [HERE, ("authorization", given)]
-    assert refused(*headers, key="secret") == code
-    assert [other for _, other in compared] == [b"secret"]
+    with patch.object(hmac, "compare_digest", wraps=hmac.compare_digest) as compare:
+        assert refused(*headers, key="secret") == code
+    assert [call.args[1] for call in compare.call_args_list] == [b"secret"]

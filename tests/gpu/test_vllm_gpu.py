@@ -7,8 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.mixed_cache import logprobs_keeping_cache, logprobs_recomputing_cache
-from fakes.versions import decode, finish, in_memory, load, prompt, request, versions_of, weights
+from fakes.versions import (
+    decode,
+    finish,
+    in_memory,
+    load,
+    logprobs_keeping_cache,
+    logprobs_recomputing_cache,
+    prompt,
+    request,
+    versions_of,
+    weights,
+)
 from fakes.vllm_serve import opened, vllm_config
 
 from umbra.services.generator.engines.engine import Engine, EngineOutput

@@ -95,7 +95,7 @@ def test_buffer_and_hub_do_not_wait_for_the_model(
 
 @pytest.mark.timeout(400)
 def test_a_run_on_vllm(project: Path, up: Up) -> None:
-    """A core that dies is in `test_vllm_engine.py`."""
+    """A core that dies is in `test_engines.py`."""
     needs("vllm")
     (project / "model").unlink()
     make_model(project / "model", hidden=64, heads=2, kv_heads=1, layers=1, ff=32)

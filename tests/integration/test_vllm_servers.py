@@ -1,7 +1,6 @@
 """Real `vllm serve`: killed at each step of a load, and on another host than the trainer.
 
-What an engine must do is in `test_vllm_engine.py`, which runs over a server too; what a server may
-do at any moment is in `tests/generator/test_http_engine.py`.
+What a server may do at any moment is in `tests/generator/test_http_engine.py`.
 """
 
 import json
@@ -9,7 +8,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,23 @@ import pytest
 import torch
 from fakes.commands import UMBRA, call, needs
 from fakes.machines import needs_hosts, on_hosts
-from fakes.mixed_cache import logprobs_keeping_cache
 from fakes.slowness import limit, until
-from fakes.versions import decode, finish, go_on, load, other_weights, request, versions_of, weights
+from fakes.versions import (
+    decode,
+    finish,
+    go_on,
+    load,
+    logprobs_keeping_cache,
+    logprobs_recomputing_cache,
+    other_weights,
+    request,
+    versions_of,
+    weights,
+)
 from fakes.vllm_models import write_model
-from fakes.vllm_serve import VllmServe, serving
+from fakes.vllm_serve import VllmServe, opened, serving, vllm_config
 
-from umbra.services.config.loader import load_config
 from umbra.services.generator.engines.engine import Engine, EngineOutput
-from umbra.services.generator.engines.opening import open_engine
 from umbra.services.generator.vllm.http_engine import HttpEngine
 from umbra.services.generator.vllm.server import VllmServer
 from umbra.services.modeling.models import load_model
@@ -36,21 +43,17 @@ from umbra.services.trainer.make_model import make_model
 needs("vllm")
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
 
-LOADING = (
-    *("init_weight_transfer_engine", "pause", "start_weight_update", "update_weights"),
-    *("finish_weight_update", "weight_info", "resume"),
-)
+UPDATE = ("start_weight_update", "update_weights", "finish_weight_update")
+LOADING = ("pause", *UPDATE, "weight_info", "resume")
+POLICIES: list[Any] = ["keep", "recompute"]  # of loads, in turn
 REQUESTS, TOKENS, SLOTS = 16, 100, 32
 TOLERANCE = 1e-3
 STEPS = 10
 
 
-def opened(model: Path, urls: list[str]) -> Engine:
-    settings = [
-        f"model.path={model}", "generator.engine=vllm-http", f"generator.urls={json.dumps(urls)}",
-        f"generator.slots={SLOTS}", "generator.max_context=192",
-    ]  # fmt: skip
-    return open_engine(load_config(overrides=settings, environ={}), "generator-0").engine
+def over(model: Path, urls: list[str]) -> AbstractContextManager[Engine]:
+    own = {"urls": json.dumps(urls), "slots": SLOTS, "max_context": 192}
+    return opened(vllm_config(model, engine="vllm-http", **own))
 
 
 def models_of(directory: Path) -> dict[int, Any]:
@@ -94,12 +97,13 @@ def answer(
     engine: Engine, models: dict[int, Any], version: int, outputs: list[EngineOutput]
 ) -> None:
     """Finish all requests, going on with what broke off, and compute each logprob once more."""
+    reference = (logprobs_keeping_cache, logprobs_recomputing_cache)[version % 2]
     answers = go_on(engine, REQUESTS, TOKENS, outputs)
     for name, parts in answers.items():
         ids = list(request(int(name[1:])).prompt_ids)
         for part in parts:
             if part.token_ids:
-                again = logprobs_keeping_cache(models, ids, part)
+                again = reference(models, ids, part)
                 assert part.logprobs == pytest.approx(again, abs=TOLERANCE), part.spans
                 assert set(versions_of(part)) <= {version - 1, version}
             ids += part.token_ids
@@ -111,13 +115,10 @@ def answer(
 def die_after(step: str, directory: Path, urls: list[str]) -> None:
     """Be a generator that is killed in a load."""
     models, die = models_of(directory), partial(os.kill, os.getpid(), signal.SIGKILL)
-    with ExitStack() as stack:
-        if step == LOADING[0]:
-            stack.enter_context(after(step, "", die))
-        engine = opened(directory, urls)
+    with over(directory, urls) as engine:
         begin(engine, models, 0)
-        stack.enter_context(after(step, "", die))
-        load(engine, weights(models, 1), 1)
+        with after(step, "", die):
+            load(engine, weights(models, 1), 1)
 
 
 def test_kills_at_each_step(tmp_path: Path) -> None:
@@ -133,19 +134,16 @@ def test_kills_at_each_step(tmp_path: Path) -> None:
             child.start()
             child.join(limit(120.0))
             assert child.exitcode == -signal.SIGKILL, step
-            with closing(opened(directory, urls)) as engine:
+            with over(directory, urls) as engine:
                 done = begin(engine, models, 1)
-                load(engine, weights(models, 2), 2)
+                load(engine, weights(models, 2), 2, POLICIES[0])
                 answer(engine, models, 2, done)
-        with closing(opened(directory, urls)) as engine:
+        with over(directory, urls) as engine:
             for version, step in enumerate(LOADING, 1):
                 done = begin(engine, models, version - 1)
                 victim = servers[version % 2]
                 with after(step, victim.url, victim.kill):
-                    if step == LOADING[0]:
-                        victim.kill()
-                        victim.start()
-                    load(engine, weights(models, version), version)
+                    load(engine, weights(models, version), version, POLICIES[version % 2])
                 answer(engine, models, version, done)
                 victim.start()
 

@@ -30,29 +30,25 @@ def prepare(file: Path) -> None:
     hanging: list[str] = []  # one way at most
     lock = threading.Lock()
 
-    def hangs(now: bool, *kinds: str) -> str:
+    def hangs(engine: TorchEngine, *kinds: str) -> str:
         with lock:
-            lines = file.read_text().splitlines() if now and not hanging else []
+            late = engine.decoded_tokens > TOKENS and not hanging
+            lines = file.read_text().splitlines() if late else []
             if lines and lines[0] in kinds:
                 hanging.append(lines[0])
                 file.write_text("\n".join(lines[1:]))
             return next((kind for kind in hanging if kind in kinds), "")
 
-    def late(engine: TorchEngine) -> bool:
-        return engine.decoded_tokens > TOKENS
-
     def polling(self: TorchEngine, timeout_s: float = 0.0) -> Any:
-        match hangs(late(self), "blocks", "holds") if self.busy else "":
-            case "blocks":
-                threading.Event().wait()
-            case "holds":
-                ctypes.PyDLL(None).pause()
-            case _:
-                pass
+        kind = hangs(self, "blocks", "holds") if self.busy else ""
+        if kind == "blocks":
+            threading.Event().wait()
+        elif kind == "holds":
+            ctypes.PyDLL(None).pause()
         return poll(self, timeout_s)
 
     def loading(self: TorchEngine, *given: Any) -> Any:
-        if hangs(late(self), "loads"):
+        if hangs(self, "loads"):
             threading.Event().wait()
         return load(self, *given)
 

@@ -1,22 +1,25 @@
 """The Tinker API by the client of its SDK, beside a loop that is written against Transformers."""
 
+import asyncio
 import gc
 import json
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from click.testing import CliRunner
 from fakes.slowness import until
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,7 +27,17 @@ from torch import Tensor
 tinker = pytest.importorskip("tinker", reason="the SDK of the Tinker API is not installed")
 from tinker import types  # noqa: E402
 
+from umbra.proto.errors import UsageError  # noqa: E402
+from umbra.proto.records import Sampling  # noqa: E402
+from umbra.services.config import RunConfig  # noqa: E402
+from umbra.services.process.pipe import AsyncPipe  # noqa: E402
+from umbra.services.tinker import sampler_process as process  # noqa: E402
+from umbra.services.tinker.command import command  # noqa: E402
+from umbra.services.tinker.journal import FutureAnswer, FuturesJournal  # noqa: E402
+from umbra.services.tinker.sampler import _LiveJob  # noqa: E402
+from umbra.services.tinker.sampler_process import SampleJob, SampleReport, SamplerStart  # noqa: E402
 from umbra.services.tinker.training import UNNAMED  # noqa: E402
+from umbra.services.tinker.wire import Weights, write_samples  # noqa: E402
 
 # The SDK leaves event loops and their sockets to the end of the process.
 pytestmark = [
@@ -104,13 +117,8 @@ class Server:
         return self.client().create_lora_training_client(NAME, rank=rank, seed=seed).result()
 
     def post(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        url, head = f"{self.url}/api/v1/{route}", {"Content-Type": "application/json"}
-        request = urllib.request.Request(url, json.dumps(body).encode(), head)
-        try:
-            with urllib.request.urlopen(request) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
+        answer = httpx.post(f"{self.url}/api/v1/{route}", json=body, timeout=60.0)
+        return answer.status_code, answer.json()
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +148,20 @@ def datum(row: dict[str, list[Any]]) -> Any:
     return types.Datum(model_input=types.ModelInput.from_ints(row["ids"]), loss_fn_inputs=inputs)
 
 
+def data(step: int, loss: str) -> list[Any]:
+    return [datum(row) for row in data_of(step, loss)]
+
+
+def scored(client: Any, ids: list[int]) -> list[float]:
+    """Logprobs of `ids` but for the first, by what `client` trains."""
+    row = {"ids": ids[:-1], "target_tokens": ids[1:], "weights": [1.0] * len(ids[1:])}
+    found = client.forward([datum(row)], "cross_entropy").result()
+    return found.loss_fn_outputs[0]["logprobs"].tolist()
+
+
 PROMPT = types.ModelInput.from_ints([10, 20, 30])
 TWELVE = types.SamplingParams(max_tokens=12, stop=[])
-ROWS = [datum(row) for row in data_of(0, "cross_entropy")]
+ROWS = data(0, "cross_entropy")
 ADAM_PARAMS = types.AdamParams(learning_rate=1e-2)
 SETTINGS: dict[str, dict[str, float]] = {
     "cross_entropy": {},
@@ -171,8 +190,8 @@ def plain_loss(loss: str, p: Tensor, row: dict[str, list[Any]]) -> Tensor:
             return -(p * a - 0.5 * 0.05 * (p - q) ** 2).sum()
 
 
-def plain(model: Any) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Train `model` by hand; return logprobs of each step and the weights at the end."""
+def plain(model: Any) -> list[list[Tensor]]:
+    """Train `model` by hand; return logprobs of each step."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1.0, eps=1e-8, weight_decay=0.0)
     curve: list[list[Tensor]] = []
@@ -189,13 +208,13 @@ def plain(model: Any) -> tuple[list[list[Tensor]], list[Tensor]]:
         torch.nn.utils.clip_grad_norm_(parameters, 5.0)
         optimizer.step()
         optimizer.zero_grad()
-    return curve, parameters
+    return curve
 
 
 def train(client: Any, step: int) -> list[Any]:
     """One step by the SDK: two passes, whose gradients add up, and an optimizer step."""
     loss = LOSSES[step % len(LOSSES)]
-    rows = [datum(row) for row in data_of(step, loss)]
+    rows = data(step, loss)
     passes = [client.forward_backward(part, loss, SETTINGS[loss]) for part in (rows[:2], rows[2:])]
     adam = types.AdamParams(eps=1e-8, grad_clip_norm=5.0, **ADAM[step])
     done = client.optim_step(adam)
@@ -210,9 +229,9 @@ def check_samples(client: Any, response: Any) -> None:
     for sequence in response.sequences:
         assert sequence.stop_reason == "length" and len(sequence.tokens) == 12
         whole = types.ModelInput.from_ints([10, 20, 30, *sequence.tokens])
-        scored = client.compute_logprobs(whole).result()
-        assert scored[0] is None
-        assert scored[3:] == pytest.approx(sequence.logprobs, abs=1e-4)
+        prompted = client.compute_logprobs(whole).result()
+        assert prompted[0] is None
+        assert prompted[3:] == pytest.approx(sequence.logprobs, abs=1e-4)
 
 
 def downloaded(server: Server, client: Any, name: str, into: Path) -> Path:
@@ -226,84 +245,43 @@ def downloaded(server: Server, client: Any, name: str, into: Path) -> Path:
 
 
 @pytest.mark.parametrize("rank", [4, 0], ids=["adapter", "all weights"])
-def test_ten_steps_are_those_of_a_loop_on_transformers(
+def test_ten_steps_beside_another_client_are_those_of_a_loop_on_transformers(
     server: Server, tiny_model_dir: Path, tmp_path: Path, rank: int
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    client = server.model(3, rank)
+    client, other = server.model(3, rank), server.model(5, rank)
     base = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     model: Any = base
     if rank:
         first = downloaded(server, client, "first", tmp_path / "first")
         model = PeftModel.from_pretrained(base, first, is_trainable=True)
-    ours = [train(client, step) for step in range(STEPS)]
-    curve, _ = plain(model)
-    for own, wanted in zip(ours, curve, strict=True):
-        for got, expected in zip(own, wanted, strict=True):
-            torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
-    last = downloaded(server, client, "last", tmp_path / "last")
-    if rank:
-        found = load_file(last / "adapter_model.safetensors")
-        wanted_weights = {k.replace(".default", ""): p for k, p in model.named_parameters()}
-    else:
-        found = load_file(last / "model.safetensors")
-        wanted_weights = dict(model.named_parameters())
-    assert found
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor, wanted_weights[name].detach(), atol=2e-5, rtol=1e-4)
-
-
-def test_two_clients_get_what_each_gets_alone(server: Server) -> None:
-    alone = server.model(5)
-    wanted = [train(alone, step) for step in (0, 1, 2)]
-    one, other = server.model(5), server.model(5)
-    found: list[list[Any]] = []
-    for step in (0, 1, 2):
-        noise = other.forward_backward([datum(r) for r in data_of(7, "ppo")], "ppo")
-        found.append(train(one, step))
+    ours: list[list[Any]] = []
+    for step in range(STEPS):
+        noise = other.forward_backward(data(7, "ppo"), "ppo")
+        ours.append(train(client, step))
         noise.result()
         other.optim_step(types.AdamParams(learning_rate=0.1)).result()
-    for own, expected in zip(found, wanted, strict=True):
-        for got, same in zip(own, expected, strict=True):
-            assert torch.equal(got, same)
+    torch.testing.assert_close(ours, plain(model), atol=1e-4, rtol=0)
+    last = downloaded(server, client, "last", tmp_path / "last")
+    found = load_file(last / ("adapter_model.safetensors" if rank else "model.safetensors"))
+    named = {name.replace(".default", ""): p.detach() for name, p in model.named_parameters()}
+    wanted = {name: named[name] for name in found}
+    assert found
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
 
 
-def test_samples_are_of_the_version_that_was_pinned(server: Server) -> None:
-    service = server.client()
-    client = service.create_lora_training_client(NAME, rank=4, seed=1).result()
-    samplers = [client.save_weights_and_get_sampling_client().result()]
-    for _ in range(2):
-        train(client, 0)
-        samplers.append(client.save_weights_and_get_sampling_client().result())
-    state = client.save_state("here").result().path
-    twin = service.create_training_client_from_state_with_optimizer(state).result()
-    # All are asked for at once, the oldest last.
-    futures = [(one, one.sample(PROMPT, 3, TWELVE)) for one in reversed(samplers)]
-    seen: list[list[float]] = []
-    for sampler, future in futures:
-        check_samples(sampler, future.result())
-        seen.append(sampler.compute_logprobs(PROMPT).result()[1:])
-    assert seen[0] != pytest.approx(seen[1], abs=1e-3) != pytest.approx(seen[2], abs=1e-3)
-    # The newest is what the trainer has, and so is a model that begins with its checkpoint.
-    row = {"ids": [10, 20], "target_tokens": [20, 30], "weights": [1.0, 1.0]}
-    for trained in (client, twin):
-        forward = trained.forward([datum(row)], "cross_entropy").result()
-        assert forward.loss_fn_outputs[0]["logprobs"].tolist() == pytest.approx(seen[0], abs=1e-4)
-    for got, same in zip(train(client, 3), train(twin, 3), strict=True):
-        assert torch.equal(got, same)
-    text = service.create_sampling_client(base_model=NAME).result()
-    ended = text.sample(PROMPT, 8, types.SamplingParams(max_tokens=64, stop=["e", "a"])).result()
-    assert {one.stop_reason for one in ended.sequences} <= {"stop", "length"}
-
-
-@pytest.mark.parametrize("rank", [4, 0], ids=["adapter", "all weights"])
-def test_vllm_samples_of_the_version_that_was_pinned(
-    vllm_model_dir: Path, tmp_path: Path, rank: int
+@pytest.mark.parametrize(("engine", "rank"), [("torch", 4), ("vllm", 4), ("vllm", 0)])
+def test_samples_are_of_the_version_that_was_pinned(
+    server: Server, vllm_model_dir: Path, tmp_path: Path, engine: str, rank: int
 ) -> None:
-    pytest.importorskip("vllm", reason='vLLM is not installed (pip install "umbra-rl[vllm]")')
-    with closing(Server(vllm_model_dir, tmp_path / "vllm", engine="vllm")) as own:
+    """Logprobs equal the pinned version's by its trainer, and stops end a sample."""
+    own_server: Any = nullcontext(server)
+    if engine == "vllm":
+        pytest.importorskip("vllm", reason='vLLM is not installed (pip install "umbra-rl[vllm]")')
+        own_server = closing(Server(vllm_model_dir, tmp_path / "vllm", engine))
+    with own_server as own:
         service = own.client()
         first, trained = (
             service.create_lora_training_client(NAME, rank=rank, seed=1).result() for _ in "ab"
@@ -314,43 +292,38 @@ def test_vllm_samples_of_the_version_that_was_pinned(
         samplers.append(trained.save_weights_and_get_sampling_client().result())
         text = json.loads((vllm_model_dir / "tokenizer.json").read_text())
         known = text["model"]["vocab"].items()
-        stops: list[Any] = [[70, 74], ["a", "e"]]
-        ends = [{70, 74}, {token for word, token in known if "a" in word or "e" in word}]
-        futures = [
-            one.sample(PROMPT, 6, types.SamplingParams(max_tokens=40, stop=stop))
-            for one, stop in zip(samplers, stops, strict=True)
+        letters = {token for word, token in known if "a" in word or "e" in word}
+        # All are asked for at once, the oldest last.
+        cases: list[Any] = [
+            (samplers[1], (trained, first), ["a", "e"], letters),
+            (samplers[0], (first, trained), [70, 74], {70, 74}),
         ]
-        pairs = (first, trained), (trained, first)
-        for (client, other), future, stop in zip(pairs, futures, ends, strict=True):
-            found: dict[str, list[float]] = {"own": [], "same": [], "different": []}
+        futures = [
+            sampler.sample(PROMPT, 6, types.SamplingParams(max_tokens=40, stop=stop))
+            for sampler, _, stop, _ in cases
+        ]
+        for future, (_, clients, _, ends) in zip(futures, cases, strict=True):
+            sampled, found = list[float](), ([], [])
             for sequence in future.result().sequences:
                 ids = [10, 20, 30, *sequence.tokens]
-                row = {"ids": ids[:-1], "target_tokens": ids[1:], "weights": [1.0] * len(ids[1:])}
-                for name, one in (("same", client), ("different", other)):
-                    scored = one.forward([datum(row)], "cross_entropy").result()
-                    found[name] += scored.loss_fn_outputs[0]["logprobs"].tolist()[2:]
-                found["own"] += sequence.logprobs
-                is_stop = [token in stop for token in sequence.tokens]
+                for client, logprobs in zip(clients, found, strict=True):
+                    logprobs.extend(scored(client, ids)[2:])
+                sampled += sequence.logprobs
+                is_stop = [token in ends for token in sequence.tokens]
                 assert not any(is_stop[:-1])
                 assert sequence.stop_reason == ("stop" if is_stop[-1] else "length")
-            assert found["same"] == pytest.approx(found["own"], abs=1e-4)
-            assert found["different"] != pytest.approx(found["own"], abs=1e-3)
-        with pytest.raises(Exception, match="no logprobs of prompts"):
-            samplers[0].compute_logprobs(PROMPT).result()
-
-
-def test_a_custom_loss_is_its_own_gradient(server: Server) -> None:
-    clients = [server.model(2) for _ in "ab"]
-    rows = [datum(row) for row in data_of(1, "cross_entropy")]
-
-    def loss(data: list[Any], logprobs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        weights = [one.loss_fn_inputs["weights"].to_torch() for one in data]
-        return -sum((p * w).sum() for p, w in zip(logprobs, weights, strict=True)), {}  # type: ignore[return-value]
-
-    clients[0].forward_backward_custom(rows, loss).result()
-    clients[1].forward_backward(rows, "cross_entropy").result()
-    steps = [client.optim_step(types.AdamParams()).result().metrics for client in clients]
-    assert steps[0]["grad_norm:mean"] == pytest.approx(steps[1]["grad_norm:mean"], rel=1e-5)
+            assert found[0] == pytest.approx(sampled, abs=1e-4)
+            assert found[1] != pytest.approx(sampled, abs=1e-3)
+        if engine == "vllm":
+            with pytest.raises(Exception, match="no logprobs of prompts"):
+                samplers[0].compute_logprobs(PROMPT).result()
+            return
+        # A model that begins with its checkpoint goes on as the trained one.
+        state = trained.save_state("here").result().path
+        twin = service.create_training_client_from_state_with_optimizer(state).result()
+        prompted = samplers[1].compute_logprobs(PROMPT).result()
+        assert scored(twin, [10, 20, 30]) == pytest.approx(prompted[1:], abs=1e-4)
+        torch.testing.assert_close(train(trained, 3), train(twin, 3), atol=0, rtol=0)
 
 
 SPARED = ("pass", "third pass", "second step", "end")  # the same calls are killed once
@@ -462,7 +435,7 @@ def test_files_are_those_that_something_needs(server: Server) -> None:
 
 def test_a_repeated_request_is_applied_once(server: Server) -> None:
     client = server.model()
-    client.forward_backward([datum(r) for r in data_of(0, "ppo")], "ppo").result()
+    client.forward_backward(data(0, "ppo"), "ppo").result()
     body = {"model_id": client.model_id, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
     told = [server.post("optim_step", body) for _ in range(3)]
     assert told[0][0] == 200 and told[0] == told[1] == told[2]
@@ -485,43 +458,132 @@ def test_a_repeated_request_is_applied_once(server: Server) -> None:
 def test_what_differs_is_refused(server: Server) -> None:
     service = server.client()
     client = service.create_lora_training_client(NAME, rank=4).result()
-    rows = [datum(row) for row in data_of(0, "ppo")]
+    rows = data(0, "ppo")
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    seeded, plain = types.SamplingParams(seed=1), types.SamplingParams()
+    new_model = service.create_lora_training_client
     refusals: list[tuple[Callable[[], Any], str]] = [
-        (lambda: service.create_lora_training_client("other/model").result(), "not served here"),
-        (lambda: service.create_sampling_client(base_model="other/model").result(), "not served"),
-        (
-            lambda: service.create_lora_training_client(NAME, 4, train_mlp=False).result(),
-            "on all layers here",
-        ),
-        (lambda: client.forward_backward(rows, "gspo").result(), "not supported"),
-        (lambda: client.forward_backward(rows, "dro").result(), "beta"),
-        (lambda: client.forward_backward(rows, "ppo", {"clip": 1.0}).result(), "no setting"),
-        (lambda: client.forward_backward(rows, "cross_entropy").result(), "weights"),
-        (lambda: client.optim_step(types.AdamParams()).result(), "a pass since the last"),
-        (lambda: client.save_state("a/b").result(), "checkpoint name"),
-        (lambda: client.create_sampling_client("tinker://x/weights/y").result(), "no checkpoint"),
+        (lambda: new_model("other/model"), "not served here"),
+        (lambda: new_model(NAME, 4, train_mlp=False), "on all layers here"),
+        (lambda: service.create_sampling_client(base_model="other/model"), "not served"),
+        (lambda: client.forward_backward(rows, "gspo"), "not supported"),
+        (lambda: client.forward_backward(rows, "dro"), "beta"),
+        (lambda: client.forward_backward(rows, "ppo", {"clip": 1.0}), "no setting"),
+        (lambda: client.forward_backward(rows, "cross_entropy"), "weights"),
+        (lambda: client.optim_step(types.AdamParams()), "a pass since the last"),
+        (lambda: client.save_state("a/b"), "checkpoint name"),
+        (lambda: client.create_sampling_client("tinker://x/weights/y"), "no checkpoint"),
+        (lambda: sampler.sample(PROMPT, 1, seeded), "seed is not supported"),
+        (lambda: sampler.sample(PROMPT, 1, plain, topk_prompt_logprobs=2), "topk_prompt_logprobs"),
     ]
     for call, why in refusals:
         with pytest.raises(Exception, match=why):
-            call()
-    sampler = service.create_sampling_client(base_model=NAME).result()
-    prompt = types.ModelInput.from_ints([10])
-    with pytest.raises(Exception, match="seed is not supported"):
-        sampler.sample(prompt, 1, types.SamplingParams(seed=1)).result()
-    with pytest.raises(Exception, match="topk_prompt_logprobs"):
-        sampler.sample(prompt, 1, types.SamplingParams(), topk_prompt_logprobs=2).result()
+            call().result()
     assert "pip install" in server.post("client/config", {"sdk_version": "0.19.0"})[1]["detail"]
     assert server.post("copy_weights", {})[0] == 404
     new = {"model_id": client.model_id, "seq_id": 99, "adam_params": {}, "from_tomorrow": 1}
     assert server.post("optim_step", new)[0] == 200  # its future fails, once it is its turn
 
 
-def test_an_address_of_others_needs_a_key(tiny_model_dir: Path, tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "umbra", "tinker", str(tiny_model_dir), "--bind", "0.0.0.0:0"]
-    done = subprocess.run(
-        [*program, "--dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={key: value for key, value in os.environ.items() if key != "UMBRA_TINKER_KEY"},
-    )
-    assert done.returncode == 2 and "UMBRA_TINKER_KEY" in done.stderr
+def test_an_address_of_others_needs_a_key(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UMBRA_TINKER_KEY", raising=False)
+    words = [str(tiny_model_dir), "--bind", "0.0.0.0:0", "--dir", str(tmp_path)]
+    done = CliRunner().invoke(command, words)
+    assert isinstance(done.exception, UsageError) and "UMBRA_TINKER_KEY" in str(done.exception)
+
+
+# -- requests that a sampler gets, and the journal that keeps requests -----------------------------
+
+ANSWER = FutureAnswer(b"{}")
+
+
+def job(name: str, count: int = 1) -> SampleJob:
+    return SampleJob(name, Weights(4, "v1"), [1], count, Sampling(), 8, None)
+
+
+class Asked:
+    """A process of which only the pipe is there."""
+
+    def __init__(self) -> None:
+        self.answers: asyncio.Queue[tuple[str, FutureAnswer]] = asyncio.Queue()
+        loop: Any = None
+        self.process = process.SamplerProcess(
+            RunConfig(), 1, loop, lambda *answer: self.answers.put_nowait(answer)
+        )
+        self._pipes: list[AsyncPipe[Any]] = []
+
+    async def sampler(self, *wanted: str) -> AsyncPipe[Any]:
+        """Let the next sampler join, which gets these requests; its end of the pipe."""
+        ours, theirs = socket.socketpair()
+        pipe: AsyncPipe[Any] = AsyncPipe(theirs, SamplerStart | SampleJob)
+        self._pipes.append(pipe)
+        self.process._join(ours, SamplerStart(b"", 0))
+        assert isinstance(await pipe.receive(), SamplerStart)
+        assert [await pipe.receive() for _ in wanted] == [job(name) for name in wanted]
+        return pipe
+
+    async def end(self) -> None:
+        """End all samplers; nothing more may have been answered."""
+        for pipe in self._pipes:
+            pipe.close()
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        assert self.answers.empty()
+
+
+def test_the_next_sampler_gets_the_requests_without_an_answer() -> None:
+    async def play() -> None:
+        asked = Asked()
+        for name in "ab":
+            asked.process.submit(job(name))
+        first = await asked.sampler("a", "b")
+        first.send(SampleReport("b", ANSWER))
+        assert await asked.answers.get() == ("b", ANSWER)
+        asked.process.submit(job("c"))
+        second = await asked.sampler("a", "c")
+        for pipe in (second, first):  # which is late
+            pipe.send(SampleReport("a", ANSWER))
+        second.send(SampleReport("c", ANSWER))
+        assert {(await asked.answers.get())[0] for _ in "ac"} == {"a", "c"}
+        await asked.end()
+
+    asyncio.run(play())
+
+
+def test_a_request_with_which_samplers_end_fails() -> None:
+    async def play() -> None:
+        asked = Asked()
+        asked.process.submit(job("bad"))
+        for _ in range(process.TRIES):
+            (await asked.sampler("bad")).close()
+        await asked.sampler()
+        name, answer = asked.answers.get_nowait()
+        assert name == "bad" and answer.failed and b"3 samplers ended" in answer.body
+        await asked.end()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "wanted"),
+    [("auto", 0, "auto"), ("cuda", 1, "cuda"), ("cpu", 4, "cpu"), ("auto", 3, "cuda:1")],
+)
+def test_the_sampler_leaves_the_trainer_its_gpu(asked: str, gpus: int, wanted: str) -> None:
+    assert process.device_beside(asked, gpus) == wanted
+
+
+def test_samples_are_told_in_the_order_of_their_start() -> None:
+    """That of their ends would put short ones first."""
+    first, second = ([1, 2], [-0.5, -0.5], False), ([3], [-0.25], True)
+    live = _LiveJob(job("a", count=2), samples={"a/1": second, "a/0": first})
+    assert live.answer().body == write_samples([first, second])
+
+
+def test_a_journal_of_another_schema_is_refused(tmp_path: Path) -> None:
+    for _ in range(2):  # the second finds the first one's schema
+        FuturesJournal(tmp_path / "journal").close()
+    with closing(sqlite3.connect(tmp_path / "journal")) as file:
+        file.execute("PRAGMA user_version = 1")
+    with pytest.raises(UsageError, match="has schema 1, not 3: name another --dir"):
+        FuturesJournal(tmp_path / "journal")
