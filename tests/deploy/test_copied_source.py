@@ -7,8 +7,7 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -26,23 +25,17 @@ DIGITS = re.compile(r"\d+", re.IGNORECASE)
 HANDLE = object()
 
 
-def loaded(source: CopiedSource, folder: Path) -> ModuleType:
-    """The copied module, imported from a file as another process would."""
+def copied(function: Any, folder: Path) -> Any:
+    """`function` after it was copied, imported from a file as another process would."""
+    source = CopiedSource()
+    assert source.target(function, "reward") == f"{MODULE}:{function.__name__}"
     path = folder / f"{MODULE}.py"
     path.write_text(source.text)
     spec = importlib.util.spec_from_file_location(MODULE, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
-
-
-def copied(function: Any, folder: Path) -> Any:
-    """`function` after it was copied."""
-    source = CopiedSource()
-    target = source.target(function, "reward")
-    assert target == f"{MODULE}:{function.__name__}"
-    return getattr(loaded(source, folder), function.__name__)
+    return getattr(module, function.__name__)
 
 
 def test_what_lies_in_a_module_is_named_and_not_copied() -> None:
@@ -95,31 +88,23 @@ def test_a_class_is_copied_with_its_base_and_what_its_methods_use(tmp_path: Path
 
 
 def test_what_cannot_be_copied_is_refused_with_its_name() -> None:
-    endless = float("inf")  # which its source would not give back
-
     def opens(completion: str) -> bool:
         return HANDLE is not None
 
-    def score(completion: str) -> float:
-        return endless
-
-    with pytest.raises(UsageError, match="'opens' uses 'HANDLE', a object, which cannot be copied"):
-        CopiedSource().target(opens, "reward")
-    with pytest.raises(UsageError, match="uses 'endless', a float"):
-        CopiedSource().target(score, "reward")
-    with pytest.raises(UsageError, match="a lambda has no name: write it with def"):
-        CopiedSource().target(lambda completion: 0.0, "reward")
-    with pytest.raises(UsageError, match="is a int; give a function or a class"):
-        CopiedSource().target(3, "reward")  # pyright: ignore[reportArgumentType]
-
-
-def test_two_things_of_one_name_are_refused() -> None:
     def made(worth: float) -> Any:
         def score(completion: str) -> float:
             return worth
 
         return score
 
+    for function, told in (
+        (opens, "'opens' uses 'HANDLE', a object, which cannot be copied"),
+        (made(float("inf")), "uses 'worth', a float"),  # which its source would not give back
+        (lambda completion: 0.0, "a lambda has no name: write it with def"),
+        (3, "is a int; give a function or a class"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            cast(Any, CopiedSource()).target(function, "reward")
     source = CopiedSource()
     source.target(made(1.0), "reward")
     with pytest.raises(UsageError, match="two things are called 'score'"):

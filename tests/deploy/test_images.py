@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -11,6 +10,7 @@ import jsonschema
 import pytest
 import yaml
 from fakes.clusters import PLANS, SCHEMAS, launched, parse_planned
+from fakes.commands import call
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -27,32 +27,27 @@ EXTRAS = {
 }
 
 
-def stages() -> dict[str, list[str]]:
-    """Instructions by stage; the first of each says what it is built from."""
-    found: dict[str, list[str]] = {}
-    for line in LINES:
-        if match := re.fullmatch(r"FROM (\S+) AS (\S+)", line):
-            found[match[2]] = [match[1]]
-        elif found:
-            list(found.values())[-1].append(line)
-    return found
+# Instructions by stage; the first of each says what it is built from.
+STAGES: dict[str, list[str]] = {}
+for line in LINES:
+    if match := re.fullmatch(r"FROM (\S+) AS (\S+)", line):
+        STAGES[match[2]] = [match[1]]
+    elif STAGES:
+        list(STAGES.values())[-1].append(line)
+COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
 
 
 def user_of(stage: str) -> str:
     """The user that a container of `stage` has."""
-    parent, *instructions = stages()[stage]
+    parent, *instructions = STAGES[stage]
     users = [line.split()[1] for line in instructions if line.startswith("USER ")]
     return users[-1] if users else user_of(parent)
 
 
-def constraints(stage: str) -> dict[str, str]:
-    """Return the pins of `stage`, by name."""
-    (name,) = re.findall(
-        r"COPY deploy/images/(constraints\S*)", "\n".join(stages()[f"{stage}-env"])
-    )
-    lines = (IMAGES / name).read_text(encoding="utf-8").splitlines()[1:]
-    pairs = [line.split("==") for line in lines]
-    return {name.lower().replace("_", "-"): version for name, version in pairs}
+def pins_of(stage: str) -> Path:
+    text = "\n".join(STAGES[f"{stage}-env"])
+    (name,) = re.findall(r"COPY deploy/images/(constraints\S*)", text)
+    return IMAGES / name
 
 
 def wanted(extras: tuple[str, ...]) -> list[Requirement]:
@@ -65,25 +60,25 @@ def wanted(extras: tuple[str, ...]) -> list[Requirement]:
     return [*rest, *wanted(tuple(inner))] if inner else rest
 
 
-def test_every_image_that_is_planned_has_a_target() -> None:
+def test_every_image_that_is_planned_has_a_target_whose_user_is_not_root() -> None:
     planned = {
         launched(plan, process).image.removeprefix("umbra-").removesuffix(":latest")
         for plan in PLANS.values()
         for process in plan.processes
     }
-    assert planned <= set(EXTRAS) <= set(stages())
-
-
-def test_nothing_runs_as_root() -> None:
-    for target in EXTRAS:
-        assert user_of(target) == "10001:10001"
-        assert all(PLANS[name].cluster.user == user_of(target) for name in PLANS)
+    assert planned <= set(EXTRAS) <= set(STAGES)
+    users = {user_of(target) for target in EXTRAS}
+    assert users == {"10001:10001"} == {plan.cluster.user for plan in PLANS.values()}
+    broker = {requirement.name for requirement in wanted(EXTRAS["broker"])}
+    assert not broker & {"torch", "transformers", "vllm"}
 
 
 @pytest.mark.parametrize("target", EXTRAS)
 def test_a_target_installs_what_it_is_for_and_all_of_it_is_pinned(target: str) -> None:
-    assert " ".join(["RUN ./install_extras.sh", *EXTRAS[target]]) in stages()[f"{target}-env"]
-    pinned = constraints(target)
+    assert " ".join(["RUN ./install_extras.sh", *EXTRAS[target]]) in STAGES[f"{target}-env"]
+    lines = pins_of(target).read_text(encoding="utf-8").splitlines()[1:]
+    pairs = [line.split("==") for line in lines]
+    pinned = {name.lower().replace("_", "-"): version for name, version in pairs}
     other = ("nccl-cuda13",) if "nccl" in EXTRAS[target] else ()  # by the CUDA of torch
     for requirement in wanted(EXTRAS[target] + other):
         name = requirement.name.lower()
@@ -99,20 +94,10 @@ def test_a_target_installs_what_it_is_for_and_all_of_it_is_pinned(target: str) -
 @pytest.mark.parametrize("target", ["trainer", "generator"])
 def test_the_pins_of_a_target_fit_together(target: str, cupy: str) -> None:
     """As pip resolves them from the index, of which it reads what each package needs."""
-    (pins,) = re.findall(r"constraints\S*\.txt", "\n".join(stages()[f"{target}-env"]))[:1]
     extras = (*(one for one in EXTRAS[target] if one != "nccl"), cupy)
-    options = ("--dry-run", "--ignore-installed", "--quiet", "--prefer-binary")
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options, "--constraint", IMAGES / pins,
-         *map(str, wanted(extras))],
-        capture_output=True, text=True, timeout=1100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_broker_has_no_torch() -> None:
-    names = {requirement.name for requirement in wanted(EXTRAS["broker"])}
-    assert not names & {"torch", "transformers", "vllm"}
+    options = ("--dry-run", "--ignore-installed", "--quiet", "--prefer-binary", "--constraint")
+    words = [*options, pins_of(target), *map(str, wanted(extras))]
+    call([sys.executable, "-m", "pip", "install", *words], quiet_s=1100, check=True)
 
 
 def test_what_is_copied_is_there_and_not_ignored() -> None:
@@ -124,26 +109,17 @@ def test_what_is_copied_is_there_and_not_ignored() -> None:
                 assert f"!{source.split('/')[0]}" in ignore
 
 
-COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
-
-
-def test_the_compose_file_of_one_machine_holds_to_the_specification() -> None:
+def test_the_compose_file_of_one_machine() -> None:
     schema = json.loads((SCHEMAS / "compose-spec.json").read_text(encoding="utf-8"))
     jsonschema.Draft7Validator(schema).validate(COMPOSE)
-
-
-def test_the_services_of_one_machine() -> None:
     for service in COMPOSE["services"].values():
         target = service["build"]["target"]
         assert target in EXTRAS
         assert (ROOT / service["build"]["dockerfile"]) == IMAGES / "Dockerfile"
         assert service["image"] == f"umbra-{target}:latest"
         # ${VARIABLE:-default} is what Compose fills in; the demo needs none of them.
-        texts = [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", text) for text in service["command"]]
-        parse_planned(texts)
+        parse_planned([re.sub(r"\$\{\w+:-(.*?)\}", r"\1", text) for text in service["command"]])
     environ = (ROOT / ".env").read_text(encoding="utf-8").splitlines()
     assert [line for line in environ if line[0] != "#"] == ["COMPOSE_PROFILES=demo"]
-    assert {name: s["profiles"] for name, s in COMPOSE["services"].items()} == {
-        "demo": ["demo"],
-        "run": ["gpu"],
-    }
+    profiles = {name: service["profiles"] for name, service in COMPOSE["services"].items()}
+    assert profiles == {"demo": ["demo"], "run": ["gpu"]}
