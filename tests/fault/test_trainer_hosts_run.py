@@ -15,8 +15,6 @@ from safetensors.torch import load_file
 
 from umbra.services.trainer.checkpoints.folder import export_checkpoint
 
-LIMIT_S = limit(250.0)
-LONG_S = limit(600.0)  # for what happens to four hosts
 KEYS = {  # on top of the run file of `project`
     "run": "broker_grace_s = 1200",
     "buffer": "run_ahead = 1\nmax_staleness = 3",
@@ -24,7 +22,7 @@ KEYS = {  # on top of the run file of `project`
 }
 
 
-def run(folder: Path, steps: int, settings: dict[str, Any]) -> dict[str, list[int]]:
+def run(folder: Path, steps: int, **settings: Any) -> dict[str, list[int]]:
     """A run of so many steps, all of whose samples are trained; exit codes by process."""
     needs_hosts()
     text = (folder / "run.toml").read_text(encoding="utf-8")
@@ -36,14 +34,9 @@ def run(folder: Path, steps: int, settings: dict[str, Any]) -> dict[str, list[in
     text += f"rank_timeout_s = {seconds(10.0):g}\n[checkpoint]\nevery = 2\n"
     (folder / "run.toml").write_text(text, encoding="utf-8")
     codes = json.loads(on_hosts("hosts_run", folder, json.dumps(settings)))
-    check_ledger(folder / "alpha" / "run" / "buffer.json", steps * 16)
-    check_export(folder, steps)
-    return codes
-
-
-def check_export(folder: Path, steps: int) -> None:
-    """Each trainer host has its own files alone; together they are the model that rank 0 wrote."""
     alpha, beta = folder / "alpha" / "run", folder / "beta" / "run"
+    check_ledger(alpha / "buffer.json", steps * 16)
+    # Each trainer host has its own files alone; together they are the model that rank 0 wrote.
     assert not list(beta.glob("checkpoints/step-*"))
     (alpha / "checkpoints" / "node-1").symlink_to(beta / "checkpoints" / "node-1")
     last = alpha / "checkpoints" / f"step-{steps}"
@@ -51,6 +44,7 @@ def check_export(folder: Path, steps: int) -> None:
     exported = load_file(hf / "model.safetensors")
     for name, tensor in load_file(alpha / "model" / "model.safetensors").items():
         assert exported[name].equal(tensor)
+    return codes
 
 
 @pytest.mark.timeout(300)
@@ -59,10 +53,10 @@ def test_a_trainer_host_is_lost_and_comes_back(project: Path) -> None:
 
     Result: the trainer starts again on both, the run ends, and every sample is accounted for.
     """
-    steps = 12
     loss = {"host": "beta", "steps": 5, "back": {"ended": "alpha/trainer"}}
-    hosts = {"hosts": ["alpha", "beta", "gamma"], "relays": []}
-    codes = run(project, steps, {**hosts, "losses": [loss], "limit_s": LIMIT_S})
+    codes = run(
+        project, 12, hosts=["alpha", "beta", "gamma"], relays=[], losses=[loss], limit_s=limit(250)
+    )
     assert codes["alpha/trainer"] == [5, 0], "it lost the other host"
     assert codes["beta/trainer"] == [0]
     for other in ("alpha/buffer", "gamma/generator"):
@@ -87,8 +81,8 @@ def test_each_of_four_hosts_is_lost(project: Path) -> None:
         {"host": "alpha", "steps": 4, "back": {"ended": "beta/trainer"}},
         {"host": "delta", "steps": 3},
     ]
-    hosts = {"hosts": ["alpha", "beta", "gamma", "delta"], "relays": ["gamma"]}
-    codes = run(project, steps, {**hosts, "losses": losses, "limit_s": LONG_S})
+    hosts = ["alpha", "beta", "gamma", "delta"]
+    codes = run(project, steps, hosts=hosts, relays=["gamma"], losses=losses, limit_s=limit(600))
     assert codes["alpha/trainer"] == [5, 0], "it lost beta"
     assert codes["beta/trainer"] == [5, 0], "it lost alpha"
     assert codes["delta/generator"] == [], "it was never seen again"

@@ -26,29 +26,17 @@ LEARNED = ("lora", "critic")
 HERE, SWAPPED, ONE_LOST = [0, 1], [1, 0], [0, 9]
 
 
-@pytest.fixture(scope="module")
-def checkpoint_of_one(
-    directory: Path, batches: list[list[Trajectory]], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """The checkpoint of one rank, as host 0 has it."""
-    path = tmp_path_factory.mktemp("one") / "checkpoints"
-    train(directory, batches, Ranks(), checkpoints=path, until=SAVED, **ADAM)
-    return path
-
-
 def saved(name: str, case: dict[str, Any], hosts: list[int], **more: Any) -> dict[str, Any]:
     return {**case, "checkpoints": name, "hosts": hosts, **more}
 
 
 @pytest.fixture(scope="module")
 def trained(
-    directory: Path,
-    batches: list[list[Trajectory]],
-    checkpoint_of_one: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    directory: Path, batches: list[list[Trajectory]], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     folder = tmp_path_factory.mktemp("hosts")
-    shutil.copytree(checkpoint_of_one, folder / "one-0")
+    # The checkpoint of one rank, as host 0 has it.
+    train(directory, batches, Ranks(), checkpoints=folder / "one-0", until=SAVED, **ADAM)
     cases = {
         **{name: CASES[name] for name in LEARNED},
         "adamw": ADAM,
@@ -74,7 +62,7 @@ def test_hosts_do_not_change_what_is_learned(trained: Path, case: str, alone: Al
         assert sum(parts) == elements
 
 
-def test_each_host_has_the_files_of_its_ranks_alone(trained: Path) -> None:
+def test_each_host_needs_the_files_of_its_ranks_alone(trained: Path) -> None:
     for host, part in enumerate((".", "node-1")):
         root = trained / f"f-{host}"
         step = root / part / f"step-{SAVED}"
@@ -84,6 +72,10 @@ def test_each_host_has_the_files_of_its_ranks_alone(trained: Path) -> None:
         index = read_index(step)
         assert (len(index.files), len(index.hosts)) == (4, 2)
         assert all(file.rows for file in index.files)
+    for rank in range(4):  # of a host whose files are lost, they are missed by name
+        error = json.loads((trained / f"lost.{rank}.json").read_text())["error"]
+        assert "none of the checkpoints in" in error and "rank-00000" not in error
+        assert all(f"rank-0000{lost}.rows of node 1 (" in error for lost in (2, 3))
 
 
 @pytest.mark.timeout(300)
@@ -99,30 +91,17 @@ def test_hosts_go_on_as_if_they_had_not_stopped(trained: Path, alone: Alone) -> 
         torch.testing.assert_close(tensor, alone["adamw"].weights[name], atol=2e-5, rtol=1e-3)
 
 
-def test_a_host_whose_files_are_lost(trained: Path) -> None:
-    """Its files are missed, by name."""
-    for rank in range(4):
-        error = json.loads((trained / f"lost.{rank}.json").read_text())["error"]
-        assert "none of the checkpoints in" in error
-        assert "rank-00002.rows of node 1 (" in error
-        assert "rank-00003.rows of node 1 (" in error
-        assert "rank-00000" not in error
-
-
 @pytest.mark.timeout(300)
 def test_one_rank_goes_on_from_what_the_hosts_have_together(
-    trained: Path,
-    alone: Alone,
-    directory: Path,
-    batches: list[list[Trajectory]],
-    tmp_path: Path,
+    trained: Path, alone: Alone, directory: Path, batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
     """1. It has the folder of host 0 alone. 2. That of host 1 is copied into it."""
     checkpoints = tmp_path / "checkpoints"
     shutil.copytree(trained / "f-0", checkpoints)
-    with pytest.raises(UsageError, match=r"no rank-00002.rows of node 1 \("):
+    missed = r"no rank-00002.rows of node 1 \("
+    with pytest.raises(UsageError, match=missed):
         train(directory, batches, Ranks(), checkpoints=checkpoints, **ADAM)
-    with pytest.raises(UsageError, match=r"no rank-00002.rows of node 1 \("):
+    with pytest.raises(UsageError, match=missed):
         export_checkpoint(checkpoints / f"step-{SAVED}", tmp_path / "hf")
     shutil.copytree(trained / "f-1" / "node-1", checkpoints / "node-1")
     whole = export_checkpoint(checkpoints / f"step-{SAVED}", tmp_path / "hf")
