@@ -204,6 +204,7 @@ ANOTHER = '[[nodes]]\nname = "a-b"\naddress = "i"\n'
         ("nodes[0].name: expected `str` matching regex", GOOD.replace('"a"', '"A b"')),
         ("two nodes have the name a", GOOD + ANOTHER.replace("-b", "")),
         ("cluster.broker = c is no node", GOOD.replace("groups", "broker = 'c'\ngroups")),
+        ("unknown section [clutser]; did you mean cluster?", GOOD.replace("cluster", "clutser")),
         ("there are no nodes", "[cluster]\n"),
         ("two nodes are a-b where no dots are allowed", GOOD.replace('"a"', '"a.b"') + ANOTHER),
     ],
