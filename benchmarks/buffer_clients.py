@@ -6,11 +6,14 @@ cost is small and the same for any number of them.
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import time
 import uuid
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import zmq
@@ -39,6 +42,9 @@ PROMPT_TOKENS = 200
 RESPONSE_TOKENS = 1000
 VOCABULARY = range(32_000)
 RESEND_S = 3.0
+WINDOW = 8  # messages of a generator that wait for their ack
+CHECKPOINT_EVERY = 4  # steps
+PRODUCERS = 2  # processes
 
 
 def template() -> Trajectory:
@@ -73,6 +79,31 @@ def answer(task: Task) -> Trajectory:
         attempt=task.attempt,
         started_at=time.time(),
     )
+
+
+def run_workers(
+    workers: list[tuple[Callable[..., None], tuple[Any, ...]]],
+    on_go: Callable[[], object] = lambda: None,
+) -> list[Any]:
+    """Start all processes, let them go together once each is ready, collect what they found."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for body, arguments in workers:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=body, args=(theirs, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    for pipe in pipes:
+        pipe.recv()
+    for pipe in pipes:
+        pipe.send("go")
+    on_go()
+    found = [pipe.recv() for pipe in pipes]
+    for process in processes:
+        process.join()
+    return found
 
 
 @dataclass(slots=True)
@@ -122,10 +153,6 @@ class Wire:
                 self.open[number] = (frames, now)
                 self.data.send_multipart(frames)
 
-    def close(self) -> None:
-        self.control.close(linger=0)
-        self.data.close(linger=0)
-
 
 def join(context: zmq.Context[zmq.Socket[bytes]], broker: str, role: str, name: str) -> Wire:
     """Take part in the run at `broker`."""
@@ -156,7 +183,6 @@ class Producer:
     Args:
         capacity: samples per lease.
         per_submit: trajectories per message.
-        window: messages of one generator that wait for their ack.
         rate: trajectories per second of all of them together; 0 = as fast as it goes.
     """
 
@@ -167,15 +193,12 @@ class Producer:
         *,
         capacity: int = 64,
         per_submit: int = 16,
-        window: int = 8,
         rate: float = 0.0,
     ) -> None:
         self.acked = 0
         self.latencies: list[float] = []  # seconds from the submit to its ack
-        self.counts: Counter[str] = Counter()
         self._capacity = capacity
         self._per_submit = per_submit
-        self._window = window
         self._rate = rate
         self._sent = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -206,11 +229,6 @@ class Producer:
                 for generator in self._generators.values():
                     generator.wire.upkeep(now)
 
-    def close(self) -> None:
-        for generator in self._generators.values():
-            generator.wire.close()
-        self._context.term()
-
     def _take(self, generator: _Generator) -> None:
         while (reply := generator.wire.receive()) is not None:
             number, body = reply
@@ -221,7 +239,6 @@ class Producer:
                 case TaskLeases():
                     self.latencies.append(time.monotonic() - generator.submits.pop(number))
                     self.acked += body.accepted
-                    self.counts["refused"] += len(body.refused)
                 case Nack():
                     raise RuntimeError(f"{generator.wire.name}: {body.reason}")
                 case _:
@@ -244,7 +261,7 @@ class Producer:
 
     def _submit(self, generator: _Generator, messages: int = 1 << 30) -> None:
         sent = 0
-        while generator.tasks and len(generator.submits) < self._window and messages:
+        while generator.tasks and len(generator.submits) < WINDOW and messages:
             messages -= 1
             count = min(self._per_submit, len(generator.tasks))
             made = [answer(generator.tasks.popleft()) for _ in range(count)]
@@ -259,18 +276,17 @@ class Producer:
 class Consumer:
     """The trainer: leases batch after batch, commits at once, saves a checkpoint now and then."""
 
-    def __init__(self, broker: str, *, checkpoint_every: int = 4) -> None:
+    def __init__(self, broker: str) -> None:
         self.steps = 0
         self.trajectories = 0
         self.latencies: list[float] = []  # seconds from the submit until it is here, decoded
-        self._checkpoint_every = checkpoint_every
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wire = join(self._context, broker, "trainer", "trainer")
 
-    def run(self, *, seconds: float = 1e9, trajectories: int = 1 << 60) -> None:
-        """Consume for so long, or so many."""
+    def run(self, seconds: float) -> None:
+        """Consume for so long."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and self.trajectories < trajectories:
+        while time.monotonic() < until:
             lease = self._call(LeaseBatch(step=self.steps + 1, wait_s=0.5))
             if not isinstance(lease, BatchLease):
                 raise TypeError(f"no batch: {lease}")
@@ -283,12 +299,8 @@ class Consumer:
                 raise TypeError(f"not committed: {ack}")
             self.steps += 1
             self.trajectories += len(lease.trajectories)
-            if self.steps % self._checkpoint_every == 0:
+            if self.steps % CHECKPOINT_EVERY == 0:
                 self._call(CheckpointSaved(step=self.steps))
-
-    def close(self) -> None:
-        self._wire.close()
-        self._context.term()
 
     def _call(self, body: Message) -> Message:
         number = self._wire.ask(body)

@@ -12,28 +12,23 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import multiprocessing
-import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import msgpack
 import msgspec
 import zmq
-from buffer_clients import template
-from report import cpu_seconds
+from buffer_clients import PRODUCERS, run_workers, template
+from report import cpu_seconds, free_port
 
 from umbra.proto.records import unpack_float32, unpack_int32
 
-PRODUCERS = 2
 CEILING = "raw PUSH/PULL, the ceiling"
 REDIS = "Redis stream as PipelineRL uses it (JSON of lists)"
 REDIS_KIND = "Redis stream, MessagePack, records in batches"
@@ -42,7 +37,6 @@ RAY_KIND = "Ray actor queue, records in batches"
 BATCH = 32  # records in a message of the buffer's clients
 BATCHES = {REDIS: 1, REDIS_KIND: BATCH, RAY: 1, RAY_KIND: BATCH}
 RAY_QUEUE = 64  # items in the actor
-CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def record() -> dict[str, Any]:
@@ -64,13 +58,6 @@ CODECS: dict[str, tuple[Callable[[], Any], Callable[[Any], bytes], Callable[[byt
 }
 
 
-def free_port() -> int:
-    """Return a port that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def push(pipe: Connection, port: int, seconds: float) -> None:
     """Producer of the ceiling."""
     context = zmq.Context()
@@ -78,6 +65,7 @@ def push(pipe: Connection, port: int, seconds: float) -> None:
     out.set(zmq.SNDTIMEO, 200)
     out.connect(f"tcp://127.0.0.1:{port}")
     one = record()
+    pipe.send("ready")
     pipe.recv()
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -114,10 +102,10 @@ def optional(name: str) -> Any:
 
 def xadd(pipe: Connection, port: int, seconds: float, kind: str) -> None:
     """Producer: a round trip for so many records as go together."""
-    redis = optional("redis")
-    client = redis.Redis(port=port)
+    client = optional("redis").Redis(port=port)
     make, encode, _ = CODECS[kind]
     one = make()
+    pipe.send("ready")
     pipe.recv()
     until, index = time.monotonic() + seconds, 0
     while time.monotonic() < until:
@@ -154,24 +142,21 @@ def run(
     *more: str,
 ) -> tuple[int, float]:
     """Records that arrived, and CPU seconds of all these processes."""
-    context = multiprocessing.get_context("spawn")
-    pipes: list[Connection] = []
-    for body in (consumer, *(PRODUCERS * [producer])):
-        ours, theirs = context.Pipe()
-        context.Process(target=body, args=(theirs, port, seconds, *more), daemon=True).start()
-        pipes.append(ours)
-    pipes[0].recv()
-    time.sleep(1.0)  # imports of the producers
-    for pipe in pipes:
-        pipe.send("go")
-    count, cpu_s = pipes[0].recv()
-    return count, cpu_s + sum(pipe.recv() for pipe in pipes[1:])
+    bodies = (consumer, *(PRODUCERS * [producer]))
+    found = run_workers([(body, (port, seconds, *more)) for body in bodies])
+    (count, cpu_s), *others = found
+    return count, cpu_s + sum(others)
+
+
+def rates(count: int, cpu_s: float, seconds: float) -> dict[str, float]:
+    """Return the records per second, and the CPU seconds of 1,000."""
+    return {"per_s": count / seconds, "cpu_s_per_1k": 1e3 * cpu_s / count}
 
 
 def measure_ceiling(seconds: float) -> dict[str, float]:
     """PUSH to PULL."""
     count, cpu_s = run(push, pull, free_port(), seconds)
-    return {"per_s": count / seconds, "cpu_s_per_1k": 1e3 * cpu_s / count}
+    return rates(count, cpu_s, seconds)
 
 
 def measure_redis(kind: str, seconds: float) -> dict[str, float]:
@@ -195,13 +180,11 @@ def measure_redis(kind: str, seconds: float) -> dict[str, float]:
                         raise
                     time.sleep(0.05)
             count, cpu_s = run(xadd, xread, port, seconds, kind)
-            with open(f"/proc/{server.pid}/stat", encoding="ascii") as stat:
-                fields = stat.read().rpartition(")")[2].split()
-            cpu_s += (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+            cpu_s += cpu_seconds(server.pid)
         finally:
             server.terminate()
             server.wait()
-    return {"per_s": count / seconds, "cpu_s_per_1k": 1e3 * cpu_s / count}
+    return rates(count, cpu_s, seconds)
 
 
 def measure_ray(kind: str, seconds: float) -> dict[str, float]:
@@ -250,33 +233,15 @@ def measure_ray(kind: str, seconds: float) -> dict[str, float]:
         generator.produce.remote(queue, seconds + 2)
     for _ in range(2 * RAY_QUEUE):  # the queue is full, and nothing starts any more
         ray.get(queue.get.remote())
-    began, count, until = family_cpu_s(), 0, time.monotonic() + seconds
+    began, count, until = cpu_seconds(), 0, time.monotonic() + seconds
     while time.monotonic() < until:
         for item in ray.get(queue.get.remote()):
             msgpack.unpackb(item)
             count += 1
-    cpu_s, known_s = family_cpu_s() - began, cpu_seconds()
+    used_s = cpu_seconds()
     ray.shutdown()  # Ray waits for no worker, so that its CPU seconds vanish with it
-    lost_s = max(0.0, known_s - cpu_seconds())
-    return {"per_s": count / seconds, "cpu_s_per_1k": 1e3 * cpu_s / count, "lost_s": lost_s}
-
-
-def family_cpu_s() -> float:
-    """CPU seconds of this process and all that descend from it."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended
-        parents[int(path.parent.name)] = int(fields[1])
-        ticks[int(path.parent.name)] = int(fields[11]) + int(fields[12])
-    family, new = {os.getpid()}, {os.getpid()}
-    while new:
-        new = {pid for pid, parent in parents.items() if parent in new}
-        family |= new
-    return sum(ticks.get(pid, 0) for pid in family) / CLOCK_TICKS
+    lost_s = max(0.0, used_s - cpu_seconds())
+    return rates(count, used_s - began, seconds) | {"lost_s": lost_s}
 
 
 def measure_all(seconds: float, *, with_ray: bool) -> Iterator[tuple[str, dict[str, float]]]:

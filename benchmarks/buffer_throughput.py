@@ -11,24 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import buffer_peers as peers
-from buffer_clients import Consumer, Producer
-from report import Report, percentile_ms
+from buffer_clients import PRODUCERS, Consumer, Producer, run_workers
+from report import Report, cpu_seconds, percentile_ms
 
-PRODUCERS = 2
 OURS = "buffer, durable"
 FEW, MANY = 4, 1024  # generators
 RUN = """
@@ -53,7 +49,6 @@ BATCHES: dict[int, dict[str, int]] = {
 WARM_S = 2.0  # not counted: all generators ask for their first samples at once
 SCALE_RATE = 2000.0  # trajectories per second from any number of generators
 STORE_MAX_BYTES = 512 << 20
-CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class BufferProcess:
@@ -84,11 +79,6 @@ class BufferProcess:
             raise RuntimeError((folder / "buffer.log").read_text())
         self.broker = str(json.loads(line)["broker"])
 
-    def cpu_s(self) -> float:
-        """CPU seconds used so far."""
-        fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
-
     def kill(self) -> None:
         self.popen.kill()
         self.popen.wait()
@@ -110,9 +100,9 @@ def produce(
     pipe.recv()
     if warm_s:
         producer.run(warm_s)
-    acked, count, cpu_s = producer.acked, len(producer.latencies), own_cpu_s()
+    acked, count, cpu_s = producer.acked, len(producer.latencies), time.process_time()
     producer.run(seconds)
-    pipe.send((producer.acked - acked, producer.latencies[count:], own_cpu_s() - cpu_s))
+    pipe.send((producer.acked - acked, producer.latencies[count:], time.process_time() - cpu_s))
 
 
 def consume(pipe: Connection, broker: str, seconds: float, warm_s: float) -> None:
@@ -121,41 +111,11 @@ def consume(pipe: Connection, broker: str, seconds: float, warm_s: float) -> Non
     pipe.send("ready")
     pipe.recv()
     if warm_s:
-        consumer.run(seconds=warm_s)
-    trajectories, count, cpu_s = consumer.trajectories, len(consumer.latencies), own_cpu_s()
-    consumer.run(seconds=seconds)
+        consumer.run(warm_s)
+    trajectories, count, cpu_s = consumer.trajectories, len(consumer.latencies), time.process_time()
+    consumer.run(seconds)
     counted = consumer.trajectories - trajectories
-    pipe.send((counted, consumer.latencies[count:], own_cpu_s() - cpu_s))
-
-
-def own_cpu_s() -> float:
-    """CPU seconds of this process."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def run_workers(
-    workers: list[tuple[Callable[..., None], tuple[Any, ...]]], on_go: Callable[[], None]
-) -> list[Any]:
-    """Start all processes, let them go together, collect what they found."""
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for body, arguments in workers:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=body, args=(theirs, *arguments), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    for pipe in pipes:
-        pipe.recv()
-    for pipe in pipes:
-        pipe.send("go")
-    on_go()
-    found = [pipe.recv() for pipe in pipes]
-    for process in processes:
-        process.join()
-    return found
+    pipe.send((counted, consumer.latencies[count:], time.process_time() - cpu_s))
 
 
 def measure_buffer(
@@ -178,32 +138,20 @@ def measure_buffer(
     )
     try:
         names = [f"generator-{index}" for index in range(generators)]
-        per_process = rate / processes
+        sizes = (seconds, rate / processes, capacity, per_submit, warm_s)
         workers: list[Any] = [
-            (
-                produce,
-                (
-                    buffer.broker,
-                    names[i::processes],
-                    seconds,
-                    per_process,
-                    capacity,
-                    per_submit,
-                    warm_s,
-                ),
-            )
-            for i in range(processes)
+            (produce, (buffer.broker, names[i::processes], *sizes)) for i in range(processes)
         ]
         began: list[float] = []  # CPU seconds once all are at work
 
         def begin() -> None:
             time.sleep(warm_s)
-            began.append(buffer.cpu_s())
+            began.append(cpu_seconds(buffer.popen.pid))
 
         everyone = [*workers, (consume, (buffer.broker, seconds, warm_s))]
         *produced, consumed = run_workers(everyone, begin)
         acked = sum(one[0] for one in produced)
-        buffer_cpu = buffer.cpu_s() - began[0]
+        buffer_cpu = cpu_seconds(buffer.popen.pid) - began[0]
         clients = sum(one[2] for one in produced) + consumed[2]
         return {
             "acked": acked,
@@ -322,11 +270,7 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-PARTS = {
-    "transports": show_transports,
-    "latency": show_latency,
-    "scale": show_scale,
-}
+PARTS = {"transports": show_transports, "latency": show_latency, "scale": show_scale}
 
 
 def main() -> int:
@@ -348,8 +292,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    began = time.monotonic()
-    code = main()
-    print(f"{time.monotonic() - began:.0f} s")
-    sys.exit(code)
+    sys.exit(main())

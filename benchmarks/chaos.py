@@ -1,15 +1,13 @@
 """A demo run under random kills, stops, drains and joins of every kind of service.
 
     python benchmarks/chaos.py [--minutes 10] [--seed 0] [--every 3] [--steps 360] [--dir DIR]
-                               [--keep] [--json FILE]
+                               [--json FILE]
 
 The sorting demo with its rewards in a scoring stage, `umbra up` on one node and workers that join
 from a second one, first undisturbed, then again and again until it was disturbed for so long. Acts
-are drawn from the seed; what they meet depends on the machine. With --dir, rounds that
-were done before count: a soak that was broken off, or a longer one, goes on there (its other
-options must be the same). `chaos_audit.py` audits each run at the end by the records of its
-generators and trainers: every sample that the buffer acknowledged must have been trained on once,
-unless a rule ended it.
+are drawn from the seed; what they meet depends on the machine. `chaos_audit.py` audits each run at
+the end by the records of its generators and trainers: every sample that the buffer acknowledged
+must have been trained on once, unless a rule ended it.
 
 What it doesn't do: a trainer is killed at most TRAINER_KILLS times between two ends of the whole
 run, for a fourth time ends a run, and no process more than KILLS_PER_MINUTE times a minute, for the
@@ -19,9 +17,7 @@ same reason; the last one of a kind is not drained; no disk, network or machine 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shutil
 import signal
 import statistics
 import sys
@@ -34,8 +30,9 @@ from typing import Any
 
 from chaos_acts import Disturber
 from chaos_audit import audit, curve
-from chaos_run import DemoRun, SecondNode, free_port, make_task
-from report import Report
+from chaos_run import DemoRun, SecondNode
+from report import Report, free_port
+from whole_runs import base_model
 
 from umbra.services.config.loader import as_dict, load_config, to_toml
 
@@ -58,98 +55,69 @@ SETTINGS = (
 )  # fmt: skip
 
 
-class Soak:
-    """Rounds of the demo in a folder; each leaves a line in rounds.jsonl.
+Row = dict[str, Any]
 
-    Args:
-        home: continued if it has rounds.
-        keep: leave the folders of the runs, stores and logs included.
-    """
 
-    def __init__(
-        self, home: Path, *, steps: int, seed: int, every_s: float, keep: bool = False
-    ) -> None:
-        self.home = home
-        self._steps = steps
-        self._seed = seed
-        self._every_s = every_s
-        self._keep = keep
-        self._file = home / "rounds.jsonl"
-
-    def rounds(self) -> list[dict[str, Any]]:
-        """Return the results of the rounds so far."""
-        if not self._file.exists():
-            return []
-        return [json.loads(line) for line in self._file.read_text(encoding="utf-8").splitlines()]
-
-    def round(self, name: str, disturb_s: float) -> dict[str, Any]:
-        """Make one run, disturbed for so long at most; return its result."""
-        folder = self.home / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        (folder / "sort").symlink_to(self.home / "sort")
-        hub = f"tcp://127.0.0.1:{free_port()}"  # fixed: the relay has to find it again
-        settings = (
-            *SETTINGS,
-            f"run.steps={self._steps}",
-            f"run.seed={self._seed}",
-            f"run.dir={folder / 'runs'}",
-            f"weight_hub.listen={hub}",
+def one_round(name: str, home: Path, options: argparse.Namespace, disturb_s: float) -> Row:
+    """Make one run in `home`, disturbed for so long at most; return its result."""
+    folder = home / name
+    folder.mkdir()
+    (folder / "sort").symlink_to(home / "sort")
+    hub = f"tcp://127.0.0.1:{free_port()}"  # fixed: the relay has to find it again
+    settings = (
+        *SETTINGS,
+        f"run.steps={options.steps}",
+        f"run.seed={options.seed}",
+        f"run.dir={folder / 'runs'}",
+        f"weight_hub.listen={hub}",
+    )
+    config = as_dict(load_config(str(DEMO), overrides=settings))
+    (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
+    chance = random.Random(f"{options.seed} {name}")
+    with closing(SecondNode()) as node, closing(DemoRun(folder, hub, node)) as run:
+        run.start()
+        began = time.monotonic()
+        disturber = Disturber(run, chance, options.every, say)
+        code, disturbed_s = see_through(run, disturber, disturb_s)
+        disturber.end()
+        left = run.await_end(of_all=True)
+        seconds, lives = time.monotonic() - began, run.lives
+    if code or left:
+        raise SystemExit(
+            f"{name} ended with {code}, left {left}: {run.said()} (see {folder / 'up.log'})"
         )
-        config = as_dict(load_config(str(DEMO), overrides=settings))
-        (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
-        chance = random.Random(f"{self._seed} {name}")
-        with closing(SecondNode()) as node, closing(DemoRun(folder, hub, node)) as run:
-            run.start()
-            began = time.monotonic()
-            disturber = Disturber(run, chance, self._every_s, say)
-            code, disturbed_s = self._see_through(run, disturber, disturb_s)
-            disturber.end()
-            left = run.await_end(of_all=True)
-            seconds, lives = time.monotonic() - began, run.lives
-        if code or left:
-            raise SystemExit(
-                f"{name} ended with {code}, left {left}: {run.said()} (see {folder / 'up.log'})"
-            )
-        found = {
-            "round": name,
-            "seconds": seconds,
-            "disturbed_s": disturbed_s,
-            "lives": lives,
-            "acts": [asdict(act) for act in disturber.done],
-            "overtaken": dict(disturber.overtaken),
-            "audit": asdict(audit(run.folder, run.notes)),
-            "curve": curve(run.folder),
-        }
-        assert found["audit"]["steps"] == list(range(1, self._steps + 1)), "a step is missing"
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
-        if not self._keep:
-            shutil.rmtree(folder)
-        return found
+    found = {
+        "round": name,
+        "seconds": seconds,
+        "disturbed_s": disturbed_s,
+        "lives": lives,
+        "acts": [asdict(act) for act in disturber.done],
+        "audit": asdict(audit(run.folder, run.notes)),
+        "curve": curve(run.folder),
+    }
+    assert found["audit"]["steps"] == list(range(1, options.steps + 1)), "a step is missing"
+    return found
 
-    def _see_through(
-        self, run: DemoRun, disturber: Disturber, disturb_s: float
-    ) -> tuple[int, float]:
-        """Return the exit code of the run, and for how long it was disturbed."""
-        deadline = time.monotonic() + ROUND_S
-        first: float | None = None  # when the second node has joined, and disturbing begins
-        last = 0.0
-        while (code := run.poll()) is None:
-            now, status = time.monotonic(), run.look()
-            if first is None and status is not None and status.weights and status.version:
-                if run.has_node:
-                    run.join("relay")
-                run.join("generator")
-                first = last = now
-            if first is not None:
-                act = now - first < disturb_s
-                last = now if act else last
-                disturber.turn(status, act=act)
-            if now > deadline:
-                raise SystemExit(f"the run did not end within {ROUND_S:g} s: {run.said()}")
-            time.sleep(POLL_S)
-        return code, last - (first or last)
+
+def see_through(run: DemoRun, disturber: Disturber, disturb_s: float) -> tuple[int, float]:
+    """Return the exit code of the run, and for how long it was disturbed."""
+    deadline = time.monotonic() + ROUND_S
+    first: float | None = None  # when the second node has joined, and disturbing begins
+    last = 0.0
+    while (code := run.poll()) is None:
+        now, status = time.monotonic(), run.look()
+        if first is None and status is not None and status.weights and status.version:
+            run.join("relay")
+            run.join("generator")
+            first = last = now
+        if first is not None:
+            act = now - first < disturb_s
+            last = now if act else last
+            disturber.turn(status, act=act)
+        if now > deadline:
+            raise SystemExit(f"the run did not end within {ROUND_S:g} s: {run.said()}")
+        time.sleep(POLL_S)
+    return code, last - (first or last)
 
 
 def summarise(report: Report) -> None:
@@ -204,32 +172,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=float, default=3.0, help="mean seconds between acts")
     parser.add_argument("--steps", type=int, default=360, help="of each run")
-    parser.add_argument("--dir", type=Path, help="resume the state in this folder")
-    parser.add_argument("--keep", action="store_true", help="leave the runs in --dir")
+    parser.add_argument("--dir", type=Path, help="leave the runs in this new folder")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # with all that was started
+    report = Report("chaos", timed=False)
     with tempfile.TemporaryDirectory() as scratch:
         home = (options.dir or Path(scratch)).resolve()
         home.mkdir(parents=True, exist_ok=True)
-        soak = Soak(
-            home, steps=options.steps, seed=options.seed, every_s=options.every, keep=options.keep
-        )
         say("task, model and warm start")
-        make_task(home)
-        if not soak.rounds():
-            say(CALM)
-            soak.round(CALM, 0.0)
-        while True:
-            done = soak.rounds()
-            left = 60 * options.minutes - sum(found["disturbed_s"] for found in done)
-            if left < ENOUGH_S:
-                break
-            say(f"round {len(done)}, {left:.0f} s to go")
-            soak.round(f"round-{len(done)}", left)
-        report = Report("chaos", rows=done, timed=False)
-        report.restate(summarise)
-        return 0 if report.show(options.json) else 1
+        base_model(home, "sort", 0).rename(home / "sort")
+        say(CALM)
+        report.add(**one_round(CALM, home, options, 0.0))
+        left = 60 * options.minutes
+        while left >= ENOUGH_S:
+            say(f"round {len(report.rows)}, {left:.0f} s to go")
+            report.add(**one_round(f"round-{len(report.rows)}", home, options, left))
+            left -= report.rows[-1]["disturbed_s"]
+    report.restate(summarise)
+    return 0 if report.show(options.json) else 1
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,7 +53,6 @@ class Disturber:
         self, run: DemoRun, chance: random.Random, every_s: float, say: Callable[[str], None]
     ) -> None:
         self.done: list[Act] = []  # recovered from, or given up on
-        self.overtaken: Counter[str] = Counter()  # by a later act upon the same, or the run's end
         self._run = run
         self._chance = chance
         self._every_s = every_s
@@ -90,7 +88,6 @@ class Disturber:
         now = time.monotonic()
         for name, (stopped, _) in list(self._stopped.items()):
             self._go_on(name, stopped, now)
-        self.overtaken.update(act.kind for act in self._open)
         self._open.clear()
 
     # -- doing ------------------------------------------------------------------------------------
@@ -130,8 +127,6 @@ class Disturber:
         return self._drain(act)
 
     def _is_possible(self, kind: str, service: str) -> bool:
-        if service == "relay" and not self._run.has_node:
-            return False
         return service in MOST or kind in ("kill", "stop")  # the others end with the run only
 
     def _kill(self, act: Act, now: float) -> bool:

@@ -1,16 +1,13 @@
 """The run that `chaos.py` disturbs: `umbra up`, and workers that join it from a second node.
 
 The second node is a mount namespace with a /dev/shm of its own, as a container has: weights reach
-it over TCP, through a relay. Where no namespace can be made, its workers share this one's memory
-and there is no relay.
+it over TCP, through a relay.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,16 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import chaos_audit
+from report import free_port
 
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import UmbraError
 from umbra.proto.messages import Status
-from umbra.proto.net.keys import OPEN, Security
+from umbra.proto.net.keys import OPEN
 from umbra.services.monitor.client import StatusClient
 from umbra.services.process.child import child_environ
 from umbra.services.process.parent import PARENT_PID_VARIABLE
 
-UMBRA = (sys.executable, "-m", "umbra")
 AUDITED = (sys.executable, str(Path(chaos_audit.__file__)))
 LOOK_S = 0.5
 RESTART_S = 0.5
@@ -38,28 +35,10 @@ GONE_S = 120.0
 RELAY = "relay-b"
 
 
-def make_task(home: Path, warm_steps: int = 350) -> None:
-    """Make the sorting task and its base model in `home`, if they are not there."""
-    if (home / "sort" / "base" / "config.json").exists():
-        return
-    sizes = ("--prompts", "16384", "--heldout", "16", "--demos", str(64 * warm_steps))
-    warm = ("sft", "sort/random", "--data", "sort/demos.jsonl", "--out", "sort/base")
-    for command in (
-        ("make-task", "sort", "--out", "sort", *sizes),
-        ("make-model", "sort/random"),
-        (*warm, "--steps", str(warm_steps), "--schedule", "linear", "--threads", "1"),
-    ):
-        subprocess.run([*UMBRA, *command], cwd=home, check=True, capture_output=True)
-
-
 class SecondNode:
     """Memory of its own for the processes that are started in it."""
 
     def __init__(self) -> None:
-        self.enter: list[str] = []
-        self._holder: subprocess.Popen[bytes] | None = None
-        if shutil.which("unshare") is None or shutil.which("nsenter") is None:
-            return
         hold = "mount -t tmpfs tmpfs /dev/shm; echo up; exec cat"  # until our end of it is closed
         self._holder = subprocess.Popen(
             ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", hold],
@@ -68,22 +47,14 @@ class SecondNode:
             stderr=subprocess.DEVNULL,
         )
         assert self._holder.stdout is not None
-        if self._holder.stdout.readline():
-            where = f"--target={self._holder.pid}"
-            self.enter = ["nsenter", where, "--user", "--preserve-credentials", "--mount", "--"]
-
-    @property
-    def is_apart(self) -> bool:
-        """True if it could be made."""
-        return bool(self.enter)
+        if not self._holder.stdout.readline():
+            raise SystemExit("unshare can make no mount namespace here")
+        where = f"--target={self._holder.pid}"
+        self.enter = ["nsenter", where, "--user", "--preserve-credentials", "--mount", "--"]
 
     def close(self) -> None:
         """End it; nothing of ours may run in it any more."""
-        if self._holder is not None:
-            assert self._holder.stdin is not None and self._holder.stdout is not None
-            self._holder.stdin.close()
-            self._holder.wait()
-            self._holder.stdout.close()
+        self._holder.communicate()
 
 
 @dataclass
@@ -121,18 +92,14 @@ class DemoRun:
     Args:
         hub: address of its weight hub, from run.toml.
         node: where the workers are that join, if any do.
-        security: keys by which to look at the run, and to operate it.
     """
 
-    def __init__(
-        self, folder: Path, hub: str, node: SecondNode | None, security: Security = OPEN
-    ) -> None:
+    def __init__(self, folder: Path, hub: str, node: SecondNode | None) -> None:
         self.home = folder
         self.notes = folder / "notes"
         self.notes.mkdir()
         self.hub = hub
         self._node = node
-        self._security = security
         self.broker = ""
         self.relay = ""  # its address, if there is one
         self.workers: dict[str, Worker] = {}
@@ -147,24 +114,15 @@ class DemoRun:
         (found,) = (self.home / "runs").iterdir()
         return found
 
-    @property
-    def has_node(self) -> bool:
-        """True if workers join from a node with memory of its own."""
-        return self._node is not None and self._node.is_apart
-
     # -- start and end ----------------------------------------------------------------------------
 
-    def start(self, *more: str) -> None:
-        """Start the run, or go on with it; returns when its buffer can be asked.
-
-        Args:
-            more: options of `umbra up`.
-        """
+    def start(self) -> None:
+        """Start the run, or go on with it; returns when its buffer can be asked."""
         what = str(self.folder) if self.lives else "run.toml"
         self.lives += 1
         with (self.home / "up.log").open("ab") as log:
             self._up = subprocess.Popen(
-                [*AUDITED, "up", what, *more],
+                [*AUDITED, "up", what],
                 cwd=self.home,
                 env=self._environ(),
                 stdin=subprocess.DEVNULL,
@@ -176,7 +134,7 @@ class DemoRun:
             text = (self.home / "up.log").read_text(encoding="utf-8")
             if "to watch it:" in text:
                 self.broker = text.split("its buffer at ")[1].split()[0]
-                self._client = StatusClient(self.broker, self._security)
+                self._client = StatusClient(self.broker, OPEN)
             time.sleep(LOOK_S / 2)
 
     def join(self, kind: str) -> str:
@@ -190,8 +148,8 @@ class DemoRun:
             own = ["weight-hub", "--upstream", self.hub, "--set", f"weight_hub.listen={self.relay}"]
         else:
             own = [kind] if kind == "generator" else [kind, "--stage", "reward"]
-        enter = [] if self._node is None else self._node.enter
-        argv = [*enter, *AUDITED, *own, *common]
+        assert self._node is not None
+        argv = [*self._node.enter, *AUDITED, *own, *common]
         worker = Worker(name, argv, self.folder / "logs" / f"{name}.log", self._environ())
         worker.start()
         self.workers[name] = worker
@@ -288,9 +246,3 @@ class DemoRun:
         """Return the last line of `umbra up`."""
         lines = (self.home / "up.log").read_text(encoding="utf-8").splitlines()
         return lines[-1] if lines else "nothing"
-
-
-def free_port() -> int:
-    """Return a port that nobody has now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

@@ -13,6 +13,7 @@ import operator
 import os
 import platform
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -195,6 +196,12 @@ class CpuShare:
 def _busy_seconds() -> float:
     busy = ("user", "nice", "system", "irq", "softirq", "steal")
     return sum(getattr(psutil.cpu_times(), name) for name in busy)
+
+
+def free_port() -> int:
+    """Return a port that nobody uses at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def commit() -> str:

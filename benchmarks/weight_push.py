@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import weight_roles as roles
-from report import Report, text
+from report import Report, free_port, text
 from safetensors.torch import save_file
 from weight_model import Model
 from weight_roles import Role
@@ -139,9 +138,7 @@ def _sent(metrics: Path, count: int) -> dict[int, int]:
 
 def push_gloo(model: Model, count: int, passes: int) -> list[Pushed]:
     """Broadcast `passes` versions to `count` receivers in 64 MiB buckets."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with ExitStack() as stack:
         receivers = [
             stack.enter_context(closing(Role(roles.gloo, rank, count + 1, address, model.size)))
