@@ -114,6 +114,28 @@ def row_of(task: str, config: RunConfig, summary: Any, folder: RunFolder) -> dic
     }
 
 
+def program_row(
+    task: str,
+    rewards: Sequence[float],
+    lengths: Sequence[float],
+    clocks: Sequence[tuple[float, float]],
+    samples: int,
+) -> dict[str, Any]:
+    """Return the row of a program that has ended; its rates are taken after WARM steps."""
+    first = min(WARM, len(rewards) - 1)
+    seconds, cpu_s = (clocks[-1][i] - clocks[first][i] for i in (0, 1))
+    steps = len(rewards) - first
+    return {
+        **learning(task, rewards, [wall - clocks[0][0] for wall, _ in clocks[1:]]),
+        "samples_per_s": samples * steps / seconds,
+        "tokens_per_s": samples * sum(lengths[first:]) / seconds,
+        "step_s": seconds / steps,
+        "cpu_step_s": cpu_s / steps,
+        "staleness": 0.0,
+        "staleness_max": 0.0,
+    }
+
+
 def run_cell(mode: str, task: str, seed: int, work: Path, steps: int) -> dict[str, Any]:
     """Run one mode in this process and return its row."""
     work = work.resolve()

@@ -1,7 +1,7 @@
 """Write the figures of README.md and docs/*.md from the files in `benchmarks/results/`.
 
     python benchmarks/figures.py            after a file there has changed
-    python benchmarks/figures.py --check    exit code 1 if a document, plot or result is outdated
+    python benchmarks/figures.py --check    exit code 1 if a document or plot is outdated
 
 A document has a template in a comment, and behind it the text that follows from the template:
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -29,7 +28,6 @@ from report import text
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-MEASURED = ("proto", "services", "deploy", "src")  # the code that figures are of
 TEMPLATE = re.compile(r"<!-- = (?P<file>\w+)(?P<template>[:\n].*?)-->.*?<!-- / -->", re.DOTALL)
 FIELD = re.compile(r"\{(?P<name>\w+)(?::(?P<form>[^{}]+))?\}")
 PLOTS = {
@@ -116,28 +114,6 @@ def outdated() -> dict[Path, str]:
     }
 
 
-def behind(root: Path = ROOT) -> dict[str, str]:
-    """Return the results whose code the newest release has changed, with the reason.
-
-    Each file in `benchmarks/results` names the commit that it was measured at.
-    """
-
-    def git(*words: str) -> subprocess.CompletedProcess[str]:
-        command = ["git", "-C", str(root), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    tag = git("describe", "--tags", "--abbrev=0", "--match", "v*").stdout.strip()
-    found: dict[str, str] = {}
-    for file in sorted((root / "benchmarks" / "results").glob("*.json")):
-        commit = str(json.loads(file.read_text(encoding="utf-8")).get("commit", "")).rstrip("+")
-        if not commit:
-            found[file.stem] = "names no commit"
-        elif tag and git("merge-base", "--is-ancestor", tag, commit).returncode:
-            if git("diff", "--quiet", commit, tag, "--", *MEASURED).returncode:
-                found[file.stem] = f"was measured at {commit}, and {tag} has other code"
-    return found
-
-
 def main() -> int:
     """Write outdated files, or name them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -148,9 +124,7 @@ def main() -> int:
         print(f"{'outdated' if check else 'written'}: {path.relative_to(ROOT)}")
         if not check:
             path.write_text(content, encoding="utf-8")
-    for name, reason in (late := behind()).items():
-        print(f"measure again: results/{name}.json {reason}")
-    return int(check and bool(changed or late))
+    return int(check and bool(changed))
 
 
 if __name__ == "__main__":

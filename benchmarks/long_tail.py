@@ -26,7 +26,7 @@ from report import Report
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from umbra.proto.records import Sampling
-from umbra.services.generator.engines.engine import EngineRequest
+from umbra.services.generator.engines.engine import Engine, EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.models import load_model, pick_device
 from umbra.services.trainer.make_model import make_model
@@ -36,7 +36,6 @@ CONTEXT = 320
 DEADLINE_S = 240.0
 
 Load = Sequence[tuple[list[int], int]]
-Engine = Callable[[Any, Load, int], None]
 
 
 def make_load(count: int, length: Callable[[random.Random], int], seed: int = 0) -> Load:
@@ -53,16 +52,22 @@ def long_tailed(source: random.Random) -> int:
     return max(1, min(LONGEST, round(source.lognormvariate(3.18, 1.0))))
 
 
+def answer(engine: Engine, load: Load) -> int:
+    """Have one of our engines answer `load`, as a generator does; return the number of tokens."""
+    engine.submit(
+        EngineRequest(str(i), prompt, Sampling(max_tokens=new), new)
+        for i, (prompt, new) in enumerate(load)
+    )
+    tokens = 0
+    while engine.busy:
+        tokens += sum(len(output.token_ids) for output in engine.poll(0.05))
+    assert tokens == sum(new for _, new in load)
+    return tokens
+
+
 def torch_engine(model: Any, load: Load, slots: int) -> None:
     """This project's engine, logprobs included."""
-    engine = TorchEngine(model, stop_ids=(), slots=slots, max_context=CONTEXT)
-    engine.submit(
-        EngineRequest(str(i), prompt, Sampling(), new) for i, (prompt, new) in enumerate(load)
-    )
-    done = 0
-    while engine.busy:
-        done += len(engine.poll(0.0))
-    assert done == len(load)
+    answer(TorchEngine(model, stop_ids=(), slots=slots, max_context=CONTEXT), load)
 
 
 @torch.inference_mode()
@@ -118,7 +123,7 @@ def continuous_batching(model: Any, load: Load, batch: int) -> None:
 
 
 OURS = "torch engine"
-ENGINES: dict[str, Engine] = {
+ENGINES: dict[str, Callable[[Any, Load, int], None]] = {
     "generate": generate,
     "continuous batching": continuous_batching,
     OURS: torch_engine,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from end_to_end import GOALS, WARM, learning, reached
+from end_to_end import GOALS, program_row, reached
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Cache
@@ -290,31 +290,9 @@ def train_task(task: str, seed: int, work: Path, steps: int, threads: int) -> di
         clocks.append((time.monotonic(), time.process_time()))
         if (not steps and reached(rewards, GOALS[task])) or clocks[-1][0] - clocks[0][0] > LIMIT_S:
             break
-    return row_of(task, rewards, lengths, clocks, groups * samples)
+    return program_row(task, rewards, lengths, clocks, groups * samples)
 
 
 def prompt_ids(tokenizer: Any, chats: Sequence[Any]) -> list[list[int]]:
     texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
-
-
-def row_of(
-    task: str,
-    rewards: Sequence[float],
-    lengths: Sequence[float],
-    clocks: Sequence[tuple[float, float]],
-    samples: int,
-) -> dict[str, Any]:
-    """Return the row of a program that has ended; its rates are taken after WARM steps."""
-    first = min(WARM, len(rewards) - 1)
-    seconds, cpu_s = (clocks[-1][i] - clocks[first][i] for i in (0, 1))
-    steps = len(rewards) - first
-    return {
-        **learning(task, rewards, [wall - clocks[0][0] for wall, _ in clocks[1:]]),
-        "samples_per_s": samples * steps / seconds,
-        "tokens_per_s": samples * sum(lengths[first:]) / seconds,
-        "step_s": seconds / steps,
-        "cpu_step_s": cpu_s / steps,
-        "staleness": 0.0,
-        "staleness_max": 0.0,
-    }

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 from report import Report
-from simulator.broker import BrokerSpeed, Client, Shares, SimulatedBroker, Timeline
+from simulator.broker import BrokerSpeed, Client, SimulatedBroker, Timeline
 from simulator.generator import Engine, SimGenerator, chance
 
 from umbra.proto.messages import (
@@ -77,7 +77,7 @@ class SimTrainer:
     def __init__(self, run: Simulation, gpus: int, steps: int) -> None:
         self.version = 0
         self.finished: RunFinished | None = None
-        self.shares = Shares(run.timeline)
+        self.trained_s = 0.0  # within the window
         self.ages: list[list[int]] = []  # of the samples of each step
         self._run = run
         self._client = Client(run.broker, run.timeline, "trainer", "trainer")
@@ -86,18 +86,17 @@ class SimTrainer:
 
     def start(self) -> None:
         """Join, publish version 0 and train."""
-        self._client.join(lambda: self._publish())
+        self._client.join(self._publish)
 
     def _publish(self) -> None:
         def write() -> None:
             self._run.published(self.version)
             if self.version < self._last:
-                self.shares.to("wait_batch")
                 self._lease()
             else:
                 self._client.ask(FinishRun(reason="done"), RunFinished, self._end)
 
-        self._next("snapshot", SNAPSHOT_S, write)
+        self._run.timeline.after(SNAPSHOT_S, write)
 
     def _end(self, reply: RunFinished) -> None:
         self.finished = reply
@@ -124,11 +123,8 @@ class SimTrainer:
 
             self._client.ask(CommitBatch(step=self.version + 1), CommitAck, committed)
 
-        self._next("train", seconds, commit)
-
-    def _next(self, state: str, seconds: float, action: Any) -> None:
-        self.shares.to(state)
-        self._run.timeline.after(seconds, action)
+        self.trained_s += seconds
+        self._run.timeline.after(seconds, commit)
 
 
 class Simulation:
@@ -180,7 +176,7 @@ class Simulation:
         if version == self._first:
             self._begin = self._counts()
             self.broker.restart_counts()
-            self.trainer.shares.restart()
+            self.trainer.trained_s = 0.0
         if version == self._last:
             self._figures = self._close()
 
@@ -206,15 +202,14 @@ class Simulation:
 
     def _close(self) -> dict[str, float]:
         seconds, slot_s = (b - a for a, b in zip(self._begin, self._counts(), strict=True))
-        broker, shares = self.broker, self.trainer.shares
-        shares.to(shares.state)
+        broker = self.broker
         steps = self.trainer.ages[self._first : self._last]
         ages = [age for step in steps for age in step]
         return {
             "samples_per_s": len(ages) / seconds,
             "step_s": seconds / len(steps),
             "slots": slot_s / seconds / self._slots,
-            "trains": shares.seconds["train"] / seconds,
+            "trains": self.trainer.trained_s / seconds,
             "staleness": mean(ages),
             "staleness_max": max(ages),
             "broker_busy": broker.busy_s / seconds,

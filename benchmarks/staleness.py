@@ -1,10 +1,10 @@
 """Held-out accuracy by staleness, for several objectives, in real asynchronous runs.
 
     python benchmarks/staleness.py --json FILE                       the whole grid: hours
-    python benchmarks/staleness.py --json FILE --seeds 0 --tasks sort --staleness 0 8 --minutes 20
+    python benchmarks/staleness.py --json FILE --seeds 0 --tasks sort --staleness 0 8
 
-A cell is a run of `umbra up` with one thread per process; `--jobs` is how many run at once, at most
-one for two cores. FILE is written after each, and cells that it has are skipped. The staleness that
+A cell is a run of `umbra up` with one thread per process. FILE is written after each, and cells
+that it has are skipped. The staleness that
 a run really had is measured and stands in its row beside the intended one. With run_ahead =
 max_staleness = k and a generator that is faster than the trainer the queue is full: a sample waits
 for k commits after the weights that made it, no more (`stale_policy = "wait"`) and no fewer.
@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -232,29 +230,17 @@ def main() -> int:
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4, 8])
     parser.add_argument("--minibatches", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run later")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once, two cores each")
     args = parser.parse_args()
     report = Report.begin("staleness", args.json, timed=False)
     done = {row["cell"] for row in report.rows}
     grid = cells(args.tasks, args.objectives, args.staleness, args.minibatches, args.seeds)
-    missing = [cell for cell in grid if cell.key not in done]
-    until = time.monotonic() + 60 * args.minutes
     work = args.work.resolve()
-    for cell in missing:
-        base_model(work, cell.task, cell.seed)
-
-    def one(cell: Cell) -> dict[str, Any] | None:
-        return run_cell(cell, work) if time.monotonic() < until else None
-
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for cell, row in zip(missing, pool.map(one, missing), strict=True):
-            if row is None:
-                continue
-            report.add(**row)
-            report.restate(summarise)
-            report.write(args.json)
-            print(f"{cell.key}: accuracy {row['accuracy']:.3f}", flush=True)
+    for cell in (cell for cell in grid if cell.key not in done):
+        row = run_cell(cell, work)
+        report.add(**row)
+        report.restate(summarise)
+        report.write(args.json)
+        print(f"{cell.key}: accuracy {row['accuracy']:.3f}", flush=True)
     report.restate(summarise)
     report.show(args.json)
     return 0

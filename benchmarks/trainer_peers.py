@@ -1,4 +1,4 @@
-"""The same update without the trainer: a plain torch loop, packed or padded, and TRL's step."""
+"""The same update without the trainer: a plain torch loop on packed rows, and TRL's step."""
 
 from __future__ import annotations
 
@@ -21,89 +21,40 @@ ROWS = 16  # sequences of a padded micro-batch
 CLIP = 0.2
 
 
-class _Plain:
-    """A trainer as written by hand: PPO's clipped loss, clipping, AdamW."""
-
-    def __init__(self, model: PreTrainedModel, batch: TrainBatch, bf16: bool = False) -> None:
-        self._model: Any = model.eval()
-        self._device = model.device
-        self._bf16 = bf16
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        self._behaviour = batch.behaviour.to(self._device)
-        self._advantage = (batch.rewards[batch.tokens.owner] - 0.5).float().to(self._device)
-
-    def _learn(self, hidden: Tensor, index: Tensor, targets: Tensor, source: Tensor) -> None:
-        """Backward of the loss of one micro-batch; `hidden` [R, L, H]."""
-        logits = self._model.lm_head(hidden.flatten(0, 1)[index]).float()
-        logprobs = logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        ratio = (logprobs - self._behaviour[source]).exp()
-        advantage = self._advantage[source]
-        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
-        (-gain.sum() / len(self._behaviour)).backward()
-
-    def _step(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16)
-
-
-class PlainPacked(_Plain):
-    """Plain torch on rows that are packed already."""
+class PlainPacked:
+    """A trainer as written by hand, on packed rows: PPO's clipped loss, clipping, AdamW."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        batch: TrainBatch,
-        micros: list[MicroBatch],
-        bf16: bool = False,
+        self, model: PreTrainedModel, batch: TrainBatch, micros: list[MicroBatch], bf16: bool
     ) -> None:
-        super().__init__(model, batch, bf16)
-        self._micros = [micro.to(self._device) for micro in micros]
+        device = model.device
+        self._model: Any = model.eval()
+        self._cast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        self._behaviour = batch.behaviour.to(device)
+        self._advantage = (batch.rewards[batch.tokens.owner] - 0.5).float().to(device)
+        self._micros = [micro.to(device) for micro in micros]
         self._masks = [Attention().express(micro.mask) for micro in self._micros]
 
     def __call__(self) -> None:
         for micro, mask in zip(self._micros, self._masks, strict=True):
-            with self._autocast():
+            with self._cast:
                 hidden = self._model.model(
                     input_ids=micro.input_ids,
                     position_ids=micro.position_ids,
                     attention_mask=mask,
                     use_cache=False,
                 ).last_hidden_state
-                self._learn(hidden, micro.index, micro.targets, micro.source)
-        self._step()
-
-
-class PlainPadded(_Plain):
-    """Plain torch, a sequence in each row, padded to the longest of its micro-batch."""
-
-    def __init__(self, model: PreTrainedModel, batch: TrainBatch) -> None:
-        super().__init__(model, batch)
-        sequences = batch.tokens.ids.split(batch.tokens.lengths.tolist())
-        offset = batch.tokens.lengths.cumsum(0) - batch.tokens.lengths
-        self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
-        for first in range(0, len(sequences), ROWS):
-            part = sequences[first : first + ROWS]
-            ids = torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True)
-            lengths = torch.tensor([len(one) for one in part])
-            mask = torch.arange(ids.shape[1]) < lengths[:, None]
-            owner = batch.tokens.owner
-            source = ((owner >= first) & (owner < first + ROWS)).nonzero().squeeze(1)
-            learned = batch.tokens.learned[source]
-            within = learned - offset[owner[source]] - 1
-            index = (owner[source] - first) * ids.shape[1] + within
-            self._parts.append((ids, mask.long(), index, batch.tokens.ids[learned], source))
-
-    def __call__(self) -> None:
-        for ids, mask, index, targets, source in self._parts:
-            hidden = self._model.model(
-                input_ids=ids, attention_mask=mask, use_cache=False
-            ).last_hidden_state
-            self._learn(hidden, index, targets, source)
-        self._step()
+                logits = self._model.lm_head(hidden.flatten(0, 1)[micro.index]).float()
+                logprobs = logits.log_softmax(-1).gather(-1, micro.targets.unsqueeze(-1))[:, 0]
+                ratio = (logprobs - self._behaviour[micro.source]).exp()
+                advantage = self._advantage[micro.source]
+                clipped = ratio.clamp(1 - CLIP, 1 + CLIP) * advantage
+                gain = torch.minimum(ratio * advantage, clipped)
+                (-gain.sum() / len(self._behaviour)).backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
 class TrlStep:

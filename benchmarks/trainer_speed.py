@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from report import Report
-from trainer_peers import PlainPacked, PlainPadded, TrlStep
+from trainer_peers import PlainPacked, TrlStep
 from transformers import (
     PreTrainedModel,
     Qwen3Config,
@@ -47,7 +47,7 @@ from umbra.services.trainer.update import PolicyUpdate
 
 GROUP = 8
 OURS, UNSHARED = "trainer", "trainer, prompts not shared"
-PLAIN, PADDED = "plain torch, the same packed rows", "plain torch, padded"
+PLAIN = "plain torch, the same packed rows"
 TRL = "TRL `GRPOTrainer`"
 SPEED_GOAL, MFU_GOAL, SHARED_GOAL = 0.95, 0.45, 1.9
 
@@ -179,8 +179,7 @@ def compare(
         steps: dict[str, Callable[[], None]] = {
             OURS: TrainerStep(model(), shared, load),
             UNSHARED: TrainerStep(model(), apart, load),
-            PLAIN: PlainPacked(model(), batch, micros),
-            PADDED: PlainPadded(model(), batch),
+            PLAIN: PlainPacked(model(), batch, micros, bf16=False),
             TRL: TrlStep(path, load, Path(folder)),
         }
         seconds = best_of(steps, args.passes, cuda=False)
@@ -206,8 +205,7 @@ def summarise(report: Report) -> None:
         report.goal(f"{load}: over plain torch, the same rows", rows_alike / own, ">=", SPEED_GOAL)
         if load == "long prompts":
             report.goal(f"{load}: shared over not shared", own / shared, ">=", SHARED_GOAL)
-        if PADDED in seconds:
-            report.figure(f"{name}_packed", seconds[PADDED] / rows_alike)
+        if TRL in seconds:
             report.figure(f"{name}_over_trl", seconds[TRL] / shared)
     for row in report.rows:
         if row["load"] == "full rows" and row["who"] == UNSHARED and "mfu" in row:

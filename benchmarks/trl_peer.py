@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from end_to_end import GOALS, learning, reached
+from end_to_end import GOALS, program_row, reached
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -39,15 +39,14 @@ class Watch(TrainerCallback):
     def __init__(self, task: str) -> None:
         self._goal = GOALS[task]
         self.rewards: list[float] = []
-        self.times: list[float] = []
         self.lengths: list[float] = []
-        self._began = self._cpu_began = self.cpu_s = 0.0
+        self.clocks: list[tuple[float, float]] = []  # wall and CPU, at the start and each step
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Start the clock."""
-        self._began, self._cpu_began = time.monotonic(), time.process_time()
+        self.clocks.append((time.monotonic(), time.process_time()))
 
     def on_log(
         self,
@@ -61,9 +60,9 @@ class Watch(TrainerCallback):
             return
         self.rewards.append(float(logs["reward"]))
         self.lengths.append(float(logs["completions/mean_length"]))
-        self.times.append(time.monotonic() - self._began)
-        self.cpu_s = time.process_time() - self._cpu_began
-        if reached(self.rewards, self._goal) is not None or self.times[-1] > LIMIT_S:
+        self.clocks.append((time.monotonic(), time.process_time()))
+        seconds = self.clocks[-1][0] - self.clocks[0][0]
+        if reached(self.rewards, self._goal) is not None or seconds > LIMIT_S:
             control.should_training_stop = True
 
 
@@ -131,37 +130,12 @@ def winnings(completions: list[Any], won: list[float], **_: Any) -> list[float |
 
 def train_task(task: str, seed: int, work: Path, steps: int, threads: int) -> dict[str, Any]:
     """Train until the accuracy, or for `steps` steps (0 = the task's own); return the row."""
-    base = base_model(work, task, seed)
-    config = load_config(run_file(task))
-    watch = Watch(task)
-    train(task, base, config, watch, work / "trl", threads, seed, steps)
-    samples = config.buffer.batch_groups * config.buffer.group_size
-    done, seconds = len(watch.times), watch.times[-1]
-    return {
-        **learning(task, watch.rewards, watch.times),
-        "samples_per_s": samples * done / seconds,
-        "tokens_per_s": samples * sum(watch.lengths) / seconds,
-        "step_s": seconds / done,
-        "cpu_step_s": watch.cpu_s / done,
-        "staleness": 0.0,
-        "staleness_max": 0.0,
-    }
-
-
-def train(
-    task: str,
-    base: Path,
-    config: RunConfig,
-    watch: Watch,
-    out: Path,
-    threads: int,
-    seed: int,
-    steps: int,
-) -> None:
-    """Train the model of `base` on its prompts, as `config` says."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     warnings.simplefilter("ignore")
+    base = base_model(work, task, seed)
+    config = load_config(run_file(task))
+    watch = Watch(task)
     model, tokenizer = load_policy(str(base / "base"))
     games = None
     if config.environment.kind == "guess":
@@ -175,7 +149,7 @@ def train(
     trainer: Any = GRPOTrainer(
         model,
         reward_funcs=winnings if games else judged(reward_of(task, config)),
-        args=grpo_config(config, out, samples, seed, steps),
+        args=grpo_config(config, work / "trl", samples, seed, steps),
         train_dataset=Dataset.from_list(data),
         processing_class=tokenizer,
         callbacks=[watch],
@@ -183,6 +157,7 @@ def train(
         optimizers=optimizer_of(model, config, steps),
     )
     trainer.train()
+    return program_row(task, watch.rewards, watch.lengths, watch.clocks, samples)
 
 
 def grpo_config(config: RunConfig, out: Path, samples: int, seed: int, steps: int) -> GRPOConfig:

@@ -7,7 +7,6 @@ engine does.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Sequence
 
@@ -54,7 +53,6 @@ class Model(nn.Module):
         self._noise = torch.randn(2 * NOISE) * STEP if learns else torch.empty(0)
         self._table = WeightTable(self)
         self._served: Sequence[torch.Tensor] = ()
-        self._twins: Sequence[torch.Tensor] = ()
 
     def _allocate(self, dtype: torch.dtype) -> list[torch.Tensor]:
         return [torch.zeros(shape, dtype=dtype) for shape in self._shapes]
@@ -117,14 +115,4 @@ class Model(nn.Module):
         began = time.perf_counter()
         for target, source in zip(self._served, self.parameters(), strict=True):
             target.copy_(source)
-        return time.perf_counter() - began
-
-    def copy_seconds(self) -> float:
-        """Measure the C library's copies of a version: a commit's floor."""
-        if not self._served:
-            self.cast_seconds()
-        self._twins = self._twins or self._allocate(torch.bfloat16)
-        began = time.perf_counter()
-        for target, source in zip(self._twins, self._served, strict=True):
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         return time.perf_counter() - began

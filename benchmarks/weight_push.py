@@ -5,10 +5,10 @@
 Planes `shm` and `tcp` beside a gloo broadcast in 64 MiB buckets and safetensors files in /dev/shm,
 with 1 and 3 receivers on one host; medians of consecutive pushes after two that warm up. Everyone
 starts from float32 tensors and ends with bf16 ones: the trainer's end is `write_shards`, the
-generator's the torch engine's load. Beside them stand the floors: one cast and one copy of the same
-tensors, and the receivers' own loads from memory, all at once. `push_s` goes from the first byte
-that the trainer copies to the last receiver's last loaded tensor; the trainer waits for
-`snapshot_s` of it, a generator for `commit_s`.
+generator's the torch engine's load. Beside them stand the floors: one cast of the same tensors, and
+the receivers' own loads from memory, all at once. `push_s` goes from the first byte that the
+trainer copies to the last receiver's last loaded tensor; the trainer waits for `snapshot_s` of it,
+a generator for `commit_s`.
 """
 
 from __future__ import annotations
@@ -205,7 +205,6 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "one cast": lambda r: _seconds(r["cast_floor_s"]),
     "generator waits": lambda r: _seconds(r["commit_s"]),
     "own loads, all at once": lambda r: _seconds(r["load_floor_s"]),
-    "one copy": lambda r: _seconds(r["copy_floor_s"]),
     "MB on the wire": lambda r: text(r["wire_bytes"] / 1e6) if "`tcp`" in r["method"] else "-",
 }
 
@@ -254,15 +253,12 @@ def measure(report: Report, options: argparse.Namespace) -> None:
             names = ("push_s", "snapshot_s", "commit_s", "wire_bytes", "changed")
             medians = {name: median(asdict(run)[name] for run in runs) for name in names}
             report.add(
-                part="one host",
                 method=method,
                 receivers=count,
                 pushes=len(runs),
                 nbytes=model.nbytes,
-                best_s=min(run.push_s for run in runs),
                 load_floor_s=median(loads) if loads else None,
                 cast_floor_s=median(model.cast_seconds() for _ in runs),
-                copy_floor_s=median(model.copy_seconds() for _ in runs),
                 **medians,
             )
             print(f"{method}, {count} receivers: {medians['push_s']:.2f} s", flush=True)

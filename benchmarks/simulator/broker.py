@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -54,27 +53,6 @@ class Timeline:
         while not until():
             self.now, _, action = heapq.heappop(self._queue)
             action()
-
-
-class Shares:
-    """Seconds in each state, from the last `restart`."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self.state = "starting"
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._timeline = timeline
-        self._since = timeline.now
-
-    def to(self, state: str) -> None:
-        """Change the state; the same state counts the time until now."""
-        now = self._timeline.now
-        self.seconds[self.state] += now - self._since
-        self.state, self._since = state, now
-
-    def restart(self) -> None:
-        """Count from now on."""
-        self.to(self.state)
-        self.seconds.clear()
 
 
 @dataclass(frozen=True)
@@ -169,14 +147,8 @@ class Client:
             TypeError: the broker replied something else.
         """
         self._asked += 1
-        header = Header(
-            major=1,
-            minor=0,
-            type=type(body).__name__,
-            id=self._asked,
-            sender=self.name,
-            incarnation="1",
-        )
+        kind, number = type(body).__name__, self._asked
+        header = Header(major=1, minor=0, type=kind, id=number, sender=self.name, incarnation="1")
 
         def check(message: Message) -> None:
             if not isinstance(message, reply):
