@@ -39,7 +39,7 @@ batch_groups = {batch_groups}
 run_ahead = {run_ahead}
 max_staleness = 65535
 lease_s = 120.0
-store_max_bytes = {store_max_bytes}
+store_max_bytes = 536870912
 """
 # Samples in a batch: so few that the wait for a full one is short, and as many as in the demo.
 BATCHES: dict[int, dict[str, int]] = {
@@ -48,7 +48,6 @@ BATCHES: dict[int, dict[str, int]] = {
 }
 WARM_S = 2.0  # not counted: all generators ask for their first samples at once
 SCALE_RATE = 2000.0  # trajectories per second from any number of generators
-STORE_MAX_BYTES = 512 << 20
 
 
 class BufferProcess:
@@ -58,8 +57,7 @@ class BufferProcess:
         folder.mkdir(parents=True)
         rows = "".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(1000))
         (folder / "prompts.jsonl").write_text(rows)
-        given = {"store_max_bytes": STORE_MAX_BYTES, **sizes}
-        (folder / "run.toml").write_text(RUN.format(**given))
+        (folder / "run.toml").write_text(RUN.format(**sizes))
         self.folder = folder
         read, write = os.pipe()
         argv = ["-m", "umbra", "buffer", "--config", "run.toml", "--run-dir", "run"]
@@ -240,12 +238,10 @@ def summarise(report: Report) -> None:
         if peers.REDIS in rates:
             times = ratio(costs[peers.REDIS], costs[OURS])
             report.goal(f"times the {peers.REDIS}, by CPU", times, ">=", 8.0)
-        for name, goal in ((peers.REDIS, 5.0), (peers.REDIS_KIND, 1.0), (peers.RAY, 20.0)):
+        goals = {peers.REDIS: 5.0, peers.REDIS_KIND: 1.0, peers.RAY: 20.0, peers.RAY_KIND: 1.0}
+        for name, goal in goals.items():
             if name in rates:
                 report.goal(f"times the {name}", ratio(rates[OURS], rates[name]), ">=", goal)
-        if peers.RAY_KIND in rates:
-            times = ratio(rates[OURS], rates[peers.RAY_KIND])
-            report.goal(f"times the {peers.RAY_KIND}", times, ">=", 1.0)
     for row in parts.get("latency", []):
         name = f"submit to {row['what']} at 1,000/s"
         report.figure(f"p50_ms_{row['what']}", row["p50_ms"])
@@ -281,10 +277,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8.0, help="per measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts")
-    parser.add_argument("--dir", type=Path, help="where the stores go  [default: a new folder]")
     args = parser.parse_args()
     report = Report("buffer_throughput")
-    with tempfile.TemporaryDirectory(dir=args.dir) as folder_name:
+    with tempfile.TemporaryDirectory() as folder_name:
         for part in args.only:
             PARTS[part](report, args, Path(folder_name))
     report.restate(summarise)

@@ -21,6 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from umbra.deploy.run_folder import read_rows
+
 VARIABLE = "UMBRA_BENCH_NOTES"
 STRETCHES = 10  # of a reward curve
 RULES = ("stale", "filtered", "cancelled")  # ends that a rule or the run's own end gives a sample
@@ -136,11 +138,8 @@ def curve(folder: Path) -> list[float]:
 
 
 def rows(folder: Path, kind: str) -> Iterable[dict[str, Any]]:
-    """Yield the rows of one kind in the metrics, without a line that a crash has cut off."""
-    with (folder / "metrics.jsonl").open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.endswith("\n") and f'"kind":"{kind}"' in line:
-                yield json.loads(line)
+    """Return the rows of one kind in the metrics of a run."""
+    return (row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == kind)
 
 
 def main() -> int:

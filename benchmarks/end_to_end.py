@@ -22,13 +22,12 @@ from statistics import mean, median
 from typing import Any
 
 from report import Report, spread, text
-from whole_runs import base_model, curve, run, run_file, steady
+from whole_runs import RUN_LIMIT_S, base_model, curve, run, run_file, steady
 
 from umbra.deploy.run_folder import RunFolder
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config
 
-RUN_LIMIT_S = 900.0
 CORES = 2  # of the machine that this is for
 DEMO = ("sort", "guess")
 GOALS = {"sort": 0.9, "guess": 0.9, "smollm": 0.5, "long": 0.5}  # mean rewards
@@ -95,15 +94,15 @@ def run_mode(mode: str, task: str, seed: int, work: Path, steps: int) -> dict[st
 def row_of(task: str, config: RunConfig, summary: Any, folder: RunFolder) -> dict[str, Any]:
     """Return the row of a run that has ended."""
     done = steady(folder, first=WARM, last=config.run.steps, generators=config.generator.count)
-    used = summary["seconds"]["services"]
+    step_s, used = done.seconds / done.steps, summary["seconds"]["services"]
     return {
         **learning(task, *curve(folder)),
         "samples_per_s": done.samples / done.seconds,
         "tokens_per_s": done.tokens / done.seconds,
-        "step_s": done.step_s,
+        "step_s": step_s,
         "steps": config.run.steps,
-        "generation_s": done.step_s * (1 - done.generator_idle),
-        "training_s": done.step_s * (1 - done.trainer_idle),
+        "generation_s": step_s * (1 - done.generator_idle),
+        "training_s": step_s * (1 - done.trainer_idle),
         "generator_idle": done.generator_idle,
         "trainer_idle": done.trainer_idle,
         "staleness": done.staleness,

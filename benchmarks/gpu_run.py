@@ -28,10 +28,6 @@ from chaos_audit import audit, rows
 from chaos_run import DemoRun
 from report import Report
 
-from umbra.deploy.check.estimate import CONTEXT, Estimate, peak
-from umbra.deploy.check.machine import this_machine
-from umbra.deploy.check.model_sizes import read_sizes
-from umbra.deploy.run_folder import RunFolder
 from umbra.proto.deadline import Deadline
 from umbra.services.config.loader import as_dict, load_config, to_toml
 from umbra.services.generator.tasks import write_task
@@ -87,7 +83,6 @@ def one_run(home: Path, options: argparse.Namespace) -> dict[str, Any]:
         found = audit(run.folder, run.notes)
         summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
         steps, pushes = list(rows(run.folder, "step")), list(rows(run.folder, "push"))
-        memory = trainer_memory(run.folder, steps)
     return {
         "weights": weights,
         "plane": options.plane,
@@ -104,18 +99,8 @@ def one_run(home: Path, options: argparse.Namespace) -> dict[str, Any]:
         "pushes": len(pushes),
         "elsewhere": sum(push["plane"] != options.plane for push in pushes),
         "push_bytes": pushes[-1]["bytes"] if pushes else 0,
-        **memory,
         **{f"push_{name}": median([push[name] for push in pushes]) for name in PARTS},
     }
-
-
-def trainer_memory(folder: Path, steps: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """GiB that the trainer's tensors took at most, and that `umbra check` expects of them."""
-    run = load_config(RunFolder(folder).config, environ={})
-    needed = Estimate(run, read_sizes(run), this_machine()).needs[0].device
-    expected = peak([item for item in needed if item.bytes != CONTEXT])  # torch does not count it
-    took = max((step.get("memory/peak_gib") or 0.0 for step in steps), default=0.0)
-    return {"trainer_peak_gib": took, "trainer_expected_gib": expected / 2**30}
 
 
 def median(values: Sequence[float | None]) -> float | None:

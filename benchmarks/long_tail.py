@@ -1,7 +1,7 @@
 """Tokens per second of the torch engine against what Transformers itself offers.
 
     python benchmarks/long_tail.py [--json FILE] [--threads 1] [--requests 256] [--passes 2]
-                                   [--slots 64] [--hidden 128] [--layers 4] [--device cpu]
+                                   [--slots 64]
 
 Two loads, both of prompts of 4 to 40 tokens and without a stop token, so that all engines do the
 same work: answers of one length, where `generate` has nothing to wait for, and a long-tailed mix
@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from umbra.proto.records import Sampling
 from umbra.services.generator.engines.engine import Engine, EngineRequest
 from umbra.services.generator.engines.torch_engine import TorchEngine
-from umbra.services.modeling.models import load_model, pick_device
+from umbra.services.modeling.models import load_model
 from umbra.services.trainer.make_model import make_model
 
 LONGEST = 256
@@ -82,8 +82,8 @@ def generate(model: Any, load: Load, batch: int) -> None:
         ids = [[0] * (width - len(p)) + p for p, _ in part]
         mask = [[0] * (width - len(p)) + [1] * len(p) for p, _ in part]
         model.generate(
-            input_ids=torch.tensor(ids, device=model.device),
-            attention_mask=torch.tensor(mask, device=model.device),
+            input_ids=torch.tensor(ids),
+            attention_mask=torch.tensor(mask),
             do_sample=True,
             top_k=0,
             max_new_tokens=max(new for _, new in part),
@@ -161,9 +161,6 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     loads = {
@@ -172,14 +169,10 @@ def main() -> int:
     }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
-        parameters = make_model(
-            path, hidden=options.hidden, layers=options.layers, ff=3 * options.hidden
-        )
-        device = pick_device(options.device)
+        parameters = make_model(path, hidden=128, layers=4, ff=384)
         # Transformers' engines get the model with its own attention.
         theirs: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
-        theirs.to(device)
-        ours = load_model(path, device, torch.float32)
+        ours = load_model(path, torch.device("cpu"), torch.float32)
     models = {name: ours if name == OURS else theirs for name in ENGINES}
     for name, run in ENGINES.items():  # warm up
         run(models[name], loads["equal"][: options.slots], options.slots)
@@ -192,7 +185,7 @@ def main() -> int:
                 seconds.setdefault((mix, name), []).append(time.perf_counter() - start)
     report = Report(
         f"long_tail: {options.requests} requests a load, {options.slots} at once, a model of "
-        f"{parameters / 1e6:.1f} M parameters on {options.device}"
+        f"{parameters / 1e6:.1f} M parameters"
     )
     for (mix, name), spent in seconds.items():
         tokens = sum(new for _, new in loads[mix])

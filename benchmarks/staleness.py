@@ -16,7 +16,6 @@ import argparse
 import json
 import shutil
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from report import Report
 from whole_runs import base_model, umbra
 
 from umbra.deploy.commands.demo import DEMOS
+from umbra.deploy.run_folder import read_rows
 
 SAMPLES = 2048  # of an accuracy: a standard error of 0.01
 CLAIM = 0.5  # versions by which the measured mean may differ from the intended staleness
@@ -36,15 +36,7 @@ POINTS = 2.0  # of accuracy that staleness may cost
 # The same advantages and the same mean for all, so that only the correction differs.
 SAME = ("advantage=dr_grpo", "aggregation=token_mean", "denominator=trained")
 
-OBJECTIVES: dict[str, tuple[str, ...]] = {
-    "naive": ("objective=naive",),
-    "ppo": ("objective=ppo",),
-    "tis": ("objective=tis",),
-    "tis_opsm": ("objective=tis_opsm",),
-    "decoupled": ("objective=decoupled",),
-    "cispo": ("objective=cispo",),
-}
-DEFAULT = ("naive", "ppo", "tis", "decoupled", "tis_opsm")
+OBJECTIVES = ("naive", "ppo", "tis", "decoupled", "tis_opsm")
 # On-policy the proximal policy is the sampling policy: one run stands for all of these.
 ALIKE = ("naive", "ppo", "tis", "decoupled")
 BASE, CHOSEN = "naive", "tis_opsm"
@@ -75,7 +67,7 @@ class Cell:
         """Return the settings that differ from the demo's."""
         rate = RATES[self.task] * (MINIBATCH_RATE if self.minibatches > 1 else 1.0)
         return [
-            *(f"trainer.{key}" for key in (*OBJECTIVES[self.objective], *SAME)),
+            *(f"trainer.{key}" for key in (f"objective={self.objective}", *SAME)),
             f"trainer.minibatches={self.minibatches}",
             f"trainer.learning_rate={rate:g}",
             "trainer.schedule=constant",
@@ -121,13 +113,10 @@ def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
         "eval.at_ends=false",
     )
     chosen = [item for one in (*paths, *cell.overrides()) for item in ("--set", one)]
-    began = time.monotonic()
     summary = json.loads(umbra("up", str(DEMOS / f"{cell.task}.toml"), *chosen, "--json"))
     run = work / "runs" / summary["run_id"]
     accuracy = measure(summary["model"], run / "config.json", folder)
-    before = measure(str(folder / "base"), run / "config.json", folder)
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if row["kind"] == "step"]
+    rows = [row for row in read_rows(run / "metrics.jsonl") if row["kind"] == "step"]
     shutil.rmtree(run)
     # The first k batches are all made by version 0: staleness rises to k there.
     steady = [row for row in rows if row["step"] > 2 * cell.staleness]
@@ -139,10 +128,8 @@ def run_cell(cell: Cell, work: Path) -> dict[str, Any]:
         "minibatches": cell.minibatches,
         "seed": cell.seed,
         "accuracy": accuracy,
-        "before": before,
         "measured": mean(row["staleness/total/mean"] for row in steady),
         "measured_max": max(row["staleness/total/max"] for row in rows),
-        "seconds": time.monotonic() - began,
     }
 
 
@@ -165,7 +152,8 @@ def summarise(report: Report) -> None:
     """
     found: dict[tuple[str, int, str, int], list[float]] = defaultdict(list)
     for row in report.rows:
-        found[_place(row)].append(row["accuracy"])
+        place = (row["task"], row["minibatches"], row["objective"], row["staleness"])
+        found[place].append(row["accuracy"])
     off = [row for row in report.rows if abs(row["measured"] - row["staleness"]) > CLAIM]
     names = {row["objective"] for row in report.rows if row["staleness"]}
     objectives = [one for one in ORDER if one in names] + sorted(names - set(ORDER))
@@ -175,10 +163,6 @@ def summarise(report: Report) -> None:
     report.figure("runs_as_meant", len(report.rows) - len(off))
     gaps = [abs(row["measured"] - row["staleness"]) for row in report.rows]
     report.goal("staleness of every run, versions from the intended", max(gaps), "<=", CLAIM)
-
-
-def _place(row: Mapping[str, Any]) -> tuple[str, int, str, int]:
-    return row["task"], row["minibatches"], row["objective"], row["staleness"]
 
 
 def _losses(
@@ -226,7 +210,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, help="rows; continued if it exists")
     parser.add_argument("--work", type=Path, default=Path("runs/staleness"), help="models, runs")
     parser.add_argument("--tasks", nargs="+", default=list(RATES), choices=list(RATES))
-    parser.add_argument("--objectives", nargs="+", default=list(DEFAULT), choices=list(OBJECTIVES))
+    parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, choices=OBJECTIVES)
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 1, 2, 4, 8])
     parser.add_argument("--minibatches", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

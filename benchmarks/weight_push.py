@@ -55,7 +55,6 @@ OURS: dict[str, tuple[str, str, float | None]] = {
     DELTA_6: ("tcp", "always", 1e-6),
     DELTA_5: ("tcp", "always", 1e-5),
 }
-METHODS = (*OURS, GLOO, FILES)
 
 
 @dataclass
@@ -244,7 +243,7 @@ def measure(report: Report, options: argparse.Namespace) -> None:
     """Push by all methods that are wanted, and print a line for each."""
     model = Model(options.size_mib * MIB, learns=True)
     for count in options.receivers:
-        for method in METHODS:
+        for method in (*OURS, GLOO, FILES):
             wanted = not options.only or any(method.startswith(one) for one in options.only)
             if not wanted or (count > min(options.receivers) and method in (DELTA_6, DELTA_5)):
                 continue

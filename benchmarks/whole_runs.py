@@ -130,11 +130,6 @@ class Steady:
     generator_idle: float
     trainer_idle: float
 
-    @property
-    def step_s(self) -> float:
-        """Return seconds per step."""
-        return self.seconds / self.steps
-
 
 def steady(folder: RunFolder, *, first: int, last: int, generators: int) -> Steady:
     """Measure the run in `folder` from the end of step `first` to that of step `last`."""
