@@ -158,6 +158,7 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         (["objective=opd", "kl_coef=0"], "needs trainer.objective = opd and kl_coef above 0"),
         (["advantage=teacher"], "needs trainer.objective = opd"),
         (["objective=opd", DYNAMIC, REFERENCE], "dynamic_sampling goes by rew"),
+        (["scorer.model={ math = 'a' }"], "which are none: name these, or one model for all"),
         (["objective=gspo", "score_centering=8"], "centers the scores of tokens"),
         (["objective=dapo", "score_centering=8"], "does nothing with objective dapo, whose weight"),
         (["sampling.top_p=0.9"], "set sampling.top_k to 64, say"),

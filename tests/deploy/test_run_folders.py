@@ -82,15 +82,6 @@ def test_an_address_that_was_spoiled_is_none(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "address.json").read_text())["broker"] == "tcp://h:1"
 
 
-def test_whether_a_folder_is_held_is_seen_without_taking_it(tmp_path: Path) -> None:
-    assert not is_held(tmp_path)
-    with folder_lock(tmp_path, "held by"):
-        assert is_held(tmp_path)
-    assert not is_held(tmp_path)
-    with (tmp_path / LOCK).open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # is_held has let go of it
-
-
 # -- umbra runs ------------------------------------------------------------------------------------
 
 
@@ -214,10 +205,15 @@ def test_what_a_run_does_not_need_to_go_on(folder: RunFolder) -> None:
 
 @pytest.mark.parametrize("left", [None, b"", b"999999999"])
 def test_a_lock_is_of_a_process_and_not_of_a_file(folder: RunFolder, left: bytes | None) -> None:
-    lock = folder.path / "lock"
+    """And whether it is held is seen without taking it."""
+    lock = folder.path / LOCK
     if left is not None:
         lock.write_bytes(left)
-    with folder.held(), pytest.raises(UsageError, match="is under way"), folder.held():
-        pass
-    with folder.held():
-        assert lock.is_file()
+    assert not is_held(folder.path)
+    with folder.held(), pytest.raises(UsageError, match="is under way"):
+        assert is_held(folder.path)
+        with folder.held():
+            pass
+    assert not is_held(folder.path)
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # is_held has let go of it

@@ -99,6 +99,7 @@ def test_a_run_is_watched_operated_stopped_and_goes_on(
 def test_mistakes_are_sentences_and_leave_no_folder(project: Path) -> None:
     for given, named in (
         ({"prompts": []}, "prompts has no rows"),
+        ({"prompts": [1]}, "row 1 is a int"),
         ({"prompts": [{"prompt": object()}]}, "a object is no JSON value"),
         ({"reward": lambda completion: 0.0}, "a lambda has no name"),
         ({"reward": None}, "give a reward"),

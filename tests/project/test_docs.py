@@ -4,6 +4,8 @@ import ast
 import importlib.util
 import re
 import shlex
+import shutil
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import click
 import pytest
 import yaml
+from fakes.commands import call
 from test_cli import every_command
 
 from umbra import __version__, cli
@@ -177,3 +180,47 @@ def test_every_command_has_those_flags() -> None:
             assert not unknown, (page_name, name, unknown)
             tried += 1
     assert tried > 20
+
+
+# -- docs/contributing.md, step by step, in a copy of the package ----------------------------------
+
+_NEW = re.compile(r"^New file `([^`]+)`:\n\n```python\n(.*?)^```$", re.M | re.S)
+_CHANGE = re.compile(r"^In `([^`]+)`:\n\n```diff\n(.*?)^```$", re.M | re.S)
+_TRY = re.compile(r"^Try it[^\n]*:\n\n```python\n(.*?)^```$", re.M | re.S)
+
+
+def test_the_steps_lead_to_what_is_tried(tmp_path: Path, tiny_model_dir: Path) -> None:
+    text, copied = page("contributing.md"), tmp_path / "umbra"
+    unwanted = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "src" / "umbra", copied, ignore=unwanted)  # and what links are to
+    files, changes, tries = _NEW.findall(text), _CHANGE.findall(text), _TRY.findall(text)
+    steps = len(files) + len(changes) + len(tries)
+    assert steps == len(re.findall("^```(?:python|diff)", text, re.M))
+    for path, content in files:
+        assert not (copied / path).exists(), path
+        (copied / path).write_text(content, encoding="utf-8")
+    for path, diff in changes:
+        file, lines = copied / path, diff.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        new = "".join(line[1:] for line in lines if line[0] in " +")
+        before, found, after = f"\n{file.read_text(encoding='utf-8')}".partition(f"\n{old}")
+        assert found and old, f"docs/contributing.md: there is no {old!r} in {path}"
+        file.write_text(f"{before}\n{new}{after}"[1:], encoding="utf-8")
+    for number, content in enumerate(tries):
+        (tmp_path / f"try_{number}.py").write_text(content, encoding="utf-8")
+    program = (
+        "import runpy\n"
+        f"for number in range({len(tries)}):\n"
+        f"    runpy.run_path(f'try_{{number}}.py', {{'MODEL': {str(tiny_model_dir)!r}}})\n"
+        "import umbra; print(umbra.__file__)\n"
+    )
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = call([sys.executable, "-c", program], cwd=tmp_path, env=env, quiet_s=120)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == copied / "__init__.py"
+    linted = [sys.executable, "-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml")]
+    checked = call([*linted, *(copied / path for path, _ in files)])
+    assert checked.returncode == 0, checked.stdout
+    named = set(re.findall(r"`((?:tests|benchmarks|services|deploy)/[\w/]+\.py)`", text))
+    others = named - {path for path, _ in files}
+    assert [path for path in sorted(others) if not (ROOT / path).is_file()] == []
