@@ -81,7 +81,6 @@ def test_a_reward_function_from_a_file_in_the_working_directory() -> None:
         ("reward", "MODULEX:length", {}, "did you mean 'MODULE'"),
         ("MODULE:Half", "", {}, "has no method step"),
         ("MODULE:Echo", "", {"turnz": 3}, "environment.options do not fit"),
-        ("guess", "", {"turns": 3}, "environment.options do not fit"),
         ("numeric", "", {"tolerance": -1}, "tolerance must be 0 or more"),
         ("tools", "", {"tools": "calculator"}, "must be a list of calculator"),
         ("tools", "", {"tools": ["calculater"]}, "did you mean 'calculator'"),
@@ -136,27 +135,20 @@ USER = {"role": "user", "content": "go"}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
 
 
-@pytest.mark.parametrize(
-    ("messages", "tools", "says"),
-    [
-        ([USER, CALLED], [{"type": "function", "function": {"name": "f"}}], ""),
-        *(
-            (messages, [], "whose contents are texts")
-            for messages in (
-                *([{**USER, "content": c}] for c in (None, 5, [{"type": "text", "text": "x"}])),
-                [{"role": "user"}],
-                [{**USER, 1: 2}],
-                USER,
-            )
-        ),
+def test_what_no_template_can_write_fails_the_sample() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    parts = [{"type": "text", "text": "x"}]
+    texts = [[{**USER, "content": content}] for content in (None, 5, parts)]
+    for messages, tools, says in (
+        ([USER, CALLED], [tool], ""),
+        *((wrong, [], "whose contents are texts") for wrong in (*texts, [{**USER, 1: 2}], USER)),
+        ([{"role": "user"}], [], "whose contents are texts"),
         ([USER], None, "reset gave tools None"),
         ([USER], [{"name": "f"}], "instead of schemas"),
-    ],
-)
-def test_what_no_template_can_write_fails_the_sample(messages: Any, tools: Any, says: str) -> None:
-    outcome = outcome_of(InlinePool(Opens, "mine"), {"messages": messages, "tools": tools})
-    assert says in outcome.error
-    assert (outcome.value is None) == bool(says)
+    ):
+        outcome = outcome_of(InlinePool(Opens, "mine"), {"messages": messages, "tools": tools})
+        assert says in outcome.error
+        assert (outcome.value is None) == bool(says)
 
 
 # -- tools: calls, answers to the model, schemas ---------------------------------------------------
@@ -172,27 +164,19 @@ def step(environment: ToolUse, said: ParsedTurn | str) -> StepResult:
 
 
 @pytest.mark.parametrize(
-    ("expression", "value"),
-    [("2+3*4", "14"), ("(1-2)**3", "-1"), ("7/2", "3.5"), (" -7 // 2 ", "-4"), ("1e3 % 7", "6")],
-)
-def test_the_calculator_calculates(expression: str, value: str) -> None:
-    assert calculator(expression) == value
-
-
-@pytest.mark.parametrize(
     ("expression", "says"),
     [
         ("1 +", "is not an arithmetic expression"),
         ("__import__('os')", "is not arithmetic"),
-        ("1/0", "division by zero"),
         ("9**9**9", "the power is too large"),
         ("(-8)**0.5", "not a real number"),
         ("'a'*3", "is not arithmetic"),
         ("1" * 300, "longer than"),
-        ("1e308*10**10 + True", "is not arithmetic"),
     ],
 )
-def test_the_calculator_refuses(expression: str, says: str) -> None:
+def test_the_calculator_calculates_or_refuses(expression: str, says: str) -> None:
+    assert calculator("(1-2)**3 + 1e3 % 7 + 3*4 - 7/2") == "13.5"
+    assert calculator(" -7 // 2 ") == "-4"
     with pytest.raises(ValueError, match=says.replace("*", "[*]")):
         calculator(expression)
 

@@ -64,17 +64,12 @@ def scored(
 ) -> Any:
     """Return the result of one sample, or all of a group if `said` is a list."""
     made = [RewardFunction(f, f"mine:{f.__name__}", weight) for f, weight in functions]
-    rewards = Rewards(made, named=named)
+    turn, group = RewardedTurn(Rewards(made, named=named)), RewardedGroup(Rewards(made))
 
     async def wait() -> StepResult | list[StepResult]:
-        if isinstance(said, str):
-            turn = RewardedTurn(rewards)
-            turn.reset(row)
-            answer = turn.step(said)
-        else:
-            group = RewardedGroup(rewards)
-            group.reset(row)
-            answer = group.step_all(said)
+        turn.reset(row)
+        group.reset(row)
+        answer = turn.step(said) if isinstance(said, str) else group.step_all(said)
         return await answer if isinstance(answer, Awaitable) else answer
 
     return asyncio.run(wait())
@@ -86,11 +81,8 @@ def test_values_count_by_their_weights_and_are_named() -> None:
     assert result.reward_parts == {"ours": 1.0, "trls": 2.0, "later": 0.5, "seen": 2.0}
 
 
-def test_one_function_has_no_parts() -> None:
+def test_one_function_has_no_parts_and_completions_are_messages_if_the_prompt_is() -> None:
     assert scored(ROW, "hi", (ours, 1.0), named=False) == StepResult(reward=1.0)
-
-
-def test_completions_are_messages_if_the_prompt_is() -> None:
     assert scored(CHAT, "hello", (trls, 1.0)).reward == 5.0
 
 
@@ -115,10 +107,8 @@ GROUP = ["a", "b", "c"]
     ("said", "returned", "says"),
     [
         ("hi", [1.0, 2.0], "instead of a list with one number"),
-        ("hi", 0.5, "instead of a list"),
         ("hi", [None], "all"),
         ("hi", [float("nan")], "returned nan, which is not a finite number"),
-        (GROUP, [1.0, 2.0], EACH),
         (GROUP, 0.5, EACH),
         (GROUP, [1.0, None, 1.0], "no reward function has a reward for this sample"),
         (GROUP, [1.0, "2", 1.0], "'2', which is not a finite number"),
@@ -134,16 +124,13 @@ def test_what_is_no_reward_fails_the_sample_or_its_group(
         scored(ROW, said, (function, 1.0))
 
 
-def test_a_function_that_takes_no_group_is_refused() -> None:
-    own = EnvironmentConfig(kind="reward", reward=f"{__name__}:alone", reward_scope="group")
-    with pytest.raises(UsageError, match=":alone has no function with the parameter completions"):
-        load_environment(own)
-
-
-def test_a_function_that_needs_what_is_not_known_is_refused() -> None:
+def test_a_function_that_cannot_be_called_so_is_refused() -> None:
     def function(completions: list[Any], trainer_state: Any, **kwargs: Any) -> Any:
         return [1.0]
 
+    own = EnvironmentConfig(kind="reward", reward=f"{__name__}:alone", reward_scope="group")
+    with pytest.raises(UsageError, match=":alone has no function with the parameter completions"):
+        load_environment(own)
     with pytest.raises(UsageError, match="mine:f needs the argument trainer_state"):
         RewardFunction(function, "mine:f")
     assert RewardFunction(later, "mine:later").waits

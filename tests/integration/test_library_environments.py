@@ -326,38 +326,27 @@ def test_samples_of_several_generators_keep_their_keys(
 def test_tasks_of_verifiers_become_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None
 ) -> None:
-    name = write_verifiers(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    made = CliRunner().invoke(
-        make_task,
-        [f"verifiers:{name}", "--out", "data", "--environment", "mine", "--heldout", "2"],
-        catch_exceptions=False,
-    )
-    assert made.exit_code == 0
-    rows = [prompt.row for prompt in read_source("data/prompts.jsonl")]
-    held = (tmp_path / "data" / "heldout.jsonl").read_text().splitlines()
-    assert (len(rows), len(held)) == (14, 2)
-    first = {"environment": "mine", "prompt": "say 0", "task_data": {"prompt": "say 0", "n": 0}}
-    assert rows[0] == first
-    assert not list((tmp_path / "data").glob("demos*"))
-
-
-def test_tasks_that_cannot_be_made_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None
-) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def refused(says: str, *options: str) -> None:
-        arguments = ["verifiers:tasks-there", *options, "--out", "data"]
-        with pytest.raises(UsageError, match=says):
-            CliRunner().invoke(make_task, arguments, catch_exceptions=False)
+    def made(*options: str) -> None:
+        arguments = ["verifiers:tasks-there", *options, "--out", "data", "--environment", "mine"]
+        CliRunner().invoke(make_task, [*arguments, "--heldout", "2"], catch_exceptions=False)
 
-    refused("needs verifiers, 0.4 or newer: install it here, or beside")
+    with pytest.raises(UsageError, match=r"needs verifiers, 0\.4 or newer: install it here, or"):
+        made()
     name = write_verifiers(tmp_path)
-    refused("no such harness", "--option", "agent.harness.id=x")
+    with pytest.raises(UsageError, match="no such harness"):
+        made("--option", "agent.harness.id=x")
     options = {"agent": {"harness": {"id": "x"}}}
     with pytest.raises(UsageError, match="no such harness"):
         open_pool(EnvironmentConfig(kind="verifiers", id=name, options=options))
+    made()
+    rows = [prompt.row for prompt in read_source("data/prompts.jsonl")]
+    held = Path("data/heldout.jsonl").read_text().splitlines()
+    assert (len(rows), len(held)) == (14, 2)
+    first = {"environment": "mine", "prompt": "say 0", "task_data": {"prompt": "say 0", "n": 0}}
+    assert rows[0] == first
+    assert not list(Path("data").glob("demos*"))
 
 
 def test_a_game_of_openenv_is_played_by_calls(game: str, library_play: LibraryPlay) -> None:
