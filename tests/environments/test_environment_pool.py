@@ -99,24 +99,15 @@ class Waiting(Own):
         await asyncio.sleep(0)
         super().close()
 
-MEETING = {"n": 0}
-
-class Meeting:
-    # A turn ends when as many samples have come as the row says.
+class Shared:
     def reset(self, row):
-        self.row = row
         return []
     async def step(self, response):
         if response == "die":
             os._exit(1)
-        if "flag" in self.row:
-            if not os.path.exists(self.row["flag"]):
-                open(self.row["flag"], "w").close()
-                await asyncio.sleep(600)
-            return StepResult(reward=2.0)
-        MEETING["n"] += 1
-        while MEETING["n"] < self.row["size"]:
-            await asyncio.sleep(0.001)
+        if response == "hang once" and not os.path.exists("hung"):
+            open("hung", "w").close()
+            await asyncio.sleep(600)
         return StepResult(reward=2.0)
 """
 
@@ -147,9 +138,9 @@ class Player:
             found |= {outcome.key: outcome for outcome in self.pool.collect()}
         return found
 
-    def begin(self, key: str, *responses: str, **row: Any) -> None:
-        values = {"prompt": "p", "key": key, "blob": b"\x00\xff", "number": 1 << 63}
-        self.pool.play(key, {**values, **row}, list(responses))
+    def begin(self, key: str, *responses: str) -> None:
+        row = {"prompt": "p", "key": key, "blob": b"\x00\xff", "number": 1 << 63}
+        self.pool.play(key, row, list(responses))
 
     def play(self, key: str, *responses: str) -> EpisodeOutcome:
         self.begin(key, *responses)
@@ -189,22 +180,14 @@ def test_a_bad_reward_costs_its_sample(start: Start, said: str, error: str) -> N
     assert outcomes["good"].value == outcomes["better"].value == StepResult(reward=0.5)
 
 
-def test_async_environments_share_a_process(start: Start) -> None:
-    player = start("Meeting")
-    for index in range(20):
-        player.begin(str(index), "x", size=20)
-    assert len(player.outcomes(20)) == 20
-
-
 def test_one_of_many_in_a_process_kills_it(start: Start) -> None:
     """The others are sent again; the one that does it twice, alone, is the one."""
-    player = start("Meeting")
-    player.begin("hangs once", "x", flag="flag")
-    player.begin("bad", "die", size=1)
-    player.begin("late", "x", size=1)
+    player = start("Shared")
+    for response in ("hang once", "die", "late"):
+        player.begin(response, response)
     outcomes = player.outcomes(3)
-    assert "ended (exit code 1)" in outcomes["bad"].error
-    assert outcomes["hangs once"].value == outcomes["late"].value == StepResult(reward=2.0)
+    assert "ended (exit code 1)" in outcomes["die"].error
+    assert outcomes["hang once"].value == outcomes["late"].value == StepResult(reward=2.0)
 
 
 def test_answers_come_as_they_were_made_and_are_lost_with_their_process(start: Start) -> None:

@@ -1,26 +1,39 @@
-"""Ready-made environments, those with tools included, and the loader."""
+"""Ready-made environments, tools, reward functions, and several environments in a run."""
 
 import asyncio
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.trajectories import trajectory
 
 from umbra.proto.errors import UsageError
-from umbra.services.config import EnvironmentConfig
-from umbra.services.environments.built_in import Guess
+from umbra.services.config import EnvironmentConfig, RunConfig
+from umbra.services.config.loader import as_dict, load_config, to_json, to_toml
+from umbra.services.config.rules import check_feasible
+from umbra.services.environments.built_in import ExactMatch, Guess, NumericMatch
 from umbra.services.environments.loading import load_environment, runs_inline
-from umbra.services.environments.pool import InlinePool
+from umbra.services.environments.pool import EnvironmentSet, InlinePool
 from umbra.services.environments.protocol import (
     EpisodeOutcome,
     Opening,
     ParsedTurn,
     Response,
     Row,
+    SampleError,
     StepResult,
     schema,
 )
+from umbra.services.environments.rewards import (
+    RewardedGroup,
+    RewardedTurn,
+    RewardFunction,
+    Rewards,
+)
 from umbra.services.environments.tools import ToolUse, calculator
+from umbra.services.modeling.run_file import located
+from umbra.services.trainer.metrics import environment_metrics
 
 USER_CODE = """
 def length(prompt, completion, row):
@@ -236,4 +249,234 @@ def test_a_schema_says_what_a_function_takes() -> None:
             },
             "required": ["query"],
         },
+    }
+
+
+# -- reward functions: ours and TRL's, one or several, for one sample or a whole group ------------
+
+ROW = {"prompt": "say", "target": "hi"}
+CHAT = {**ROW, "prompt": [{"role": "user", "content": "say"}]}
+
+
+def ours(prompt: Any, completion: str, row: Row) -> float:
+    assert prompt == row["prompt"]
+    return float(completion == row["target"])
+
+
+def trls(prompts: list[Any], completions: list[Any], target: list[str], **kwargs: Any) -> list[Any]:
+    assert len(prompts) == len(completions) == len(target) == 1
+    kwargs["log_metric"]("seen", 2.0)
+    kwargs["log_extra"]("column", ["text"])
+    (completion,) = completions
+    text = completion if isinstance(completion, str) else completion[0]["content"]
+    return [len(text)]
+
+
+async def later(completions: list[Any], **kwargs: Any) -> list[float]:
+    await asyncio.sleep(0)
+    return [0.5]
+
+
+def never(completions: list[Any], **kwargs: Any) -> list[None]:
+    return [None]
+
+
+def rank(prompts: list[Any], completions: list[str], target: list[str], **kwargs: Any) -> Any:
+    assert (prompts, target) == (["say"] * len(completions), ["hi"] * len(completions))
+    kwargs["log_metric"]("different", float(len(set(completions))))
+    return [sum(len(other) < len(own) for other in completions) for own in completions]
+
+
+def only_some(completions: list[str], **kwargs: Any) -> list[float | None]:
+    return [1.0 if own == "hi" else None for own in completions]
+
+
+async def alone(prompt: Any, completion: str, row: Row) -> float:
+    await asyncio.sleep(0)
+    return ours(prompt, completion, row)
+
+
+def scored(
+    row: Row, said: str | list[str], *functions: tuple[Any, float], named: bool = True
+) -> Any:
+    """Return the result of one sample, or all of a group if `said` is a list."""
+    made = [RewardFunction(f, f"mine:{f.__name__}", weight) for f, weight in functions]
+    turn, group = RewardedTurn(Rewards(made, named=named)), RewardedGroup(Rewards(made))
+
+    async def wait() -> StepResult | list[StepResult]:
+        turn.reset(row)
+        group.reset(row)
+        answer = turn.step(said) if isinstance(said, str) else group.step_all(said)
+        return await answer if isinstance(answer, Awaitable) else answer
+
+    return asyncio.run(wait())
+
+
+def test_values_count_by_their_weights_and_are_named() -> None:
+    result = scored(ROW, "hi", (ours, 2.0), (trls, 0.5), (later, 1.0), (never, 9.0))
+    assert result.reward == 2.0 + 1.0 + 0.5
+    assert result.reward_parts == {"ours": 1.0, "trls": 2.0, "later": 0.5, "seen": 2.0}
+
+
+def test_one_function_has_no_parts_and_completions_are_messages_if_the_prompt_is() -> None:
+    assert scored(ROW, "hi", (ours, 1.0), named=False) == StepResult(reward=1.0)
+    assert scored(CHAT, "hello", (trls, 1.0)).reward == 5.0
+
+
+def test_a_function_gets_all_samples_of_a_group() -> None:
+    found = scored(ROW, ["hi", "hello", ""], (rank, 0.5))
+    assert [one.reward for one in found] == [0.5, 1.0, 0.0]
+    assert found[1].reward_parts == {"rank": 2.0, "different": 3.0}
+
+
+def test_functions_of_one_sample_are_called_for_each_of_a_group() -> None:
+    found = scored(ROW, ["hi", "hello", ""], (rank, 1.0), (alone, 10.0), (only_some, 100.0))
+    assert [one.reward for one in found] == [111.0, 2.0, 0.0]
+    assert found[0].reward_parts["only_some"] == 1.0
+    assert "only_some" not in found[1].reward_parts
+
+
+EACH = "instead of a list with one number for each of 3 completions"
+GROUP = ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("said", "returned", "says"),
+    [
+        ("hi", [1.0, 2.0], "instead of a list with one number"),
+        ("hi", [None], "all"),
+        ("hi", [float("nan")], "returned nan, which is not a finite number"),
+        (GROUP, 0.5, EACH),
+        (GROUP, [1.0, None, 1.0], "no reward function has a reward for this sample"),
+        (GROUP, [1.0, "2", 1.0], "'2', which is not a finite number"),
+    ],
+)
+def test_what_is_no_reward_fails_the_sample_or_its_group(
+    said: str | list[str], returned: Any, says: str
+) -> None:
+    def function(completions: list[Any], **kwargs: Any) -> Any:
+        return returned
+
+    with pytest.raises(SampleError, match=says):
+        scored(ROW, said, (function, 1.0))
+
+
+def test_a_function_that_cannot_be_called_so_is_refused() -> None:
+    def function(completions: list[Any], trainer_state: Any, **kwargs: Any) -> Any:
+        return [1.0]
+
+    own = EnvironmentConfig(kind="reward", reward=f"{__name__}:alone", reward_scope="group")
+    with pytest.raises(UsageError, match=":alone has no function with the parameter completions"):
+        load_environment(own)
+    with pytest.raises(UsageError, match="mine:f needs the argument trainer_state"):
+        RewardFunction(function, "mine:f")
+    assert RewardFunction(later, "mine:later").waits
+
+
+# -- several environments in a run: configuration, limits, pools, metrics --------------------------
+
+RUN = """
+[[environments]]
+name = "words"
+prompts = "words.jsonl"
+weight = 3.0
+max_turns = 2
+sampling = { top_k = 0, stop = [] }
+[[environments]]
+name = "sums"
+kind = "numeric"
+prompts = "sums.jsonl"
+options = { tolerance = 0.5 }
+"""
+ONE = "[[environments]]\nname = 'a'\n"
+THEIRS = "[[environments]]\nname = 'x'\nkind = 'verifiers'\nid = 'y'\n"
+
+
+def loaded(tmp_path: Path, text: str = RUN) -> RunConfig:
+    (tmp_path / "run.toml").write_text(text)
+    return load_config(tmp_path / "run.toml", environ={})
+
+
+def test_a_run_file_has_several_and_is_written_back(tmp_path: Path) -> None:
+    config = loaded(tmp_path)
+    words, sums = config.environments
+    assert (words.name, words.weight, words.max_turns, words.kind) == ("words", 3.0, 2, "exact")
+    assert (sums.kind, sums.options) == ("numeric", {"tolerance": 0.5})
+    (tmp_path / "back.json").write_bytes(to_json(config))
+    assert load_config(tmp_path / "back.json", environ={}) == config
+    assert loaded(tmp_path, to_toml(as_dict(config))) == config
+    for name in ("words", "sums"):
+        (tmp_path / f"{name}.jsonl").write_text("{}")
+    resolved = located(config, tmp_path / "run.toml").environments[1]
+    assert resolved.prompts == str(tmp_path / "sums.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[[environments]]\nweight = 1.0", "needs a name"),
+        (ONE + ONE, "have the name a"),
+        ("[[environments]]\nname = 'a/b'", "environments.name must be text like"),
+        (f"{ONE}kinds = 'x'", "unknown key environments.kinds"),
+        (f"{ONE}weight = 0", "environments.weight must be a number > 0"),
+        (
+            f"{ONE}sampling = {{ temperature = 0 }}",
+            r"environments\.a: sampling\.temperature must be a number > 0",
+        ),
+        (
+            f"{ONE}sampling = {{ temprature = 1.0 }}",
+            r"unknown key sampling\.temprature; did you mean sampling\.temp",
+        ),
+        (
+            f"{ONE}sampling = {{ stop_tokens = ['a'] }}",
+            r"environments\.a: sampling\.stop_tokens end turns in all",
+        ),
+    ],
+)
+def test_a_run_file_wrong_about_them_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        loaded(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ("[environment]\nkind = 'numeric'", "are both set"),
+        ("[buffer]\nstages = ['reward']", "stages has reward: set reward_scope = group in"),
+        ("[[environments]]\nname = 'x'\nkind = 'trl'", "environments.x.kind = trl needs"),
+        ("[[environments]]\nname = 'x'\nid = 'm:C'", "environments.x.id = m:C has no effect"),
+        (f"{THEIRS}max_turns = 2", "environments.x.max_turns is not for verifiers"),
+        (
+            f"{THEIRS}{THEIRS.replace('x', 'z')}[generator]\nserve_advertise = 'proxy:80'",
+            "proxy:80 has a port",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_a_start(tmp_path: Path, extra: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        check_feasible(loaded(tmp_path, RUN + extra))
+
+
+def test_each_sample_is_played_by_the_environment_that_its_row_names() -> None:
+    pools = EnvironmentSet({"words": InlinePool(ExactMatch), "sums": InlinePool(NumericMatch)})
+    for key, name in (("a", "words"), ("b", "sums")):
+        pools.play(key, {"prompt": "p", "answer": "1", "environment": name}, [" it is 1"])
+    rewards = {outcome.key: outcome.value.reward for outcome in pools.collect()}  # type: ignore[union-attr]
+    assert rewards == {"a": 0.0, "b": 1.0}
+    pools.forget("a")
+    pools.forget("unknown")
+    pools.close()
+
+
+def test_metrics_tell_environments_apart() -> None:
+    ended = [
+        trajectory(prompt_id="words/1", reward=1.0),
+        trajectory(prompt_id="words/2", reward=0.0, response=(3, 4)),
+        trajectory(prompt_id="words2/2", reward=9.0),
+    ]
+    assert environment_metrics(ended, ["words", "sums"]) == {
+        "environment/words/samples": 2.0,
+        "environment/words/reward": 0.5,
+        "environment/words/response_length": 2.5,
+        "environment/sums/samples": 0.0,
     }

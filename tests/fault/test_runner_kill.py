@@ -11,15 +11,8 @@ from fakes.slowness import limit, seconds
 from fakes.whole_runs import Up
 
 AGENT = """
-import asyncio, json, urllib.error, urllib.request
-
-def post(endpoint, messages):
-    headers = {"content-type": "application/json",
-               "authorization": "Bearer " + endpoint["api_key"]}
-    url = endpoint["base_url"] + "/chat/completions"
-    body = json.dumps({"messages": messages}).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
-        return json.load(answer)
+import asyncio
+from umbra.services.environments.agent_program import request
 
 def note(sign):
     with open("work.log", "a") as file:
@@ -28,11 +21,10 @@ def note(sign):
 async def solve(row, endpoint, tries=3):
     note("+")
     messages = [{"role": "user", "content": row["prompt"]}]
+    url = endpoint["base_url"] + "/chat/completions"
     for turn in range(tries):
-        try:
-            said = await asyncio.to_thread(post, endpoint, messages)
-        except urllib.error.HTTPError as error:
-            error.close()
+        status, said = await request(url, endpoint["api_key"], {"messages": messages})
+        if status != 200:
             break  # the last answer was cut off
         await asyncio.sleep(0.2)  # a tool
         messages += [said["choices"][0]["message"], {"role": "user", "content": f"go on {turn}"}]
@@ -59,13 +51,13 @@ RUNNER = (
 )
 
 
-def endpoints(run_dir: Path) -> set[str]:
-    return set(re.findall(r"agents are served at (http://\S+)", said_by_generator(run_dir)))
-
-
 def said_by_generator(run_dir: Path) -> str:
     logs = [path.read_text() for path in run_dir.rglob("*generator-0*") if path.is_file()]
     return "".join(logs)
+
+
+def endpoints(run_dir: Path) -> set[str]:
+    return set(re.findall(r"agents are served at (http://\S+)", said_by_generator(run_dir)))
 
 
 @pytest.mark.timeout(300)

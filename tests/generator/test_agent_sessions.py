@@ -13,12 +13,13 @@ from umbra.proto.records import Sampling
 from umbra.services.environments.protocol import (
     Ask,
     EpisodeOutcome,
+    ParsedTurn,
     RefusedError,
     StepResult,
     Turn,
 )
 from umbra.services.generator.agents.calls import Answer, Call, CallRules, response_id
-from umbra.services.generator.agents.protocols import Completions, Responses
+from umbra.services.generator.agents.protocols import Completions, Messages, Responses
 from umbra.services.generator.agents.session import AgentSession, SessionRegistry
 from umbra.services.http import ApiError
 from umbra.services.modeling.parsers import TOLD, ResponseTemplateParser
@@ -409,6 +410,30 @@ def test_tool_calls_become_objects_only_if_all_are_well_formed() -> None:
     untold = Answer.of(turn(tool_call("add"), tools=()), chat(), 0)
     assert untold.message["content"] == tool_call("add")
     assert Answer.of(turn("cut", complete=False), call, 0).finish_reason == "length"
+
+
+def test_reasoning_is_returned_and_taken_back() -> None:
+    """With or without it, the history is the same; another one is an edit."""
+    agent, call, form = Agent(), Call([user("a")]), Messages("session", "m", 5)
+    agent.ask(user("a"))
+    heard = replace(turn("yes"), parsed=ParsedTurn(text="", content="yes", reasoning="hm"))
+    agent.session.answered(heard, 1.0)
+    answer = Answer.of(heard, call, 0)
+    whole = Completions("session", "m", 5).whole(call, answer)
+    assert whole["choices"][0]["message"]["reasoning_content"] == "hm"
+    blocks = form.whole(call, answer)["content"]
+    assert [block["type"] for block in blocks] == ["thinking", "text"]
+    history = [user("a"), {"role": "assistant", "content": blocks}, user("b")]
+    again = Messages.call(json.dumps({"messages": history}).encode(), RULES).messages
+    assert again[1] == {**said("yes"), "reasoning_content": "hm"}
+    with pytest.raises(ApiError) as caught:
+        agent.ask(user("a"), {**again[1], "reasoning_content": "other"}, user("b"))
+    assert "(history_edited)" in form.error(caught.value)["error"]["message"]
+    agent.ask(*again)
+    agent.hear("no")
+    assert agent.ask(user("a"), said("yes"), user("b"), said("no"), user("c")) == News(
+        [user("c")], after=1
+    )
 
 
 def test_usage_and_logprobs_are_those_of_the_tokens() -> None:

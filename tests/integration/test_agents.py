@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import openai
 import pytest
 from fakes.agents import KEY, WAIT_S, AgentWorld, ask, client, reward, send, user
-from fakes.chat_templates import chat_tokenizer
 from fakes.engine import ScriptedEngine
 from fakes.fixtures import Closes
 from fakes.rollouts import STOP, says, settings
@@ -283,44 +282,6 @@ def test_a_stop_string_ends_the_turn_and_stays_in_its_tokens(world: World, token
     # The template ends the turn, as the model did not.
     assert said == "think. Observation:42<|end|>"
     assert response.startswith("think. Observation:<|end|><|user|>Observation: 42")
-
-
-def test_reasoning_is_returned_and_taken_back(closes: Closes) -> None:
-    """With or without it, the history is the same: the tokens are those that were sampled."""
-    tokenizer, stops = chat_tokenizer("qwen3")
-    chat = Chat(tokenizer, stops)
-    turns = ["<think>\nhm\n</think>\n\nyes<|im_end|>", "<think>\nso\n</think>\n\nno<|im_end|>"]
-    ids = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
-    cue = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
-
-    def script(given: Any) -> list[int]:
-        begun = [i for i in range(len(given)) if list(given[i : i + len(cue)]) == cue]
-        return ids[len(begun) - 1][len(given) - begun[-1] - len(cue) :]
-
-    engine = ScriptedEngine(script, stop_ids=chat.stop_ids, max_context=4096)
-    options = settings(chat, max_context=4096, sampling=Sampling(max_tokens=64))
-    endpoint = closes(AgentWorld(engine, options, OUTSIDE))
-    work = endpoint.begin()
-    asked: list[Any] = [user("a")]
-    status, first = ask(work, *asked)
-    assert status == 200
-    message = first["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
-    del message["reasoning_content"]
-    asked += [message, user("b")]
-    from anthropic import BadRequestError
-
-    with anthropic(work) as agent:  # another protocol, the same session
-        second = agent.messages.create(model="m", max_tokens=50, messages=asked)
-        assert [block.type for block in second.content] == ["thinking", "text"]
-        asked.append({"role": "assistant", "content": "no", "reasoning_content": "other"})
-        status, refused = ask(work, *asked, user("c"))
-        assert (status, refused["error"]["code"]) == (400, "history_edited")
-        with pytest.raises(BadRequestError, match="history_edited"):
-            agent.messages.create(model="m", max_tokens=50, messages=[user("other")])
-    assert reward(work, 1.0) == 200
-    _, said = sampled(endpoint, tokenizer)
-    assert said == "".join(turns)
 
 
 def test_agents_are_told_an_address_that_they_reach_whatever_they_say(world: World) -> None:

@@ -68,8 +68,9 @@ class Bare:
 
 # Environments end with what their one turn says: "error", "group" and so on are for tests.
 _V1 = """
-import asyncio, contextlib, json, os, urllib.request
+import asyncio, contextlib, os
 from types import SimpleNamespace as Thing
+from umbra.services.environments.agent_program import request
 
 serving = []
 env_config_type = lambda taskset_id, env_id: Config
@@ -77,12 +78,10 @@ EvalClientConfig = Thing
 ModelContext = lambda model, client: Thing(client=client)
 
 
-def chat(base_url, key, prompt):
-    body = json.dumps({"messages": [{"role": "user", "content": prompt}]}).encode()
-    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-    request = urllib.request.Request(base_url + "/chat/completions", body, headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)["choices"][0]["message"]["content"]
+async def chat(base_url, key, prompt):
+    body = {"messages": [{"role": "user", "content": prompt}]}
+    status, answer = await request(base_url + "/chat/completions", key, body)
+    return answer["choices"][0]["message"]["content"]
 
 
 class Config:
@@ -141,8 +140,7 @@ class Environment:
         for _ in range(3):
             await asyncio.sleep(0)  # it reads the key whenever it likes
         key = os.environ[context.client.api_key_var]
-        asked = context.client.base_url, key, task.data.values["prompt"]
-        said = await asyncio.to_thread(chat, *asked)
+        said = await chat(context.client.base_url, key, task.data.values["prompt"])
         trace = Thing(
             agent=Thing(trainable=True),
             errors=[Thing(type="TaskError", message="no luck")] if said == "error" else [],
@@ -310,7 +308,11 @@ def test_samples_of_several_generators_keep_their_keys(
     monkeypatch.syspath_prepend(tmp_path)
     play: Callable[..., Any] = verifiers_program(write_verifiers(tmp_path), {}, "theirs")
     asked: list[Any] = []
-    monkeypatch.setattr(sys.modules["verifiers.v1"], "chat", lambda *of: asked.append(of[:2]))
+
+    async def chat(*of: str) -> None:
+        asked.append(of[:2])
+
+    monkeypatch.setattr(sys.modules["verifiers.v1"], "chat", chat)
 
     async def together() -> None:
         endpoints = [{"base_url": f"http://g/{key}", "api_key": key} for key in "ab"]
