@@ -8,7 +8,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import zmq
@@ -22,10 +22,11 @@ from umbra.proto.net.server import Server
 from umbra.proto.records import Manifest
 from umbra.services.config import WeightHubConfig as WeightHubConfig
 from umbra.services.process.metrics import MetricsFile
+from umbra.services.weight_hub.daemon import Daemon
 from umbra.services.weight_hub.service import ACCEPTS, CHANNEL, WeightHub
 from umbra.services.weights.manifest import build_manifest, checksums
 from umbra.services.weights.planes.plane import ReceiverEnd, Receiving
-from umbra.services.weights.planes.receiving import StagedPlanes
+from umbra.services.weights.planes.receiving import GpuReceiving, StagedPlanes
 from umbra.services.weights.publisher import Publisher
 from umbra.services.weights.receiver import Receiver, StagedVersion
 
@@ -309,3 +310,45 @@ class WatchedEnd:
             if bucket is not None:
                 self._at("staging", message.version)
             yield bucket
+
+
+class Relay:
+    """A daemon that fetches from the hub of `bench`, on a host of its own name, in a thread."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        name: str,
+        *,
+        security: Security = OPEN,
+        gpu: GpuReceiving | None = None,
+        **config: Any,
+    ) -> None:
+        self.metrics_path = bench.metrics_path.with_name(f"{name}.jsonl")
+        self._metrics = MetricsFile(self.metrics_path, name)
+        self.daemon = Daemon(
+            name,
+            bench.config(**config),
+            self._metrics,
+            upstream=bench.endpoint,
+            host=name,
+            gpu=gpu,
+            security=security,
+        )
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self.daemon.run, args=(name, self._stopping, WAIT_S))
+        self._thread.start()
+        bench.closers.append(self.stop)
+        while name not in bench.hub.protocol.serving:
+            self._thread.join(0.01)
+            assert self._thread.is_alive(), f"no {name}"
+
+    @property
+    def buckets(self) -> str:
+        assert self.daemon.hub is not None
+        return self.daemon.hub.planes.open_tcp().buckets.endpoint
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(WAIT_S)
+        self._metrics.close()

@@ -12,9 +12,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, content, load, publish, take, whole
+from fakes.hub_bench import OTHER_LAYOUT, WAIT_S, Bench, Relay, content, load, publish, take, whole
 from fakes.keys import of
-from fakes.relays import Relay
 from fakes.slowness import until
 from fakes.trainer_hosts import Trainer, TrainerHost, layout, skip_without_namespaces
 

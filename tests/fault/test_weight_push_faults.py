@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from fakes.hub_bench import PROGRAMS, WAIT_S, Bench, Engine, Watched, Weights, publish_slot
@@ -181,14 +182,15 @@ def test_one_that_is_slow_holds_up_nobody_and_comes_back_by_itself(
     [("written", "tcp"), ("staging", "shm"), ("committing", "tcp"), ("idle", "shm")],
 )
 def test_a_new_hub_goes_on_for_one_that_is_killed(
-    bench: Bench, run_id: str, plane: str, phase: str
+    bench: Bench, run_id: str, tmp_path: Path, plane: str, phase: str
 ) -> None:
     """1. The hub is killed in a phase of version 1. 2. A new one starts at its address.
 
     Result: version 1 is served, whole, and so is what follows; meanwhile generation goes on with
     version 0, whole, and no shared memory is left behind (`run_id` looks).
     """
-    hub = Program(bench, "lone_hub.py", "tcp://127.0.0.1:*", run_id, plane)
+    how = (run_id, plane, str(tmp_path))
+    hub = Program(bench, "lone_hub.py", "tcp://127.0.0.1:*", *how)
     bench.endpoint = hub.line()
     weights, staging, loading = Weights(bench.publisher()), Gate(), Gate()
     generator = Generating(bench, weights, "gen-0", Watched(plane, staging))
@@ -205,7 +207,7 @@ def test_a_new_hub_goes_on_for_one_that_is_killed(
     if phase != "committing":
         generator.goes_on()
         assert generator.version == 0
-    bench.move(Program(bench, "lone_hub.py", bench.endpoint, run_id, plane).line())
+    bench.move(Program(bench, "lone_hub.py", bench.endpoint, *how).line())
     gate.open()
     if phase == "written":
         publish_slot(weights.publisher, 1)

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 from fakes.commands import UMBRA, call
-from fakes.hub_bench import Bench
+from fakes.hub_bench import Bench, Relay
 from fakes.keys import of
-from fakes.relays import Relay
 from fakes.serving import ServerThread
 from fakes.slowness import limit, seconds, until
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from unittest.mock import Mock
 import pytest
 from fakes import broker_world
 from fakes.hub_bench import WAIT_S, Bench, SmallFrames
-from fakes.slowness import until
 from fakes.trainer_hosts import layout
 
 from umbra.proto import messages as m
@@ -35,16 +35,15 @@ from umbra.proto.messages import (
 from umbra.proto.net.server import Request
 from umbra.proto.records import BucketsAt
 from umbra.services.buffer.effects import NackError
-from umbra.services.weight_hub import daemon
 from umbra.services.weight_hub.command import _identify
 from umbra.services.weight_hub.daemon import PartHub, UpstreamEnd
 from umbra.services.weight_hub.parts import SILENT_S, Parts
 from umbra.services.weight_hub.push import HubPeer, Publication
 from umbra.services.weight_hub.service import MOST_NAMES, Bindings
 from umbra.services.weights.arena import Arena
+from umbra.services.weights.gpu.worker import result
 from umbra.services.weights.manifest import build_manifest, checksums, owned_buckets, owned_ranges
 from umbra.services.weights.planes.bucket_fetch import TcpReceiver
-from umbra.services.weights.planes.bucket_server import BucketStore
 from umbra.services.weights.planes.bucket_wire import grant
 from umbra.services.weights.planes.plane import Receipt, Receiving
 
@@ -231,134 +230,105 @@ def test_deadlines_are_those_of_the_first_to_be_silent(new: World) -> None:
     assert new.parts.next_deadline() == 100.0 + SILENT_S
 
 
+# -- a part hub -----------------------------------------------------------------------------------
+
 MANIFEST = layout(2)
 SIZE = MANIFEST.total_bytes
 
 
-class PartWorld:
-    """A part hub of trainer host 1 that runs in a thread."""
+class TrainerHost:
+    """Trainer host 1 with its part hub, and the weight hub above that."""
 
     def __init__(self, run_id: str) -> None:
         self.path = f"/dev/shm/umbra-{run_id}-part"
-        self.hub = Mock(peer="weight hub", pushes=queue.SimpleQueue[m.Message]())
-        self.stopping = threading.Event()
-        self.progress: list[tuple[str, int]] = []
-        self.ordered = 0
+        self.above = Mock(peer="weight hub", pushes=queue.SimpleQueue[m.Message]())
         config = Bench.config(delta="off")
-        self.daemon = PartHub("part-1", 1, "tcp://127.0.0.1:1", config, "elsewhere")
-        self.daemon._hub = self.hub
+        self.part = PartHub("part-1", 1, "tcp://127.0.0.1:1", config, "elsewhere")
+        self.part._hub = self.above
 
-    @contextmanager
-    def running(self) -> Iterator[PartWorld]:
-        session = Mock(progress=lambda *said: self.progress.append(said))
-        with closing(self.daemon), ThreadPoolExecutor(1) as thread:
-            running = thread.submit(self.daemon.run, self.stopping, WAIT_S, session)
-            try:
-                yield self
-            finally:
-                self.stopping.set()
-                running.result(WAIT_S)
-
-    @property
-    def states(self) -> list[m.PartState]:
-        """The states that the hub above was told."""
-        return [call.args[0] for call in self.hub.call.call_args_list]
-
-    @property
-    def store(self) -> BucketStore:
-        assert self.daemon._tcp.server.store is not None
-        return self.daemon._tcp.server.store
+    def state(self, *orders: m.Message) -> m.PartState:
+        """Have orders handled; return the state that the weight hub is told then."""
+        for order in orders:
+            self.above.pushes.put(order)
+        self.part._listen(threading.Event(), time.monotonic() + 0.05)
+        self.part._state(threading.Event())
+        return self.above.call.call_args.args[0]
 
     def hold(self, path: str | None = None) -> m.PartState:
-        """Order an arena, an empty path for none; return the state that answers."""
+        """Order an arena, an empty path for none; return the state once it is made, or not."""
         path = self.path if path is None else path
-        self.order(m.HoldArena(manifest=MANIFEST, path=path, slots=2))
-        before = len(self.states)
+        state = self.state(m.HoldArena(manifest=MANIFEST, path=path, slots=2))
+        while state.path != path:
+            state = self.state()
+        return state
 
-        def answer() -> m.PartState | None:
-            return next((state for state in self.states[before:] if state.path == path), None)
-
-        return until(answer, "no answer")
-
-    def offer(self, slot: int, sums: list[int], path: str | None = None) -> None:
-        self.order(m.OfferSlot(path=path or self.path, slot=slot, checksums=sums, deltas=False))
-
-    def order(self, message: m.Message) -> None:
-        """Send an order; returns when it was handled."""
-        self.ordered += 1
-        self.hub.pushes.put(message)
-        until(lambda: sum(count for _, count in self.progress) >= self.ordered, "not handled")
+    def offer(self, slot: int, sums: list[int], path: str = "") -> bool:
+        """Offer the content of a slot; return whether anything is handed out then."""
+        at = path or self.path
+        self.state(m.OfferSlot(path=at, slot=slot, checksums=sums, deltas=False))
+        assert self.part._tcp.server.store is not None
+        return self.part._tcp.server.store._last is not None
 
     def fetch(self, sums: list[int]) -> bytes:
         """Fetch the buckets of this host from the part hub, as a receiver does."""
         data = memoryview(bytearray(SIZE))
         pull = TcpReceiver(MANIFEST, [data], SmallFrames())
-        buckets = self.daemon.buckets
-        at = BucketsAt(endpoint=buckets.endpoint, key=grant(buckets.key))
+        at = BucketsAt(endpoint=self.part.buckets.endpoint, key=grant(self.part.buckets.key))
         prepare = m.Prepare(epoch=1, version=1, slot=0, checksums=sums, sources=[at, at])
         with closing(pull), closing(pull.receive(prepare)) as steps:
-            mine, came = set(owned_buckets(MANIFEST)[1]), set[int]()
+            mine, came = set(owned_buckets(MANIFEST)[1]), set[int | None]()
             while not mine <= came:
-                bucket = next(steps)
-                came |= set() if bucket is None else {bucket}
-            assert came == mine, "the rest is another host's"
+                came.add(next(steps))
+            assert came - {None} == mine, "the rest is another host's"
         return bytes(data)
 
 
 @pytest.fixture
-def part(run_id: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[PartWorld]:
-    monkeypatch.setattr(daemon, "STATE_S", 0.02)
-    with PartWorld(run_id).running() as part:
-        yield part
-    assert not Path(part.path).exists()
+def host(run_id: str) -> Iterator[TrainerHost]:
+    host = TrainerHost(run_id)
+    with closing(host.part):
+        yield host
+    assert not Path(host.path).exists()
 
 
 def test_a_part_hub_holds_its_own_rows_and_hands_out_what_it_is_told(
-    part: PartWorld, caplog: pytest.LogCaptureFixture
+    host: TrainerHost, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = part.hold()
+    state = host.hold()
     assert (state.owner, state.host, state.error) == (1, "elsewhere", "")
-    assert state.buckets == part.daemon.buckets
-    own = sum(end - start for start, end in owned_ranges(MANIFEST, 1))
-    assert own <= Path(part.path).stat().st_blocks * 512 // 2 < SIZE
-    with closing(Arena.attach(part.path, slot_bytes=SIZE)) as arena:
-        slot = arena.slot(1)
-        for start, end in owned_ranges(MANIFEST, 1):
-            slot[start:end] = bytes([7]) * (end - start)
-        sums = checksums(MANIFEST, memoryview(bytearray([7]) * SIZE))
-        for index, given, path in (
-            (2, sums, ""),
-            (-1, sums, ""),
-            (1, sums[1:], ""),
-            (1, sums, "x"),
-        ):
-            part.offer(index, given, path)
-            assert part.store._last is None
-        assert "offers slot 2 of 2" in caplog.text and "offers slot -1 of 2" in caplog.text
-        assert f"{len(sums) - 1} checksums for {len(sums)} buckets" in caplog.text
-        part.offer(1, sums)
-        data = part.fetch(sums)
-        assert all(data[start:end] == slot[start:end] for start, end in owned_ranges(MANIFEST, 1))
-        part.offer(1, [])
-        assert part.store._last is None, "it is about to be written"
-        slot.release()
-    part.order(m.Ok())  # nothing that it knows
-    assert part.hold("") and not Path(part.path).exists()
-    assert all((word == "handing out") == (count > 0) for word, count in part.progress)
+    assert state.buckets == host.part.buckets
+    own = owned_ranges(MANIFEST, 1)
+    memory = Path(host.path).stat().st_blocks * 512
+    assert sum(end - start for start, end in own) <= memory // 2 < SIZE
+    with closing(Arena.attach(host.path, slot_bytes=SIZE)) as arena:
+        for start, end in own:
+            arena.slot(1)[start:end] = bytes([7]) * (end - start)
+    sums = checksums(MANIFEST, memoryview(bytearray([7]) * SIZE))
+    for slot, given in ((2, sums), (-1, sums), (1, sums[1:])):
+        assert not host.offer(slot, given)
+    assert not host.offer(1, sums, "another arena")
+    assert "offers slot 2 of 2" in caplog.text and "offers slot -1 of 2" in caplog.text
+    assert f"{len(sums) - 1} checksums for {len(sums)} buckets" in caplog.text
+    assert host.offer(1, sums)
+    data = host.fetch(sums)
+    assert all(set(data[start:end]) == {7} for start, end in own)
+    assert not host.offer(1, []), "it is about to be written"
+    host.state(m.Ok())  # nothing that it knows
+    assert host.hold("") and not Path(host.path).exists()
 
 
-def test_a_part_hub_says_why_it_cannot_hold_an_arena(part: PartWorld, run_id: str) -> None:
+def test_a_part_hub_says_why_it_cannot_hold_an_arena(host: TrainerHost, run_id: str) -> None:
     other = Arena.create(run_id, "part", slot_bytes=SIZE, slots=2)
-    assert "File exists" in part.hold().error
+    assert "File exists" in host.hold().error
     other.close()  # as if its part hub had been killed
-    assert not part.hold().error
-    inode = Path(part.path).stat().st_ino
-    part.hold()
-    assert Path(part.path).stat().st_ino == inode, "it holds that one already"
+    assert not host.hold().error
+    inode = Path(host.path).stat().st_ino
+    host.hold()
+    assert Path(host.path).stat().st_ino == inode, "it holds that one already"
 
 
 def test_an_arena_in_the_making_is_not_held(
-    part: PartWorld, monkeypatch: pytest.MonkeyPatch
+    host: TrainerHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, create = threading.Event(), Arena.create
 
@@ -367,68 +337,55 @@ def test_an_arena_in_the_making_is_not_held(
         return create(*args, **options)
 
     monkeypatch.setattr(Arena, "create", slow)
-    part.order(m.HoldArena(manifest=MANIFEST, path=part.path, slots=2))
-    before = len(part.states)
-    until(lambda: len(part.states) > before + 2, "it says nothing")
-    assert not any(state.path for state in part.states)
+    order = m.HoldArena(manifest=MANIFEST, path=host.path, slots=2)
+    assert not host.state(order).path and not host.state().path
     make.set()
-    until(lambda: part.states[-1].path == part.path, "it was not made")
+    assert not host.hold().error
 
 
-def test_a_hub_that_is_away_for_longer_than_its_patience_ends_the_part_hub(run_id: str) -> None:
-    part = PartWorld(run_id)
-    with closing(part.daemon):
-        part.hub.call.side_effect = DeadlineError("silent")
-        with pytest.raises(DeadlineError, match="no answer from the weight hub"):
-            part.daemon.run(part.stopping, 0.0)
+def test_a_hub_that_is_away_for_longer_than_its_patience_ends_the_part_hub(
+    host: TrainerHost,
+) -> None:
+    host.above.call.side_effect = DeadlineError("silent")
+    with pytest.raises(DeadlineError, match="no answer from the weight hub"):
+        host.part.run(threading.Event(), 0.0)
 
 
 # -- a daemon with an upstream --------------------------------------------------------------------
 
 
-def own_hub(*answers: m.Message) -> Mock:
-    """Return the daemon's own hub, which answers so and then no more, and fills its arena."""
-    futures = [Future[m.Message]() for _ in range(len(answers) + 1)]
-    for future, answer in zip(futures, answers, strict=False):
-        future.set_result(answer)
-
-    def receive(_message: m.Prepare, slot: int) -> Receiving:
-        yield None
-        yield 4
-        return Receipt(wire_s=3.0, stage_s=2.0, wire_bytes=9, data=own.slot(slot))
-
-    own = Mock(receive=receive, slot=lambda index: memoryview(bytes([index])))
-    own.ask.side_effect = futures
-    return own
-
-
 PREPARE = m.Prepare(epoch=1, version=8, slot=0, checksums=[5, 6])
 
 
-def received(end: UpstreamEnd) -> tuple[list[int | None], Receipt]:
-    steps, seen = end.receive(PREPARE), list[int | None]()
-    while True:
-        try:
-            seen.append(next(steps))
-        except StopIteration as done:
-            return seen, done.value
+def upstream_end(wait_s: float, *answers: m.Message) -> tuple[Mock, UpstreamEnd]:
+    """A daemon's own hub, which answers so and then no more and fills its arena; and the end."""
+    futures = [Future[m.Message]() for _ in range(len(answers) + 1)]
+    for future, answer in zip(futures, answers, strict=False):
+        future.set_result(answer)
+    own = Mock(slot=lambda index: memoryview(bytes([index])))
+    own.receive = lambda _, slot: filled(Receipt(wire_s=3.0, wire_bytes=9, data=own.slot(slot)))
+    own.ask.side_effect = futures
+    return own, UpstreamEnd(own, own, own, own, wait_s)
+
+
+def filled(receipt: Receipt) -> Receiving:
+    yield 4
+    return receipt
 
 
 def test_a_version_is_handed_on_bucket_by_bucket_and_published_when_it_is_whole() -> None:
     refusal = m.Nack(code="leaving", reason="it ends")
-    own = own_hub(m.SlotGranted(slot=1), refusal, m.Ok())
-    end = UpstreamEnd(own, own, own, own, WAIT_S)
+    own, end = upstream_end(WAIT_S, m.SlotGranted(slot=1), refusal, m.Ok())
     with pytest.raises(RejectedError, match="version 8 is not the one"):
         end.publish(8)
-    seen, receipt = received(end)
+    receipt = result(end.receive(PREPARE))
     own.ask.assert_called_once_with(m.AcquireSlot(version=8))
     (offered,) = own.offer.call_args.args
     assert (offered.slot, list(offered.contents)) == (1, [5, 6])
     assert offered.absent == {0, 1}, "nothing is there yet"
-    assert seen == [None, 4]
     own.arrived.assert_called_once_with(1, 4)
-    assert replace(receipt, stage_s=2.0) == Receipt(3.0, 2.0, 9, data=own.slot(1))
-    assert 2.0 <= receipt.stage_s < 2.0 + WAIT_S, "the wait for a slot counts"
+    assert replace(receipt, stage_s=0.0) == Receipt(wire_s=3.0, wire_bytes=9, data=own.slot(1))
+    assert 0.0 < receipt.stage_s < WAIT_S, "the wait for a slot counts"
     with pytest.raises(RejectedError, match="version 7 is not the one"):
         end.publish(7)
     with pytest.raises(RejectedError, match="it ends") as caught:
@@ -440,37 +397,27 @@ def test_a_version_is_handed_on_bucket_by_bucket_and_published_when_it_is_whole(
     assert own.close.call_count == 2, "the end and the arena"
 
 
-@pytest.mark.parametrize(
-    ("answers", "error"),
-    [([], "no slot was free within 0 s"), ([m.Nack(code="x", reason="superseded")], "superseded")],
-)
-def test_without_a_slot_a_version_is_not_received(answers: list[m.Message], error: str) -> None:
-    own = own_hub(*answers)
-    _, receipt = received(UpstreamEnd(own, own, own, own, 0.0))
-    assert receipt == Receipt(error=error) and not own.offer.called
+def test_without_a_slot_a_version_is_not_received() -> None:
+    superseded = m.Nack(code="x", reason="superseded")
+    for answers, error in (([], "no slot was free within 0 s"), ([superseded], "superseded")):
+        own, end = upstream_end(0.0, *answers)
+        assert result(end.receive(PREPARE)) == Receipt(error=error) and not own.offer.called
 
 
-@pytest.mark.parametrize(
-    ("upstream", "owner", "role", "named"),
-    [
+def test_role_and_name_follow_from_the_options_if_these_make_sense() -> None:
+    for upstream, owner, role, named in (
         ("", None, "weight_hub", "weight-hub"),
         ("tcp://hub:1", 2, "part", "part-2"),
         ("tcp://hub:1", None, "relay", "relay-"),
-        ("", 1, "", ""),
-        ("hub", None, "", ""),
-    ],
-)
-def test_role_and_name_follow_from_the_options_if_these_make_sense(
-    upstream: str, owner: int | None, role: str, named: str
-) -> None:
-    options = {"upstream": upstream, "owner": owner}
-    if not role:
+    ):
+        found = _identify({"upstream": upstream, "owner": owner})
+        assert found[0] == role and found[1].startswith(named)
+    for upstream, owner in (("", 1), ("hub", None)):
         with pytest.raises(UsageError, match="--upstream"):
-            _identify(options)
-        return
-    found = _identify(options)
-    assert found[0] == role and found[1].startswith(named)
+            _identify({"upstream": upstream, "owner": owner})
 
+
+# -- names ----------------------------------------------------------------------------------------
 
 SUBSCRIBE = Subscribe(host="h", planes=["tcp"])
 READY = Ready(epoch=1, version=1, wire_s=0.0, stage_s=0.0)

@@ -162,14 +162,6 @@ class PushMachine(RuleBasedStateMachine):
         if self.granted is not None:
             self.publish()
 
-    @rule(version=st.integers(0, 3), slot=st.integers(0, 3))
-    def zombie_publishes(self, version: int, slot: int) -> None:
-        message = Publish(version=version, slot=slot, checksums=[], snapshot_s=0.0)
-        self.hub.publish(0, HubPeer("trainer", "old"), message, self.now)
-        while self.hub.effects:
-            effect = self.hub.effects.popleft()
-            assert isinstance(effect, HubReply) and not isinstance(effect.message, Ok)
-
     # -- receivers --------------------------------------------------------------------------------
 
     @precondition(lambda self: self.digest)  # the hub keeps them until there is a layout
@@ -227,16 +219,6 @@ class PushMachine(RuleBasedStateMachine):
         self.reading.pop(name, None)
         self.hub.lost(name, "unreachable", self.now)
         self.apply()
-
-    @rule(name=st.sampled_from(NAMES), back=st.integers(0, 3))
-    def late_answers(self, name: str, back: int) -> None:
-        old = HubPeer(name, "older")
-        epoch = max(self.published, default=0) - back
-        ready = Ready(epoch=epoch, version=0, wire_s=0, stage_s=0)
-        self.hub.ready(old, ready, self.now)
-        done = Committed(epoch=epoch, version=0, commit_s=0)
-        self.hub.committed(old, done, self.now)
-        assert not self.hub.effects
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 6.0, DEADLINE_S]))
     def time_passes(self, seconds: float) -> None:

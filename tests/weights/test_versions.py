@@ -133,20 +133,6 @@ def test_owners_of_rows_that_there_are_not_are_refused(
         build_manifest([("a", "F32", [4, 4])], 1024, {"a": owners})
 
 
-def test_the_digest_names_the_layout() -> None:
-    tensors: Tensors = [("a", "F32", [2, 3]), ("b", "BF16", [5])]
-    digest = build_manifest(tensors, 1024).digest
-    assert digest == build_manifest(tensors, 1024).digest
-    assert len(digest) == 32
-    others: list[Tensors] = [
-        [("b", "BF16", [5]), ("a", "F32", [2, 3])],
-        [("a", "F32", [3, 2]), ("b", "BF16", [5])],
-        [("a", "F32", [2, 3]), ("b", "F16", [5])],
-        [("a", "F32", [2, 3]), ("c", "BF16", [5])],
-    ]
-    assert digest not in {build_manifest(other, 1024).digest for other in others}
-
-
 def test_layouts_of_nothing_are_refused() -> None:
     for tensors in ([], [("a", "F32", [0])]):
         with pytest.raises(ValueError, match="at least one tensor that is not empty"):
