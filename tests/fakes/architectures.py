@@ -8,8 +8,9 @@ router not zeros.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +22,47 @@ from umbra.services.trainer.make_model import END, PAD, SPECIAL_TOKENS, make_tok
 
 WINDOW = 8  # tokens; less than the sequences of the tests, so that windows matter
 CONTEXT = 256
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_COMMON: dict[str, Any] = {  # of hidden size 64, 2 heads of 32
+    "vocab_size": len(make_tokenizer()),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "pad_token_id": SPECIAL_TOKENS.index(PAD),
+    "bos_token_id": None,
+    "eos_token_id": SPECIAL_TOKENS.index(END),
+}
 
 
 @dataclass(frozen=True)
 class Architecture:
     """A Transformers config class and what of its defaults a tiny model changes.
 
-    `own` are fields of this class alone; `drop` names fields of `_COMMON` that it lacks;
-    `about` is what a reader should know of them.
+    `own` are fields beside those of `_COMMON` that the class has; `about` is for the documentation.
     """
 
     name: str
     kind: str  # name of the class, without "Config"
-    own: dict[str, Any] = field(default_factory=dict)
-    drop: tuple[str, ...] = ()
-    about: str = ""
+    own: dict[str, Any]
+    about: str
 
     def config(self, layers: int = 2) -> PreTrainedConfig:
-        """The config of a model with `layers` layers, of hidden size 64, 2 heads of 32."""
-        fields = {**_COMMON, **self.own, "num_hidden_layers": layers}
-        for name in self.drop:
-            del fields[name]
-        return getattr(transformers, f"{self.kind}Config")(**fields)
+        kind = getattr(transformers, f"{self.kind}Config")
+        fields = {**_COMMON, "num_hidden_layers": layers}
+        names = {one.name for one in dataclasses.fields(kind)}
+        return kind(**{name: fields[name] for name in fields.keys() & names} | self.own)
 
     def model(self, seed: int = 0) -> PreTrainedModel:
         """A model with random weights, which depend on `seed` alone."""
         config = self.config()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            if self.name in _NOT_CAUSAL:
-                model: Any = getattr(transformers, _NOT_CAUSAL[self.name])(config)
+            if self.kind == "Qwen3VL":
+                model: Any = transformers.Qwen3VLForConditionalGeneration(config)
             else:
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             _disturb(model)
@@ -66,54 +77,60 @@ class Architecture:
         return out
 
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": len(make_tokenizer()),
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": CONTEXT,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.1,
-    "pad_token_id": SPECIAL_TOKENS.index(PAD),
-    "bos_token_id": None,
-    "eos_token_id": SPECIAL_TOKENS.index(END),
-}
+@torch.no_grad()
+def _disturb(model: PreTrainedModel) -> None:
+    """Move every parameter and stored buffer off the value that it was initialised with."""
+    for parameter in model.parameters():
+        scale = 0.1 if parameter.dim() == 1 else 1 / math.sqrt(parameter.shape[-1])
+        parameter.add_(torch.randn_like(parameter) * scale)
+    stored = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in stored and buffer.is_floating_point():
+            buffer.add_(torch.randn_like(buffer) * 0.1)
+
+
+def _tiny(name: str, kind: str, about: str = "", **own: Any) -> Architecture:
+    return Architecture(name, kind, own, about)
+
+
+_SOME, _ALL = "windows in some layers", "windows in all layers"
+_NO_MTP = "without layers for multi-token prediction"
+_FULL, _LINEAR = "full_attention", "linear_attention"
+_MIXED: dict[str, Any] = {"layer_types": [_LINEAR, _FULL]}
+_CONV: dict[str, Any] = {"layer_types": ["conv", _FULL]}
+_LAYERED: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", _FULL]}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _SHARED: dict[str, Any] = {"num_experts": 4, "shared_expert_intermediate_size": 48}
 _FOUR: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_LAYERED: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": [_SLIDING, _FULL]}
-_SSM: dict[str, Any] = {
-    "mamba_n_heads": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 16,
-    "mamba_chunk_size": 16,
-}
+_ROUTED: dict[str, Any] = {"n_shared_experts": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0}
+_GRANITE: dict[str, Any] = {"attention_multiplier": 0.3, "logits_scaling": 2.0}
+_GROUPS: dict[str, Any] = {"n_groups": 2, "chunk_size": 16}
+_HEADS: dict[str, Any] = {"mamba_n_heads": 8, "mamba_n_groups": 2}
+_SSM: dict[str, Any] = {**_HEADS, "mamba_d_state": 16, "mamba_chunk_size": 16}
 _DELTA: dict[str, Any] = {
-    "layer_types": ["linear_attention", _FULL],
+    **_MIXED,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-_ATTENTION = "intermediate_size num_attention_heads num_key_value_heads max_position_embeddings"
-_NOT_CAUSAL = {"qwen3-vl": "Qwen3VLForConditionalGeneration"}
-
-
-def _vision() -> dict[str, Any]:
-    """A vision model and a text model, as Qwen3-VL has them."""
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5]}
-    sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
-    more = {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    text = {**_COMMON, "num_hidden_layers": 2, "rope_parameters": rope}
-    return {"text_config": text, "vision_config": {**sizes, **more}}
-
-
-def _tiny(name: str, kind: str, about: str = "", *, drop: str = "", **own: Any) -> Architecture:
-    return Architecture(name, kind, own, tuple(drop.split()), about)
-
-
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_TEXT = {
+    **_COMMON,
+    "num_hidden_layers": 2,
+    "rope_parameters": {**_ROPE, "mrope_section": [6, 5, 5]},
+}
+_IMAGES: dict[str, Any] = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_SIZES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+_VISION: dict[str, Any] = {**_SIZES, **_IMAGES, "out_hidden_size": 64}
 _TABLE = (
     _tiny("qwen3", "Qwen3"),
     _tiny("qwen3-tied", "Qwen3", "tied embeddings", tie_word_embeddings=True),
@@ -121,114 +138,66 @@ _TABLE = (
     _tiny(
         "qwen2.5-window",
         "Qwen2",
-        "windows in some layers",
+        _SOME,
         use_sliding_window=True,
         sliding_window=WINDOW,
         max_window_layers=1,
     ),
     _tiny("llama", "Llama"),
-    _tiny(
-        "llama3-rope",
-        "Llama",
-        "rotary positions of Llama 3",
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 10_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    ),
+    _tiny("llama3-rope", "Llama", "rotary positions of Llama 3", rope_parameters=_LLAMA3),
     _tiny("mistral", "Mistral", sliding_window=None),
-    _tiny("mistral-window", "Mistral", "windows in all layers", sliding_window=WINDOW),
-    _tiny("phi3", "Phi3", drop="head_dim"),
-    _tiny("phi3-window", "Phi3", "windows in all layers", drop="head_dim", sliding_window=WINDOW),
-    _tiny("olmo2", "Olmo2", drop="head_dim"),
-    _tiny("olmo3", "Olmo3", "windows in some layers", drop="head_dim", **_LAYERED),
+    _tiny("mistral-window", "Mistral", _ALL, sliding_window=WINDOW),
+    _tiny("phi3", "Phi3"),
+    _tiny("phi3-window", "Phi3", _ALL, sliding_window=WINDOW),
+    _tiny("olmo2", "Olmo2"),
+    _tiny("olmo3", "Olmo3", _SOME, **_LAYERED),
     _tiny("glm4", "Glm4"),
-    _tiny(
-        "smollm3",
-        "SmolLM3",
-        "some layers without rotary positions",
-        drop="head_dim",
-        no_rope_layers=[1, 0],
-    ),
+    _tiny("smollm3", "SmolLM3", "some layers without rotary positions", no_rope_layers=[1, 0]),
     _tiny(
         "granite",
         "Granite",
         "all four multipliers",
-        drop="head_dim",
         embedding_multiplier=3.0,
-        attention_multiplier=0.3,
         residual_multiplier=0.5,
-        logits_scaling=2.0,
+        **_GRANITE,
     ),
-    _tiny("cohere", "Cohere", "scaled logits", drop="head_dim", logit_scale=0.5),
-    _tiny(
-        "cohere2", "Cohere2", "scaled logits, windows in some layers", logit_scale=0.5, **_LAYERED
-    ),
+    _tiny("cohere", "Cohere", "scaled logits", logit_scale=0.5),
+    _tiny("cohere2", "Cohere2", f"scaled logits, {_SOME}", logit_scale=0.5, **_LAYERED),
     _tiny(
         "gemma2",
         "Gemma2",
-        "soft caps on scores and logits, windows in some layers",
+        f"soft caps on scores and logits, {_SOME}",
         query_pre_attn_scalar=24,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
         **_LAYERED,
     ),
-    _tiny(
-        "gemma3",
-        "Gemma3Text",
-        "the text model, windows in some layers",
-        query_pre_attn_scalar=24,
-        **_LAYERED,
-    ),
-    _tiny(
-        "starcoder2", "Starcoder2", "windows in all layers", drop="head_dim", sliding_window=WINDOW
-    ),
+    _tiny("gemma3", "Gemma3Text", f"the text model, {_SOME}", query_pre_attn_scalar=24, **_LAYERED),
+    _tiny("starcoder2", "Starcoder2", _ALL, sliding_window=WINDOW),
     _tiny("qwen3-moe", "Qwen3Moe", num_experts=4, **_EXPERTS),
-    _tiny("qwen2-moe", "Qwen2Moe", drop="head_dim", **_EXPERTS, **_SHARED),
+    _tiny("qwen2-moe", "Qwen2Moe", **_EXPERTS, **_SHARED),
     _tiny("mixtral", "Mixtral", sliding_window=None, **_FOUR),
-    _tiny("mixtral-window", "Mixtral", "windows in all layers", sliding_window=WINDOW, **_FOUR),
+    _tiny("mixtral-window", "Mixtral", _ALL, sliding_window=WINDOW, **_FOUR),
     _tiny(
         "deepseek-v3",
         "DeepseekV3",
-        "latent attention, without layers for multi-token prediction",
-        drop="head_dim",
+        f"latent attention, {_NO_MTP}",
         n_routed_experts=8,
-        n_shared_experts=1,
         n_group=2,
         topk_group=1,
-        first_k_dense_replace=1,
         num_key_value_heads=2,
         q_lora_rank=24,
         kv_lora_rank=32,
         qk_rope_head_dim=16,
         qk_nope_head_dim=16,
         v_head_dim=24,
-        num_mtp_layers=0,
+        **_ROUTED,
         **_EXPERTS,
     ),
     _tiny(
-        "glm4-moe",
-        "Glm4Moe",
-        "without layers for multi-token prediction",
-        n_routed_experts=4,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        num_mtp_layers=0,
-        use_qk_norm=True,
-        **_EXPERTS,
+        "glm4-moe", "Glm4Moe", _NO_MTP, n_routed_experts=4, use_qk_norm=True, **_ROUTED, **_EXPERTS
     ),
-    _tiny(
-        "gpt-oss",
-        "GptOss",
-        "sinks, windows in some layers",
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        **_LAYERED,
-        **_FOUR,
-    ),
+    _tiny("gpt-oss", "GptOss", f"sinks, {_SOME}", rope_parameters=_ROPE, **_LAYERED, **_FOUR),
     _tiny(
         "llama4",
         "Llama4Text",
@@ -248,11 +217,9 @@ _TABLE = (
         "granite-hybrid",
         "GraniteMoeHybrid",
         "states",
-        drop="head_dim",
-        layer_types=["linear_attention", _FULL],
         shared_intermediate_size=48,
-        attention_multiplier=0.3,
-        logits_scaling=2.0,
+        **_MIXED,
+        **_GRANITE,
         **_SSM,
         **_FOUR,
     ),
@@ -260,7 +227,6 @@ _TABLE = (
         "granite-hybrid-dense",
         "GraniteMoeHybrid",
         "attention in all layers",
-        drop="head_dim",
         layer_types=[_FULL, _FULL],
         num_local_experts=0,
         shared_intermediate_size=48,
@@ -270,22 +236,20 @@ _TABLE = (
         "nemotron-h",
         "NemotronH",
         "states",
-        layers_block_type=["linear_attention", "moe", _FULL, "mlp"],
+        layers_block_type=[_LINEAR, "moe", _FULL, "mlp"],
         mamba_num_heads=8,
         mamba_head_dim=16,
         ssm_state_size=16,
-        n_groups=2,
-        chunk_size=16,
         n_routed_experts=4,
         moe_shared_expert_intermediate_size=48,
+        **_GROUPS,
         **_EXPERTS,
     ),
-    _tiny("bamba", "Bamba", "states", drop="head_dim", attn_layer_indices=[1], **_SSM),
+    _tiny("bamba", "Bamba", "states", attn_layer_indices=[1], **_SSM),
     _tiny(
         "falcon-h1",
         "FalconH1",
         "scaled logits, states",
-        drop="head_dim",
         mamba_d_ssm=128,
         lm_head_multiplier=0.5,
         embedding_multiplier=2.0,
@@ -298,7 +262,6 @@ _TABLE = (
         "jamba",
         "Jamba",
         "states",
-        drop="head_dim",
         mamba_d_state=8,
         attn_layer_period=2,
         attn_layer_offset=1,
@@ -309,65 +272,26 @@ _TABLE = (
         "zamba2",
         "Zamba2",
         "states",
-        drop="head_dim num_key_value_heads",
-        layers_block_type=["linear_attention", "hybrid"],
+        num_key_value_heads=2,
+        layers_block_type=[_LINEAR, "hybrid"],
         n_mamba_heads=8,
         mamba_ngroups=2,
         mamba_d_state=16,
         chunk_size=16,
     ),
-    _tiny(
-        "lfm2", "Lfm2", "states", drop="head_dim", layer_types=["conv", _FULL], block_multiple_of=16
-    ),
-    _tiny(
-        "lfm2-moe",
-        "Lfm2Moe",
-        "states",
-        drop="head_dim",
-        layer_types=["conv", _FULL],
-        num_experts=4,
-        num_dense_layers=1,
-        **_EXPERTS,
-    ),
-    _tiny("mamba", "Mamba", "states", drop=f"{_ATTENTION} head_dim", state_size=8),
-    _tiny("falcon-mamba", "FalconMamba", "states", drop=f"{_ATTENTION} head_dim", state_size=8),
-    _tiny(
-        "mamba2",
-        "Mamba2",
-        "states",
-        drop=_ATTENTION,
-        num_heads=8,
-        head_dim=16,
-        n_groups=2,
-        state_size=16,
-        chunk_size=16,
-    ),
-    _tiny("minimax", "MiniMax", layer_types=["linear_attention", _FULL], block_size=16, **_FOUR),
-    Architecture("qwen3-vl", "Qwen3VL", _vision(), tuple(_COMMON)),
+    _tiny("lfm2", "Lfm2", "states", block_multiple_of=16, **_CONV),
+    _tiny("lfm2-moe", "Lfm2Moe", "states", num_experts=4, num_dense_layers=1, **_CONV, **_EXPERTS),
+    _tiny("mamba", "Mamba", "states", state_size=8),
+    _tiny("falcon-mamba", "FalconMamba", "states", state_size=8),
+    _tiny("mamba2", "Mamba2", "states", num_heads=8, head_dim=16, state_size=16, **_GROUPS),
+    _tiny("minimax", "MiniMax", block_size=16, **_MIXED, **_FOUR),
+    _tiny("qwen3-vl", "Qwen3VL", text_config=_TEXT, vision_config=_VISION),
     _tiny("gemma", "Gemma"),
-    _tiny("ministral", "Ministral", "windows in some layers", **_LAYERED),
-    _tiny("olmoe", "Olmoe", drop="head_dim", num_experts_per_tok=2, num_experts=4),
+    _tiny("ministral", "Ministral", _SOME, **_LAYERED),
+    _tiny("olmoe", "Olmoe", num_experts_per_tok=2, num_experts=4),
     _tiny("seed-oss", "SeedOss"),
     _tiny("ernie4.5", "Ernie4_5"),
-    _tiny("exaone4", "Exaone4", "windows in some layers", **_LAYERED),
-    _tiny(
-        "bloom",
-        "Bloom",
-        "stands for any architecture that is not listed above",
-        drop=f"{_ATTENTION} head_dim",
-        n_head=2,
-    ),
+    _tiny("exaone4", "Exaone4", _SOME, **_LAYERED),
+    _tiny("bloom", "Bloom", "stands for any architecture that is not listed above", n_head=2),
 )
 ARCHITECTURES = {architecture.name: architecture for architecture in _TABLE}
-
-
-@torch.no_grad()
-def _disturb(model: PreTrainedModel) -> None:
-    """Move every parameter and stored buffer off the value that it was initialised with."""
-    for parameter in model.parameters():
-        scale = 0.1 if parameter.dim() == 1 else 1 / math.sqrt(parameter.shape[-1])
-        parameter.add_(torch.randn_like(parameter) * scale)
-    stored = model.state_dict()
-    for name, buffer in model.named_buffers():
-        if name in stored and buffer.is_floating_point():
-            buffer.add_(torch.randn_like(buffer) * 0.1)
