@@ -31,11 +31,10 @@ PYTHON=${PYTHON:-python3}
 STEPS=(
     "1  facts        60  facts"
     "1  copies       60  tests test_page_locked.py"
-    "1  trainer     120  tests test_trainer_gpu.py test_checkpoints_gpu.py"
+    "1  trainer     120  tests test_trainer_gpu.py"
     "1  attention   200  spread test_attention_gpu.py"
-    "1  experts     110  tests test_experts_gpu.py"
-    "2  vllm_check  280  tests test_vllm_check_gpu.py"
-    "3  engine       40  tests test_torch_engine_gpu.py"
+    "1  engine      150  tests test_torch_engine_gpu.py"
+    "2  vllm_check  280  tests test_vllm_gpu.py::test_publishes_reach_all_workers"
     "3  up_shm      240  bench gpu_run --plane shm"
     "3  nccl         80  tests test_nccl.py"
     "3  cuda_ipc     60  tests test_cuda_ipc.py"
@@ -46,8 +45,8 @@ STEPS=(
     "5  up          240  bench gpu_run --plane cuda_ipc"
     "5  kill        260  bench gpu_run --plane cuda_ipc --kill"
     "6  up_vllm     260  bench gpu_run --plane cuda_ipc --engine vllm"
-    "6  vllm        190  tests test_vllm_gpu.py"
-    "7  vllm_reload 560  tests test_vllm_reload_gpu.py"
+    "6  vllm        190  tests test_vllm_gpu.py::test_three_updates_in_flight_keep_every_request test_vllm_gpu.py::test_a_version_in_gpu_memory_is_mapped_by_the_worker"
+    "7  vllm_reload 560  tests test_vllm_gpu.py::test_new_weights_are_served_as_those_from_disk"
 )
 
 fetch() { # the wheels for Python 3.12 on x86-64, into $1/1, $1/2, ...

@@ -62,24 +62,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         accelerate.AcceleratorState._reset_state()  # a process has one precision, but here
 
 
-@pytest.fixture(scope="session")
-def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with a small random model and its character tokenizer; don't change it."""
+def _model(tmp_path_factory: pytest.TempPathFactory, **sizes: int) -> Path:
     from umbra.services.trainer.make_model import make_model
 
     path = tmp_path_factory.mktemp("models") / "tiny"
-    make_model(path)
+    make_model(path, **sizes)
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model and its character tokenizer; don't change it."""
+    return _model(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def vllm_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return one with a model whose heads are of a size that vLLM knows; don't change it."""
-    from umbra.services.trainer.make_model import make_model
-
-    path = tmp_path_factory.mktemp("models") / "small"
-    make_model(path, heads=2, kv_heads=1)
-    return path
+    """One whose heads are of a size that vLLM knows; don't change it."""
+    return _model(tmp_path_factory, heads=2, kv_heads=1)
 
 
 @pytest.fixture
@@ -92,10 +92,9 @@ def zmq_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     yield context
     thread = threading.Thread(target=context.term, name="zmq-term", daemon=True)
     thread.start()
-    limit_s = limit(5.0)
-    thread.join(limit_s)
+    thread.join(limit(5.0))
     if thread.is_alive():
         pytest.fail(
-            f"the ZMQ context did not end within {limit_s:g} s: a socket is still open, "
-            "or has a linger time and messages that nobody takes"
+            "the ZMQ context did not end: a socket is still open, or has a linger time and "
+            "messages that nobody takes"
         )

@@ -35,17 +35,14 @@ _WORDS = (
 )
 
 
-def template_names() -> list[str]:
-    """Those that models ship; TRL's own variants for training are left aside."""
-    return [name for name in _all() if not name.endswith("_training")]
+def template_names(*, training: bool = False) -> list[str]:
+    """Those that models ship, or TRL's own variants for training.
 
-
-def training_names() -> list[str]:
-    return [name for name in _all() if name.endswith("_training")]
-
-
-def template_text(name: str) -> str:
-    return (_folder() / f"{name}.jinja").read_text(encoding="utf-8")
+    Without those of some vision models, which take lists of parts only.
+    """
+    vision = ("idefics3", "llava_next", "smolvlm")
+    stems = sorted(path.stem for path in _folder().glob("*.jinja"))
+    return [s for s in stems if not s.startswith(vision) and s.endswith("_training") == training]
 
 
 def chat_tokenizer(name: str) -> tuple[Any, set[int]]:
@@ -53,7 +50,7 @@ def chat_tokenizer(name: str) -> tuple[Any, set[int]]:
 
     What the template writes between bars or brackets are tokens of their own, as in the model.
     """
-    text = template_text(name)
+    text = (_folder() / f"{name}.jinja").read_text(encoding="utf-8")
     ends = _ENDS[max((key for key in _ENDS if name.startswith(key)), key=len)]
     special = sorted({*_SPECIAL.findall(text), *ends, "<bos>"})
     bpe = Tokenizer(models.BPE())
@@ -77,13 +74,6 @@ def chat_tokenizer(name: str) -> tuple[Any, set[int]]:
     tokenizer.chat_template = text
     ids: list[int] = tokenizer.convert_tokens_to_ids(list(ends))  # pyright: ignore[reportAssignmentType]
     return tokenizer, set(ids)
-
-
-def _all() -> list[str]:
-    """Templates of some vision models take lists of parts only."""
-    vision = ("idefics3", "llava_next", "smolvlm")
-    stems = (path.stem for path in _folder().glob("*.jinja"))
-    return sorted(stem for stem in stems if not stem.startswith(vision))
 
 
 def _folder() -> Path:

@@ -36,14 +36,14 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(cuda.nccl_unavailable() is not None, reason=str(cuda.nccl_unavailable())),
 ]
-BUCKET, CHUNK, DEADLINE_S = 1 << 16, 1 << 18, 60.0
+BUCKET = 1 << 16
 
 
 class Models:
     """One that is trained and those that are served, all of the same layout."""
 
     def __init__(self, path: Path, bench: Bench) -> None:
-        self._path, self._bench = path, bench
+        self._path = path
         self.trained = load_model(str(path), torch.device("cuda", 0), torch.float32)
         names = dict(self.trained.named_parameters())
         self.manifest = build_manifest(
@@ -75,36 +75,34 @@ class Engine:
             config = msgspec.convert({"plane": plane}, WeightHubConfig)
             gpu = find_gpu(config, ["cuda_ipc", "nccl"], 0, loads=True)
         assert gpu is not None
-        self.gpu, self._models = gpu, models
-        self._table = WeightTable(model := load_model(
-            str(models._path), torch.device("cuda", 0), torch.float32
-        ))  # fmt: skip
-        self._model = model
+        self._models = models
+        self._model = load_model(str(models._path), torch.device("cuda", 0), torch.float32)
+        self._table = WeightTable(self._model)
         self.receiver = bench.receiver(name, StagedPlanes(gpu=gpu), check_s=0.5)
 
     def load(self) -> None:
         """Load versions until the newest; then all weights are the trainer's, bit for bit."""
-        while True:
+        version = -1
+        while version != self._models.version:
             staged = take(self.receiver)
+            version = staged.version
             self._table.load(staged.manifest, staged.data)
             torch.cuda.synchronize()
             self.receiver.committed(staged, 0.0)
-            if staged.version == self._models.version:
-                break
         ours = dict(self._model.named_parameters())
         for name, parameter in self._models.trained.named_parameters():
             assert torch.equal(ours[name], parameter), name
 
 
-def planes_used(bench: Bench, count: int) -> set[object]:
-    until(lambda: len(bench.rows()) >= count, f"{count} rows")
-    return {row["plane"] for row in bench.rows()}
-
-
 @pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def world(
+    bench: Bench, tiny_model_dir: Path, plane: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Models, Engine]:
     for name, value in {**SHARED, "NCCL_HOSTID": "hub"}.items():
         monkeypatch.setenv(name, value)
+    bench.start(plane=plane, deadline_s=60.0)
+    models = Models(tiny_model_dir, bench)
+    return models, Engine(models, bench, "gen-0", plane)
 
 
 @pytest.fixture
@@ -126,29 +124,26 @@ def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("plane", ["nccl", "cuda_ipc"])
 def test_the_engines_weights_are_the_trainers(
-    bench: Bench, tiny_model_dir: Path, shared: None, broadcasts: list[int], plane: str
+    bench: Bench, broadcasts: list[int], world: tuple[Models, Engine], plane: str
 ) -> None:
-    bench.start(plane=plane, deadline_s=DEADLINE_S)
-    models = Models(tiny_model_dir, bench)
-    engine = Engine(models, bench, "gen-0", plane)
+    models, engine = world
     for _ in range(4):
         models.publish()
         engine.load()
-    assert planes_used(bench, 4) == {plane}
+    rows = until(lambda: len(bench.rows()) >= 4 and bench.rows(), "4 rows")
+    assert {row["plane"] for row in rows} == {plane}
     # The first version may come while the hub's GPU process still starts: then it is fetched.
     assert len(broadcasts) >= (3 if plane == "nccl" else 0)
-    assert all(row["wire_bytes"] == row["bytes"] for row in bench.rows())
+    assert all(row["wire_bytes"] == row["bytes"] for row in rows)
     assert bench.hub.protocol.counters["failed"] == 0
 
 
 @pytest.mark.parametrize("plane", ["nccl", "cuda_ipc"])
 def test_an_agent_that_is_killed_costs_one_attempt(
-    bench: Bench, tiny_model_dir: Path, shared: None, plane: str
+    bench: Bench, world: tuple[Models, Engine], plane: str
 ) -> None:
     """The hub's worker dies between two versions: the next two arrive, whole."""
-    bench.start(plane=plane, deadline_s=DEADLINE_S)
-    models = Models(tiny_model_dir, bench)
-    engine = Engine(models, bench, "gen-0", plane)
+    models, engine = world
     models.publish()
     engine.load()
     os.kill(hub_worker(bench, plane), signal.SIGKILL)

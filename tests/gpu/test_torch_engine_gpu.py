@@ -1,11 +1,13 @@
-"""The torch engine on a GPU: tokens and logprobs as on the CPU."""
+"""The torch engine and experts on a GPU: logprobs as on the CPU, grouped products as the loop."""
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from fakes.versions import load
+from fakes.architectures import ARCHITECTURES
+from fakes.versions import finish, load
 
 from umbra.proto.records import Sampling
 from umbra.services.generator.engines.engine import EngineOutput, EngineRequest
@@ -50,3 +52,34 @@ def test_logprobs_are_those_of_a_forward_pass_on_the_cpu(tiny_model_dir: Path, p
         expected = scaled.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
         got = torch.tensor(outputs[request.request_id].logprobs)
         assert torch.allclose(got, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "deepseek-v3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_equal_the_loop(name: str, dtype: torch.dtype) -> None:
+    found: dict[str, torch.Tensor] = {}
+    for way in ("eager", "grouped_mm"):
+        model: Any = ARCHITECTURES[name].model()
+        model.to("cuda", torch.float32)
+        model.set_experts_implementation(way)
+        ids = torch.arange(5, 45, device="cuda").view(2, 20)
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            loss = model(ids).logits.float().log_softmax(-1)[..., 7].sum()
+        loss.backward()
+        experts = dict(model.named_parameters())["model.layers.1.mlp.experts.down_proj"]
+        assert experts.grad is not None
+        found[way] = experts.grad
+    scale = float(found["eager"].abs().max())
+    bound = 1e-4 if dtype == torch.float32 else 0.05
+    assert float((found["eager"] - found["grouped_mm"]).abs().max()) < bound * scale
+
+
+def test_an_engine_tells_its_routing() -> None:
+    model: Any = ARCHITECTURES["qwen3-moe"].model()
+    model.to("cuda")
+    engine = TorchEngine(model, stop_ids=(), slots=4, max_context=64, version=0, tell_routing=True)
+    engine.submit(EngineRequest(f"s{n}", [5, 6, 7 + n], Sampling(), 8) for n in range(3))
+    for output in finish(engine):
+        assert output.routing is not None
+        assert len(output.routing.chosen) == (3 + 8 - 1) * output.routing.token_bytes
+        assert max(output.routing.chosen) < 4

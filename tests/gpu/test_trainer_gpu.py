@@ -1,11 +1,14 @@
-"""How much of a GPU an update uses, and what of it stays on the host."""
+"""A trainer on a GPU: what of it stays on the host, exact resume, times of phases."""
 
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fakes.noisy_batch import noisy_trajectories
 from fakes.rank_bench import make_batches, train
+from trainer.test_checkpoints import Trainer, same
 
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.packing import pack
@@ -30,15 +33,11 @@ def test_weights_are_read_straight_to_the_gpu(tiny_model_dir: Path) -> None:
 
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
 def test_what_is_on_the_host_learns_the_same(tiny_model_dir: Path, offload: str) -> None:
-    keys = {
-        "optimizer": "adamw",
-        "betas": [0.9, 0.95],
-        "learning_rate": 1e-4,
-        "activation_checkpointing": True,
-    }
-    batches = make_batches(2)
-    plain = train(tiny_model_dir, batches, Ranks(), **{**keys, "device": "cuda"})
-    found = train(tiny_model_dir, batches, Ranks(), **{**keys, "device": "cuda"}, offload=offload)
+    keys = {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-4, "device": "cuda"}
+    plain, found = (
+        train(tiny_model_dir, make_batches(2), Ranks(), activation_checkpointing=True, **more)
+        for more in (keys, {**keys, "offload": offload})
+    )
     for one, other in zip(found.rows, plain.rows, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
@@ -64,6 +63,21 @@ def test_an_optimizer_on_the_host_leaves_the_gpu_its_memory(tiny_model_dir: Path
         held[offload] = torch.cuda.memory_allocated() - before
         del learner, model
     assert held["optimizer"] < held["none"] / 3
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_going_on_is_exact(tiny_model_dir: Path, tmp_path: Path, precision: str) -> None:
+    """Pinned copies, and the state of the GPU's generator."""
+    keys: dict[str, Any] = {"device": "cuda", "precision": precision, "deterministic": True}
+    with closing(Trainer(tiny_model_dir, tmp_path / "whole", **keys)) as whole:
+        expected = whole.train(4).learner.weights()
+    with closing(Trainer(tiny_model_dir, tmp_path / "parts", **keys)) as first:
+        first.train(2).save()
+        torch.cuda.manual_seed(3)
+    with closing(Trainer(tiny_model_dir, tmp_path / "parts", **keys)) as again:
+        assert again.step == 2
+        assert same(again.train(4).learner.weights(), expected)
+    torch.use_deterministic_algorithms(False)
 
 
 def test_phases_wait_for_the_kernels() -> None:

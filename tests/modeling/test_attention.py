@@ -3,8 +3,6 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from umbra.services.modeling.attention_backends import attend
 from umbra.services.modeling.micro_batch import BLOCK, MicroBatch, RowBlocks, RowMask
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
-from umbra.services.trainer.policy import load_policy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SIZES = ((4, 2, 16, 16), (2, 2, 24, 16))
@@ -97,9 +94,9 @@ def test_what_is_wrong_is_named(
     ],
 )
 def test_a_gpu_on_which_flex_is_wrong_does_without(
-    *, name: str, fault: str | None, backend: str, plain: bool, folder: Path, monkeypatch: Any
+    name: str, fault: str | None, backend: str, plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = scorer_of(folder, name, "sdpa").model
+    model = ARCHITECTURES[name].model()
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(module, "flex_fault", lambda *what: asked.append(what) or fault)
     attention = Attention.prepare(model, CUDA)
@@ -149,19 +146,18 @@ def test_blocks_are_those_of_the_dense_mask(layout: str, window: int | None) -> 
     """A block that is left out is not seen, and a full one is not looked at again."""
     mask = rows_of(layout).mask.within(window)
     rows, width = mask.positions.shape
-    dense = mask.allowed()
-    blocks = mask.blocks()
-    full = torch.zeros_like(dense)
-    some = torch.zeros_like(dense)
-    for target, count, index in (
-        (some, blocks.kv_num_blocks, blocks.kv_indices),
-        (full, blocks.full_kv_num_blocks, blocks.full_kv_indices),
-    ):
+    dense, blocks = mask.allowed(), mask.blocks()
+
+    def spread(count: Tensor | None, index: Tensor | None) -> Tensor:
+        """Return which pairs of tokens are in one of the first `count` blocks of `index`."""
         assert count is not None and index is not None
-        for row in range(rows):
-            for at in range(-(-width // BLOCK)):
-                for which in index[row, 0, at, : int(count[row, 0, at])].tolist():
-                    target[row, at * BLOCK : (at + 1) * BLOCK, which * BLOCK : (which + 1) * BLOCK] = True  # noqa: E501  # fmt: skip
+        used = torch.arange(index.shape[-1]) < count[..., None]
+        grid = torch.zeros(index.shape, dtype=torch.int32)
+        grid = grid.scatter_add(-1, index.long(), used.int())[:, 0].bool()
+        return grid.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, :width, :width]
+
+    some = spread(blocks.kv_num_blocks, blocks.kv_indices)
+    full = spread(blocks.full_kv_num_blocks, blocks.full_kv_indices)
     assert not (full & ~dense).any(), "full blocks are full"
     assert not (full & some).any()
     assert torch.equal((full | some) & dense, dense), "nothing is missing"
@@ -175,28 +171,19 @@ def test_blocks_are_those_of_the_dense_mask(layout: str, window: int | None) -> 
 MODELS = ["qwen2.5-window", "mistral-window", "gemma2", "gpt-oss", "deepseek-v3", "cohere2"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("architectures")
-
-
-def scorer_of(folder: Path, name: str, backend: str) -> Scorer:
-    """Of a tiny model, by a backend that may be refused on this device."""
-    path = folder / name
-    policy, _ = load_policy(path if path.exists() else ARCHITECTURES[name].write(path))
-    attention = Attention.prepare(policy, CPU)
-    return Scorer(policy, attention=replace(attention, backend=backend)).eval()
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_flex_gives_the_logprobs_of_the_dense_mask(folder: Path, name: str) -> None:
-    micro = rows_of("shared prompts")
+def test_flex_gives_the_logprobs_of_the_dense_mask(name: str) -> None:
+    micro, model = rows_of("shared prompts"), ARCHITECTURES[name].model()
     assert micro.input_ids.shape[1] > WINDOW
-    ones = torch.ones(len(micro.source))
-    dense, _ = scorer_of(folder, name, "sdpa")(micro, ones)
-    found, _ = scorer_of(folder, name, "flex")(micro, ones)
+    windows = Attention.prepare(model, CPU).windows
+    dense, found = (
+        Scorer(model, attention=Attention(windows, backend))(micro, torch.ones(len(micro.source)))[
+            0
+        ]
+        for backend in ("sdpa", "flex")
+    )
     torch.testing.assert_close(found, dense, atol=2e-5, rtol=0)
 
 
@@ -217,16 +204,10 @@ def micro_batches() -> list[MicroBatch]:
     return found[:BATCHES]
 
 
-def layer_inputs(micro: MicroBatch, grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+def layer_inputs(micro: MicroBatch, grad: bool) -> list[Tensor]:
     """Queries, keys and values as a layer of a model gives them: [R, L, H, D] in memory."""
-    rows, width = micro.input_ids.shape
-    drawn = torch.Generator().manual_seed(0)
-
-    def made(heads: int) -> Tensor:
-        laid = torch.randn(rows, width, heads, 16, generator=drawn)
-        return laid.transpose(1, 2).requires_grad_(grad)
-
-    return made(2), made(1), made(1)
+    shapes = [(*micro.input_ids.shape, heads, 16) for heads in (2, 1, 1)]
+    return [torch.randn(shape).transpose(1, 2).requires_grad_(grad) for shape in shapes]
 
 
 @pytest.fixture
@@ -266,10 +247,11 @@ def test_random_micro_batches_compile_each_kind_a_few_times(compiled: Counter[st
     for number, micro in enumerate(micro_batches()):
         for grad, window in ((False, None), (True, None), (True, 100)):
             mask = micro.mask.within(window)
+            given = layer_inputs(micro, grad)
             with torch.set_grad_enabled(grad):
-                found = attend(*layer_inputs(micro, grad), mask.blocks())
+                found = attend(*given, mask.blocks())
             if number < 4:
-                dense = attend(*layer_inputs(micro, False), mask.allowed().unsqueeze(1))
+                dense = attend(*given, mask.allowed().unsqueeze(1)).detach()
                 torch.testing.assert_close(found.detach(), dense)
     assert max(compiled.values()) <= MOST, compiled
     # Of three kinds; of each, the one of as many rows as blocks.

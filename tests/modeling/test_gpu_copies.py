@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from itertools import product
-from typing import Any, NamedTuple
+from contextlib import closing, contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ from umbra.services.weights.verify import ChangedError, Checksums, SlotGuard
 class Stream:
     """Does its work when it is waited for."""
 
-    def __init__(self, _device: object = None) -> None:
+    def __init__(self) -> None:
         self._work: deque[Callable[[], object]] = deque()
         self.begun = self.done = 0
 
@@ -52,9 +50,6 @@ class Stream:
 
     def synchronize(self) -> None:
         self.go_on(self.begun)
-
-    def forget(self) -> None:
-        self._work.clear()
 
 
 class Event:
@@ -132,20 +127,14 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
     @contextmanager
     def used(stream: Stream) -> Iterator[None]:
         USED.append(stream)
-        try:
-            yield
-        finally:
-            assert USED.pop() is stream
+        yield
+        assert USED.pop() is stream
 
-    class Chosen:
-        def __init__(self, device: int) -> None:
-            self._device = device
-
-        def __enter__(self) -> None:
-            self._before, driver.device = driver.device, self._device
-
-        def __exit__(self, *_: object) -> None:
-            driver.device = self._before
+    @contextmanager
+    def chosen(device: int) -> Iterator[None]:
+        before, driver.device = driver.device, device
+        yield
+        driver.device = before
 
     streams: list[Stream] = []
 
@@ -155,17 +144,16 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
 
     USED[:] = [Stream()]
     gpu_copies._copy_stream.cache_clear()
-    doubles = {"device": Chosen, "Stream": made, "Event": Event, "stream": used}
+    doubles = {"device": chosen, "Stream": made, "Event": Event, "stream": used}
     doubles |= {"cudart": lambda: driver, "current_device": lambda: driver.device}
     for name, double in {**doubles, "current_stream": lambda _: USED[-1]}.items():
         monkeypatch.setattr(torch.cuda, name, double)
     yield driver
     gpu_copies._copy_stream.cache_clear()
-    assert len(USED) == 1
-    for stream in (*streams, *USED):
-        stream.forget()
-    gc.collect()
     assert len(streams) <= 1, "torch would keep freed memory for each"
+    USED.clear()
+    streams.clear()
+    gc.collect()
     assert not driver.registered, "memory was unmapped while CUDA knew it"
 
 
@@ -195,28 +183,21 @@ def test_an_arena_is_registered_as_a_whole(cudart: Cudart) -> None:
 def test_holes_of_an_arena_get_no_memory(cudart: Cudart) -> None:
     """Scenario: of an arena this trainer host has the bytes of its own ranks only."""
     own = [(2 * PAGE_BYTES, 3 * PAGE_BYTES)]
-    made = Arena.create("holes", "x", slot_bytes=4 * PAGE_BYTES, slots=2, own=own)
-    try:
+    with closing(Arena.create("holes", "x", slot_bytes=4 * PAGE_BYTES, slots=2, own=own)) as made:
         attached = Arena.attach(made.path, slot_bytes=4 * PAGE_BYTES)
-        page_lock(attached.slot(0))
-        of_slots_and_sequence_numbers = [PAGE_BYTES] * 3
-        assert list(cudart.registered.values()) == of_slots_and_sequence_numbers
-        attached.close()
-    finally:
         made.unlink()
-        made.close()
+        page_lock(attached.slot(0))
+        assert list(cudart.registered.values()) == [PAGE_BYTES] * 3, "slots and sequence numbers"
+        attached.close()
 
 
 def test_a_refusal_is_said_once(cudart: Cudart, caplog: pytest.LogCaptureFixture) -> None:
     cudart.refuses = 2
     memory = private_memory(PAGE_BYTES)
-    with caplog.at_level(logging.WARNING):
-        page_lock(memory)
-        page_lock(memory)
-    assert [record.message for record in caplog.records] == [
-        "CUDA does not page-lock 4096 bytes of host memory (error 2): copies of weights between it "
-        "and the GPU are slower"
-    ]
+    page_lock(memory)
+    page_lock(memory)
+    (record,) = caplog.records
+    assert "CUDA does not page-lock 4096 bytes of host memory (error 2)" in record.message
 
 
 def model(dtype: torch.dtype, kind: type[torch.Tensor] = OnGpu) -> nn.Module:
@@ -242,38 +223,17 @@ class Sums(Checksums):
         super().until(end)
 
 
-WAITS = [None, (Stream, "wait_stream"), (Stream, "synchronize"), (Event, "synchronize")]
-MARKS = [(1, 4), (30_000, 1), (1 << 30, 0)]  # bytes between two, and how many there are
-
-
-class Case(NamedTuple):
-    """How often a copy is marked, and whether a wait that matters is missing."""
-
-    marks: int
-    misses: bool
-
-    def outcome(self) -> Any:
-        return pytest.raises(AssertionError) if self.misses else nullcontext()
-
-
-@pytest.fixture(params=list(product(WAITS, MARKS, (False, True))))
-def case(request: pytest.FixtureRequest, cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> Case:
-    wait, (mark_bytes, marks), fast = request.param
-    monkeypatch.setattr(gpu_copies, "MARK_BYTES", mark_bytes)
-    monkeypatch.setattr(Event, "is_fast", fast)
-    if wait == (Event, "synchronize"):
-        misses = marks > 0 and not fast
-    elif wait == (Stream, "synchronize"):
-        misses = marks < 4  # each copy is waited for already
-    else:
-        misses = wait is not None
-    if misses:
-        monkeypatch.setattr(wait[0], wait[1], lambda *_: None)
-    return Case(marks, misses)
+# Bytes between two marks of a copy, and how many there are; whether all events are over at once.
+@pytest.fixture(params=[(1, 4, False), (30_000, 1, True), (30_000, 1, False), (1 << 30, 0, False)])
+def marks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    nbytes, marks, is_fast = request.param
+    monkeypatch.setattr(gpu_copies, "MARK_BYTES", nbytes)
+    monkeypatch.setattr(Event, "is_fast", is_fast)
+    return marks
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_snapshot_tells_of_bytes_that_are_there(case: Case, cudart: Cudart, dtype: str) -> None:
+def test_a_snapshot_tells_of_bytes_that_are_there(marks: int, cudart: Cudart, dtype: str) -> None:
     """The optimizer's last step may be under way when it begins."""
     source, plain = model(torch.float32), model(torch.float32, torch.Tensor)
     for one, new in zip(source.parameters(), plain.parameters(), strict=True):
@@ -284,16 +244,15 @@ def test_a_snapshot_tells_of_bytes_that_are_there(case: Case, cudart: Cudart, dt
     write_shards(plain, manifest, expected)
     slot = private_memory(manifest.total_bytes)
     sums = Sums(manifest, slot, expected)
-    with case.outcome():
-        write_shards(source, manifest, slot, sums=sums)
-        assert slot == expected
+    write_shards(source, manifest, slot, sums=sums)
+    assert slot == expected
     assert len(cudart.registered) == 1
-    if not case.misses:
-        assert sums.result() == checksums(manifest, expected)
-        assert len(sums.told) == case.marks
+    assert sums.result() == checksums(manifest, expected)
+    assert len(sums.told) == marks
 
 
-def test_a_load_has_read_what_it_says(case: Case) -> None:
+@pytest.mark.usefixtures("cudart", "marks")
+def test_a_load_has_read_what_it_says() -> None:
     """The engine's last pass may be under way when it begins."""
     target, plain = model(torch.bfloat16), model(torch.bfloat16, torch.Tensor)
     manifest = build_manifest(tensor_layout(plain, "bfloat16"), bucket_bytes=1024)
@@ -311,48 +270,42 @@ def test_a_load_has_read_what_it_says(case: Case) -> None:
 
     guard.sums.until = until  # type: ignore[method-assign]
     guard.verify = lambda: None  # type: ignore[method-assign]
-    with case.outcome():
-        WeightTable(target).load(manifest, data, guard)
-        USED[-1].go_on(USED[-1].begun)
-        for one, other in zip(own, plain.parameters(), strict=True):
-            assert torch.equal(one, other)
+    WeightTable(target).load(manifest, data, guard)
+    USED[-1].synchronize()
+    for one, other in zip(own, plain.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def guarded(manifest: Manifest, data: memoryview, sums: list[int]) -> SlotGuard:
     return SlotGuard(memoryview(bytearray(8)).cast("Q"), lambda: None, manifest, data, sums)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("dtype", "threads"), [("float32", 1), ("bfloat16", 2)])
 def test_damage_in_shared_memory_never_counts_as_a_version(dtype: str, threads: int) -> None:
     """The trainer's and the engine's bytes matter, not the bytes that lie between them."""
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        trained = model(torch.float32, torch.Tensor)
-        trained.register_parameter("big", nn.Parameter(torch.randn(700, 501)))
-        manifest = build_manifest(tensor_layout(trained, dtype), bucket_bytes=100_000)
-        slot = private_memory(manifest.total_bytes)
-        meant = Checksums(manifest, slot, threads)
-        write_shards(trained, manifest, slot, sums=meant)
-        clean, place = bytes(slot), manifest.tensors[-1].offset + 70_000
-        slot[place] ^= 1  # while the trainer still computes
-        sums = meant.result()
-        assert sums == checksums(manifest, memoryview(bytearray(clean)))
-        engine = model(getattr(torch, dtype), torch.Tensor)
-        engine.register_parameter("big", nn.Parameter(torch.zeros(501, 700).t()))
-        guard = guarded(manifest, slot, sums)
-        verify = guard.verify
+    trained = model(torch.float32, torch.Tensor)
+    trained.register_parameter("big", nn.Parameter(torch.randn(700, 501)))
+    manifest = build_manifest(tensor_layout(trained, dtype), bucket_bytes=100_000)
+    slot = private_memory(manifest.total_bytes)
+    meant = Checksums(manifest, slot, threads)
+    write_shards(trained, manifest, slot, sums=meant)
+    clean, place = bytes(slot), manifest.tensors[-1].offset + 70_000
+    slot[place] ^= 1  # while the trainer still computes
+    sums = meant.result()
+    assert sums == checksums(manifest, memoryview(bytearray(clean)))
+    engine = model(getattr(torch, dtype), torch.Tensor)
+    engine.register_parameter("big", nn.Parameter(torch.zeros(501, 700).t()))
+    guard = guarded(manifest, slot, sums)
+    verify = guard.verify
 
-        def mended() -> None:
-            slot[:] = clean  # shared memory is right again; the model is not
-            verify()
+    def mended() -> None:
+        slot[:] = clean  # shared memory is right again; the model is not
+        verify()
 
-        guard.verify = mended  # type: ignore[method-assign]
-        with pytest.raises(ChangedError, match="checksum of bucket"):
-            WeightTable(engine).load(manifest, slot, guard)
-        WeightTable(engine).load(manifest, slot, guarded(manifest, slot, sums))
-        for name, one in engine.named_parameters():
-            assert torch.equal(one, trained.get_parameter(name).to(one.dtype)) or dtype != "float32"
-    finally:
-        torch.set_num_threads(before)
+    guard.verify = mended  # type: ignore[method-assign]
+    with pytest.raises(ChangedError, match="checksum of bucket"):
+        WeightTable(engine).load(manifest, slot, guard)
+    WeightTable(engine).load(manifest, slot, guarded(manifest, slot, sums))
+    for name, one in engine.named_parameters():
+        assert torch.equal(one, trained.get_parameter(name).to(one.dtype)) or dtype != "float32"
