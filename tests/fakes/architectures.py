@@ -22,19 +22,41 @@ from umbra.services.trainer.make_model import END, PAD, SPECIAL_TOKENS, make_tok
 
 WINDOW = 8  # tokens; less than the sequences of the tests, so that windows matter
 CONTEXT = 256
-_COMMON: dict[str, Any] = {  # of hidden size 64, 2 heads of 32
+_FULL, _LINEAR = "full_attention", "linear_attention"
+_BASE: dict[str, Any] = {
     "vocab_size": len(make_tokenizer()),
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": CONTEXT,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.1,
     "pad_token_id": SPECIAL_TOKENS.index(PAD),
     "bos_token_id": None,
     "eos_token_id": SPECIAL_TOKENS.index(END),
+    **{"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    **{"intermediate_size": 96, "tie_word_embeddings": False, "initializer_range": 0.1},
+    "max_position_embeddings": CONTEXT,
+}
+# Every class takes those that it has.
+_SIZES: dict[str, Any] = {
+    **_BASE,
+    **{"query_pre_attn_scalar": 24, "no_rope_layers": [1, 0]},
+    # Factors.
+    **{"attention_multiplier": 0.3, "logits_scaling": 2.0, "logit_scale": 0.5},
+    **{"lm_head_multiplier": 0.5, "key_multiplier": 0.7, "ssm_out_multiplier": 0.6},
+    "mlp_multipliers": [0.8, 1.2],
+    # Latent attention.
+    **{"q_lora_rank": 24, "kv_lora_rank": 32},
+    **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24},
+    # Experts.
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_intermediate_size": 48},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1},
+    **{"shared_expert_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48},
+    **{"first_k_dense_replace": 1, "num_dense_layers": 1, "num_mtp_layers": 0},
+    **{"intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "attention_chunk_size": WINDOW},
+    # States.
+    **{"mamba_n_heads": 8, "n_mamba_heads": 8, "mamba_num_heads": 8, "num_heads": 8},
+    **{"mamba_n_groups": 2, "mamba_ngroups": 2, "n_groups": 2, "mamba_head_dim": 16},
+    **{"mamba_d_state": 16, "ssm_state_size": 16, "state_size": 16, "mamba_d_ssm": 128},
+    **{"mamba_chunk_size": 16, "chunk_size": 16, "block_size": 16, "block_multiple_of": 16},
+    **{"attn_layer_indices": [1], "attn_layer_period": 2, "attn_layer_offset": 1},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
 }
 
 
@@ -42,7 +64,7 @@ _COMMON: dict[str, Any] = {  # of hidden size 64, 2 heads of 32
 class Architecture:
     """A Transformers config class and what of its defaults a tiny model changes.
 
-    `own` are fields beside those of `_COMMON` that the class has; `about` is for the documentation.
+    `own` are fields beside those of `_SIZES` that the class has; `about` is for the documentation.
     """
 
     name: str
@@ -52,7 +74,7 @@ class Architecture:
 
     def config(self, layers: int = 2) -> PreTrainedConfig:
         kind = getattr(transformers, f"{self.kind}Config")
-        fields = {**_COMMON, "num_hidden_layers": layers}
+        fields = {**_SIZES, "num_hidden_layers": layers}
         names = {one.name for one in dataclasses.fields(kind)}
         return kind(**{name: fields[name] for name in fields.keys() & names} | self.own)
 
@@ -66,7 +88,7 @@ class Architecture:
             else:
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             _disturb(model)
-        ends = {name: _COMMON[name] for name in ("eos_token_id", "pad_token_id")}
+        ends = {name: _BASE[name] for name in ("eos_token_id", "pad_token_id")}
         model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, **ends)
         return model.eval()
 
@@ -95,25 +117,9 @@ def _tiny(name: str, kind: str, about: str = "", **own: Any) -> Architecture:
 
 _SOME, _ALL = "windows in some layers", "windows in all layers"
 _NO_MTP = "without layers for multi-token prediction"
-_FULL, _LINEAR = "full_attention", "linear_attention"
 _MIXED: dict[str, Any] = {"layer_types": [_LINEAR, _FULL]}
 _CONV: dict[str, Any] = {"layer_types": ["conv", _FULL]}
 _LAYERED: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", _FULL]}
-_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_SHARED: dict[str, Any] = {"num_experts": 4, "shared_expert_intermediate_size": 48}
-_FOUR: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_ROUTED: dict[str, Any] = {"n_shared_experts": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0}
-_GRANITE: dict[str, Any] = {"attention_multiplier": 0.3, "logits_scaling": 2.0}
-_GROUPS: dict[str, Any] = {"n_groups": 2, "chunk_size": 16}
-_HEADS: dict[str, Any] = {"mamba_n_heads": 8, "mamba_n_groups": 2}
-_SSM: dict[str, Any] = {**_HEADS, "mamba_d_state": 16, "mamba_chunk_size": 16}
-_DELTA: dict[str, Any] = {
-    **_MIXED,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
 _LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
@@ -123,14 +129,13 @@ _LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-_TEXT = {
-    **_COMMON,
-    "num_hidden_layers": 2,
-    "rope_parameters": {**_ROPE, "mrope_section": [6, 5, 5]},
+_TEXT = {**_BASE, "num_hidden_layers": 2, "rope_parameters": {**_ROPE, "mrope_section": [6, 5, 5]}}
+_VISION: dict[str, Any] = {
+    **{"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2},
+    **{"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
 }
-_IMAGES: dict[str, Any] = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-_SIZES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
-_VISION: dict[str, Any] = {**_SIZES, **_IMAGES, "out_hidden_size": 64}
+_GROUPS = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_key_value_heads": 2}
+_NO_STATES: dict[str, Any] = {"layer_types": [_FULL, _FULL], "position_embedding_type": "rope"}
 _TABLE = (
     _tiny("qwen3", "Qwen3"),
     _tiny("qwen3-tied", "Qwen3", "tied embeddings", tie_word_embeddings=True),
@@ -152,143 +157,62 @@ _TABLE = (
     _tiny("olmo2", "Olmo2"),
     _tiny("olmo3", "Olmo3", _SOME, **_LAYERED),
     _tiny("glm4", "Glm4"),
-    _tiny("smollm3", "SmolLM3", "some layers without rotary positions", no_rope_layers=[1, 0]),
+    _tiny("smollm3", "SmolLM3", "some layers without rotary positions"),
     _tiny(
         "granite",
         "Granite",
         "all four multipliers",
         embedding_multiplier=3.0,
         residual_multiplier=0.5,
-        **_GRANITE,
     ),
-    _tiny("cohere", "Cohere", "scaled logits", logit_scale=0.5),
-    _tiny("cohere2", "Cohere2", f"scaled logits, {_SOME}", logit_scale=0.5, **_LAYERED),
+    _tiny("cohere", "Cohere", "scaled logits"),
+    _tiny("cohere2", "Cohere2", f"scaled logits, {_SOME}", **_LAYERED),
     _tiny(
         "gemma2",
         "Gemma2",
         f"soft caps on scores and logits, {_SOME}",
-        query_pre_attn_scalar=24,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
         **_LAYERED,
     ),
-    _tiny("gemma3", "Gemma3Text", f"the text model, {_SOME}", query_pre_attn_scalar=24, **_LAYERED),
+    _tiny("gemma3", "Gemma3Text", f"the text model, {_SOME}", **_LAYERED),
     _tiny("starcoder2", "Starcoder2", _ALL, sliding_window=WINDOW),
-    _tiny("qwen3-moe", "Qwen3Moe", num_experts=4, **_EXPERTS),
-    _tiny("qwen2-moe", "Qwen2Moe", **_EXPERTS, **_SHARED),
-    _tiny("mixtral", "Mixtral", sliding_window=None, **_FOUR),
-    _tiny("mixtral-window", "Mixtral", _ALL, sliding_window=WINDOW, **_FOUR),
-    _tiny(
-        "deepseek-v3",
-        "DeepseekV3",
-        f"latent attention, {_NO_MTP}",
-        n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        num_key_value_heads=2,
-        q_lora_rank=24,
-        kv_lora_rank=32,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=16,
-        v_head_dim=24,
-        **_ROUTED,
-        **_EXPERTS,
-    ),
-    _tiny(
-        "glm4-moe", "Glm4Moe", _NO_MTP, n_routed_experts=4, use_qk_norm=True, **_ROUTED, **_EXPERTS
-    ),
-    _tiny("gpt-oss", "GptOss", f"sinks, {_SOME}", rope_parameters=_ROPE, **_LAYERED, **_FOUR),
-    _tiny(
-        "llama4",
-        "Llama4Text",
-        intermediate_size_mlp=96,
-        num_local_experts=4,
-        num_experts_per_tok=1,
-        interleave_moe_layer_step=2,
-        attention_chunk_size=WINDOW,
-        no_rope_layers=[1, 0],
-    ),
-    _tiny("qwen3-next", "Qwen3Next", "states", **_EXPERTS, **_DELTA, **_SHARED),
-    _tiny("qwen3.5", "Qwen3_5Text", "the text model, states", **_DELTA),
-    _tiny(
-        "qwen3.5-moe", "Qwen3_5MoeText", "the text model, states", **_EXPERTS, **_DELTA, **_SHARED
-    ),
-    _tiny(
-        "granite-hybrid",
-        "GraniteMoeHybrid",
-        "states",
-        shared_intermediate_size=48,
-        **_MIXED,
-        **_GRANITE,
-        **_SSM,
-        **_FOUR,
-    ),
+    _tiny("qwen3-moe", "Qwen3Moe"),
+    _tiny("qwen2-moe", "Qwen2Moe"),
+    _tiny("mixtral", "Mixtral", sliding_window=None),
+    _tiny("mixtral-window", "Mixtral", _ALL, sliding_window=WINDOW),
+    _tiny("deepseek-v3", "DeepseekV3", f"latent attention, {_NO_MTP}", **_GROUPS),
+    _tiny("glm4-moe", "Glm4Moe", _NO_MTP, use_qk_norm=True),
+    _tiny("gpt-oss", "GptOss", f"sinks, {_SOME}", rope_parameters=_ROPE, **_LAYERED),
+    _tiny("llama4", "Llama4Text"),
+    _tiny("qwen3-next", "Qwen3Next", "states", **_MIXED),
+    _tiny("qwen3.5", "Qwen3_5Text", "the text model, states", **_MIXED),
+    _tiny("qwen3.5-moe", "Qwen3_5MoeText", "the text model, states", **_MIXED),
+    _tiny("granite-hybrid", "GraniteMoeHybrid", "states", **_MIXED),
     _tiny(
         "granite-hybrid-dense",
         "GraniteMoeHybrid",
         "attention in all layers",
-        layer_types=[_FULL, _FULL],
         num_local_experts=0,
-        shared_intermediate_size=48,
-        position_embedding_type="rope",
+        **_NO_STATES,
     ),
+    _tiny("nemotron-h", "NemotronH", "states", layers_block_type=[_LINEAR, "moe", _FULL, "mlp"]),
+    _tiny("bamba", "Bamba", "states"),
+    _tiny("falcon-h1", "FalconH1", "scaled logits, states", embedding_multiplier=2.0),
+    _tiny("jamba", "Jamba", "states"),
     _tiny(
-        "nemotron-h",
-        "NemotronH",
-        "states",
-        layers_block_type=[_LINEAR, "moe", _FULL, "mlp"],
-        mamba_num_heads=8,
-        mamba_head_dim=16,
-        ssm_state_size=16,
-        n_routed_experts=4,
-        moe_shared_expert_intermediate_size=48,
-        **_GROUPS,
-        **_EXPERTS,
+        "zamba2", "Zamba2", "states", num_key_value_heads=2, layers_block_type=[_LINEAR, "hybrid"]
     ),
-    _tiny("bamba", "Bamba", "states", attn_layer_indices=[1], **_SSM),
-    _tiny(
-        "falcon-h1",
-        "FalconH1",
-        "scaled logits, states",
-        mamba_d_ssm=128,
-        lm_head_multiplier=0.5,
-        embedding_multiplier=2.0,
-        key_multiplier=0.7,
-        ssm_out_multiplier=0.6,
-        mlp_multipliers=[0.8, 1.2],
-        **_SSM,
-    ),
-    _tiny(
-        "jamba",
-        "Jamba",
-        "states",
-        mamba_d_state=8,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        num_experts=4,
-        num_experts_per_tok=2,
-    ),
-    _tiny(
-        "zamba2",
-        "Zamba2",
-        "states",
-        num_key_value_heads=2,
-        layers_block_type=[_LINEAR, "hybrid"],
-        n_mamba_heads=8,
-        mamba_ngroups=2,
-        mamba_d_state=16,
-        chunk_size=16,
-    ),
-    _tiny("lfm2", "Lfm2", "states", block_multiple_of=16, **_CONV),
-    _tiny("lfm2-moe", "Lfm2Moe", "states", num_experts=4, num_dense_layers=1, **_CONV, **_EXPERTS),
-    _tiny("mamba", "Mamba", "states", state_size=8),
-    _tiny("falcon-mamba", "FalconMamba", "states", state_size=8),
-    _tiny("mamba2", "Mamba2", "states", num_heads=8, head_dim=16, state_size=16, **_GROUPS),
-    _tiny("minimax", "MiniMax", block_size=16, **_MIXED, **_FOUR),
+    _tiny("lfm2", "Lfm2", "states", **_CONV),
+    _tiny("lfm2-moe", "Lfm2Moe", "states", **_CONV),
+    _tiny("mamba", "Mamba", "states"),
+    _tiny("falcon-mamba", "FalconMamba", "states"),
+    _tiny("mamba2", "Mamba2", "states", head_dim=16),
+    _tiny("minimax", "MiniMax", **_MIXED),
     _tiny("qwen3-vl", "Qwen3VL", text_config=_TEXT, vision_config=_VISION),
     _tiny("gemma", "Gemma"),
     _tiny("ministral", "Ministral", _SOME, **_LAYERED),
-    _tiny("olmoe", "Olmoe", num_experts_per_tok=2, num_experts=4),
+    _tiny("olmoe", "Olmoe"),
     _tiny("seed-oss", "SeedOss"),
     _tiny("ernie4.5", "Ernie4_5"),
     _tiny("exaone4", "Exaone4", _SOME, **_LAYERED),

@@ -184,25 +184,18 @@ def test_a_window_left_out_is_noticed(model_dir: Path, monkeypatch: pytest.Monke
 
 @of("qwen3-moe")
 def test_damaged_weights_are_noticed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, written = check.write_shards, check.whole_weights
+    whole = check.write_shards
 
     def damaged(policy: PreTrainedModel, manifest: Any, memory: memoryview) -> None:
         whole(policy, manifest, memory)
         entry = next(e for e in manifest.tensors if "experts.down_proj" in e.name)
         memory[entry.offset] ^= 1
 
-    def damaged_export(policy: PreTrainedModel) -> dict[str, torch.Tensor]:
-        weights = {name: tensor.clone() for name, tensor in written(policy).items()}
-        next(t for n, t in weights.items() if "experts.down_proj" in n).view(-1)[0] += 1
-        return weights
-
     monkeypatch.setattr(check, "write_shards", damaged)
-    monkeypatch.setattr(check, "whole_weights", damaged_export)
     found = different(compare(model_dir))
     for name in ("weights published in float32", "weights published in bfloat16"):
         assert found[name].worst == 1
         assert "experts.down_proj" in found[name].note
-    assert "experts.down_proj" in found["weights exported"].note
 
 
 def test_as_many_layers_as_the_last_kind_takes() -> None:

@@ -157,23 +157,13 @@ def test_a_template_that_loops_is_broken_or_drops_prompts_is_refused(
         chat_of(template=text).prompt_ids(ASKED)
 
 
-@pytest.mark.parametrize(("length", "times"), [(10, 1), (20_000, 2)])
-def test_short_texts_are_tokenised_once(
-    chat: Chat, length: int, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The samples of a group have the same; long ones would fill the memory."""
-    chat.check_turns(["user"])  # tries the template once
-    template, (end,) = chat._template, chat.stop_ids
-    assert template is not None
-    render, made = template.render, list[object]()
-    monkeypatch.setattr(template, "render", lambda *a: (made.append(a), render(*a))[1])
-    messages: list[Message] = [{"role": "user", "content": "x" * length}]
-    first = chat.prompt_ids(messages)
-    first.append(3)  # is the caller's
-    assert chat.prompt_ids(messages) == first[:-1]
-    assert len(made) == times
-    before = chat.turn_ids(messages, 99)
-    assert before == [end, *chat.turn_ids(messages, end)], "its end is there already"
+def test_prompts_that_are_kept_are_not_the_callers(chat: Chat) -> None:
+    """The samples of a group have the same."""
+    first = chat.prompt_ids(ASKED)
+    first.append(3)
+    assert chat.prompt_ids(ASKED) == first[:-1]
+    (end,) = chat.stop_ids
+    assert chat.turn_ids(ASKED, 99) == [end, *chat.turn_ids(ASKED, end)], "its end is there already"
 
 
 def test_variables_and_files_of_chat_templates(tmp_path: Path) -> None:
@@ -210,13 +200,6 @@ def test_arguments_have_the_types_of_the_tool() -> None:
         "3\n</parameter>\n</function>\n</tool_call><|im_end|>"
     )
     assert arguments(read("qwen3_8", f"so</think>\n\n{text}")) == [{"zip": "75001", "days": 3}]
-
-
-def test_special_tokens_that_mark_calls_are_not_lost() -> None:
-    text = '<|tool_call>call:weather{zip:<|"|>1<|"|>}<tool_call|><|tool_response>'
-    said = read("gemma4_v5", text)
-    assert arguments(said) == [{"zip": "1"}]
-    assert said.text.startswith("<|tool_call>")
 
 
 @given(st.text(max_size=40) | st.sampled_from([" <tool_call>{}</tool_call>", "a<|im_end|>"]))

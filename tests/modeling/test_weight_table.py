@@ -1,18 +1,16 @@
 """A version's bytes become tensors and fill a model: all of it, to the last element, or nothing."""
 
-from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from fakes.versions import in_memory
 from torch import nn
 
 from umbra.proto.errors import PeerLostError, UsageError
-from umbra.proto.records import Manifest, TensorEntry
+from umbra.proto.records import TensorEntry
 from umbra.services.modeling.weights import WeightTable, tensors_in
-
-Tensors = dict[str, torch.Tensor]
 
 
 class Tied(nn.Module):
@@ -26,21 +24,14 @@ class Tied(nn.Module):
         self.register_buffer("table", torch.rand(3))
 
 
-def version(model: nn.Module, *left_out: str) -> Tensors:
+def version(model: nn.Module, *left_out: str) -> dict[str, torch.Tensor]:
     return {n: t.clone() for n, t in model.state_dict().items() if n not in left_out}
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Who copies: the C library, or torch's threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
-def test_a_place_that_is_no_plain_memory_is_filled_all_the_same() -> None:
+# Who copies: the C library, or torch's threads.
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_place_that_is_no_plain_memory_is_filled_all_the_same(threads: int) -> None:
+    torch.set_num_threads(threads)
     model = Tied(2)
     model.norm = nn.Parameter(torch.rand(14)[::2])
     model.head = nn.Linear(7, 11, bias=False).to(torch.bfloat16)
@@ -51,14 +42,14 @@ def test_a_place_that_is_no_plain_memory_is_filled_all_the_same() -> None:
     assert torch.equal(model.head.weight, source["head.weight"].bfloat16())
 
 
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("left_out", [(), ("head.weight",), ("embed.weight", "table")])
 def test_a_version_fills_the_model(left_out: tuple[str, ...]) -> None:
     source, model = Tied(1), Tied(2)
     kept = model.state_dict()["table"].clone()
     manifest, data = in_memory(version(source, *left_out), 128)
-    table = WeightTable(model)
-    table.load(manifest, data)
+    WeightTable(model).load(manifest, data)
+    with pytest.raises(PeerLostError, match=f"of the {len(data)} bytes of a version"):
+        WeightTable(Tied(2)).load(manifest, data[:-1])
     expected = version(source) | ({"table": kept} if "table" in left_out else {})
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
@@ -68,15 +59,11 @@ def test_a_version_fills_the_model(left_out: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"norm": None}, "(missing: norm)"),
         ({"embed.weight": None, "head.weight": None}, "(missing: embed.weight)"),
-        ({"new": torch.zeros(2)}, "(unknown: new)"),
-        ({"norm": torch.zeros(8)}, "(shape: norm [8] instead of [7])"),
         (
             {"norm": None, "new": torch.zeros(2), "table": torch.zeros(2)},
             "(missing: norm; unknown: new; shape: table [2] instead of [3])",
         ),
-        (dict.fromkeys("abc", torch.zeros(1)), "(unknown: a, b, c)"),
         (dict.fromkeys("abcde", torch.zeros(1)), "(unknown: a, b, c and 2 more)"),
     ],
 )
@@ -91,12 +78,6 @@ def test_what_does_not_fit_is_named_and_changes_nothing(change: dict[str, Any], 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_version_that_ends_early_is_not_loaded_as_if_it_were_whole() -> None:
-    manifest, data = in_memory(version(Tied(1)), 128)
-    with pytest.raises(PeerLostError, match=f"of the {len(data)} bytes of a version"):
-        WeightTable(Tied(2)).load(manifest, data[:-1])
-
-
 def test_names_that_a_version_leaves_out_share_a_place_with_one_it_has() -> None:
     left_out, embed, head = WeightTable(Tied()).left_out, "embed.weight", "head.weight"
     assert left_out({embed, "norm"}) == {embed: [head]}
@@ -108,8 +89,6 @@ def test_a_dtype_that_is_not_known_is_named() -> None:
     manifest, data = in_memory({"w": torch.zeros(2)})
     strange: Any = "F8_E4M3"
     entry = TensorEntry(name="w", dtype=strange, shape=[2], offset=0, nbytes=2)
-    manifest = Manifest(
-        tensors=[entry], buckets=manifest.buckets, total_bytes=manifest.total_bytes, digest=""
-    )
+    manifest = msgspec.structs.replace(manifest, tensors=[entry])
     with pytest.raises(UsageError, match="tensor w has dtype F8_E4M3; known: F32, BF16, F16"):
         list(tensors_in(manifest, data))
