@@ -77,6 +77,12 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of a few thousand parameters; don't change it."""
+    return _model(tmp_path_factory, hidden=16, layers=1, heads=2, kv_heads=1, ff=32)
+
+
+@pytest.fixture(scope="session")
 def vllm_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One whose heads are of a size that vLLM knows; don't change it."""
     return _model(tmp_path_factory, heads=2, kv_heads=1)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from umbra.services.weights.arena import remove_leftovers
 if TYPE_CHECKING:
     from fakes.rank_bench import Alone
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 REWARD = """
 def score(prompt, completion, row):
     return float(row["word"] in completion) + 0.01 * len(set(completion))
@@ -58,24 +57,6 @@ device = "cpu"
 threads = 1
 learning_rate = 1e-3
 """
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of a few thousand parameters, made once for all workers; don't change it."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    path = folder / "tiny-model"
-    with (folder / "tiny-model.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            from umbra.services.trainer.make_model import make_model
-
-            part = folder / "tiny-model.part"
-            make_model(part, hidden=16, layers=1, heads=2, kv_heads=1, ff=32)
-            part.rename(path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -194,23 +175,17 @@ def bench(
 
 @pytest.fixture
 def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules in the folder of the test are forgotten after it."""
+    """Modules in the folder of the test, and scripts of `benchmarks/`, are forgotten after it."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+        file = Path(getattr(sys.modules[name], "__file__", None) or "/")
+        if file.is_relative_to(tmp_path) or file.parent == BENCHMARKS:
             del sys.modules[name]
 
 
 @pytest.fixture
-def benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def benchmarks_importable(own_modules: None) -> None:
     """Scripts of `benchmarks/` are imported by their names, again in each test."""
-    folder = Path(__file__).parents[2] / "benchmarks"
-    monkeypatch.syspath_prepend(str(folder))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None)
-        if file and Path(file).parent == folder:
-            del sys.modules[name]
+    sys.path.insert(0, str(BENCHMARKS))

@@ -58,12 +58,16 @@ def write() -> None:
                 lines["refused"].append(refused(architecture, found))
             else:
                 lines["right"].append(right(architecture, found))
-    text = PAGE.read_text(encoding="utf-8")
     for mark, table in lines.items():
-        begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
-        before, _, after = re.split(f"{begin}|{end}", text)
-        text = before + begin + "\n".join(table) + "\n" + end + after
-    PAGE.write_text(text, encoding="utf-8")
+        put(mark, "\n".join(table))
+
+
+def put(mark: str, content: str) -> None:
+    """Replace what the page has between two marks."""
+    text = PAGE.read_text(encoding="utf-8")
+    begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->\n"
+    before, _, after = re.split(f"{begin}|{end}", text)
+    PAGE.write_text(before + begin + content + "\n" + end + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import torch
 from fakes.packed_rows import LAYOUTS, fed, gradients, inputs, rows_of
 from torch import Tensor
 
-from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.attention_backends import attend
 
 pytestmark = pytest.mark.gpu
@@ -44,10 +43,3 @@ def test_flex(layout: str, window: int | None, cap: float | None, sinks: bool) -
     for ours, theirs in zip(found, dense, strict=True):
         # Products of a GPU's float32 may be in TF32, with 10 bits.
         torch.testing.assert_close(ours.double(), theirs, atol=2e-2, rtol=2e-2)
-
-
-def test_auto_takes_flex_for_packed_rows() -> None:
-    attention = Attention(backend="auto")
-    found = attention.express(rows_of("shared prompts").to(CUDA).mask)
-    assert type(found).__name__ == "RowBlocks"
-    assert attention.express(rows_of("one sequence in each row").to(CUDA).mask) is None

@@ -7,10 +7,10 @@
 
 import functools
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import models_page
 from fakes.chat_templates import chat_tokenizer, template_names, weather
 
 from umbra.proto.errors import UsageError
@@ -18,8 +18,6 @@ from umbra.services.environments.protocol import Message, Opening, ParsedTurn, t
 from umbra.services.modeling.chat import Chat
 from umbra.services.modeling.chat_template import as_text, with_tools
 
-DOC = Path(__file__).parents[2] / "docs" / "models.md"
-BEGIN, END = "<!-- chat templates -->\n", "<!-- end of chat templates -->"
 WEATHER = weather(city={"type": "string", "description": "its name"})
 ASKED = {"role": "user", "content": "How warm is it?"}
 USER, TOOL, TOOLS = ("user",), ("tool",), ("tool", "tool")
@@ -260,17 +258,9 @@ def test_keys_without_a_value_write_nothing(name: str) -> None:
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="some rows name parsers of vLLM")
 def test_the_document_has_the_outcome() -> None:
-    _, begin, rest = DOC.read_text(encoding="utf-8").partition(BEGIN)
-    assert begin
-    assert rest.partition(END)[0] == table()
-
-
-def write() -> None:
-    """Rewrite the table."""
-    text = DOC.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    DOC.write_text(before + begin + table() + END + rest.partition(END)[2], encoding="utf-8")
+    text = models_page.PAGE.read_text(encoding="utf-8")
+    assert f"<!-- chat templates -->\n{table()}<!-- end of chat templates -->\n" in text
 
 
 if __name__ == "__main__":
-    write()
+    models_page.put("chat templates", table().rstrip("\n"))
