@@ -72,7 +72,8 @@ def test_small_factors_are_not_rounded_away(directory: Path) -> None:
         own = config_of(directory, "weight_hub.dtype=bfloat16", f"trainer.lora_publish={how}")
         model, rounded = (load_model(directory, CPU, torch.bfloat16) for _ in range(2))
         table = weight_table(model, own)
-        model.float(), rounded.float()  # rounded weights stay so; sums with them are exact
+        model.float()  # rounded weights stay so; sums with them are exact
+        rounded.float()
         table.load(*publish(learner, own, "bfloat16"))
         change = teacher_forced(model, prompt, ids) - teacher_forced(rounded, prompt, ids)
         return float((change - moved).norm())

@@ -1,16 +1,17 @@
-"""Models whose layers carry a state from token to token: rows of one sequence, states by slot.
+"""The scorer: logits in chunks, and models whose layers carry a state from token to token.
 
 What each architecture computes is compared with Transformers in `test_architectures.py`.
 """
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
-from fakes.closeness import assert_same_logprobs
+from fakes.closeness import assert_same_logprobs, assert_same_sums
 from fakes.interrupted import CONTEXT, STOPS, TEMPERATURE, check_logprobs, roll
 from fakes.packed_rows import samples
 from torch import Tensor
@@ -21,6 +22,7 @@ from umbra.services.config import RunConfig, TrainerConfig
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.modeling.attention import Attention
 from umbra.services.modeling.lora import low_rank
+from umbra.services.modeling.micro_batch import MicroBatch
 from umbra.services.modeling.models import load_model
 from umbra.services.modeling.packing import pack
 from umbra.services.modeling.scorer import Scorer
@@ -28,6 +30,9 @@ from umbra.services.trainer import critic as critic_module
 from umbra.services.trainer.learner import Learner
 
 MODELS = ("mamba2", "qwen3-next", "granite-hybrid", "nemotron-h")
+AT_A_TIME = 3  # tokens; the last chunk has fewer
+# Without anything after the output layer, with a factor, a divisor, and a soft cap.
+TAILS = ("qwen3", "cohere", "granite", "gemma2")
 STEPS = 3
 TOKENS = samples([(9, 20, 3), (30, 3, 2), (1, 12, 1)])
 
@@ -45,6 +50,65 @@ def one_by_one(model: Any) -> Tensor:
         logits = model(ids[None], use_cache=False).logits[0, prompt - 1 : -1]
         parts.append(logits.log_softmax(-1).gather(1, ids[prompt:, None])[:, 0])
     return torch.cat(parts)
+
+
+def packed() -> MicroBatch:
+    (micro,) = pack(TOKENS, pack_tokens=128, micro_tokens=256)
+    return micro
+
+
+def told() -> MicroBatch:
+    """With 1 to 4 ids that could have been drawn, which are all that could of every other one."""
+    micro = packed()
+    count = len(micro.source)
+    column = torch.arange(4)
+    ids = (micro.targets[:, None] + 7 * column) % 60
+    ids[column > torch.arange(count)[:, None] % 4] = -1
+    return replace(micro, support=ids, whole=torch.arange(count) % 2 == 0)
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize("name", TAILS)
+def test_chunks_change_nothing(name: str, restricted: bool) -> None:
+    model: Any = ARCHITECTURES[name].model()
+    micro = told() if restricted else packed()
+    temperature = torch.linspace(0.5, 1.5, len(micro.source))
+    weights = torch.randn(2, len(micro.source), 5, generator=torch.Generator().manual_seed(2))
+    found: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
+    for scorer in (Scorer(model), Scorer(model, 4 * AT_A_TIME * model.config.vocab_size)):
+        model.zero_grad()
+        logprobs, entropy = scorer(
+            micro, temperature, entropy_gradient=True, with_support=restricted
+        )
+        wide = logprobs.view(len(entropy), -1)
+        weighted = (wide * weights[0][:, : wide.shape[1]]).sum(1) + entropy * weights[1][:, 0]
+        weighted.sum().backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        found.append((logprobs.detach(), entropy.detach(), gradients))
+    (plain, plain_entropy, expected), (logprobs, entropy, gradients) = found
+    assert_same_logprobs(logprobs, plain, model)
+    assert_same_sums(entropy, plain_entropy, terms=model.config.vocab_size)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5 * scale)
+
+
+def test_another_treatment_of_logits_is_refused() -> None:
+    model: Any = ARCHITECTURES["qwen3"].model()
+
+    class Louder(type(model)):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 1.5
+            return output
+
+    model.__class__ = Louder
+    with pytest.raises(UsageError, match="Louder changes its logits"):
+        Scorer(model)(packed(), torch.ones(len(TOKENS.learned)))
+
+
+# -- states: rows of one sequence, states by slot -------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
