@@ -153,8 +153,10 @@ def test_a_template_that_loops_is_broken_or_drops_prompts_is_refused(
     text: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_template, "RENDER_S", 0.2)
+    chat = chat_of(template=text)
+    assert end_of_turn(chat._tokenizer) is None
     with pytest.raises(UsageError, match=told):
-        chat_of(template=text).prompt_ids(ASKED)
+        chat.prompt_ids(ASKED)
 
 
 def test_prompts_that_are_kept_are_not_the_callers(chat: Chat) -> None:
