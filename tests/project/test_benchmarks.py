@@ -120,7 +120,7 @@ def test_the_steps_of_a_gpu_session_begin_fit_into_seven_calls_and_hold_every_te
         for words in (["--dry-run"], [], ["8"])
     )  # fmt: skip
     assert dry.returncode == 0, dry
-    assert "19 steps would begin\n" in dry.stdout
+    assert "16 steps would begin\n" in dry.stdout
     limits = [int(found) for found in re.findall(r"call \d, at most (\d+) s", listed.stdout)]
     assert len(limits) == 7
     assert all(0 < limit < 600 for limit in limits)
