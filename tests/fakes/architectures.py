@@ -64,7 +64,7 @@ _SIZES: dict[str, Any] = {
 class Architecture:
     """A Transformers config class and what of its defaults a tiny model changes.
 
-    `own` are fields beside those of `_SIZES` that the class has; `about` is for the documentation.
+    `own` are fields beside the ones in `_SIZES` that the class has; `about` is for the documentation.
     """
 
     name: str

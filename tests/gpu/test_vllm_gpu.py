@@ -120,7 +120,7 @@ def test_three_updates_in_flight_keep_every_request(
 
 
 def mean_error(outputs: list[EngineOutput], models: dict[int, Any], reference: Any) -> float:
-    """How far logprobs are from those of the models in float32, in the mean."""
+    """How far logprobs are from the models' own in float32, in the mean."""
     errors: list[float] = []
     for output in outputs:
         again = reference(models, prompt(int(output.request_id[1:])), output)
