@@ -64,7 +64,7 @@ _SIZES: dict[str, Any] = {
 class Architecture:
     """A Transformers config class and what of its defaults a tiny model changes.
 
-    `own` are fields beside the ones in `_SIZES` that the class has; `about` is for the documentation.
+    `own` are fields beside `_SIZES`, of which it takes what it has; `about` is for the docs.
     """
 
     name: str

@@ -38,7 +38,7 @@ _WORDS = (
 def template_names(*, training: bool = False) -> list[str]:
     """Those that models ship, or TRL's own variants for training.
 
-    Some vision models have other ones, which take lists of parts only.
+    Templates of some vision models are left out: they take lists of parts only.
     """
     vision = ("idefics3", "llava_next", "smolvlm")
     stems = sorted(path.stem for path in _folder().glob("*.jinja"))
