@@ -414,6 +414,7 @@ def test_a_run_file_has_several_and_is_written_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("[environments]\nname = 'a'", "write each of environments as"),
         ("[[environments]]\nweight = 1.0", "needs a name"),
         (ONE + ONE, "have the name a"),
         ("[[environments]]\nname = 'a/b'", "environments.name must be text like"),
