@@ -1,7 +1,7 @@
 """Losses and learning of a run: the watcher alone, and in the broker."""
 
 import pytest
-from fakes.broker_world import World, trajectory, world
+from fakes.broker_world import trajectory, world
 
 from umbra.proto import messages as m
 from umbra.proto.records import Task
@@ -62,25 +62,21 @@ def test_failures_of_samples_own_end_the_run_and_those_of_dead_processes_do_not(
     own: bool, stage: str
 ) -> None:
     """Once four batches are known: a reward raises, or generators and scorers die with samples."""
-    run = World(group_size=4, batch_groups=4, stages=[stage] * bool(stage), max_attempts=1,
-                lease_s=5.0, run_ahead=9)  # fmt: skip
-    run.join("generator", "a")
+    run = world(group_size=4, batch_groups=4, stages=[stage] * bool(stage), max_attempts=1,
+                lease_s=5.0, dead_after_s=1000, run_ahead=9)  # fmt: skip
     run.join("scorer", "r")
     for _ in range(16):
         assert run.broker.run.state == "ready" and not run.broker.failure
         (task,) = run.lease("a", 1, 0)
         if stage:
-            run.submit("a", trajectory(task, 0))
+            run.answer("a", [task], 0)
             (task,) = run.to_score("r", capacity=1)
-        if own and stage:
+        if not own:
+            run.pass_time(6.0)
+        elif stage:
             run.give("r", [task], error="it raised")
-        elif own:
-            run.back("a", task, "it raised", failed=True)
         else:
-            run.now += 6.0
-            run.beat("a")
-            run.beat("r")
-            run.pass_time(0.0)
+            run.back("a", task, "it raised", failed=True)
     status = run.status
     assert status.health["failed_samples"] == own
     assert (status.state, status.ending) == ("draining" if own else "ready", run.broker.failure)

@@ -15,6 +15,7 @@ from umbra.services.buffer.effects import Effect, Reply
 from umbra.services.buffer.service import PACE_S, SMALL_BYTES, Service
 from umbra.services.buffer.store import StoreFullError
 
+OK = Ok()
 BEAT = HeartbeatAck(version=0, heartbeat_s=1.0)
 
 
@@ -22,27 +23,26 @@ class Script:
     """Server, store and what matters of a broker in one: messages 1 to `count`, one in each turn.
 
     A large commit ends once the next message is handled, or there is none. `errors` are what the
-    commits raise, in order; `seen` has commits, by their newest message, and replies.
+    commits raise, in order; `seen` has commits, by their newest message, and replies with `body` to
+    messages that ask `asks`.
     """
 
     def __init__(
         self,
         count: int,
         *errors: BaseException,
-        body: Message | None = None,
-        asks: Message | None = None,
+        body: Message = OK,
+        asks: Message = OK,
         small: bool = False,
     ) -> None:
         self.seen: list[tuple[str, int]] = []
         self.waiting_bytes = 0 if small else SMALL_BYTES + 1
         self.listened_s = 0.0
-        self._body, self._asks = body or Ok(), asks or Ok()
-        self._count, self._came, self._stored = count, 0, 0
-        self._errors = list(errors)
-        self._writing = False
+        self._body, self._asks, self._errors = body, asks, list(errors)
+        self._count, self._came, self._stored, self._writing = count, 0, 0, False
         self._may_end, self._woken = threading.Semaphore(0), threading.Semaphore(0)
 
-    # the server's
+    # the server's and the broker's
 
     def wake(self) -> None:
         self._woken.release()
@@ -65,8 +65,6 @@ class Script:
 
     def reply(self, request: Request, _body: Message) -> None:
         self.seen.append(("reply", request.header.id))
-
-    # the broker's
 
     def handle_all(self, requests: list[Request], _now: float) -> list[Effect]:
         return [Reply(request, self._body) for request in requests]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from fakes import trajectories
@@ -71,15 +71,6 @@ def trajectory(task: Task, *versions: int, **changes: Any) -> Trajectory:
     return msgspec.structs.replace(made, **changes)
 
 
-class Sent(TypedDict, total=False):
-    """How a message is sent, where that is not as its sender does it now."""
-
-    incarnation: str | None
-    number: int  # of the request, to repeat it
-    frame: bytes  # what the message came as, if that matters
-    reply_to: int  # which message it refuses
-
-
 class World:
     def __init__(
         self,
@@ -133,7 +124,7 @@ class World:
     def pool(self):  # noqa: ANN201 - a shortcut
         return self.broker.pool
 
-    def ask(self, name: str, body: m.Message, **sent: Unpack[Sent]) -> m.Message | None:
+    def ask(self, name: str, body: m.Message, **sent: Any) -> m.Message | None:
         """The reply to `body` from `name`; None while it is parked."""
         request = self.request(name, body, **sent)
         own: m.Message | None = None
@@ -146,20 +137,23 @@ class World:
         self.broker.save()
         return own
 
-    def request(self, name: str, body: m.Message, **sent: Unpack[Sent]) -> Request:
+    def request(
+        self, name: str, body: m.Message, *, incarnation: str = "", number: int = 0,
+        frame: bytes = b"", reply_to: int | None = None,
+    ) -> Request:  # fmt: skip
         """`body` as the broker gets it."""
         header = m.Header(
             major=1,
             minor=0,
             type=type(body).__name__,
-            id=sent.get("number") or next(self._ids),
+            id=number or next(self._ids),
             sender=name,
-            incarnation=sent.get("incarnation") or self.incarnations.get(name, f"{name}-1"),
-            reply_to=sent.get("reply_to"),
+            incarnation=incarnation or self.incarnations.get(name, f"{name}-1"),
+            reply_to=reply_to,
         )
-        return Request("any", name.encode(), header, body, frame=sent.get("frame", b""))
+        return Request("any", name.encode(), header, body, frame=frame)
 
-    def get(self, name: str, body: m.Message, kind: type[M], **sent: Unpack[Sent]) -> M:
+    def get(self, name: str, body: m.Message, kind: type[M], **sent: Any) -> M:
         """The reply to `body`, which must be a `kind`."""
         reply = self.ask(name, body, **sent)
         assert isinstance(reply, kind), reply

@@ -28,8 +28,6 @@ RESEND_S = 0.25
 CONFIG = """
 [run]
 steps = 100000
-[data]
-prompts = "prompts.jsonl"
 [buffer]
 group_size = 2
 batch_groups = 4
@@ -174,6 +172,11 @@ class CrashRun:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.turn()
+
+    def train(self, steps: int) -> None:
+        """Turn until so many further steps are trained."""
+        wanted = self.version + steps
+        until(lambda: self.version >= wanted, f"step {wanted} is trained", self.turn)
 
     def turn(self, *, more: bool = True) -> None:
         for index, peer in enumerate(self._generators):

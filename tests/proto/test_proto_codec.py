@@ -14,13 +14,14 @@ from typing import Any
 
 import msgpack
 import pytest
+from fakes.broker_world import World
 from fakes.costly_frames import LENGTH_PREFIXES, costly_bodies, mutate
 from fakes.trajectories import trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.proto import messages as m
-from umbra.proto.access import COMMON_BYTES, HEADER_BYTES, SENDERS, body_bytes
+from umbra.proto.access import COMMON_BYTES, HEADER_BYTES, RULES, SENDERS, body_bytes
 from umbra.proto.bounds import FIGURES, LEASES, NAME_CHARS, TEXT_CHARS, TOKENS, one_line, printable
 from umbra.proto.codec import (
     FILL_BYTES,
@@ -290,11 +291,18 @@ MOST = 2 << 20  # of a body here: a larger one only has more bytes in its arrays
 
 
 @pytest.mark.parametrize("cls", SENDERS, ids=lambda cls: cls.__name__)
-def test_decoding_costs_no_more_than_a_frame_brings(cls: type[m.Message]) -> None:
+def test_a_frame_costs_no_more_than_it_brings(cls: type[m.Message]) -> None:
+    """It is decoded, and the buffer does what a member of a role that may send it asks for."""
     header, sound = frames(cls.__name__, {})[0], 0
+    run, role, is_asked = World(), SENDERS[cls][0], RULES[cls].socket in ("control", "data")
+    joined = run.join("monitor" if role == "operator" else role, HEADER["sender"], "i1")
+    assert isinstance(joined, m.Welcome)
     for body in costly_bodies(cls, min(body_bytes(cls), MOST)):
         with memory_below(TIMES * len(body) + SPARE):
-            sound += decode_or_refuse([header, body])
+            if decode_or_refuse([header, body]):
+                sound += 1
+                if is_asked:
+                    run.ask(HEADER["sender"], decode([header, body]).body)
     assert sound, "none of them was decoded"
 
 

@@ -1,5 +1,6 @@
-"""A full disk under the real buffer: back-pressure and a clear word, and no loss."""
+"""`kill -9` and a full disk under the real buffer: back-pressure, a clear word, and no loss."""
 
+import random
 import subprocess
 import threading
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fakes.crash_run import CONFIG, CrashRun, crash_run
+from fakes.slowness import until
 from fakes.whole_runs import DEADLINE_S, Up
 from trainer.test_checkpoints import Trainer
 
@@ -72,16 +74,14 @@ def test_a_checkpoint_that_does_not_fit(small_disk: Path, tiny_model_dir: Path) 
 
 def test_a_full_disk_is_waited_for(tmp_path: Path, small_disk: Path) -> None:
     with crash_run(tmp_path, seed=5, config=f'{CONFIG}store = "{small_disk}/store"\n') as run:
-        while run.version < 5:
-            run.turn()
+        run.train(5)
         ballast = fill(small_disk)
         work_until_stuck(run)
         acked, version = len(run.acked), run.version
         run.work(1.0)
         assert (len(run.acked), run.version) == (acked, version), "acknowledged without a store"
         ballast.unlink()
-        while run.version < version + 5:
-            run.turn()
+        run.train(5)
         # Killed while it is full: all acknowledged results must be on the disk already.
         ballast = fill(small_disk)
         work_until_stuck(run)
@@ -98,10 +98,7 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, small_disk: Path) -> None:
 def test_a_run_goes_on_to_its_summary_once_there_is_room(
     project: Path, small_disk: Path, up: Up
 ) -> None:
-    """1. A run trains. 2. Its disk is full, for store, metrics and logs. 3. There is room again.
-
-    Result: nobody has died of it, all is trained, and there are summary and report.
-    """
+    """Its disk is full for a while, for store, metrics and logs, and nobody dies of it."""
     (project / "runs").symlink_to(small_disk)
     steps = 60  # so many that it is under way still when its disk is full
     process = up(f"run.steps={steps}", "checkpoint.every=0")
@@ -109,13 +106,9 @@ def test_a_run_goes_on_to_its_summary_once_there_is_room(
     process.until_step(3)
     ballast = fill(small_disk)
     with StatusClient(broker) as client:
-
-        def stuck() -> bool:
-            return is_full(client.status(DEADLINE_S))
-
-        process.until(stuck, "a full disk")
+        process.until(lambda: is_full(client.status(DEADLINE_S)), "a full disk")
         for _ in range(30):  # meanwhile everyone has something to write
-            assert stuck()
+            assert is_full(client.status(DEADLINE_S))
             assert process.popen.poll() is None
     ballast.unlink()
     summary = process.finish()
@@ -145,3 +138,35 @@ def test_a_run_whose_disk_stays_full_ends_with_a_sentence(
     said = capsys.readouterr().err
     assert f"no room for the store in {small_disk}" in said
     assert "s; after that is mended, resume with `umbra up disk/" in said
+
+
+KILLS = 30
+
+
+def test_nothing_acknowledged_is_lost_when_the_buffer_is_killed(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    with crash_run(tmp_path, seed=7, fork=True) as run:
+        for number in range(KILLS):
+            before = len(run.acked)
+            if number % 2:  # else it may be killed before it has done anything
+                until(lambda n=before: len(run.acked) > n, "something is acknowledged", run.turn)
+            run.work(chance.uniform(0.01, 0.25))
+            run.buffer.kill()
+            acked = len(run.acked)
+            run.buffer.start()
+            run.check_kept(acked)
+        run.train(5)
+        run.finish()
+
+
+def test_a_trainer_that_is_killed_gets_the_same_batches(tmp_path: Path) -> None:
+    """Its buffer is killed too; `CrashRun` compares every batch with the one before."""
+    with crash_run(tmp_path, seed=3, fork=True) as run:
+        for kill_buffer in (False, True, False):
+            run.train(10)
+            if kill_buffer:
+                run.buffer.kill()
+                run.buffer.start()
+            run.start_trainer_again(max(0, run.version - 1))
+            run.train(3)
+        run.finish()
