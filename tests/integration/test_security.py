@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from fakes.commands import UMBRA, call
+from fakes.crash_run import CONFIG, BufferProcess
 from fakes.hub_bench import Bench, Relay
 from fakes.keys import of
 from fakes.serving import ServerThread
@@ -25,11 +26,10 @@ from umbra.proto.access import MEMBERS, SOCKETS, KeyRole
 from umbra.proto.codec import Encoder, decode
 from umbra.proto.errors import RejectedError
 from umbra.proto.net.io_thread import Channel, IoThread
-from umbra.proto.net.keys import OPEN, Security, load_keys
+from umbra.proto.net.keys import OPEN, Security, load_keys, make_keys
 from umbra.proto.net.server import Server
 from umbra.proto.records import BucketsAt
 from umbra.proto.sockets import Context
-from umbra.services.process.child import ChildProcess
 
 ANY_PORT = "tcp://127.0.0.1:*"
 WAIT_S = limit(20.0)
@@ -175,15 +175,14 @@ def test_an_identity_taken_over_does_not_bring_its_role(
     """Two keys, one identity: each message has the role of the connection that it came over."""
     encoder = Encoder("trainer", "t1")
     answers: list[m.Message] = []
-    opened: list[sockets.Socket] = []
-    for role in ("trainer", "generator"):
-        curve = of(keys, role).connecting("buffer")
-        opened.append(sockets.dealer(zmq_context, served.data, b"same", curve))
-        opened[-1].send_multipart(encoder.encode(m.CommitBatch(step=1))[1])
-        assert opened[-1].poll(round(1000 * WAIT_S))
-        answers.append(decode(opened[-1].recv_multipart()).body)
-    for socket in opened:
-        socket.close(linger=0)
+    with ExitStack() as opened:
+        for role in ("trainer", "generator"):
+            curve = of(keys, role).connecting("buffer")
+            dealer = sockets.dealer(zmq_context, served.data, b"same", curve)
+            opened.callback(dealer.close, linger=0)
+            dealer.send_multipart(encoder.encode(m.CommitBatch(step=1))[1])
+            assert dealer.poll(round(1000 * WAIT_S))
+            answers.append(decode(dealer.recv_multipart()).body)
     done, refused = answers
     assert done == m.Ok()
     assert isinstance(refused, m.Nack) and refused.code == "not_allowed"
@@ -244,52 +243,43 @@ def test_what_others_can_reach_is_not_bound_without_keys(tmp_path: Path) -> None
     listen = ("--set", "weight_hub.listen=tcp://*:*")
     done = umbra("weight-hub", "--upstream", "tcp://h:9", *listen, cwd=tmp_path)
     assert done.returncode == 2, done
-    line = [line for line in done.stderr.splitlines() if line.startswith("umbra: error: ")]
-    assert len(line) == 1
-    assert "`umbra keys FOLDER` and give every process --keys FOLDER" in line[0]
+    assert "`umbra keys FOLDER` and give every process --keys FOLDER" in done.stderr
 
 
 @pytest.fixture
-def buffer(tmp_path: Path, keys: Path) -> Iterator[str]:
-    """A buffer process with keys, bound in public; the address of its control socket."""
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    log, run = tmp_path / "buffer.log", tmp_path / "run"
-    command = [
-        *UMBRA, "buffer", "--broker", "tcp://0.0.0.0:*", "--keys", str(keys), "--run-dir",
-        str(run), "--set", "log.level=debug", "--set", f"data.prompts={tmp_path / 'p.jsonl'}",
-    ]  # fmt: skip
-    process = ChildProcess(command, stdout=log, stderr=log)
-    port = until(process.ready, log.read_text)["broker"].rpartition(":")[2]
-    for name in ("cmdline", "environ"):
-        shown = Path(f"/proc/{process.pid}/{name}").read_bytes()
-        assert load_keys(keys, "buffer").secret not in shown
-    yield f"tcp://127.0.0.1:{port}"
-    process.terminate()
-    process.wait(WAIT_S)
+def buffer(tmp_path: Path) -> Iterator[str]:
+    """The control socket of a buffer process with keys, which keeps its secrets."""
+    keys = tmp_path / "run" / "keys"
+    make_keys(keys)
     secrets = [load_keys(keys, role).secret for role in ("buffer", "monitor", "operator")]
-    written = b"".join(path.read_bytes() for path in (log, *run.rglob("*")) if path.is_file())
+    with closing(BufferProcess(tmp_path, f'{CONFIG}[log]\nlevel = "debug"\n')) as process:
+        for name in ("cmdline", "environ"):
+            assert secrets[0] not in Path(f"/proc/{process.pid}/{name}").read_bytes()
+        yield process.broker
+    files = (path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "keys")
+    written = b"".join(path.read_bytes() for path in files if path.parent.name != "m")
     assert b"refused" in written, "the log is not there"
     assert not any(secret in written for secret in secrets)
 
 
-def test_the_monitor_commands_use_keys(buffer: str, keys: Path, tmp_path: Path) -> None:
+def test_the_monitor_commands_use_keys(buffer: str, tmp_path: Path) -> None:
     """Its fixture looks for secrets in the process list, the log and the run's folder."""
-    outsider = umbra("status", "--broker", buffer, cwd=tmp_path)
-    assert outsider.returncode == 4
-    assert len(outsider.stderr.splitlines()) == 1
-    assert "--keys" in outsider.stderr
-    shown = umbra("status", "--broker", buffer, "--keys", str(keys), "--json", cwd=tmp_path)
-    refused = json.loads(shown.stdout)["refused"]
-    assert any(what.endswith(" on control") for what in refused)
-    plain = umbra("status", "--broker", buffer, "--keys", str(keys), cwd=tmp_path)
-    assert f"refused: {next(iter(refused))}" in plain.stdout
-    (tmp_path / "m").mkdir()
+    keys, some = tmp_path / "run" / "keys", tmp_path / "m"
+    some.mkdir()
     for path in (*keys.glob("*.key"), keys / "monitor.key_secret"):
-        shutil.copy(path, tmp_path / "m")
-    looks = umbra("status", "--ping", "--broker", buffer, "--keys", "m", cwd=tmp_path)
-    assert looks.returncode == 0, looks
-    changes = umbra("drain", "--broker", buffer, "--keys", "m", cwd=tmp_path)
-    assert changes.returncode == 4
-    assert "not allowed with the monitor key" in changes.stderr
-    allowed = umbra("drain", "--broker", buffer, "--keys", str(keys), cwd=tmp_path)
-    assert allowed.returncode == 0, allowed
+        shutil.copy(path, some)
+
+    def asked(*words: str, having: Path | None = keys) -> subprocess.CompletedProcess[str]:
+        own = () if having is None else ("--keys", str(having))
+        return umbra(*words, "--broker", buffer, *own, cwd=tmp_path)
+
+    outsider = asked("status", having=None)
+    assert outsider.returncode == 4
+    assert len(outsider.stderr.splitlines()) == 1 and "--keys" in outsider.stderr
+    refused = json.loads(asked("status", "--json").stdout)["refused"]
+    assert any(what.endswith(" on control") for what in refused)
+    assert f"refused: {next(iter(refused))}" in asked("status").stdout
+    assert asked("status", "--ping", having=some).returncode == 0
+    changes = asked("drain", having=some)
+    assert changes.returncode == 4 and "not allowed with the monitor key" in changes.stderr
+    assert asked("drain").returncode == 0
