@@ -121,6 +121,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def broker(self) -> Any:
         return self.world.broker
 
+    @rule(name=st.sampled_from([*GENERATORS, *SCORERS, "trainer"]))
     def come(self, name: str) -> None:
         self.lives += 1
         role: Any = "scorer" if name in SCORERS else "generator"
@@ -246,10 +247,6 @@ class BrokerMachine(RuleBasedStateMachine):
         own = [(task.sample_id, task.attempt) for holder, task in self.tasks if holder == name]
         self.tell(name, m.RenewLeases(leases=own))
 
-    @rule(name=st.sampled_from([*GENERATORS, *SCORERS, "trainer"]))
-    def restart(self, name: str) -> None:
-        self.come(name)
-
     @rule(name=names)
     def leave(self, name: str) -> None:
         self.tell(name, m.Leave(reason="x"))
@@ -281,34 +278,20 @@ class BrokerMachine(RuleBasedStateMachine):
             assert kind != "reward" or task.row.get("environment") != ALONE.name
 
     @precondition(lambda self: self.scoring)
-    @rule(
-        pick=picks,
-        good=st.integers(0, 3),
-        all_of_it=st.integers(0, 3),
-        more=st.lists(st.tuples(picks, st.booleans()), max_size=3),
-    )
-    def submit_score(
-        self, pick: int, good: int, all_of_it: int, more: list[tuple[int, bool]]
-    ) -> None:
+    @rule(pick=picks, good=st.integers(0, 3), all_of_it=st.integers(0, 3))
+    def submit_score(self, pick: int, good: int, all_of_it: int) -> None:
         """Answer anything that was ever handed out, in time or not, with a score or an error.
 
-        Where groups are scored at once, mostly with the scores of all that came with it; else
-        perhaps with `more` in the same message.
+        Mostly with the scores of all of its group that came with it.
         """
         name, stage, task = self.scoring[pick % len(self.scoring)]
-        tasks, is_whole = [task], self.whole and stage == "reward"
-        if is_whole and all_of_it:
-            same = {
-                t.sample_id: t
-                for n, s, t in self.scoring
-                if (n, s, t.attempt, t.group_id) == (name, stage, task.attempt, task.group_id)
-            }
-            tasks = list(same.values())
-        scores = self.judge(tasks, pick % 2, bool(good))
-        own = [one for n, s, one in self.scoring if (n, s) == (name, stage)]
-        for number, is_good in () if is_whole else more:
-            scores += self.judge([own[number % len(own)]], number % 2, is_good)
-        self.tell(name, m.SubmitResults(scores=scores))
+        same = {
+            t.sample_id: t
+            for n, s, t in self.scoring
+            if (n, s, t.attempt, t.group_id) == (name, stage, task.attempt, task.group_id)
+        }
+        tasks = list(same.values()) if all_of_it else [task]
+        self.tell(name, m.SubmitResults(scores=self.judge(tasks, pick % 2, bool(good))))
 
     def judge(self, tasks: list[Task], reward: float, good: bool) -> list[Score]:
         """Scores that fit any stage, or errors, which name the message that they come in."""

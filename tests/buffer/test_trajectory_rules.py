@@ -247,14 +247,6 @@ def test_a_sound_answer_forgives_malformed_ones_of_the_same_process() -> None:
     assert run.pool.ledger.ended["failed"] == failed, "a new one has to show it again"
 
 
-def test_the_vocabulary_is_known_after_a_restart() -> None:
-    run = World(durable=True)
-    run.join("trainer", "trainer", vocabulary=VOCABULARY, routers=(2, 1, 4))
-    run.restart_broker()
-    facts = run.broker.run.facts
-    assert (facts.vocabulary, facts.routers) == (VOCABULARY, (2, 1, 4))
-
-
 @pytest.mark.parametrize(
     ("stage", "changes", "words"),
     [

