@@ -191,9 +191,7 @@ def test_a_late_answer_is_taken_while_nobody_else_has_the_sample() -> None:
 def test_answers_to_nothing_are_refused() -> None:
     run = world()
     first, second = run.lease("a", 2, 0)
-    strange = trajectory(first, 0, sample_id="s-77")
-    early = trajectory(second, 0, attempt=0)
-    ack = run.submit("a", strange, early)
+    ack = run.submit("a", trajectory(first, 0, sample_id="s-77"), trajectory(second, 0, attempt=0))
     assert ack.accepted == 0 and set(ack.refused) == {"s-77", second.sample_id}
     assert "a has the lease" in run.submit("b", trajectory(first, 0)).refused[first.sample_id]
 

@@ -15,7 +15,6 @@ from umbra.services.buffer.health import (
     SampleFailure,
     StepCurves,
 )
-from umbra.services.buffer.samples.staleness import StalenessStats
 from umbra.services.config import BufferConfig, RunConfig, TrainerConfig
 
 
@@ -113,18 +112,6 @@ def test_the_broker_tells_of_stored_answers_that_became_stale() -> None:
     run.steps("b", 1, 2)
     assert run.pool.ledger.snapshot().ended["stale"] == 2
     assert run.status.health["stale_samples"] == 1 / 5
-
-
-def test_the_histogram_of_staleness_adds_up() -> None:
-    one, two = StalenessStats(), StalenessStats()
-    one.add(oldest=4, newest=5, version=5)
-    one.add(oldest=5, newest=5, version=5)
-    two.add(oldest=2, newest=5, version=5)
-    one.merge(two)
-    assert one.counts == [1, 1, 0, 1]
-    assert sum(one.counts) == one.samples
-    one.merge(two, -1)
-    assert one.counts == [1, 1, 0, 0]
 
 
 def test_every_step_is_a_point_at_first_and_long_runs_are_condensed_to_means() -> None:

@@ -432,7 +432,8 @@ class BrokerMachine(RuleBasedStateMachine):
     def the_ledger_is_what_the_trainer_knows(self) -> None:
         pool, trained = self.broker.pool, self.used(self.version + 1)
         assert not trained & set(pool.samples)
-        assert pool.ledger.trained == len(trained)
+        stats = self.broker.batches.trained
+        assert pool.ledger.trained == stats.samples == sum(stats.counts) == len(trained)
         assert self.broker.batches.version == self.version
 
     @invariant()

@@ -38,16 +38,14 @@ class File:
         data = bytearray(self.data)
         for offset, written in self.since if chance else []:
             assert chance is not None
-            if written is None or chance.random() < 0.5:
-                if chance.random() < 0.6:
-                    _apply(data, offset, written)
+            if written is None:
+                if chance.random() < 0.5:
+                    _apply(data, offset, None)
                 continue
-            most = len(written)
-            kept = min(most, SECTOR * chance.randrange(2 + most // SECTOR))
-            if chance.random() < 0.3:  # its end counts, its beginning does not
-                _apply(data, offset + most - kept, written[most - kept :])
-            else:
-                _apply(data, offset, written[:kept])
+            ends = range(0, len(written) + 2 * SECTOR, SECTOR)  # any sectors that follow each other
+            first, last = sorted(chance.choices(ends, k=2))
+            if written[first:last]:
+                _apply(data, offset + first, written[first:last])
         return bytes(data)
 
 
