@@ -255,47 +255,32 @@ def test_a_run_whose_batch_does_not_fit_into_the_store_is_told_so() -> None:
     run.store.size_bytes = 0
     run.pass_time(0.1)
     assert not any(one.hopeless for one in run.status.stuck)
-
-
-def test_a_store_that_is_full() -> None:
-    run = world(run_ahead=1)
     for why in ("no space left", ""):
         run.broker.room.disk = why
         for _ in range(2):
             run.pass_time(0.1)
-        assert run.broker.counters["store_full"] == 1
-        assert bool(run.lease("a", 4, 0)) == (not why)
+        assert run.broker.counters["store_full"] == 2
+        run.join("generator", "a", "a-2")
+        assert bool(run.lease("a", 100, 0)[2:]) == (not why)
 
 
 def policy(run_ahead: int, max_staleness: int) -> StalenessPolicy:
     return StalenessPolicy(4, run_ahead, max_staleness, steps=100)
 
 
-@pytest.mark.parametrize(
-    ("run_ahead", "version", "room"), [(0, 3, 4), (1, 3, 8), (3, 97, 12), (3, 98, 8), (3, 100, 0)]
-)
-def test_admission_ends_with_the_run(run_ahead: int, version: int, room: int) -> None:
-    assert policy(run_ahead, 2).room(untrained=0, version=version) == room
-    assert policy(run_ahead, 2).room(untrained=room, version=version) == 0
-
-
-@pytest.mark.parametrize(
-    ("run_ahead", "max_staleness", "bound", "typical"),
-    [(0, 5, 0, 0), (1, 2, 2, 1), (4, 2, 2, 2), (1, 0, 0, 0)],
-)
-def test_what_two_knobs_imply(run_ahead: int, max_staleness: int, bound: int, typical: int) -> None:
-    rules = policy(run_ahead, max_staleness)
-    assert (rules.bound, rules.typical) == (bound, typical)
-    assert not rules.is_stale(oldest=7 - bound, version=7)
-    assert rules.is_stale(oldest=6 - bound, version=7)
-
-
-def test_a_sample_needs_weights_for_the_version_it_will_be_trained_at() -> None:
-    """The third group of two is of the second batch; and of one that is late."""
+def test_what_two_knobs_imply() -> None:
+    """A sample needs weights for the version that it will be trained at; admission ends with it."""
+    for run_ahead, version, room in ((0, 3, 4), (1, 3, 8), (3, 97, 12), (3, 98, 8), (3, 100, 0)):
+        assert policy(run_ahead, 2).room(untrained=0, version=version) == room
+        assert policy(run_ahead, 2).room(untrained=room, version=version) == 0
+    for run_ahead, staleness, bound, typical in ((0, 5, 0, 0), (1, 2, 2, 1), (4, 2, 2, 2)):
+        rules = policy(run_ahead, staleness)
+        assert (rules.bound, rules.typical) == (bound, typical)
+        assert not rules.is_stale(oldest=7 - bound, version=7)
+        assert rules.is_stale(oldest=6 - bound, version=7)
     assert StalenessPolicy(2, 1, 2, steps=100).due_version(untrained=2, version=3) == 4
     assert policy(1, 2).required_version(due=4, version=3) == 2
-    rules = policy(run_ahead=1, max_staleness=1)
-    assert [rules.required_version(due=2, version=version) for version in (2, 4)] == [1, 3]
+    assert [policy(1, 1).required_version(due=2, version=version) for version in (2, 4)] == [1, 3]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The keys of a run, and of another one."""
+"""The keys of a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ from umbra.proto.net.keys import Security, load_keys, make_keys
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "keys"
-    make_keys(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("other") / "keys"
     make_keys(folder)
     return folder
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 from unittest.mock import Mock, call
 
 import pytest
-from fakes.channel import FakeChannel
 from fakes.engine import ScriptedEngine
 from fakes.fixtures import Closes
+from fakes.serving import FakeChannel
 from fakes.trajectories import sample
 
 from umbra.proto import messages as m

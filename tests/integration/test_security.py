@@ -94,13 +94,14 @@ def test_holders_of_a_key_are_let_in(served: Served, keys: Path) -> None:
     ],
 )
 def test_outsiders_are_told_and_counted(
-    served: Served, keys: Path, others: Path, who: str, told: str, counted: str
+    served: Served, keys: Path, tmp_path: Path, who: str, told: str, counted: str
 ) -> None:
     """The forger has the public keys of the run, which are no secret, and still no key of it."""
-    theirs, ours = load_keys(others, "trainer"), load_keys(keys, "trainer")
+    make_keys(tmp_path / "keys")
+    theirs, ours = load_keys(tmp_path / "keys", "trainer"), load_keys(keys, "trainer")
     own = {
         "one without keys": OPEN,
-        "one of another run": of(others, "trainer"),
+        "one of another run": Security(theirs),
         "a forger": Security(type(ours)("trainer", theirs.public, theirs.secret, ours.roles)),
     }
     channel = served.channel(served.control, own[who])

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fakes.channel import FakeChannel
+from fakes.serving import FakeChannel
 from fakes.trajectories import trajectory
 
 from umbra.proto.messages import SubmitResults, TaskLeases

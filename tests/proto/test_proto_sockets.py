@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import zmq
-from fakes.channel import FakeChannel
+from fakes.serving import FakeChannel
 from fakes.slowness import limit
 from fakes.trajectories import trajectory
 from zmq.utils.monitor import recv_monitor_message
