@@ -255,6 +255,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def interrupt(self) -> None:
         interrupt(self.broker.run, "now")
         self.world.take(self.broker.run.outbox.take())
+        self.broker.save()
 
     def answer(self, name: str, task: Task, updated: bool, **changes: object) -> Trajectory:
         versions = [self.serving[name]] + [self.version] * updated

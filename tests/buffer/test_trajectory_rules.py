@@ -115,7 +115,6 @@ POISON: list[tuple[dict[str, Any], str]] = [
         "do not fit 2 branches",
     ),
 ]
-NAMES = [words for _, words in POISON]
 TASK = Task(sample_id="s", group_id="g", prompt_id="p", attempt=1, row={}, lease_s=1.0)
 
 
@@ -128,8 +127,9 @@ def judging(**changes: Any) -> World:
     return run
 
 
-@pytest.mark.parametrize(("changes", "words"), POISON, ids=NAMES)
+@pytest.mark.parametrize(("changes", "words"), POISON, ids=[words for _, words in POISON])
 def test_poison_is_refused_before_it_is_acknowledged(changes: dict[str, Any], words: str) -> None:
+    """The trainer refuses it by the same rules: the sample is named, the others are not."""
     run = judging()
     run.batch(1)
     run.produce("a", 0, 1)
@@ -138,18 +138,12 @@ def test_poison_is_refused_before_it_is_acknowledged(changes: dict[str, Any], wo
     assert words in refused[task.sample_id]
     assert run.broker.counters["malformed_trajectory"] == 1
     run.produce("b", 0, 8)
-    batch = run.batch(1)
-    assert len(batch.trajectories) == 4
-    make_batch(batch.trajectories, VOCABULARY)
+    batch = run.batch(1).trajectories
+    assert len(batch) == 4
+    make_batch(batch, VOCABULARY)
     assert run.pool.ledger.snapshot().balance == 0
-
-
-@pytest.mark.parametrize(("changes", "words"), POISON, ids=NAMES)
-def test_the_trainer_refuses_by_the_same_rules(changes: dict[str, Any], words: str) -> None:
-    """The sample is named, the others are not."""
-    poisoned = trajectory(TASK, 0, **changes)
     with pytest.raises(BatchError) as caught:
-        make_batch([trajectory(TASK, 0, sample_id="sound"), poisoned], VOCABULARY, 2048)
+        make_batch([*batch, trajectory(TASK, 0, **changes)], VOCABULARY, 2048)
     assert str(caught.value).startswith("sample s of ") and words in str(caught.value)
 
 
@@ -162,10 +156,7 @@ def test_the_sampling_is_the_runs() -> None:
     assert find_fault(greedy, facts, trained=False) is None, "an eval sample may be greedy"
 
 
-@pytest.mark.parametrize(
-    "vocabulary",
-    [1, 255, 256, 65_535, 65_536, 65_537, VOCABULARY, 1 << 24],
-)
+@pytest.mark.parametrize("vocabulary", [1, 255, 256, 65_535, 65_536, VOCABULARY, 1 << 24])
 def test_token_ids_are_compared_exactly(vocabulary: int) -> None:
     """The many that are compared at once, against one at a time, at and around every bound."""
     chance = random.Random(vocabulary)

@@ -6,9 +6,6 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
@@ -140,32 +137,36 @@ class Peer:
             socket.close(linger=0)
 
 
-@dataclass
 class CrashRun:
-    """Generators and a trainer at work while the buffer dies at random moments.
+    """Generators and a trainer at work while the buffer in `folder` dies at random moments.
 
     What was acknowledged is remembered; `finish` compares it with what was trained.
     """
 
-    buffer: BufferProcess
-    seed: int
-    acked: dict[str, int] = field(default_factory=dict[str, int])  # sample: attempt
-    trained: dict[str, int] = field(default_factory=dict[str, int])  # sample: step
-    prompts: dict[str, str] = field(default_factory=dict[str, str])  # group: prompt
-    batches: dict[int, list[str]] = field(default_factory=dict[int, list[str]])
-    version: int = 0
-    keys: Path | None = None
-
-    def __post_init__(self) -> None:
-        self._chance = random.Random(self.seed)
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        *,
+        keys: Path | None = None,
+        config: str = CONFIG,
+        fork: bool = False,
+    ) -> None:
+        self.buffer = BufferProcess(folder, config, fork=fork)
+        self.acked: set[str] = set()  # samples
+        self.trained: dict[str, int] = {}  # sample: step
+        self.prompts: dict[str, str] = {}  # group: prompt
+        self.batches: dict[int, list[str]] = {}
+        self.version = 0
+        self._keys, self._chance = keys, random.Random(seed)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._generators = [
-            Peer(self._context, self.buffer.broker, "generator", f"g{n}", self.keys)
-            for n in range(3)
-        ]
+        self._generators = [self._peer("generator", f"g{n}") for n in range(3)]
         self._sent: dict[int, list[Trajectory]] = {}
-        self._trainer = Peer(self._context, self.buffer.broker, "trainer", "trainer", self.keys)
+        self._trainer = self._peer("trainer", "trainer")
         self._want: m.Message | None = None
+
+    def _peer(self, role: m.Role, name: str) -> Peer:
+        return Peer(self._context, self.buffer.broker, role, name, self._keys)
 
     def work(self, seconds: float) -> None:
         """Turn for so long; every peer acts when its last request was answered."""
@@ -200,7 +201,7 @@ class CrashRun:
     def start_trainer_again(self, checkpoint: int) -> None:
         """The trainer dies and goes on after `checkpoint`: the steps since then are not trained."""
         self._trainer.close()
-        self._trainer = Peer(self._context, self.buffer.broker, "trainer", "trainer", self.keys)
+        self._trainer = self._peer("trainer", "trainer")
         self._want = None
         self.version = checkpoint
 
@@ -235,6 +236,7 @@ class CrashRun:
         for peer in (*self._generators, self._trainer):
             peer.close()
         self._context.term()
+        self.buffer.close()
 
     def _generate(self, index: int, peer: Peer, *, more: bool) -> None:
         if peer.is_waiting:
@@ -246,9 +248,8 @@ class CrashRun:
                 self._sent[index] = made
                 peer.ask(m.SubmitResults(trajectories=made))
             elif isinstance(answer, m.TaskLeases):
-                for one in self._sent.pop(index, []):
-                    if one.sample_id not in answer.refused:
-                        self.acked[one.sample_id] = one.attempt
+                sent = {one.sample_id for one in self._sent.pop(index, [])}
+                self.acked |= sent - answer.refused.keys()
             else:
                 assert answer is None, answer
         elif more:
@@ -278,20 +279,3 @@ class CrashRun:
             self._want = None
         elif more:
             peer.ask(m.LeaseBatch(step=self.version + 1, wait_s=0.05))
-
-
-@contextmanager
-def crash_run(
-    folder: Path,
-    seed: int,
-    *,
-    keys: Path | None = None,
-    config: str = CONFIG,
-    fork: bool = False,
-) -> Iterator[CrashRun]:
-    """Such a run, and its buffer in `folder`."""
-    with (
-        closing(BufferProcess(folder, config, fork=fork)) as buffer,
-        closing(CrashRun(buffer, seed, keys=keys)) as run,
-    ):
-        yield run

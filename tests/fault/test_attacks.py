@@ -13,7 +13,7 @@ import msgpack
 import pytest
 from fakes.broker_world import trajectory
 from fakes.costly_frames import mutate
-from fakes.crash_run import CrashRun, Peer, crash_run, memory
+from fakes.crash_run import CrashRun, Peer, memory
 from fakes.keys import of
 from fakes.slowness import limit
 
@@ -42,7 +42,7 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, keys: Path) -> Iterator[CrashRun]:
-    with crash_run(tmp_path, seed=3, keys=keys) as made:
+    with closing(CrashRun(tmp_path, seed=3, keys=keys)) as made:
         yield made
 
 
@@ -160,7 +160,7 @@ def test_no_message_hurts(tmp_path: Path, zmq_context: Context) -> None:
     chance = random.Random(11)
     base = seeds()
     answers = early = 0
-    with crash_run(tmp_path, seed=11) as run:
+    with closing(CrashRun(tmp_path, seed=11)) as run:
         pid = run.buffer.pid
         outsiders = [
             sockets.dealer(zmq_context, endpoint, b"outsider")

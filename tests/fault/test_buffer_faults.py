@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from fakes.crash_run import CONFIG, CrashRun, crash_run
+from fakes.crash_run import CONFIG, CrashRun
 from fakes.slowness import until
 from trainer.test_checkpoints import Trainer
 
@@ -70,7 +70,8 @@ def test_a_checkpoint_that_does_not_fit(small_disk: Path, tiny_model_dir: Path) 
 
 
 def test_a_full_disk_is_waited_for(tmp_path: Path, small_disk: Path) -> None:
-    with crash_run(tmp_path, seed=5, config=f'{CONFIG}store = "{small_disk}/store"\n') as run:
+    config = f'{CONFIG}store = "{small_disk}/store"\n'
+    with closing(CrashRun(tmp_path, seed=5, config=config)) as run:
         run.train(5)
         ballast = fill(small_disk)
         work_until_stuck(run)
@@ -129,7 +130,7 @@ KILLS = 30
 
 def test_nothing_acknowledged_is_lost_when_the_buffer_is_killed(tmp_path: Path) -> None:
     chance = random.Random(7)
-    with crash_run(tmp_path, seed=7, fork=True) as run:
+    with closing(CrashRun(tmp_path, seed=7, fork=True)) as run:
         for number in range(KILLS):
             before = len(run.acked)
             if number % 2:  # else it may be killed before it has done anything
@@ -145,7 +146,7 @@ def test_nothing_acknowledged_is_lost_when_the_buffer_is_killed(tmp_path: Path) 
 
 def test_a_trainer_that_is_killed_gets_the_same_batches(tmp_path: Path) -> None:
     """Its buffer is killed too; `CrashRun` compares every batch with the one before."""
-    with crash_run(tmp_path, seed=3, fork=True) as run:
+    with closing(CrashRun(tmp_path, seed=3, fork=True)) as run:
         for kill_buffer in (False, True, False):
             run.train(10)
             if kill_buffer:
