@@ -46,13 +46,10 @@ def test_groups_with_equal_rewards() -> None:
     (over,) = watcher.warnings()
     assert (over.name, over.since, over.until) == ("equal_rewards", 7, 9)
     assert watcher.figures() == dict.fromkeys(SHARES, 0.0)
-
-
-def test_equal_rewards_say_nothing_where_a_teacher_is_followed() -> None:
-    watcher = health(TrainerConfig(objective="opd"))
+    taught = health(TrainerConfig(objective="opd"))
     for _ in range(4):
-        watcher.group([0.0] * 4)
-    assert watcher.figures()["equal_rewards"] == 1.0 and not held(watcher)
+        taught.group([0.0] * 4)
+    assert taught.figures()["equal_rewards"] == 1.0 and not held(taught)
 
 
 @pytest.mark.parametrize("stage", ["", "reward"])

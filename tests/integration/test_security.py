@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -33,11 +33,7 @@ from umbra.proto.sockets import Context
 
 ANY_PORT = "tcp://127.0.0.1:*"
 WAIT_S = limit(20.0)
-
-
-def refused_s() -> float:
-    """Seconds for a handshake to break five times; that is an answer only at the deadline."""
-    return seconds(1.5)
+BROKEN_S = seconds(1.5)  # for a handshake to break five times, an answer only at the deadline
 
 
 class Served(ServerThread):
@@ -106,7 +102,7 @@ def test_outsiders_are_told_and_counted(
     }
     channel = served.channel(served.control, own[who])
     with pytest.raises(RejectedError, match=told):
-        channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S if who == "a forger" else refused_s())
+        channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S if who == "a forger" else BROKEN_S)
     counts = served.server.refusals.counts
     until(lambda: counts.total() > 0, "a refusal is counted")
     assert all(re.match(counted, what) for what in counts), counts
@@ -119,7 +115,7 @@ def test_a_client_with_keys_talks_to_no_server_without(zmq_context: Context, key
     link = IoThread("peer", "i1", security=of(keys, "trainer"))
     channel = link.channel(server.bind("control", ANY_PORT, SOCKETS["control"]), "buffer")
     with pytest.raises(RejectedError, match="one side has no keys"):
-        channel.call(m.Ping(), m.Pong, timeout_s=refused_s())
+        channel.call(m.Ping(), m.Pong, timeout_s=BROKEN_S)
     link.close()
     server.close()
 
@@ -190,33 +186,26 @@ def test_an_identity_taken_over_does_not_bring_its_role(
     assert served.reached == [("CommitBatch", "trainer")]
 
 
-Hub = Callable[[str, KeyRole], Channel]
-
-
-@pytest.fixture
-def hub(bench: Bench, keys: Path) -> Hub:
-    """A weight hub with keys; the function connects to it."""
+def test_only_a_relay_may_serve_and_only_the_trainer_publish(bench: Bench, keys: Path) -> None:
+    """Others would fetch their weights from whoever may say that it hands them on."""
     bench.security = of(keys, "weight_hub")
     bench.start(plane="tcp", delta="off")
-    return lambda name, role: bench.channel(name, of(keys, role))
-
-
-def test_only_a_relay_may_serve_and_only_the_trainer_publish(bench: Bench, hub: Hub) -> None:
-    """Others would fetch their weights from whoever may say that it hands them on."""
     at = "tcp://127.0.0.1:9"
     serves = m.Subscribe(host="h", planes=["tcp"], serves=at)
     hands_on = m.Subscribe(host="h", planes=["tcp"], buckets=BucketsAt(endpoint=at, key=b"k"))
     for role in ("generator", "scorer"):
         for ask in (serves, hands_on):
             with pytest.raises(RejectedError, match=f"only relays serve others, not the {role}"):
-                hub(f"evil-{role}", role).call(ask, m.Subscribed, timeout_s=WAIT_S)
+                bench.channel(f"evil-{role}", of(keys, role)).call(
+                    ask, m.Subscribed, timeout_s=WAIT_S
+                )
     forbidden: tuple[tuple[KeyRole, m.Message], ...] = (
         ("generator", m.Publish(version=9, slot=0, checksums=[], snapshot_s=0)),
         ("monitor", m.AcquireSlot(version=9)),
     )
     for role, body in forbidden:
         with pytest.raises(RejectedError, match=f"not allowed with the {role} key"):
-            hub("trainer", role).call(body, m.Ok, timeout_s=WAIT_S)
+            bench.channel("trainer", of(keys, role)).call(body, m.Ok, timeout_s=WAIT_S)
     assert bench.hub.stats()["refused"] == 6
     assert bench.hub.planes.open_tcp().chain == {}
     assert bench.hub.planes.open_tcp().relay_at("h") == ""

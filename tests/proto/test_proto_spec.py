@@ -20,11 +20,10 @@ import msgspec
 import msgspec.inspect as introspect
 import pytest
 
-from umbra.proto import access, codec, messages
+from umbra.proto import access, codec
 from umbra.proto import messages as m
 from umbra.proto.access import ANYONE, KEY_ROLES, MEMBERS, RULES, SENDERS, may_send
 from umbra.proto.codec import Encoder, decode
-from umbra.proto.messages import TYPES, Message
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = "\n".join(
@@ -68,7 +67,7 @@ def test_every_message_and_record_has_a_section() -> None:
         assert headings(chapter) == kinds
     defined = {
         cls
-        for cls in vars(messages).values()
+        for cls in vars(m).values()
         if isinstance(cls, type) and issubclass(cls, m.Message) and cls is not m.Message
     }
     assert {m.TYPES[cls.__name__] for cls in defined} == defined
@@ -196,8 +195,8 @@ def sample(kind: introspect.Type, name: str) -> Any:
             raise NotImplementedError(kind)
 
 
-def message(name: str) -> Message:
-    cls = TYPES[name]
+def message(name: str) -> m.Message:
+    cls = m.TYPES[name]
     values = sample(introspect.type_info(cls), name)
     return msgspec.convert(values, cls, builtin_types=(bytes,))
 
@@ -209,12 +208,12 @@ def encode(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [frame.hex() for frame in frames]
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", m.TYPES)
 def test_the_encoder_still_writes_it_and_the_decoder_reads_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    assert list(kept) == sorted(TYPES), "one of each type"
+    assert list(kept) == sorted(m.TYPES), "one of each type"
     assert encode(name, monkeypatch) == kept[name]
     envelope = decode([bytes.fromhex(frame) for frame in kept[name]])
     assert envelope.body == message(name)
@@ -226,5 +225,5 @@ def test_the_encoder_still_writes_it_and_the_decoder_reads_it(
 
 if __name__ == "__main__" and sys.argv[1:] == ["--regen"]:
     with pytest.MonkeyPatch.context() as patch:
-        made = {name: encode(name, patch) for name in sorted(TYPES)}
+        made = {name: encode(name, patch) for name in sorted(m.TYPES)}
     GOLDEN.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
