@@ -77,7 +77,7 @@ def test_every_message_and_record_has_a_section() -> None:
 
 @pytest.mark.parametrize("name", [*m.TYPES, *RECORDS])
 def test_a_section_says_first_its_subject_and_answers_are_messages(name: str) -> None:
-    """What is answered is sent by peers."""
+    """Only messages that peers send have answers."""
     text = section(name, 3)
     assert text.strip()[0] not in "`N"
     assert set(re.findall(r"Answer: `(\w+)`", text)) <= m.TYPES.keys()
