@@ -182,24 +182,22 @@ def run_script(folder: Path, hosts: str | Sequence[str], *gpus: int, **environ: 
 
 @pytest.mark.parametrize("code", [0, 7])
 def test_the_script_starts_every_step_and_ends_as_the_trainer(tmp_path: Path, code: int) -> None:
-    ended, named, said, plan = run_script(tmp_path, "tux3,tux9", 2, 2, TRAINER_EXIT=str(code))
+    fails = {"TRAINER_EXIT": str(code), "FAILS": "" if code else "1"}
+    ended, named, said, plan = run_script(tmp_path, "tux3,tux9", 2, 2, **fails)
     assert ended == code, said
     assert set(named) <= {process.name for process in plan.processes}
     if code == 0:  # a failure of the trainer ends the others at once
         assert set(named) == {process.name for process in plan.processes}
+        # A step that fails is started again.
+        (again,) = (line for line in said.splitlines() if "restart in 2 s" in line)
+        assert again.startswith("generator-b-") and "ended with exit code 5" in again
+        assert (tmp_path / "calls").read_text().count("umbra generator") == 3
     trainer = named["trainer"]
     assert "--nodelist=tux3 --overlap --mpi=none --cpu-bind=none" in trainer
     assert "CUDA_VISIBLE_DEVICES=0,1 umbra trainer" in trainer
     # Each node has its own metrics; SLURM would replace the % of the log's name.
     assert f"--run-dir {tmp_path}/runs of 100%/{plan.run_id}/a" in trainer
     assert f"--output={tmp_path}/runs of 100%%/{plan.run_id}/logs/trainer.log" in trainer
-
-
-def test_a_step_that_fails_is_started_again(tmp_path: Path) -> None:
-    ended, _, said, _ = run_script(tmp_path, "x1,x2", 1, 1, FAILS="1")
-    assert ended == 0, said
-    assert "generator-b-0 ended with exit code 5: restart in 2 s" in said
-    assert (tmp_path / "calls").read_text().count("umbra generator") == 2
 
 
 def test_processes_meet_at_the_addresses_of_the_hosts_that_the_job_got(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from fakes.commands import UMBRA, call
 from fakes.slowness import limit
+from fakes.whole_runs import sets
 
 from umbra.proto.messages import Status
 
@@ -75,15 +77,36 @@ def on_hosts(program: str, folder: Path, *words: str | Path) -> str:
     return done.stdout
 
 
-def sort_task(folder: Path, cluster: str, *plan: str) -> None:
-    """The sort task with a random base model in `folder`, and its plan for `cluster`."""
-    shutil.copy(ROOT / "examples" / "sort.toml", folder / "run.toml")
+def run_planned(
+    folder: Path,
+    cluster: str,
+    nodes: Mapping[str, str],
+    settings: list[str],
+    limit_s: float,
+    *events: dict[str, Any],
+) -> dict[str, Any]:
+    """Plan the run file of `folder`, and run it on hosts that are lost or cut off."""
+    needs_hosts()
+    listed = [f'[[nodes]]\nname = "{n}"\naddress = "{address}"\n' for n, address in nodes.items()]
+    # The namespaces map no user but ours, to whom the keys must belong.
+    user = f'[cluster]\nuser = "{os.geteuid()}:{os.getegid()}"\n{cluster}\n'
+    plan(folder, user + "".join(listed), "--run-id", "run", *sets(*settings))
+    how = json.dumps({"nodes": nodes, "events": events, "limit_s": limit_s})
+    return json.loads(on_hosts("planned_run", folder / "plan", how))
+
+
+def plan(folder: Path, cluster: str, *words: str) -> None:
+    """Plan the run file of `folder` on `cluster`."""
     (folder / "cluster.toml").write_text(cluster, encoding="utf-8")
-    for words in (
-        ("make-model", "sort/base"),
-        ("make-task", "sort", "--out", "sort", "--prompts", "512", "--heldout", "64"),
-        ("plan", "cluster.toml", "run.toml", *plan),
-    ):
+    argv = [*UMBRA, "plan", "cluster.toml", "run.toml", *words]
+    call(argv, cwd=folder, check=True, quiet_s=300)
+
+
+def sort_task(folder: Path) -> None:
+    """The sort task with a random base model in `folder`."""
+    shutil.copy(ROOT / "examples" / "sort.toml", folder / "run.toml")
+    task = ("make-task", "sort", "--out", "sort", "--prompts", "512", "--heldout", "64")
+    for words in (("make-model", "sort/base"), task):
         call([*UMBRA, *words], cwd=folder, check=True, quiet_s=300)
 
 

@@ -9,32 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.machines import check_ledger, needs_hosts, on_hosts
+from fakes.machines import check_ledger, needs_hosts, on_hosts, run_planned
 from fakes.slowness import limit, seconds
+from programs.network import ADDRESSES
 from safetensors.torch import load_file
 
 from umbra.services.trainer.checkpoints.folder import export_checkpoint
 
-KEYS = {  # on top of the run file of `project`
-    "run": "broker_grace_s = 1200",
-    "buffer": "run_ahead = 1\nmax_staleness = 3",
-    "trainer": 'pack_tokens = 64\nranks = 4\nnodes = 2\nrendezvous = "10.78.0.1:29500"',
-}
+HOSTS = ("alpha", "beta", "gamma", "delta")
 
 
-def run(folder: Path, steps: int, **settings: Any) -> dict[str, list[int]]:
+def run(
+    folder: Path, steps: int, ratios: list[float], limit_s: float, *events: dict[str, Any]
+) -> dict[str, list[int]]:
     """A run of so many steps, all of whose samples are trained; exit codes by process."""
-    needs_hosts()
-    text = (folder / "run.toml").read_text(encoding="utf-8")
-    text = text.replace("steps = 4", f"steps = {steps}")
-    text = re.sub(r"(lease|dead_after)_s = .*\n", "", text)  # nobody is missed so soon here
-    for section, keys in KEYS.items():
-        text = text.replace(f"[{section}]\n", f"[{section}]\n{keys}\n")
-    # The last section is [trainer].
-    text += f"rank_timeout_s = {seconds(10.0):g}\n[checkpoint]\nevery = 2\n"
-    (folder / "run.toml").write_text(text, encoding="utf-8")
-    codes = json.loads(on_hosts("hosts_run", folder, json.dumps(settings)))
-    alpha, beta = folder / "alpha" / "run", folder / "beta" / "run"
+    file = folder / "run.toml"
+    # Nobody is missed so soon here.
+    file.write_text(re.sub(r"(lease|dead_after)_s = .*\n", "", file.read_text()))
+    settings = [
+        f"run.steps={steps}", "run.broker_grace_s=1200", "buffer.run_ahead=1",
+        "buffer.max_staleness=3", "trainer.pack_tokens=64", "trainer.ranks=4", "trainer.nodes=2",
+        f"trainer.rank_timeout_s={seconds(10.0):g}", "checkpoint.every=2",
+    ]  # fmt: skip
+    nodes = {name: ADDRESSES[name] for name in HOSTS[: 3 if len(events) == 1 else 4]}
+    outcome = run_planned(folder, f"ratios = {ratios}", nodes, settings, limit_s, *events)
+    alpha, beta = (folder / "plan" / "volumes" / name / "results/run" for name in HOSTS[:2])
     check_ledger(alpha / "buffer.json", steps * 16)
     # Each trainer host has its own files alone; together they are the model that rank 0 wrote.
     assert not list(beta.glob("checkpoints/step-*"))
@@ -44,7 +43,7 @@ def run(folder: Path, steps: int, **settings: Any) -> dict[str, list[int]]:
     exported = load_file(hf / "model.safetensors")
     for name, tensor in load_file(alpha / "model" / "model.safetensors").items():
         assert exported[name].equal(tensor)
-    return codes
+    return outcome["codes"]
 
 
 @pytest.mark.timeout(300)
@@ -53,15 +52,14 @@ def test_a_trainer_host_is_lost_and_comes_back(project: Path) -> None:
 
     Result: the trainer starts again on both, the run ends, and every sample is accounted for.
     """
-    loss = {"host": "beta", "steps": 5, "back": {"ended": "alpha/trainer"}}
-    codes = run(
-        project, 12, hosts=["alpha", "beta", "gamma"], relays=[], losses=[loss], limit_s=limit(250)
-    )
-    assert codes["alpha/trainer"] == [5, 0], "it lost the other host"
-    assert codes["beta/trainer"] == [0]
-    for other in ("alpha/buffer", "gamma/generator"):
+    loss = {"host": "beta", "steps": 5, "back": {"ended": "trainer"}}
+    codes = run(project, 12, [0.67, 0.33], limit(250.0), loss)
+    assert codes["trainer"] == [5, 0], "it lost the other host"
+    assert codes["trainer-beta"] == [0]
+    for other in ("buffer", "generator-gamma-0"):
         assert codes[other] == [0], "nobody else had to start again"
-    assert "node 1 (beta)" in (project / "alpha-trainer.log").read_text()
+    log = project / "plan" / "alpha" / "trainer.log"
+    assert "node 1 (beta)" in log.read_text()
 
 
 @pytest.mark.real
@@ -75,21 +73,20 @@ def test_each_of_four_hosts_is_lost(project: Path) -> None:
     Result: the run ends after its steps, and every sample is accounted for.
     """
     steps = 24
-    losses = [
-        {"host": "beta", "steps": 4, "back": {"ended": "alpha/trainer"}},
+    codes = run(
+        project, steps, [0.5, 0.5], limit(600.0),
+        {"host": "beta", "steps": 4, "back": {"ended": "trainer"}},
         {"host": "gamma", "steps": 3, "back": {"steps": 2}},
-        {"host": "alpha", "steps": 4, "back": {"ended": "beta/trainer"}},
+        {"host": "alpha", "steps": 4, "back": {"ended": "trainer-beta"}},
         {"host": "delta", "steps": 3},
-    ]
-    hosts = ["alpha", "beta", "gamma", "delta"]
-    codes = run(project, steps, hosts=hosts, relays=["gamma"], losses=losses, limit_s=limit(600))
-    assert codes["alpha/trainer"] == [5, 0], "it lost beta"
-    assert codes["beta/trainer"] == [5, 0], "it lost alpha"
-    assert codes["delta/generator"] == [], "it was never seen again"
-    others = ("alpha/buffer", "alpha/weight-hub", "beta/part", "gamma/relay", "gamma/generator")
+    )  # fmt: skip
+    assert codes["trainer"] == [5, 0], "it lost beta"
+    assert codes["trainer-beta"] == [5, 0], "it lost alpha"
+    assert codes["generator-delta-0"] == [], "it was never seen again"
+    others = ("buffer", "weight-hub", "part-beta", "relay-gamma", "generator-gamma-0")
     assert {name: codes[name] for name in others} == {name: [0] for name in others}
-    lines = (project / "gamma" / "run" / "metrics.jsonl").read_text().splitlines()
-    pushed = [row for row in map(json.loads, lines) if row["kind"] == "push"]
+    metrics = project / "plan" / "volumes" / "gamma" / "results" / "run" / "metrics.jsonl"
+    pushed = [row for row in map(json.loads, metrics.open()) if row["kind"] == "push"]
     assert {row["plane"] for row in pushed} == {"shm"}, "the relay served its generator"
     assert max(row["version"] for row in pushed) >= steps - 1, "it served to the end"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from fakes.commands import call
-from fakes.machines import ENVIRON, ROOT, check_ledger, on_machines, skipped, sort_task
+from fakes.machines import ENVIRON, ROOT, check_ledger, on_machines, plan, skipped, sort_task
 from fakes.whole_runs import sets
 
 STEPS = 500  # so that a machine that joins on the way is there before the end
@@ -83,7 +83,8 @@ compose b up -d
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """The sort task, its plan on two nodes, and the mounts of the light images."""
-    sort_task(tmp_path, CLUSTER, "--run-id", "real", *SET)
+    sort_task(tmp_path)
+    plan(tmp_path, CLUSTER, "--run-id", "real", *SET)
     for name in ("tmp", "etc", "srv/umbra/results", "srv/umbra/store"):
         (tmp_path / "light" / name).mkdir(parents=True)
         (tmp_path / "light" / name).chmod(0o1777)  # as in the Dockerfile, which volumes begin as

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fakes.clusters import plan_of
-from fakes.machines import check_ledger, logs, on_machines, skipped, sort_task
+from fakes.machines import check_ledger, logs, on_machines, plan, skipped, sort_task
 from fakes.whole_runs import sets
 
 from umbra.deploy.cluster.command import render, write
@@ -52,8 +52,8 @@ def test_nodes_with_and_without_gpus_and_a_trainer_of_two(tmp_path: Path) -> Non
     program.write_text(STAND_IN, encoding="utf-8")
     program.chmod(0o755)
     names = (f"run.dir={tmp_path}/my 100% runs", 'run.name=a "run" 50%')
-    plan = plan_of(0, 1, 1, 1, ratios=[0.67, 0.33], overrides=names, run_id="the run 7%")
-    write(render(plan, ["slurm"], "", out, None), out)
+    made = plan_of(0, 1, 1, 1, ratios=[0.67, 0.33], overrides=names, run_id="the run 7%")
+    write(render(made, ["slurm"], "", out, None), out)
     path = f"{program.parent}:{os.environ['PATH']}"
     script = f'ended "$(sbatch --parsable "{out}/run.sbatch")"; sinfo'
     nodes = {"x1": 1, "x2": 0, "x3": 1, "x4": 1}
@@ -61,7 +61,7 @@ def test_nodes_with_and_without_gpus_and_a_trainer_of_two(tmp_path: Path) -> Non
     assert printed.startswith("COMPLETED\n"), logs(tmp_path)
     folder = tmp_path / "my 100% runs" / "the run 7%" / "logs"
     said = {path.stem: path.read_text(encoding="utf-8") for path in folder.iterdir()}
-    assert set(said) == {process.name for process in plan.processes}
+    assert set(said) == {process.name for process in made.processes}
     # The buffer's node is the one without GPU, wherever it is in the cluster file.
     assert said["buffer"].startswith("host=x2 gpus= broker=tcp://10.88.0.2:5555 buffer")
     hosts: list[str] = []
@@ -106,9 +106,9 @@ def project(tmp_path: Path) -> Path:
     """A folder with the sort task, and a plan of it on three nodes."""
     nodes = [f'[[nodes]]\nname = "{n}"\naddress = "unused-{n}"\n' for n in "abc"]
     settings = sets(f"run.steps={STEPS}", "checkpoint.every=2", "run.broker_grace_s=120")
-    sort_task(
-        tmp_path, CLUSTER + "".join(nodes), "--format", "slurm", "--run-id", "slurm", *settings
-    )
+    sort_task(tmp_path)
+    words = ("--format", "slurm", "--run-id", "slurm", *settings)
+    plan(tmp_path, CLUSTER + "".join(nodes), *words)
     return tmp_path
 
 

@@ -1,13 +1,20 @@
-"""Runs the compose files of a plan on nodes made of network namespaces; one is cut off.
+"""Runs the compose files of a plan on hosts made of network namespaces, which are lost or cut off.
 
-    unshare --user --map-root-user --net --mount --kill-child python three_nodes.py PLAN SETTINGS
+    unshare --user --map-root-user --net --mount --kill-child python planned_run.py PLAN SETTINGS
 
 PLAN is what `umbra plan` wrote. Each node has a network namespace of its own on one bridge, with
 its address, a mount namespace with its volumes and its own /dev/shm, and its name. What its compose
-file says is started there: commands, environment files, volumes, restart policies and health
-checks. SETTINGS is JSON: addresses by node; the node to cut off, after which step, and for how many
-seconds, in which the others make a step at least; how long the whole may take. Prints one JSON
-object.
+file says is started there: commands, environment files, volumes, and health checks. SETTINGS is
+JSON: addresses of `nodes`; `limit_s`, how long the whole may take; and `events`, in this order:
+
+    {"host": NAME, "steps": 3}                       lost after three more steps, for good
+    {"host": NAME, "steps": 3, "back": {"steps": 2}}     back when the others have done two more
+    {"host": NAME, "steps": 3, "back": {"ended": "trainer"}}   back when that one has noticed
+    {"host": NAME, "steps": 3, "cut_s": 20}          cut off for so long, and a step of the others
+
+A host that is lost falls silent: its link is down, then its processes are killed and its shared
+memory is emptied. What fails is started again. Prints JSON: exit codes by process (what ended with
+a lost host has none), and who was well before a host was cut off, or answered without keys.
 No container is made: images, users and limits are not tried.
 """
 
@@ -85,21 +92,36 @@ class Node(Host):
 def run(plan: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The run from start to end; what became of it."""
     make_network()
-    volumes = plan / "volumes"
+    volumes, found = plan / "volumes", dict[str, Any]()
     nodes = {name: Node(plan / name, name, a, volumes) for name, a in settings["nodes"].items()}
-    services = [service for node in nodes.values() for service in node.services]
-    cut = nodes[settings["cut"]]
-    with World(services, volumes, "*/results/*/metrics.jsonl", settings["limit_s"]) as world:
-        world.until_steps(settings["after_step"], "the step before the cut")
-        healthy = {s.name: s.is_healthy() for s in services}
-        outsiders = {s.name: s.is_healthy(keys=False) for s in cut.services}
-        end, before = time.monotonic() + settings["cut_s"], world.step()
-        cut.connect(connected=False)
-        world.until(lambda: time.monotonic() > end, "the cut's end")
-        world.until(lambda: world.step() > before, "a step without the node that is cut off")
-        cut.connect(connected=True)
-        codes = world.finish()
-    return {"codes": codes, "healthy": healthy, "outsiders_answered": outsiders}
+    services = {service.name: service for node in nodes.values() for service in node.services}
+    metrics = "*/results/*/metrics.jsonl"
+    with World([*services.values()], volumes, metrics, settings["limit_s"]) as world:
+        for event in settings["events"]:
+            name, node, back = event["host"], nodes[event["host"]], event.get("back", {})
+            world.until_steps(event["steps"], f"{name} is lost")
+            if "cut_s" in event:
+                found["healthy"] = {s.name: s.is_healthy() for s in services.values()}
+                found["outsiders"] = {s.name: s.is_healthy(keys=False) for s in node.services}
+                node.connect(connected=False)
+                end = time.monotonic() + event["cut_s"]
+                world.until_steps(1, f"a step without {name}")
+                world.until(lambda end=end: time.monotonic() > end, "the cut's end")
+                node.connect(connected=True)
+                continue
+            node.connect(connected=False)
+            for service in node.services:
+                service.kill()
+            node.sh("umount -l /dev/shm; mount -t tmpfs tmpfs /dev/shm")
+            if "steps" in back:
+                world.until_steps(back["steps"], f"{name} is back")
+            elif "ended" in back:
+                world.until_ended(services[back["ended"]])
+            if back:
+                node.connect(connected=True)
+                for service in node.services:
+                    service.start()
+        return {**found, "codes": world.finish()}
 
 
 if __name__ == "__main__":
