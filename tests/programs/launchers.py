@@ -82,7 +82,6 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
-CryptoType=crypto/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmdPidFile={folder}/%n.slurmd
@@ -93,10 +92,6 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-SwitchType=switch/none
 ReturnToService=2
 SlurmdTimeout=10
 KillWait=10
@@ -104,7 +99,6 @@ SchedulerParameters=bf_interval=2,sched_interval=2
 GresTypes=gpu
 {nodes}
 PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP
-PartitionName=short Nodes={names} MaxTime=5 State=UP
 """
 
 
