@@ -19,7 +19,7 @@ from umbra.deploy.run.up import other_programs
 from umbra.deploy.run_folder import RunFolder
 from umbra.proto.errors import StartupError, UmbraError
 from umbra.services.config import RunConfig
-from umbra.services.config.loader import given_keys, load_config, load_tree
+from umbra.services.config.loader import as_dict, given_keys, load_config, load_tree
 from umbra.services.modeling import models
 from umbra.services.process import host
 
@@ -60,54 +60,38 @@ def test_without_a_gpu_the_defaults_are_those_of_the_page() -> None:
     assert "on a CPU, trainer.weights = bf16 needs trainer.precision = bf16" in refused
 
 
-@pytest.mark.parametrize(
-    ("machine", "settings", "threads"),
-    [
-        (Machine(cores=8), (), (4, 4)),
-        (Machine(cores=8), ("generator.count=2", "trainer.ranks=2"), (2, 2)),
-        (Machine(cores=8), ("generator.threads=1",), (1, 4)),
-        (Machine(cores=1), (), (0, 0)),
-        (FOUR, (), (0, 0)),
-    ],
-)
-def test_processes_on_cpus_share_the_cores(
-    machine: Machine, settings: tuple[str, ...], threads: tuple[int, int]
-) -> None:
-    found = chosen(machine, *settings)
-    assert (found.generator.threads, found.trainer.threads) == threads
+DEVICE, CONTEXT = "generator.device", "generator.max_context"
+THREADS = ("generator.threads", "trainer.threads")
+CHOSEN: list[tuple[Machine, str, dict[str, Any]]] = [
+    (ONE, "", {"generator.engine": "vllm", DEVICE: "auto", "sampling.max_tokens": 6144}),
+    (ONE, "", dict.fromkeys((CONTEXT, "trainer.pack_tokens", "trainer.micro_tokens"), 8192)),
+    (NO_VLLM, "", {"generator.engine": "torch"}),
+    # Long answers get a context in which they fit.
+    (ONE, "sampling.max_tokens=10000", {CONTEXT: 20_000}),
+    (ONE, "sampling.max_tokens=30000", {CONTEXT: 40_960}),
+    (ONE, f"{CONTEXT}=1000", {"sampling.max_tokens": 750}),
+    # With several GPUs each side has its own, if there are as many.
+    (FOUR, "", {DEVICE: "cuda:1", "trainer.micro_tokens": "auto", **dict.fromkeys(THREADS, 0)}),
+    (FOUR, "trainer.ranks=2", {DEVICE: "cuda:2"}),
+    (FOUR, "trainer.device=cpu", {DEVICE: "auto"}),
+    (FOUR, "generator.count=3", {DEVICE: "cuda:1"}),
+    (FOUR, "generator.count=4", {DEVICE: "auto"}),
+    # What the user has set stays.
+    (FOUR, "generator.engine=torch", {"generator.engine": "torch"}),
+    (FOUR, f"{CONTEXT}=512 {DEVICE}=cuda:0", {CONTEXT: 512, DEVICE: "cuda:0"}),
+    # Processes on CPUs share the cores.
+    (Machine(cores=8), "", dict.fromkeys(THREADS, 4)),
+    (Machine(cores=8), "generator.count=2 trainer.ranks=2", dict.fromkeys(THREADS, 2)),
+    (Machine(cores=8), "generator.threads=1", {THREADS[0]: 1, THREADS[1]: 4}),
+    (Machine(cores=1), "", dict.fromkeys(THREADS, 0)),
+]
 
 
-@pytest.mark.parametrize(
-    ("machine", "given", "key", "value"),
-    [
-        (ONE, "", "generator.engine", "vllm"),
-        (ONE, "", "generator.max_context", 8192),
-        (ONE, "", "sampling.max_tokens", 6144),
-        (ONE, "", "trainer.pack_tokens", 8192),
-        (ONE, "", "trainer.micro_tokens", 8192),
-        (ONE, "", "generator.device", "auto"),
-        (NO_VLLM, "", "generator.engine", "torch"),
-        # Long answers get a context in which they fit.
-        (ONE, "sampling.max_tokens=10000", "generator.max_context", 20_000),
-        (ONE, "sampling.max_tokens=30000", "generator.max_context", 40_960),
-        (ONE, "generator.max_context=1000", "sampling.max_tokens", 750),
-        # With several GPUs each side has its own, if there are as many.
-        (FOUR, "", "generator.device", "cuda:1"),
-        (FOUR, "", "trainer.micro_tokens", "auto"),
-        (FOUR, "trainer.ranks=2", "generator.device", "cuda:2"),
-        (FOUR, "trainer.device=cpu", "generator.device", "auto"),
-        (FOUR, "generator.count=3", "generator.device", "cuda:1"),
-        (FOUR, "generator.count=4", "generator.device", "auto"),
-        # What the user has set stays.
-        (FOUR, "generator.engine=torch", "generator.engine", "torch"),
-        (FOUR, "generator.max_context=512", "generator.max_context", 512),
-        (FOUR, "generator.device=cuda:0", "generator.device", "cuda:0"),
-    ],
-)
-def test_what_is_chosen(machine: Machine, given: str, key: str, value: Any) -> None:
-    section, _, name = key.partition(".")
-    run = chosen(machine, *filter(None, [given]))
-    assert getattr(getattr(run, section), name) == value
+@pytest.mark.parametrize(("machine", "given", "values"), CHOSEN)
+def test_what_is_chosen(machine: Machine, given: str, values: dict[str, Any]) -> None:
+    run = as_dict(chosen(machine, *given.split()))
+    found = {key: run[section][name] for key in values for section, _, name in [key.partition(".")]}
+    assert found == values
 
 
 def test_generators_get_the_gpus_that_follow_the_first_one(tmp_path: Path) -> None:
