@@ -69,7 +69,6 @@ class VllmServe:
         seed: int = 1,
         port: int = 0,
         context: int = 192,
-        slots: int = 64,
         enter: Sequence[str] = (),
     ) -> None:
         path = log.with_suffix(".sock")
@@ -78,7 +77,7 @@ class VllmServe:
         self._argv = [
             *enter, "nice", "-n", "10", sys.executable, "-c", COMMAND, "serve", str(model), *where,
             "--seed", str(seed), "--dtype", "float32", "--max-model-len", str(context),
-            "--max-num-seqs", str(slots), "--block-size", "32", "--enforce-eager",
+            "--max-num-seqs", "64", "--block-size", "32", "--enforce-eager",
             "--enable-scale-out", "--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs",
             "--weight-transfer-config", '{"backend": "umbra"}', "--distributed-executor-backend",
             "vllm.v1.executor.uniproc_executor.UniProcExecutor",
