@@ -176,10 +176,11 @@ def test_what_is_asked_is_measured_before_it_is_tokenized(
         ("x" * 62, {}, "prompt p: the prompt has 64 tokens, .* generator.max_context = 64"),
         (LONG[0]["content"], {}, "by its characters"),
         ("odd", {"reward": 1e10}, "reward is 10000000000.0, which is not within"),
+        ("odd", {"reward_parts": {f"part {n}": 1.0 for n in range(65)}}, "65 names, 64 at most"),
         ("odd", {"reward_parts": {"a" * 300: 1.0}}, "has no short, printable name"),
         ("odd", {"reason": "it\nended"}, "must be a short name"),
     ],
-    ids=["room", "long", "reward", "part", "reason"],
+    ids=["room", "long", "reward", "parts", "part", "reason"],
 )
 def test_what_cannot_be_trained_on_costs_its_sample_only(
     chat: Chat, prompt: str, result: dict[str, Any], says: str

@@ -149,8 +149,7 @@ def test_what_is_dropped_while_it_waits_to_move_is_gone(chat: Chat) -> None:
     pool = begun(chat, "2", "6").interrupted()
     pool.runner.drop([LEASE])
     begin(pool.runner, attempt=2)
-    pool.held.clear()
-    pool.open = True
+    pool.open = True  # what it said to the first attempt comes late
     assert [t.attempt for t in finish(pool.runner)] == [2]
     assert pool.engine.forgotten == ["s-0/1", "s-0/2"]
 
@@ -375,11 +374,15 @@ def test_a_template_that_can_not_go_on_is_refused(name: str, kind: str, why: str
     assert check_template(one_turn, Chat(*chat_tokenizer(name))) is None
 
 
-def test_an_environment_that_goes_on_is_tried_with_the_model(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_class_that_goes_on_is_tried_with_the_model(tiny_model_dir: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny_model_dir, tmp_path / "model")
-    config = load_config(overrides=[f"model.path={model}", "environment.kind=guess"], environ={})
+    config = load_config(
+        overrides=[
+            f"model.path={model}",
+            "environment.kind=umbra.services.environments.built_in:Guess",
+        ],
+        environ={},
+    )
     row = {"prompt": "a", "answer": "1"}
     assert check_environment(config, row) is None
     tokenizer = load_tokenizer(model)
