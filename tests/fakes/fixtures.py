@@ -7,6 +7,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from umbra.proto.records import Trajectory
 from umbra.services.weights.arena import remove_leftovers
 
 if TYPE_CHECKING:
-    from fakes.rank_bench import Alone
+    from fakes.rank_bench import Trained
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 REWARD = """
@@ -103,15 +104,12 @@ def batches(request: pytest.FixtureRequest) -> list[list[Trajectory]]:
 
 @pytest.fixture(scope="module")
 def alone(
-    request: pytest.FixtureRequest,
-    directory: Path,
-    batches: list[list[Trajectory]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Alone:
-    """Return what a single rank learns in each of the module's CASES."""
-    from fakes.rank_bench import Alone
+    request: pytest.FixtureRequest, directory: Path, batches: list[list[Trajectory]]
+) -> Callable[[str], Trained]:
+    """A function that returns what a single rank learns in one of the module's CASES."""
+    from fakes.rank_bench import train
 
-    return Alone(directory, batches, request.module.CASES, tmp_path_factory.mktemp("alone"))
+    return cache(lambda case: train(directory, batches, **request.module.CASES[case]))
 
 
 @pytest.fixture(scope="module")
@@ -119,20 +117,18 @@ def together(
     request: pytest.FixtureRequest,
     directory: Path,
     batches: list[list[Trajectory]],
-    alone: Alone,
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[int, Path]:
-    """Return how many ranks went through the module's cases, and the folder with their results.
+) -> list[dict[str, Trained]]:
+    """Return what each rank of the module's RANKS learned in each of its CASES.
 
-    Its parameter is that number, and settings of all cases.
+    RANKS is their number, and settings of all cases.
     """
-    from fakes.rank_processes import see_through, start
+    from fakes.rank_bench import learn
+    from fakes.rank_processes import on_ranks
 
-    world, settings = request.param
-    folder = tmp_path_factory.mktemp("ranks")
-    cases = {name: {**case, **settings} for name, case in alone.cases.items()}
-    see_through(start(directory, folder, world, cases, batches))
-    return world, folder
+    world, settings = request.module.RANKS
+    cases = {name: {**case, **settings} for name, case in request.module.CASES.items()}
+    return on_ranks(tmp_path_factory.mktemp("ranks"), world, learn, directory, batches, cases)
 
 
 Closes = Callable[[Any], Any]

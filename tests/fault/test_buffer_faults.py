@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from fakes.crash_run import CONFIG, CrashRun
+from fakes.rank_bench import Trainer
 from fakes.slowness import until
-from trainer.test_checkpoints import Trainer
 
 from umbra import cli
 from umbra.proto.messages import Status

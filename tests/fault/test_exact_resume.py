@@ -7,12 +7,13 @@ not: a copy of its folder, whose store has kept them all, is resumed from step 1
 import re
 import shutil
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 from fakes.slowness import limit, until
-from fakes.whole_runs import ORPHANS_S, Up, UpProcess, leftovers
+from fakes.whole_runs import ORPHANS_S, Up, leftovers
 from safetensors.torch import load_file
 
 from umbra.services.buffer.state import SURVIVING
@@ -30,17 +31,11 @@ SETTINGS = (
 KILLED = Path(__file__).parents[1] / "programs/killed_up.py"
 # After commits, before them, while checkpoints are written, before and after they get their names.
 MOMENTS = ("trained 3", "committed 4", "writing 4", "written 6", "named 8", "written 12")
-Weights = dict[str, bytes]
 
 
-def weights(directory: Path) -> Weights:
+def weights(directory: Path) -> dict[str, bytes]:
     tensors = load_file(directory / "model.safetensors")
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
-
-
-def port_of_buffer(folder: Path) -> int:
-    log = (folder / "logs" / "buffer.log").read_text()
-    return int(re.findall(r"broker tcp://127\.0\.0\.1:(\d+)", log)[-1])
 
 
 def copy_from_the_beginning(folder: Path, parent: Path) -> Path:
@@ -51,12 +46,11 @@ def copy_from_the_beginning(folder: Path, parent: Path) -> Path:
         shutil.rmtree(copy / name)
     for name in ("summary.json", "metrics.jsonl"):
         (copy / name).unlink()
-    store = LmdbStore(copy / "store")
-    now = msgspec.msgpack.decode(store.get("now"))
-    now[list(SURVIVING).index("finished")] = ""
-    store.put("now", msgspec.msgpack.encode(now))
-    store.commit()
-    store.close()
+    with closing(LmdbStore(copy / "store")) as store:
+        now = msgspec.msgpack.decode(store.get("now"))
+        now[list(SURVIVING).index("finished")] = ""
+        store.put("now", msgspec.msgpack.encode(now))
+        store.commit()
     return copy
 
 
@@ -71,7 +65,9 @@ def test_a_killed_trainer_learns_the_same(up: Up, tmp_path: Path) -> None:
     again = copy_from_the_beginning(folder, tmp_path / "again")
     plan = tmp_path / "plan"
     plan.write_text("\n".join(MOMENTS))
-    with socket.create_server(("127.0.0.1", port_of_buffer(folder))):
+    log = (folder / "logs" / "buffer.log").read_text()
+    port = int(re.findall(r"broker tcp://127\.0\.0\.1:(\d+)", log)[-1])
+    with socket.create_server(("127.0.0.1", port)):
         process = up(run=again, program=("-P", KILLED, plan))
         output, errors = process.popen.communicate(timeout=limit(180.0))
     assert process.popen.returncode == 0, (output, errors)
@@ -90,10 +86,11 @@ def test_a_run_that_was_killed_as_a_whole_goes_on(project: Path, up: Up) -> None
     with the ledger balanced, and the store drops what the checkpoints cover."""
     steps = 60  # so many that it is not done before it is killed
     first = up(f"run.steps={steps}", "checkpoint.every=4")
-    first.until(lambda: has_checkpoint(first, 10), "step 10, and a checkpoint")
+    first.until_step(10)
+    folder = first.run_dir
+    first.until(lambda: any(folder.glob("checkpoints/step-*")), "a checkpoint")
     first.popen.kill()
     first.popen.wait()
-    folder = first.run_dir
     # Memory may be left of a hub that was killed; whoever goes on removes it.
     living = lambda: [one for one in leftovers(project) if not one.startswith("/dev/shm")]  # noqa: E731
     until(lambda: not living(), living, quiet_s=ORPHANS_S)
@@ -112,6 +109,27 @@ def test_a_run_that_was_killed_as_a_whole_goes_on(project: Path, up: Up) -> None
     assert "has reached its end: its model is" in errors
 
 
-def has_checkpoint(process: UpProcess, steps: int) -> bool:
-    """True if it has made so many steps, and a checkpoint: of which ones the disk decides."""
-    return len(process.steps()) >= steps and any(process.run_dir.glob("checkpoints/step-*"))
+def test_a_run_whose_trainer_has_two_ranks(up: Up) -> None:
+    process = up("trainer.ranks=2", "run.steps=5", quiet_s=150.0)
+    summary = process.finish()
+    assert summary["ledger"]["trained"] == 5 * 16
+    assert summary["mismatch_k3_on_policy"] < 1e-6, "the generators have the ranks' weights"
+
+
+@pytest.mark.timeout(300)
+def test_an_adapter_survives_every_restart(up: Up) -> None:
+    """1. A run publishes an adapter alone. 2. Generator, hub and trainer are killed, one by one.
+
+    Result: each is started again. The generator joins late and gets the newest version on its own
+    base, the hub gets it again, and the trainer goes on from its checkpoint.
+    """
+    keys = ("trainer.lora_rank=2", "trainer.learning_rate=0.02", "trainer.lora_publish=adapter")
+    process = up(*keys, "run.steps=24", "checkpoint.every=1", quiet_s=150.0)
+    services = ("generator-0", "weight-hub", "trainer")
+    for name in services:
+        process.until_step(len(process.steps()) + 2)
+        process.kill(name)
+    summary = process.finish()
+    assert summary["restarts"] == dict.fromkeys(services, 1)
+    assert summary["ledger"]["trained"] == 24 * 16
+    assert summary["mismatch_k3_on_policy"] < 1e-6

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.noisy_batch import noisy_trajectories
-from fakes.rank_bench import make_batches, train
-from trainer.test_checkpoints import Trainer, same
+from fakes.rank_bench import Trainer, make_batches, noisy_trajectories, train
+from trainer.test_checkpoints import same
 
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.packing import pack

@@ -1,50 +1,44 @@
 """Ranks that divide the experts of each layer (all-to-all over gloo), against one with all."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from fakes.architectures import ARCHITECTURES
-from fakes.rank_bench import Alone, make_batches, train
-from fakes.rank_processes import TESTS, launch, see_through, start
-from integration.test_trainer_ranks import assert_as_alone, with_routing
+from fakes.rank_bench import Trained, make_batches
+from integration import test_trainer_ranks as plain
+from integration.test_sharded_loading import six_experts
 from safetensors import safe_open
-from safetensors.torch import load_file
 
-from umbra.proto.records import Trajectory
-from umbra.services.trainer.checkpoints.folder import export_checkpoint
-from umbra.services.trainer.distributed.ranks import Ranks
-from umbra.services.trainer.policy import load_policy
+from umbra.proto.records import Routing, Trajectory
 
-ADAMW = {"optimizer": "adamw", "betas": [0.9, 0.95], "learning_rate": 1e-3}
+RANKS = 4, {"expert_parallel": 2}
+CLIPPED = {"max_grad_norm": 1e-2}
 CASES: dict[str, dict[str, Any]] = {
-    "token_mean": {
-        "aggregation": "token_mean",
-        "minibatches": 2,
-        "epochs": 2,
-        "objective": "decoupled",
-        "max_grad_norm": 1e-2,
-    },
+    **{name: plain.CASES[name] for name in ("offloaded", "host_optimizer", "compared")},
+    "token_mean": {**plain.CASES["token_mean"], **CLIPPED},
+    "critic": {**plain.CASES["critic"], **CLIPPED},
     "replay": {"router_replay": True, "share_prompts": False},
     "balance": {"router_aux_loss_coef": 0.1, "activation_checkpointing": "selective"},
-    "adamw": {**ADAMW, "max_grad_norm": 0.1, "activation_checkpointing": True},
-    "offloaded": {"offload": "all", "activation_checkpointing": True, "minibatches": 2},
-    "host_optimizer": {"offload": "optimizer", "minibatches": 2},
+    "adamw": {**plain.ADAM, "max_grad_norm": 0.1, "activation_checkpointing": True},
     "lora": {"lora_rank": 4, "learning_rate": 1.0, "lora_targets": ["q_proj", "v_proj"]},
-    "compared": {"lag": 1, "max_mismatch": 1e9, "mismatch_every": 1, "learning_rate": 1.0},
-    "critic": {
-        "objective": "ppo_critic",
-        "critic.learning_rate": 1e-3,
-        "max_grad_norm": 1e-2,
-    },
 }
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ARCHITECTURES["qwen3-moe"].write(tmp_path_factory.mktemp("models") / "moe")
+
+
+def with_routing(made: Trajectory, seed: int) -> Trajectory:
+    """The same, its tokens routed to two random experts of four in each of two layers."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = len(made.prompt_ids) // 4 + made.response_tokens - 1
+    chosen = torch.rand(tokens, 2, 4, generator=generator).argsort(-1)[..., :2].to(torch.uint8)
+    routing = Routing(layers=2, choices=2, experts=4, chosen=chosen.numpy().tobytes())
+    return msgspec.structs.replace(made, routing=routing)
 
 
 @pytest.fixture(scope="module")
@@ -55,109 +49,41 @@ def batches() -> list[list[Trajectory]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "together",
-    [  # 2x2 is 2, twice
-        pytest.param((2, {"expert_parallel": 2}), marks=pytest.mark.real, id="2"),
-        pytest.param((4, {"expert_parallel": 2}), id="2x2"),
-    ],
-    indirect=True,
-    scope="module",
-)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_learned_does_not_depend_on_who_has_the_experts(
-    together: tuple[int, Path], case: str, alone: Alone
+    together: list[dict[str, Trained]], case: str, alone: Any
 ) -> None:
-    world, folder = together
-    found = assert_as_alone(folder, case, world, alone[case])
-    for row, expected in zip(found[0]["rows"], alone[case].rows, strict=True):
-        for key in (key for key in expected if key.startswith("experts/")):
-            assert row[key] == pytest.approx(expected[key]), key
-    for name, (_, elements) in found[0]["local"].items():
-        parts = [one["local"][name][0] for one in found]
-        assert sum(parts) == elements
+    found = [one[case] for one in together]
+    plain.assert_as_alone(found, alone(case))
+    for name, (_, elements) in found[0].local.items():
         if ".experts." in name:
-            assert set(parts) == {elements // world}
+            assert {one.local[name][0] for one in found} == {elements // 4}
 
 
+@pytest.mark.parametrize("optimizer", [plain.MOMENTUM, plain.ADAM], ids=["momentum", "adamw"])
 def test_a_checkpoint_is_the_same_whoever_has_the_experts(
-    batches: list[list[Trajectory]], tmp_path: Path
+    optimizer: dict[str, Any], batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
-    """1. Four ranks, two groups of two, save after a step and go on from that; or from what one
-    rank saved. 2. One rank goes on from theirs. Result: bit for bit what was saved; as without.
-    """
     model = six_experts(tmp_path / "model")
-    optimizers = {
-        "momentum": {"optimizer": "sgd", "betas": [0.9, 0.95], "learning_rate": 0.05},
-        "adamw": ADAMW,
-    }
-    cases: dict[str, dict[str, Any]] = {}
-    for name, case in optimizers.items():
-        divided = {**case, "expert_parallel": 2}
-        cases[f"{name}-whole"] = divided
-        cases[f"{name}-half"] = {**divided, "checkpoints": name, "until": 1}
-        cases[f"{name}-again"] = {**divided, "checkpoints": name}
-        cases[f"{name}-ones"] = {**divided, "checkpoints": f"{name}-one"}
-        train(model, batches, Ranks(), checkpoints=tmp_path / f"{name}-one", until=1, **case)
-    see_through(start(model, tmp_path, 4, cases, batches))
-    for name, case in optimizers.items():
-        alone = train(model, batches, Ranks(), **case).weights
-        found = {
-            kind: load_file(tmp_path / f"{name}-{kind}.safetensors")
-            for kind in ("whole", "half", "again", "ones")
-        }
-        export = export_checkpoint(tmp_path / name / "step-1", tmp_path / f"{name}-hf")
-        exported = load_file(export / "model.safetensors")
-        assert exported.keys() == plain_names(model), "the names of the files that it began with"
-        policy = load_policy(export)[0].state_dict()
-        (tmp_path / name / "step-2").rename(tmp_path / f"{name}-step-2")
-        after = train(model, batches, Ranks(), checkpoints=tmp_path / name, **case).weights
-        for key, expected in alone.items():
-            assert torch.equal(policy[key], found["half"][key]), key
-            assert torch.equal(found["again"][key], found["whole"][key]), key
-            for weights in (found["whole"], found["ones"], after):
-                torch.testing.assert_close(weights[key], expected, atol=2e-5, rtol=1e-3)
-
-
-def six_experts(out: Path) -> Path:
-    """A model whose experts four ranks in two groups hold unevenly: two, two, one and one."""
-    architecture = ARCHITECTURES["qwen3-moe"]
-    return replace(architecture, own={**architecture.own, "num_experts": 6}).write(out)
-
-
-def plain_names(model: Path) -> set[str]:
-    with safe_open(model / "model.safetensors", framework="pt") as file:
-        return set(file.keys())
+    plain.assert_resumed(tmp_path, 4, model, batches, optimizer, saved=1, expert_parallel=2)
+    names, exported = (
+        safe_open(folder / "model.safetensors", framework="pt").keys()
+        for folder in (model, tmp_path / "hf")
+    )
+    assert set(exported) == set(names), "the names of the files that it began with"
 
 
 def test_ranks_that_share_rows_divide_experts(
     batches: list[list[Trajectory]], directory: Path, tmp_path: Path
 ) -> None:
-    case: dict[str, Any] = {"router_replay": True}
-    both = {"both": {**case, "sequence_parallel": 2, "expert_parallel": 4}}
-    see_through(start(directory, tmp_path, 4, both, batches))
-    assert_as_alone(tmp_path, "both", 4, train(directory, batches, Ranks(), **case))
+    both = {"sequence_parallel": 2, "expert_parallel": 4}
+    plain.assert_same_learned(tmp_path, 4, directory, batches, {"router_replay": True}, **both)
 
 
-DIVISIBLE = ["qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "glm4-moe", "gpt-oss", "olmoe"]
-
-
-def test_every_architecture_is_read_trained_and_published_as_by_one_rank(
-    batches: list[list[Trajectory]], tmp_path: Path
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss"])
+def test_architectures_with_experts_of_their_own(
+    name: str, batches: list[list[Trajectory]], tmp_path: Path
 ) -> None:
-    """Two ranks hold what Transformers loads, bit for bit, write the bytes of one rank's version,
-    and learn the same; see `divided_rank.py`, and there what experts make of any routing.
-    """
-    models = tmp_path / "models"
-    for name in DIVISIBLE:
-        ARCHITECTURES[name].write(models / name)
-    six_experts(models / "uneven")
-    see_through(launch(tmp_path, 2, [str(TESTS / "programs/divided_rank.py"), "2"]))
-    cases = {
-        name: {"model": str(models / name), "expert_parallel": 2, "max_grad_norm": 0.1}
-        for name in ("deepseek-v3", "gpt-oss")
-    }
-    see_through(start(models, tmp_path, 2, cases, batches[:1]))
-    for name in cases:
-        alone = train(models / name, batches[:1], Ranks(), max_grad_norm=0.1)
-        assert_as_alone(tmp_path, name, 2, alone)
+    model = ARCHITECTURES[name].write(tmp_path / "model")
+    case = {"max_grad_norm": 0.1}
+    plain.assert_same_learned(tmp_path, 2, model, batches[:1], case, expert_parallel=2)

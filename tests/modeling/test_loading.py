@@ -167,7 +167,7 @@ RIGHT = [name for name, one in ARCHITECTURES.items() if one.config().model_type 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_weights_are_those_of_the_model_that_transformers_loads(name: str, tmp_path: Path) -> None:
-    """Buffers and names too; rows of several ranks: `divided_rank.py`."""
+    """Buffers and names too; rows of several ranks: `integration/test_sharded_loading.py`."""
     directory = ARCHITECTURES[name].write(tmp_path / "model")
     for kind in (AutoModelForCausalLM, *([AutoModel] if name == "qwen3-moe" else [])):
         plain: Any = read_weights(kind, directory, torch.float32, "model.path")

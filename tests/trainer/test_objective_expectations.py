@@ -293,23 +293,6 @@ def test_centering_takes_off_the_expected_score(preset: str, spread: float, head
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("preset", ["naive", "tis", "icepop"])
-def test_what_no_advantage_asks_for_moves_nothing_nor_is_noise(preset: Preset, sign: float) -> None:
-    """Equal advantages: uncentered they drift, and the spread of the gradient is never less."""
-    w = on_policy_update(1, 1.0)
-    w = replace(w, advantages=torch.full_like(w.advantages, sign))
-    plain, centered = (losses(PRESETS[preset], w, with_) for with_ in (None, candidates(w)))
-    drift = autograd((w.chance * centered).sum(), w)
-    torch.testing.assert_close(drift, torch.zeros_like(drift))
-    assert autograd((w.chance * plain).sum(), w).abs().max() > 1e-3
-    square = [
-        sum(c * autograd(loss, w).square().sum() for c, loss in zip(w.chance, each, strict=True))
-        for each in (plain, centered)
-    ]
-    assert square[1] < square[0]
-
-
 @pytest.mark.parametrize(
     ("preset", "update"),
     [
@@ -326,13 +309,6 @@ def test_centered_scores_leave_the_trust_region_alone(
     assert 0 < outside.sum() < len(outside)
     for loss in losses(PRESETS[preset], w, candidates(w))[outside]:
         torch.testing.assert_close(autograd(loss, w), torch.zeros_like(w.table))
-
-
-@pytest.mark.parametrize("pieces", [ObjectiveSpec(clip="none"), PRESETS["ppo"]])
-def test_with_the_exact_weight_nothing_is_left_to_center(pieces: ObjectiveSpec) -> None:
-    w = on_policy_update(0, 1.0)
-    values = [(w.chance * losses(pieces, w, with_)).sum() for with_ in (None, candidates(w))]
-    torch.testing.assert_close(autograd(values[0], w), autograd(values[1], w))
 
 
 # -- on-policy distillation ------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from umbra.services.config import TrainerConfig
 from umbra.services.config.presets import PRESETS
-from umbra.services.modeling.micro_batch import Tokens
 from umbra.services.trainer.learner import learning_rate
 from umbra.services.trainer.objectives import terms
 from umbra.services.trainer.objectives.advantages import (
@@ -70,6 +69,9 @@ def compute(
     return replace(result, losses=result.losses.detach()), logprobs.grad
 
 
+GEOMETRIC = {"mask": "geometric", "mask_low": 0.9, "mask_high": 2.3}
+
+
 # A clipped token has no gradient; elsewhere d loss / d log pi = -w r A, which is the loss itself.
 @pytest.mark.parametrize(
     ("keys", "losses", "clipped"),
@@ -87,17 +89,7 @@ def compute(
         ({"objective": "naive", "mask": "token", "mask_low": 0.9}, [0.0, 0.0, 0.8, 0.0], "1010"),
         ({"objective": "naive", "mask": "sequence"}, [-2.6, 3.0, 0.0, 0.0], "1010"),
         # Geometric means of a sequence: 0.8 and sqrt(5) = 2.24.
-        (
-            {
-                "objective": "tis",
-                "is_cap": 0.0,
-                "mask": "geometric",
-                "mask_low": 0.9,
-                "mask_high": 2.3,
-            },
-            [0.0, 0.0, 0.8, -5.0],
-            "1010",
-        ),
+        ({**GEOMETRIC, "objective": "tis", "is_cap": 0.0}, [0.0, 0.0, 0.8, -5.0], "1010"),
         # Mean log mu/pi of the sequences: -0.182 and (0.693 - 1.609) / 2 = -0.458.
         ({"objective": "ppo", "mask": "opsm"}, [-2.4, 2.4, 0.8, -1.3], "0011"),
         ({"objective": "tis_opsm"}, [-2.6 * 0.8, 3.0 * 0.8, 0.8, -2.0], "1010"),
@@ -152,16 +144,6 @@ def test_a_hopeless_ratio_stays_finite() -> None:
     assert torch.isfinite(far.grad).all()
 
 
-def three_sequences() -> Tokens:
-    """Sequences with 1, 3 and 2 learned tokens."""
-    return Tokens(
-        ids=torch.arange(12),
-        lengths=torch.tensor([3, 5, 4]),
-        learned=torch.tensor([2, 5, 6, 7, 10, 11]),
-        owner=torch.tensor([0, 1, 1, 1, 2, 2]),
-    )
-
-
 @pytest.mark.parametrize(
     ("aggregation", "trained", "everything"),
     [
@@ -174,8 +156,9 @@ def three_sequences() -> Tokens:
 def test_aggregations_leave_out_what_is_not_trained(
     aggregation: str, trained: list[float], everything: list[float]
 ) -> None:
+    """Three sequences with 1, 3 and 2 learned tokens, the first of which is not trained."""
     part, own = torch.tensor([1, 2]), torch.tensor([1, 3, 2])
-    lines, samples = (three_sequences().owner, own, part), torch.ones(3).double()
+    lines, samples = (torch.arange(3).repeat_interleave(own), own, part), torch.ones(3).double()
     for denominator, expected in (("trained", trained), ("all", everything)):
         pieces: Any = SimpleNamespace(aggregation=aggregation, denominator=denominator)
         weights, halves = (token_weights(pieces, *lines, cuts, 10, samples) for cuts in (1, 2))
