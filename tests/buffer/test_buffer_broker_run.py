@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from umbra.proto import messages as m
 from umbra.proto.records import Score
+from umbra.services.buffer import members
 from umbra.services.buffer.effects import Reply
 from umbra.services.buffer.members import BEATS_PER_S, BEATS_UNTIL_DEAD
 
@@ -366,3 +367,12 @@ def test_many_watchers_cost_one_look() -> None:
     assert run.get("m2", m.StatusRequest(), m.Status).ledger == first.ledger  # of a moment ago
     run.pass_time(1.0)
     assert run.get("m1", m.StatusRequest(), m.Status).ledger.issued > first.ledger.issued
+
+
+def test_of_those_that_left_the_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "DEPARTED_KEPT", 2)
+    run = world()
+    for number in range(5):
+        run.join("monitor", f"m{number}")
+        run.ask(f"m{number}", m.Leave(reason="done"))
+    assert list(run.status.departed) == ["m3", "m4"]

@@ -12,6 +12,7 @@ from contextlib import closing
 from mmap import PAGESIZE
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,11 @@ from hypothesis import strategies as st
 from umbra.proto.deadline import Pace
 from umbra.proto.errors import StartupError, WireError
 from umbra.services.config import WeightHubConfig
+from umbra.services.config.loader import load_config
+from umbra.services.generator import service as generator_service
+from umbra.services.generator.engines.opening import OpenEngine
 from umbra.services.modeling.model_directory import weights_bytes
+from umbra.services.scorer import service as scorer_service
 from umbra.services.weights import arena as arena_module
 from umbra.services.weights import delta, memory
 from umbra.services.weights.arena import (
@@ -339,6 +344,32 @@ def test_whatever_moves_a_version_may_take_the_longer_the_more_bytes_there_are(
     assert config.pace.limit_s(50) == 7.0
     assert config.first_version_s(weights_bytes(tmp_path)) == 600.0 + 5 * 5.0
     assert config.first_version_s(weights_bytes(tmp_path / "none")) == 600.0
+
+
+@pytest.mark.parametrize(
+    ("role", "waits"),
+    [("generator", {"subscribe_unless"}), ("scorer", {"subscribe", "wait_first"})],
+)
+def test_who_waits_for_the_first_version_counts_its_model(
+    role: str, waits: set[str], tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, session = Mock(), Mock(stopping=threading.Event())
+    receiver.subscribe_unless.side_effect = receiver.wait_first.side_effect = StopAsyncIteration
+    for service in (generator_service, scorer_service):
+        monkeypatch.setattr(service, "Receiver", Mock(return_value=receiver))
+    monkeypatch.setattr(WeightHubConfig, "least_rate", 10.0)
+    overrides = [f"model.path={tiny_model_dir}", "scorer.device=cpu"]
+    config = load_config(overrides=overrides, environ={})
+    with pytest.raises(StopAsyncIteration):  # as far as the test goes
+        if role == "generator":
+            generator_service._subscribe(session, config, OpenEngine(Mock(), Mock(), "cpu"))
+        else:
+            context = Mock(config=config, options={"stage": "logp"})
+            scorer_service._score_logprobs(context, session)
+    limit_s = 600.0 + 5 * weights_bytes(tiny_model_dir) / 10
+    session.weights.assert_called_once_with(deadline_s=limit_s)
+    limits = {name: args for name, args, _ in receiver.method_calls if name != "close"}
+    assert limits.keys() == waits and all(limit_s in args for args in limits.values())
 
 
 COMPRESSOR = delta.compressor()
