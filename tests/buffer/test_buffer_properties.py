@@ -254,6 +254,7 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule()
     def interrupt(self) -> None:
         interrupt(self.broker.run, "now")
+        self.broker._moved = True  # as whatever is dispatched has it
         self.world.take(self.broker.run.outbox.take())
         self.broker.save()
 
