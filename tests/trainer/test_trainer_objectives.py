@@ -132,6 +132,12 @@ def test_entropies_are_taken_off_the_losses() -> None:
     torch.testing.assert_close(found.losses, plain.losses - 0.5 * torch.tensor(entropy).double())
 
 
+def test_a_second_clip_leaves_gains_of_small_advantages_alone() -> None:
+    ratio, advantages = torch.tensor([1.0, 1.0, 5.0]), torch.tensor([0.5, 0.0, -0.5])
+    gain, flat = terms.ppo(ratio, advantages, 0.2, 0.2, 3.0)
+    assert (gain.tolist(), flat.tolist()) == ([0.5, 0.0, -1.5], [False, False, True])
+
+
 def test_a_hopeless_ratio_stays_finite() -> None:
     objective = Objective(TrainerConfig(objective="tis").pieces)
     far = torch.tensor([-1e4]).requires_grad_()
