@@ -457,6 +457,8 @@ class BrokerMachine(RuleBasedStateMachine):
         kept = {name for step in self.broker.batches.kept for name in self.uses[step]}
         stored = {key[2:] for key in self.world.store.keys("t/s-")}
         assert stored <= set(self.broker.pool.samples) | kept
+        rows = {key[2:] for key in self.world.store.keys("r/")}
+        assert self.broker.pool.journal._issued <= rows | self.broker.pool.journal.changed.keys()
 
     @invariant()
     def evaluations_have_a_ledger_of_their_own(self) -> None:
