@@ -179,9 +179,7 @@ class VllmEngine(LoopEngine[Live]):
                 guard.verify()
             self._wait(self._resume(version, kv_policy), limit_s)
         except Exception as error:
-            if (died := self._died) is not None:
-                raise died from error
-            raise EngineError(
+            raise self._died or EngineError(
                 f"loading version {version} into vLLM broke off: {_sentence(error)}; its weights "
                 "are now a mix of two versions, so this generator ends"
             ) from error
@@ -238,9 +236,7 @@ class VllmEngine(LoopEngine[Live]):
         try:
             self._wait(self._llm.init_weight_transfer_engine(init))
         except Exception as error:  # whatever it is, the model is as it was
-            if (died := self._died) is not None:
-                raise died from error
-            raise UsageError(
+            raise self._died or UsageError(
                 f"vLLM's workers cannot map memory of the GPU: {_sentence(error)}; set "
                 'weight_hub.plane to "shm" or "tcp", which go through the host'
             ) from error
