@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -30,8 +31,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from umbra.proto.errors import StartupError, UmbraError, UsageError
-from umbra.proto.records import Manifest, Sampling
-from umbra.services.generator.engines.engine import EngineOutput, EngineRequest, KvPolicy
+from umbra.proto.records import Manifest
+from umbra.services.generator.engines.engine import EngineOutput, KvPolicy
 from umbra.services.generator.engines.torch_engine import TorchEngine
 from umbra.services.generator.vllm import check as vllm_check
 from umbra.services.modeling import architectures
@@ -75,7 +76,7 @@ _UNPACKED = (_LAYOUTS[0], ("rows of one sequence, logits in chunks", 1, False, _
 
 _CPU = torch.device("cpu")
 _PROMPTS = (1, 30, 12, 3, 21, 12, 7)  # tokens of each; more prompts than slots
-_SLOTS, _TOKENS, _CONTEXT = 4, 24, 64  # of the engine; tokens are sampled for each prompt
+_SLOTS, _CONTEXT = 4, 64  # of the engine
 _STEPS = 6  # made before the weights change
 _BUCKET_BYTES = 1 << 20
 
@@ -431,7 +432,7 @@ def torch_engine(
         ("torch engine, keep", changed, base, "keep"),
     ]
     for name, old, new, policy in runs:
-        outputs = _generate(engine, prompts, new, policy)
+        outputs = vllm_check.sample(engine, prompts, partial(_changed, engine, new, policy))
         logprobs = torch.cat([torch.tensor(output.logprobs) for output in outputs])
         expected = [
             _expected(reference, prompt, output, old, new, policy)
@@ -471,17 +472,11 @@ def export(
     yield Row("names exported", len(extra), 0, "names", first_names(extra))
 
 
-def _generate(
-    engine: TorchEngine, prompts: Sequence[Sequence[int]], new: Version, policy: KvPolicy
-) -> list[EngineOutput]:
-    """Return an output for each prompt; after some steps the weights become `new`."""
-    sampling = Sampling(max_tokens=_TOKENS)
-    engine.submit(EngineRequest(str(i), p, sampling, _TOKENS) for i, p in enumerate(prompts))
+def _changed(engine: TorchEngine, new: Version, policy: KvPolicy) -> list[EngineOutput]:
+    """Return the outputs of some steps, after which the weights become `new`."""
     outputs = [output for _ in range(_STEPS) for output in engine.poll()]
     engine.load(new.manifest, new.memory, engine.version + 1, policy)
-    while engine.busy:
-        outputs += engine.poll()
-    return sorted(outputs, key=lambda output: int(output.request_id))
+    return outputs
 
 
 def _expected(

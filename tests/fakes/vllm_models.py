@@ -68,7 +68,8 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
         kind = type(error).__name__.removesuffix("Error").lower()
         why = str(error).partition("\n")[0].replace(str(directory), "PATH")
         return {"outcome": "refused" if kind == "usage" else kind, "why": why}
-    equal = found.worst <= BOUND < found.moved / 100 and not found.stale
+    worst = max(found.from_disk, found.same, found.changed)
+    equal = worst <= BOUND < found.moved / 100 and not found.stale
     figures = {key: value for key, value in asdict(found).items() if isinstance(value, float)}
     return {"outcome": "equal" if equal else "different", **figures}
 

@@ -6,7 +6,7 @@ show whether all have a version: equal weights have equal ones, whichever way th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,10 +48,6 @@ class Differences:
     dtype: str = "float32"
     workers: int = 1
     stale: tuple[str, ...] = ()
-
-    @property
-    def worst(self) -> float:
-        return max(self.from_disk, self.same, self.changed)
 
 
 def vllm_differences(
@@ -152,16 +148,23 @@ def stale(disk: _Sums, same: _Sums, changed: _Sums, again: _Sums) -> tuple[str, 
     return tuple(sorted(names))
 
 
+def sample(
+    engine: Engine, prompts: Sequence[Sequence[int]], then: Callable[[], list[EngineOutput]] = list
+) -> list[EngineOutput]:
+    """Return an output of each prompt, in order; call `then` first, which may return some."""
+    sampling = Sampling(max_tokens=_TOKENS)
+    engine.submit(EngineRequest(str(n), ids, sampling, _TOKENS) for n, ids in enumerate(prompts))
+    outputs = then()
+    while engine.busy:
+        outputs += engine.poll(1.0)
+    return sorted(outputs, key=lambda output: int(output.request_id))
+
+
 def _compared(
     engine: Engine, reference: Reference, prompts: list[list[int]], computed: torch.dtype
 ) -> tuple[float, list[EngineOutput], torch.Tensor]:
     """Return how far vLLM is off, a sample of each prompt, and the reference's logprobs of them."""
-    sampling = Sampling(max_tokens=_TOKENS)
-    engine.submit(EngineRequest(str(n), ids, sampling, _TOKENS) for n, ids in enumerate(prompts))
-    outputs: list[EngineOutput] = []
-    while engine.busy:
-        outputs += engine.poll(1.0)
-    outputs.sort(key=lambda output: int(output.request_id))
+    outputs = sample(engine, prompts)
     sampled = torch.tensor([logprob for output in outputs for logprob in output.logprobs])
     expected = _logprobs(reference, prompts, outputs)
     off = (sampled - expected).abs()

@@ -265,7 +265,7 @@ def adapter_arguments(
     }
 
 
-def check_arguments(config: GeneratorConfig) -> None:
+def _check_arguments(config: GeneratorConfig) -> None:
     """Raise UsageError for unknown `engine_args`, and those that a key of Umbra's sets."""
     for name in config.engine_args:
         if (key := _OURS.get(name)) is not None:
@@ -306,7 +306,7 @@ def engine_arguments(
     """
     config, hf_config, dtype = run.generator, outline.config, run.weight_hub.dtype_on(platform)
     check_device(config.device, platform)
-    check_arguments(config)
+    _check_arguments(config)
     check_served(config, hf_config, platform)
     ours: dict[str, Any] = {
         "model": str(path),
