@@ -16,11 +16,11 @@ from typing import Any
 
 from umbra.proto.bounds import PARTS
 from umbra.proto.errors import UsageError
+from umbra.services.config.trajectory_rules import MOST_NAME
 from umbra.services.environments.agent_program import INSTALL, Program
 from umbra.services.environments.protocol import Row, SampleError, StepResult, finite_number
 
 _KEY_VARIABLE = "UMBRA_SESSION_KEY_"  # what their names begin with, see `_key_variable`
-_LONGEST_NAME = 100  # of a part of a reward, as `trajectory_rules.py` bounds it
 TASK_DATA = "task_data"  # the column with a task
 _DEFAULTS = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 
@@ -140,7 +140,7 @@ def _key_variable(endpoint: Mapping[str, str]) -> str:
 def _parts(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers among `values`, as many as a reward may have parts."""
     numbers = {
-        str(name)[:_LONGEST_NAME]: float(value)
+        str(name)[:MOST_NAME]: float(value)
         for name, value in values.items()
         if isinstance(value, int | float) and math.isfinite(value)
     }
