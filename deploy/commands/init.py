@@ -106,7 +106,7 @@ RUN_FILE, REWARD_FILE, PROMPTS_FILE = "run.toml", "reward.py", "prompts.jsonl"
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path())
 @click.option(
-    "--model", default="model", show_default=True, help="Its directory, or ORG/NAME on the hub."
+    "--model", default="", help="Its directory, or ORG/NAME on the hub.  [default: named later]"
 )
 @click.option("--prompts", help="A file or datasets:NAME:SPLIT.  [default: some sums]")
 @click.option(
@@ -144,5 +144,6 @@ def command(folder: Path, model: str, prompts: str | None, reward: str) -> int:
             with (folder / name).open("x", encoding="utf-8") as file:
                 file.write(text)
             click.echo(f"wrote {shown_path((folder / name).absolute())}")
-    click.echo(f"next:\n  umbra check {run}\n  umbra up {run}")
+    steps = [f"name a model: model.path in {run}"] * (not model)
+    click.echo("\n  ".join(["next:", *steps, f"umbra check {run}", f"umbra up {run}"]))
     return EXIT_DONE

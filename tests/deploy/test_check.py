@@ -240,11 +240,12 @@ def test_a_check_of_it_is_clean_but_for_a_missing_model(
     empty: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["init"]) == 0
+    assert "next:\n  name a model: model.path in run.toml\n  umbra" in capsys.readouterr().out
     assert load_config("run.toml", environ={}).run.name == "my-task"
     assert cli.main(["check", "run.toml"]) == 2
-    assert "model.path: " in capsys.readouterr().err
+    assert "model.path is empty: name a" in capsys.readouterr().err
     Path("model").symlink_to(tiny_model_dir)
-    assert cli.main(["check", "run.toml"]) == 0
+    assert cli.main(["check", "run.toml", "--set", "model.path=model"]) == 0
     assert "run.toml: good" in capsys.readouterr().out
 
 
@@ -260,7 +261,7 @@ def test_nothing_is_overwritten(empty: Path, capsys: pytest.CaptureFixture[str])
     Path("mine.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     words = ["--prompts", "mine.jsonl", "--model", "an-org/a-model"]
     assert cli.main(["init", "new/one", *words]) == 0
-    assert "up new/one/run.toml" in capsys.readouterr().out
+    assert "next:\n  umbra check new/one/run.toml\n  umbra up new/" in capsys.readouterr().out
     assert sorted(os.listdir("new/one")) == ["reward.py", "run.toml"]
     config = load_config("new/one/run.toml", environ={})
     assert (config.model.path, config.data.prompts) == ("an-org/a-model", "mine.jsonl")
