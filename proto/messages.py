@@ -188,7 +188,7 @@ class Status(Message, frozen=True, kw_only=True):
     uptime_s: Number
     version: int
     steps: int  # the run's goal
-    ledger: Ledger
+    ledger: Ledger  # of training; evaluations are counted in `evals`
     members: Annotated[list[Member], Meta(max_length=MEMBERS)]
     departed: ManyBy[Text]  # name -> why it is gone
     staleness: Figures  # of the samples trained so far: mean, max, bound
@@ -196,7 +196,6 @@ class Status(Message, frozen=True, kw_only=True):
     stuck: Whole[Stuck]
     weights: Name = ""  # endpoint of the hub
     evals: Whole[EvalReport] = []  # oldest first
-    eval_ledger: Ledger = Ledger()  # of eval samples, which the other one leaves out
     staleness_counts: Whole[int] = []  # trained samples by staleness, from 0
     curves: Curves = Curves()
     events: Name = ""  # endpoint for those who watch telemetry

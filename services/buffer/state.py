@@ -238,7 +238,7 @@ class Recovery:
         run.pool.restore(groups, now)
         run.evals.restore(now)
         run.members.restore([journal.read(key) for key in journal.store.keys(MEMBER)], now)
-        if missing := run.pool.ledger.snapshot().balance:
+        if missing := sum(pool.ledger.snapshot().balance for pool in run.pools):
             raise unfit(f"{missing} samples are unaccounted for")
         return True
 

@@ -194,7 +194,6 @@ class StatusPage:
             counters=dict(Counter(run.counters) + Counter(self.wire_counters)),
             stuck=[*members.stuck(now), *self.room.stuck(now), *self._report.stuck(now)],
             evals=run.evals.status(),
-            eval_ledger=run.evals.pool.ledger.snapshot(),
             weights=members.hub[0],
             staleness_counts=list(run.batches.trained.counts),
             curves=run.curves.record(),

@@ -6,7 +6,8 @@ import pytest
 from fakes.broker_world import World, trajectory, world
 
 from umbra.proto.messages import FinishRun, RunFinished
-from umbra.proto.records import EvalReport, Task
+from umbra.proto.records import EvalReport, Ledger, Task
+from umbra.services.buffer.store import StoreError
 from umbra.services.config import EvalConfig
 from umbra.services.prompts import Prompt
 
@@ -43,6 +44,10 @@ def report(run: World) -> EvalReport:
     return run.status.evals[-1]
 
 
+def ledger_of(run: World) -> Ledger:
+    return run.broker.run.evals.pool.ledger.snapshot()
+
+
 def pinned(tasks: list[Task]) -> list[Task]:
     return [task for task in tasks if task.pinned_version >= 0]
 
@@ -62,7 +67,7 @@ def test_training_pauses_for_an_evaluation() -> None:
     assert (found.version, found.done, found.answered) == (2, True, SAMPLES)
     assert found.accuracy == pytest.approx(2 / 3)
     assert run.pool.ledger.issued == before  # a ledger of their own
-    assert run.status.eval_ledger.ended == {"evaluated": SAMPLES}
+    assert ledger_of(run).ended == {"evaluated": SAMPLES}
     assert run.lease("a", 9, 2)
     assert [row.fields["version"] for row in run.rows if row.kind == "eval"] == [2]
 
@@ -75,19 +80,27 @@ def test_an_evaluation_goes_on_when_the_buffer_starts_again(mode: str) -> None:
     run.answer("a", [first], 2)
     run.back("a", second, failed=True)
     assert run.broker.run.counters["environment_failures"] == 1
-    before, ledger = report(run), run.status.eval_ledger
+    before, ledger = report(run), ledger_of(run)
     assert (before.answered, before.ended) == (1, {"failed": 1})
     run.restart_broker()
     assert report(run) == before
-    assert run.status.eval_ledger == ledger
+    assert ledger_of(run) == ledger
     (third,) = pinned(run.lease("a", 1, 2))
     run.restart_broker()
     run.answer("a", [third], 2)  # its lease has outlived the buffer
     assert (report(run).done, report(run).answered) == (True, 2)
-    assert run.status.eval_ledger.balance == 0
+    assert ledger_of(run).balance == 0
     assert not run.store.keys("t/e") and not run.store.keys("g/e")
     run.restart_broker()
     assert [one.done for one in run.status.evals] == [True]
+
+
+def test_a_store_without_samples_of_its_evaluation_is_refused() -> None:
+    run = evaluated("pause")
+    for key in (*run.store.keys("g/e"), *run.store.keys("r/e")):
+        run.store.delete(key)
+    with pytest.raises(StoreError, match=f"{SAMPLES} samples are unaccounted for"):
+        run.restart_broker()
 
 
 def test_an_evaluation_that_takes_long_names_its_holders_and_then_ends_as_overdue() -> None:
@@ -136,7 +149,7 @@ def test_an_evaluation_that_nobody_can_finish_begins_again_with_newer_weights() 
     assert report(run).answered == 0
     run.restart_broker()
     check_done(run, 3)
-    ledger = run.status.eval_ledger
+    ledger = ledger_of(run)
     assert (ledger.ended, ledger.balance) == ({"evaluated": SAMPLES}, 0)
 
 
@@ -194,7 +207,7 @@ def test_an_open_evaluation_is_cancelled_with_the_buffer_or_with_its_version() -
     run.batch(1)
     assert not run.broker.run.evals.pool.groups
     for one in runs:
-        ledger = one.status.eval_ledger
+        ledger = ledger_of(one)
         assert (ledger.ended, ledger.balance) == ({"cancelled": SAMPLES}, 0)
     for number in (1, 2):
         run.train(number)
