@@ -21,7 +21,7 @@ PHRASES = (
     *("door", "doors", "errand", "foreman", "level group", "outlet", "pulse", "staffing"),
     *("dialect", "stranger", "strangers"),
 )
-OPENINGS = re.compile(r"\s*(What|Whether|Whoever) ")
+OPENINGS = re.compile(r"\s*(What|Whatever|Whether|Whoever) ")
 GAP = r"(?:[\s#]+|\s*\"\s+f?\"\s*)"  # also between lines of a comment, and pieces of a string
 _ALL = "|".join(map(re.escape, PHRASES)).replace(r"\ ", GAP)
 BANNED = re.compile(rf"\b(?:{_ALL}|what{GAP}is\b(?! [\d{{\"]))\b", re.IGNORECASE)

@@ -1,5 +1,7 @@
-"""Whatever peers do, in whatever order, under every combination of policies: no sample is lost or
-trained twice, none is too old, the ledger balances, and honest peers can always end the run.
+"""The buffer as a state machine: peers do anything, in any order, under all sets of policies.
+
+No sample is lost or trained twice, none is too old, the ledger balances, and honest peers can
+always end the run.
 """
 
 from collections.abc import Iterator

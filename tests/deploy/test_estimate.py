@@ -129,7 +129,7 @@ def test_ranks_that_share_rows_have_a_part_each() -> None:
 
 @pytest.mark.parametrize("longest", [40, 300])
 def test_no_micro_batch_is_fuller(longest: int) -> None:
-    """Whatever the lengths of the samples: neither tokens nor pairs of a masked row."""
+    """Count tokens, and pairs of masked rows, of samples with random lengths."""
     tokens, width = fullest(64, 512, longest)
     assert (tokens, width) == (512, 64 if longest == 40 else 127)
     generator = torch.Generator().manual_seed(longest)

@@ -203,7 +203,7 @@ def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nobody_reads_what_older_weights_made_of_anothers_tokens() -> None:
-    """Whatever the order of loads and turns: a salt of before a load has one reader after it."""
+    """Draw orders of loads and turns: a salt of before a load has one reader after it."""
     source = random.Random(1)
     for _ in range(200):
         salts, made = Salts(), {}  # by salt: sessions that read under it, and since which load

@@ -113,7 +113,7 @@ def test_another_treatment_of_logits_is_refused() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loaded_model_shows_that_its_sequences_need_rows(name: str) -> None:
-    """Whatever is known by its name."""
+    """Give the scorer attention layers alone: the first pass finds out that there are others."""
     model: Any = ARCHITECTURES[name].model()
     Attention.prepare(model, model.device)
     scorer = Scorer(model, attention=Attention(backend="sdpa"))  # as if all layers only attended

@@ -1,4 +1,4 @@
-"""Whatever arrives, decoding ends with a message or a WireError, in bounded memory."""
+"""Decoding of any bytes: it ends with a message or a WireError, in bounded memory."""
 
 from __future__ import annotations
 

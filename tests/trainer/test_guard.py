@@ -106,7 +106,7 @@ def spoiled(
 def test_an_outlier_is_left_out_alone_or_with_its_sequence(
     directory: Path, monkeypatch: pytest.MonkeyPatch, objective: str
 ) -> None:
-    """Whatever it is, it has no part in the update; all the others have."""
+    """Compare updates with outliers of every kind: the outlier has no part, all other tokens do."""
     keys: dict[str, Any] = {"objective": objective, "kl_coef": 0.0, "minibatches": 2}
     if objective == "geometric":
         keys |= {"objective": "tis", "mask": objective, "mask_low": 0.1, "mask_high": 10.0}

@@ -391,7 +391,7 @@ def encode(old: bytes, new: bytes, item: int, limit: int = 1 << 30) -> bytes | N
 def test_every_bit_comes_back(
     item: int, count: int, changes: list[tuple[int, int]], seed: int
 ) -> None:
-    """Whatever changes by whatever difference, NaNs and signs included."""
+    """Apply deltas of random changes to words, NaNs and changed signs among them."""
     old = np.random.default_rng(seed).integers(0, 256, count * item, dtype=np.uint8).tobytes()
     words = np.frombuffer(old, f"<u{item}").copy()
     for place, difference in changes:

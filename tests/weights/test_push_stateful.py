@@ -1,4 +1,4 @@
-"""Whatever happens, in any order: no slot is written while it is read, and everyone gets there."""
+"""Pushes as a state machine: no slot is written while it is read, and all get the version."""
 
 from dataclasses import dataclass, field
 
