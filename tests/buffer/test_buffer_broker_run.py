@@ -199,6 +199,33 @@ def test_the_status_names_what_is_overdue() -> None:
     assert "waiting for sample s-0 held by a for 125.0 s" in batch.what and batch.age_s == 125
 
 
+def test_the_wait_for_a_batch_ends_with_the_batch_the_trainer_or_the_run() -> None:
+    run = world(run_ahead=0, stall_s=5, dead_after_s=1000)
+
+    def overdue() -> bool:
+        return any(item.what.startswith("batch of step") for item in run.status.stuck)
+
+    def wait(step: int, seconds: float) -> None:
+        assert run.ask("trainer", m.LeaseBatch(step=step, wait_s=99)) is None
+        run.pass_time(seconds)
+
+    run.pass_time(1)
+    wait(1, 3)
+    run.produce("a", 0)
+    run.commit(1)
+    run.pass_time(6)
+    assert not overdue()
+    wait(2, 6)
+    assert overdue()
+    run.join("trainer", "trainer", "trainer-2")
+    assert not overdue()
+    wait(2, 6)
+    assert overdue()
+    run.take(run.broker.drain("signal", run.now))
+    assert not overdue()
+    assert [row.fields["wait_s"] for row in run.rows if row.kind == "batch"] == [3]
+
+
 def test_the_status_names_who_keeps_a_group_from_its_scorer() -> None:
     """A reward of whole groups waits for the last answer; the trainer waits for both."""
     run = world(reward_scope="group", stages=["reward"], batch_groups=1, run_ahead=0)

@@ -35,7 +35,9 @@ def evaluated(mode: Any, **options: Any) -> World:
 
 def check_done(run: World, version: int) -> None:
     """The evaluation of `version` ends with what `a` answers now: no sample is missing."""
-    run.answer("a", pinned(run.lease("a", 9, version)), version)
+    tasks = pinned(run.lease("a", 9, version))
+    assert all(task.trajectory is None for task in tasks), "tokens of other weights are continued"
+    run.answer("a", tasks, version)
     found = report(run)
     assert (found.version, found.done, found.answered) == (version, True, SAMPLES)
 
@@ -137,8 +139,9 @@ def test_an_evaluation_is_pinned_to_the_first_version_that_is_served() -> None:
 def test_an_evaluation_that_nobody_can_finish_begins_again_with_newer_weights() -> None:
     """The generator that kept the version dies; the other serves a newer one already."""
     run = evaluated("concurrent")
-    tasks = run.lease("a", 2, 2)
-    run.answer("a", tasks[:1], 2)
+    first, second = run.lease("a", 2, 2)
+    run.answer("a", [first], 2)
+    run.back("a", second, partial=trajectory(second, 2, finish_reason="partial"))
     run.produce("b", 1)
     run.train(3)
     run.lease("b", 1, 3)

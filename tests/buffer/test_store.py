@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from itertools import starmap
 from pathlib import Path
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import lmdb
@@ -24,7 +25,9 @@ import pytest
 from fakes.lossy_disk import QuickDisk
 from hypothesis import given, settings
 
+from umbra.proto.errors import UsageError
 from umbra.services.buffer import store as stores
+from umbra.services.buffer.service import store_of
 from umbra.services.buffer.store import (
     ACKNOWLEDGED,
     DATA,
@@ -36,6 +39,7 @@ from umbra.services.buffer.store import (
     StoreFullError,
     open_store,
 )
+from umbra.services.config import BufferConfig, RunConfig
 from umbra.services.process import files
 
 Store = LmdbStore | MemoryStore
@@ -321,6 +325,27 @@ def begun(run: Path) -> str:
     store.commit()
     store.close()
     return store.id
+
+
+@pytest.mark.parametrize("has_run", [True, False])
+@pytest.mark.parametrize("store", ["", "memory", "own"])
+def test_the_store_of_a_buffer_is_in_its_run_unless_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str, has_run: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (run_dir := tmp_path / "run").mkdir()
+    place = {"": "run/store" if has_run else "", "own": "own"}.get(store, "")
+    context = Mock(config=RunConfig(buffer=BufferConfig(store=store)))
+    context.run_dir = run_dir if has_run else None
+    store_of(context).close()
+    found = [str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob(DATA)]
+    assert (found, (run_dir / MARK).exists()) == ([place] * bool(place), has_run and bool(place))
+    assert ("store is in memory" in str(context.log.warning.mock_calls)) == (not place)
+    (tmp_path / "file").touch()
+    context.config = RunConfig(buffer=BufferConfig(store="file/store"))
+    context.run_dir = None
+    with pytest.raises(UsageError, match=r"^buffer\.store = file/store cannot be opened"):
+        store_of(context)
 
 
 @pytest.mark.parametrize("change", ["removed", "emptied", "replaced", "elsewhere", "memory"])
