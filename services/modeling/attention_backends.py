@@ -145,7 +145,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: 
     if groups > 1 and not grouped:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if how.plain:
-        causal = mask is None and query.shape[2] > 1
+        causal = query.shape[2] > 1 and mask is None  # else traced shapes make a symbol
         return scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=how.scale, enable_gqa=grouped
         )
