@@ -94,8 +94,8 @@ class Model(nn.Module):
         self._table.load(manifest, data)
 
     def load_staged(self, staged: StagedVersion) -> None:
-        """Load a version as the torch engine does, which is verified where it may change."""
-        self._table.load(staged.manifest, staged.data, staged.guard)
+        """Load a version as the torch engine does."""
+        self._table.load(staged.manifest, staged.data)
 
     def equals(self, manifest: Manifest, data: memoryview) -> bool:
         """Return whether `data` holds the same bits."""

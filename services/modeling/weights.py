@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -12,12 +11,11 @@ from torch import nn
 from umbra.proto.errors import PeerLostError, UsageError
 from umbra.proto.records import AdapterFacts, Manifest, TensorEntry
 from umbra.services.config import RunConfig
-from umbra.services.modeling.gpu_copies import bytes_of, fill, gpu_copies, page_lock
+from umbra.services.modeling.gpu_copies import fill, gpu_copies, page_lock
 from umbra.services.modeling.lora import adapter_facts, add_adapter, factors
 from umbra.services.modeling.model_directory import weights_checksum
 from umbra.services.weights.gpu.cuda import DeviceMemory
 from umbra.services.weights.manifest import Part
-from umbra.services.weights.verify import Move, SlotGuard
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -56,29 +54,17 @@ class WeightTable:
                 self._aliases.setdefault(id(place), []).append(name)
 
     @torch.no_grad()
-    def load(self, manifest: Manifest, data: Part, guard: SlotGuard | None = None) -> None:
-        """Copy a version in place, and verify the weights then in the model by `guard`.
-
-        If it does not fit, nothing was changed; a ChangedError says that something was.
-        """
+    def load(self, manifest: Manifest, data: Part) -> None:
+        """Copy a version in place; if it does not fit, nothing was changed."""
         self.check(manifest)
         if len(data) != manifest.total_bytes:
             raise PeerLostError(f"got {len(data)} of the {manifest.total_bytes} bytes of a version")
         places = [self._places[entry.name].detach() for entry in manifest.tensors]
-        entries = zip(manifest.tensors, places, tensors_in(manifest, data), strict=True)
-        with gpu_copies(places, guard.sums.until if guard is not None else None) as begun:
-            for entry, place, (_, tensor) in entries:
+        with gpu_copies(places):
+            for place, (_, tensor) in zip(places, tensors_in(manifest, data), strict=True):
                 if place.is_cuda:
                     page_lock(data)
-                if guard is None or place.is_cuda or tensor.is_cuda:
-                    fill(place, tensor)
-                else:
-                    end = entry.offset + entry.nbytes
-                    guard.sums.copy(entry.offset, end, _hashed_copy(place, tensor))
-                if place.is_cuda:
-                    begun(tensor.nbytes, entry.offset + entry.nbytes)
-        if guard is not None:
-            guard.verify()
+                fill(place, tensor)
 
     def left_out(self, names_present: Collection[str]) -> dict[str, list[str]]:
         """Return names not in `names_present`, by the name in it whose place they share."""
@@ -114,26 +100,6 @@ class WeightTable:
                 f"the weights do not fit this generator's model ({'; '.join(faults)}); trainer and "
                 f"generators must be given the same {keys}"
             )
-
-
-def _hashed_copy(target: torch.Tensor, source: torch.Tensor) -> Move:
-    """Return a copier from shared `source` to `target`; its result is written by nobody else.
-
-    What has another dtype, or does not lie in one piece, is copied now, through memory of our own.
-    """
-    if target.dtype != source.dtype or not target.is_contiguous():
-        buffer = torch.empty(source.shape, dtype=source.dtype)
-        fill(buffer, source)
-        fill(target, buffer)
-        copied = bytes_of(buffer)
-        return lambda start, end: copied[start:end]
-    content = bytes_of(target)
-
-    def move(start: int, end: int) -> memoryview:
-        ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, end - start)
-        return content[start:end]
-
-    return move
 
 
 def weight_table(model: Any, config: RunConfig) -> WeightTable:

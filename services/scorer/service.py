@@ -221,7 +221,7 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
         receiver.subscribe(limit_s)
 
         def apply(staged: StagedVersion) -> None:
-            table.load(staged.manifest, staged.data, staged.guard)
+            table.load(staged.manifest, staged.data)
 
         def load(staged: StagedVersion | None) -> None:
             nonlocal version

@@ -35,7 +35,7 @@ from umbra.services.trainer.distributed.rendezvous import RankPlace
 from umbra.services.trainer.distributed.sharding import reshard
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import checksum, owned_buckets
-from umbra.services.weights.verify import PAST_CACHE_BYTES, THREADS, Checksums, Move, Piece
+from umbra.services.weights.verify import BLOCK_BYTES, THREADS, Checksums, Move, Piece
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def write_shards(
                 _cast(target, rows, piece)
                 begun(len(area), begin + len(area))
             elif sums is not None:
-                sums.copy(begin, begin + len(area), _by_block(target, rows), PAST_CACHE_BYTES)
+                sums.copy(begin, begin + len(area), _by_block(target, rows))
             else:
                 _cast(target, rows, piece)
             written += len(area)
@@ -185,7 +185,7 @@ def _by_block(target: Tensor, source: Tensor) -> Move:
     def move(start: int, end: int) -> memoryview:
         first, last = start // size, end // size
         if not hasattr(_blocks, "own"):  # a block for each thread, which stays in its cache
-            _blocks.own = torch.empty(PAST_CACHE_BYTES, dtype=torch.uint8)
+            _blocks.own = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         part = _blocks.own.view(target.dtype)[: last - first]
         fill(part, read[first:last])
         fill(written[first:last], part)
@@ -290,12 +290,15 @@ class Snapshots:
             if self._arena is None or self._arena[0] != path:
                 self.close()
                 self._arena = path, Arena.attach(path, slot_bytes=manifest.total_bytes)
+            self._arena[1].lock(number)
             slot = self._arena[1].slot(number)
         threads = max(1, THREADS // ranks.place.per_host)
         if torch.get_num_threads() > 1 and all(p.is_cpu for p in self._model.parameters()):
             threads = 1  # torch divides each copy among its own
         expected = Checksums(manifest, slot, threads, is_whole=ranks.world == 1)
         write_shards(self._model, manifest, slot, ranks.rank, ranks.world, expected)
+        if self._arena is not None:
+            self._arena[1].unlock(number)
         if ranks.world == 1:
             return expected.result()
         # When all have told theirs, all have written.

@@ -164,7 +164,7 @@ class HubPlanes:
                 epoch = int(time.time() * 1000)
                 end = NcclHub(worker, config.chunk_bytes, config.pace, epoch, tcp, wake)
             else:
-                end = ShmHub()
+                end = ShmHub(wake)
             self._add(end)
         return self.ends[name]
 

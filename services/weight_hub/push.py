@@ -10,9 +10,10 @@ An *epoch* names one attempt to bring a version to a receiver, and is never used
 - *Newest* is the version published last, not the greatest: a trainer that resumed from a checkpoint
   publishes older numbers again.
 - A slot may be granted to the trainer when it holds neither the newest version nor one that a
-  receiver is staging. One that loads in place reads its slot until COMMITTED too; the trainer waits
-  for that no longer than a few of the longest loads, since it may be the end of an evaluation that
-  is waited for. Should one still read then, the slot's sequence number and the checksums show it.
+  receiver is staging, and no trainer before this one still writes it. A receiver that loads in
+  place reads its slot until COMMITTED too; the trainer waits for that no longer than a few of the
+  longest loads, since it may be the end of an evaluation that is waited for. Should one still read
+  then, the slot's sequence number shows it.
 - A receiver that reads the slot which the trainer needs, while others serve the newest version, is
   dropped when the trainer has waited for eight times as long as the longest staging took, and for
   five seconds at least.
@@ -27,6 +28,7 @@ An *epoch* names one attempt to bring a version to a receiver, and is never used
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -134,9 +136,16 @@ class PushProtocol:
         slots: version slots in the arena, at least 2.
         pace: how long a receiver may take per phase.
         first_epoch: epochs count from the one after it; above the epochs of the hub before.
+        is_locked: whether a process still writes a slot.
     """
 
-    def __init__(self, slots: int, pace: Pace, first_epoch: int = 0) -> None:
+    def __init__(
+        self,
+        slots: int,
+        pace: Pace,
+        first_epoch: int = 0,
+        is_locked: Callable[[int], bool] = lambda slot: False,
+    ) -> None:
         if slots < 2:
             raise ValueError("a hub needs two slots: one is served while the other is written")
         self.counters: Counter[str] = Counter()
@@ -147,6 +156,7 @@ class PushProtocol:
         self.slots = slots
         self.held: dict[int, Publication] = {}  # by slot, until it is written again
         self._pace = pace
+        self._is_locked = is_locked
         self._deadline_s = pace.limit_s(0)  # of a phase; with a layout, for its bytes
         self._publisher: HubPeer | None = None
         self._grant: tuple[int, int] | None = None  # slot and version that the trainer writes
@@ -385,6 +395,7 @@ class PushProtocol:
             slot
             for slot in range(self.slots)
             if slot != newest and not any(r.reads(slot, loads=loads) for r in receivers)
+            if not self._is_locked(slot)
         ]
         ages = {slot: publication.number for slot, publication in self.held.items()}
         return min(free, key=lambda slot: ages.get(slot, 0), default=None)

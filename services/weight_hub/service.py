@@ -110,7 +110,8 @@ class WeightHub:
         upstream: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.protocol = PushProtocol(config.slots, config.pace, first_epoch=int(time.time() * 1000))
+        first_epoch = int(time.time() * 1000)
+        self.protocol = PushProtocol(config.slots, config.pace, first_epoch, self._is_locked)
         self._server = server
         self._run_id = run_id
         self._config = config
@@ -203,6 +204,9 @@ class WeightHub:
             made.close()
         self._making.close()
         self._drop_arena()
+
+    def _is_locked(self, slot: int) -> bool:
+        return self._arena is not None and self._arena.is_locked(slot)
 
     # -- events -----------------------------------------------------------------------------------
 

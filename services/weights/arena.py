@@ -188,6 +188,25 @@ class Arena:
         """Make the sequence number of slot `index` even: its version is complete."""
         self._sequences[index] += self._sequences[index] % 2
 
+    def lock(self, index: int) -> None:
+        """Tell the hub that this process writes slot `index`, until it unlocks it or ends."""
+        self._lock(index, fcntl.LOCK_SH)
+
+    def unlock(self, index: int) -> None:
+        self._lock(index, fcntl.LOCK_UN)
+
+    def is_locked(self, index: int) -> bool:
+        """Return whether another process has locked slot `index`."""
+        try:
+            self._lock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        self.unlock(index)
+        return False
+
+    def _lock(self, index: int, kind: int) -> None:
+        fcntl.lockf(self._fd, kind, self.slot_bytes, index * _stride(self.slot_bytes))
+
     def check(self) -> None:
         """Raise StartupError if the file has become shorter: to read past its end is a SIGBUS."""
         if os.fstat(self._fd).st_size < _size(self.slot_bytes, self.slots):

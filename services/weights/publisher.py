@@ -122,6 +122,7 @@ class Publisher:
                 slot = self._acquire(version, deadline.left_s)
             assert self._arena is not None
             self._granted = self._arena, slot, version
+            self._arena.lock(slot)
             return self._arena.slot(slot)
 
     def publish(self, version: int, snapshot_s: float, sums: list[int]) -> None:
@@ -140,6 +141,7 @@ class Publisher:
             if self._granted is None or self._granted[2] != version:
                 raise ValueError(f"no slot was acquired for version {version}")
             arena, slot, _ = self._granted
+            arena.unlock(slot)
             message = m.Publish(version=version, slot=slot, checksums=sums, snapshot_s=snapshot_s)
             try:
                 self._insist(message, m.Ok, self._answer_s, Deadline(PARTS_BACK_S + self._answer_s))
@@ -215,7 +217,9 @@ class Publisher:
             )
             raise self._failure
         slot = self._acquire(message.version, self._answer_s)
+        target.lock(slot)
         copy(arena.slot(message.slot), target.slot(slot))
+        target.unlock(slot)
         message = msgspec.structs.replace(message, slot=slot, snapshot_s=0.0)
         self._call(message, m.Ok, self._answer_s)
         return message
@@ -237,7 +241,8 @@ class Publisher:
                 raise
             raise DeadlineError(
                 f"no free slot for version {version} within {timeout_s:g} s: receivers are still "
-                "staging the versions before it, or the weight hub is gone"
+                "staging the versions before it, another trainer still writes one, or the weight "
+                "hub is gone"
             ) from error
 
     def _insist(

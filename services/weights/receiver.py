@@ -171,7 +171,7 @@ class Receiver:
                     error = "its slot was written again before it was loaded"
                 else:
                     apply(staged)
-                    if guard is not None and not guard.is_verified:
+                    if guard is not None:
                         guard.verify()
             except ChangedError as problem:
                 changed = error = f"version {staged.version} changed under the load: {problem}"

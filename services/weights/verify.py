@@ -1,8 +1,8 @@
-"""Checksums of a version, computed from the very bytes that its writer and its reader copy.
+"""Checksums of a version, computed from the very bytes that its writer copies, and slots in use.
 
-A receiver on the hub's host loads from the arena itself. A load counts if the sequence number of
-the slot is the same before and after it, and if the engine's bytes have the checksums of the
-trainer's: so nobody who touched the memory goes unnoticed.
+A receiver on the hub's host loads from the arena itself. The hub has verified the slot, which no
+process can write while it is published; a load counts if the sequence number of the slot is the
+same before and after it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from umbra.proto.records import Manifest
 from umbra.services.weights.manifest import wrong_checksum
 
 THREADS = min(4, os.cpu_count() or 1)  # of a process, that copy and compute checksums
-PAST_CACHE_BYTES = 1 << 20  # of a copy that the C library writes past the cache
-IN_CACHE_BYTES = PAST_CACHE_BYTES - 4096  # of one that is hashed there: a quarter less time
+BLOCK_BYTES = 1 << 20  # copied and hashed at once: such a copy the C library writes past the cache
 AHEAD = 2  # buckets for each thread, at most, that wait to be copied
 
 OVERWRITTEN = "its slot was written again"
@@ -65,16 +64,16 @@ class Checksums:
             for entry, start in zip(manifest.tensors, starts, strict=True)
         }
         self._bucket = -1  # of the moves that wait for the rest of their bucket
-        self._moves: list[tuple[int, int, int, Move, int]] = []
+        self._moves: list[tuple[int, int, int, Move]] = []
         self._copying: deque[Future[list[Piece]]] = deque()
         self._pieces: list[Piece] = []
         self._touched: set[int] = set()  # buckets of which bytes are copied or read
         self._behind = 0  # buckets before this one are among them
 
-    def copy(self, start: int, end: int, move: Move, block_bytes: int = IN_CACHE_BYTES) -> None:
+    def copy(self, start: int, end: int, move: Move) -> None:
         """Have `move` copy bytes `[start, end)` by blocks, given places from `start` on.
 
-        What it returns is hashed, from the cache if blocks are small enough to stay there.
+        What it returns is hashed.
         """
         at = start
         while at < end:
@@ -84,7 +83,7 @@ class Checksums:
                 self._bucket = bucket
                 self._touched.add(bucket)
             stop = min(end, self._ends[bucket])
-            self._moves.append((start, at, stop, move, block_bytes))
+            self._moves.append((start, at, stop, move))
             at = stop
 
     def until(self, end: int) -> None:
@@ -132,18 +131,18 @@ class Checksums:
             while len(self._copying) > AHEAD * self._threads:
                 self._pieces += self._copying.popleft().result()
 
-    def _carry_out(self, moves: list[tuple[int, int, int, Move, int]]) -> list[Piece]:
+    def _carry_out(self, moves: list[tuple[int, int, int, Move]]) -> list[Piece]:
         """Copy and hash bytes of one bucket; one piece for those without a gap between them."""
         pieces: list[Piece] = []
         begun = at = -1
         hasher = xxhash.xxh3_64()
-        for origin, begin, end, move, size in moves:
+        for origin, begin, end, move in moves:
             if begin != at:
                 if begun < at:
                     pieces.append((begun, at, hasher.intdigest()))
                 begun, hasher = begin, xxhash.xxh3_64()
-            for place in range(begin, end, size):
-                hasher.update(move(place - origin, min(place + size, end) - origin))
+            for place in range(begin, end, BLOCK_BYTES):
+                hasher.update(move(place - origin, min(place + BLOCK_BYTES, end) - origin))
             at = self._padded.get(end, end)
             hasher.update(self._data[end:at])
         pieces.append((begun, at, hasher.intdigest()))
@@ -151,27 +150,17 @@ class Checksums:
 
 
 class SlotGuard:
-    """A check that an engine loads the published version from a slot.
+    """A check that a slot stays as it is while an engine loads from it.
 
     Args:
         sequence: the sequence number of the slot, a view of one u64 in shared memory.
         check: raises an OSError or an UmbraError if the memory is gone.
     """
 
-    def __init__(
-        self,
-        sequence: memoryview,
-        check: Callable[[], None],
-        manifest: Manifest,
-        data: memoryview,
-        checksums: Sequence[int],
-    ) -> None:
-        self.sums = Checksums(manifest, data, THREADS)  # of what the engine loads
-        self.is_verified = False
-        self._check = check
+    def __init__(self, sequence: memoryview, check: Callable[[], None]) -> None:
         self._sequence = sequence
+        self._check = check
         self._begun: int = sequence[0]
-        self._checksums = checksums
 
     @property
     def is_overwritten(self) -> bool:
@@ -188,13 +177,9 @@ class SlotGuard:
         return not self.is_overwritten
 
     def verify(self) -> None:
-        """Raise ChangedError if the loaded bytes are not the version."""
-        wrong = self.sums.wrong(self._checksums)
+        """Raise ChangedError if what was loaded may be of two versions."""
         if self.is_overwritten:
             raise ChangedError(OVERWRITTEN)
-        if wrong:
-            raise ChangedError(wrong)
-        self.is_verified = True
 
 
 @cache

@@ -277,9 +277,6 @@ class Engine:
         taken = bytes(staged.data[:half])
         self.under(staged)
         self._held = taken + bytes(staged.data[half:])
-        held = memoryview(self._held)
-        if staged.guard is not None:
-            staged.guard.sums.copy(0, len(held), lambda start, end: held[start:end])
 
 
 class Watched(StagedPlanes):

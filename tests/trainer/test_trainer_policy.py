@@ -3,6 +3,9 @@
 import json
 import shutil
 import string
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,17 +18,20 @@ from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import TrainerConfig
 from umbra.services.modeling.model_directory import check_model_dir
 from umbra.services.modeling.weights import DTYPES
-from umbra.services.trainer.distributed.ranks import join_ranks
+from umbra.services.trainer import snapshot
+from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
 from umbra.services.trainer.distributed.rendezvous import RankPlace
 from umbra.services.trainer.learner import Learner
 from umbra.services.trainer.policy import export_policy, load_policy, open_policy
 from umbra.services.trainer.snapshot import (
+    Snapshots,
     checked,
     own_buckets,
     owners_of,
     tensor_layout,
     write_shards,
 )
+from umbra.services.weights.arena import Arena
 from umbra.services.weights.manifest import build_manifest, checksum
 from umbra.services.weights.verify import Checksums, Piece
 
@@ -213,3 +219,33 @@ def test_what_another_process_wrote_between_ranks_gets_no_valid_checksum() -> No
             slot[at] ^= 1
             assert checked(slot, start, stop, pieces) not in (right, checksum(slot[start:stop]))
             slot[at] ^= 1
+
+
+LOCKED = """
+import sys
+from umbra.services.weights.arena import Arena
+print(Arena.attach(sys.argv[1], slot_bytes=int(sys.argv[2])).is_locked(1))
+"""
+
+
+def test_a_rank_has_its_slot_locked_while_it_writes(
+    run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(8, 8)
+    manifest = build_manifest(tensor_layout(model, "bfloat16"), 4096)
+    size = manifest.total_bytes
+    arena = Arena.create(run_id, "ranks", slot_bytes=size, slots=2)
+
+    def is_locked() -> str:
+        argv = [sys.executable, "-c", LOCKED, str(arena.path), str(size)]
+        return subprocess.check_output(argv, text=True, timeout=60).strip()
+
+    seen = list[str]()
+    monkeypatch.setattr(snapshot, "write_shards", lambda *_: seen.append(is_locked()))
+    try:
+        with closing(Snapshots(model, manifest, Ranks())) as writer:
+            writer.write((str(arena.path), 1))
+            assert (seen, is_locked()) == (["True"], "False")
+    finally:
+        arena.unlink()
+        arena.close()

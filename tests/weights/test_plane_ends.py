@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 from fakes.hub_bench import LAYOUT, PACE, WAIT_S
+from fakes.slowness import until
 
 from umbra.deploy.check.machine import findings
 from umbra.proto.errors import PeerLostError, RejectedError, UsageError
@@ -25,6 +26,8 @@ from umbra.services.weights.planes import receiving
 from umbra.services.weights.planes.cuda_ipc import IpcHub
 from umbra.services.weights.planes.nccl import CommunicatorRanks, NcclGroup, Rounds
 from umbra.services.weights.planes.plane import (
+    Settled,
+    ShmHub,
     ShmReceiver,
     Side,
     check_plane,
@@ -333,7 +336,7 @@ class Uploading(IpcHub):
         self.woken = threading.Event()
         super().__init__(Mock(), PACE, self.woken.set)
 
-    def _upload(self, prepare: Prepare) -> bytes:
+    def _handle(self, prepare: Prepare) -> bytes:
         self.begun.append(prepare.version)
         assert self.may_end.acquire(timeout=WAIT_S)
         if prepare.version == 9:
@@ -371,6 +374,27 @@ def test_who_waits_shares_an_upload_and_who_comes_later_has_it() -> None:
     hub.close()
 
 
+def test_a_version_in_its_slot_is_verified_once_unless_it_is_given_up() -> None:
+    arena = Arena.anonymous(slot_bytes=LAYOUT.total_bytes, slots=1)
+    hub = ShmHub()
+    hub.layout(arena, LAYOUT)
+    sums = checksums(LAYOUT, arena.slot(0))
+    message = Prepare(epoch=1, version=0, slot=0, checksums=sums)
+
+    def outcome(prepare: Prepare) -> Settled:
+        assert hub.prepare("a", prepare, 0.0) == ()
+        return until(lambda: hub.poll(0.0), lambda: hub)[0]
+
+    assert outcome(message) == Settled("a", message)
+    arena.slot(0)[5000] ^= 1
+    assert hub.prepare("b", message, 0.0) == (Settled("b", message),), "nobody may write it"
+    hub.granted(0)
+    assert "checksum of bucket 1 [4032, 8064) is wrong" in outcome(message).error
+    hub.close()
+    with pytest.raises(PeerLostError, match="was cancelled"):
+        hub._handle(message)
+
+
 def test_a_receiver_of_shared_memory_says_what_is_wrong_with_it(run_id: str) -> None:
     arena = Arena.create(run_id, "shm", slot_bytes=LAYOUT.total_bytes, slots=2)
     reply = Subscribed(manifest=LAYOUT, plane="shm", path=str(arena.path))
@@ -392,7 +416,7 @@ def test_a_receiver_of_shared_memory_says_what_is_wrong_with_it(run_id: str) -> 
             assert (receipt.guard is None, receipt.data is None) == (bool(error), bool(error))
             assert receipt.stage_s > 0
         arena.end(1)
-        guard = SlotGuard(arena.sequence(1), arena.check, LAYOUT, arena.slot(1), sums)
+        guard = SlotGuard(arena.sequence(1), arena.check)
         assert guard.is_readable
         os.truncate(arena.path, 4096)
         assert not guard.is_readable, "to read it would be a SIGBUS"

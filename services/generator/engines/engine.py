@@ -102,8 +102,8 @@ class Engine(Protocol):
             version: of the weights.
             kv_policy: the fate of sequences in flight. Under "keep", the KV of a session stays
                 valid for its own later requests, and for no other's.
-            guard: verifies bytes loaded from memory that others can write, before a token is
-                sampled; its errors pass. None where nobody can.
+            guard: of memory that others can write: verified before a token is sampled, and its
+                errors pass. None where nobody can.
 
         Raises UsageError: the version does not fit the model; the old one is served, whole.
         """

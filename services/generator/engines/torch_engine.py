@@ -266,7 +266,9 @@ class TorchEngine:
         guard: SlotGuard | None = None,
     ) -> None:
         """Serve `version` from the next token on; see `Engine.load`."""
-        self._weights.load(manifest, data, guard)
+        self._weights.load(manifest, data)
+        if guard is not None:
+            guard.verify()
         self.version = version
         for row in self._rows:
             row.starts.append((version, len(row.tokens)))

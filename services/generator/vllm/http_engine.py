@@ -159,12 +159,12 @@ class HttpEngine(LoopEngine[Stream]):
         """
         assert isinstance(data, memoryview), "receivers of servers have no GPU"
         info, first = self._update(manifest, data)
+        sums = Checksums(manifest, data, THREADS).result()
         if guard is not None:
             guard.verify()
-        sums = guard.sums if guard is not None else Checksums(manifest, data, THREADS)
         info["buckets"] = [
             [first + start, first + end, checksum]
-            for (start, end), checksum in zip(manifest.buckets, sums.result(), strict=True)
+            for (start, end), checksum in zip(manifest.buckets, sums, strict=True)
         ]
         load = Load(
             version,

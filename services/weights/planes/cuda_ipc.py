@@ -6,23 +6,22 @@ can see it, read back through two pinned buffers, beside decoding and not in a p
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 
 import msgspec
 
 from umbra.proto.deadline import Pace
 from umbra.proto.errors import PeerLostError, StartupError, UmbraError
-from umbra.proto.messages import Prepare, Subscribe
+from umbra.proto.messages import Prepare
 from umbra.proto.records import Manifest
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import CudaEvent, Device, DeviceMemory, GpuError, device_stride
 from umbra.services.weights.gpu.worker import GpuWorkerProcess, reached, result
 from umbra.services.weights.manifest import checksum, wrong_checksum
 from umbra.services.weights.memory import private_memory
-from umbra.services.weights.planes.plane import Background, HubEnd, Receipt, Receiving, Settled
+from umbra.services.weights.planes.plane import OncePerVersion, Receipt, Receiving
 
 READ_BACK_BYTES = 32 << 20  # read back at once
 BUFFERS = 2  # one is verified while the next is read
@@ -30,14 +29,8 @@ COPY_DEADLINE_S = 30.0  # for a copy within a GPU, whose memory bounds it, and f
 STUCK = "a copy on the GPU did not end"
 FAILURES = 2  # uploads that may fail one after the other
 
-log = logging.getLogger(__name__)
 
-
-Content = tuple[int, Sequence[int]]
-"""A version in the arena: its slot, and the checksum of every bucket."""
-
-
-class IpcHub(HubEnd):
+class IpcHub(OncePerVersion):
     """The hub's end: uploads versions, and sends receivers their places.
 
     Slot i of the device memory is a copy of slot i of the arena, made for the first receiver of
@@ -50,70 +43,25 @@ class IpcHub(HubEnd):
     def __init__(
         self, worker: GpuWorkerProcess, pace: Pace, wake: Callable[[], object] = lambda: None
     ) -> None:
+        super().__init__(wake)
         self.worker = worker
-        self._thread: Background[bytes] = Background("umbra-cuda-ipc", wake)
-        self._waiting: dict[str, Prepare] = {}
-        self._content: Content | None = None  # under way
         self._pace = pace
         self._upload_s = pace.limit_s(0, parts=2)  # with a layout, for its bytes
-        self._handle = b""
-        self._uploaded: dict[int, Sequence[int]] = {}  # by slot the version's checksums
+        self._memory = b""
         self._failures = 0
 
     def layout(self, arena: Arena, manifest: Manifest) -> None:
-        self._thread.finish(cancel=True)
-        self._content = None
-        self._uploaded.clear()
+        super().layout(arena, manifest)
         self._upload_s = self._pace.limit_s(manifest.total_bytes, parts=2)
         self.worker.use(arena, arena.slot_bytes, self._pace)
 
-    def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
-        self.left(name)
-
-    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
-        if self._uploaded.get(prepare.slot) == prepare.checksums:
-            return (Settled(name, self._complete(prepare)),)
-        self._waiting[name] = prepare
-        return ()
-
-    def left(self, name: str) -> None:
-        self._waiting.pop(name, None)
-
-    def granted(self, slot: int) -> None:
-        if self._content is not None and self._content[0] == slot:
-            self._content = None  # its bytes may be of two versions
-        self._uploaded.pop(slot, None)
-
-    def poll(self, now: float) -> list[Settled]:
-        """Return the Prepares whose version was uploaded, or could not be."""
-        outcomes: list[Settled] = []
-        done = self._thread.take()
-        if done is not None:
-            content, self._content = self._content, None
-            self._note(content, done)
-            error = str(done) if isinstance(done, UmbraError) else ""
-            if error:
-                log.warning("plane cuda_ipc: %s", error)
-            for name, prepare in list(self._waiting.items()):
-                if (prepare.slot, prepare.checksums) == content:
-                    del self._waiting[name]
-                    outcomes.append(Settled(name, self._complete(prepare), error))
-        if self._waiting and not self._thread.busy:
-            prepare = next(iter(self._waiting.values()))
-            self._content = prepare.slot, prepare.checksums
-            self._thread.start(lambda: self._upload(prepare))
-        return outcomes
-
     def close(self) -> None:
         """End the worker, and with it the memory, as soon as nobody has it mapped."""
-        self._thread.close()
+        super().close()
         self.worker.kill()
 
-    def _complete(self, prepare: Prepare) -> Prepare:
-        return msgspec.structs.replace(prepare, memory=self._handle)
-
-    def _upload(self, prepare: Prepare) -> bytes:
-        """Upload a version, on the thread; return the handle of the device memory."""
+    def _handle(self, prepare: Prepare) -> bytes:
+        """Upload a version; return the handle of the device memory."""
         cancelled, limit_s = self._thread.cancelled.is_set, self._upload_s
         handle = result(self.worker.exported(), cancelled)
         self.worker.order("upload", slot=prepare.slot, deadline_s=limit_s)
@@ -121,20 +69,20 @@ class IpcHub(HubEnd):
         result(answer, cancelled)
         return handle
 
-    def _note(self, content: Content | None, done: bytes | UmbraError) -> None:
-        """Note how an upload went; `content` is None if it is overwritten."""
+    def _note(self, done: bytes | UmbraError) -> None:
         if isinstance(done, UmbraError):
-            self._uploaded.clear()
+            self._handled.clear()
             self._failures += 1
             if self._failures >= FAILURES:
                 self.broken = f"the hub's GPU worker does not work: {done}"
             return
         self._failures = 0
-        if done != self._handle:
-            self._uploaded.clear()  # another memory than before
-            self._handle = done
-        if content is not None:
-            self._uploaded[content[0]] = content[1]
+        if done != self._memory:
+            self._handled.clear()  # another memory than before
+            self._memory = done
+
+    def _complete(self, prepare: Prepare) -> Prepare:
+        return msgspec.structs.replace(prepare, memory=self._memory)
 
 
 class IpcReceiver:

@@ -1,7 +1,7 @@
 """Planes: ways for the bytes of a version to get from the hub to a receiver, and their choice.
 
 Plane `shm` is here: engines load versions from the hub's arena in /dev/shm, and nothing is copied
-or read before. The engine's bytes are verified after the load.
+before. The hub verifies a version where it lies, once for all receivers of its host.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from umbra.proto.errors import RejectedError, StartupError, UmbraError, UsageError
+from umbra.proto.errors import PeerLostError, RejectedError, StartupError, UmbraError, UsageError
 from umbra.proto.messages import Prepare, Ready, Subscribe, Subscribed
 from umbra.proto.records import GpuFacts, Manifest
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import cuda_unavailable, nccl_unavailable
 from umbra.services.weights.manifest import Part
-from umbra.services.weights.verify import OVERWRITTEN, SlotGuard
+from umbra.services.weights.verify import OVERWRITTEN, THREADS, Checksums, SlotGuard
 
 log = logging.getLogger(__name__)
 
@@ -159,13 +159,95 @@ class Background(Generic[T]):
         self._thread.shutdown()
 
 
-class ShmHub(HubEnd):
-    """The hub's end: receivers get the arena's path when they subscribe, and load from there."""
+Content = tuple[int, Sequence[int]]
+"""A version in the arena: its slot, and the checksum of every bucket."""
+
+
+class OncePerVersion(HubEnd):
+    """The hub's end of a plane that handles a version once, for all receivers of it."""
+
+    def __init__(self, wake: Callable[[], object] = lambda: None) -> None:
+        self._thread: Background[bytes] = Background(f"umbra-{self.plane}", wake)
+        self._layout: tuple[Arena, Manifest] | None = None
+        self._waiting: dict[str, Prepare] = {}
+        self._content: Content | None = None  # under way
+        self._handled: dict[int, Sequence[int]] = {}  # by slot the version's checksums
+
+    def layout(self, arena: Arena, manifest: Manifest) -> None:
+        self._thread.finish(cancel=True)
+        self._layout, self._content = (arena, manifest), None
+        self._handled.clear()
+
+    def subscribed(self, name: str, incarnation: str, message: Subscribe) -> None:
+        self.left(name)
+
+    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
+        if self._handled.get(prepare.slot) == prepare.checksums:
+            return (Settled(name, self._complete(prepare)),)
+        self._waiting[name] = prepare
+        return ()
+
+    def left(self, name: str) -> None:
+        self._waiting.pop(name, None)
+
+    def granted(self, slot: int) -> None:
+        if self._content is not None and self._content[0] == slot:
+            self._content = None  # its bytes may be of two versions
+        self._handled.pop(slot, None)
+
+    def poll(self, now: float) -> list[Settled]:
+        """Return the Prepares whose version was handled, or could not be."""
+        outcomes: list[Settled] = []
+        done = self._thread.take()
+        if done is not None:
+            content, self._content = self._content, None
+            self._note(done)
+            error = str(done) if isinstance(done, UmbraError) else ""
+            if error:
+                log.warning("plane %s: %s", self.plane, error)
+            elif content is not None:
+                self._handled[content[0]] = content[1]
+            for name, prepare in list(self._waiting.items()):
+                if (prepare.slot, prepare.checksums) == content:
+                    del self._waiting[name]
+                    outcomes.append(Settled(name, self._complete(prepare), error))
+        if self._waiting and not self._thread.busy:
+            prepare = next(iter(self._waiting.values()))
+            self._content = prepare.slot, prepare.checksums
+            self._thread.start(lambda: self._handle(prepare))
+        return outcomes
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def _handle(self, prepare: Prepare) -> bytes:
+        """Handle a version, on the thread; an UmbraError fails its pushes."""
+        raise NotImplementedError
+
+    def _note(self, done: bytes | UmbraError) -> None:
+        """Note what `_handle` has returned or raised."""
+
+    def _complete(self, prepare: Prepare) -> Prepare:
+        return prepare
+
+
+class ShmHub(OncePerVersion):
+    """The hub's end: receivers load from the arena, whose path they get when they subscribe."""
 
     plane = "shm"
 
-    def prepare(self, name: str, prepare: Prepare, now: float) -> Iterable[Settled]:
-        return (Settled(name, prepare),)
+    def _handle(self, prepare: Prepare) -> bytes:
+        """Verify a version where it lies."""
+        assert self._layout is not None
+        arena, manifest = self._layout
+        sums = Checksums(manifest, arena.slot(prepare.slot), THREADS)
+        for _, end in manifest.buckets:
+            if self._thread.cancelled.is_set():
+                raise PeerLostError("its verification was cancelled")
+            sums.until(end)
+        if wrong := sums.wrong(prepare.checksums):
+            raise PeerLostError(wrong)
+        return b""
 
 
 class ShmReceiver:
@@ -184,8 +266,7 @@ class ShmReceiver:
         try:
             self._arena.check()
             data = self._arena.slot(message.slot)
-            sequence = self._arena.sequence(message.slot)
-            guard = SlotGuard(sequence, self._arena.check, manifest, data, message.checksums)
+            guard = SlotGuard(self._arena.sequence(message.slot), self._arena.check)
             for index, (start, end) in enumerate(manifest.buckets):
                 self._arena.check()
                 if message.slot not in self._mapped:
