@@ -13,7 +13,7 @@ from fakes.slowness import until
 
 from umbra.deploy.check.machine import findings
 from umbra.proto.errors import PeerLostError, RejectedError, UsageError
-from umbra.proto.messages import Prepare, Subscribe, Subscribed
+from umbra.proto.messages import Prepare, Ready, Subscribe, Subscribed
 from umbra.proto.records import BucketsAt, GpuFacts
 from umbra.services.config import WeightHubConfig
 from umbra.services.weight_hub.hub_planes import HubPlanes
@@ -24,7 +24,7 @@ from umbra.services.weights.gpu.worker import GpuWorker, result
 from umbra.services.weights.manifest import build_manifest, checksums
 from umbra.services.weights.planes import receiving
 from umbra.services.weights.planes.cuda_ipc import IpcHub
-from umbra.services.weights.planes.nccl import CommunicatorRanks, NcclGroup, Rounds
+from umbra.services.weights.planes.nccl import CommunicatorRanks, NcclGroup, NcclHub, Rounds
 from umbra.services.weights.planes.plane import (
     Settled,
     ShmHub,
@@ -124,6 +124,17 @@ def gathered(*names: str, offered: bool = False) -> Rounds:
     for name in names if offered else ():
         rounds.offer(name, prepare(1), 0.0)
     return rounds
+
+
+def test_who_could_not_receive_ends_the_broadcast_for_all() -> None:
+    hub = NcclHub(Mock(), 1024, PACE, 0, Mock())
+    hub._rounds = gathered("a", "b", offered=True)
+    assert hub._rounds.settle(0.0, idle=True)[1]
+    error = "out of memory"
+    hub.staged("a", Ready(epoch=1, version=1, wire_s=0.0, stage_s=0.0, error=error))
+    assert hub._outcomes == [Settled("b", prepare(1), f"a could not receive: {error}")]
+    assert hub._thread.cancelled.is_set()
+    hub.close()
 
 
 def test_a_round_begins_when_all_wait_for_the_same_version() -> None:
