@@ -119,10 +119,7 @@ def _bridge(
 
 
 def _planes(values: NDArray[Any], width: int) -> bytes:
-    narrow = values.astype(_TYPES[width])
-    if width == 1:
-        return narrow.tobytes()
-    return narrow.view("u1").reshape(-1, width).T.tobytes()
+    return values.astype(_TYPES[width]).view("u1").reshape(-1, width).T.tobytes()
 
 
 def _unplanes(inflate: Any, stream: memoryview, count: int, width: int) -> Words:
@@ -132,6 +129,4 @@ def _unplanes(inflate: Any, stream: memoryview, count: int, width: int) -> Words
         raise WireError(f"a delta stream of {size} bytes for {count} changes")
     raw = inflate.decompress(stream, max_output_size=size) if size else b""
     planes = np.frombuffer(raw, "u1").reshape(width, count)
-    if width == 1:
-        return planes[0]
     return np.ascontiguousarray(planes.T).view(_TYPES[width])[:, 0]

@@ -116,10 +116,8 @@ def check_manifest(manifest: Manifest) -> None:
 
 def owned_buckets(manifest: Manifest) -> dict[int, list[int]]:
     """Return the buckets of each owner that has any, in order."""
-    if not manifest.owners:
-        return {0: list(range(len(manifest.buckets)))}
     owned: dict[int, list[int]] = {}
-    for bucket, owner in enumerate(manifest.owners):
+    for bucket, owner in enumerate(manifest.owners or [0] * len(manifest.buckets)):
         owned.setdefault(owner, []).append(bucket)
     return owned
 

@@ -61,7 +61,8 @@ class Publisher:
         self._pace = pace
         self._stopping = stopping or threading.Event()
         self._channel = channel
-        self._arena: Arena | None = None
+        self._arena: Arena | None = None  # the hub's
+        self._attached: list[Arena] = []  # this one and earlier hubs'
         self._granted: tuple[Arena, int, int] | None = None  # slot and version that are written
         self._last: tuple[Arena, m.Publish] | None = None
         self._failure: UmbraError | None = None
@@ -110,20 +111,12 @@ class Publisher:
             DeadlineError: no slot became free within `timeout_s` seconds, or before we stop.
             RejectedError: another trainer has registered.
         """
-        deadline = Deadline(timeout_s)
         self.check()
         with self._lock:
-            try:
-                slot = self._acquire(version, timeout_s)
-            except RejectedError as error:
-                if error.code != "not_registered":
-                    raise
-                self._register(deadline.left_s)  # with a hub that has been restarted
-                slot = self._acquire(version, deadline.left_s)
-            assert self._arena is not None
-            self._granted = self._arena, slot, version
-            self._arena.lock(slot)
-            return self._arena.slot(slot)
+            arena, slot = self._acquire(version, timeout_s)
+            self._granted = arena, slot, version
+            arena.lock(slot)
+            return arena.slot(slot)
 
     def publish(self, version: int, snapshot_s: float, sums: list[int]) -> None:
         """Publish the content of the slot of `version`; returns before it is pushed anywhere.
@@ -149,12 +142,10 @@ class Publisher:
                 if error.code not in FORGOTTEN:
                     raise
                 log.warning("the weight hub was restarted: publishing version %d again", version)
-                target = self._register(self._answer_s)
-                arena, message = target, self._move(arena, message, target)
-            self._granted = None
-            before, self._last = self._last, (arena, message)
-            if before is not None and before[0] is not arena:
-                before[0].close()
+                self._register(self._answer_s)
+                arena, message = self._move(arena, message)
+            self._granted, self._last = None, (arena, message)
+            self._close_unused()
 
     def close(self) -> None:
         """Detach from the arena."""
@@ -163,11 +154,8 @@ class Publisher:
         self._moved.set()
         if self._thread.is_alive():
             self._thread.join()  # ends with its current exchange, which has a deadline
-        if self._last is not None:
-            self._last[0].close()
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._arena = self._granted = self._last = None
+        self._close_unused()
 
     # -- a restarted hub --------------------------------------------------------------------------
 
@@ -195,47 +183,65 @@ class Publisher:
                 return True
             arena, message = self._last
             try:
-                target = self._register(self._answer_s)
-                if target is not arena:
-                    self._last = target, self._move(arena, message, target)
-                    arena.close()
+                if self._register(self._answer_s) is not arena:
+                    self._last = self._move(arena, message)
+                    self._close_unused()
             except UmbraError as error:
-                if isinstance(error, PeerLostError) and not isinstance(error, DeadlineError):
-                    self._failure = error
-                    return True
                 log.warning("cannot announce version %d to the hub: %s", message.version, error)
-                return False
+                return error is self._failure  # `check` raises it
             log.info("the weight hub has version %d again", message.version)
             return True
 
-    def _move(self, arena: Arena, message: m.Publish, target: Arena) -> m.Publish:
-        """Publish the version in `arena` again, in that of the restarted hub."""
+    def _move(self, arena: Arena, message: m.Publish) -> tuple[Arena, m.Publish]:
+        """Publish the version in `arena` again, in the arena of a restarted hub; return both."""
         if self.manifest.owners:
             self._failure = PeerLostError(
                 f"version {message.version} is lost with the shared memory of a trainer host: the "
                 "trainer has to start again from its newest checkpoint"
             )
             raise self._failure
-        slot = self._acquire(message.version, self._answer_s)
-        target.lock(slot)
-        copy(arena.slot(message.slot), target.slot(slot))
-        target.unlock(slot)
-        message = msgspec.structs.replace(message, slot=slot, snapshot_s=0.0)
-        self._call(message, m.Ok, self._answer_s)
-        return message
+        while True:
+            target, slot = self._acquire(message.version, self._answer_s)
+            target.lock(slot)
+            copy(arena.slot(message.slot), target.slot(slot))
+            target.unlock(slot)
+            moved = msgspec.structs.replace(message, slot=slot, snapshot_s=0.0)
+            try:
+                self._call(moved, m.Ok, self._answer_s)
+                return target, moved
+            except RejectedError as error:
+                if error.code != "not_registered":  # that hub was killed as well
+                    raise
 
     def _register(self, timeout_s: float) -> Arena:
         message = m.RegisterManifest(manifest=self.manifest)
         ready = self._insist(message, m.ArenaReady, timeout_s, Deadline(timeout_s))
         if self._arena is None or ready.path != str(self._arena.path):
-            # The old one stays mapped: the last published version is in it.
             self._arena = Arena.attach(ready.path, slot_bytes=self.manifest.total_bytes)
+            self._attached.append(self._arena)
+            self._close_unused()
         return self._arena
 
-    def _acquire(self, version: int, timeout_s: float) -> int:
-        message = m.AcquireSlot(version=version)
+    def _close_unused(self) -> None:
+        """Close all arenas but the hub's, and those with a version that may be published again."""
+        kept = [self._arena, *(held[0] for held in (self._granted, self._last) if held is not None)]
+        for arena in set(self._attached).difference(kept):
+            arena.close()
+            self._attached.remove(arena)
+
+    def _acquire(self, version: int, timeout_s: float) -> tuple[Arena, int]:
+        """Return the hub's arena and a free slot; register with each hub that was restarted."""
+        message, deadline = m.AcquireSlot(version=version), Deadline(timeout_s)
         try:
-            return self._call(message, m.SlotGranted, timeout_s).slot
+            while True:
+                try:
+                    slot = self._call(message, m.SlotGranted, deadline.left_s).slot
+                    assert self._arena is not None
+                    return self._arena, slot
+                except RejectedError as error:
+                    if error.code != "not_registered":
+                        raise
+                self._register(deadline.left_s)
         except DeadlineError as error:
             if self._stopping.is_set():
                 raise

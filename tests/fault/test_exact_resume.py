@@ -124,12 +124,13 @@ def test_an_adapter_survives_every_restart(up: Up) -> None:
     base, the hub gets it again, and the trainer goes on from its checkpoint.
     """
     keys = ("trainer.lora_rank=2", "trainer.learning_rate=0.02", "trainer.lora_publish=adapter")
-    process = up(*keys, "run.steps=24", "checkpoint.every=1", quiet_s=150.0)
+    steps = 60  # so many that it is under way still when its trainer is killed: 24 take two seconds
+    process = up(*keys, f"run.steps={steps}", "checkpoint.every=1", quiet_s=150.0)
     services = ("generator-0", "weight-hub", "trainer")
     for name in services:
         process.until_step(len(process.steps()) + 2)
         process.kill(name)
     summary = process.finish()
     assert summary["restarts"] == dict.fromkeys(services, 1)
-    assert summary["ledger"]["trained"] == 24 * 16
+    assert summary["ledger"]["trained"] == steps * 16
     assert summary["mismatch_k3_on_policy"] < 1e-6

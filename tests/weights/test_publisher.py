@@ -34,7 +34,7 @@ class Hub:
 
     def __init__(self, run_id: str) -> None:
         self.arenas = [
-            Arena.create(run_id, f"p{n}", slot_bytes=LAYOUT.total_bytes, slots=2) for n in range(2)
+            Arena.create(run_id, f"p{n}", slot_bytes=LAYOUT.total_bytes, slots=2) for n in range(3)
         ]
         self.answers: dict[type[m.Message], list[Answer]] = {
             m.RegisterManifest: [self.ready(0)],
@@ -158,20 +158,26 @@ def test_without_a_free_slot_the_trainer_is_told_why(hub: Hub) -> None:
 
 
 def test_a_restarted_hub_gets_the_version_into_its_own_arena(hub: Hub) -> None:
-    """It forgot the trainer before a slot was asked for, and then while it was written."""
+    """It forgot the trainer before a slot was asked for, and then while it was written.
+
+    Both times it is killed again, before it grants a slot and before it has the version.
+    """
+    granted = [m.SlotGranted(slot=slot) for slot in (0, 1)]
     with closing(hub.publisher()) as publisher:
-        hub.answers[m.AcquireSlot][:0] = [FORGOTTEN]
+        hub.answers[m.AcquireSlot][:0] = [FORGOTTEN, FORGOTTEN]
         sums = published(publisher, 1)
-        assert hub.count(m.RegisterManifest) == 2
-        hub.answers[m.Publish][:0] = [RejectedError("not granted", code="not_granted")]
-        hub.answers[m.RegisterManifest] = [hub.ready(1)]
-        hub.answers[m.AcquireSlot] = [m.SlotGranted(slot=1), m.SlotGranted(slot=0)]
+        assert hub.count(m.RegisterManifest) == 3
+        not_granted = RejectedError("not granted", code="not_granted")
+        hub.answers[m.Publish][:0] = [not_granted, FORGOTTEN]
+        hub.answers[m.RegisterManifest] = [hub.ready(1), hub.ready(2)]
+        hub.answers[m.AcquireSlot] = [granted[1], granted[1], FORGOTTEN, granted[0]]
         old = cast(Arena, publisher._arena)
         sums = published(publisher, 2)
         with pytest.raises(OSError, match="Bad file descriptor"):
             old.check()  # nothing in it is needed any more
+        assert publisher._attached == [publisher._arena], "nor in the arena of the hub between"
         assert hub.asked[-1] == m.Publish(version=2, slot=0, checksums=sums, snapshot_s=0.0)
-        assert set(hub.arenas[1].slot(0)) == {2}
+        assert set(hub.arenas[2].slot(0)) == {2}
         assert isinstance(hub.asked[-3], m.RegisterManifest)
 
 
