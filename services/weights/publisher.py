@@ -215,7 +215,16 @@ class Publisher:
 
     def _register(self, timeout_s: float) -> Arena:
         message = m.RegisterManifest(manifest=self.manifest)
-        ready = self._insist(message, m.ArenaReady, timeout_s, Deadline(timeout_s))
+        try:
+            ready = self._insist(message, m.ArenaReady, timeout_s, Deadline(timeout_s))
+        except RejectedError as error:
+            if error.code != "no_room" or self._arena is None:
+                raise
+            self._failure = PeerLostError(
+                "the weight hub was restarted and has no room for versions beside those that this "
+                f"process still has from before; a restarted trainer has none: {error}"
+            )
+            raise self._failure from error
         if self._arena is None or ready.path != str(self._arena.path):
             self._arena = Arena.attach(ready.path, slot_bytes=self.manifest.total_bytes)
             self._attached.append(self._arena)

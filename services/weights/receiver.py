@@ -219,9 +219,13 @@ class Receiver:
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_DEADLINE_S)
+        self._close_end()
+        self._planes.close()
+
+    def _close_end(self) -> None:
         if self._end is not None:
             self._end.close()
-        self._planes.close()
+            self._end = None
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -250,6 +254,10 @@ class Receiver:
             if dropped:
                 log.info("not subscribed any longer: %s", dropped)
                 self._give_up()
+                if self._reply is not None and self._reply.plane == "shm":
+                    with self._changed:
+                        self._staged = self._staged if self._committed else None
+                    self._close_end()  # a restarted hub may need its room
                 subscribe_at = now + self._retry_s
             elif message is None and now >= subscribe_at:
                 subscribe_at = check_at = math.inf  # until there is an answer
@@ -416,8 +424,7 @@ class Receiver:
             is_same = before.plane == reply.plane and before.manifest.digest == manifest.digest
             if is_same and (reply.plane != "shm" or before.path == reply.path):
                 return  # versions received still count
-            self._end.close()  # first, since it may hold what its successor needs
-            self._end = None
+            self._close_end()  # first, since it may hold what its successor needs
         try:
             end = self._planes.open(reply, self._channel.security)
         except StartupError as error:

@@ -205,6 +205,22 @@ def test_a_moved_hub_gets_the_last_version_again_until_it_answers(hub: Hub, aren
     assert hub.on_moved is None
 
 
+def test_a_hub_without_room_beside_the_memory_of_the_one_before_needs_another_trainer(
+    hub: Hub,
+) -> None:
+    """The first one has no room for anybody, which only its user can mend."""
+    refusal = RejectedError("9 bytes free", code="no_room")
+    hub.answers[m.RegisterManifest] = [refusal, hub.ready(0), refusal]
+    with pytest.raises(RejectedError, match="9 bytes free"):
+        hub.publisher()
+    with closing(hub.publisher()) as publisher:
+        published(publisher, 1)
+        moved(hub)
+        until(lambda: publisher._failure, "it was not noticed")
+        with pytest.raises(PeerLostError, match="a restarted trainer has none: 9 bytes free"):
+            publisher.slot(2, 1.0)
+
+
 def test_a_version_that_is_lost_with_a_host_ends_the_trainer(hub: Hub) -> None:
     with closing(hub.publisher(DIVIDED)) as publisher:
         published(publisher, 1)

@@ -79,6 +79,19 @@ class World:
         reason, self.receiver._dropped = self.receiver._dropped, ""
         return reason
 
+    def serve(self, turns: int, dropped: str) -> None:
+        """Have it serve for so many turns without a message."""
+        left = iter(range(turns))
+
+        def silent(timeout: float) -> m.Message:
+            if next(left) == turns - 1:
+                self.receiver._closing.set()
+            raise queue.Empty
+
+        self.wire.pushes = SimpleNamespace(get=silent)
+        self.receiver._dropped = dropped
+        self.receiver._serve()
+
     @property
     def end(self) -> End:
         return self.ends[-1]
@@ -310,17 +323,24 @@ def test_a_silent_hub_is_asked_once_and_one_that_dropped_it_after_a_pause(
     check_s: float, retry_s: float, dropped: str, requests: list[type[m.Message]]
 ) -> None:
     world = World(check_s=check_s, retry_s=retry_s)
-    turns = iter(range(4))
-
-    def silent(timeout: float) -> m.Message:
-        if next(turns) == 3:
-            world.receiver._closing.set()
-        raise queue.Empty
-
-    world.wire.pushes = SimpleNamespace(get=silent)
-    world.receiver._dropped = dropped
-    world.receiver._serve()
+    world.serve(4, dropped)
     assert [type(body) for body, _, _ in asked(world.wire)] == requests
+
+
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("plane", ["shm", "tcp"])
+def test_who_is_dropped_keeps_no_shared_memory_but_what_it_may_load(
+    plane: str, committed: bool
+) -> None:
+    """A restarted hub may have no room beside it."""
+    world = World(plane)
+    world.staged(1)
+    if committed:
+        world.hear(m.Commit(epoch=1, version=11))
+    world.serve(1, "the weight hub was restarted")
+    assert world.end.close.called == (plane == "shm")
+    assert (world.receiver._staged is not None) == (committed or plane == "tcp")
+    assert (world.receiver.poll() is not None) == committed
 
 
 def test_waiting_for_a_version_ends_with_the_run_or_its_deadline() -> None:
