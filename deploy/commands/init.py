@@ -144,6 +144,6 @@ def command(folder: Path, model: str, prompts: str | None, reward: str) -> int:
             with (folder / name).open("x", encoding="utf-8") as file:
                 file.write(text)
             click.echo(f"wrote {shown_path((folder / name).absolute())}")
-    steps = [f"name a model: model.path in {run}"] * (not model)
+    steps = [] if model else [f"name a model: model.path in {run}"]
     click.echo("\n  ".join(["next:", *steps, f"umbra check {run}", f"umbra up {run}"]))
     return EXIT_DONE
