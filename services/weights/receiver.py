@@ -256,7 +256,7 @@ class Receiver:
                 self._give_up()
                 if self._reply is not None and self._reply.plane == "shm":
                     with self._changed:
-                        self._staged = self._staged if self._committed else None
+                        self._staged, self._committed = None, False
                     self._close_end()  # a restarted hub may need its room
                 subscribe_at = now + self._retry_s
             elif message is None and now >= subscribe_at:
