@@ -154,6 +154,7 @@ def library_play(
     monkeypatch: pytest.MonkeyPatch,
     place: str,
     closes: Closes,
+    own_modules: None,
 ) -> LibraryPlay:
     """Worlds whose model says given turns, in a working directory with one module of the user's."""
     monkeypatch.chdir(tmp_path)
