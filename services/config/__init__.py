@@ -1,8 +1,6 @@
-"""The run's configuration: one typed tree, filled from defaults < TOML file < environment < flags.
+"""The run's configuration: one typed tree, filled from defaults < TOML file < environment < --set.
 
-Each section belongs to one service, and that service's flags are generated from it (`command.py`),
-so that file, environment and command line can't drift apart. Field descriptions are the
-documentation.
+Each section belongs to one service. The descriptions of its keys are the documentation.
 """
 
 from __future__ import annotations

@@ -27,13 +27,14 @@ ENVIRONMENTS = "environments"
 """The one section that is a list of tables."""
 FOREIGN: dict[str, tuple[str, int]] = {
     "async_generation_ratio": ("ROLL", 0),
-    "generate_ahead_steps": ("async-rl / dots.rl", 1),
+    "generate_ahead_steps": ("async-rl / dots.rl", 1),  # the running step: 2 is one off-policy
 }
-"""Keys of `[buffer]` in other systems: whose they are, and what they count that ours do not.
-
-Less that, each is run_ahead and max_staleness. `generate_ahead_steps` counts the running step: 2 is
-one step off-policy. `docs/start.md` has tables of the names that other systems use.
-"""
+"""Keys of `[buffer]` in other systems: whose they are, and what they count that ours do not."""
+ELSEWHERE = {  # keys of other systems, and where the same is set here
+    "param_update_preduce_bucket_size_mb": "weight_hub.bucket_bytes",
+    "param_update_consume_bucket_size_mb": "weight_hub.receive_bucket_bytes",
+    **{name: f"buffer.{name}" for name in FOREIGN},
+}
 SECTIONS: dict[str, dict[str, Any]] = {
     name: {
         key: kind
@@ -291,7 +292,7 @@ def _scalar(text: str) -> Any:
 
 def _hint(name: str, names: Iterable[str], prefix: str = "") -> str:
     likely = [f"{section}.{name}" for section, fields in SECTIONS.items() if name in fields]
-    likely += [f"buffer.{name}"] if name in FOREIGN else []
+    likely += [ELSEWHERE[name]] if name in ELSEWHERE else []
     if not likely:
         close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
         likely = [prefix + match for match in close]

@@ -29,9 +29,8 @@ def describe_staleness(config: RunConfig) -> str:
     typical = min(config.buffer.run_ahead, bound)  # of a sample that nothing overtakes
     text = f"at most {bound} versions, typically up to {typical}"
     updates = bound * per_batch + per_batch - 1
-    if updates == bound:
-        return text
-    return f"{text}; at most {updates} optimizer updates, as each batch is several"
+    more = f"; at most {updates} optimizer updates, as each batch is several"
+    return text if updates == bound else text + more
 
 
 def check_feasible(config: RunConfig) -> None:

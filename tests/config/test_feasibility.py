@@ -59,6 +59,7 @@ def test_all_faults_are_told_at_once() -> None:
         ("[buffer]\nasync_generation_ratio = 2", (2, 2)),
         ("[buffer]\ngenerate_ahead_steps = 2", (1, 1)),
         ("[trainer]\nasync_generation_ratio = 1", r"did you mean buffer\.async_generation_ratio"),
+        ("[weight_hub]\nparam_update_consume_bucket_size_mb = 1", r"hub\.receive_bucket_bytes"),
         ("[buffer]\nasync_generation_ratios = 1", r"did you mean buffer\.async_generation_ratio"),
         ("[buffer]\ngenerate_ahead_steps = 0", "an integer >= 1"),
         ("[buffer]\nasync_generation_ratio = 2\nrun_ahead = 1", "remove one of them"),
