@@ -102,7 +102,7 @@ class SimulatedBroker:
             self.requests += 1
             self.waited_s += begin - came
             self.busy_s += cost
-            self._deliver(self.broker.handle(request, self._timeline.now))
+            self._deliver(self.broker.handle_all([request], self._timeline.now))
 
         self._timeline.at(self._free_at, handle)
 

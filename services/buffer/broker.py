@@ -71,9 +71,6 @@ class Broker:
             self._moved = False
             self._recovery.save()
 
-    def handle(self, request: Request, now: float) -> list[Effect]:
-        return self.handle_all((request,), now)
-
     def handle_all(self, requests: Iterable[Request], now: float) -> list[Effect]:
         settled = True
         for request in requests:

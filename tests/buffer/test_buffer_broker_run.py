@@ -121,7 +121,7 @@ def test_a_name_is_of_one_role_of_one_connection_and_of_the_newest_incarnation()
     run = world()
     other = run.ask("b", m.Join(role="generator", name="c", pid=1, host="h"))
     stolen = replace(run.request("a", BEAT), identity=b"another")
-    (effect,) = run.broker.handle(stolen, run.now)
+    (effect,) = run.broker.handle_all([stolen], run.now)
     assert isinstance(effect, Reply)
     answers = [run.join("scorer", "a", "a-2"), other, effect.body]
     assert [code(one) for one in answers] == ["name_taken", "wrong_name", "not_allowed"]
@@ -291,6 +291,7 @@ def test_finishing_cancels_what_is_in_flight_and_asks_everyone_to_leave() -> Non
     assert run.batch(1).waiting_for == "nothing: the run is ending"
     assert run.get("trainer", m.FinishRun(reason="again"), m.RunFinished).ledger == ledger
     assert code(run.join("generator", "c")) == "run_ending"
+    assert [run.broker.is_over(run.now + s) for s in (9, 10)] == [False, True], "not for ever"
     for name in ("a", "b", "trainer"):
         assert not run.broker.is_over(run.now)
         run.ask(name, m.Leave(reason="drained"))
@@ -298,14 +299,6 @@ def test_finishing_cancels_what_is_in_flight_and_asks_everyone_to_leave() -> Non
     run.take(run.broker.close(run.now))
     assert run.rows[-1].kind == "ledger"
     assert run.status.state == "stopped"
-
-
-def test_the_end_does_not_wait_for_ever() -> None:
-    run = world(dead_after_s=1000)
-    run.ask("trainer", m.FinishRun(reason=""))
-    for seconds, is_over in ((9, False), (1, True)):
-        run.pass_time(seconds)
-        assert run.broker.is_over(run.now) == is_over
 
 
 def test_draining_gives_out_nothing_new_but_takes_what_comes_back() -> None:

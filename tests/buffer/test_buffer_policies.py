@@ -264,8 +264,8 @@ def test_a_run_whose_batch_does_not_fit_into_the_store_is_told_so() -> None:
         assert bool(run.lease("a", 100, 0)[2:]) == (not why)
 
 
-def policy(run_ahead: int, max_staleness: int) -> StalenessPolicy:
-    return StalenessPolicy(4, run_ahead, max_staleness, steps=100)
+def policy(run_ahead: int, bound: int) -> StalenessPolicy:
+    return StalenessPolicy(4, run_ahead, bound, steps=100)
 
 
 def test_what_two_knobs_imply() -> None:
@@ -273,11 +273,10 @@ def test_what_two_knobs_imply() -> None:
     for run_ahead, version, room in ((0, 3, 4), (1, 3, 8), (3, 97, 12), (3, 98, 8), (3, 100, 0)):
         assert policy(run_ahead, 2).room(untrained=0, version=version) == room
         assert policy(run_ahead, 2).room(untrained=room, version=version) == 0
-    for run_ahead, staleness, bound, typical in ((0, 5, 0, 0), (1, 2, 2, 1), (4, 2, 2, 2)):
-        rules = policy(run_ahead, staleness)
-        assert (rules.bound, rules.typical) == (bound, typical)
-        assert not rules.is_stale(oldest=7 - bound, version=7)
-        assert rules.is_stale(oldest=6 - bound, version=7)
+    for run_ahead, bound, typical in ((0, 0, 0), (1, 2, 1), (4, 2, 2)):
+        rules = policy(run_ahead, bound)
+        assert rules.typical == typical
+        assert [rules.is_stale(oldest - bound, version=7) for oldest in (7, 6)] == [False, True]
     assert StalenessPolicy(2, 1, 2, steps=100).due_version(untrained=2, version=3) == 4
     assert policy(1, 2).required_version(due=4, version=3) == 2
     assert [policy(1, 1).required_version(due=2, version=version) for version in (2, 4)] == [1, 3]

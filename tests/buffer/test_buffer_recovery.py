@@ -187,7 +187,8 @@ def test_what_came_is_what_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> Non
     pieces = list(map(unusual, made))
     assert pieces[0] != pack(made[0])
     request = run.request("trainer", m.LeaseBatch(step=1, wait_s=0))
-    (lease,) = (one.body for one in run.broker.handle(request, run.now) if isinstance(one, Reply))
+    effects = run.broker.handle_all([request], run.now)
+    (lease,) = (one.body for one in effects if isinstance(one, Reply))
     assert all(piece in pack(lease) for piece in pieces)
     body = decode(Encoder("buffer", "b").encode(lease)[1]).body
     assert isinstance(body, m.BatchLease)

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 from fakes import trajectories
+from msgspec.structs import replace
 
 from umbra.proto import messages as m
 from umbra.proto.net.server import Request
@@ -68,7 +69,7 @@ def trajectory(task: Task, *versions: int, **changes: Any) -> Trajectory:
     names = ("sample_id", "group_id", "prompt_id", "attempt")
     own = {name: getattr(task, name) for name in names} | {"spans": spans, "reward": 1.0}
     made = trajectories.trajectory([1, 2], [7] * 2 * len(versions), **own)
-    return msgspec.structs.replace(made, **changes)
+    return replace(made, **changes)
 
 
 class World:
@@ -104,8 +105,9 @@ class World:
         self.incarnations: dict[str, str] = {}
         self._ids = count(1)
 
-    def restart_broker(self) -> None:
-        """The buffer is killed and starts again; parked requests are forgotten."""
+    def restart_broker(self, **buffer: Any) -> None:
+        """The buffer is killed and starts again, with changes; parked requests are forgotten."""
+        self.config = replace(self.config, buffer=replace(self.config.buffer, **buffer))
         self.broker = self._make_broker()
 
     def _make_broker(self) -> Broker:
@@ -124,7 +126,7 @@ class World:
         """The reply to `body` from `name`; None while it is parked."""
         request = self.request(name, body, **sent)
         own: m.Message | None = None
-        for effect in self.broker.handle(request, self.now):
+        for effect in self.broker.handle_all([request], self.now):
             if isinstance(effect, Reply) and effect.request.header is request.header:
                 assert own is None, "answered twice"
                 own = as_sent(effect.body)

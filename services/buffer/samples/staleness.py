@@ -45,19 +45,14 @@ from umbra.services.reporting import staleness as split
 class StalenessPolicy:
     batch_groups: int  # B
     run_ahead: int  # A
-    max_staleness: int
+    bound: int  # K: the most versions that a trained token may be behind
     steps: int  # S
     oversample: int = 0  # O
 
     @classmethod
     def of(cls, config: RunConfig) -> StalenessPolicy:
         own, steps = config.buffer, config.run.steps
-        return cls(own.batch_groups, own.run_ahead, own.max_staleness, steps, own.oversample)
-
-    @property
-    def bound(self) -> int:
-        """Return K: the most versions that a trained token may be behind."""
-        return self.max_staleness if self.run_ahead else 0
+        return cls(own.batch_groups, own.run_ahead, own.bound, steps, own.oversample)
 
     @property
     def typical(self) -> int:
@@ -113,7 +108,7 @@ class StalenessStats:
                 self._count(staleness, sign * samples)
 
     def _count(self, staleness: int, samples: int) -> None:
-        """Bounded, because staleness is: by `max_staleness`."""
+        """Bounded, because staleness is."""
         self.counts += [0] * (staleness + 1 - len(self.counts))
         self.counts[staleness] += samples
 
