@@ -187,9 +187,14 @@ class Recovery:
             "buffer.group_size": run.buffer.group_size,
             "buffer.batch_groups": run.buffer.batch_groups,
             "buffer.stages": list(run.buffer.stages),
+            # Which samples are scored, and which of them at once.
+            "environments of reward_scope group": sorted(
+                environment.where for environment in run.config.rewarded_by_groups
+            ),
+            # A trajectory has what these need from its first token to its last, or not at all.
+            "trainer.router_replay": run.config.trainer.router_replay,
+            "trainer.score_centering": run.config.trainer.score_centering,
         }
-        if only := run.pool.only:  # samples of others have not been left to scorers
-            self._same["[[environments]] of reward_scope group"] = sorted(only)
         self._last = b""
 
     def save(self) -> None:
@@ -217,7 +222,7 @@ class Recovery:
         journal, run = self._journal, self._run
         same = journal.read("run")
         for key, value in self._same.items() if same else ():
-            if same.get(key) != value and (key != "run_id" or run.buffer.store):
+            if same.get(key, value) != value and (key != "run_id" or run.buffer.store):
                 raise UsageError(
                     f"the store is of a run with {key} = {same.get(key)}, this one has {value}: "
                     "choose another --run-dir, or set it as before"
@@ -240,6 +245,7 @@ class Recovery:
         run.members.restore([journal.read(key) for key in journal.store.keys(MEMBER)], now)
         if missing := sum(pool.ledger.snapshot().balance for pool in run.pools):
             raise unfit(f"{missing} samples are unaccounted for")
+        run.batches.sweep()  # its bound may have been lowered
         return True
 
 

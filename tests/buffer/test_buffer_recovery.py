@@ -18,6 +18,7 @@ from umbra.proto.records import Score, Task, pack_float32
 from umbra.services.buffer.effects import Reply
 from umbra.services.buffer.samples import journal
 from umbra.services.buffer.store import StoreError
+from umbra.services.config import EnvironmentConfig, NamedEnvironment, TrainerConfig
 
 
 def test_members_and_leases_outlive_the_buffer() -> None:
@@ -76,15 +77,48 @@ def test_what_a_checkpoint_covers_cannot_be_repeated_and_takes_no_room() -> None
         run.join("trainer", "trainer", incarnation)
         assert isinstance(run.ask("trainer", m.LeaseBatch(step=step, wait_s=0)), m.Nack)
     assert len(run.batch(3).trajectories) == 4
+    assert (run.broker.batches.version, run.broker.counters["steps_repeated"]) == (2, 1)
 
 
-def test_generators_may_be_newer_than_a_trainer_that_started_again() -> None:
+def test_a_bound_that_is_lower_now_holds_for_what_was_made_before() -> None:
+    """Also no group stays due so late that nobody could serve it."""
+    run = world(durable=True, run_ahead=2, max_staleness=2)
+    run.produce("a", 0, 12)
+    for step in (1, 2):
+        run.train(step)
+    run.restart_broker(max_staleness=1)
+    assert run.pool.ledger.ended == {"stale": 4}
+    run.produce("a", 2)
+    assert {made.oldest_version for made in run.batch(3).trajectories} == {2}
+    run = world(durable=True, run_ahead=2, max_staleness=2)
+    for due, failed in (([0, 0, 1, 1, 2, 2], 4), ([1, 1, 2, 2], 2), ([2, 2], 0)):
+        tasks = run.lease("a", 12, 0)
+        assert [run.pool.groups[task.group_id].due for task in tasks[::2]] == due
+        for task in tasks[: 2 * failed : 2]:
+            run.back("a", task, failed=True)
+    run.restart_broker(max_staleness=1)
+    run.join("generator", "a", "a-2")
+    assert len(run.produce("a", 0)) == 12
+
+
+RANKED = NamedEnvironment(name="ranked", kind="reward", reward_scope="group")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"environments": (RANKED,)}, r"group = \[\], this one has \['environments.ranked'\]"),
+        ({"environment": EnvironmentConfig(reward_scope="group")}, r"has \['environment'\]"),
+        ({"trainer": TrainerConfig(router_replay=True)}, "replay = False, this one has True"),
+        ({"trainer": TrainerConfig(score_centering=4)}, "centering = 0, this one has 4"),
+    ],
+)
+def test_what_samples_in_flight_would_lack_is_not_changed(changes: Any, words: str) -> None:
+    """They waited for ever to be scored at once, or were refused as malformed again and again."""
     run = world(durable=True)
-    run.steps("a", 1, 2, 3)
-    run.join("trainer", "trainer", "trainer-2")
-    run.batch(1)
-    assert (run.broker.batches.version, run.broker.counters["steps_repeated"]) == (0, 3)
-    run.produce("a", 3, 8)
+    run.config = replace(run.config, **changes)
+    with pytest.raises(UsageError, match=words):
+        run.restart_broker()
 
 
 def test_counts_of_another_kind_are_refused_in_a_sentence() -> None:

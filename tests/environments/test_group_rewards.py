@@ -155,18 +155,6 @@ def test_after_a_restart_groups_go_on_from_where_they_were() -> None:
     assert run.pool.ledger.trained == 6
 
 
-def test_a_run_goes_on_with_the_environments_that_left_rewards_to_scorers() -> None:
-    run = world(RANKED, ALONE, durable=True)
-    answer(run, *run.lease("a", 6, 0))
-    more = NamedEnvironment(name="more", kind="reward", reward="mine:rank", reward_scope="group")
-    alone = NamedEnvironment(name="ranked", kind="reward", reward="mine:score")
-    run.config = RunConfig(
-        run=run.config.run, buffer=run.config.buffer, environments=(ALONE, alone, more)
-    )
-    with pytest.raises(UsageError, match=r"reward_scope group = \['ranked'\], this one has \["):
-        run.restart_broker()
-
-
 def test_a_failure_in_an_evaluation_costs_a_group_only_where_groups_are_rewarded() -> None:
     """A sample that failed is worth nothing."""
     names = ["ranked", "alone", "ranked"]

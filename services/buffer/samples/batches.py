@@ -144,7 +144,7 @@ class Batches:
         self.newest = max(self.newest, self.version)
         self.trained.merge(batch.staleness)
         self.last = batch.staleness
-        self._sweep()
+        self.sweep()
         return batch
 
     def can_rewind(self, step: int) -> bool:
@@ -167,6 +167,8 @@ class Batches:
 
     def restore(self, live: list[Group], trajectories: Mapping[str, int], now: float) -> None:
         """Read back the batches of `live` groups; arguments and errors as of `check_whole`."""
+        for group in live:  # under a higher bound they may be due later than anybody can serve
+            group.due = min(group.due, self.version + self.policy.bound)
         groups_of = {group.group_id: group for group in live}
         for step in sorted(int(key[2:]) for key in self.pool.journal.store.keys("b/")):
             record = self.pool.journal.read(f"b/{step}")
@@ -237,7 +239,7 @@ class Batches:
         oldest = group.oldest if group.group_id in self.pool.groups else None
         return self.policy.is_stale(oldest, self.next_step)
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """End groups with stale samples; partials are judged when leased again."""
         if self.version <= self.policy.bound:
             return  # not even version 0 is

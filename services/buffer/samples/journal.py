@@ -3,7 +3,7 @@
 State is written, not events: every group that changed, with its samples, as it is now. So no rule
 of the state machine can be forgotten here.
 
-    run             what must not change: run id, sizes; where the sockets were bound
+    run             what must not change: run id, sizes
     now             counts, versions, the ledger, the position in the prompts
     m/<hash>        a member
     g/<group>       fields of a live group and of its samples

@@ -311,7 +311,6 @@ class SamplePool:
                     heapq.heappush(self._queue, (sample.serial, sample))
                 elif sample.state is State.SCORING and self.scored_with(sample):
                     self.unscored[self.stage_of(sample)].append(sample)
-            self._score_again(group)
             if not any(sample.state is State.TRAINING for sample in group.samples):
                 self.groups[group.group_id] = group
                 if group.ready and not group.completed:
