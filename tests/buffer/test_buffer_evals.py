@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from fakes.broker_world import World, trajectory, world
 
-from umbra.proto.messages import FinishRun, RunFinished
+from umbra.proto.messages import FinishRun, Leave, RunFinished
 from umbra.proto.records import EvalReport, Ledger, Task
 from umbra.services.buffer.store import StoreError
 from umbra.services.config import EvalConfig
@@ -145,11 +145,13 @@ def test_an_evaluation_that_nobody_can_finish_begins_again_with_newer_weights() 
     run.produce("b", 1)
     run.train(3)
     run.lease("b", 1, 3)
-    run.join("generator", "a", "a-2")
+    run.ask("a", Leave(reason="silent"))
+    run.join("generator", "a")
     assert run.lease("a", 0, 3) == []
     run.pass_time(0.1)
     assert run.broker.counters["evaluations_begun_again"] == 1
     assert report(run).answered == 0
+    assert run.submit("a", trajectory(second, 2)).refused, "late, and of the version before"
     run.restart_broker()
     check_done(run, 3)
     ledger = ledger_of(run)

@@ -468,6 +468,9 @@ class BrokerMachine(RuleBasedStateMachine):
         assert evals.pool.ledger.snapshot().balance == 0
         for report in evals.reports:
             assert report.answered + sum(report.ended.values()) == report.samples
+        for one in evals.pool.samples.values():
+            if one.state is State.READY:
+                assert one.oldest == one.newest == evals.open.pinned
 
     def teardown(self) -> None:
         """From any state, honest peers bring the run to its end: nothing can deadlock."""

@@ -191,6 +191,7 @@ class Evaluations:
             log.warning(text, open_.pinned)
             self.pool.counters["evaluations_begun_again"] += 1
             for group in self.pool.groups.values():
+                group.due = -1  # so that a late answer of the version before fits none
                 for sample in group.samples:
                     self.pool.again(sample)
             open_.pinned = -1
