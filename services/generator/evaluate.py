@@ -88,7 +88,7 @@ def evaluate_model(
             )
             for index, prompt in enumerate(prompts)
         )
-        while runner.active:
+        while len(finished) + len(failures) < samples:
             runner.poll(0.0)
             done, failed = runner.results()
             finished += done

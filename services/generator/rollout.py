@@ -69,8 +69,9 @@ class Rollout:
         self._settings = settings
         self._reason = "partial"
         self._started = settings.clock()
+        # Response tokens that the buffer has.
+        self.saved = task.trajectory.response_tokens if task.trajectory is not None else 0
         self.restart(task.trajectory)
-        self.saved = self.tokens  # response tokens that the buffer has
 
     def restart(self, partial: Trajectory | None = None) -> None:
         """Begin the conversation, with the tokens of `partial` if they can be used.
@@ -96,6 +97,7 @@ class Rollout:
             ends = line.turn_ends()
             self._replay = list(zip(ends[0::2], ends[1::2], strict=False))
         self._lines = [self._line]
+        self.saved = min(self.saved, self.tokens)
 
     @property
     def session(self) -> str:

@@ -171,7 +171,6 @@ class RolloutRunner:
     def _advance(self, rollout: Rollout) -> None:
         if rollout.lost and rollout.phase is not Phase.GENERATE:
             rollout.restart(rollout.partial())
-            rollout.saved = min(rollout.saved, rollout.tokens)
         match rollout.phase:
             case Phase.RESET:
                 self._pool.play(rollout.session, rollout.task.row, [])

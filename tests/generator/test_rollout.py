@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from fakes.engine import ScriptedEngine, output
 from fakes.rollouts import STOP, after, finish, rolled, runner_of, says, settings
-from fakes.trajectories import sample
+from fakes.trajectories import sample, trajectory
 
 from umbra.proto.records import (
     Routing,
@@ -106,10 +106,14 @@ def test_an_unsound_partial_is_not_used(chat: Chat) -> None:
         assert len(again.request().prompt_ids) == 3
 
 
-def test_short_turns_are_flushed_as_well(chat: Chat) -> None:
-    """Scenario: every turn begins and ends within one step of the engine."""
+@pytest.mark.parametrize("partial", [None, trajectory([20, 21], [7] * 30)])
+def test_short_turns_are_flushed_as_well(chat: Chat, partial: Trajectory | None) -> None:
+    """Scenario: every turn begins and ends within one step of the engine.
+
+    A partial of another prompt, which cannot be continued, does not count as saved.
+    """
     runner = runner_of(chat, lambda: Guess(tries=9), *[""] * 9, flush_tokens=10)
-    runner.add([sample(GUESSED)])
+    runner.add([sample(GUESSED, trajectory=partial)])
     saved = [0]
     while runner.active:
         runner.poll(0.0)

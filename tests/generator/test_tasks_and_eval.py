@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from umbra.proto.errors import UsageError
+from umbra.proto.errors import UmbraError
 from umbra.services.environments.built_in import ExactMatch, Guess
 from umbra.services.generator.command import evaluate, make_task
 from umbra.services.generator.tasks import write_task
@@ -102,16 +102,19 @@ GROUPS = ("--set", "environment.kind=reward", "--set", "environment.reward_scope
         (evaluate, ["BARE", "--prompts", "ROWS"], "has no tokenizer"),
         (evaluate, ["MODEL", "--prompts", "EMPTY"], "is empty"),
         (evaluate, ["MODEL", "--prompts", "ROWS", *GROUPS], "set eval.prompts in the run"),
+        (evaluate, ["MODEL", "--prompts", "ROWS", "--config", "TWO"], "the first: .* is None"),
     ],
 )
-def test_usage_errors(
+def test_errors(
     tmp_path: Path, tiny_model_dir: Path, command: Any, args: list[str], says: str
 ) -> None:
-    bare, empty, rows = (tmp_path / name for name in ("bare", "empty.jsonl", "rows.jsonl"))
+    files = ("bare", "empty.jsonl", "rows.jsonl", "two.toml")
+    bare, empty, rows, two = (tmp_path / name for name in files)
     bare.mkdir()
+    two.write_text('[[environments]]\nname = "a"\n[[environments]]\nname = "b"\n')
     (bare / "config.json").write_text("{}")
     empty.write_text("")
     rows.write_text('{"prompt": "a", "answer": "b"}\n')
-    names = {"MODEL": tiny_model_dir, "BARE": bare, "EMPTY": empty, "ROWS": rows}
-    with pytest.raises(UsageError, match=says):
+    names = {"MODEL": tiny_model_dir, "BARE": bare, "EMPTY": empty, "ROWS": rows, "TWO": two}
+    with pytest.raises(UmbraError, match=says):
         run(command, *[names.get(arg, arg) for arg in args])
