@@ -218,23 +218,22 @@ def _score_logprobs(context: ServiceContext, session: Session) -> None:
     planes = open_planes(config.weight_hub, str(device))
     expected = config.weight_hub.expected_on(device.type)
     with closing(Receiver(channel, planes, dtype=expected)) as receiver:
-        receiver.subscribe(limit_s)
+        waiting = partial(session.progress, "waiting for the trainer's model", 0)
+        if not receiver.subscribe_unless(session.stopping, limit_s, waiting):
+            return
 
         def apply(staged: StagedVersion) -> None:
             table.load(staged.manifest, staged.data)
 
-        def load(staged: StagedVersion | None) -> None:
+        def refresh(staged: StagedVersion | None = None) -> int:
             nonlocal version
-            if staged is not None:
+            if (staged := staged or receiver.poll()) is not None:
                 loaded = receiver.load(staged, apply, limit_s, session.stopping)
                 version = loaded.version if loaded is not None else version
-
-        def refresh() -> int:
-            load(receiver.poll())
             return version
 
         while version < 0 and not session.stopping.is_set():
-            load(receiver.wait_first(limit_s, session.stopping))
+            refresh(receiver.wait_first(limit_s, session.stopping))
         context.ready({"stage": stage, "version": version})
         replay = config.trainer.router_replay  # as the policy that it stands for
         worker = LogprobWorker(model, config.trainer, refresh, replay=replay, max_tokens=longest)

@@ -37,7 +37,6 @@ from umbra.services.trainer.sinks import Sinks, open_sinks
 from umbra.services.weights.publisher import Publisher
 
 HUB_DEADLINE_S = 60.0  # a hub starts within seconds; the rest is for slow machines
-FINISH_S = 60.0  # the buffer ends and drains samples in flight
 LEASE_SLICE_S = 1.0  # how long one request for a batch is parked, so that a stop is noticed
 TELL_S = 600.0  # between two lines in the log about what a batch waits for
 # Metrics of a step that the monitor shows.
@@ -209,12 +208,13 @@ class RunMember:
         self.context.metrics.write(event, **values)
         self.session.emit(event, **values)
 
-    def finish(self) -> None:
-        """End the run, once the buffer has completed an evaluation that is under way."""
+    def finish(self) -> bool:
+        """End the run after the evaluation that is under way; False if asked to stop before."""
         config, log = self.context.config.eval, self.context.log
-        timeout_s = FINISH_S + (config.timeout_s if config.prompts else 0.0)
-        ask = FinishRun(reason="steps reached")
-        end = self.session.data.call(ask, RunFinished, timeout_s=timeout_s)
+        evaluation_s = config.timeout_s if config.prompts else 0.0
+        end = self._call(FinishRun(reason="steps reached"), RunFinished, evaluation_s)
+        if end is None:
+            return False
         self.sinks.write_evals(end.evals)
         log.info("%d samples trained of %d issued", end.ledger.trained, end.ledger.issued)
         if not self.compared:
@@ -222,6 +222,7 @@ class RunMember:
                 "generators and trainer were not compared in this run: no response was sampled by "
                 "weights that the trainer had or kept"
             )
+        return True
 
 
 @contextmanager

@@ -88,8 +88,7 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
                     context.log.info("critic written to %s", out)
         if member is None:
             return EXIT_DONE
-        if done:
-            member.finish()
+        if done and member.finish():
             return EXIT_DONE
         session = member.session
         reason = session.stop_reason or "by a signal"
