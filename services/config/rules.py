@@ -13,7 +13,7 @@ from umbra.proto.access import MOST_BYTES
 from umbra.proto.bounds import SUBMITTED, SUPPORT_BYTES
 from umbra.proto.errors import UsageError
 from umbra.services.config import CriticConfig, EnvironmentConfig, RunConfig, Section
-from umbra.services.config.generation import LIBRARIES, sampling_of
+from umbra.services.config.generation import JUDGED_AT_ONCE, LIBRARIES, sampling_of
 
 VLLM_COOLEST = 0.01  # it raises lower temperatures to this, but for 0
 MOST_SUPPORT = 1 << 15  # tokens that could have been drawn in the place of one
@@ -173,7 +173,7 @@ def _environment_faults(config: RunConfig) -> Iterator[str]:
         return
     elif config.environments:
         yield "buffer.stages has reward: set reward_scope = group in [[environments]], or remove it"
-    elif config.environment.kind not in ("exact", "reward"):
+    elif config.environment.kind not in JUDGED_AT_ONCE:
         kind = config.environment.kind
         yield f"buffer.stages has reward, but kind {kind} rewards its turns: remove the stage"
 

@@ -19,7 +19,8 @@ def loaded(*keys: str) -> RunConfig:
 
 def test_the_defaults_are_feasible_and_so_are_branches_of_agents() -> None:
     defaults = RunConfig()
-    for config in (defaults, loaded(*AGENT, *BRANCHES)):
+    judged = loaded("buffer.stages=['reward']", "environment.kind=math")  # by a scorer, like exact
+    for config in (defaults, loaded(*AGENT, *BRANCHES), judged):
         check_feasible(config)
     assert defaults.buffer.bound == defaults.buffer.max_staleness
 
