@@ -171,7 +171,8 @@ class BufferConfig(Section):
     oversample: int = key(0, "groups issued beyond those that batches need", ge=0)
     on_batch: Literal["continue", "interrupt"] = key(
         "continue",
-        "samples under way when a batch is full: go on, or come back as partials to go on later",
+        "samples under way when a batch is full: go on, or come back as partials, which go on at "
+        "whichever generator asks first",
     )
     straggler_s: float = key(
         0.0,
