@@ -34,7 +34,7 @@ class StallReport:
         text = f"{min(complete, wanted)} of {wanted} groups complete; "
         if run.evals.pausing:
             return text + "training waits for an evaluation (eval.mode = pause)"
-        late = run.batches.waits_for()
+        _, late = run.batches.urgent()
         if late and complete >= wanted:
             text += f"group {late[0].group_id} would be stale after it (stale_policy = wait); "
             return text + self._open_group(late[0], now)

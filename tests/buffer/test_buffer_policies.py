@@ -44,16 +44,17 @@ def test_a_full_batch_interrupts_the_rest_that_is_generated() -> None:
 
 
 def test_training_waits_for_what_would_be_stale() -> None:
-    """Version 1 with K = 1; one group has a ready sample of version 0, and one under way."""
-    run = world(run_ahead=1, max_staleness=1, stale_policy="wait")
-    first, *others = run.lease("a", 1000, 0)
-    run.answer("a", others, 0, 1.0, 0.0)
-    run.train(1)  # groups 1 and 2; group 0 lacks its first sample
+    """With K = 2 six groups of version 0 are batches 1 to 3, which leaves no room for others."""
+    run = world(run_ahead=2, max_staleness=2, stale_policy="wait")
+    tasks = run.lease("a", 12, 0)
+    run.answer("a", tasks[:4], 0, 1.0, 0.0)
+    run.train(1)
     run.produce("b", 1)
-    reply = run.batch(2)
-    assert not reply.trajectories and "stale_policy = wait" in reply.waiting_for
-    run.answer("a", [first], 0)
-    assert first.sample_id in {t.sample_id for t in run.train(2).trajectories}
+    for step, made in ((2, tasks[4:8]), (3, tasks[8:])):
+        reply = run.batch(step)
+        assert not reply.trajectories and "stale_policy = wait" in reply.waiting_for
+        run.answer("a", made, 0, 1.0, 0.0)
+        assert {t.sample_id for t in run.train(step).trajectories} == {t.sample_id for t in made}
     assert not run.pool.ledger.ended
 
 

@@ -56,7 +56,7 @@ class Batches:
     kept: list[int] = field(default_factory=list[int])  # committed steps, in order, without a gap
     trained: StalenessStats = field(default_factory=StalenessStats)
     last: StalenessStats = field(default_factory=StalenessStats)  # of the newest committed batch
-    _awaited: Group | None = None  # a group that the next batch waits for
+    _waiting_at: tuple[int, int, int] | None = None  # what `_choose` saw when it had to wait
 
     @property
     def next_step(self) -> int:
@@ -128,10 +128,7 @@ class Batches:
         return self.leased
 
     def commit(self) -> StoredBatch:
-        """End the leased batch as trained: the version goes up, and stale groups go.
-
-        Staleness changes at no other time, so that groups are replaced as soon as possible.
-        """
+        """End the leased batch as trained: the version goes up, and stale groups go."""
         batch = self.formed.pop(self.next_step)
         keep = self.pool.journal.store.durable
         if keep:  # the groups are about to end, so their records go with it
@@ -207,37 +204,39 @@ class Batches:
                 self.pool.end(group, "cancelled")
         self.formed.clear()
 
-    def waits_for(self) -> list[Group]:
-        return [group for group in self._last_chance() if not group.completed]
-
     def _choose(self) -> list[Group] | None:
-        """Return the complete groups of the next batch, None while there are too few.
-
-        First complete, first trained; under `wait` those go first that would be stale after it.
-        """
+        """Return the next batch, urgent groups first, as they were completed; None = too few."""
         complete, count = self.pool.complete, self.policy.batch_groups
-        if len(complete) < count:
+        state = self.version, self.pool.completions, len(self.pool.groups)
+        if len(complete) < count or state == self._waiting_at:
             return None  # asked at every event, so it must be cheap
-        late, awaited = [], self._awaited  # the group awaited at the last event mostly still is
-        if awaited is None or awaited.completed or not self._is_late(awaited):
-            late = self._last_chance()
-            awaited = self._awaited = next((group for group in late if not group.completed), None)
-        if awaited is not None:
+        first, awaited = self.urgent()
+        if awaited:
+            self._waiting_at = state
             return None
-        first = {group.group_id for group in late}
-        rest = (group for name, group in complete.items() if name not in first)
-        return list(islice(chain(late, rest), count))
+        rest = (group for group in complete.values() if group not in first)
+        return list(islice(chain(first, rest), count))
 
-    def _last_chance(self) -> list[Group]:
-        """Return groups that the next version would make stale, a batch at most, if it waits."""
-        if not self.wait or self.next_step <= self.policy.bound:
-            return []
-        late = filter(self._is_late, self.pool.groups.values())
-        return list(islice(late, self.policy.batch_groups))
+    def urgent(self) -> tuple[list[Group], list[Group]]:
+        """Return complete groups that the next batch must have, and groups of which it lacks some.
 
-    def _is_late(self, group: Group) -> bool:
-        oldest = group.oldest if group.group_id in self.pool.groups else None
-        return self.policy.is_stale(oldest, self.next_step)
+        Under `wait` groups with tokens of version o or older are trained up to version o + K.
+        Batches after the next take (o + K - v) B of them, so the next one must take the others.
+        """
+        by_age: dict[int, list[Group]] = {}
+        for group in self.pool.groups.values() if self.wait else ():
+            if (oldest := group.oldest) is not None:
+                by_age.setdefault(oldest, []).append(group)
+        count, older, first = self.policy.batch_groups, list[Group](), list[Group]()
+        for oldest in sorted(by_age):
+            older += by_age[oldest]
+            later = (oldest + self.policy.bound - self.version) * count
+            lacking = min(len(older) - later, count) - len(first)
+            complete = [group for group in older if group.completed and group not in first]
+            first += complete[: max(lacking, 0)]
+            if lacking > len(complete):
+                return first, [group for group in older if not group.completed]
+        return first, []
 
     def sweep(self) -> None:
         """End groups with stale samples; partials are judged when leased again."""
