@@ -219,9 +219,6 @@ class VllmEngine(LoopEngine[Live]):
         if not self._llm.errored:
             with suppress(EngineDeadError):
                 self._wait(self._abort(live))
-        self._collect(0.0)
-        for key in live:
-            self._open.pop(key, None)
 
     def _tokens(self) -> dict[str, list[int]]:
         """Return the tokens of each request that is not done, by key."""

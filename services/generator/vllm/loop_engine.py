@@ -122,6 +122,8 @@ class LoopEngine(Generic[L]):
         if live := self._named(names):
             self._stop(live)
         self._collect(0.0)
+        for key in live:  # of one that has died
+            self._open.pop(key, None)
         ready = self._ready
         if names is None:
             names = {output.request_id for output in ready}
