@@ -36,8 +36,7 @@ from umbra.services.modeling.run_file import located
 from umbra.services.trainer.metrics import environment_metrics
 
 USER_CODE = """
-def length(prompt, completion, row):
-    return len(completion) / row["most"]
+length = len
 class Echo:
     def __init__(self, turns=2):
         self.turns = turns
@@ -75,13 +74,6 @@ def test_guess_gives_hints_until_a_hit_or_the_last_try() -> None:
     results = [environment.step("1") for _ in range(4)]
     assert [r.done for r in results] == [False, False, False, True]
     assert (results[-1].reward, results[-1].reason) == (0.0, "turns")
-
-
-@pytest.mark.usefixtures("user_module")
-def test_a_reward_function_from_a_file_in_the_working_directory() -> None:
-    environment = load_environment(EnvironmentConfig(kind="reward", reward="MODULE:length"))()
-    environment.reset({"prompt": "p", "most": 10})
-    assert environment.step("abcd") == StepResult(reward=0.4)
 
 
 @pytest.mark.parametrize(

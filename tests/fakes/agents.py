@@ -92,11 +92,14 @@ class AgentWorld:
         return self.lease()
 
     def close(self) -> None:
+        self.close_driver()
+        self.pool.close()
+        assert not self._thread.is_alive(), "the generator hangs"
+
+    def close_driver(self) -> None:
         self._stop.set()
         self._wake.set()
         self._thread.join(WAIT_S)
-        self.pool.close()
-        assert not self._thread.is_alive(), "the generator hangs"
 
     def _until(self, condition: Callable[[], bool], what: str, quiet_s: float = 30.0) -> None:
         until(lambda: condition() or self._fault, lambda: (what, self._failed), quiet_s=quiet_s)

@@ -320,6 +320,7 @@ def test_samples_are_handed_out_in_order_and_once() -> None:
     assert isinstance(error, ApiError)
     assert (error.status, error.code) == (410, "session_over")
     assert "the generator stops" in str(error)
+    assert not registry._waiting
 
 
 # -- requests for completions, and replies ---------------------------------------------------------
@@ -501,6 +502,8 @@ def test_tools_that_are_none_or_that_nothing_reads_are_refused() -> None:
         with pytest.raises(ApiError) as caught:
             respond(tools=[{**SPACE, "tools": inner}])
         assert caught.value.param == "tools"
+    with pytest.raises(ApiError, match=r"^input\[1\]\.content must be text"):
+        respond(input=[user("go"), user([{"type": "input_image"}])])
 
 
 def test_a_tool_that_is_not_the_clients_is_left_out() -> None:

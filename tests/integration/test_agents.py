@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from socket import create_connection
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -203,6 +204,12 @@ def test_an_agent_with_a_tool_makes_a_trajectory(
 
 def test_nonsense_costs_nothing(world: World) -> None:
     endpoint = world("yes")
+    server = endpoint.pool._server
+    head = b"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    with create_connection(server._bound.getsockname()) as gone:
+        gone.sendall(head + b"Content-Length: 2\r\nAuthorization: x\r\n\r\n{}")
+        until(lambda: server._active, "it waits for a session, which it must not get")
+    until(lambda: not server._server.server_state.connections, "it has gone")
     work = endpoint.begin()
     url = f"{work['base_url']}/chat/completions"
     for body in (b"", b"{", b"\xff\xfe", b"[]", b"[" * 100_000):
@@ -256,6 +263,15 @@ def test_what_is_too_long_is_refused_and_the_reward_still_counts(world: World) -
     assert reward(work, 0.25) == 200
     trajectory = endpoint.trajectory()
     assert (trajectory.reward, trajectory.turns, trajectory.finish_reason) == (0.25, 1, "stop")
+    work = endpoint.begin()
+    endpoint.close_driver()
+    asking = Thread(target=ask, args=(work, user("x" * 70)))
+    asking.start()
+    until(lambda: endpoint.pool.sessions.find(work["id"]).asking, "it asks")
+    assert reward(work, 0.5) == 200  # before the refusal, so there is nothing that is rewarded
+    until(lambda: endpoint.runner.poll(0.0) or not endpoint.runner.active, "the sample ends")
+    assert "only request was refused: the prompt" in endpoint.runner.results()[1][0].reason
+    asking.join()
 
 
 def test_a_sample_that_is_given_up_or_taken_back_ends_its_session(world: World) -> None:

@@ -259,9 +259,8 @@ _CARRIED = {"provider_specific_fields", "annotations"}
 """Fields that client libraries add, for themselves, to the messages that they got."""
 
 
-def read_message(message: dict[str, Any], index: int = 0) -> Message:
+def read_message(message: dict[str, Any], where: str) -> Message:
     """Return a message as chat templates take it: text, and arguments of calls as objects."""
-    where = f"messages[{index}]"
     role = message.get("role")
     if not isinstance(role, str):
         raise ApiError(f"{where} has no role", param=where)

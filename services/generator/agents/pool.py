@@ -199,7 +199,9 @@ class AgentPool(Outcomes):
         wait_s = min(max(lease.wait_s, 0.0), _MAX_WAIT_S)
         lease_s = math.inf if lease.lease_s is None else lease.lease_s
         deadline = Deadline(wait_s)
-        while (session := self.sessions.lease(time.monotonic(), lease_s)) is None:
+        while await request.is_disconnected() or not (
+            session := self.sessions.lease(time.monotonic(), lease_s)
+        ):
             if deadline.passed or self._stopping:
                 none = f"there is no sample to work on within {wait_s:g} s"
                 raise ApiError(none, status=503, code="no_work")
@@ -294,8 +296,6 @@ class AgentPool(Outcomes):
             self._workers.forget(key)
 
     def _replied(self, session: AgentSession, turn: Turn | UmbraError) -> None:
-        if session.over is not None:
-            return
         session.answered(turn, time.monotonic())
         if self._workers is None or session.left:
             self._settle(session)
@@ -303,7 +303,9 @@ class AgentPool(Outcomes):
     def _settle(self, session: AgentSession) -> None:
         """Deliver the reward, if there is one and the model is done with its turn."""
         if session.reward is not None and not session.asking and session.over is None:
-            self.deliver(EpisodeOutcome(session.key, session.reward))
+            value = session.reward if session.turns else None
+            refused = f"its agent was done while its only request was refused: {session.refusal}"
+            self.deliver(EpisodeOutcome(session.key, value, "" if value else refused))
 
     # -- our own agents ---------------------------------------------------------------------------
 

@@ -33,7 +33,8 @@ class Completions(AgentProtocol):
     @classmethod
     def read(cls, request: Body, rules: CallRules) -> Call:
         tools = [checked_tool(tool) for tool in request.tools or ()]
-        messages = [read_message(message, i) for i, message in enumerate(request.messages or ())]
+        each = enumerate(request.messages or ())
+        messages = [read_message(message, f"messages[{i}]") for i, message in each]
         return Call(messages, tools, logprobs=bool(request.logprobs))
 
     def whole(self, call: Call, answer: Answer) -> dict[str, Any]:
@@ -189,7 +190,7 @@ def _read_items(items: list[dict[str, Any]]) -> list[Message]:
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
             elif kind == "message":
                 own = {name: item[name] for name in ("role", "content") if name in item}
-                messages.append(read_message(own, index))
+                messages.append(read_message(own, where))
             else:
                 raise _unsupported(where, kind)
             continue

@@ -283,25 +283,22 @@ class SessionRegistry:
         self._settings = silence_s, deliver, reply, branches
         self._by_key: dict[str, AgentSession] = {}
         self._by_id: dict[str, AgentSession] = {}  # the newest of `_over` too
-        self._waiting: deque[AgentSession] = deque()
+        self._waiting: dict[str, AgentSession] = {}  # by id, the longest first
         self._over: deque[str] = deque()
 
     def open(self, key: str, row: dict[str, Any]) -> AgentSession:
         """Return a session for the sample `key` that no agent has; end an older one of it."""
         self.close(key, "its sample restarted in another session")
         session = AgentSession(secrets.token_urlsafe(18), key, row, *self._settings)
-        self._by_id[session.id] = self._by_key[key] = session
-        self._waiting.append(session)
+        self._by_id[session.id] = self._by_key[key] = self._waiting[session.id] = session
         return session
 
     def lease(self, now: float, lease_s: float = math.inf) -> AgentSession | None:
         """Return the session that has waited longest for an agent."""
-        while self._waiting:
-            session = self._waiting.popleft()
-            if session.over is None and not session.begun:
-                session.begin(now, lease_s)
-                return session
-        return None
+        if (session := next(iter(self._waiting.values()), None)) is not None:
+            del self._waiting[session.id]
+            session.begin(now, lease_s)
+        return session
 
     def find(self, session_id: str) -> AgentSession:
         """Return the session of that id, over or not; raises ApiError if there is none."""
@@ -316,6 +313,7 @@ class SessionRegistry:
     def close(self, key: str, why: str = "") -> None:
         if (session := self._by_key.pop(key, None)) is None:
             return
+        self._waiting.pop(session.id, None)
         self._over.append(session.id)
         if len(self._over) > _REMEMBERED:
             del self._by_id[self._over.popleft()]
@@ -329,15 +327,15 @@ class SessionRegistry:
 
     def renew(self, session_ids: Sequence[str], now: float, lease_s: float) -> list[str]:
         """Renew the leases of these sessions; return those that are over or unknown."""
-        live = {session.id: session for session in self._by_key.values()}
-        for session in filter(None, map(live.get, session_ids)):
+        known = map(self._by_id.get, session_ids)
+        live = {session.id: session for session in known if session and session.over is None}
+        for session in live.values():
             session.leased_until = now + lease_s
         return [session_id for session_id in session_ids if session_id not in live]
 
     def expired(self, now: float) -> list[AgentSession]:
         """Return the sessions without a reward whose leases were not renewed in time."""
-        sessions = self._by_key.values()
-        return [s for s in sessions if s.leased_until <= now and s.reward is None]
+        return [s for s in self._by_key.values() if s.leased_until <= now and s.reward is None]
 
     def overdue(self, now: float) -> list[AgentSession]:
         """Return the sessions whose agents have been silent for too long."""
