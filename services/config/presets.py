@@ -39,7 +39,7 @@ class ObjectiveSpec(Section):
     gamma: float = key(1.0, "discount per token (reinforce_pp, gae)", ge=0, le=1)
     gae_lambda: float = key(1.0, "lambda of generalised advantage estimation", ge=0, le=1)
     overlong_buffer: int = key(
-        0, "last tokens before a sample's max_tokens that cost reward (DAPO); 0 = none", ge=0
+        0, "last tokens before a turn's max_tokens that cost reward (DAPO); 0 = none", ge=0
     )
     overlong_filter: bool = key(False, "leave out what was cut off at the token limit (DAPO)")
     ratio_level: Level = "token"

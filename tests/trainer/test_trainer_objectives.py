@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fakes.trajectories import trajectory as made
 from torch import Tensor
 
+from umbra.proto.records import Sampling
 from umbra.services.config import TrainerConfig
 from umbra.services.config.presets import PRESETS
 from umbra.services.trainer.learner import learning_rate
@@ -19,7 +21,6 @@ from umbra.services.trainer.objectives.advantages import (
     dr_grpo,
     gae,
     grpo,
-    overlong,
     rloo,
     token_advantages,
     value_loss,
@@ -236,14 +237,16 @@ def by_token(**keys: Any) -> tuple[Tensor, Tensor]:
     )
 
 
+def paid(counts: list[int], **more: Any) -> Any:
+    """A batch of groups of one, with a reward of 1 and so many tokens each."""
+    samples = torch.arange(len(counts))
+    tokens = SimpleNamespace(owner=samples.repeat_interleave(torch.tensor(counts)))
+    rewards = torch.ones(len(counts), dtype=torch.float64)
+    return SimpleNamespace(rewards=rewards, groups=samples, sample=samples, tokens=tokens, **more)
+
+
 def test_a_kl_in_the_reward_is_taken_off_token_by_token() -> None:
-    batch: Any = SimpleNamespace(
-        rewards=torch.tensor([1.0], dtype=torch.float64),
-        groups=torch.tensor([0]),
-        sample=torch.tensor([0]),
-        tokens=SimpleNamespace(owner=torch.tensor([0, 0])),
-        behaviour=torch.tensor([-1.0, -2.0]),
-    )
+    batch = paid([2], behaviour=torch.tensor([-1.0, -2.0]))
     keys: dict[str, Any] = {"objective": "reinforce_pp", "kl_coef": 0.5, "kl_estimator": "k1"}
     pieces = TrainerConfig(**keys).pieces
     _, returns = batch_advantages(batch, pieces, torch.tensor([-1.5, -1.0]), None)
@@ -321,9 +324,19 @@ def test_value_loss_takes_the_worse_of_plain_and_clipped() -> None:
 
 
 def test_overlong_costs_linearly_within_the_buffer() -> None:
-    """Each sample before its own limit."""
-    lengths = torch.tensor([10, 80, 85, 90, 100, 45])
-    limits = torch.tensor([100, 100, 100, 100, 100, 50])
-    expected = [0.0, 0.0, -0.25, -0.5, -1.0, -0.75]
-    got = overlong(lengths, limits, buffer=20)
-    torch.testing.assert_close(got, torch.tensor(expected).double())
+    """Each sample's longest turn before its own limit."""
+    turns = [[10], [80], [85], [90], [100], [45], [60, 60], [30, 85, 10]]
+    limits = [100, 100, 100, 100, 100, 50, 100, 100]
+    samples = [
+        made(
+            response=range(sum(own) + len(own) - 1),
+            loss_mask=b"\0".join(b"\1" * tokens for tokens in own),
+            sampling=Sampling(max_tokens=limit),
+        )
+        for own, limit in zip(turns, limits, strict=True)
+    ]
+    batch = paid([sum(own) for own in turns], samples=samples)
+    pieces = TrainerConfig(objective="ppo", overlong_buffer=20).pieces
+    advantages, _ = batch_advantages(batch, pieces, None, None)
+    expected = torch.tensor([1.0, 1.0, 0.75, 0.5, 0.0, 0.25, 1.0, 0.75])
+    torch.testing.assert_close(advantages, expected[batch.tokens.owner])

@@ -23,9 +23,10 @@ def batch_advantages(
     """
     rewards, owner = batch.rewards, batch.sample[batch.tokens.owner]
     if pieces.overlong_buffer:
-        lengths = torch.bincount(owner, minlength=len(rewards))
+        # Of the model's longest turn, which the limit is for: the environment's tokens have mask 0.
+        turns = [max(map(len, sample.loss_mask.split(b"\0"))) for sample in batch.samples]
         limits = torch.tensor([sample.sampling.max_tokens for sample in batch.samples])
-        rewards = rewards + overlong(lengths, limits, pieces.overlong_buffer)
+        rewards = rewards + overlong(torch.tensor(turns), limits, pieces.overlong_buffer)
     penalties = torch.zeros(len(owner))
     if pieces.kl_coef and pieces.kl_in == "reward":
         assert reference is not None
@@ -38,7 +39,7 @@ def overlong(lengths: Tensor, limits: Tensor, buffer: int) -> Tensor:
     """Return min(-(len - (limit - buffer)) / buffer, 0) of each sample, float64 [S].
 
     DAPO's soft overlong punishment (arXiv 2503.14476), in verl's form: nothing until `buffer`
-    tokens before the sample's limit, then linearly down to -1 at the limit.
+    tokens before the limit of a turn, then linearly down to -1 at the limit.
     """
     exceeding = lengths.double() - (limits - buffer)
     return (-exceeding / buffer).clamp(max=0.0)
