@@ -26,7 +26,8 @@ class Phases:
     """Seconds by phase of the current step; each phase is also a range of torch's profiler.
 
     A phase within another is a part of it: `train_step/forward`. On a GPU the moments are events in
-    the stream of this thread, because the calls return before the kernels have run.
+    the stream of this thread, because the calls return before the kernels have run. Nothing is kept
+    before the first `take`: who never calls it, as a server of the Tinker API, would keep all.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Phases:
         self._on_gpu, self._clock = device.type == "cuda", clock
         self._open: list[str] = []
         self._spans: list[tuple[str, Moment, Moment]] = []
-        self._begin = self._now()
+        self._begin, self._kept = self._now(), False
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -47,7 +48,8 @@ class Phases:
                 yield
         finally:
             self._open.pop()
-            self._spans.append((path, begin, self._now()))
+            if self._kept:
+                self._spans.append((path, begin, self._now()))
 
     def take(self) -> dict[str, float]:
         """Return the seconds by phase since the last call, and start again.
@@ -56,7 +58,7 @@ class Phases:
         sum of these and its own `other`: `train_step/other`.
         """
         begin, spans = self._begin, self._spans
-        self._begin, self._spans = self._now(), []
+        self._begin, self._spans, self._kept = self._now(), [], True
         if self._on_gpu:
             torch.cuda.synchronize()
         seconds: dict[str, float] = defaultdict(float)

@@ -37,17 +37,20 @@ def test_phases_add_up_to_the_step() -> None:
     """Between two readings of the clock pass 1, 2, 3, ... seconds."""
     clock = accumulate(range(100))
     phases = Phases(CPU, lambda: float(next(clock)))  # at 0
-    with phases("wait"):  # from 1 to 3
+    with phases("before the first step"):  # at 1
         pass
-    with phases("train"):  # from 6
+    assert phases.take() == {"other": 3, "step": 3}, "who asks for none keeps none"
+    with phases("wait"):  # from 6 to 10
+        pass
+    with phases("train"):  # from 15
         for _ in range(2):
-            with phases("forward"):  # from 10 to 15, from 21 to 28
+            with phases("forward"):  # from 21 to 28, from 36 to 45
                 pass
-    # to 36; the step ends at 45
+    # to 55; the step ends at 66
     assert phases.take() == {
-        "wait": 2, "train": 30, "train/forward": 12, "train/other": 18, "other": 13, "step": 45,
+        "wait": 4, "train": 40, "train/forward": 16, "train/other": 24, "other": 19, "step": 63,
     }  # fmt: skip
-    assert phases.take() == {"other": 10, "step": 10}, "it restarts"
+    assert phases.take() == {"other": 12, "step": 12}, "it restarts"
 
 
 def test_a_trace_has_the_phases_of_its_step_alone(tmp_path: Path) -> None:
