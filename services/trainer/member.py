@@ -187,10 +187,10 @@ class RunMember:
     def report(self, step: int, row: Row, seconds: dict[str, float], batch: TrainBatch) -> None:
         """Report a step: to the metrics, the monitor, the curves and the log."""
         train_s = seconds["train_step"]
+        row = row | {f"seconds/{name}": spent for name, spent in seconds.items()}
         row["train_tokens_per_s"] = (row["tokens"] or 0.0) / train_s
         row["samples_per_s"] = (row["samples"] or 0.0) / max(seconds["step"], 1e-9)
         row["memory/peak_gib"] = peak_memory_gib(self.learner.device)
-        row |= {f"seconds/{name}": spent for name, spent in seconds.items()}
         self._publish("step", {"step": step, **row})
         self.compared += row.get("mismatch/compared") or 0.0
         self.sinks.write(step, row)

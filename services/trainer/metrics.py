@@ -61,15 +61,17 @@ def sample_metrics(batch: TrainBatch, version: int) -> Row:
 
 
 def environment_metrics(trajectories: Sequence[Trajectory], names: Sequence[str]) -> Row:
-    """Return samples, mean reward and mean response length of each of several environments."""
+    """Return samples, mean reward and mean response length of each of several environments.
+
+    All rows have the same columns; without samples of an environment they are None.
+    """
     row: Row = {}
     for name in names:
         members = [t for t in trajectories if t.prompt_id.startswith(environment_prefix(name))]
-        row[f"environment/{name}/samples"] = float(len(members))
-        if members:
-            row[f"environment/{name}/reward"] = sum(t.reward for t in members) / len(members)
-            lengths = sum(t.sample_tokens for t in members)
-            row[f"environment/{name}/response_length"] = lengths / len(members)
+        row[f"environment/{name}/samples"] = count = float(len(members))
+        rewards, lengths = sum(t.reward for t in members), sum(t.sample_tokens for t in members)
+        for key, total in (("reward", rewards), ("response_length", lengths)):
+            row[f"environment/{name}/{key}"] = total / count if count else None
     return row
 
 
@@ -199,7 +201,6 @@ class LossMetrics:
         now = tokens.logprobs.detach()
         device = now.device
         self._sums, self._maxima = self._sums.to(device), self._maxima.to(device)
-        self._sums[SUMS.index("loss")] += loss.detach().double()
         if not len(source):
             return
         included = ~outliers
@@ -217,7 +218,7 @@ class LossMetrics:
             "last/r2": weight.square(),
             "clipped": result.clipped & included,
             "masked": ~result.kept | outliers,
-            "loss": torch.zeros_like(now),
+            "loss": loss.detach(),
         }
         sums = torch.stack([columns[name].double().sum() for name in SUMS])
         self._knows_kl = result.kl is not None
@@ -241,10 +242,6 @@ class LossMetrics:
         samples at the last update, and the staleness counted in updates show the effect of further
         updates.
         """
-        if not self._updates:
-            names = ("loss", "entropy", "clip_fraction", "mask_fraction", "ess_last")
-            nothing: Row = {**dict.fromkeys(names), "outliers": 0.0}
-            return nothing | mismatch_row(self._sums[len(SUMS) :])
         # Each rank's sums and maxima: some dozen numbers, however many tokens there are.
         rows = ranks.gather(torch.cat([self._sums, self._maxima]).cpu())
         total = rows[:, : -len(MAXIMA)].sum(0)
@@ -255,13 +252,13 @@ class LossMetrics:
             return sums[name] / sums["tokens"] if sums["tokens"] else None
 
         row: Row = {
-            "loss": sums["loss"] / self._updates,
+            "loss": sums["loss"] / self._updates if self._updates else None,
             "entropy": mean("entropy"),
             "clip_fraction": mean("clipped"),
             "mask_fraction": mean("masked"),
             "ratio/max": highest["ratio"],
             "outliers": sums["outliers"],
-            **({"kl": mean("kl")} if self._knows_kl else {}),
+            "kl": mean("kl") if self._knows_kl else None,
             "ess_last": ess(sums["last/r"], sums["last/r2"], sums["last"]),
             "staleness/updates/mean": mean("age"),
             "staleness/updates/max": highest["age"],

@@ -133,6 +133,7 @@ def test_a_preset_works_by_itself(preset: Preset) -> None:
         (["ranks=4", "expert_parallel=3"], "expert_parallel = 3 does not divide trainer.ranks = 4"),
         (["ranks=4", "expert_parallel=2", "compile=true"], "compile trainer.expert_parallel"),
         (["ranks=4", "expert_parallel=2", "lora_rank=8"], "no adapters of experts: set trainer.lo"),
+        (["lora_publish=adapter"], "adapter has none to publish: set trainer.lora_rank"),
         (["profile_steps=[3, 900]"], "has step 900, but run.steps"),
         ([*AGENT, "environment.workers=0"], "leaves programs to `umbra run-agents`: set gener"),
         (["generator.sessions=4", "generator.slots=8"], "is below generator.slots = 8"),

@@ -192,7 +192,7 @@ def rows(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
 
 def test_two_steps_then_an_export_that_loads(directory: Path, start: Any, tmp_path: Path) -> None:
     world = World(directory)
-    assert start(world) == 0
+    assert start(world, **{"checkpoint.best_metric": "reward_part/rare"}) == 0
     assert world.committed() == [1, 2]
     assert isinstance(world.asked[-1], m.FinishRun)
     assert world.left
@@ -225,7 +225,7 @@ def test_a_batch_without_advantage_is_committed_and_published_unchanged(
     directory: Path, start: Any, tmp_path: Path
 ) -> None:
     world = World(directory, level=True)
-    assert start(world) == 0
+    assert start(world, **{"checkpoint.best_metric": "-kl"}) == 0, "which no such batch has"
     assert world.committed() == [1, 2]
     assert world.unchanged()
     assert [row["updates"] for row in rows(tmp_path, "step")] == [0, 0]
@@ -330,10 +330,11 @@ def test_a_checkpoint_on_request(directory: Path, start: Any, tmp_path: Path) ->
     assert [row["step"] for row in rows(tmp_path, "checkpoint")] == [1, 2]
 
 
-def test_a_best_metric_that_is_not_measured_is_told(directory: Path, start: Any) -> None:
+@pytest.mark.parametrize("name", ["rewards", "seconds/step"])  # that is known after a checkpoint
+def test_a_best_metric_that_is_not_measured_is_told(directory: Path, start: Any, name: str) -> None:
     world = World(directory)
-    with pytest.raises(UsageError, match=r"best_metric: 'rewards' is no column of .*reward/mean"):
-        start(world, **{"checkpoint.best_metric": "rewards"})
+    with pytest.raises(UsageError, match=f"best_metric: '{name}' is no metric .*reward/mean"):
+        start(world, **{"checkpoint.best_metric": name})
     assert world.committed() == [1]
 
 

@@ -13,7 +13,6 @@ from fakes.interrupted import TEMPERATURE, teacher_forced
 from fakes.versions import finish, request
 
 from umbra.proto.errors import UsageError, WireError
-from umbra.services.config.rules import check_feasible
 from umbra.services.generator.engines.opening import open_engine
 from umbra.services.modeling.lora import factors
 from umbra.services.modeling.model_directory import weights_checksum
@@ -121,9 +120,3 @@ def test_a_generator_with_another_base_or_adapter_is_refused(
     with pytest.raises(UsageError, match=says):
         engine.load(manifest, memoryview(b""), 0, "keep")
     assert engine.version == -1
-
-
-def test_without_an_adapter_there_is_none_to_publish(directory: Path) -> None:
-    with pytest.raises(UsageError, match=r"lora_publish = adapter has none to publish"):
-        check_feasible(config_of(directory, "trainer.lora_rank=0"))
-    check_feasible(config_of(directory))

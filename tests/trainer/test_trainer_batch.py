@@ -18,6 +18,7 @@ from umbra.services.trainer.distributed.ranks import Ranks
 from umbra.services.trainer.metrics import (
     LossMetrics,
     Row,
+    environment_metrics,
     mismatch_row,
     mismatch_sums,
     sample_metrics,
@@ -56,6 +57,8 @@ def test_tensors() -> None:
     assert (row["staleness/in_flight/mean"], row["staleness/in_queue/mean"]) == (0.5, 2.0)
     assert row["response_length/mean"] == 2.0
     assert row["truncated"] == row["duplicates"] == 0.0
+    row = environment_metrics([trajectory(prompt_id="a/1")], ["a", "b"])
+    assert [*row.values()] == [1.0, 1.0, 3.0, 0.0, None, None], "all batches have the same columns"
     repeated = make_batch([trajectory(), trajectory(), trajectory(group_id="g2")], vocab_size=10)
     assert sample_metrics(repeated, version=6)["duplicates"] == pytest.approx(1 / 3)
 

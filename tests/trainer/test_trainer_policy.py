@@ -191,10 +191,7 @@ def test_the_buckets_of_a_host_are_its_ranks_alone() -> None:
     assert sorted(bucket for part in found for bucket in part) == [*range(len(manifest.buckets))]
     assert all(manifest.owners[b] == rank // 2 for rank in range(4) for b in found[rank])
     assert found[2:] == [[2], [3]]
-
-
-def test_rows_of_a_host_need_not_lie_together() -> None:
-    """Of eight rows two ranks of the first host have the first and the last ones."""
+    # Rows of a host need not lie together: of eight rows the first has the first and the last ones.
     written = [{"x": (0, 2)}, {"x": (6, 8)}, {"x": (2, 4)}, {"x": (4, 6)}]
     assert owners_of(written, RankPlace(0, 4, 2)) == {"x": [(2, 0), (6, 1), (8, 0)]}
 
