@@ -100,6 +100,8 @@ class RunMember:
         if lease is None:
             return NextStep(stop=True)
         self.sinks.write_evals(lease.evals)
+        if lease.checkpoint and self.folder.steps()[-1:] == [step - 1]:
+            self._tell_covered(step - 1)  # no newer one can be made: older ones give up theirs
         now = time.monotonic()
         if lease.trajectories:
             self.reported_at = now
@@ -150,7 +152,7 @@ class RunMember:
             UsageError: the checkpoint of `step` is not of the buffer's run.
         """
         try:
-            self._tell_covered()
+            self._tell_covered(self.folder.covered)
         except RejectedError as error:
             raise UsageError(
                 f"{self.folder.of(step)} does not belong to the buffer's run ({error}): choose "
@@ -158,9 +160,9 @@ class RunMember:
             ) from error
         self.context.log.info("going on from the checkpoint of step %d", step)
 
-    def _tell_covered(self) -> None:
-        """Have the buffer drop batches that checkpoints cover."""
-        covered = CheckpointSaved(step=self.folder.covered)
+    def _tell_covered(self, step: int) -> None:
+        """Have the buffer drop batches up to `step`, which checkpoints cover."""
+        covered = CheckpointSaved(step=step)
         grace_s = self.context.config.run.broker_grace_s
         self.session.data.call(covered, Ok, timeout_s=grace_s)
 
@@ -182,7 +184,7 @@ class RunMember:
                     *(outcome.step, size(outcome.size), outcome.copy_s, outcome.write_s),
                 )
             if not self.stopping:
-                self._tell_covered()
+                self._tell_covered(self.folder.covered)
 
     def report(self, step: int, row: Row, seconds: dict[str, float], batch: TrainBatch) -> None:
         """Report a step: to the metrics, the monitor, the curves and the log."""
