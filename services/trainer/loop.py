@@ -143,9 +143,9 @@ class Loop:
         with self._phase("commit"):
             done = self._member is None or self._member.commit(self.version + 1, row)
             done = self._ranks.agree(done)
-        if done:
-            self.version += 1
-            self._committed = row, self._learner.updates
+        self.version += done
+        # Without an answer the critic may have learned a batch that is not committed.
+        self._committed = (row, self._learner.updates) if done else None
         return done
 
     def _check(self, row: Row) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -268,6 +269,24 @@ def test_a_stop_while_a_slot_is_waited_for_leaves_the_row_of_what_is_committed(
     assert start(world) == 0
     assert world.committed() == [row["step"] for row in rows(tmp_path, "step")] == [1]
     assert not (tmp_path / "model").exists()
+
+
+def test_a_batch_whose_commit_is_not_answered_is_in_no_checkpoint(
+    directory: Path, start: Any, tmp_path: Path
+) -> None:
+    """The policy is as it was, in the critic's warm-up, and the critic has learned the batch."""
+    world = World(directory)
+
+    def call(body: m.Message, *args: Any, **how: Any) -> m.Message:
+        if isinstance(body, m.CommitBatch) and body.step == 2:
+            world.stopping.set()
+            raise DeadlineError("stopped while waiting for the buffer")
+        return world.call(body, *args, **how)
+
+    world.data = Mock(call=call)
+    assert start(world, objective="ppo_critic", **{"critic.warmup_steps": 9}) == 0
+    assert world.committed() == [1]
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
 def test_a_stop_because_of_a_failure_has_its_exit_code(directory: Path, start: Any) -> None:
