@@ -51,10 +51,7 @@ class MasterWeights:
             if parameter.grad is None:
                 continue
             gradient = parameter.grad.to(local(copy).device, torch.float32)
-            if copy.grad is None:
-                copy.grad = gradient
-            else:
-                copy.grad.add_(gradient)
+            copy.grad = gradient if copy.grad is None else copy.grad.add_(gradient)
             parameter.grad = None
 
     @torch.no_grad()
