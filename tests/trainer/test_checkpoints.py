@@ -96,6 +96,9 @@ def test_what_is_kept(start: Any) -> None:
     assert covered == [0, 1, 2, 3, 4, 5, 6], "one can go on from any of the newest two"
     lowest = CheckpointConfig(best_metric="-quality")
     assert CheckpointFolder(trainer.folder.path, lowest).best() == 6
+    path = trainer.folder.path
+    modes = {(p.is_dir(), p.stat().st_mode & 0o777) for p in [path, *path.rglob("*")]}
+    assert modes == {(True, 0o700), (False, 0o600)}, "they are for their user alone"
 
 
 def test_training_does_not_wait_for_the_disk(
@@ -192,13 +195,6 @@ def test_another_model(start: Any, directory: Path, tmp_path: Path) -> None:
         start(optimizer="sgd")
     with pytest.raises(UsageError, match=r"cannot be loaded|another model|no directory"):
         export_checkpoint(tmp_path / "checkpoints/step-1", tmp_path / "hf", str(tmp_path / "deep"))
-
-
-def test_they_are_for_their_user_alone(start: Any) -> None:
-    folder = start().train(1).save().parent
-    modes = {p: p.stat().st_mode & 0o777 for p in [folder, *folder.rglob("*")]}
-    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
-    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
 
 
 class Rows:

@@ -125,18 +125,15 @@ def test_weights_at_their_bounds_are_kept_and_clipped_ones_are_told() -> None:
     assert terms.masked(torch.tensor([0.4, 0.5, 2.0, 3.0]), 0.5, 2.0).tolist() == [0, 0.5, 2.0, 0]
     assert terms.masked(torch.tensor([9.0]), 0.5, 0.0).tolist() == [9.0]
     assert compute(objective="cispo", clip_high=0.3)[0].clipped.tolist() == [False] * 3 + [True]
+    # A second clip leaves gains of small advantages alone.
+    gain, flat = terms.ppo(*torch.tensor([[1.0, 1.0, 5.0], [0.5, 0.0, -0.5]]), 0.2, 0.2, 3.0)
+    assert (gain.tolist(), flat.tolist()) == ([0.5, 0.0, -1.5], [False, False, True])
 
 
 def test_entropies_are_taken_off_the_losses() -> None:
     entropy = [0.1, 0.2, 0.3, 0.4]
     plain, found = (compute(PI, entropy, objective="ppo", entropy_coef=c)[0] for c in (0.0, 0.5))
     torch.testing.assert_close(found.losses, plain.losses - 0.5 * torch.tensor(entropy).double())
-
-
-def test_a_second_clip_leaves_gains_of_small_advantages_alone() -> None:
-    ratio, advantages = torch.tensor([1.0, 1.0, 5.0]), torch.tensor([0.5, 0.0, -0.5])
-    gain, flat = terms.ppo(ratio, advantages, 0.2, 0.2, 3.0)
-    assert (gain.tolist(), flat.tolist()) == ([0.5, 0.0, -1.5], [False, False, True])
 
 
 def test_a_hopeless_ratio_stays_finite() -> None:
@@ -336,7 +333,7 @@ def test_overlong_costs_linearly_within_the_buffer() -> None:
         for own, limit in zip(turns, limits, strict=True)
     ]
     batch = paid([sum(own) for own in turns], samples=samples)
-    pieces = TrainerConfig(objective="ppo", overlong_buffer=20).pieces
+    pieces = msgspec.structs.replace(PRESETS["ppo"], overlong_buffer=20)
     advantages, _ = batch_advantages(batch, pieces, None, None)
     expected = torch.tensor([1.0, 1.0, 0.75, 0.5, 0.0, 0.25, 1.0, 0.75])
     torch.testing.assert_close(advantages, expected[batch.tokens.owner])
