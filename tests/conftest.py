@@ -28,7 +28,7 @@ settings.load_profile("umbra")
 SEED = 0
 QUIET_TIMEOUT_S = 60.0  # of a test without a mark of its own
 LONG_TIMEOUT_S = 240.0  # of one that starts whole runs
-LONG = ("fault", "integration")
+LONG = ("fault", "integration", "tinker")
 MOST_S = 2900.0  # below faulthandler_timeout, which ends the whole run
 pytest_plugins = [
     "fakes.fixtures",

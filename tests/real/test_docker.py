@@ -13,7 +13,7 @@ from fakes.commands import call
 from fakes.machines import ENVIRON, ROOT, check_ledger, on_machines, plan, skipped, sort_task
 from fakes.whole_runs import sets
 
-STEPS = 500  # so that a machine that joins on the way is there before the end
+STEPS = 300  # so that a machine that joins on the way is there before the end
 BATCH = 8 * 32  # samples of a step of the sort task
 
 pytestmark = [
