@@ -194,10 +194,11 @@ def _sources(config: RunConfig, task: Task) -> list[str]:
 
 def modules_of(config: RunConfig, run_file: Path) -> str:
     """Return the folder of the user's own modules; empty if the run names none."""
-    names = [name for name in _prompts_of(config) if is_function(name)]
-    for environment in config.all_environments:
-        names += [environment.kind, *environment.rewards, environment.agent, environment.id]
-    return str(run_file.resolve().parent) if any(":" in name for name in names) else ""
+    names = _prompts_of(config)
+    for one in config.all_environments:
+        names += [one.kind, *one.rewards, one.agent, one.id, one.sandbox]
+        names += tools if isinstance(tools := one.options.get("tools"), list) else ()
+    return str(run_file.resolve().parent) if any(is_function(str(n)) for n in names) else ""
 
 
 def _prompts_of(config: RunConfig) -> list[str]:
