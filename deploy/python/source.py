@@ -63,13 +63,7 @@ class CopiedSource:
         if "<lambda>" in definition.__qualname__:
             raise UsageError(f"{argument}: a lambda has no name: write it with def")
         if (place := _importable(definition)) is not None:
-            module, name = place
-            file = getattr(sys.modules[module], "__file__", None)  # of what not every Python has
-            if file is not None:
-                path = Path(file).resolve()
-                folder = path.parents[module.count(".") + (path.name == "__init__.py")]
-                self.search += [folder] if folder not in self.search else []
-            return f"{module}:{name}"
+            return f"{self._find(place[0])}:{place[1]}"
         self._copy(definition, argument)
         return f"{MODULE}:{definition.__name__}"
 
@@ -86,6 +80,15 @@ class CopiedSource:
         reset = "    def reset(self, **row):\n        return None\n"
         self._pieces[_TOOLSET] = f"\nclass {_TOOLSET}:\n{methods}\n{reset}"
         return f"{MODULE}:{_TOOLSET}"
+
+    def _find(self, name: str) -> str:
+        """Have other processes look for the module `name` where this one found it; return it."""
+        file = getattr(sys.modules.get(name), "__file__", None)  # of what not every Python has
+        if file is not None and name.partition(".")[0] not in sys.stdlib_module_names:
+            path = Path(file).resolve()
+            folder = path.parents[name.count(".") + (path.name == "__init__.py")]
+            self.search += [folder] if folder not in self.search else []
+        return name
 
     def _is_bound(self, name: str, value: Any, argument: str) -> bool:
         if name in self._bound and self._bound[name] is not value:
@@ -115,7 +118,10 @@ class CopiedSource:
         """Have the module bind `bound` to `value`; unless `needed`, it may be left out."""
         if self._is_bound(bound, value, argument):
             return
-        line = _line(bound, value)
+        place = _importable(value)
+        if place is not None:
+            self._find(place[0])
+        line = _line(bound, value, place)
         if line is None and (inspect.isfunction(value) or inspect.isclass(value)):
             self._copy(value, argument)
             if value.__name__ == bound:
@@ -133,7 +139,9 @@ class CopiedSource:
 
 
 def _importable(definition: Any) -> tuple[str, str] | None:
-    """Return module and name that any process can import; None for the program's own."""
+    """Return module and name (of a module "") that others can import; None for the program's."""
+    if isinstance(definition, ModuleType):
+        return definition.__name__, ""
     module_name = getattr(definition, "__module__", None)
     name = getattr(definition, "__qualname__", None) or getattr(definition, "_name", None)
     module = sys.modules.get(module_name or "")
@@ -169,15 +177,13 @@ def _names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
             yield node.id, id(node) not in optional
 
 
-def _line(name: str, value: Any) -> str | None:
+def _line(name: str, value: Any, place: tuple[str, str] | None) -> str | None:
     """Return the line that binds `name` to `value`; None if there is none."""
-    if isinstance(value, ModuleType):
-        return f"import {value.__name__} as {name}"
-    if (place := _importable(value)) is not None:
+    if place is not None:
         module, inner = place
-        if "." not in inner:
-            return f"from {module} import {inner} as {name}"
-        return f"import {module}\n{name} = {module}.{inner}"
+        if "." in inner:
+            return f"import {module}\n{name} = {module}.{inner}"
+        return f"from {module} import {inner} as {name}" if inner else f"import {module} as {name}"
     if isinstance(value, re.Pattern):
         return f"import re\n{name} = re.compile({value.pattern!r}, {value.flags})"
     if isinstance(value, _LITERALS):

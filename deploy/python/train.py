@@ -18,7 +18,7 @@ from umbra.deploy.run_folder import RunFolder
 from umbra.deploy.shown import shown_path
 from umbra.proto.errors import UmbraError, UsageError
 from umbra.services.config import RunConfig
-from umbra.services.config.loader import config_of, read_run_file, to_json
+from umbra.services.config.loader import ENVIRONMENTS, config_of, read_run_file, to_json
 from umbra.services.environments.protocol import Tool
 from umbra.services.environments.tools import BUILT_IN
 from umbra.services.modeling.run_file import Say, located
@@ -56,7 +56,7 @@ def train(
 
     Args:
         model: a Hugging Face model directory, or ORG/NAME[@REVISION] on the hub.
-        prompts: a file, "datasets:NAME[:CONFIG][:SPLIT]", or rows.
+        prompts: a file, "datasets:NAME[:CONFIG][:SPLIT]", or rows; "" if environments have theirs.
         reward: what an answer is worth. A function from a notebook cell or from the program itself
             is copied as source into the run's folder, with what it uses there. Functions and
             classes may also be values in `config["environment"]`.
@@ -102,9 +102,9 @@ def train(
         _set(tree, "data", prompts=_write_prompts(prompts, folder, "prompts"))
         if eval_prompts is not None:
             _set(tree, "eval", prompts=_write_prompts(eval_prompts, folder, "eval_prompts"))
-        run_config = located(config_of(tree, "umbra.train"), Path.cwd() / "run.toml", say)
-        resolved, changes = ready(run_config, tree)
-        search = source.search
+        run_file = Path(config if isinstance(config, str | Path) else "run.toml").resolve()
+        resolved, changes = ready(located(config_of(tree, "umbra.train"), run_file, say), tree)
+        search = [*source.search, run_file.parent]
         if source.text:
             _write_input(folder, MODULE_FILE, source.text.encode())
             search = [folder.inputs, *search]
@@ -155,14 +155,17 @@ def _sections(
 ) -> dict[str, dict[str, Any]]:
     """Return the sections of `config`, overridden by those given as arguments."""
     tree = read_run_file(Path(config)) if isinstance(config, str | Path) else dict(config or {})
-    merged = {name: dict(values) for name, values in tree.items()}
-    for name, values in sections.items():
-        if not isinstance(values, Mapping):
+    merged: dict[str, Any] = {}
+    for name, values in [*tree.items(), *sections.items()]:
+        if name == ENVIRONMENTS:
+            merged[name] = values
+        elif isinstance(values, Mapping):
+            merged[name] = {**merged.get(name, {}), **values}
+        else:
             raise UsageError(
                 f"umbra.train has no argument {name!r}; a section of the run file is given as a "
                 "mapping, such as trainer={'learning_rate': 1e-6}"
             )
-        merged.setdefault(name, {}).update(values)
     return merged
 
 

@@ -144,6 +144,8 @@ def test_arguments_become_keys(tmp_path: Path) -> None:
     adapter = lora(lora_alpha=64, task_type="CAUSAL_LM")
     keys = trainer("acme/tiny", args=bf16, peft_config=adapter)
     assert keys._path == "acme/tiny@main"
+    made = type("Made", (), {"save_pretrained": print})()  # is another one in the next script
+    assert trainer(made, args=bf16)._path != trainer(made, args=bf16)._path
     assert keys._sections["trainer"].items() >= {"lora_rank": 16, "weights": "bf16"}.items()
     assert keys._sections["trainer"]["lora_targets"] == ["q_proj", "v_proj"]
     scaled = trainer(peft_config=lora(use_rslora=True))._sections["trainer"]

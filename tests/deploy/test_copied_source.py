@@ -45,7 +45,13 @@ def test_what_lies_in_a_module_is_named_and_not_copied() -> None:
         f"{__name__}:test_what_lies_in_a_module_is_named_and_not_copied"
     )
     assert source.text == "" and source.copied == []
-    assert Path(__file__).resolve().parent in source.search
+    assert source.search == [Path(__file__).resolve().parent]
+
+    def uses() -> Any:
+        return umbra.UsageError, Counter
+
+    source.target(uses, "reward")  # a module that the copy imports is found by it as well
+    assert source.search[1:] == [Path(umbra.__file__).resolve().parents[1]]
 
 
 def test_a_function_is_copied_with_all_that_it_uses_by_each_of_its_names(tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ def test_a_run_is_watched_operated_stopped_and_goes_on(
 
 @pytest.mark.timeout(3 * DEADLINE_S)
 def test_mistakes_are_sentences_and_leave_no_folder(project: Path) -> None:
+    (project / "sub" / "keys").mkdir(parents=True)
+    (project / "sub" / "run.toml").write_text('[security]\nkeys = "keys"\n')
     for given, named in (
         ({"prompts": []}, "prompts has no rows"),
         ({"prompts": [1]}, "row 1 is a int"),
@@ -107,6 +109,12 @@ def test_mistakes_are_sentences_and_leave_no_folder(project: Path) -> None:
         ({"learning_rate": 1.0}, "umbra.train has no argument 'learning_rate'"),
         ({"trainer": {"learning_rat": 1.0}}, "learning_rate"),
         ({"config": "nothing.toml"}, "nothing.toml does not exist"),
+        ({"config": {"buffer": [1]}}, "'buffer'; a section of the run file is given as a mapping"),
+        ({"config": "sub/run.toml"}, r"sub/keys/.*\.key_secret is missing"),  # beside the file
+        (
+            {"config": {"environments": [{"name": "a"}]}, "prompts": "", "reward": None},
+            "environments.a.prompts is not set",
+        ),
     ):
         arguments: dict[str, Any] = {
             "model": "model", "prompts": "prompts.jsonl", "reward": "tiny_reward:score", **given

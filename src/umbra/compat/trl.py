@@ -24,7 +24,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from umbra.compat.grpo_config import adapter_keys, check, sections_of, warn
 from umbra.deploy.python.run import Run
 from umbra.deploy.python.train import see_through, train
-from umbra.deploy.run_folder import Row, RunFolder, StepFollower
+from umbra.deploy.run_folder import Row, RunFolder, StepFollower, new_run_id
 from umbra.proto.errors import UsageError
 from umbra.services.modeling.architectures import read_config
 from umbra.services.modeling.model_directory import directory_of
@@ -304,7 +304,7 @@ def _path_of(model: Any, args: Any) -> str:
             "GRPOTrainer: model has an adapter already: give model.merge_and_unload(), and a "
             "peft_config for a new adapter"
         )
-    return str(Path(args.output_dir or "runs").resolve() / "initial-model")
+    return str(Path(args.output_dir or "runs").resolve() / new_run_id("initial-model"))
 
 
 def _reward_of(funcs: Any, weights: Sequence[float] | None) -> Any:
