@@ -20,7 +20,6 @@ from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.proto.net.keys import FOLDER, SECRET, make_keys
 from umbra.services.config import RunSection
 from umbra.services.config.loader import as_dict, to_toml
-from umbra.services.process.files import explained
 from umbra.services.reporting import aligned
 
 NEXT = {
@@ -129,9 +128,8 @@ def render(
 def write(files: dict[str, str], out: Path) -> None:
     for name, text in files.items():
         path = out / name
-        with explained(f"cannot write {path}", "choose another --out"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def copy_keys(plan: Plan, keys: Path, out: Path) -> None:

@@ -11,7 +11,6 @@ import tomli_w
 
 from umbra.deploy.shown import shown_path
 from umbra.proto.errors import EXIT_DONE, UsageError
-from umbra.services.process.files import explained
 from umbra.services.process.host import driver_version
 
 REWARD = '''"""What an answer is worth. The trainer sees nothing else of your task."""
@@ -138,12 +137,11 @@ def command(folder: Path, model: str, prompts: str | None, reward: str) -> int:
     present = " and ".join(str(folder / name) for name in texts if (folder / name).exists())
     if present:
         raise UsageError(f"{present} would be overwritten: name another folder, or move it away")
-    with explained(f"cannot write to {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            with (folder / name).open("x", encoding="utf-8") as file:
-                file.write(text)
-            click.echo(f"wrote {shown_path((folder / name).absolute())}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        with (folder / name).open("x", encoding="utf-8") as file:
+            file.write(text)
+        click.echo(f"wrote {shown_path((folder / name).absolute())}")
     steps = [] if model else [f"name a model: model.path in {run}"]
     click.echo("\n  ".join(["next:", *steps, f"umbra check {run}", f"umbra up {run}"]))
     return EXIT_DONE

@@ -107,8 +107,8 @@ def status(broker: str, security: Security, as_json: bool, ping: bool, member: s
 
     The exit code is 0 if it answers and 5 if not.
     """
-    if ping and member is not None:
-        raise UsageError("--ping and --member are different checks: give one")
+    if ping + (member is not None) + as_json > 1:
+        raise UsageError("--ping, --member and --json have different answers: give one")
     with StatusClient(broker, security) as client:
         if ping:
             started = time.monotonic()

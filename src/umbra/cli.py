@@ -171,16 +171,18 @@ def _report(error: Exception) -> int:
     from umbra.proto.errors import ERROR_PREFIX, UmbraError
 
     package = (getattr(error, "name", None) or "").partition(".")[0]
+    message, exit_code = str(error), EXIT_USAGE
     if isinstance(error, UmbraError):
-        message, exit_code = str(error), error.exit_code
-    elif isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
+        exit_code = error.exit_code
+    elif isinstance(error, OSError) and error.filename:
+        message = f"{error.filename}: {error.strerror}: name another place, or mend this one"
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
         # What Python has not written yet, and cannot write, goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         message = "no space is left on the disk that is written to: free some, or use another"
         exit_code = UmbraError.exit_code
     elif isinstance(error, ModuleNotFoundError) and package in EXTRAS:
         message = f"{package} is not installed: pip install 'umbra-rl[{EXTRAS[package]}]'"
-        exit_code = EXIT_USAGE
     else:
         raise error
     click.echo(f"{ERROR_PREFIX}{message}", err=True)
@@ -218,9 +220,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if args is None:
         _open_closed_streams()
     try:
-        result = cli.main(
-            args=None if args is None else list(args), prog_name="umbra", standalone_mode=False
-        )
+        result = cli.main(args, prog_name="umbra", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         if isinstance(error, click.NoSuchOption) and (hint := _key_for(error)):

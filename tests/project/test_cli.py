@@ -81,6 +81,7 @@ def test_public_names() -> None:
         (StartupError("port 5555 is taken"), 3, "umbra: error: port 5555 is taken\n"),
         (KeyboardInterrupt(), 130, "umbra: interrupted\n"),
         (ModuleNotFoundError("No module", name="cupy.cuda"), 2, "umbra-rl[nccl]"),
+        (OSError(13, "Permission denied", "out"), 2, "umbra: error: out: Permission denied: name"),
         (5, 5, ""),
         ("not a code", 0, ""),
     ],
@@ -137,7 +138,6 @@ def test_every_command_and_flag_is_documented_with_its_default() -> None:
         (["bufer"], "No such command 'bufer'. Did you mean 'buffer'?"),
         (["train", "run.toml"], "No such command 'train'. It is `umbra up RUN_FILE` here."),
         (["up", "run.toml", "--gpus", "2"], "Set trainer.ranks and generator.count in the"),
-        (["check", "--gpus", "h100"], "Did you mean '--gpu'?"),
         (["trainer", "--learnig-rate", "1"], "No such option"),
         (
             ["status"],
@@ -147,6 +147,7 @@ def test_every_command_and_flag_is_documented_with_its_default() -> None:
         (["status", "nothing", "--broker", "tcp://h:1"], "RUN nothing and --broker tcp://h:1 both"),
         (["status", "--broker", "nowhere"], "--broker nowhere: write it as tcp://host:port"),
         (["status", "--broker", "tcp://h:1", "--ping", "--member", "trainer"], "give one"),
+        (["status", "--broker", "tcp://h:1", "--ping", "--json"], "different answers: give one"),
     ],
 )
 def test_a_name_of_nothing_is_refused(
