@@ -21,13 +21,14 @@ from umbra.services.process.metrics import parse_row
 from umbra.services.reporting import number
 
 LINE_CHARS = 64 << 20  # of a row at most, in files that others may have written
+SIGNALLED = 128  # exit codes above it are of signals
 CHECK = "environment-check"  # the stage, and its logs, that tries the environment before a run
 Row = dict[str, Any]
 
 
 def new_run_id(name: str) -> str:
     """Return `<name>-<date>-<time>-<4 hex digits>`: sorts by time, and two at once differ."""
-    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return f"{name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 class _Below:
@@ -65,7 +66,7 @@ class RunFolder:
     def create(cls, parent: str | Path, name: str) -> RunFolder:
         """Make a new folder for a run called `name`; UsageError if `parent` is not writable."""
         folder = cls(Path(parent).resolve() / new_run_id(name))
-        with files.explained(f"cannot create {folder.path}", "choose another run.dir"):
+        with files.explained(f"cannot create {folder.path}", "name another folder"):
             folder.logs.mkdir(parents=True)
         return folder
 

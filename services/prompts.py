@@ -10,6 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import IOBase
 from pathlib import Path
@@ -261,11 +262,10 @@ def is_function(name: str) -> bool:
 def _call(name: str) -> list[dict[str, Any]]:
     """Return the rows of "module:function"; modules beside the run file are found."""
     module, _, function = name.partition(":")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)  # a file there shadows no library
+    sys.path.append(str(Path.cwd()))  # a file there shadows no library
     try:
-        return rows_of(getattr(importlib.import_module(module), function)(), name)
+        with redirect_stdout(sys.stderr):  # ours may be read by programs
+            return rows_of(getattr(importlib.import_module(module), function)(), name)
     except UsageError:
         raise
     except Exception as error:

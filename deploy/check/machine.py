@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from umbra.deploy.prepare.preflight import nearest_folder, run_endpoints
+from umbra.deploy.prepare.preflight import nearest_place, run_endpoints
 from umbra.proto.access import KEY_ROLES, KeyRole
 from umbra.proto.errors import StartupError, UmbraError, UsageError
 from umbra.proto.net.keys import SECRET, is_local, load_keys
@@ -304,7 +304,7 @@ def open_files() -> Finding:
 
 def disk(folder: Path) -> Finding:
     """Check room and rights at `folder`, or where it will be made."""
-    place = nearest_folder(folder)
+    place = nearest_place(folder)
     try:
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from umbra.deploy import run_folder
-from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.run_folder import SIGNALLED, RunFolder
 from umbra.proto.bounds import one_line, printable
 from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.config import RunSection
@@ -28,7 +28,6 @@ from umbra.services.reporting import aligned
 TAIL_BYTES = 1 << 20  # of the metrics, in which a run without a summary has its last steps
 STEP = '"kind":"step"'  # in a line of metrics, most of which are spans
 RECENT = 10  # steps, of which the mean reward is shown
-SIGNALLED = 128  # exit codes above it are of signals
 
 
 @click.command()

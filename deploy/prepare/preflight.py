@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,11 +42,9 @@ set_option = click.option(
 def load_given(run_file: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, dict[str, Any]]:
     """Return the configuration of `run_file` as `located`, and the settings that are given."""
     tree = load_tree(run_file, overrides=overrides)
-    return located(msgspec.convert(tree, RunConfig), run_file, note), tree
-
-
-def note(text: str) -> None:
-    click.echo(text, err=True)
+    sys.path += [str(f) for f in search_path(run_file) if str(f) not in sys.path]  # for prompts
+    say = partial(click.echo, err=True)
+    return located(msgspec.convert(tree, RunConfig), run_file, say), tree
 
 
 def search_path(run_file: Path) -> list[Path]:
@@ -80,9 +80,8 @@ def check_run(config: RunConfig, *, download: bool = True) -> None:
     if config.trainer.pieces.needs_critic and critic.path:
         directory = _model_dir(critic.path, "critic.path", tokenizer=False, download=download)
         check_architecture(directory, "critic.path", config.model.checked)
-    folder = Path(config.run.dir)
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"run.dir: {folder} is a file; name a folder")
+    if not (place := nearest_place(Path(config.run.dir))).is_dir():
+        raise UsageError(f"run.dir: {place} is a file; name a folder")
 
 
 def _model_dir(name: str, key: str, *, tokenizer: bool = True, download: bool) -> Path:
@@ -111,14 +110,14 @@ def check_packages(config: RunConfig) -> None:
             )
 
 
-def nearest_folder(path: Path) -> Path:
-    """Return `path`, or of the folders above it the lowest that exists."""
-    return next(place for place in (path, *path.absolute().parents) if place.is_dir())
+def nearest_place(path: Path) -> Path:
+    """Return `path`, or of the places above it the lowest that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def check_room(config: RunConfig) -> None:
     """Raise UsageError if the disk is full already; a run whose disk fills up later waits."""
-    place = nearest_folder(Path(config.run.dir))
+    place = nearest_place(Path(config.run.dir))
     if (free := shutil.disk_usage(place).free) < LEAST_ROOM:
         raise UsageError(
             f"run.dir: {size(free)} free on the disk of {place}, and a run needs "

@@ -15,7 +15,7 @@ from umbra.deploy.prepare import preflight
 from umbra.deploy.report import summary_rows
 from umbra.deploy.run.live import View
 from umbra.deploy.run.up import Up
-from umbra.deploy.run_folder import RunFolder
+from umbra.deploy.run_folder import SIGNALLED, RunFolder
 from umbra.deploy.shown import best_effort_output, shown_path
 from umbra.proto.errors import ERROR_PREFIX, EXIT_DONE, UsageError
 from umbra.proto.sockets import check_port_free
@@ -26,8 +26,6 @@ from umbra.services.process.child import child_environ
 from umbra.services.process.command import SignalCounter
 from umbra.services.process.files import named_run
 from umbra.services.process.fork_server import ForkServer
-
-SIGNALLED = 128  # exit codes above it are of signals
 
 
 @click.command()

@@ -22,7 +22,7 @@ class TrainerConfig(ObjectiveKeys):
     optimizer: Literal["adamw", "sgd"] = key(
         "adamw", "AdamW, or SGD with the first beta's momentum"
     )
-    betas: tuple[float, float] = key((0.9, 0.95), "AdamW betas")
+    betas: tuple[float, float] = key((0.9, 0.95), "AdamW betas", ge=0, lt=1)
     weight_decay: float = key(0.0, "weight decay", ge=0)
     max_grad_norm: float = key(1.0, "gradient clipping", gt=0)
     minibatches: int = key(1, "optimizer updates per pass over a batch", ge=1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from umbra.proto.errors import UsageError
-from umbra.services.config.loader import ORIGIN, load_config, rewrite_paths
+from umbra.services.config.loader import ORIGIN, load_config, read_run_file
 from umbra.services.generator.tasks import VERIFIERS, write_task
 from umbra.services.modeling.run_file import load_service
 from umbra.services.process.command import ServiceContext, service_command
@@ -108,9 +108,10 @@ def evaluate(
         if not model.is_dir():
             raise UsageError(f"the run in {model.parent} has no trained model: it has not ended")
         file = model.parent / ORIGIN
-        origin = json.loads(rewrite_paths(file.read_text(encoding="utf-8"), file))
-        sys.path.extend(origin["search"])
-        os.environ[SEARCH_VARIABLE] = os.pathsep.join(origin["search"])  # of its processes
+        origin = read_run_file(file, "the run's") if file.is_file() else {}
+        search = origin.get("search", [str(model.parent)])
+        sys.path.extend(search)
+        os.environ[SEARCH_VARIABLE] = os.pathsep.join(search)  # of its processes
     settings = load_service(config, overrides=sets)
     if not (prompts := prompts or settings.eval.prompts):
         raise UsageError("give --prompts FILE, or a --config with eval.prompts")

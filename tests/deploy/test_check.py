@@ -102,6 +102,7 @@ from pathlib import Path
 Path("it-ran").touch()
 
 def rows():
+    print("rows are made")  # which is not in the way of the JSON
     return ["say a"]
 
 def score(prompt, completion, row):
@@ -165,17 +166,20 @@ def test_what_does_not_fit_is_a_problem_with_a_remedy(
 
 
 def test_code_of_the_run_file_runs_unless_it_is_asked_not_to(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(here)
-    (here / "ran_by_check.py").write_text(CODE)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (here / "sub").mkdir()
+    (here / "run.toml").rename(here / "sub" / "run.toml")
+    (here / "sub" / "ran_by_check.py").write_text(CODE)
     settings = (
         "data.prompts=ran_by_check:rows",
         "environment.kind=reward",
         "environment.reward=ran_by_check:score",
     )
     for flags in (["--no-code"], []):
-        cli.main(["check", "run.toml", *sets(*settings), *flags])
+        assert cli.main(["check", "sub/run.toml", "--json", *sets(*settings), *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["ok"]
         assert (here / "it-ran").exists() != bool(flags)
 
 

@@ -99,7 +99,7 @@ EXACT = "environment.kind=exact environment.reward="
     [
         # the run file, and what contradicts itself
         ("run.step=3", "did you mean run.steps"),
-        ("trainer.objective=grop", r"did you mean grpo\?"),
+        ("trainer.betas=[0.9,1.5]", "trainer.betas must be a list of 2 numbers"),
         ("trainer.minibatches=100", "trainer.minibatches = 100 .*16 samples"),
         # what does not fit the model or this machine
         ('trainer.lora_rank=4 trainer.lora_targets=["nope"]', "no layer nope.*q_proj"),
@@ -141,7 +141,7 @@ EXACT = "environment.kind=exact environment.reward="
             "guess raised ValueError",
         ),
         # places
-        ("run.dir=run.toml", "run.toml is a file; name a folder"),
+        ("run.dir=run.toml/runs", "run.toml is a file; name a folder"),
         ("run.broker=127.0.0.1:5555", "run.broker 127.0.0.1:5555: write it as tcp://host:port"),
         ("security.keys=nowhere", "nowhere.*umbra keys"),
     ],

@@ -16,6 +16,7 @@ from umbra.deploy.run_folder import RunFolder, read_object, read_rows
 from umbra.proto.errors import UsageError
 from umbra.services.config import RunConfig
 from umbra.services.config.loader import load_config, to_json
+from umbra.services.generator.command import evaluate
 from umbra.services.monitor.run_address import RunAddress, find_address, find_run
 from umbra.services.process.files import LOCK, folder_lock, is_held
 
@@ -44,6 +45,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_is_named_by_its_folder_its_id_or_not_at_all() -> None:
+    assert RunFolder.create("runs", "org/model").path.parent == Path("runs").resolve()
     with pytest.raises(UsageError, match="no run is in"):
         find_run()
     old, new = (made(name, begun).path for name, begun in (("old", 1.0), ("new", 2.0)))
@@ -193,13 +195,17 @@ def test_files_that_were_cut_off(folder: RunFolder, left: bytes) -> None:
 
 def test_what_a_run_does_not_need_to_go_on(folder: RunFolder) -> None:
     folder.logs.rmdir()
-    for path in (folder.summary, folder.buffer, folder.metrics):
+    for path in (folder.summary, folder.buffer, folder.metrics, folder.origin):
         path.unlink()
     again = RunFolder.existing(folder.path)
     again.forget_end()
     assert again.logs.is_dir()
+    again.metrics.touch()
+    again.model.mkdir()
+    with pytest.raises(UsageError, match="give --prompts FILE"):
+        CliRunner().invoke(evaluate, [str(again.path)], catch_exceptions=False)
     assert (read_object(again.buffer), list(read_rows(again.metrics))) == ({}, [])
-    with pytest.raises(UsageError, match=r"run\.dir"):
+    with pytest.raises(UsageError, match="Not a directory; name another folder"):
         RunFolder.create(folder.config, "run")
 
 
