@@ -108,8 +108,7 @@ def evaluate(
         if not model.is_dir():
             raise UsageError(f"the run in {model.parent} has no trained model: it has not ended")
         file = model.parent / ORIGIN
-        origin = read_run_file(file, "the run's") if file.is_file() else {}
-        search = origin.get("search", [str(model.parent)])
+        search = (read_run_file(file, "the run's") if file.is_file() else {}).get("search", [])
         sys.path.extend(search)
         os.environ[SEARCH_VARIABLE] = os.pathsep.join(search)  # of its processes
     settings = load_service(config, overrides=sets)

@@ -125,24 +125,6 @@ def test_measures() -> None:
     assert result["samples_per_s"] == pytest.approx(24 / 6.5), "an evaluation before is no part"
 
 
-def test_the_speed_of_two_steps_is_that_of_the_run() -> None:
-    """Both batches were ready when the first was trained: the second took milliseconds."""
-    rows = [
-        *(span("decode", second, second + 1) for second in range(100)),
-        span("wait_batch", 0, 99.9),
-        span("train_step", 99.9, 99.95), step(1, samples=150.0),
-        span("wait_batch", 99.95, 99.96),
-        span("train_step", 99.96, 100.0), step(2, samples=150.0),
-    ]  # fmt: skip
-    result = measure(Figures(rows))
-    assert result["samples_per_s"] == pytest.approx(3.0)
-    assert result["overlap"]["generator_busy"] == pytest.approx(1.0)
-    assert result["overlap"]["trainer_busy"] == pytest.approx(0.0009)
-    assert result["overlap"]["window_s"] == pytest.approx(100.0)
-    one = measure(Figures(rows[:103]))
-    assert one["samples_per_s"] == pytest.approx(150 / 99.95)
-
-
 spans = st.lists(
     st.tuples(st.integers(0, 50), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))),
     max_size=12,

@@ -97,17 +97,13 @@ def test_idleness_has_a_cause() -> None:
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        ("push", {}),
-        ("push", PUSH | {"wire_s": "long"}),
         ("push", PUSH | {"receiver": "g\x1b[2J"}),
         ("push", PUSH | {"wire_s": float("inf")}),
         ("rollout", ROLLOUT | {"response": [1]}),
         ("rollout", ROLLOUT | {"finish_reason": "stop\nERROR all is lost"}),
         ("rollout", ROLLOUT | {"reward": float("nan")}),
-        ("spans", {}),
         ("spans", {"spans": [["decode", 1.0]]}),
         ("spans", {"spans": [["update", float("-inf"), 2.0]]}),
-        ("spans", {"spans": {"a": 1}}),
     ],
 )
 def test_what_cannot_be_drawn_is_counted_and_left_out(kind: str, fields: dict[str, Any]) -> None:

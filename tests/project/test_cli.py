@@ -83,7 +83,6 @@ def test_public_names() -> None:
         (ModuleNotFoundError("No module", name="cupy.cuda"), 2, "umbra-rl[nccl]"),
         (OSError(13, "Permission denied", "out"), 2, "umbra: error: out: Permission denied: name"),
         (5, 5, ""),
-        ("not a code", 0, ""),
     ],
 )
 def test_exit_codes_and_what_is_said(
@@ -138,7 +137,6 @@ def test_every_command_and_flag_is_documented_with_its_default() -> None:
         (["bufer"], "No such command 'bufer'. Did you mean 'buffer'?"),
         (["train", "run.toml"], "No such command 'train'. It is `umbra up RUN_FILE` here."),
         (["up", "run.toml", "--gpus", "2"], "Set trainer.ranks and generator.count in the"),
-        (["trainer", "--learnig-rate", "1"], "No such option"),
         (
             ["status"],
             "is under way: name a run's folder, or its buffer by --broker tcp://host:port",
