@@ -114,7 +114,6 @@ EXACT = "environment.kind=exact environment.reward="
         ("model.path=no-tokenizer", "model.path.*has no tokenizer"),
         ("model.path=no-config", "model.path.*config.json"),
         ("model.path=m.gguf", "is a GGUF file.*directory of the same model"),
-        ("model.path=Qwen3-0.6B", r"name one on the hub \(ORG/NAME\)"),
         # the prompts
         ("data.prompts=torn.jsonl", "torn.jsonl, line 2"),
         ("data.prompts=array.jsonl", "line 1.*write one object per line"),

