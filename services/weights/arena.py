@@ -19,6 +19,7 @@ import mmap
 import os
 import re
 import secrets
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -87,6 +88,8 @@ class Arena:
             flags=mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate and not has_holes else 0),
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )
+        # While anybody holds a slot, `locate` gives the file's number away.
+        weakref.finalize(self._map, os.close, fd)
         self._view = memoryview(self._map)
         self._sequences = self._view[size - PAGE_BYTES :].cast("Q")
         if has_holes:
@@ -213,15 +216,13 @@ class Arena:
             raise StartupError("the weight hub's shared memory has become shorter")
 
     def close(self) -> None:
-        """Unmap as soon as the last view of a slot is gone. Does not remove the file."""
-        if self._fd < 0:
-            return
-        os.close(self._fd)
-        self._fd = -1
-        self._sequences.release()
-        self._view.release()
-        with suppress(BufferError):  # somebody holds a slot: unmapped when that view ends
-            self._map.close()
+        """Unmap as soon as the last view of a slot is gone, as if nobody referred to this any more.
+
+        Does not remove the file.
+        """
+        if self._fd >= 0:
+            self._fd = -1
+            del self._map, self._view, self._sequences
 
     @property
     def has_name(self) -> bool:

@@ -21,20 +21,15 @@ TRIM_RESTS = 1000.0  # a trim's own duration, until the next one
 
 
 class Mapping(mmap.mmap):
-    """Mapped memory that calls `unmapping` once before it is unmapped, or may be."""
+    """Mapped memory that calls `unmapping` before it is unmapped, as its last view ends."""
 
     ranges: Sequence[tuple[int, int]] = ()
     """The ranges of bytes that have memory; empty = all."""
     unmapping: Callable[[], object] | None = None
 
-    def close(self) -> None:
-        self.__del__()
-        super().close()
-
     def __del__(self) -> None:
-        unmapping, self.unmapping = self.unmapping, None
-        if unmapping is not None:
-            unmapping()
+        if self.unmapping is not None:
+            self.unmapping()
 
 
 def private_memory(size: int) -> memoryview:
@@ -108,7 +103,7 @@ def locate(memory: memoryview) -> tuple[str, int] | None:
     if not len(memory):
         return None
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    for block, start, size, path in _blocks:
+    for block, start, size, path in tuple(_blocks):  # another thread may share more
         if 0 <= address - start <= size - len(memory) and block() is not None:
             return path, address - start
     return None

@@ -67,6 +67,7 @@ def test_bytes_written_by_one_are_read_by_the_other(arena: Arena) -> None:
         assert bytes(reader.slot(index)[-64:]) == bytes([index + 1]) * 64
     assert locate(other.slot(1)) == (f"/proc/{os.getpid()}/fd/{other.fileno()}", 2 * PAGE_BYTES)
     other.close()
+    assert locate(private_memory((3 * 2 + 1) * PAGE_BYTES)) is None, "which may be in its place"
     reader.close()
     info = arena.path.stat()
     assert stat.S_IMODE(info.st_mode) == 0o600
@@ -93,12 +94,19 @@ def test_readers_and_views_outlive_the_file(arena: Arena) -> None:
     view[0] = 7
     assert reader.slot(0)[0] == view[0] == 7
     reader.check()
+    held = reader.slot(0)
+    place = locate(held)
     os.truncate(reader.fileno(), PAGE_BYTES)
     with pytest.raises(StartupError, match="has become shorter"):
         reader.check()
     reader.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         reader.check()
+    assert place is not None and locate(held) == place
+    assert MappedBlocks().view(place[0])[place[1]] == 7, "an engine may be about to load it"
+    del held
+    with pytest.raises(StartupError, match="staging memory"):
+        MappedBlocks().view(place[0])
 
 
 def test_room_is_asked_for_before_it_is_taken_and_for_parts_alone(run_id: str) -> None:
