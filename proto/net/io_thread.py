@@ -104,9 +104,9 @@ class Channel:
         reply: type[M],
         *,
         timeout_s: float,
-        stopping: threading.Event | None = None,
+        stopping: Callable[[], bool] | None = None,
     ) -> M:
-        """Send `body`, wait for its reply; once `stopping` is set, for `STOPPING_S` seconds more.
+        """Send `body`, wait for its reply; once `stopping` is true, for `STOPPING_S` seconds more.
 
         Raises:
             DeadlineError: no reply within `timeout_s` seconds, or none before we stop.
@@ -115,10 +115,13 @@ class Channel:
         """
         future = self.request(body, timeout_s=timeout_s)
         while stopping is not None and not future.done():
-            is_last = stopping.is_set()
+            is_last = stopping()
             if not wait([future], STOPPING_S if is_last else LOOK_S).done and is_last:
                 raise DeadlineError(f"stopped while waiting for {self.peer}")
-        answer = future.result()
+        try:
+            answer = future.result()
+        finally:
+            del future  # its error refers to this frame, and so to all that callers hold
         if not isinstance(answer, reply):
             raise WireError(
                 f"{self.peer} answered {type(answer).__name__} instead of {reply.__name__}",
@@ -223,7 +226,7 @@ class Channel:
         """Fail overdue requests, resend late ones; return when there is more to do."""
         next_at = now + RESEND_S
         for number, pending in list(self._pending.items()):
-            if now >= pending.deadline:
+            if now >= pending.deadline or pending.future.cancelled():
                 del self._pending[number]
                 what = f"{type(pending.body).__name__} within {pending.timeout_s:g} s"
                 error: UmbraError = DeadlineError(f"no answer from {self.peer} to {what}")

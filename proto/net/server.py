@@ -249,9 +249,6 @@ class Server:
         self._watch(channel, socket)
         return actual
 
-    def endpoint(self, channel: str) -> str:
-        return self._by_name[channel].endpoint
-
     def bind_events(self, endpoint: str) -> str:
         """Publish there the events that come on other channels; return where that really is."""
         self.security.check_bind(endpoint)

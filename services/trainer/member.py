@@ -132,7 +132,7 @@ class RunMember:
 
     def _call(self, ask: Message, kind: type[M], wait_s: float = 0.0) -> M | None:
         """Ask the buffer, which may be away for as long as `run.broker_grace_s`."""
-        data, stopping = self.session.data, self.session.stopping
+        data, stopping = self.session.data, self.session.stopping.is_set
         timeout_s = wait_s + self.context.config.run.broker_grace_s
         return self._answered(lambda: data.call(ask, kind, timeout_s=timeout_s, stopping=stopping))
 

@@ -321,7 +321,7 @@ class PartHub:
             error=self._error,
         )
         try:
-            self._hub.call(state, m.Ok, timeout_s=AWAY_S, stopping=stopping)
+            self._hub.call(state, m.Ok, timeout_s=AWAY_S, stopping=stopping.is_set)
         except DeadlineError:
             return False
         return True
@@ -349,8 +349,7 @@ class PartHub:
     # -- the arena --------------------------------------------------------------------------------
 
     def _hold(self, order: m.HoldArena) -> None:
-        before = self._order if not self._error else None
-        if before is not None and (before.path, before.manifest) == (order.path, order.manifest):
+        if self._order == order and not self._error:
             return
         self._drop()
         if order.path:

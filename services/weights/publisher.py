@@ -45,8 +45,8 @@ class Publisher:
     memory of a host is lost, so is the version: only a part of it lies here (`check`).
 
     Args:
-        stopping: once it is set no answer is waited for any longer than a living hub takes, because
-            a hub of the same run may have ended before us.
+        stopping: once it is set, or this is closed, no answer is waited for any longer than a
+            living hub takes, because a hub of the same run may have ended before us.
         pace: how long the hub may take for an answer, which may have to wait for an arena.
     """
 
@@ -62,7 +62,7 @@ class Publisher:
         self._stopping = stopping or threading.Event()
         self._channel = channel
         self._arena: Arena | None = None  # the hub's
-        self._attached: list[Arena] = []  # this one and earlier hubs'
+        # These may lie in the arena of an earlier hub, which is unmapped once neither does.
         self._granted: tuple[Arena, int, int] | None = None  # slot and version that are written
         self._last: tuple[Arena, m.Publish] | None = None
         self._failure: UmbraError | None = None
@@ -145,7 +145,6 @@ class Publisher:
                 self._register(self._answer_s)
                 arena, message = self._move(arena, message)
             self._granted, self._last = None, (arena, message)
-            self._close_unused()
 
     def close(self) -> None:
         """Detach from the arena."""
@@ -153,9 +152,8 @@ class Publisher:
         self._closing.set()
         self._moved.set()
         if self._thread.is_alive():
-            self._thread.join()  # ends with its current exchange, which has a deadline
+            self._thread.join()  # its current exchange ends with `_closing`
         self._arena = self._granted = self._last = None
-        self._close_unused()
 
     # -- a restarted hub --------------------------------------------------------------------------
 
@@ -185,7 +183,6 @@ class Publisher:
             try:
                 if self._register(self._answer_s) is not arena:
                     self._last = self._move(arena, message)
-                    self._close_unused()
             except UmbraError as error:
                 log.warning("cannot announce version %d to the hub: %s", message.version, error)
                 return error is self._failure  # `check` raises it
@@ -227,16 +224,7 @@ class Publisher:
             raise self._failure from error
         if self._arena is None or ready.path != str(self._arena.path):
             self._arena = Arena.attach(ready.path, slot_bytes=self.manifest.total_bytes)
-            self._attached.append(self._arena)
-            self._close_unused()
         return self._arena
-
-    def _close_unused(self) -> None:
-        """Close all arenas but the hub's, and those with a version that may be published again."""
-        kept = [self._arena, *(held[0] for held in (self._granted, self._last) if held is not None)]
-        for arena in set(self._attached).difference(kept):
-            arena.close()
-            self._attached.remove(arena)
 
     def _acquire(self, version: int, timeout_s: float) -> tuple[Arena, int]:
         """Return the hub's arena and a free slot; register with each hub that was restarted."""
@@ -252,7 +240,7 @@ class Publisher:
                         raise
                 self._register(deadline.left_s)
         except DeadlineError as error:
-            if self._stopping.is_set():
+            if self._ends():
                 raise
             raise DeadlineError(
                 f"no free slot for version {version} within {timeout_s:g} s: receivers are still "
@@ -269,8 +257,7 @@ class Publisher:
             try:
                 return self._call(message, reply, min(timeout_s, PARTS_S + deadline.left_s))
             except RejectedError as error:
-                stopping = self._stopping.is_set() or self._closing.is_set()
-                if error.code != "part_missing" or deadline.passed or stopping:
+                if error.code != "part_missing" or deadline.passed or self._ends():
                     raise
                 if str(error) != last_warning:
                     last_warning = str(error)
@@ -278,4 +265,7 @@ class Publisher:
             self._closing.wait(PARTS_S)
 
     def _call(self, message: m.Message, reply: type[M], timeout_s: float) -> M:
-        return self._channel.call(message, reply, timeout_s=timeout_s, stopping=self._stopping)
+        return self._channel.call(message, reply, timeout_s=timeout_s, stopping=self._ends)
+
+    def _ends(self) -> bool:
+        return self._stopping.is_set() or self._closing.is_set()

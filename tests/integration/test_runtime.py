@@ -1,6 +1,7 @@
 """Link, channel, session and server over real sockets; also when a peer misbehaves."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -125,11 +126,17 @@ def test_a_call_nobody_answers_ends_with_its_deadline_or_the_process(
     channel, stopping = link.channel(broker.endpoint, "broker"), threading.Event()
     with pytest.raises(DeadlineError, match=r"broker at tcp://.* to Ping within 0.2 s"):
         channel.call(m.Ping(), m.Pong, timeout_s=0.2)
+    seen: list[weakref.ref[Exception]] = []
+    try:
+        channel.call(m.Ping(), m.Pong, timeout_s=0.0)
+    except DeadlineError as error:
+        seen.append(weakref.ref(error))
+    until(lambda: seen[0]() is None, "it keeps what its callers held")
     stopping.set()
     with pytest.raises(DeadlineError, match="stopped while waiting for broker at"):
-        channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S, stopping=stopping)
+        channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S, stopping=stopping.is_set)
     broker.answer = broker.default_answer
-    assert channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S, stopping=stopping) == PONG
+    assert channel.call(m.Ping(), m.Pong, timeout_s=WAIT_S, stopping=stopping.is_set) == PONG
 
 
 def test_who_asks_when_a_link_is_closed_is_told_so(broker: Broker) -> None:
