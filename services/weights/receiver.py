@@ -89,6 +89,7 @@ class Receiver:
         self._timeout_s = 0.0
         self._end: ReceiverEnd | None = None
         self._reply: m.Subscribed | None = None  # that `_end` is for
+        self._asked: Future[m.Message] = Future()  # for the subscription
         self._waiting: m.Prepare | None = None  # until the engine has loaded the version before
         self._receiving: tuple[m.Prepare, Receiving] | None = None
         self._dropped = ""  # why we were unsubscribed, until the thread has seen it
@@ -328,6 +329,8 @@ class Receiver:
             timeout_s = min(RELAY_SILENT_S, timeout_s)
 
         def answered(future: Future[m.Message]) -> None:
+            if future.cancelled():
+                return
             if (error := future.exception()) is None:
                 channel.pushes.put(future.result())
             elif channel is not self._hub:
@@ -338,7 +341,10 @@ class Receiver:
             else:
                 self._fail(foreseen(error, "the receiver of weights"))
 
-        channel.request(body, timeout_s=timeout_s, on_done=answered)
+        asked = channel.request(body, timeout_s=timeout_s, on_done=answered)
+        if isinstance(body, m.Subscribe):
+            self._asked.cancel()  # of two that wait for a layout the hub answers the last one
+            self._asked = asked
 
     def _fail(self, error: UmbraError) -> None:
         with self._changed:
