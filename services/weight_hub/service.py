@@ -182,6 +182,8 @@ class WeightHub:
     def leave(self) -> None:
         """Refuse requests from now on: `step` will not be called again."""
         self._is_leaving = True
+        for reply, *_ in self._registering:
+            reply(LEAVING)
         while not self._asked.empty():
             self._asked.get_nowait()[1].set_result(LEAVING)
 

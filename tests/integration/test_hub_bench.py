@@ -54,15 +54,25 @@ def test_what_a_hub_cannot_take_is_refused_with_the_reason(bench: Bench) -> None
         publisher.slot(1, WAIT_S)
 
 
-def test_whoever_asks_a_daemon_that_ends_is_refused(bench: Bench) -> None:
+def test_whoever_asks_a_daemon_that_ends_is_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even while its arena is made."""
+    make, create = threading.Event(), Arena.create
+    monkeypatch.setattr(Arena, "create", lambda *a, **b: make.wait(WAIT_S) and create(*a, **b))
     bench.start()
+    making = bench.hub.ask(m.RegisterManifest(manifest=LAYOUT))
+    until(lambda: bench.hub._registering, "no arena is made")
+    bench._kills = True
     bench.stop()
     waiting = bench.hub.ask(m.AcquireSlot(version=0))
-    assert not waiting.done()
+    assert not waiting.done() and not making.done()
     bench.hub.leave()
-    for answer in (waiting, bench.hub.ask(m.AcquireSlot(version=0))):
+    for answer in (making, waiting, bench.hub.ask(m.AcquireSlot(version=0))):
         nack = answer.result(0)
         assert isinstance(nack, m.Nack) and nack.code == "leaving"
+    make.set()
+    bench.hub.close()
 
 
 def test_while_an_arena_is_made_others_are_answered(
