@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 class HubPlanes:
     """The planes of a hub, opened when the first receiver that can use them subscribes.
 
-    `wake` is called, from any thread, when one has to be polled.
+    `wake` is called, from any thread, when one has to be polled. With `fetched`, versions were
+    verified as they came into the arena.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class HubPlanes:
         host: str,
         security: Security = OPEN,
         wake: Callable[[], object] = lambda: None,
+        fetched: bool = False,
     ) -> None:
         self.ends: dict[str, HubEnd] = {}  # by plane
         self.chosen: dict[str, HubEnd] = {}  # by receiver, until it leaves
         self.tcp: TcpHub | None = None  # that among `ends`
         self._config = config
-        self._wake = wake
+        self._wake, self._fetched = wake, fetched
         self._security = security
         self._broken: dict[str, str] = {}
         self._side = Side(host)
@@ -73,8 +75,7 @@ class HubPlanes:
         """
         offered, relay = message.planes, ""
         if not message.serves and self.tcp is not None:
-            relay = self.tcp.relay_at(message.host)
-            relay = "" if relay == message.avoid else relay
+            relay = self.tcp.relay_at(message.host, message.avoid)
         if self._layout is not None and self._layout[1].owners:
             if relay:
                 return relay
@@ -164,7 +165,7 @@ class HubPlanes:
                 epoch = int(time.time() * 1000)
                 end = NcclHub(worker, config.chunk_bytes, config.pace, epoch, tcp, wake)
             else:
-                end = ShmHub(wake)
+                end = ShmHub(wake, verifies=not self._fetched)
             self._add(end)
         return self.ends[name]
 

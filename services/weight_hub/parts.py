@@ -57,8 +57,7 @@ class Parts:
     @property
     def missing(self) -> str:
         """Return why no version is whole now, or ""."""
-        lacks = (self._lacks(owner) for owner in sorted(self._owners))
-        return next((reason for reason in lacks if reason), "")
+        return next(filter(None, map(self._lacks, sorted(self._owners))), "")
 
     @property
     def broken(self) -> str:

@@ -94,7 +94,7 @@ class Failed:
     """Effect: a push failed; with `dropped`, the receiver is unsubscribed."""
 
     receiver: str
-    version: int | None
+    version: int
     phase: str
     reason: str
     dropped: bool
@@ -349,13 +349,12 @@ class PushProtocol:
 
     def _drop(self, receiver: ReceiverState, reason: str, *, tell: bool = True) -> None:
         push = receiver.push
-        version = push.publication.version if push else None
+        known = (push.epoch, push.publication.version, push.phase) if push else (0, -1, "idle")
+        epoch, version, phase = known
         del self._receivers[receiver.peer.name]
         self.counters["dropped"] += 1
         if tell:
-            epoch, about = (push.epoch, push.publication.version) if push else (0, -1)
-            self._send(receiver, m.Abort(epoch=epoch, version=about, reason=reason, dropped=True))
-        phase = push.phase if push else "idle"
+            self._send(receiver, m.Abort(epoch=epoch, version=version, reason=reason, dropped=True))
         self.effects.append(Failed(receiver.peer.name, version, phase, reason, dropped=True))
 
     def _start(

@@ -132,7 +132,7 @@ class WeightHub:
         host = host or shm_host()
         self._parts = Parts(host)
         self._is_lost = False  # a trainer host came back without the memory of the layout
-        self.planes = HubPlanes(config, host, server.security, server.wake)
+        self.planes = HubPlanes(config, host, server.security, server.wake, bool(upstream))
         for path in remove_leftovers(run_id):
             log.warning("removed %s, which an earlier hub of this run had left", path)
 
@@ -226,8 +226,7 @@ class WeightHub:
             case m.RegisterManifest() | m.AcquireSlot() | m.Publish() as message:
                 self._versions(partial(self._server.reply, request), peer, message)
             case m.PartState() as message:
-                refused = self._parts.record(peer, message, now)
-                self._server.reply(request, refused or m.Ok())
+                self._server.reply(request, self._parts.record(peer, message, now) or m.Ok())
             case m.Subscribe() as message:
                 self._subscribe(request, message)
             case m.Ready() as message:

@@ -23,7 +23,6 @@ from umbra.services.weight_hub.daemon import PartHub
 from umbra.services.weights.manifest import owned_ranges
 from umbra.services.weights.planes import bucket_fetch
 from umbra.services.weights.planes.bucket_fetch import Assembly, BucketSource, fetch_together
-from umbra.services.weights.planes.receiving import StagedPlanes
 from umbra.services.weights.receiver import Receiver
 
 skip_without_namespaces()
@@ -235,12 +234,3 @@ def test_a_host_that_lost_its_memory_takes_the_version_with_it(served: Served, p
     trainer.publisher = bench.publisher(trainer.manifest, "trainer-again")
     trainer.publish(0)
     load(one, 0, trainer.versions)
-
-
-def test_what_takes_weights_from_one_host_is_refused(start: Start) -> None:
-    trainer = start()
-    alone = Receiver(trainer.bench.channel("alone"), StagedPlanes(["shm"]))
-    with pytest.raises(
-        RejectedError, match=r"several trainer hosts.* offers no plane tcp; start a relay"
-    ):
-        alone.subscribe(WAIT_S)

@@ -404,7 +404,7 @@ def test_another_layout_and_a_loss_drop_everyone() -> None:
         # Nothing is under way to it: no epoch has this number.
         assert sent(effects, "b") == [Abort(epoch=0, version=-1, reason=why, dropped=True)]
         assert Failed("a", 0, "staging", why, dropped=True) in effects
-        assert Failed("b", None, "idle", why, dropped=True) in effects
+        assert Failed("b", -1, "idle", why, dropped=True) in effects
         assert hub.protocol.newest is None and not hub.protocol.held
         assert hub.protocol.knows(TRAINER) == (why != "lost")
         if why == "lost":

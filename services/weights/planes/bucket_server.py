@@ -459,9 +459,9 @@ class TcpHub(HubEnd):
         """Return the relays that fetch from one another, in order."""
         return {n: one.buckets for n, one in self._fetchers.items() if one.by_tcp and one.buckets}
 
-    def relay_at(self, host: str) -> str:
+    def relay_at(self, host: str, avoid: str = "") -> str:
         relays = (one for one in self._fetchers.values() if one.buckets is not None)
-        return next((one.serves for one in relays if one.host == host), "")
+        return next((o.serves for o in relays if o.host == host and o.serves != avoid), "")
 
     def subscribed(
         self, name: str, incarnation: str, message: Subscribe, *, by_tcp: bool = True
