@@ -121,6 +121,7 @@ OFFER = OfferSlot(path=PATH, slot=0, checksums=[1] * len(LAYOUT.buckets), deltas
 
 def test_a_layout_is_whole_when_all_part_hubs_hold_theirs(new: World) -> None:
     parts = new.parts
+    assert parts.next_deadline() is None
     parts.begin(LAYOUT, PATH, 2)
     for number, peer in enumerate((ONE, TWO), start=1):
         assert f"trainer host {number} has no part hub" in parts.missing
@@ -161,6 +162,7 @@ def test_one_that_was_away_goes_on_with_its_arena(serving: World, why: str) -> N
     if why == "silent":
         serving.now += SILENT_S
         serving.says(TWO, PATH)
+        assert parts.next_deadline() == serving.now, "of the first to be silent"
         assert parts.tick(serving.now) == ["part-1"]
     else:
         parts.lost("part-1")
@@ -220,14 +222,6 @@ def test_one_that_cannot_be_is_refused(
 ) -> None:
     assert reason in world.refusal(peer, stated)
     assert not world.parts.missing, "those that are there stay"
-
-
-def test_deadlines_are_those_of_the_first_to_be_silent(new: World) -> None:
-    assert new.parts.next_deadline() is None
-    new.says(ONE)
-    new.now += 1
-    new.says(TWO)
-    assert new.parts.next_deadline() == 100.0 + SILENT_S
 
 
 # -- a part hub -----------------------------------------------------------------------------------

@@ -139,20 +139,6 @@ def test_a_part_hub_is_not_waited_for_without_end(
     assert hub.count(m.Publish) == 1
 
 
-def test_a_refusal_is_passed_on_at_once(hub: Hub) -> None:
-    with closing(hub.publisher()) as publisher:
-        for kind, call in (
-            (m.AcquireSlot, lambda: publisher.slot(2, 1.0)),
-            (m.Publish, lambda: published(publisher, 2)),
-        ):
-            before = hub.answers[kind]
-            hub.answers[kind] = [RejectedError("no", code="superseded")]
-            with pytest.raises(RejectedError, match="no"):
-                call()
-            assert hub.count(kind) == 1
-            hub.answers[kind], hub.asked[:] = before, []
-
-
 def test_without_a_free_slot_the_trainer_is_told_why(hub: Hub) -> None:
     stopping = threading.Event()
     with closing(hub.publisher(stopping=stopping)) as publisher:
