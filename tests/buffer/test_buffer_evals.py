@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from fakes.broker_world import World, trajectory, world
+from msgspec.structs import replace
 
 from umbra.proto.messages import FinishRun, Leave, RunFinished
 from umbra.proto.records import EvalReport, Ledger, Task
@@ -95,6 +96,18 @@ def test_an_evaluation_goes_on_when_the_buffer_starts_again(mode: str) -> None:
     assert not run.store.keys("t/e") and not run.store.keys("g/e")
     run.restart_broker()
     assert [one.done for one in run.status.evals] == [True]
+
+
+def test_an_evaluation_of_other_samples_begins_again() -> None:
+    """A run that was stopped because it takes too long is resumed with fewer, or with none."""
+    for prompts, size in ((PROMPTS, 2), ((), 0)):
+        run = evaluated("pause")
+        run.answer("a", run.lease("a", 1, 2), 2)
+        run.config = replace(run.config, eval=replace(run.config.eval, samples=2))
+        run.eval_prompts = prompts
+        run.restart_broker()
+        assert len(pinned(run.lease("a", 9, 2))) == size
+        assert (ledger_of(run).ended, ledger_of(run).balance) == ({"cancelled": SAMPLES}, 0)
 
 
 def test_a_store_without_samples_of_its_evaluation_is_refused() -> None:

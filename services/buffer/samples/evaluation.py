@@ -87,9 +87,9 @@ class Evaluations:
 
     def advance(self, now: float) -> None:
         """Begin the evaluation that is due, end the one that is over; called at every event."""
-        version = self.batches.version
-        if self.open is not None and self.open.due > version:
-            self._end_all("cancelled")  # the trainer starts again before that version
+        version, size = self.batches.version, self.config.samples if self.prompts else 0
+        if self.open is not None and (self.open.due > version or self.open.size != size):
+            self._end_all("cancelled")  # the trainer, or the run with other keys, starts again
             self.open = None
         if self.open is None and not self._over and self._is_due(version):
             self._begin(version, now)
