@@ -75,8 +75,7 @@ class LogprobWorker:
         valid: list[Task] = []
         valid_lines: list[list[Trajectory]] = []
         for task in tasks:
-            # Eval samples, which may be greedy, have no stage of logprobs; the trainer judges.
-            if fault := find_fault(task.made, self._facts, trained=self._replay):
+            if fault := find_fault(task.made, self._facts):
                 error = f"{fault} (the scorer's model must be of the generator's family)"
                 yield [Score(sample_id=task.sample_id, attempt=task.attempt, error=error)]
             else:
@@ -86,8 +85,7 @@ class LogprobWorker:
             return
         trajectories = [line for lines in valid_lines for line in lines]
         tokens = Tokens.of(trajectories, replay=self._replay)
-        # As in the engines, temperature 0 stands for the plain softmax.
-        temperatures = torch.tensor([t.sampling.temperature or 1.0 for t in trajectories])
+        temperatures = torch.tensor([t.sampling.temperature for t in trajectories])
         logprobs = torch.zeros(len(tokens.learned))
         for micro in pack(tokens, **self.rows._asdict()):
             alive()

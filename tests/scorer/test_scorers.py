@@ -91,19 +91,14 @@ def test_scorer_and_trainer_find_the_same_logprobs(model: Any, tiny_model_dir: P
 def test_what_the_model_cannot_score_costs_that_sample_only(model: Any) -> None:
     worker = LogprobWorker(model, TrainerConfig())
     good, foreign, empty = task("a", [7, 8]), task("b", [7, 500]), task("c", [7, 8], prompt_ids=b"")
-    scores = {s.sample_id: s for (s,) in worker.score([foreign, good, empty], lambda: None)}
+    greedy = task("d", [7, 8], sampling=Sampling(temperature=0.0))
+    tasks = [foreign, good, empty, greedy]
+    scores = {s.sample_id: s for (s,) in worker.score(tasks, lambda: None)}
     assert scores["a"].logprobs is not None and not scores["a"].error
     assert "reach from 7 to 500, but the model has 101 tokens" in scores["b"].error
     assert "no prompt tokens" in scores["c"].error
+    assert "temperature 0 has no logprobs" in scores["d"].error
     assert next(worker.score([empty], lambda: None))[0].error
-
-
-def test_greedy_samples_are_scored_by_the_plain_softmax(model: Any) -> None:
-    worker = LogprobWorker(model, TrainerConfig())
-    greedy = Sampling(temperature=0.0)
-    tasks = [task("a", [7, 8, 9]), task("b", [7, 8, 9], sampling=greedy)]
-    plain, found = (next(iter(worker.score([one], lambda: None)))[0] for one in tasks)
-    assert plain.logprobs == found.logprobs
 
 
 def test_each_environment_has_a_teacher_of_its_own(model: Any) -> None:
