@@ -22,27 +22,19 @@ def batch_advantages(
     is of the policy that sampled: its logprobs are exact and always there.
     """
     rewards, owner = batch.rewards, batch.sample[batch.tokens.owner]
-    if pieces.overlong_buffer:
-        # Of the model's longest turn, which the limit is for: the environment's tokens have mask 0.
+    if buffer := pieces.overlong_buffer:
+        # DAPO's soft overlong punishment (arXiv 2503.14476), in verl's form: nothing until `buffer`
+        # tokens before the limit of a turn, then linearly down to -1 at the limit.
         turns = [max(map(len, sample.loss_mask.split(b"\0"))) for sample in batch.samples]
-        limits = torch.tensor([sample.sampling.max_tokens for sample in batch.samples])
-        rewards = rewards + overlong(torch.tensor(turns), limits, pieces.overlong_buffer)
+        limits = [sample.sampling.max_tokens for sample in batch.samples]
+        exceeding = (torch.tensor(turns) - torch.tensor(limits) + buffer).clamp(min=0)
+        rewards = rewards - exceeding.double() / buffer
     penalties = torch.zeros(len(owner))
     if pieces.kl_coef and pieces.kl_in == "reward":
         assert reference is not None
         estimate = ESTIMATORS[pieces.kl_estimator](batch.behaviour, reference)
         penalties = pieces.kl_coef * estimate.double()
     return token_advantages(rewards, batch.groups, owner, pieces, penalties, values)
-
-
-def overlong(lengths: Tensor, limits: Tensor, buffer: int) -> Tensor:
-    """Return min(-(len - (limit - buffer)) / buffer, 0) of each sample, float64 [S].
-
-    DAPO's soft overlong punishment (arXiv 2503.14476), in verl's form: nothing until `buffer`
-    tokens before the limit of a turn, then linearly down to -1 at the limit.
-    """
-    exceeding = lengths.double() - (limits - buffer)
-    return (-exceeding / buffer).clamp(max=0.0)
 
 
 def token_advantages(
