@@ -209,8 +209,10 @@ class Learner:
 
         `base` is the checksum of the weights that an adapter is trained for.
         """
-        masters = self._master_weights
-        return ModelState("policy", self.model, self.optimizer, base=base, master_weights=masters)
+        masters, alpha = self._master_weights, self._config.lora_alpha if base else 0.0
+        return ModelState(
+            "policy", self.model, self.optimizer, base=base, alpha=alpha, master_weights=masters
+        )
 
     def weights(self) -> dict[str, Tensor]:
         """Return the whole weights, float32 on the CPU, adapter merged, on rank 0; all call it."""

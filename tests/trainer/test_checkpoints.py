@@ -78,6 +78,9 @@ def test_going_on_is_exact(start: Any, keys: dict[str, Any]) -> None:
     assert random.getstate() == before[1]
     assert same(again.learner.weights(), whole.learner.weights()), "bit for bit"
     assert not same(again.learner.weights(), first.learner.weights())
+    if "lora_rank" in keys:  # whose outputs would be others from one step to the next
+        with pytest.raises(UsageError, match=r"of an adapter of trainer.lora_alpha = 32: set"):
+            start(**keys, lora_alpha=8.0)
     exported = export_checkpoint(saved, saved.parent / "hf") / "model.safetensors"
     assert same(load_file(exported), first.learner.weights())
     torch.use_deterministic_algorithms(False)
@@ -193,6 +196,8 @@ def test_another_model(start: Any, directory: Path, tmp_path: Path) -> None:
         start(lora_rank=2)
     with pytest.raises(UsageError, match=r"has the state of AdamW, but trainer\.optimizer is"):
         start(optimizer="sgd")
+    with pytest.raises(UsageError, match=r"step-1 has no critic: set trainer.objective and adv"):
+        start(objective="ppo_critic")
     with pytest.raises(UsageError, match=r"cannot be loaded|another model|no directory"):
         export_checkpoint(tmp_path / "checkpoints/step-1", tmp_path / "hf", str(tmp_path / "deep"))
 

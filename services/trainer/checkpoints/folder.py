@@ -265,15 +265,15 @@ def export_checkpoint(checkpoint: Path, out: Path, model: str = "") -> Path:
         policy, tokenizer = load_policy(
             begun, source, config.model.checked, trust=config.model.trust_remote_code
         )
-        base = ""
+        base, alpha = "", 0.0
         if config.trainer.lora_rank:
-            base = weights_checksum(begun)
+            base, alpha = weights_checksum(begun), config.trainer.lora_alpha
             add_adapter(policy, config.trainer, config.run.seed)
         root = checkpoint.parent
         folder = CheckpointFolder(
             root.parent if root.name.startswith(NODE) else root, config.checkpoint
         )
-        ModelState("policy", policy, base=base).load(Saved(folder, index))
+        ModelState("policy", policy, base=base, alpha=alpha).load(Saved(folder, index))
     except (DamagedError, msgspec.ValidationError) as error:
         raise UsageError(f"{checkpoint} cannot be exported: {error}") from error
     return export_policy(policy, tokenizer, out, whole_weights(policy))

@@ -192,8 +192,8 @@ class ModelState:
     """The trained parameters of a model, its buffers, and the moments of its optimizer, if any.
 
     `name` begins the names of its tensors. Frozen parameters stay in the model that the run began
-    with; `base` is the checksum of its weights, if there are some. `master_weights` are saved in
-    place of parameters; `settle` waits until nothing changes them.
+    with; `base` is the checksum of its weights, if there are some, and `alpha` the adapter's.
+    `master_weights` are saved in place of parameters; `settle` waits until nothing changes them.
     """
 
     def __init__(
@@ -203,11 +203,12 @@ class ModelState:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         base: str = "",
+        alpha: float = 0.0,
         master_weights: MasterWeights | None = None,
         settle: Callable[[], object] = lambda: None,
     ) -> None:
         self.name, self._moments = name, f"{name}-optimizer/"
-        self._model, self._optimizer, self._base = model, optimizer, base
+        self._model, self._optimizer, self._base, self._alpha = model, optimizer, base, alpha
         self._master_weights = master_weights or MasterWeights((), None)
         self._settle = settle
 
@@ -224,7 +225,8 @@ class ModelState:
         return {**self._weights(), **moments}
 
     def facts(self) -> dict[str, Any]:
-        return {"base": self._base, "optimizer": type(self._optimizer).__name__}
+        kind = type(self._optimizer).__name__
+        return {"base": self._base, "alpha": self._alpha, "optimizer": kind}
 
     @torch.no_grad()
     def load(self, saved: Saved) -> None:
@@ -260,12 +262,15 @@ class ModelState:
 
     def _check_facts(self, source: str, facts: Mapping[str, Any]) -> None:
         base, own = facts.get("base", ""), type(self._optimizer).__name__
-        if base != self._base:
-            fault = "an adapter for another base model than model.path"
+        alpha = facts.get("alpha", self._alpha)
+        if (base, alpha) != (self._base, self._alpha):
+            fault = f"an adapter of trainer.lora_alpha = {alpha:g}"
             if not self._base:
                 fault = "an adapter, but trainer.lora_rank is 0"
             elif not base:
                 fault = "all weights, but trainer.lora_rank is above 0"
+            elif base != self._base:
+                fault = "an adapter for another base model than model.path"
             raise UsageError(
                 f"{source} is of {fault}: set these as before, or choose another --run-dir"
             )
@@ -277,6 +282,9 @@ class ModelState:
 
     def _check_names(self, saved: Saved, own: Mapping[str, Tensor]) -> None:
         there, cut = saved.names(f"{self.name}/"), len(self.name) + 1
+        if own and not there:
+            key = "trainer.objective and advantage as before, or choose another --run-dir"
+            raise UsageError(f"{saved.source} has no {self.name}: set {key}")
         faults = [f"it has {name[cut:]}, model.path has not" for name in there if name not in own]
         faults += [f"it has no {name[cut:]}" for name in own if name not in there]
         faults += [
