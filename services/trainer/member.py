@@ -75,7 +75,7 @@ class RunMember:
     sinks: Sinks
     rollouts: RolloutLog
     reported_at: float = field(default_factory=time.monotonic)  # a batch, or that it is late
-    compared: float = 0.0  # tokens of generators and trainer in all steps
+    compared: float | None = None  # tokens of generators and trainer in all steps; None without
 
     @property
     def stopping(self) -> bool:
@@ -194,7 +194,7 @@ class RunMember:
         row["samples_per_s"] = (row["samples"] or 0.0) / max(seconds["step"], 1e-9)
         row["memory/peak_gib"] = peak_memory_gib(self.learner.device)
         self._publish("step", {"step": step, **row})
-        self.compared += row.get("mismatch/compared") or 0.0
+        self.compared = (self.compared or 0.0) + (row["mismatch/compared"] or 0.0)
         self.sinks.write(step, row)
         figures = {name: row.get(key) for name, key in SHOWN.items()}
         self.session.stats(step=step, **{k: v for k, v in figures.items() if v is not None})
@@ -219,10 +219,10 @@ class RunMember:
             return False
         self.sinks.write_evals(end.evals)
         log.info("%d samples trained of %d issued", end.ledger.trained, end.ledger.issued)
-        if not self.compared:
+        if self.compared == 0:
             log.warning(
-                "generators and trainer were not compared in this run: no response was sampled by "
-                "weights that the trainer had or kept"
+                "generators and trainer were not compared since it started: no response was "
+                "sampled by weights that the trainer had or kept"
             )
         return True
 

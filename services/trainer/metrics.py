@@ -61,10 +61,7 @@ def sample_metrics(batch: TrainBatch, version: int) -> Row:
 
 
 def environment_metrics(trajectories: Sequence[Trajectory], names: Sequence[str]) -> Row:
-    """Return samples, mean reward and mean response length of each of several environments.
-
-    All rows have the same columns; without samples of an environment they are None.
-    """
+    """Return samples, mean reward and mean length of each environment; None of no samples."""
     row: Row = {}
     for name in names:
         members = [t for t in trajectories if t.prompt_id.startswith(environment_prefix(name))]

@@ -27,7 +27,7 @@ class Phases:
 
     A phase within another is a part of it: `train_step/forward`. On a GPU the moments are events in
     the stream of this thread, because the calls return before the kernels have run. Nothing is kept
-    before the first `take`: who never calls it, as a server of the Tinker API, would keep all.
+    before the first `take`: a server of the Tinker API never calls it.
     """
 
     def __init__(
