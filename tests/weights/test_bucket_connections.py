@@ -132,6 +132,8 @@ def test_what_is_ordered_comes_as_soon_as_it_is_there(keys: Path, keyed: bool) -
         (peer,) = server._peers
         assert fetch(source) == list(range(COUNT))
         assert list(server._peers) == [peer]
+        peer.end()  # as a source does that is started again
+        assert fetch(source) == list(range(COUNT))
         assert not server.refusals.counts
 
 

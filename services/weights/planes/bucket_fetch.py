@@ -217,7 +217,7 @@ class BucketSource:
         """
         self._stopping, self._came_at = stopping, time.monotonic()
         while assembly.missing:
-            has_come = False
+            has_come = self._records is not None  # for a version before: it may have ended since
             try:
                 for bucket in self._ordered(assembly):
                     has_come = True
