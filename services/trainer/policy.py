@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
@@ -65,12 +64,12 @@ def open_policy(
     directory = check_model_dir(path, source)
     model, files = open_weights(AutoModelForCausalLM, directory, source, checked)
     tokenizer = load_tokenizer(path, source, trust=trust)
-    with tempfile.TemporaryDirectory() as trial:
-        try:
+    try:
+        with tempfile.TemporaryDirectory() as trial:
             model.config.save_pretrained(trial)
             _write_rest(model, tokenizer, Path(trial))
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"{source}: {path} can be read, but not saved: {error}") from error
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(f"{source}: {path} can be read, but not saved: {error}") from error
     return model, tokenizer, files
 
 
@@ -132,8 +131,8 @@ def written_whole(out: Path) -> Iterator[Path]:
     Raises UmbraError if the disk is full, say; an older one is as it was.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    scratch, older = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
-    shutil.rmtree(scratch, ignore_errors=True)
+    scratch, older = (out.with_name(f".{out.name}.{end}") for end in ("tmp", "old"))
+    shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
     try:
         yield scratch
         DISK.sync_tree(scratch)
@@ -144,6 +143,7 @@ def written_whole(out: Path) -> Iterator[Path]:
             "place"
         ) from error
     if out.exists():
+        shutil.rmtree(older, ignore_errors=True)
         out.rename(older)
     scratch.rename(out)
     shutil.rmtree(older, ignore_errors=True)

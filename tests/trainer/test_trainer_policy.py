@@ -1,11 +1,13 @@
 """Models made, loaded, exported, and their weights as bytes; rows and buckets that ranks write."""
 
 import json
+import os
 import shutil
 import string
 import subprocess
 import sys
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,7 +24,7 @@ from umbra.services.trainer import snapshot
 from umbra.services.trainer.distributed.ranks import Ranks, join_ranks
 from umbra.services.trainer.distributed.rendezvous import RankPlace
 from umbra.services.trainer.learner import Learner
-from umbra.services.trainer.policy import export_policy, load_policy, open_policy
+from umbra.services.trainer.policy import export_policy, load_policy, open_policy, written_whole
 from umbra.services.trainer.snapshot import (
     Snapshots,
     checked,
@@ -84,12 +86,16 @@ def test_an_index_names_safetensors_only(directory: Path, tmp_path: Path, shard:
 def test_an_export_is_whole_and_replaces_an_older_one(
     tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the disk is full after the weights, before the tokenizer."""
+    """Also where a process was killed meanwhile, and where the disk is full after the weights."""
     model, tokenizer = load_policy(directory)
     out = tmp_path / "new" / "model"
+    monkeypatch.setattr(os, "getpid", Mock(side_effect=count()))  # each is another process
     for _ in range(2):
         with torch.no_grad():
             next(model.parameters()).add_(1.0)
+        with pytest.raises(SystemExit), written_whole(out) as scratch:
+            shutil.copytree(directory, scratch)
+            sys.exit("killed")
         export_policy(model, tokenizer, out)
     again, _ = load_policy(out)
     for name, value in model.state_dict().items():
@@ -120,12 +126,12 @@ def test_a_generation_config_is_exported_as_it_was_read(tmp_path: Path, director
     assert again.to_dict() == read.to_dict()
 
 
+@pytest.mark.parametrize("error", [ValueError("no JSON"), OSError(28, "No space left", "/tmp/x")])
 def test_a_model_that_cannot_be_written_again_is_refused_at_the_start(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    fails = Mock(side_effect=ValueError("no JSON"))
-    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", fails)
-    with pytest.raises(UsageError, match=r"model.path: .* can be read, but not saved: no JSON"):
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", Mock(side_effect=error))
+    with pytest.raises(UsageError, match=f"model.path: .* not saved: .*{error.args[-1]}"):
         open_policy(directory)
 
 
