@@ -200,6 +200,7 @@ def test_the_chain_is_linked_anew() -> None:
     assert sources("ca") == ["hub", "at-c"]
     joins("c", "at-c2")
     assert list(hub.chain) == ["a", "c"], "one that starts again has nothing to hand on"
+    assert sources("cac") == ["hub", "hub", "at-a2"], "a waited for c"
     hub.close()
 
 

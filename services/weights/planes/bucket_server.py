@@ -481,9 +481,11 @@ class TcpHub(HubEnd):
         """Return `message` with the sources from which `name` fetches the version."""
         assert self.server.store is not None
         self.offer(message.slot, message.checksums, deltas=self.links_are_slow)
-        chain = self.chain
-        names = list(chain)
-        before = names[names.index(name) - 1] if name in names[1:] else ""
+        names = list(chain := self.chain)
+        before = source = names[names.index(name) - 1] if name in names[1:] else ""
+        while source and source != name:
+            source = self._fetchers[source].source if source in self._fetchers else ""
+        before = "" if source == name else before  # which may wait for what `name` fetches now
         if fetcher := self._fetchers.get(name):
             fetcher.source = before
         sources = [chain[before] if before else self.buckets]
