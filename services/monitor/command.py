@@ -142,15 +142,10 @@ def _describe_member(status: Status, name: str) -> str:
     metavar="[HOST]:PORT",
     help="Serve a page, and /metrics; stays until Ctrl-C.  [host: 127.0.0.1]",
 )
-def monitor(
-    broker: str,
-    security: Security,
-    as_json: bool,
-    web: str | None,
-) -> int:
+def monitor(broker: str, security: Security, as_json: bool, web: str | None) -> int:
     """Watch a run live: its members, ledger, staleness and stalls.
 
-    A screen on a terminal, which Ctrl-C leaves; one line per look when piped.
+    A screen on a terminal, which Ctrl-C leaves; one line per look when piped, or if TERM is dumb.
     Ends with code 0 when the run ends or at Ctrl-C, and with 5 when no buffer answers at the start.
     Any number may watch; none of them changes the run by being there.
     """
@@ -158,8 +153,10 @@ def monitor(
     with Watch(broker, security) as watch, stop_on_signals(stopping), ExitStack() as stack:
         look, lost = watch.look(ANSWER_S), False
         page = None if web is None else stack.enter_context(closing(_serve(look, web)))
-        on_screen = sys.stdout.isatty() and not as_json and page is None
-        with Live(screen=True, auto_refresh=False) if on_screen else nullcontext() as live:
+        drawing = Live(screen=True, auto_refresh=False)
+        drawn = not (as_json or page or drawing.console.is_dumb_terminal)  # where it draws nothing
+        on_screen = sys.stdout.isatty() and drawn
+        with drawing if on_screen else nullcontext() as live:
 
             def show(look: Look) -> None:
                 if live is not None:
