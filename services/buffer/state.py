@@ -225,7 +225,7 @@ class Recovery:
             if same.get(key, value) != value and (key != "run_id" or run.buffer.store):
                 raise UsageError(
                     f"the store is of a run with {key} = {same.get(key)}, this one has {value}: "
-                    "choose another --run-dir, or set it as before"
+                    "set it as before, or begin another run"
                 )
         if same != self._same:  # a copied or renamed folder is a run of the name that it has now
             journal.write("run", self._same)

@@ -33,7 +33,7 @@ from lmdb.verify import VerifyError
 from lmdb.verify import verify as verify_file  # pyright: ignore[reportUnknownVariableType]
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
-from umbra.proto.errors import UNREADABLE, UmbraError
+from umbra.proto.errors import UNREADABLE, UmbraError, UsageError
 from umbra.services.process.files import DISK, FILE_MODE, folder_lock
 
 DATA = "data.mdb"
@@ -402,7 +402,8 @@ def open_store(run_dir: Path | None, where: Path | None) -> Store:
     """Open the store in folder `where`, None = in memory, which must be that of the run.
 
     Raises:
-        StoreError: it is not the store that the run in `run_dir` has; or as `LmdbStore`.
+        UsageError: it is not the store that the run in `run_dir` has.
+        StoreError: as `LmdbStore`.
     """
     mark, path = None, run_dir / MARK if run_dir is not None else None
     if path is not None and path.exists():
@@ -416,9 +417,9 @@ def open_store(run_dir: Path | None, where: Path | None) -> Store:
 
     def check(sound: bool, what: str) -> None:
         if mark is not None and not sound:
-            raise StoreError(
+            raise UsageError(
                 f"the run in {run_dir} has the store {mark.store} in {mark.folder}, but {what}: "
-                "bring it back, or choose another --run-dir to begin a new run"
+                "bring it back, or begin another run"
             )
 
     if where is None:

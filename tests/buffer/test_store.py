@@ -354,7 +354,7 @@ def test_a_run_does_not_begin_anew_in_silence(tmp_path: Path, change: str) -> No
         (run / "store").mkdir()
     elif change == "replaced":
         filled(run / "store")
-    with pytest.raises(StoreError, match=rf"has the store {name} in .*, but .*bring it back"):
+    with pytest.raises(UsageError, match=rf"has the store {name} in .*, but .*bring it back"):
         open_store(run, place)
     assert (run / "store" / DATA).exists() == (change not in ("removed", "emptied"))
 

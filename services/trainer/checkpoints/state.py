@@ -271,9 +271,7 @@ class ModelState:
                 fault = "all weights, but trainer.lora_rank is above 0"
             elif base != self._base:
                 fault = "an adapter for another base model than model.path"
-            raise UsageError(
-                f"{source} is of {fault}: set these as before, or choose another --run-dir"
-            )
+            raise UsageError(f"{source} is of {fault}: set these as before, or begin another run")
         if self._optimizer is not None and facts.get("optimizer", own) != own:
             raise UsageError(
                 f"{source} has the state of {facts['optimizer']}, but trainer.optimizer is {own}: "
@@ -296,5 +294,5 @@ class ModelState:
             more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
             raise UsageError(
                 f"{saved.source} is of another model: {'; '.join(faults[:SHOWN])}{more}; set "
-                "model.path and the LoRA keys as before, or choose another --run-dir"
+                "model.path and the LoRA keys as before, or begin another run"
             )
