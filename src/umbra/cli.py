@@ -6,12 +6,12 @@ a machine that only runs the buffer never needs torch.
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from errno import errorcode
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -21,9 +21,9 @@ from umbra import __version__
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-EXIT_DONE = 0
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+PLACE_ERRORS = "EACCES EPERM EROFS ENOENT ENOTDIR EISDIR EEXIST ENAMETOOLONG ELOOP".split()
 
 
 class SubCommand(NamedTuple):
@@ -171,12 +171,13 @@ def _report(error: Exception) -> int:
     from umbra.proto.errors import ERROR_PREFIX, UmbraError
 
     package = (getattr(error, "name", None) or "").partition(".")[0]
+    code = errorcode.get(error.errno or 0) if isinstance(error, OSError) else None
     message, exit_code = str(error), EXIT_USAGE
     if isinstance(error, UmbraError):
         exit_code = error.exit_code
-    elif isinstance(error, OSError) and error.filename:
+    elif isinstance(error, OSError) and error.filename and code in PLACE_ERRORS:
         message = f"{error.filename}: {error.strerror}: name another place, or mend this one"
-    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    elif code == "ENOSPC":
         # What Python has not written yet, and cannot write, goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         message = "no space is left on the disk that is written to: free some, or use another"
@@ -234,4 +235,4 @@ def main(args: Sequence[str] | None = None) -> int:
     finally:
         if args is None:  # a Ctrl-C while Python tidies up ends it without a traceback
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return result if type(result) is int else EXIT_DONE
+    return result if type(result) is int else 0

@@ -259,11 +259,13 @@ def test_a_daemon_ends_when_its_receiver_fails(
 
 
 def test_a_service_ends_with_a_sentence_unless_a_package_is_missing() -> None:
-    """The command names that."""
-    result = CliRunner().invoke(service_command("trainer", breaks), BROKER)
-    assert isinstance(result.exception, UmbraError)
-    assert str(result.exception) == "trainer failed: KeyError: 7"
-
+    """The command names that. A file that is lost under way is no mistake of the user's."""
+    for error, told in ((KeyError(7), "KeyError: 7"), (FileNotFoundError(2, "no file", "x"), "x'")):
+        command = service_command("trainer", Mock(side_effect=error))
+        result = CliRunner().invoke(command, BROKER)
+        assert isinstance(result.exception, UmbraError) and result.exception.exit_code == 6
+        assert str(result.exception).startswith(f"trainer failed: {type(error).__name__}: ")
+        assert str(result.exception).endswith(told) and "Traceback" in result.stderr
     missing = Mock(side_effect=ModuleNotFoundError("No module named 'torch'", name="torch"))
     result = CliRunner().invoke(service_command("trainer", missing), BROKER)
     assert isinstance(result.exception, ModuleNotFoundError)

@@ -97,9 +97,10 @@ def test_exit_codes_and_what_is_said(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert told in captured.err and "\n" not in captured.err.strip(), "one line"
-    install_command(monkeypatch, ZeroDivisionError("a bug"))
-    with pytest.raises(ZeroDivisionError, match="a bug"):  # its traceback stays
-        cli.main(["probe"])
+    for bug in (ZeroDivisionError("a bug"), OSError(5, "Input/output error", "a bug")):
+        install_command(monkeypatch, bug)
+        with pytest.raises(type(bug), match="a bug"):  # its traceback stays
+            cli.main(["probe"])
 
 
 def every_command(

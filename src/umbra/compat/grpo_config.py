@@ -217,8 +217,7 @@ def _trainer(args: Any) -> dict[str, Any]:
 def _trackers(report_to: str | list[str] | None) -> list[str]:
     """Return `metrics.also` for a `report_to`; a tracker that Umbra has not is warned of."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())
-    names = [name for name in names if name not in ("none", "all")]
-    if others := [name for name in names if name not in TRACKERS]:
+    if others := [name for name in names if name not in ("none", "all", *TRACKERS)]:
         warn(f"GRPOConfig.report_to: {', '.join(others)}: ignored; use {', '.join(TRACKERS)}")
     return [name for name in names if name in TRACKERS]
 
