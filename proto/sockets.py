@@ -67,7 +67,8 @@ def check_address(address: str, flag: str) -> None:
             f"{flag} is missing, or {address} has no port: write it as tcp://host:port, which the "
             "other side logs when it starts"
         )
-    if not ADDRESS.fullmatch(address):
+    match = ADDRESS.fullmatch(address)
+    if match is None or int(match[2] or 0) > 65_535:
         raise UsageError(f"{flag} {address or repr(address)}: write it as tcp://host:port")
 
 

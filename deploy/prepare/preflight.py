@@ -136,10 +136,10 @@ def _check_security(config: RunConfig) -> None:
     roles: tuple[KeyRole, ...] = get_args(Role)
     binds = {"run.broker": config.run.broker, "weight_hub.listen": config.weight_hub.listen}
     for key, endpoint in binds.items():
+        if not endpoint.startswith("tcp://"):
+            raise UsageError(f"{key} {endpoint}: write it as tcp://host:port")
         if not endpoint.endswith(":*"):
             check_address(endpoint, key)
-        elif not endpoint.startswith("tcp://"):
-            raise UsageError(f"{key} = {endpoint}: write it as tcp://host:port")
     for role in roles:
         security = open_security(config.security.keys, [role], insecure=config.security.insecure)
         for endpoint in binds.values():

@@ -91,7 +91,7 @@ def test_the_whole_tree_is_written_and_read_back(tmp_path: Path) -> None:
         ("run.name=", 'run.name must be text that is not empty, not ""'),
         ("trainer.learning_rate=nan", "trainer.learning_rate must be a number > 0, not NaN"),
         ("sampling.top_p=2", "sampling.top_p must be a number > 0 and <= 1, not 2"),
-        ("trainer.betas=[0.9]", "trainer.betas must be a list of 2 numbers, not [0.9]"),
+        ("trainer.betas=[0.9, 1.5]", "trainer.betas must be a list of 2 numbers, not [0.9, 1.5]"),
         (
             f"{RECOMPUTES}=every 2",
             f'{RECOMPUTES} must be one of true, false, auto, selective, not "every 2"',
@@ -218,13 +218,8 @@ def test_what_a_run_file_names_is_beside_it_or_here(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, beside = folders
-    for path in (
-        here / "both.jsonl",
-        beside / "both.jsonl",
-        beside / "only.jsonl",
-        here / "t.jinja",
-    ):
-        path.touch()
+    for path in ("here/both.jsonl", "beside/both.jsonl", "beside/only.jsonl", "here/t.jinja"):
+        (here.parent / path).touch()
     settings = ("data.prompts=both.jsonl", "eval.prompts=only.jsonl", "model.path=none")
     config, told = load(*settings, "model.chat_template=t.jinja"), list[str]()
     resolved = located(config, beside / "run.toml", told.append)
