@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from umbra.proto import messages as m
 from umbra.proto.access import QUESTIONS, SENDERS, may_send, needs_membership
 from umbra.proto.net.server import Refusals, Request, Server
-from umbra.services.buffer.effects import Effect, NackError
+from umbra.services.buffer.effects import Effect, NackError, departed
 from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
 from umbra.services.buffer.endpoints.worker import WorkerEndpoint
 from umbra.services.buffer.members import NEEDED, Participant
@@ -53,7 +53,7 @@ class Broker:
         self._refusals = Refusals() if wire is None else wire.refusals
         self._outbox = run.outbox
         self._deadline = 0.0  # for the others to leave, once the run is ending
-        self._finish_request: Request | None = None  # waits for an evaluation
+        self._finishing: tuple[Request, str] | None = None  # waits for an evaluation, with its why
         self._moved = True  # since the last `save`
         self._workers = WorkerEndpoint(run)
         self._training = TrainerEndpoint(run, missing=StallReport(run).missing)
@@ -256,12 +256,15 @@ class Broker:
             self.counters["taken_back"] += count
         if peer.role == "trainer":
             self._training.forget()
+            if self._finishing is not None:
+                self._outbox.refuse(self._finishing[0], departed(peer.name))
+            self._finishing = None
 
     def _finish(self, request: Request, reason: str, now: float) -> None:
         run = self.run
         run.evals.advance(now)
-        if run.evals.open and run.state == "ready":
-            self._finish_request = request
+        if run.evals.open:
+            self._finishing = request, reason
             return
         run.finished = f"run finished: {reason}"
         run.finished_of = run.config.run.steps
@@ -292,8 +295,6 @@ class Broker:
         if self.run.state == "ready" and (why := self.run.health.verdict):
             self.failure = why
             self._begin_end(why, now, STOP_S)
-        request = self._finish_request
-        if request is not None and not self.run.evals.open:
-            self._finish_request = None
-            assert isinstance(request.body, m.FinishRun)
-            self._finish(request, request.body.reason, now)
+        if self._finishing is not None and not self.run.evals.open:
+            (request, reason), self._finishing = self._finishing, None
+            self._finish(request, reason, now)

@@ -119,26 +119,22 @@ def test_what_a_gone_generator_held_is_leased_first_and_oldest_first(how: str) -
     assert [t.attempt for t in again] == [2, 2, 2, 1, 1]
 
 
-def test_a_sample_whose_leases_are_lost_too_often_ends_its_group_as_failed() -> None:
+def test_leases_that_are_lost_too_often_fail_their_group_and_those_handed_back_do_not() -> None:
     run = world(run_ahead=0, max_attempts=2, lease_s=1, dead_after_s=1000)
-    run.lease("a", 1, 0)
-    run.pass_time(1)
-    first, second = run.lease("a", 2, 0)
-    run.pass_time(1)
-    assert run.pool.ledger.ended == {"failed": 2}
-    assert "has ended" in run.submit("a", trajectory(second, 0)).refused[second.sample_id]
-    assert first.attempt == 2 and run.broker.counters["attempts_exhausted"] == 1
-    assert len(run.lease("a", 100, 0)) == 4  # two samples were replaced
-
-
-def test_handing_back_is_no_failure() -> None:
-    run = world(max_attempts=1)
     for attempt in (1, 2, 3):
         (task,) = run.lease("a", 1, 0)
         assert (task.sample_id, task.attempt) == ("s-0", attempt)
         run.back("a", task)
     run.back("a", task)
     assert (run.broker.counters["returned"], run.broker.counters["late_returns"]) == (3, 1)
+    run.lease("a", 1, 0)
+    run.pass_time(1)
+    first, second = run.lease("a", 2, 0)
+    run.pass_time(1)
+    assert run.pool.ledger.ended == {"failed": 2}
+    assert "has ended" in run.submit("a", trajectory(second, 0)).refused[second.sample_id]
+    assert first.attempt == 5 and run.broker.counters["attempts_exhausted"] == 1
+    assert len(run.lease("a", 100, 0)) == 4  # two samples were replaced
 
 
 def test_a_failed_environment_ends_the_group_at_once_and_each_reason_is_logged_once(

@@ -6,7 +6,7 @@ import pytest
 from fakes.broker_world import World, trajectory, world
 from msgspec.structs import replace
 
-from umbra.proto.messages import FinishRun, Leave, RunFinished
+from umbra.proto.messages import FinishRun, Leave, Nack, RunFinished
 from umbra.proto.records import EvalReport, Ledger, Task
 from umbra.services.buffer.store import StoreError
 from umbra.services.config import EvalConfig
@@ -194,10 +194,22 @@ def test_a_run_ends_after_its_evaluation_even_if_the_buffer_starts_again() -> No
     tasks = run.lease("a", 9, 2)
     run.restart_broker()
     assert run.ask("trainer", FinishRun(reason="x")) is None  # sent again
+    run.join("trainer", "trainer", "trainer-2")
+    (refused,) = run.late.pop("trainer")
+    assert isinstance(refused, Nack) and refused.code == "not_member"
     run.answer("a", tasks, 2)
-    (reply,) = [m for m in run.late["trainer"] if isinstance(m, RunFinished)]
-    assert reply.ledger.balance == 0
-    assert report(run).done
+    assert report(run).done and run.broker.run.state == "ready", "the trainer is to come back"
+    assert run.get("trainer", FinishRun(reason="x"), RunFinished).ledger.balance == 0
+
+
+def test_a_run_that_is_drained_in_its_last_evaluation_goes_on_with_it() -> None:
+    run = evaluated("concurrent", steps=2)
+    run.lease("a", 1, 2)
+    run.take(run.broker.drain("enough", run.now))
+    assert run.ask("trainer", FinishRun(reason="x")) is None
+    run.restart_broker()
+    run.join("generator", "a", "a-2")
+    check_done(run, 2)
 
 
 @pytest.mark.parametrize(("at_ends", "evaluated_at"), [(True, [2, 3]), (False, [2])])
