@@ -28,6 +28,7 @@ def test_a_straggler_past_the_bound_ends_its_group_as_stale_and_is_replaced(swep
     said = "has ended" if swept else "stale: a token of version 0, the trainer is at 2"
     assert said in run.submit("a", trajectory(straggler, 0)).refused[straggler.sample_id]
     assert run.pool.ledger.ended == {"stale": 2}
+    assert run.status.health["stale_samples"] == (1 / 9 if swept else 0), "of stored answers"
 
 
 def test_staleness_of_trained_samples_is_split_by_where_it_arose() -> None:

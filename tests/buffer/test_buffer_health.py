@@ -102,15 +102,6 @@ def test_the_status_has_figures_and_warnings_and_the_metrics_a_row() -> None:
     assert rows["truncated"]["figures"] == {"share": 1.0}
 
 
-def test_the_broker_tells_of_stored_answers_that_became_stale() -> None:
-    run = world(group_size=2, batch_groups=1, run_ahead=1, max_staleness=1, lease_s=1000.0)
-    first, _second = run.lease("a", 2, 0)  # which holds the other one
-    run.submit("a", trajectory(first, 0))
-    run.steps("b", 1, 2)
-    assert run.pool.ledger.snapshot().ended["stale"] == 2
-    assert run.status.health["stale_samples"] == 1 / 5
-
-
 def test_every_step_is_a_point_at_first_and_long_runs_are_condensed_to_means() -> None:
     curves = StepCurves()
     curves.add(1, {"loss": 0.5, "of no interest": 1.0, "samples": 8.0}, 10.0)
