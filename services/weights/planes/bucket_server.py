@@ -249,7 +249,7 @@ class _Peer:
     address: str
     until: float = field(default_factory=lambda: time.monotonic() + SHOW_S)
     known: bool = False
-    thread: threading.Thread | None = None
+    thread: threading.Thread = field(init=False)
 
     def end(self) -> None:
         with suppress(OSError):  # the other end was faster
@@ -307,8 +307,7 @@ class BucketServer:
         self._thread.join(CLOSE_DEADLINE_S)
         self._listening.close()
         for peer in peers:
-            if peer.thread is not None:
-                peer.thread.join(deadline.left_s)
+            peer.thread.join(deadline.left_s)
 
     def _notify(self) -> None:
         with self._news:

@@ -15,13 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from umbra.proto.errors import PeerLostError, RejectedError, StartupError, UmbraError, UsageError
+from umbra.proto.errors import PeerLostError, RejectedError, UmbraError, UsageError
 from umbra.proto.messages import Prepare, Ready, Subscribe, Subscribed
 from umbra.proto.records import GpuFacts, Manifest
 from umbra.services.weights.arena import Arena
 from umbra.services.weights.gpu.cuda import cuda_unavailable, nccl_unavailable
 from umbra.services.weights.manifest import Part
-from umbra.services.weights.verify import OVERWRITTEN, THREADS, Checksums, SlotGuard
+from umbra.services.weights.verify import THREADS, Checksums, SlotGuard
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +268,6 @@ class ShmReceiver:
     def receive(self, message: Prepare) -> Receiving:
         """Map a version bucket by bucket, the first time that its slot is used."""
         manifest, began = self._manifest, time.perf_counter()
-        error, guard, data = "", None, None
         try:
             self._arena.check()
             data = self._arena.slot(message.slot)
@@ -279,13 +278,10 @@ class ShmReceiver:
                     bytes(data[start : end : mmap.PAGESIZE])
                 yield index
             self._mapped.add(message.slot)
-            error = OVERWRITTEN if guard.is_overwritten else ""
-        except (IndexError, OSError, StartupError) as problem:
-            error = str(problem)
-        stage_s = time.perf_counter() - began
-        if error:
-            return Receipt(stage_s=stage_s, error=error)
-        return Receipt(stage_s=stage_s, data=data, guard=guard)
+            guard.verify()
+        except (IndexError, OSError, UmbraError) as problem:
+            return Receipt(stage_s=time.perf_counter() - began, error=str(problem))
+        return Receipt(stage_s=time.perf_counter() - began, data=data, guard=guard)
 
     def close(self) -> None:
         self._arena.close()
