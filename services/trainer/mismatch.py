@@ -110,10 +110,15 @@ def bound_of(config: RunConfig, kind: str) -> tuple[float, str]:
 
 
 class MismatchCheck:
-    """A comparison of a batch's logprobs with `learner`'s; all ranks come to the same verdict."""
+    """A comparison of a batch's logprobs with `learner`'s; all ranks come to the same verdict.
 
-    def __init__(self, config: RunConfig, learner: Learner) -> None:
-        self._learner = learner
+    It begins with version `begun`. Later ones that a former life made, perhaps with other settings,
+    are others than ours: responses that began before are not compared with them.
+    """
+
+    def __init__(self, config: RunConfig, learner: Learner, begun: int | None = None) -> None:
+        self._learner, self._begun = learner, begun
+        self._since = learner.ranks.spread(time.time(), float)
         self._bound, self._format = bound_of(config, learner.device.type)
         self._verdicts = Verdicts(config.trainer.mismatch_every)
         self._aside: _Aside | None = None
@@ -129,11 +134,11 @@ class MismatchCheck:
         generators = sorted(set(names))
         due = [name for name in generators if self._verdicts.due(name, version)]
         table = torch.zeros(2, len(batch.behaviour))  # 1 where a token was scored, and its log pi
-        leading = batch.leading(version)
+        leading = self._leading(batch, version)
         lines = _lines_with(leading, batch, names, due)
         self._score(lines, leading, batch, table)
         if self._aside is not None:
-            held = batch.leading(self._aside.version)
+            held = self._leading(batch, self._aside.version)
             oldest_version = min(t.spans[0].version for t in batch.trajectories)
             if older := _lines_with(held, batch, names, due):
                 self._aside.exchange()
@@ -170,6 +175,11 @@ class MismatchCheck:
             "mismatch/judged": max((found.mismatch for found in judged.values()), default=None),
             "mismatch/seconds": seconds,
         }
+
+    def _leading(self, batch: TrainBatch, version: int) -> Tensor:
+        since = 0.0 if self._begun is None or version <= self._begun else self._since
+        ours = torch.tensor([t.started_at >= since for t in batch.trajectories])
+        return batch.leading(version) & ours[batch.tokens.owner]
 
     @torch.no_grad()
     def _score(self, lines: list[int], tokens: Tensor, batch: TrainBatch, table: Tensor) -> None:

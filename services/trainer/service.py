@@ -67,7 +67,7 @@ def run(context: ServiceContext, listener: socket.socket | None = None) -> int:
         if ranks.rank == 0:
             joined = join_run(context, learner, manifest, tokenizer, folder, step)
             member = stack.enter_context(joined)
-        update = PolicyUpdate(config, learner, critic, MismatchCheck(config, learner))
+        update = PolicyUpdate(config, learner, critic, MismatchCheck(config, learner, step))
         loop = Loop(context, learner, update, snapshots, saver, member)
         if member is not None and step:
             member.resume(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def rollouts(
                     group_id=f"g{version}-{group}",
                     prompt_id=f"p{group}",
                     finish_reason="length",
+                    started_at=time.time(),
                     reward=1.0 if level else sum(token < LIKED for token in response) / length,
                     sampling=Sampling(temperature=TEMPERATURE),
                 )

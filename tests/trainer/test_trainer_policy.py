@@ -48,8 +48,6 @@ def test_made_models_load_with_the_auto_classes(directory: Path) -> None:
     )
     assert rendered == "<|user|>3 1<|assistant|>13<|end|><|user|>3 1<|assistant|>"
     assert tokenizer.decode(tokenizer.eos_token_id) == "<|end|>"
-    ids = tokenizer.apply_chat_template(chat, return_dict=False)
-    assert len(ids) == 1 + 3 + 1 + 2 + 1, "one token per character and per marker"
     model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True)
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.eos_token_id == model.generation_config.eos_token_id

@@ -18,21 +18,12 @@ The trust region of an objective with anchor "behaviour" is around the policy th
 "proximal" it is around p, and with one update per batch pi = p, so that nothing is ever clipped:
 give those `minibatches` > 1.
 
-Score centering (Marek and Ryabinin, arXiv 2609.20807): no drift where mu is not pi. The expected
-gradient of an objective at a prefix is sum_a mu(a) A(a) c(a) s(a), with the score s(a) =
-grad log pi(a) and a weight c that does not depend on A. Its part that does not depend on what A
-says of the tokens, A times b = sum_v mu(v) c(v) s(v), is zero where mu = pi and c = 1, and
-elsewhere moves the policy by no reason, always the same way. Centering takes A b off:
-
-    loss += A sum_v sg(mu(v) c(v)) log pi(v)
-
-The generator reports the k likeliest v; all others are one more, with the rest of pi and mu. That
-is the paper's estimator, which takes rho pi(v) for mu(v) outside of the head. Where sampling
-cuts off tokens the sum is over all that it left in, and exact.
-
-PPO's clip and masks by the sign of A are no part of c but a trust region: they hold a token that
-moved far from mu, whichever sign A has. Taken off as if they were a drift, they would let it go on.
-So c is without them, and a token that they leave out has no gradient at all.
+Score centering (Marek and Ryabinin, arXiv 2609.20807) takes off the part of the expected gradient
+that no token's advantage decides; `docs/algorithms.md` has its formula and why clips are no part of
+it. The generator reports the k likeliest v; all others are one more, with the rest of pi and mu.
+That is the paper's estimator, which takes rho pi(v) for mu(v) outside of the head. Where sampling
+cuts off tokens the sum is over all that it left in, and exact. A token that a clip or a mask by the
+sign of A leaves out has no gradient at all.
 """
 
 from __future__ import annotations
