@@ -29,11 +29,10 @@ from umbra.proto.errors import EXIT_DONE, UsageError
 from umbra.services.monitor.view import health_text, page_file
 from umbra.services.process.child import Usage
 from umbra.services.process.files import DISK, READABLE_MODE, named_run
-from umbra.services.process.metrics import span_name
+from umbra.services.process.metrics import JOIN_S, span_name
 from umbra.services.reporting import PHASES, busy, counts, is_idle, number
 
 Interval = tuple[float, float]  # start and end, seconds
-JOIN_S = 0.001  # spans that are closer are one
 EVENT_FIELDS = ("time", "service", "kind", "name", "start", "end")  # of a row, by the event itself
 COLUMNS = (
     "reward/mean", "solved", "samples_per_s", "loss", "response_length/mean", "response_length/p99",

@@ -28,7 +28,6 @@ from umbra.services.process.fork_server import ForkServer
 from umbra.services.prompts import read_source
 
 POLL_S = 0.02
-UMBRA = "umbra"
 FORESEEN_CODES = (2, 3, 4, 7, 8)  # ends that a sentence for people explains
 
 
@@ -49,7 +48,7 @@ class Stages:
     interrupts: SignalCounter | None = None
     server: ForkServer | None = None
 
-    def run(self, name: str, *words: str, module: str = UMBRA) -> str:
+    def run(self, name: str, *words: str, module: str = "umbra") -> str:
         """Run `umbra <words>`, or another `module`, to its end; return its output."""
 
         def turn() -> None:
@@ -71,7 +70,7 @@ class Stages:
             process.wait(math.inf)
         return self._output(name).read_text(encoding="utf-8", errors="replace")
 
-    def begin(self, name: str, *words: str, module: str = UMBRA) -> ChildProcess:
+    def begin(self, name: str, *words: str, module: str = "umbra") -> ChildProcess:
         """Start a stage as `run` does; a `server` has to be ready."""
         argv, log = child.python_argv(module, *words), self.folder.log(name)
         out, server = self._output(name), self.server

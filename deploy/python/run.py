@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from umbra.services.process.files import is_held
 LOOK_S = 0.1
 UP = "up"  # the log of `umbra up`
 ANSWER_S = 10.0
+_FORKING = ThreadPoolExecutor(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ def start(folder: RunFolder, *flags: str, show: bool = True) -> ChildProcess:
     """
     argv = umbra_argv("up", str(folder.path), *flags, *(() if show else ("--quiet",)))
     out = None if show else Path(os.devnull)  # `--quiet` prints the outcome
-    return ChildProcess(argv, stdout=out, stderr=folder.log(UP))
+    # In a thread that lives as long as we do: the child ends when the thread that forked it does.
+    return _FORKING.submit(ChildProcess, argv, stdout=out, stderr=folder.log(UP)).result()
 
 
 class Run:

@@ -22,20 +22,15 @@ def places(plan: Plan, task: str) -> list[tuple[str, tuple[int, ...]]]:
     return [(p.node.name, p.gpus) for p in plan.processes if p.task == task]
 
 
-@pytest.mark.parametrize(
-    ("ratios", "units", "counts"),
-    [
-        ([0.5, 0.25, 0.25], 4, [2, 1, 1]),
+def test_only_whole_units_are_shares() -> None:
+    for ratios, units, counts in (
         ([0.5, 0.25, 0.25], 5, []),
         ([0.34, 0.66], 3, [1, 2]),
         ([0.333, 0.667], 9, [3, 6]),  # 2.997, as ratios are written
         ([0.4, 0.6], 3, []),  # 1.2 1.8
         ([0.99, 0.01], 4, []),  # nothing for the second
-        ([0.5, 0.5], 0, []),
-    ],
-)
-def test_only_whole_units_are_shares(ratios: list[float], units: int, counts: list[int]) -> None:
-    assert whole_shares(check_ratios(ratios, len(ratios)), units) == counts
+    ):
+        assert whole_shares(check_ratios(ratios, len(ratios)), units) == counts
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 7))

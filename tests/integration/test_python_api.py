@@ -3,6 +3,8 @@
 import json
 import linecache
 import runpy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,10 +113,7 @@ def test_mistakes_are_sentences_and_leave_no_folder(project: Path) -> None:
         ({"config": "nothing.toml"}, "nothing.toml does not exist"),
         ({"config": {"buffer": [1]}}, "'buffer'; a section of the run file is given as a mapping"),
         ({"config": "sub/run.toml"}, r"sub/keys/.*\.key_secret is missing"),  # beside the file
-        (
-            {"config": {"environments": [{"name": "a"}]}, "prompts": "", "reward": None},
-            "environments.a.prompts is not set",
-        ),
+        ({"config": {"environments": [{}]}}, "every one of .*environments.* needs a name"),
     ):
         arguments: dict[str, Any] = {
             "model": "model", "prompts": "prompts.jsonl", "reward": "tiny_reward:score", **given
@@ -122,6 +121,13 @@ def test_mistakes_are_sentences_and_leave_no_folder(project: Path) -> None:
         with pytest.raises(umbra.UsageError, match=named):
             umbra.train(**arguments)
         assert not list(project.glob("runs/*")), given
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        ThreadPoolExecutor(1) as pool,
+    ):  # a thread that ends
+        patched.setattr(run_module, "ChildProcess", lambda *_, **__: threading.current_thread())
+        forking: Any = pool.submit(run_module.start, RunFolder(project)).result()
+    assert forking.is_alive()  # the run would end with the thread that forks it
     # What only the processes can find out.
     with pytest.raises(umbra.UmbraError, match="tiny_reward has no callable 'scores'") as caught:
         umbra.train("model", "prompts.jsonl", "tiny_reward:scores", **SMALL)
