@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import inspect
 import json
 import os
@@ -15,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from umbra.proto.errors import UsageError
 from umbra.services.environments.protocol import (
     ENDS,
     Message,
@@ -29,7 +31,17 @@ from umbra.services.process.parent import bypass_proxy
 
 Program = Callable[..., Any]
 """Called as `program(row, endpoint, **options)`; returns what `AgentProgram` says."""
-INSTALL = "install it here, or beside `umbra run-agents` with environment.workers = 0"
+
+
+def library(module: str, kind: str, needs: str) -> Any:
+    """Import a module of the library of an environment `kind`; UsageError if it is not there."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(
+            f'environment.kind = "{kind}" needs {needs}: install it here, or beside `umbra '
+            f"run-agents` with environment.workers = 0 ({error})"
+        ) from error
 
 
 class AgentProgram:

@@ -6,18 +6,12 @@ With the option `text` the model's words are the action. Written against `openen
 
 from __future__ import annotations
 
-import importlib
 import json
 import urllib.request
 from typing import Any
 
 from umbra.proto.errors import UsageError
-from umbra.services.environments.agent_program import (
-    INSTALL,
-    Conversation,
-    Program,
-    arguments_of,
-)
+from umbra.services.environments.agent_program import Conversation, Program, arguments_of, library
 from umbra.services.environments.protocol import (
     Row,
     SampleError,
@@ -42,12 +36,7 @@ def openenv_program(
     `text` is the action's field for the model's words, "" if it calls tools; `observation` the
     field that it is shown, "" for all as JSON; `message_s` how long the server may take to answer.
     """
-    try:
-        client_class = importlib.import_module("openenv").GenericEnvClient
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f'environment.kind = "openenv" needs openenv: {INSTALL} ({error})'
-        ) from error
+    client_class = library("openenv", "openenv", "openenv").GenericEnvClient
     action = _action_schema(address, name)
     properties = action.get("properties", {})
     if text and text not in properties:

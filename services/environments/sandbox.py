@@ -135,8 +135,8 @@ async def run_process(
 ) -> CommandOutcome:
     """Run `command` as a process group in `folder`; keep its output up to `OUTPUT_BYTES`.
 
-    `environ` are all of its environment variables. Raises SandboxError after `limit_s` seconds,
-    when the group is killed.
+    `environ` are all of its environment variables. The group does not outlive `command`.
+    Raises SandboxError after `limit_s` seconds.
     """
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -153,10 +153,9 @@ async def run_process(
     except TimeoutError:
         raise SandboxError(f"the command took longer than {limit_s:g} s") from None
     finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 async def _outcome(process: asyncio.subprocess.Process, stdin: bytes) -> CommandOutcome:

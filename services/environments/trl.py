@@ -10,7 +10,6 @@ Calls and their order are as in `trl` 1.16, `experimental/async_grpo/async_rollo
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +17,7 @@ from typing import Any
 
 from umbra.proto.errors import UsageError
 from umbra.services.config.generation import ENVIRONMENT
-from umbra.services.environments.agent_program import (
-    INSTALL,
-    Conversation,
-    Program,
-    arguments_of,
-)
+from umbra.services.environments.agent_program import Conversation, Program, arguments_of, library
 from umbra.services.environments.protocol import Row, SampleError, StepResult, finite_number
 from umbra.services.environments.rewards import Rewards
 
@@ -129,13 +123,9 @@ async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def _schema(method: Callable[..., Any], name: str) -> dict[str, Any]:
+    needs = "transformers, as TRL does"
+    module = library("transformers.utils.chat_template_utils", "trl", needs)
     try:
-        library = importlib.import_module("transformers.utils.chat_template_utils")
-    except ImportError as error:
-        raise UsageError(
-            f'environment.kind = "trl" needs transformers, as TRL does: {INSTALL} ({error})'
-        ) from error
-    try:
-        return library.get_json_schema(method)
-    except (library.DocstringParsingException, library.TypeHintParsingException) as error:
+        return module.get_json_schema(method)
+    except (module.DocstringParsingException, module.TypeHintParsingException) as error:
         raise UsageError(f"{name} makes no tool: {error}") from error

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib
 import itertools
 import math
 import os
@@ -17,7 +16,7 @@ from typing import Any
 from umbra.proto.bounds import PARTS
 from umbra.proto.errors import UsageError
 from umbra.services.config.trajectory_rules import MOST_NAME
-from umbra.services.environments.agent_program import INSTALL, Program
+from umbra.services.environments.agent_program import Program, library
 from umbra.services.environments.protocol import Row, SampleError, StepResult, finite_number
 
 _KEY_VARIABLE = "UMBRA_SESSION_KEY_"  # what their names begin with, see `_key_variable`
@@ -36,16 +35,11 @@ def task_rows(name: str, options: Mapping[str, Any], count: int, seed: int) -> l
 
 
 def _environment(name: str, options: Mapping[str, Any]) -> Any:
-    try:
-        library = importlib.import_module("verifiers.v1")
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f'environment.kind = "verifiers" needs verifiers, 0.4 or newer: {INSTALL} ({error})'
-        ) from error
+    verifiers = library("verifiers.v1", "verifiers", "verifiers, 0.4 or newer")
     tree = _merged(_merged(_DEFAULTS, options), {"taskset": {"id": name}})
     try:
-        config = library.env_config_type(name, tree.get("id", "")).model_validate(tree)
-        return library.load_environment(config)
+        config = verifiers.env_config_type(name, tree.get("id", "")).model_validate(tree)
+        return verifiers.load_environment(config)
     except Exception as error:
         raise UsageError(f"verifiers:{name}: {type(error).__name__}: {error}") from error
 
@@ -74,7 +68,7 @@ def verifiers_program(name: str, options: Mapping[str, Any], label: str) -> Prog
     UsageError if it can't be loaded.
     """
     environment = _environment(name, options)
-    library = importlib.import_module("verifiers.v1")
+    verifiers = library("verifiers.v1", "verifiers", "verifiers, 0.4 or newer")
     task_class = type(environment.taskset).task_type()
     data_class = task_class.data_type()
     serving: asyncio.Future[None] | None = None
@@ -100,10 +94,10 @@ def verifiers_program(name: str, options: Mapping[str, Any], label: str) -> Prog
             keepers.append(asyncio.ensure_future(serve(serving)))
         await asyncio.shield(serving)
         data = data_class.model_validate(row[TASK_DATA])
-        client = library.EvalClientConfig(
+        client = verifiers.EvalClientConfig(
             base_url=endpoint["base_url"], api_key_var=_key_variable(endpoint)
         )
-        context = library.ModelContext(model="policy", client=client)
+        context = verifiers.ModelContext(model="policy", client=client)
         task = task_class(data, environment.config.taskset.task)
         return _result(await environment.run_episode(task, context), label)
 

@@ -84,7 +84,7 @@ class Played(msgspec.Struct, tag="played"):
     overdue: bool = False  # the call that was under way took too long
 
 
-def waits(environment: Environment) -> bool:
+def _waits(environment: Environment) -> bool:
     """True if it lets others play meanwhile; one whose methods may block has its process alone."""
     asks = inspect.iscoroutinefunction(environment.step)
     return asks or bool(getattr(environment, "concurrent", False))
@@ -189,7 +189,7 @@ def _is_call(value: dict[str, Any]) -> bool:
 async def _answer(environment: Environment, method: Callable[..., Any], *args: Any) -> Any:
     """Return the result of the user's method, plain or async."""
     alone = asyncio._get_running_loop() is None  # in the pool within this process
-    if alone or waits(environment) or inspect.iscoroutinefunction(method):
+    if alone or _waits(environment) or inspect.iscoroutinefunction(method):
         result = method(*args)
     else:
         with _no_loop():
@@ -229,10 +229,14 @@ class Worker:
     """A server of plays that come over a pipe, until that ends."""
 
     def __init__(
-        self, pipe: AsyncPipe[Setup | Play | Forget], host: EnvironmentHost, limit_s: float
+        self,
+        pipe: AsyncPipe[Setup | Play | Forget],
+        host: EnvironmentHost,
+        config: EnvironmentConfig,
     ) -> None:
         self._pipe, self._host = pipe, host
-        self._limit_s = limit_s  # of each play
+        self._limit_s = config.timeout_s
+        self._play_s = None if config.asks else config.timeout_s  # agents are watched elsewhere
 
     async def serve(self) -> None:
         plays: dict[str, asyncio.Task[None]] = {}  # by sample, its newest
@@ -242,9 +246,7 @@ class Worker:
             if isinstance(message, Play):
                 task = plays[key] = asyncio.create_task(self._play(message))
             else:
-                if play := plays.pop(key, None):
-                    play.cancel()
-                task = asyncio.create_task(self._forget(message, play))
+                task = asyncio.create_task(self._forget(message, plays.pop(key, None)))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         for play in plays.values():
@@ -255,7 +257,7 @@ class Worker:
     async def _play(self, play: Play) -> None:
         played = partial(Played, play.number)
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(self._play_s):
                 answer = await self._host.play(play.key, play.row, play.responses)
             if isinstance(answer, Opening):
                 self._send(played(opening=answer))
@@ -276,6 +278,7 @@ class Worker:
 
     async def _forget(self, over: Forget, play: asyncio.Task[None] | None) -> None:
         if play is not None:
+            play.cancel()  # which has begun: it answers
             await asyncio.wait({play})
         try:
             await asyncio.wait_for(self._host.forget(over.key), self._limit_s)
@@ -317,8 +320,8 @@ async def _serve() -> None:
     if config.memory_mb:
         _limit_memory(config.memory_mb)
     closes = callable(getattr(environment, "close", None))
-    pipe.send(Hello(ASYNC_ROOM if waits(environment) else 1, closes))
-    await Worker(pipe, EnvironmentHost(make, name_of(config)), config.timeout_s).serve()
+    pipe.send(Hello(ASYNC_ROOM if _waits(environment) else 1, closes))
+    await Worker(pipe, EnvironmentHost(make, name_of(config)), config).serve()
 
 
 def main() -> None:

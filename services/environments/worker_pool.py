@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,7 +20,7 @@ import msgspec
 
 from umbra.proto.deadline import Deadline
 from umbra.proto.errors import DeadlineError, UsageError
-from umbra.services.config import EnvironmentConfig, NamedEnvironment
+from umbra.services.config import EnvironmentConfig
 from umbra.services.config.generation import JUDGED_AT_ONCE
 from umbra.services.environments.loading import name_of
 from umbra.services.environments.protocol import (
@@ -42,12 +43,15 @@ _TREE_S = 10.0  # for a guard that was told so to end its processes
 _GRACE_S = 5.0  # a worker that can still answer says itself that a play is overdue
 
 NO_REWARD = "its agent returned no reward, and has posted none"
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class _Conversation:
-    """A sample's conversation, as the pool knows it."""
+    """A sample's conversation, as the pool knows it; workers know it by its number."""
 
+    key: str = ""  # of the sample, which may begin another one
+    number: int = field(default_factory=itertools.count().__next__)
     worker: _WorkerHandle | None = None  # that holds it
     plays: int = 0  # that were answered
     finished: bool = False  # it was answered to its end
@@ -122,12 +126,13 @@ class WorkerPool:
         *,
         agents: bool = False,
     ) -> None:
-        self._config = msgspec.structs.replace(config, timeout_s=math.inf) if agents else config
+        self._config = config
         self._deliver = deliver
         self._started = started
         self._agents = agents
         self._workers: list[_WorkerHandle] = []
-        self._starting = 0
+        self._most, self._starting = config.workers, 0
+        self._new: set[ChildProcess] = set()  # not ready yet
         self._numbers = itertools.count(1)
         self._closed = False
         self._conversations: dict[str, _Conversation] = {}
@@ -141,12 +146,13 @@ class WorkerPool:
 
     def play(self, key: str, row: Row, responses: Sequence[ParsedTurn | str]) -> None:
         """Ask for the answer to the last of `responses`, or for the opening; it is delivered."""
-        conversation = self._conversations.setdefault(key, _Conversation())
+        conversation = self._conversations.setdefault(key, _Conversation(key))
         if not responses:
             conversation.plays, conversation.finished, conversation.lost = 0, False, False
         elif conversation.lost:
             return  # which was delivered
-        call = _Call(Play(next(self._numbers), key, dict(row), list(responses)), conversation)
+        number, name = next(self._numbers), str(conversation.number)
+        call = _Call(Play(number, name, dict(row), list(responses)), conversation)
         (self._queue if conversation.worker is None else conversation.worker.waiting).append(call)
         self._pump()
 
@@ -158,10 +164,9 @@ class WorkerPool:
     def forget(self, key: str) -> None:
         """End the sample; an answer in flight goes nowhere."""
         conversation = self._conversations.pop(key, None)
-        worker = conversation.worker if conversation is not None else None
-        if worker is None:
+        if conversation is None or (worker := conversation.worker) is None:
             return
-        self._release(worker, key)
+        self._release(worker, conversation)
         for call in [c for c in worker.calls.values() if c.conversation is conversation]:
             if self._agents and worker.room == 1:
                 worker.end()
@@ -172,6 +177,8 @@ class WorkerPool:
     async def close(self) -> None:
         """End all processes; environments that have to be closed get a few seconds for it."""
         self._closed = True
+        for process in self._new:
+            _kill(process)
         deadline = Deadline(_CLOSE_S)
         closing = [worker for worker in self._workers if worker.closes]
         for worker in closing:
@@ -201,33 +208,32 @@ class WorkerPool:
             if worker is None or not worker.takes(call):
                 break
             self._send(worker, self._queue.popleft())
-        if self._queue and len(self._workers) + self._starting < self._config.workers:
+        if self._queue and len(self._workers) + self._starting < self._most:
             self._starting += 1
             self._spawn(self._grow())
 
     def _send(self, worker: _WorkerHandle, call: _Call) -> None:
-        if self._conversations.get(call.play.key) is not call.conversation:  # its sample is over
+        conversation = call.conversation
+        if self._conversations.get(conversation.key) is not conversation:  # its sample is over
             worker.alone = None if worker.alone is call else worker.alone
             return
-        call.conversation.worker = worker
-        self._begin(worker, call)
-        if worker.alive:
-            worker.pipe.send(call.play)
-        self._started(call.play.key)
-
-    def _begin(self, worker: _WorkerHandle, call: _Call) -> None:
+        conversation.worker = worker
         worker.calls[call.play.number] = call
-        self._time(worker, call, self._config.timeout_s + (_GRACE_S if worker.room > 1 else 0.0))
+        if not self._agents:  # who take as long as they like
+            self._time(worker, call)
+        worker.pipe.send(call.play)
+        self._started(conversation.key)
 
-    def _time(self, worker: _WorkerHandle, call: _Call, limit_s: float) -> None:
-        """End `worker` unless it answers `call` within so many seconds."""
+    def _time(self, worker: _WorkerHandle, call: _Call, limit_s: float = 0.0) -> None:
+        """End `worker` unless it answers `call` within so many seconds; 0 = as configured."""
         call.end_timer()
+        limit_s = limit_s or self._config.timeout_s + (_GRACE_S if worker.room > 1 else 0.0)
         call.timer = asyncio.get_running_loop().call_later(limit_s, self._overdue, worker, call)
 
     def _overdue(self, worker: _WorkerHandle, call: _Call) -> None:
         worker.calls.pop(call.play.number, None)
         call.conversation.worker = None
-        self._answer(call, None, self._overdue_error(call))
+        self._answer(call.conversation, None, self._overdue_error(call))
         worker.end()
 
     def _overdue_error(self, call: _Call) -> str:
@@ -253,26 +259,25 @@ class WorkerPool:
             error += f": it took more than {config.where}.memory_mb = {config.memory_mb}; raise it"
         if error and conversation.worker is worker:
             conversation.worker = None
-            self._release(worker, call.play.key)
+            self._release(worker, conversation)
         whole = config.reward_scope == "group"
         value = reply.opening or (reply.steps if whole else next(iter(reply.steps), None))
         conversation.finished = isinstance(value, list) or getattr(value, "done", False)
-        self._answer(call, None if error else value, error)
+        self._answer(conversation, None if error else value, error)
         if reply.exhausted:
             worker.end()
 
-    def _answer(self, call: _Call, value: Delivered | None, error: str) -> None:
-        if self._conversations.get(call.play.key) is call.conversation:
-            self._deliver(EpisodeOutcome(call.play.key, value, error))
+    def _answer(self, answered: _Conversation, value: Delivered | None, error: str) -> None:
+        if self._conversations.get(answered.key) is answered:
+            self._deliver(EpisodeOutcome(answered.key, value, error))
 
-    def _release(self, worker: _WorkerHandle, key: str) -> None:
-        """Have `worker` forget the sample; closing its environment is a play without an answer."""
-        if not worker.alive:
-            return
-        number = next(self._numbers) if worker.closes else 0
+    def _release(self, worker: _WorkerHandle, over: _Conversation) -> None:
+        """Have `worker` forget it; closing its environment is a play without an answer."""
+        number, name = next(self._numbers) if worker.closes else 0, str(over.number)
         if number:
-            self._begin(worker, _Call(Play(number, key), _Conversation()))  # nobody wants it
-        worker.pipe.send(Forget(key, number))
+            call = worker.calls[number] = _Call(Play(number, name), _Conversation())
+            self._time(worker, call)
+        worker.pipe.send(Forget(name, number))
 
     # -- processes --------------------------------------------------------------------------------
 
@@ -282,6 +287,9 @@ class WorkerPool:
         process, end = start_worker(python_argv("umbra.services.environments.worker"))
         pipe: AsyncPipe[Hello | Played] = AsyncPipe(end, Hello | Played)
         pipe.send(Setup(msgspec.convert(config, EnvironmentConfig, from_attributes=True)))
+        self._new.add(process)
+        if self._closed:
+            _kill(process)
         try:
             async with asyncio.timeout(config.setup_s):
                 hello = await pipe.receive()
@@ -292,6 +300,8 @@ class WorkerPool:
                 f"a process for environments was not ready after {config.where}.setup_s = "
                 f"{config.setup_s:g} s: does importing {name_of(config)} hang?"
             ) from None
+        finally:
+            self._new.remove(process)
         if not isinstance(hello, Hello) or hello.usage_error:
             how = await _end(process, pipe)
             ended = f"a process for {name_of(config)} ended ({how}) when it was started"
@@ -299,17 +309,19 @@ class WorkerPool:
         worker = _WorkerHandle(process, pipe, hello.room, hello.closes)
         self._workers.append(worker)
         self._spawn(self._read(worker))
-        if self._closed:
-            worker.end()
 
     async def _grow(self) -> None:
         try:
             await self.start()
         except (UsageError, DeadlineError, OSError) as error:
+            if not self._closed:
+                log.warning("one more process for environments does not start: %s", error)
+            self._most, loop = len(self._workers) or self._most, asyncio.get_running_loop()
+            loop.call_later(self._config.setup_s, setattr, self, "_most", self._config.workers)
             if not self._workers:
                 waiting, self._queue = self._queue, deque()
                 for call in waiting:
-                    self._answer(call, None, f"no process for environments: {error}")
+                    self._answer(call.conversation, None, f"no process for environments: {error}")
         finally:
             self._starting -= 1
         self._pump()
@@ -330,7 +342,7 @@ class WorkerPool:
             # Alone in its process, or there at two ends: it is the one.
             if not worker.condemned and (worker.room == 1 or conversation.suspect):
                 conversation.worker = None
-                self._answer(call, None, f"the process of its environment ended ({end})")
+                self._answer(conversation, None, f"the process of its environment ended ({end})")
                 continue
             if not worker.condemned:
                 conversation.crashed_at = conversation.plays
@@ -354,8 +366,7 @@ class WorkerPool:
 
 
 def offered_name(environment: EnvironmentConfig) -> str:
-    several = isinstance(environment, NamedEnvironment)
-    return environment.name if several else name_of(environment)
+    return getattr(environment, "name", "") or name_of(environment)
 
 
 def _kill(process: ChildProcess) -> None:

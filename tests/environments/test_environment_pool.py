@@ -3,6 +3,7 @@
 What it starts ends with it, and its output and memory have limits.
 """
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from umbra.services.config import EnvironmentConfig, NamedEnvironment
 from umbra.services.environments import guard
 from umbra.services.environments.pool import ProcessPool
 from umbra.services.environments.protocol import EpisodeOutcome, Lost, Opening, StepResult
+from umbra.services.environments.worker_pool import WorkerPool
 
 pytestmark = pytest.mark.e2e
 
@@ -109,6 +111,24 @@ class Shared:
             open("hung", "w").close()
             await asyncio.sleep(600)
         return StepResult(reward=2.0)
+
+class Box:
+    async def run(self, command):
+        return command
+    async def close(self):
+        await asyncio.sleep(0.05)
+        self.run = None
+
+async def agent(row, endpoint, sandbox):
+    await asyncio.sleep(row["s"])
+    sandbox.close = sandbox.close if row["s"] else asyncio.Event().wait
+    return await sandbox.run(1.0)
+"""
+ONCE = """
+import time
+open("starts", "a").write("x")
+assert len(open("starts").read()) == 1, time.sleep(SECONDS)
+score = lambda prompt, completion, row: time.sleep(600)
 """
 
 
@@ -228,6 +248,42 @@ def test_a_process_that_does_not_start_says_why_and_names_its_key(project: Path)
     (project / "hangs.py").write_text("import time\ntime.sleep(1000)\n")
     with pytest.raises(DeadlineError, match=r"after environments\.slow\.setup_s = 0\.5 s"):
         ProcessPool(NamedEnvironment(name="slow", kind="hangs:A", setup_s=0.5))
+
+
+@pytest.mark.parametrize("wait_s", [0, 600])
+def test_a_further_process_that_does_not_start(
+    project: Path, start: Start, wait_s: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    (project / "once.py").write_text(ONCE.replace("SECONDS", str(wait_s)))
+    player = start("score", reward="once:score", workers=2)
+    for key in "abc":
+        player.begin(key, "")
+    until(lambda: (project / "starts").read_text() == "xx", "another is started")
+    until(lambda: wait_s or "AssertionError" in caplog.text, "it is told")
+    player.begin("d", "")
+    player.close()
+    assert (project / "starts").read_text() == "xx"
+
+
+def test_an_agents_end_costs_no_other_and_its_sandbox_is_its_own() -> None:
+    async def play() -> None:
+        outcomes = asyncio.Queue[EpisodeOutcome]()
+        own: Any = {"sandbox": "theirs:Box", "timeout_s": seconds(1.0), "workers": 1}
+        config = EnvironmentConfig(kind="agent", agent="theirs:agent", **own)
+        pool = WorkerPool(config, outcomes.put_nowait, agents=True)
+        await pool.start()
+        (worker,) = pool._workers
+        for wait_s in (600.0, 0.2, 0.2, 0.0):  # the last one's close hangs
+            pool.play_agent("a", {"s": wait_s}, "http://h", "")
+            if wait_s < 1.0:  # else it is over as soon as it has begun
+                assert (await outcomes.get()).value == StepResult(reward=1.0)
+            pool.forget("a")
+        while worker.calls:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert pool._workers == [worker]
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(play(), limit(60.0)))
 
 
 def closed() -> str:

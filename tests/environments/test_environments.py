@@ -24,6 +24,7 @@ from umbra.services.environments.protocol import (
     SampleError,
     StepResult,
     schema,
+    tool_schema,
 )
 from umbra.services.environments.rewards import (
     RewardedGroup,
@@ -229,19 +230,10 @@ def test_a_schema_says_what_a_function_takes() -> None:
     given = {"type": "function", "function": {"name": "other"}}
     opening = Opening([], [search, given])
     assert opening.tools == [schema(search), given]
-    assert schema(search)["function"] == {
-        "name": "search",
-        "description": "Find documents.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "query": {"type": "string"},
-                "limit": {"type": "integer"},
-                "exact": {"type": "boolean"},
-            },
-            "required": ["query"],
-        },
-    }
+    kinds = {"query": "string", "limit": "integer", "exact": "boolean"}
+    properties = {name: {"type": kind} for name, kind in kinds.items()}
+    parameters = {"type": "object", "properties": properties, "required": ["query"]}
+    assert schema(search) == tool_schema("search", "Find documents.", parameters)
 
 
 # -- reward functions: ours and TRL's, one or several, for one sample or a whole group ------------
@@ -308,20 +300,14 @@ def test_values_count_by_their_weights_and_are_named() -> None:
     result = scored(ROW, "hi", (ours, 2.0), (trls, 0.5), (later, 1.0), (never, 9.0))
     assert result.reward == 2.0 + 1.0 + 0.5
     assert result.reward_parts == {"ours": 1.0, "trls": 2.0, "later": 0.5, "seen": 2.0}
-
-
-def test_one_function_has_no_parts_and_completions_are_messages_if_the_prompt_is() -> None:
     assert scored(ROW, "hi", (ours, 1.0), named=False) == StepResult(reward=1.0)
     assert scored(CHAT, "hello", (trls, 1.0)).reward == 5.0
 
 
-def test_a_function_gets_all_samples_of_a_group() -> None:
+def test_a_function_gets_all_samples_of_a_group_or_each() -> None:
     found = scored(ROW, ["hi", "hello", ""], (rank, 0.5))
     assert [one.reward for one in found] == [0.5, 1.0, 0.0]
     assert found[1].reward_parts == {"rank": 2.0, "different": 3.0}
-
-
-def test_functions_of_one_sample_are_called_for_each_of_a_group() -> None:
     found = scored(ROW, ["hi", "hello", ""], (rank, 1.0), (alone, 10.0), (only_some, 100.0))
     assert [one.reward for one in found] == [111.0, 2.0, 0.0]
     assert found[0].reward_parts["only_some"] == 1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.slowness import limit, seconds
+from fakes.slowness import is_alive, limit, seconds, until
 from msgspec.structs import replace
 
 from umbra.proto.errors import UsageError
@@ -19,6 +19,7 @@ from umbra.services.environments.sandbox import (
     CommandOutcome,
     Container,
     ContainerLimits,
+    run_process,
 )
 from umbra.services.environments.worker import EnvironmentHost
 
@@ -108,6 +109,11 @@ def test_a_command_that_takes_too_long_costs_its_container(docker: Path) -> None
     late = f"error: shell: the command took longer than {command_s:g} s"
     assert late in told.messages[0]["content"]
     assert [call[0] for call in calls(docker)] == ["run", "exec", "rm"]
+    leaves = run_process(
+        ["sh", "-c", "sleep 600 >&- 2>&- & echo $!"], b"", 60.0, environ=os.environ
+    )
+    pid = int(asyncio.run(leaves).output)
+    until(lambda: not is_alive(pid), "what a command leaves behind")
 
 
 def test_what_is_printed_without_end_is_cut_off(docker: Path) -> None:

@@ -106,12 +106,9 @@ async def waits(row: dict[str, Any]) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("options", [{}, {"worth": 1}])
-def test_a_plain_function_may_take_the_row_alone(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+def test_a_plain_function_may_take_the_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
-    program = AgentProgram(alone, "agent", **options)
+    program = AgentProgram(alone, "agent", worth=1)
     program.reset({})
     assert program.step(json.dumps(ENDPOINT)).reward == 1.0  # type: ignore[union-attr]
     with pytest.raises(TypeError):  # several play in a process, which has one environment

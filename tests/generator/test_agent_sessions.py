@@ -495,7 +495,7 @@ def test_functions_of_a_namespace_have_its_name_for_the_model_and_theirs_for_the
     assert names == ["agents__add", "add"]
 
 
-def test_tools_that_are_none_or_that_nothing_reads_are_refused() -> None:
+def test_tools_that_are_none_or_that_nothing_reads_are_refused_and_others_left_out() -> None:
     with pytest.raises(ApiError, match=r"no parser reads the tool calls.*model\.parser"):
         chat(CallRules(Sampling(), reads_calls=False), tools=TOOLS)
     for inner in ("add", [1], [{**ADD, "parameters": "x"}]):
@@ -504,9 +504,6 @@ def test_tools_that_are_none_or_that_nothing_reads_are_refused() -> None:
         assert caught.value.param == "tools"
     with pytest.raises(ApiError, match=r"^input\[1\]\.content must be text"):
         respond(input=[user("go"), user([{"type": "input_image"}])])
-
-
-def test_a_tool_that_is_not_the_clients_is_left_out() -> None:
     rules = CallRules(Sampling())
     assert respond(rules, tools=[SEARCH, ADD]).tools == respond(tools=[ADD]).tools
     assert rules.overruled == {"tools"}

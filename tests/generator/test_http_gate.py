@@ -28,41 +28,28 @@ JSON, TEXT = (("content-type", kind) for kind in ("application/json", "text/plai
 SHORT = ("content-length", "9")
 
 
-@pytest.mark.parametrize(
-    ("host", "code"),
-    [
-        ("localhost:8080", ""),
-        ("127.0.0.1", ""),
-        ("[::1]:8080", ""),
-        ("evil.example:8080", "wrong_host"),
-        ("localhost.evil.example", "wrong_host"),
-        ("127.0.0.1.evil.example", "wrong_host"),
-        ("", "wrong_host"),
-    ],
-)
-def test_a_local_server_is_called_by_a_local_name(host: str, code: str) -> None:
-    assert refused(("host", host)) == code
-    assert refused(("host", host), local=False) == ""
+def test_a_local_server_is_called_by_a_local_name() -> None:
+    for host in ("localhost:8080", "127.0.0.1", "[::1]:8080"):
+        assert refused(("host", host)) == ""
+    for host in ("evil.example:8", "localhost.evil.example", "127.0.0.1.evil.example", ""):
+        assert refused(("host", host)) == "wrong_host"
+        assert refused(("host", host), local=False) == ""
 
 
-@pytest.mark.parametrize(
-    ("origins", "code"),
-    [
+@pytest.mark.parametrize("local", [True, False])
+def test_no_page_from_elsewhere_asks(local: bool) -> None:
+    for origins, code in (
         (["http://127.0.0.1:80"], ""),
         (["https://127.0.0.1:80"], ""),  # behind a proxy that speaks TLS
         (["http://127.0.0.1:81"], "wrong_origin"),
         (["https://evil.example"], "wrong_origin"),
         (["http://127.0.0.1:80", "null"], "wrong_origin"),  # each counts
-    ],
-)
-@pytest.mark.parametrize("local", [True, False])
-def test_no_page_from_elsewhere_asks(origins: list[str], code: str, local: bool) -> None:
-    assert refused(HERE, *(("origin", one) for one in origins), local=local) == code
+    ):
+        assert refused(HERE, *(("origin", one) for one in origins), local=local) == code
 
 
-@pytest.mark.parametrize(
-    ("headers", "code"),
-    [
+def test_a_body_is_json_and_not_too_long() -> None:
+    for headers, code in (
         ([], ""),  # without a body
         ([("content-type", "Application/JSON; charset=utf-8"), SHORT], ""),
         ([SHORT], "wrong_type"),
@@ -71,24 +58,14 @@ def test_no_page_from_elsewhere_asks(origins: list[str], code: str, local: bool)
         ([JSON, TEXT, SHORT], "wrong_type"),
         ([JSON, ("content-length", "100")], ""),
         ([JSON, ("content-length", "101")], "too_large"),
-    ],
-)
-def test_a_body_is_json_and_not_too_long(headers: list[tuple[str, str]], code: str) -> None:
-    assert refused(HERE, *headers) == code
+    ):
+        assert refused(HERE, *headers) == code
 
 
-@pytest.mark.parametrize(
-    ("given", "code"),
-    [
-        ("Bearer secret", ""),
-        ("Bearer secre", "invalid_api_key"),
-        ("Bearer secrets", "invalid_api_key"),
-        ("Bearer \xff", "invalid_api_key"),
-        (None, "invalid_api_key"),
-    ],
-)
-def test_the_key_is_compared_in_constant_time(given: str | None, code: str) -> None:
-    headers = [HERE] if given is None else [HERE, ("authorization", given)]
-    with patch.object(hmac, "compare_digest", wraps=hmac.compare_digest) as compare:
-        assert refused(*headers, key="secret") == code
-    assert [call.args[1] for call in compare.call_args_list] == [b"secret"]
+def test_the_key_is_compared_in_constant_time() -> None:
+    for given in ("Bearer secret", "Bearer secre", "Bearer secrets", "Bearer \xff", None):
+        headers = [HERE] if given is None else [HERE, ("authorization", given)]
+        code = "" if given == "Bearer secret" else "invalid_api_key"
+        with patch.object(hmac, "compare_digest", wraps=hmac.compare_digest) as compare:
+            assert refused(*headers, key="secret") == code
+        assert [call.args[1] for call in compare.call_args_list] == [b"secret"]

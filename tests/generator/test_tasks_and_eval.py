@@ -90,11 +90,7 @@ GROUPS = ("--set", "environment.kind=reward", "--set", "environment.reward_scope
 @pytest.mark.parametrize(
     ("command", "args", "says"),
     [
-        (
-            make_task,
-            ["sort", "--option", "a=1", *OUT],
-            "--option is for verifiers:ID, not for sort",
-        ),
+        (make_task, ["sort", "--option", "a=1", *OUT], "for verifiers:ID, not for sort"),
         (make_task, ["verifiers:one", "--demos", "3", *OUT], "--demos: verifiers:one has none"),
         (make_task, ["sorts", *OUT], "task 'sorts' is unknown; use sort, guess"),
         (evaluate, ["MODEL"], "give --prompts FILE, or a --config"),

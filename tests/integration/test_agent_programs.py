@@ -4,7 +4,6 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -172,13 +171,11 @@ def test_an_agent_that_cannot_be_loaded_is_refused_without_running_it(
 ) -> None:
     Path("theirs.py").write_text(USER_CODE)
     config = EnvironmentConfig(kind="agent", agent=agent, options=options)
-    checks: list[Callable[[], Any]] = [lambda: load_environment(config)]
+    with pytest.raises(UsageError, match=says):
+        load_environment(config)
     if agent:  # else agents come from elsewhere
-        checks.append(lambda: play(agent=agent, options=options))
-        checks.append(lambda: check_environment(RunConfig(environment=config), {}))
-    for check in checks:
         with pytest.raises(UsageError, match=says):
-            check()
+            play(agent=agent, options=options)
     check_environment(RunConfig(environment=PLAIN if agent else config), {})
 
 

@@ -287,13 +287,6 @@ def test_a_sample_that_is_given_up_or_taken_back_ends_its_session(world: World) 
     assert (status, refused["error"]["code"]) == (410, "session_over")
 
 
-def test_what_others_can_reach_needs_a_key() -> None:
-    with pytest.raises(UsageError, match="UMBRA_AGENT_KEY"):
-        bind("0.0.0.0:0", "")
-    with closing(bind("0.0.0.0:0", "key")) as anywhere:
-        assert url_of(anywhere).startswith("http://127.0.0.1:")
-
-
 def test_a_stop_string_ends_the_turn_and_stays_in_its_tokens(world: World, tokenizer: Any) -> None:
     endpoint = world("think. Observation: made up", "42")
     work = endpoint.begin()
@@ -335,6 +328,10 @@ def test_agents_are_told_an_address_that_they_reach_whatever_they_say(world: Wor
     for wrong in ("http://a", "a:b", "a/b", "u@a"):
         with pytest.raises(UsageError, match="serve_advertise"):
             url_of(bound, wrong)
+    with pytest.raises(UsageError, match="UMBRA_AGENT_KEY"):  # others can reach it
+        bind("0.0.0.0:0", "")
+    with closing(bind("0.0.0.0:0", "key")) as anywhere:
+        assert url_of(anywhere).startswith("http://127.0.0.1:")
 
 
 # -- a trajectory records the sampled tokens, whatever happens on the way -------------------------
@@ -346,7 +343,7 @@ def engine_of(model: Any, version: int) -> TorchEngine:
 
 
 def test_each_line_has_the_tokens_and_logprobs_of_the_version_that_each_span_names(
-    world: World, tiny_model_dir: Path, tokenizer: Any
+    world: World, tiny_model_dir: Path
 ) -> None:
     """New weights come within turns and between; the agent edits and compacts its history."""
     first = load_model(tiny_model_dir, torch.device("cpu"), torch.float32)
@@ -408,12 +405,6 @@ def test_each_line_has_the_tokens_and_logprobs_of_the_version_that_each_span_nam
     assert made.lines[1].prompt_ids == made.lines[0].prompt_ids
     shared = len(told[0])
     assert made.lines[1].response_ids[: 4 * shared] == made.response_ids[: 4 * shared]
-    # Whoever had tokenised the messages again would have trained on other tokens.
-    history = [m if isinstance(m, dict) else m.model_dump() for m in messages]
-    again = tokenizer(
-        tokenizer.apply_chat_template(history, tokenize=False), add_special_tokens=False
-    )["input_ids"]
-    assert again != [*unpack_int32(made.prompt_ids), *unpack_int32(made.response_ids)]
 
 
 class Interruption:

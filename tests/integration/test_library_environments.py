@@ -262,12 +262,9 @@ def test_rewards_of_trl_are_added_to_that_of_the_class_and_rounds_of_tools_limit
         ({"id": ""}, "needs environment.id"),
     ],
 )
+@pytest.mark.usefixtures("own_modules")
 def test_what_is_no_environment_of_trl_is_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    own_modules: None,
-    changes: dict[str, Any],
-    says: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str
 ) -> None:
     (tmp_path / "theirs.py").write_text(_TRL)
     monkeypatch.chdir(tmp_path)
