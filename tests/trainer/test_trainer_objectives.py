@@ -114,10 +114,12 @@ def test_objectives(keys: dict[str, Any], losses: list[float], clipped: str) -> 
 def test_weights_at_their_bounds_are_kept_and_clipped_ones_are_told() -> None:
     assert terms.masked(torch.tensor([0.4, 0.5, 2.0, 3.0]), 0.5, 2.0).tolist() == [0, 0.5, 2.0, 0]
     assert terms.masked(torch.tensor([9.0]), 0.5, 0.0).tolist() == [9.0]
-    assert terms.probability(*torch.tensor([[0.0], [-1e9], [1.0]]), 1.0).all(), "1 - 0, A > 0"
+    zero = torch.zeros(1)  # 1 - 0, A > 0
+    assert terms.probability(zero, zero - 1e9, zero + 1, 1.0).all()
     assert compute(objective="cispo", clip_high=0.3)[0].clipped.tolist() == [False] * 3 + [True]
     # A second clip leaves gains of small advantages alone.
-    gain, flat = terms.ppo(*torch.tensor([[1.0, 1.0, 5.0], [0.5, 0.0, -0.5]]), 0.2, 0.2, 3.0)
+    ratio, advantages = torch.tensor([1.0, 1.0, 5.0]), torch.tensor([0.5, 0.0, -0.5])
+    gain, flat = terms.ppo(ratio, advantages, 0.2, 0.2, 3.0)
     assert (gain.tolist(), flat.tolist()) == ([0.5, 0.0, -1.5], [False, False, True])
 
 
