@@ -115,7 +115,7 @@ class GeneratorLoop:
         self._deliver()
         self._buffer.give_back(self._runner.drain(reason))
         late = self._buffer.flush(DRAIN_S)
-        self._buffer.give_back([returned(task, reason, partial=task.trajectory) for task in late])
+        self._buffer.give_back([returned(task, reason) for task in late])
         self._buffer.flush(DRAIN_S)
 
     def _deliver_last(self) -> None:

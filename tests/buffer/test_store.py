@@ -189,15 +189,6 @@ def test_a_full_disk_loses_nothing_and_a_broken_one_ends_the_store(
     assert found(tmp_path) == {**held, "k": b"v" * 200, "m": b"w"}
 
 
-def test_it_is_for_its_user_alone(tmp_path: Path) -> None:
-    store = LmdbStore(tmp_path / "store")
-    store.put("a", b"1")
-    store.commit()
-    store.close()
-    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "store").iterdir()} == {0o600}
-
-
 def test_a_store_has_one_owner_whose_name_a_full_disk_does_not_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,11 +350,13 @@ def test_a_run_does_not_begin_anew_in_silence(tmp_path: Path, change: str) -> No
     assert (run / "store" / DATA).exists() == (change not in ("removed", "emptied"))
 
 
-def test_the_store_of_a_run_may_move_and_its_mark_be_written_anew(tmp_path: Path) -> None:
+def test_the_store_of_a_run_is_its_users_alone_and_may_move(tmp_path: Path) -> None:
     for run_dir in (tmp_path, None):
         assert isinstance(open_store(run_dir, None), MemoryStore)
     run = tmp_path / "run"
     begun(run)
+    assert (run / "store").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in (run / "store").iterdir()} == {0o600}
     (run / "store").rename(tmp_path / "elsewhere")
     store = open_store(run, tmp_path / "elsewhere")
     assert store.get("k") == b"v"

@@ -109,6 +109,7 @@ class World:
         """The buffer is killed and starts again, with changes; parked requests are forgotten."""
         self.config = replace(self.config, buffer=replace(self.config.buffer, **buffer))
         self.broker = self._make_broker()
+        self.broker.save()
 
     def _make_broker(self) -> Broker:
         prompts = EndlessPrompts([one.name for one in self.config.environments])
