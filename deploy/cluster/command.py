@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -74,9 +75,9 @@ def command(
         copy_keys(plan, folder, target)
     click.echo(f"{len(files)} files written to {out}")
     if folder and "kubernetes" in formats:
-        click.echo(f"make the secret of the keys: {keys_command(plan, str(folder))}")
+        click.echo(f"make the secret of the keys: {keys_command(plan, shlex.quote(str(folder)))}")
     for name in formats:
-        click.echo(f"next: {NEXT[name].format(out=out)}")
+        click.echo(f"next: {NEXT[name].format(out=shlex.quote(str(out)))}")
     if folder and modules and set(formats) != {"slurm"}:
         if exposed := [place for place in (folder, target) if place.is_relative_to(modules)]:
             click.echo(

@@ -45,7 +45,8 @@ def compose_files(plan: Plan, paths: Paths, config: str) -> dict[str, str]:
         if paths.keys:
             keys = sorted({name for launch in local for name in launch.key_files})
             tree["secrets"] = {name: {"file": f"./{KEYS_FOLDER}/{name}"} for name in keys}
-        texts = {COMPOSE_FILE: to_yaml(tree), ENVIRONMENT_FILE: variables, CONFIG_FILE: config}
+        text = to_yaml(tree).replace("$", "$$")  # compose fills in variables
+        texts = {COMPOSE_FILE: text, ENVIRONMENT_FILE: variables, CONFIG_FILE: config}
         files |= {f"{node.name}/{name}": text for name, text in texts.items()}
     return files
 

@@ -13,7 +13,6 @@ import click
 import msgspec
 
 from umbra.deploy.run_folder import RunFolder
-from umbra.proto.access import KeyRole
 from umbra.proto.errors import UsageError
 from umbra.proto.messages import Role
 from umbra.proto.net.keys import open_security
@@ -43,8 +42,7 @@ def load_given(run_file: Path, overrides: tuple[str, ...]) -> tuple[RunConfig, d
     """Return the configuration of `run_file` as `located`, and the settings that are given."""
     tree = load_tree(run_file, overrides=overrides)
     sys.path += [str(f) for f in search_path(run_file) if str(f) not in sys.path]  # for prompts
-    say = partial(click.echo, err=True)
-    return located(msgspec.convert(tree, RunConfig), run_file, say), tree
+    return located(msgspec.convert(tree, RunConfig), run_file, partial(click.echo, err=True)), tree
 
 
 def search_path(run_file: Path) -> list[Path]:
@@ -133,14 +131,13 @@ def run_endpoints(config: RunConfig) -> list[str]:
 
 def _check_security(config: RunConfig) -> None:
     """Check that all keys for processes here exist, and that public binds have keys."""
-    roles: tuple[KeyRole, ...] = get_args(Role)
     binds = {"run.broker": config.run.broker, "weight_hub.listen": config.weight_hub.listen}
     for key, endpoint in binds.items():
         if not endpoint.startswith("tcp://"):
             raise UsageError(f"{key} {endpoint}: write it as tcp://host:port")
         if not endpoint.endswith(":*"):
             check_address(endpoint, key)
-    for role in roles:
+    for role in get_args(Role):
         security = open_security(config.security.keys, [role], insecure=config.security.insecure)
         for endpoint in binds.values():
             security.check_bind(endpoint)

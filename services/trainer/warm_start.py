@@ -218,6 +218,7 @@ def command(model: Path, data: Path, out: Path, steps: int, as_json: bool, **giv
     keys = ("learning_rate", "schedule", "threads", "device")
     settings = {key: given.pop(key) for key in keys}
     check_out(out)
+    out.mkdir(parents=True, exist_ok=True)  # or nothing is trained
     config = TrainerConfig(pack_tokens=64, micro_tokens=8192, **settings)
     outcome = warm_start(model, data, out, steps=steps, config=config, report=show, **given)
     if as_json:

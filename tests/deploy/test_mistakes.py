@@ -159,6 +159,7 @@ def test_commands_that_have_nothing_to_work_on(
         ("report nope", "nope is no run"),
         ("export model --out=out", "model is no checkpoint.*checkpoint.every"),
         ("export model --out=run.toml", "run.toml exists and holds no model: name another folder"),
+        ("sft model --data=long.jsonl --out=run.toml/x", "run.toml.*name another place"),
         ("sft model --data=long.jsonl --out=.", "--out . is the current directory or one above"),
         ("plan run.toml cluster.toml", r"\[run\], which is of run files: give the cluster file"),
     ):

@@ -114,6 +114,8 @@ def test_nodes_with_dots_and_with_names_for_addresses() -> None:
     nodes = [Node(name=name, address=address, gpus=1) for name, address in addresses.items()]
     first, second = compose_files(plan_on(nodes)).values()
     assert first["name"] == "umbra-gpu-1-example-com"
+    text = render(plan_of(1, 1, overrides=["model.path=/m/$x"]), "compose")["a/compose.yaml"]
+    assert '"/m/$$x"' in text and '"/m/$x"' not in text  # as compose reads it: no variable
     ports = first["services"]["buffer"]["ports"]
     assert not any("host_ip" in port for port in ports)  # Docker takes no names there
     assert "generator-gpu-2.example.com-0" in second["services"]
