@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from itertools import filterfalse
 
 from msgspec.structs import replace
 
@@ -24,7 +25,7 @@ WAIT_S = 1.0  # how long the buffer may keep a question for work open
 # For so long results wait for others to go with them: a message and the commit that it is answered
 # after cost as much as a dozen samples.
 GATHER_S = 0.02
-MIXED = f"tokens of more than {SPANS} versions"
+MIXED = f"tokens of more than {SPANS} versions: lower buffer.max_staleness"
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +84,11 @@ class TaskClient:
         `flush` send the gathered tasks at once.
         """
         mixed = [
-            m.ReturnedSample(sample_id=result.sample_id, attempt=result.attempt, reason=MIXED)
-            for result in results
-            if not _fits(result)
+            m.ReturnedSample(sample_id=name, attempt=attempt, reason=MIXED, failed=True)
+            for name, attempt in map(_lease, filterfalse(_fits, results))
         ]
         if mixed:
-            log.warning("%d samples restart: %s", len(mixed), MIXED)
+            log.warning("%d samples fail: %s", len(mixed), MIXED)
             self.give_back(mixed)
             results = list(filter(_fits, results))
         self._gathered += results

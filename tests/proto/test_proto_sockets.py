@@ -151,8 +151,9 @@ def of_versions(name: str, count: int) -> Trajectory:
     return trajectory([1], [5] * count, [-1.0] * count, sample_id=name, spans=spans)
 
 
-def test_a_sample_of_too_many_versions_is_given_back_and_the_others_are_delivered() -> None:
-    """A frame with it was refused as a whole, which ended the generator."""
+def test_a_sample_of_too_many_versions_fails_and_the_others_are_delivered() -> None:
+    """A frame with it was refused as a whole, which ended the generator; a restart goes on from its
+    partial, which has as many."""
     channel: Any = FakeChannel()
     client = TaskClient(channel, threading.Event(), gather_s=0.0)
     mixed, good = of_versions("mixed", SPANS + 1), of_versions("good", SPANS)
@@ -161,6 +162,7 @@ def test_a_sample_of_too_many_versions_is_given_back_and_the_others_are_delivere
     client.give_back([ReturnedSample(sample_id="s", attempt=1, reason="r", partial=mixed)])
     back, submitted, saved, stopped = [body for body, _ in channel.open]
     assert isinstance(back, ReturnTasks) and back.samples[0].reason == MIXED
+    assert back.samples[0].failed
     assert isinstance(submitted, SubmitResults)
     assert [one.sample_id for one in submitted.trajectories] == ["good"]
     assert isinstance(saved, RenewLeases)
