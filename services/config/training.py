@@ -199,7 +199,7 @@ class EvalConfig(Section):
 
 
 def learning_rate(config: TrainerConfig, step: int, steps: int) -> float:
-    """Return the learning rate of update number `step`, counted from 0, of `steps`.
+    """Return the learning rate of all updates of step number `step`, counted from 0, of `steps`.
 
     It rises linearly over `warmup_steps` to the peak, then stays there or falls towards 0, which it
     would reach a step after the last, in a straight line or half a cosine.

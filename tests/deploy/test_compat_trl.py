@@ -117,7 +117,7 @@ P = "trainer.pieces."
         ),
         (
             {"num_iterations": 3, "max_steps": 9, "warmup_steps": 0.2},
-            {"trainer.epochs": 3, "run.steps": 3, "trainer.warmup_steps": 2},
+            {"trainer.epochs": 3, "run.steps": 3, "trainer.warmup_steps": 1},
         ),
         (
             {"use_vllm": True, "vllm_tensor_parallel_size": 2, "vllm_max_model_length": 4096},
