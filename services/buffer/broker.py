@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from umbra.proto import messages as m
 from umbra.proto.access import QUESTIONS, SENDERS, may_send, needs_membership
 from umbra.proto.net.server import Refusals, Request, Server
+from umbra.proto.net.session import FAILED
 from umbra.services.buffer.effects import Effect, NackError, departed
 from umbra.services.buffer.endpoints.trainer import TrainerEndpoint
 from umbra.services.buffer.endpoints.worker import WorkerEndpoint
@@ -119,7 +120,7 @@ class Broker:
             case m.Leave(reason=reason):
                 peer = self.members.peers[request.header.sender]
                 log.info("%s has left: %s", peer.name, reason)
-                self._remove(peer, reason, lost=False)
+                self._remove(peer, reason, lost=reason.startswith(FAILED))
                 self._outbox.reply(request, m.Ok())
             case m.FinishRun(reason=reason):
                 self._finish(request, reason, now)

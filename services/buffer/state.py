@@ -187,7 +187,6 @@ class Recovery:
             "buffer.group_size": run.buffer.group_size,
             "buffer.batch_groups": run.buffer.batch_groups,
             "buffer.stages": list(run.buffer.stages),
-            # Which samples are scored, and which of them at once.
             "environments of reward_scope group": sorted(
                 environment.where for environment in run.config.rewarded_by_groups
             ),

@@ -122,7 +122,7 @@ def test_trajectories_go_through_their_stages_in_order() -> None:
     assert (made.scored, made.proximal_version) == (["reward", "ref_logp", "logp"], 0)
 
 
-@pytest.mark.parametrize("how", ["error", "silence", "malformed", "death"])
+@pytest.mark.parametrize("how", ["error", "silence", "malformed", "crash", "death"])
 def test_a_scorer_that_fails_costs_attempts_and_then_the_group(
     how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,10 +140,12 @@ def test_a_scorer_that_fails_costs_attempts_and_then_the_group(
                 run.pass_time(11)
                 assert run.give("r", tasks, reward=1.0).refused
             case _:
+                if how == "crash":
+                    run.ask("r", m.Leave(reason=f"{FAILED}out of memory"))
                 run.join("scorer", "r", f"r-{attempt + 1}")
     assert run.pool.ledger.ended == {"failed": 2}
     assert run.broker.counters["scoring_retries"] == 2
-    assert ("r is gone" in caplog.text) == (how == "death")
+    assert ("r is gone" in caplog.text) == (how in ("crash", "death"))
 
 
 def test_a_group_whose_sample_is_made_again_is_taken_from_its_batch_and_from_its_scorer() -> None:
