@@ -295,6 +295,9 @@ def test_no_prompt_is_skipped_or_repeated_after_a_restart(kind: str, tmp_path: P
         again = open_prompts(data, seed=1, environments=environments)
         again.seek(position)
         assert draw(again, 60 - cut) == whole[cut:]
+    other = open_prompts(DataConfig(prompts=write(tmp_path / "q.jsonl", 4)), seed=1)
+    with pytest.raises(UsageError, match="4 rows.*use the same" if prompts else "one file.*same"):
+        other.seek(open_prompts(data, seed=1, environments=environments).position())
 
 
 def test_sources_are_drawn_by_weight_and_their_ids_differ(tmp_path: Path) -> None:
@@ -328,13 +331,6 @@ def test_mistakes_are_named(
     environments = [] if changes is None else [a, replace(b, **changes)]
     with pytest.raises(UsageError, match=said):
         open_prompts(DataConfig(prompts=prompts), seed=0, environments=environments)
-
-
-def test_a_position_in_other_prompts_is_refused(tmp_path: Path) -> None:
-    feed = open_prompts(DataConfig(prompts=write(tmp_path / "p.jsonl", 3)), seed=0)
-    other = open_prompts(DataConfig(prompts=write(tmp_path / "q.jsonl", 4)), seed=0)
-    with pytest.raises(UsageError, match="use the same files"):
-        other.seek(feed.position())
 
 
 # -- columns with other names, and data sets that are elsewhere ------------------------------------
