@@ -89,6 +89,7 @@ P = "trainer.pieces."
     ("fields", "expected"),
     [
         ({}, {f"{P}clip_low": 0.2, f"{P}aggregation": "token_mean", f"{P}denominator": "all"}),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 9}, {"trainer.warmup_steps": 0}),
         ({"epsilon_high": 0.28}, {f"{P}clip_high": 0.28, f"{P}advantage": "grpo"}),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, {f"{P}clip": "cispo", f"{P}clip_high": 4.0}),
         (

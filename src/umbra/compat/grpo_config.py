@@ -147,8 +147,8 @@ def sections_of(args: Any, *, rows: int) -> dict[str, dict[str, Any]]:
         if (value := _value(args, field)) is not None:
             section, key = place.split(".")
             sections[section][key] = value
-    warmup = args.warmup_steps  # updates, below 1 a share of them; ours are steps
-    warmup = math.ceil(warmup * steps if warmup < 1 else warmup / updates)
+    warmup = 0 if _text(args.lr_scheduler_type) == "constant" else args.warmup_steps
+    warmup = math.ceil(warmup * steps if warmup < 1 else warmup / updates)  # TRL counts updates
     sections["run"]["steps"] = steps
     sections["buffer"] |= {"batch_groups": groups, "run_ahead": 1, "max_staleness": 2}
     sections["generator"]["engine"] = "vllm" if args.use_vllm else "torch"
