@@ -261,7 +261,8 @@ class Receiver:
                     self._close_end()  # a restarted hub may need its room
                 subscribe_at = now + self._retry_s
             elif message is None and now >= subscribe_at:
-                subscribe_at = check_at = math.inf  # until there is an answer
+                # An answer may have to wait for a layout, which whoever is gone will never have.
+                subscribe_at, check_at = math.inf, now + self._check_s
                 self._ask(self._request())
             elif message is None and subscribe_at == math.inf and now >= check_at:
                 # A hub that could not reach us for a moment has dropped us without a message.
@@ -329,8 +330,8 @@ class Receiver:
             timeout_s = min(RELAY_SILENT_S, timeout_s)
 
         def answered(future: Future[m.Message]) -> None:
-            if future.cancelled():
-                return
+            if future.cancelled() or channel not in (self._hub, self._channel):
+                return  # a later request counts, or another relay
             if (error := future.exception()) is None:
                 channel.pushes.put(future.result())
             elif channel is not self._hub:

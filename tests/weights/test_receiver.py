@@ -282,6 +282,11 @@ def test_a_relay_that_is_gone_is_avoided_and_a_hub_that_is_gone_is_an_error() ->
     assert "no subscription" in world.dropped()
     lost: Future[m.Message] = Future()
     lost.set_exception(DeadlineError("silent"))
+    world.wire.beside.return_value = wire("tcp://other")
+    world.hear(subscribed("relay", "tcp://other"))
+    answer(lost)
+    assert not world.dropped(), "it had left that one"
+    world.hear(subscribed("relay", "tcp://relay"))
     answer(lost)
     assert world.dropped() == "the relay is gone"
     assert world.receiver._request().avoid == "tcp://relay"
@@ -305,7 +310,7 @@ def test_a_relay_that_is_gone_is_avoided_and_a_hub_that_is_gone_is_an_error() ->
     [
         (60.0, 60.0, "", []),
         (0.0, 60.0, "", [m.HubStatusRequest]),  # once, until there is an answer
-        (0.0, 0.0, "silent", [m.Subscribe]),
+        (0.0, 0.0, "silent", [m.Subscribe, m.HubStatusRequest]),  # is it there still?
         (0.0, 60.0, "silent", []),
     ],
 )
