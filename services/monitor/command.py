@@ -70,15 +70,14 @@ def _run_option(*roles: KeyRole) -> Callable[[Command], Command]:
 
 
 # The folder of an operator holds all keys, a monitor's just its own.
-operated_run = _run_option("operator", "monitor")
-checked_run = _run_option("monitor", "operator")
+watched_run = _run_option("monitor", "operator")
 reason_option = click.option(
     "--reason", default="", metavar="TEXT", help="Why; shown by the monitor and in the logs."
 )
 
 
 @click.command()
-@operated_run
+@_run_option("operator", "monitor")
 @reason_option
 @click.option("--member", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
 def drain(broker: str, security: Security, reason: str, member: tuple[str, ...]) -> int:
@@ -100,7 +99,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON obj
 @click.command()
 @click.option("--ping", is_flag=True, help="Only check that the buffer answers.")
 @click.option("--member", metavar="NAME", help="Only check that the buffer hears this member.")
-@checked_run
+@watched_run
 @json_option
 def status(broker: str, security: Security, as_json: bool, ping: bool, member: str | None) -> int:
     """Print the state of a run once, or check that its buffer answers, or hears a member.
@@ -135,7 +134,7 @@ def _describe_member(status: Status, name: str) -> str:
 
 
 @click.command()
-@operated_run
+@watched_run
 @json_option
 @click.option(
     "--web",

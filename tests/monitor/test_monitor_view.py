@@ -183,12 +183,15 @@ def test_a_watch_ends_with_its_run_but_a_page_awaits_it(
     watch = SimpleNamespace(look=seen)
     monkeypatch.setattr(command, "Watch", lambda *_: nullcontext(watch))
     monkeypatch.setattr(command, "LOOK_S", 0.01)
+    roles: list[Any] = []
+    monkeypatch.setattr(command, "open_security", lambda _folder, own: roles.append(own))
     terminal = SimpleNamespace(isatty=lambda: True)
     monkeypatch.setattr(command, "sys", SimpleNamespace(stdout=terminal))
     options = ["--broker", "tcp://127.0.0.1:1", *flags]
     dumb = {"TERM": "dumb", "TTY_COMPATIBLE": "1"}  # a terminal on which no screen can be drawn
     result = CliRunner(env=dumb).invoke(command.monitor, options, standalone_mode=False)
     assert result.return_value == 0
+    assert roles == [("monitor", "operator")]  # the key that may do least, if it is there
     assert result.stdout.count("step 40/300") == shown
     lost = [line for line in result.stderr.splitlines() if "cannot be reached" in line]
     assert len(lost) == told and lost[0].startswith("umbra: run run-1")
