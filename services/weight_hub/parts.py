@@ -57,7 +57,7 @@ class Parts:
     @property
     def missing(self) -> str:
         """Return why no version is whole now, or ""."""
-        return next(filter(None, map(self._lacks, sorted(self._owners))), "")
+        return next((why for one in sorted(self._owners) if (why := self._lacks(one))), "")
 
     @property
     def broken(self) -> str:
