@@ -210,14 +210,14 @@ def own_exit_code(code: int) -> int:
 def child_environ(search: Sequence[Path] = ()) -> dict[str, str]:
     """Return the environment of our children.
 
-    `UMBRA_SECTION__KEY` variables are left out: they are part of the resolved configuration already
-    and would outrank what a flag said. Modules in `search` are found after all libraries, so that
-    none of them can take the place of one. Loopback addresses are reached without a proxy.
+    `UMBRA_SECTION__KEY` variables are left out: the resolved configuration has them, and they would
+    outrank what a flag said; so is UMBRA_BROKER, of a run that is watched. Modules in `search` are
+    found after all libraries, none of which they replace. Loopback needs no proxy.
     """
     environ = {
         name: value
         for name, value in os.environ.items()
-        if not (name.startswith(ENV_PREFIX) and "__" in name) and name != READY_FD_VARIABLE
+        if not (name.startswith(ENV_PREFIX) and "__" in name) and name != "UMBRA_BROKER"
     }
     bypass_proxy(environ, "127.0.0.1", "localhost", "::1")
     if search:

@@ -148,7 +148,7 @@ def test_children_do_not_see_what_is_resolved_already_and_copy_past_the_cache(
         environ = child_environ([Path("/here"), Path("/there")])
         assert environ[TUNABLES] == expected
     assert "UMBRA_RUN__STEPS" not in environ
-    assert environ["UMBRA_BROKER"] == "tcp://h:1"
+    assert "UMBRA_BROKER" not in environ  # of another run, which is watched
     assert environ["PYTHONPATH"] == "before"
     assert environ["UMBRA_SEARCH"] == "/here:/there"
 
