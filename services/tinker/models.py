@@ -169,13 +169,12 @@ class Bench:
         """Update the weights by the gradients since the last step; return the gradient's norm.
 
         Raises:
-            UsageError: there are none, a pass failed, or they are not finite; they are dropped.
+            UsageError: there are none, a pass failed, or they are not finite: drop them.
         """
         self._take(trainee)
         if trainee.faulty or not trainee.passes:
             why = "a pass since the last step failed"
             why = why if trainee.faulty else "no pass since the last step"
-            self.drop(trainee)
             raise UsageError(f"optim_step: {why}, so there is no gradient: nothing is updated")
         settings = {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.eps}
         settings["weight_decay"] = adam.weight_decay
@@ -206,9 +205,9 @@ class Bench:
         """Read what `save` wrote; without `optimizer` moments begin at zero. Gradients are dropped.
 
         Raises:
-            UsageError: it is of another model, or of another kind of adapter.
+            UsageError: it is of another model, or of another kind of adapter: nothing is changed.
         """
-        self.drop(trainee)
+        self._take(trainee)
         places = self._learner.state(self._base).tensors()
         named = dict(zip(self._names, self._learner.parameters, strict=True))
         with safe_open(Path(folder) / STATE, "pt") as saved:
@@ -217,6 +216,7 @@ class Bench:
             base = (saved.metadata() or {}).get("base")
             if own != places.keys() or (self.rank and base != self._base):
                 raise UsageError("the checkpoint is of another model or another lora_config")
+            self.drop(trainee)
             for name in own:
                 places[name].copy_(saved.get_tensor(name))
             self._learner.optimizer.state = defaultdict(dict)

@@ -164,7 +164,10 @@ class RankEngine:
                 return
         if not self._live or all(job.weights.folder == self._served for job in self.waiting):
             for job in self._waiting_for(self._served):
-                self._begin(job)
+                try:
+                    self._begin(job)
+                except ValueError as error:  # settings that the engine does not have
+                    yield job, FutureAnswer.failure(error)
         outputs = self.engine.poll(POLL_S)
         new = self.engine.new_tokens().items()
         stopped = [name for name, tokens in new if self._has_stopped(name, tokens)]
@@ -207,8 +210,8 @@ class RankEngine:
             live.prompt_logprobs = self._score(self._scorer, job.prompt, job.scored)
         for index in range(job.count):
             request = self._request(job, index)
-            self._live[request.request_id] = live
             self.engine.submit([request])
+            self._live[request.request_id] = live
 
     def _request(self, job: SampleJob, index: int) -> EngineRequest:
         name = f"{job.id}/{index}"

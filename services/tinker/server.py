@@ -157,9 +157,9 @@ class Api:
         self._session(wire.session_of(model_id))
         # One that is done, and whose answer is too old, is unknown.
         is_past = model is not None and seq < model.next
-        if not (is_past and self.journal.answer(request.id) == "unknown"):
-            if self.journal.accept(request):
-                self.training.wake()
+        is_old = is_past and self.journal.answer(request.id) == "unknown"
+        if not is_old and self.journal.accept(request):
+            self.training.wake()
         return {"request_id": request.id, "model_id": model_id}
 
     async def _retrieve(self, _http: HttpRequest, data: bytes) -> Any:

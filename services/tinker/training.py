@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from umbra.proto.errors import UmbraError, UsageError
+from umbra.proto.errors import UmbraError, UsageError, foreseen
 from umbra.services.config import RunConfig
 from umbra.services.tinker import wire
 from umbra.services.tinker.journal import FutureAnswer, FutureRequest, FuturesJournal
@@ -75,15 +75,19 @@ class Training:
         self._records.clear()
         try:
             answer = _HANDLERS[kind](self, request)
-        except (UmbraError, RuntimeError, OSError) as error:
-            answer = FutureAnswer.failure(error)
+        except Exception as error:  # noqa: BLE001 - else it would end each server again
+            answer = FutureAnswer.failure(foreseen(error, f"{kind} of {request.owner}"))
+            if not isinstance(error, UmbraError):  # it is brought back as the journal has it
+                self._trainees.pop(request.owner, None)
         update: dict[str, Any] = {"next": request.seq + 1}
         if (pair := self._trainees.get(request.owner)) is not None:
             bench, trainee = pair
             trainee.faulty |= answer.failed and kind == "forward_backward"
+            if answer.failed and kind == "optim_step":
+                bench.drop(trainee)
             trainee.cost_s += time.monotonic() - begun
             is_long = kind == "optim_step" and trainee.cost_s >= SNAPSHOT_S
-            if is_long or kind == "load_weights":
+            if is_long or (kind == "load_weights" and not answer.failed):
                 # None of the requests until now is done again.
                 state = self._place(request.owner) / f"state-{request.seq}"
                 bench.save(trainee, state)
@@ -111,15 +115,14 @@ class Training:
         for name, session in self.journal.all(SessionRecord).items():
             if session.finished or max(session.at, self._began) < silent:
                 self.journal.end(name)
-        models = list(self.journal.all(Model))
-        for model_id in models:
+        for model_id in self.journal.all(Model):
             self._collect(model_id)
-        known = {self._place(model_id) for model_id in models}
+        known = {self._place(model_id) for model_id in self.journal.all(Model)}
         for place in set((self.folder / "models").glob("*")) - known:
-            shutil.rmtree(place, ignore_errors=True)  # its model was never made
+            shutil.rmtree(place, ignore_errors=True)  # of a model that is gone, or was never made
 
     def _collect(self, model_id: str) -> None:
-        """Delete a model's files that nothing needs; all of it, once its session has ended.
+        """Delete a model's files that nothing needs; once its session has ended, the model too.
 
         Checkpoints stay, with the model that they are listed under.
         """
@@ -140,8 +143,6 @@ class Training:
         for folder in place.glob("*"):
             if str(folder) not in needed:
                 shutil.rmtree(folder, ignore_errors=True)
-        if not needed:
-            shutil.rmtree(place, ignore_errors=True)
 
     # -- what a request does; its answer is returned ----------------------------------------------
 
@@ -184,12 +185,7 @@ class Training:
 
     def _step(self, request: FutureRequest) -> FutureAnswer:
         bench, trainee = self._trainee(request.owner)
-        try:
-            adam = read(request.body, wire.OptimStep).adam_params
-        except UsageError:
-            bench.drop(trainee)
-            raise
-        norm = bench.step(trainee, adam)
+        norm = bench.step(trainee, read(request.body, wire.OptimStep).adam_params)
         return FutureAnswer.json({"metrics": {"grad_norm:mean": norm}})
 
     def _save(self, request: FutureRequest) -> FutureAnswer:
@@ -224,24 +220,25 @@ class Training:
         return FutureAnswer.json({"path": path, "type": kind})
 
     def _trainee(self, model_id: str) -> tuple[Bench, Trainee]:
-        """Return a model, loaded from its newest snapshot if need be; UsageError if there is none.
-
-        Requests after that are done again: their answers are known, but not their effects on it.
-        """
+        """Return a model; if need be its newest snapshot, and do the requests after it again."""
         if (pair := self._trainees.get(model_id)) is not None:
             return pair
         if (model := self.journal.get(Model, model_id)) is None:
             raise UsageError(f"there is no model {model_id}")
         begun, bench = time.monotonic(), self._bench(model.rank)
-        _, trainee = self._trainees[model_id] = bench, bench.begin(model)
+        trainee = bench.begin(model)
         for request in self.journal.past(model_id, model.snapshot):
-            if request.state == "done":
-                _HANDLERS[request.kind](self, request)
-            elif request.kind == "optim_step":
-                bench.drop(trainee)
-            else:
-                trainee.faulty = True
+            match request.kind, request.state:
+                case "optim_step", "done":
+                    bench.step(trainee, read(request.body, wire.OptimStep).adam_params)
+                case "optim_step", _:
+                    bench.drop(trainee)
+                case _, "done":
+                    bench.run_pass(trainee, wire.read_pass(request.body))
+                case _:
+                    trainee.faulty = True
         trainee.cost_s = time.monotonic() - begun
+        self._trainees[model_id] = bench, trainee  # not before it is whole
         return bench, trainee
 
     def _bench(self, rank: int) -> Bench:
@@ -263,8 +260,7 @@ class Training:
 _HANDLERS: dict[str, Callable[[Training, FutureRequest], FutureAnswer]] = {
     "create_model": Training._create,
     "load_weights": Training._load,
-    "forward": Training._pass,
-    "forward_backward": Training._pass,
+    **dict.fromkeys(("forward", "forward_backward"), Training._pass),
     "optim_step": Training._step,
     **dict.fromkeys(SEGMENTS, Training._save),
 }

@@ -133,7 +133,7 @@ class SaveWeights(ApiBody):
     model_id: str
     seq_id: int
     path: str | None = None
-    ttl_seconds: Positive | None = None
+    ttl_seconds: Annotated[int, Meta(ge=1, le=10**10)] | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     sampling_session_seq_id: Count | None = None

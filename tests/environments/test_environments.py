@@ -77,9 +77,9 @@ def test_guess_gives_hints_until_a_hit_or_the_last_try() -> None:
     assert (results[-1].reward, results[-1].reason) == (0.0, "turns")
 
 
-@pytest.mark.parametrize(
-    ("kind", "reward", "options", "says"),
-    [
+@pytest.mark.usefixtures("user_module")
+def test_usage_errors() -> None:
+    for kind, reward, options, says in (
         ("exakt", "", {}, "did you mean 'exact'"),
         ("reward", "", {}, "needs environment.reward"),
         ("reward", "MODULE", {}, 'write it as "module:name"'),
@@ -90,18 +90,14 @@ def test_guess_gives_hints_until_a_hit_or_the_last_try() -> None:
         ("numeric", "", {"tolerance": -1}, "tolerance must be 0 or more"),
         ("tools", "", {"tools": "calculator"}, "must be a list of calculator"),
         ("tools", "", {"tools": ["calculater"]}, "did you mean 'calculator'"),
-    ],
-)
-@pytest.mark.usefixtures("user_module")
-def test_usage_errors(kind: str, reward: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        load_environment(EnvironmentConfig(kind=kind, reward=reward, options=options))
-    assert says in str(caught.value)
+    ):
+        with pytest.raises(UsageError) as caught:
+            load_environment(EnvironmentConfig(kind=kind, reward=reward, options=options))
+        assert says in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "response", "answer", "reward"),
-    [
+def test_answers_are_compared() -> None:
+    for kind, response, answer, reward in (
         ("exact", " 4\n", 4, 1.0),  # stripped text
         ("exact", "5", 4, 0.0),
         ("numeric", "so it is 1,234.", "1234", 1.0),  # the last number
@@ -111,13 +107,11 @@ def test_usage_errors(kind: str, reward: str, options: dict[str, Any], says: str
         ("math", "thus $\\boxed{\\frac{1}{2}}$", "\\frac{2}{4}", 1.0),  # equal forms
         ("math", "0.5", "\\frac{2}{4}", 1.0),
         ("math", "0.6", "\\frac{2}{4}", 0.0),
-    ],
-)
-def test_answers_are_compared(kind: str, response: str, answer: Any, reward: float) -> None:
-    pool = InlinePool(load_environment(EnvironmentConfig(kind=kind)))
-    outcome = outcome_of(pool, {"answer": answer}, response)
-    assert isinstance(outcome.value, StepResult), outcome.error
-    assert outcome.value.reward == reward
+    ):
+        pool = InlinePool(load_environment(EnvironmentConfig(kind=kind)))
+        outcome = outcome_of(pool, {"answer": answer}, response)
+        assert isinstance(outcome.value, StepResult), outcome.error
+        assert outcome.value.reward == reward
 
 
 def test_only_what_is_ours_and_quick_runs_inline() -> None:
@@ -169,22 +163,19 @@ def step(environment: ToolUse, said: ParsedTurn | str) -> StepResult:
     return asyncio.run(environment.step(Response.of(said)))
 
 
-@pytest.mark.parametrize(
-    ("expression", "says"),
-    [
+def test_the_calculator_calculates_or_refuses() -> None:
+    for expression, says in (
         ("1 +", "is not an arithmetic expression"),
         ("__import__('os')", "is not arithmetic"),
         ("9**9**9", "the power is too large"),
         ("(-8)**0.5", "not a real number"),
         ("'a'*3", "is not arithmetic"),
         ("1" * 300, "longer than"),
-    ],
-)
-def test_the_calculator_calculates_or_refuses(expression: str, says: str) -> None:
-    assert calculator("(1-2)**3 + 1e3 % 7 + 3*4 - 7/2") == "13.5"
-    assert calculator(" -7 // 2 ") == "-4"
-    with pytest.raises(ValueError, match=says.replace("*", "[*]")):
-        calculator(expression)
+    ):
+        assert calculator("(1-2)**3 + 1e3 % 7 + 3*4 - 7/2") == "13.5"
+        assert calculator(" -7 // 2 ") == "-4"
+        with pytest.raises(ValueError, match=says.replace("*", "[*]")):
+            calculator(expression)
 
 
 def test_a_tool_is_called_and_its_answer_goes_back() -> None:
@@ -198,25 +189,22 @@ def test_a_tool_is_called_and_its_answer_goes_back() -> None:
     assert step(environment, "It is 5.") == StepResult(reward=1.0)
 
 
-@pytest.mark.parametrize(
-    ("response", "says"),
-    [
+def test_a_wrong_call_costs_a_turn_and_nothing_else() -> None:
+    for response, says in (
         (call("3", name="search"), "there is no tool 'search', only calculator"),
         (call("3", argument="text"), "missing a required argument: 'expression'"),
         (call("1/0"), "calculator: division by zero"),
         (call(3), "calculator: "),
         (ParsedTurn(text="x", content="x", problem="it is not closed"), "it is not closed"),
-    ],
-)
-def test_a_wrong_call_costs_a_turn_and_nothing_else(response: ParsedTurn, says: str) -> None:
-    environment = ToolUse(calls=2)
-    environment.reset({"prompt": "2+3?", "answer": "5"})
-    result = step(environment, response)
-    assert result.messages[0]["content"].startswith("error: ")
-    assert says in result.messages[0]["content"]
-    assert result.reward_parts == {"tool_calls": 1.0, "malformed_calls": 1.0}
-    last = step(environment, response)
-    assert (last.done, last.reason, last.reward) == (True, "turns", 0.0)
+    ):
+        environment = ToolUse(calls=2)
+        environment.reset({"prompt": "2+3?", "answer": "5"})
+        result = step(environment, response)
+        assert result.messages[0]["content"].startswith("error: ")
+        assert says in result.messages[0]["content"]
+        assert result.reward_parts == {"tool_calls": 1.0, "malformed_calls": 1.0}
+        last = step(environment, response)
+        assert (last.done, last.reason, last.reward) == (True, "turns", 0.0)
 
 
 def test_a_schema_says_what_a_function_takes() -> None:
@@ -318,25 +306,21 @@ EACH = "instead of a list with one number for each of 3 completions"
 GROUP = ["a", "b", "c"]
 
 
-@pytest.mark.parametrize(
-    ("said", "returned", "says"),
-    [
+def test_what_is_no_reward_fails_the_sample_or_its_group() -> None:
+    for said, returned, says in (
         ("hi", [1.0, 2.0], "instead of a list with one number"),
         ("hi", [None], "all"),
         ("hi", [float("nan")], "returned nan, which is not a finite number"),
         (GROUP, 0.5, EACH),
         (GROUP, [1.0, None, 1.0], "no reward function has a reward for this sample"),
         (GROUP, [1.0, "2", 1.0], "'2', which is not a finite number"),
-    ],
-)
-def test_what_is_no_reward_fails_the_sample_or_its_group(
-    said: str | list[str], returned: Any, says: str
-) -> None:
-    def function(completions: list[Any], **kwargs: Any) -> Any:
-        return returned
+    ):
 
-    with pytest.raises(SampleError, match=says):
-        scored(ROW, said, (function, 1.0))
+        def function(completions: list[Any], returned: Any = returned, **kwargs: Any) -> Any:
+            return returned
+
+        with pytest.raises(SampleError, match=says):
+            scored(ROW, said, (function, 1.0))
 
 
 def test_a_function_that_cannot_be_called_so_is_refused() -> None:
@@ -389,9 +373,8 @@ def test_a_run_file_has_several_and_is_written_back(tmp_path: Path) -> None:
     assert resolved.prompts == str(tmp_path / "sums.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+def test_a_run_file_wrong_about_them_is_refused(tmp_path: Path) -> None:
+    for text, says in (
         ("[environments]\nname = 'a'", "write each of environments as"),
         ("[[environments]]\nweight = 1.0", "needs a name"),
         (ONE + ONE, "have the name a"),
@@ -410,16 +393,13 @@ def test_a_run_file_has_several_and_is_written_back(tmp_path: Path) -> None:
             f"{ONE}sampling = {{ stop_tokens = ['a'] }}",
             r"environments\.a: sampling\.stop_tokens end turns in all",
         ),
-    ],
-)
-def test_a_run_file_wrong_about_them_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        loaded(tmp_path, text)
+    ):
+        with pytest.raises(UsageError, match=says):
+            loaded(tmp_path, text)
 
 
-@pytest.mark.parametrize(
-    ("extra", "says"),
-    [
+def test_what_cannot_work_is_refused_before_a_start(tmp_path: Path) -> None:
+    for extra, says in (
         ("[environment]\nkind = 'numeric'", "are both set"),
         ("[buffer]\nstages = ['reward']", "stages has reward: set reward_scope = group in"),
         ("[[environments]]\nname = 'x'\nkind = 'trl'", "environments.x.kind = trl needs"),
@@ -429,11 +409,9 @@ def test_a_run_file_wrong_about_them_is_refused(tmp_path: Path, text: str, says:
             f"{THEIRS}{THEIRS.replace('x', 'z')}[generator]\nserve_advertise = 'proxy:80'",
             "proxy:80 has a port",
         ),
-    ],
-)
-def test_what_cannot_work_is_refused_before_a_start(tmp_path: Path, extra: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        check_feasible(loaded(tmp_path, RUN + extra))
+    ):
+        with pytest.raises(UsageError, match=says):
+            check_feasible(loaded(tmp_path, RUN + extra))
 
 
 def test_each_sample_is_played_by_the_environment_that_its_row_names() -> None:

@@ -200,21 +200,18 @@ def test_tools_environments_and_agents_get_a_sandbox_of_the_users_own(
     assert own.CLOSED == ["blue"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
+@pytest.mark.usefixtures("docker", "own")
+def test_settings_that_cannot_be() -> None:
+    for changes, says in (
         ({"sandbox": "dokcer"}, "use docker, or a class"),
         ({"sandbox": ""}, "'python' runs what a model writes: set environment.sandbox"),
         ({"sandbox_options": {"memory": 1}}, r"unknown field `memory`; they are image, memory_mb"),
         ({"sandbox": "pathlib:Path"}, "has no method run and no close"),
         ({"kind": "exact", "options": {}}, "environment.sandbox = docker has no effect"),
         ({"kind": "trl", "id": "own_box:Theirs", "options": {}}, "kind 'trl' runs no code"),
-    ],
-)
-@pytest.mark.usefixtures("docker", "own")
-def test_settings_that_cannot_be(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        load_environment(replace(tools("python"), **changes))
+    ):
+        with pytest.raises(UsageError, match=says):
+            load_environment(replace(tools("python"), **changes))
 
 
 def test_a_runtime_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -126,9 +126,8 @@ def test_short_turns_are_flushed_as_well(chat: Chat, partial: Trajectory | None)
 SHORT = {"sampling": Sampling(max_tokens=3)}
 
 
-@pytest.mark.parametrize(
-    ("said", "limits", "reason", "turns", "tokens"),
-    [
+def test_limits_end_a_sample(chat: Chat) -> None:
+    for said, limits, reason, turns, tokens in (
         ("236", {"turns": 2}, "turns", 2, 7),
         ("236", {"tokens": 5}, "length", 1, 2),
         ("236", {"tokens": 6}, "length", 2, 6),
@@ -136,14 +135,10 @@ SHORT = {"sampling": Sampling(max_tokens=3)}
         ("236", {}, "stop", 3, 12),
         (["123456"], SHORT, "length", 1, 3),
         (["123456"], {"max_context": 6}, "length", 1, 3),
-    ],
-)
-def test_limits_end_a_sample(
-    chat: Chat, said: Any, limits: dict[str, Any], reason: str, turns: int, tokens: int
-) -> None:
-    made = rolled(chat, Guess, GUESSED, *said, **limits)
-    assert (made.finish_reason, made.turns, made.response_tokens) == (reason, turns, tokens)
-    assert turns > 1 or all(made.loss_mask)
+    ):
+        made = rolled(chat, Guess, GUESSED, *said, **limits)
+        assert (made.finish_reason, made.turns, made.response_tokens) == (reason, turns, tokens)
+        assert turns > 1 or all(made.loss_mask)
 
 
 LONG = [{"role": "user", "content": "x" * 10_000_000}]

@@ -292,9 +292,8 @@ def run(name: str, *ends: str, tells: bool = True) -> tuple[Chat, RolloutRunner]
     return chat, runner
 
 
-@pytest.mark.parametrize(
-    ("name", "ends", "said"),
-    [
+def test_an_answer_stands_in_the_trajectory() -> None:
+    for name, ends, said in (
         (
             "gptoss",
             ("<|call|>", "<|return|>"),
@@ -307,30 +306,25 @@ def run(name: str, *ends: str, tells: bool = True) -> tuple[Chat, RolloutRunner]
             "x<|im_end|>\n<|im_start|>user\n<tool_response>\n21 degrees\n</tool_response><|im_end|>"
             "\n<|im_start|>assistant\nx<|im_end|>",
         ),
-    ],
-)
-def test_an_answer_stands_in_the_trajectory(name: str, ends: tuple[str, str], said: str) -> None:
-    chat, runner = run(name, *ends)
-    (trajectory,) = finish(runner)
-    assert chat.text(unpack_int32(trajectory.response_ids)) == said
-    mask = trajectory.loss_mask
-    assert (list(mask[:2]), list(mask[-2:]), sum(mask)) == ([1, 1], [1, 1], 4)
-    assert trajectory.reward == 1.0
+    ):
+        chat, runner = run(name, *ends)
+        (trajectory,) = finish(runner)
+        assert chat.text(unpack_int32(trajectory.response_ids)) == said
+        mask = trajectory.loss_mask
+        assert (list(mask[:2]), list(mask[-2:]), sum(mask)) == ([1, 1], [1, 1], 4)
+        assert trajectory.reward == 1.0
 
 
-@pytest.mark.parametrize(
-    ("name", "end", "why"),
-    [
+def test_an_answer_without_its_call_fails_the_sample() -> None:
+    for name, end, why in (
         ("gemma4_v5", "<|tool_response>", "drops a message of role 'tool' after an assistant's"),
         ("gptoss", "<|call|>", "no previous assistant message with a tool call"),
-    ],
-)
-def test_an_answer_without_its_call_fails_the_sample(name: str, end: str, why: str) -> None:
-    _, runner = run(name, end, tells=False)
-    finished, (failed,) = after(runner, 3)
-    assert not finished
-    assert failed.reason.startswith(f"the chat template of {name} ")
-    assert why in failed.reason
+    ):
+        _, runner = run(name, end, tells=False)
+        finished, (failed,) = after(runner, 3)
+        assert not finished
+        assert failed.reason.startswith(f"the chat template of {name} ")
+        assert why in failed.reason
 
 
 def test_tools_tell_which_calls_they_answer() -> None:
@@ -358,20 +352,17 @@ def test_calls_that_are_none_fail_the_sample(calls: Any) -> None:
         asyncio.run(EnvironmentHost(Wrong, "environment").play("s", {"prompt": "a"}, ["x"]))
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "why"),
-    [
+def test_a_template_that_can_not_go_on_is_refused() -> None:
+    for name, kind, why in (
         ("gptoss", "guess", "the chat template of gptoss ends an assistant's turn by '<|end|>"),
         ("gemma", "tools", "the chat template of gemma fails on messages of roles system, user"),
         ("muse_glimmer", "tools", "no parser reads the tool calls that the model's chat"),
-    ],
-)
-def test_a_template_that_can_not_go_on_is_refused(name: str, kind: str, why: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        check_template(EnvironmentConfig(kind=kind), Chat(*chat_tokenizer(name)))
-    assert why in str(refused.value)
-    one_turn = EnvironmentConfig(kind=kind, max_turns=1)
-    assert check_template(one_turn, Chat(*chat_tokenizer(name))) is None
+    ):
+        with pytest.raises(UsageError) as refused:
+            check_template(EnvironmentConfig(kind=kind), Chat(*chat_tokenizer(name)))
+        assert why in str(refused.value)
+        one_turn = EnvironmentConfig(kind=kind, max_turns=1)
+        assert check_template(one_turn, Chat(*chat_tokenizer(name))) is None
 
 
 def test_a_class_that_goes_on_is_tried_with_the_model(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -452,22 +443,21 @@ def test_keys_of_an_environment_are_others_than_the_runs_and_have_to_fit(tmp_pat
         check_feasible(load_config(tmp_path / "run.toml", overrides=punished))
 
 
-@pytest.mark.parametrize(
-    ("prompt_id", "temperature", "sound"),
-    [("cool/1", 0.4, True), ("cool/1", 1.6, False), ("hot/data/1", 1.6, True)],
-)
-def test_the_buffer_knows_how_each_environment_samples(
-    tmp_path: Path, prompt_id: str, temperature: float, sound: bool
-) -> None:
+def test_the_buffer_knows_how_each_environment_samples(tmp_path: Path) -> None:
     facts = RunFacts(samplings=samplings_of(loaded(tmp_path)))
     support = Support(sizes=b"\1\0" * 3, ids=pack_int32([3, 4, 5]))
-    sampling = Sampling(temperature=temperature, top_k=50)
-    made = trajectory(prompt_id=prompt_id, sampling=sampling, support=support)
-    assert ("the run samples with" in str(find_fault(made, facts))) != sound
-    assert find_fault(made, facts, trained=False) is None
     one = RunFacts(samplings=samplings_of(RunConfig()))
-    assert find_fault(trajectory(prompt_id=prompt_id), one) is None
-    assert find_fault(made, one) is not None
+    for prompt_id, temperature, sound in (
+        ("cool/1", 0.4, 1),
+        ("cool/1", 1.6, 0),
+        ("hot/a", 1.6, 1),
+    ):
+        sampling = Sampling(temperature=temperature, top_k=50)
+        made = trajectory(prompt_id=prompt_id, sampling=sampling, support=support)
+        assert ("the run samples with" in str(find_fault(made, facts))) != sound
+        assert find_fault(made, facts, trained=False) is None
+        assert find_fault(trajectory(prompt_id=prompt_id), one) is None
+        assert find_fault(made, one) is not None
 
 
 def test_samples_are_drawn_as_their_environment_says_and_partials_were(
@@ -479,10 +469,8 @@ def test_samples_are_drawn_as_their_environment_says_and_partials_were(
     for row, environment in zip(ROWS, config.environments, strict=True):
         request = Rollout(sample(row), settings.of(row)).request()
         own = config.sampling_for(environment)
-        assert (request.sampling.temperature, request.sampling.top_k) == (
-            own.temperature,
-            own.top_k,
-        )
+        drawn = request.sampling
+        assert (drawn.temperature, drawn.top_k) == (own.temperature, own.top_k)
         assert request.max_tokens == own.max_tokens
     for temperature, kept in ((0.4, True), (0.5, False)):
         sampling = Sampling(temperature=temperature, top_k=50)

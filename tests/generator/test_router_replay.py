@@ -254,9 +254,8 @@ ROUTING = Routing(layers=2, choices=2, experts=4, chosen=bytes([0, 1, 2, 3] * 4)
 WANTED, KNOWN = RunFacts(routing=True), RunFacts(routing=True, routers=KIND)
 
 
-@pytest.mark.parametrize(
-    ("changes", "facts", "fault"),
-    [
+def test_routing_is_checked_with_its_trajectory() -> None:
+    for changes, facts, fault in (
         ({}, KNOWN, None),
         ({"chosen": bytes(12)}, WANTED, "routing is of 3 tokens, 4 to 4 are needed"),
         ({"chosen": bytes(15)}, WANTED, "15 bytes, no multiple of 4"),
@@ -267,18 +266,14 @@ WANTED, KNOWN = RunFacts(routing=True), RunFacts(routing=True, routers=KIND)
         ({}, RunFacts(routing=False), "router_replay is off"),
         (None, WANTED, "has no routing"),
         (None, RunFacts(routing=False), None),
-    ],
-)
-def test_routing_is_checked_with_its_trajectory(
-    changes: dict[str, Any] | None, facts: RunFacts, fault: str | None
-) -> None:
-    routing = msgspec.structs.replace(ROUTING, **changes) if changes is not None else None
-    found = find_fault(trajectory(routing=routing), facts)
-    assert found is None if fault is None else re.search(fault, str(found))
-    if routing is None:
-        assert find_fault(trajectory(), facts, trained=False) is None
-        with pytest.raises(BatchError, match="has no routing"):
-            make_batch([trajectory()], 1000, routers=KIND)
+    ):
+        routing = msgspec.structs.replace(ROUTING, **changes) if changes is not None else None
+        found = find_fault(trajectory(routing=routing), facts)
+        assert found is None if fault is None else re.search(fault, str(found))
+        if routing is None:
+            assert find_fault(trajectory(), facts, trained=False) is None
+            with pytest.raises(BatchError, match="has no routing"):
+                make_batch([trajectory()], 1000, routers=KIND)
 
 
 def test_stage_of_the_policy_replays_too() -> None:

@@ -87,9 +87,8 @@ OUT = ("--out", "BARE")
 GROUPS = ("--set", "environment.kind=reward", "--set", "environment.reward_scope=group")
 
 
-@pytest.mark.parametrize(
-    ("command", "args", "says"),
-    [
+def test_errors(tmp_path: Path, tiny_model_dir: Path) -> None:
+    for command, args, says in (
         (make_task, ["sort", "--option", "a=1", *OUT], "for verifiers:ID, not for sort"),
         (make_task, ["verifiers:one", "--demos", "3", *OUT], "--demos: verifiers:one has none"),
         (make_task, ["sorts", *OUT], "task 'sorts' is unknown; use sort, guess"),
@@ -99,18 +98,14 @@ GROUPS = ("--set", "environment.kind=reward", "--set", "environment.reward_scope
         (evaluate, ["MODEL", "--prompts", "EMPTY"], "is empty"),
         (evaluate, ["MODEL", "--prompts", "ROWS", *GROUPS], "set eval.prompts in the run"),
         (evaluate, ["MODEL", "--prompts", "ROWS", "--config", "TWO"], "the first: .* is None"),
-    ],
-)
-def test_errors(
-    tmp_path: Path, tiny_model_dir: Path, command: Any, args: list[str], says: str
-) -> None:
-    files = ("bare", "empty.jsonl", "rows.jsonl", "two.toml")
-    bare, empty, rows, two = (tmp_path / name for name in files)
-    bare.mkdir()
-    two.write_text('[[environments]]\nname = "a"\n[[environments]]\nname = "b"\n')
-    (bare / "config.json").write_text("{}")
-    empty.write_text("")
-    rows.write_text('{"prompt": "a", "answer": "b"}\n')
-    names = {"MODEL": tiny_model_dir, "BARE": bare, "EMPTY": empty, "ROWS": rows, "TWO": two}
-    with pytest.raises(UmbraError, match=says):
-        run(command, *[names.get(arg, arg) for arg in args])
+    ):
+        files = ("bare", "empty.jsonl", "rows.jsonl", "two.toml")
+        bare, empty, rows, two = (tmp_path / name for name in files)
+        bare.mkdir(exist_ok=True)
+        two.write_text('[[environments]]\nname = "a"\n[[environments]]\nname = "b"\n')
+        (bare / "config.json").write_text("{}")
+        empty.write_text("")
+        rows.write_text('{"prompt": "a", "answer": "b"}\n')
+        names = {"MODEL": tiny_model_dir, "BARE": bare, "EMPTY": empty, "ROWS": rows, "TWO": two}
+        with pytest.raises(UmbraError, match=says):
+            run(command, *[names.get(arg, arg) for arg in args])

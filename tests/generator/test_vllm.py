@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -125,9 +124,8 @@ ROTATED = of(**vars(LATENT), rope_parameters={"rope_type": "default"})
 AWQ = SimpleNamespace(quantization_config={"quant_method": "awq"})
 
 
-@pytest.mark.parametrize(
-    ("call", "part"),
-    [
+def test_what_would_be_wrong_is_refused() -> None:
+    for call, part in (
         (partial(check_device, "cuda", "cpu"), "built for cpu"),
         (partial(check_device, "cpu", "cuda"), "built for cuda"),
         (partial(served, quantization="awq"), r"not tested to quantize new .*fp8_per_channel"),
@@ -149,13 +147,11 @@ AWQ = SimpleNamespace(quantization_config={"quant_method": "awq"})
         (partial(adapter, "qwen3", quantization="fp8"), "weights was not compared" + SAID),
         (partial(by_torch, tensor_parallel=2), "is for vLLM"),
         (partial(by_torch, engine_args={"block_size": 32}), "is for vLLM"),
-    ],
-)
-def test_what_would_be_wrong_is_refused(call: Callable[[], None], part: str) -> None:
-    check_device("auto", "cpu")
-    check_device("cuda:1", "cuda")
-    with pytest.raises(UsageError, match=part):
-        call()
+    ):
+        check_device("auto", "cpu")
+        check_device("cuda:1", "cuda")
+        with pytest.raises(UsageError, match=part):
+            call()
 
 
 # -- new versions: names of tensors, whose keys are read, what a check finds -----------------------
@@ -236,20 +232,15 @@ def sums(*digests: str) -> dict[str, dict[str, str]]:
     return {f"tp{worker}": {"w": digest, "scale": "1"} for worker, digest in enumerate(digests)}
 
 
-@pytest.mark.parametrize(
-    ("disk", "same", "changed", "again", "found"),
-    [
+def test_parameters_that_a_publish_did_not_reach() -> None:
+    for disk, same, changed, again, found in (
         ("ab", "ab", "cd", "ab", ()),
         ("ab", "ab", "cb", "ab", ("tp1 w",)),  # one worker kept its weights
         ("ab", "ax", "cd", "ax", ("tp1 w",)),  # a publish is not what the disk has
         ("ab", "ab", "cd", "cb", ("tp0 w",)),  # the third publish did not come
         ("ab", "ab", "ab", "ab", ("tp0 scale", "tp0 w", "tp1 scale", "tp1 w")),
-    ],
-)
-def test_parameters_that_a_publish_did_not_reach(
-    disk: str, same: str, changed: str, again: str, found: tuple[str, ...]
-) -> None:
-    assert stale(sums(*disk), sums(*same), sums(*changed), sums(*again)) == found
+    ):
+        assert stale(sums(*disk), sums(*same), sums(*changed), sums(*again)) == found
 
 
 SMALL = SimpleNamespace(hidden_size=64, num_hidden_layers=2)

@@ -218,22 +218,19 @@ def test_reasoning_that_the_prompt_has_begun() -> None:
     assert (cut.reasoning, cut.content) == ("hm and", "")
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
+def test_a_broken_call_is_words_and_says_why() -> None:
+    for text, problem in (
         ('{"name": "weather", "arguments": {}}<|im_end|>', "not closed"),
         ('{"name": "weather", "arguments": {}}', "not closed"),
         ("{]\n</tool_call><|im_end|>", "Expecting property name"),
         ('{"name": "weather", "arguments": 3}\n</tool_call><|im_end|>', "an object"),
         ('{"arguments": {}}\n</tool_call><|im_end|>', "a name and arguments"),
         ("[]\n</tool_call><|im_end|>", "a name and arguments"),
-    ],
-)
-def test_a_broken_call_is_words_and_says_why(text: str, problem: str) -> None:
-    said = read("qwen3", f"<think>\nhm\n</think>\n\nWell. <tool_call>\n{text}")
-    assert problem in said.problem
-    assert (said.tool_calls, said.reasoning) == ([], "hm")
-    assert said.content == "Well. <tool_call>\n" + text.removesuffix("<|im_end|>")
+    ):
+        said = read("qwen3", f"<think>\nhm\n</think>\n\nWell. <tool_call>\n{text}")
+        assert problem in said.problem
+        assert (said.tool_calls, said.reasoning) == ([], "hm")
+        assert said.content == "Well. <tool_call>\n" + text.removesuffix("<|im_end|>")
 
 
 JSON = '<tool_call>\n{"name": "weather", "arguments": {"zip": "%s"}}\n</tool_call>'

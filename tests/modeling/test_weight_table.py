@@ -56,26 +56,23 @@ def test_a_version_fills_the_model(left_out: tuple[str, ...]) -> None:
     assert model.head.weight is model.embed.weight
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
+    for change, said in (
         ({"embed.weight": None, "head.weight": None}, "(missing: embed.weight)"),
         (
             {"norm": None, "new": torch.zeros(2), "table": torch.zeros(2)},
             "(missing: norm; unknown: new; shape: table [2] instead of [3])",
         ),
         (dict.fromkeys("abcde", torch.zeros(1)), "(unknown: a, b, c and 2 more)"),
-    ],
-)
-def test_what_does_not_fit_is_named_and_changes_nothing(change: dict[str, Any], said: str) -> None:
-    model = Tied(2)
-    before = version(model)
-    given_ = {n: t for n, t in {**version(Tied(1)), **change}.items() if t is not None}
-    manifest, data = in_memory(given_)
-    with pytest.raises(UsageError) as caught:
-        WeightTable(model).load(manifest, data)
-    assert said in str(caught.value)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    ):
+        model = Tied(2)
+        before = version(model)
+        given_ = {n: t for n, t in {**version(Tied(1)), **change}.items() if t is not None}
+        manifest, data = in_memory(given_)
+        with pytest.raises(UsageError) as caught:
+            WeightTable(model).load(manifest, data)
+        assert said in str(caught.value)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_names_that_a_version_leaves_out_share_a_place_with_one_it_has() -> None:

@@ -472,6 +472,7 @@ def test_what_differs_is_refused(server: Server) -> None:
         (lambda: client.forward_backward(rows, "cross_entropy"), "weights"),
         (lambda: client.optim_step(types.AdamParams()), "a pass since the last"),
         (lambda: client.save_state("a/b"), "checkpoint name"),
+        (lambda: client.save_state("a", ttl_seconds=10**12), "ttl_seconds"),
         (lambda: client.create_sampling_client("tinker://x/weights/y"), "no checkpoint"),
         (lambda: sampler.sample(PROMPT, 1, seeded), "seed is not supported"),
         (lambda: sampler.sample(PROMPT, 1, plain, topk_prompt_logprobs=2), "topk_prompt_logprobs"),
@@ -565,12 +566,9 @@ def test_a_request_with_which_samplers_end_fails() -> None:
     asyncio.run(play())
 
 
-@pytest.mark.parametrize(
-    ("asked", "gpus", "wanted"),
-    [("auto", 0, "auto"), ("cuda", 1, "cuda"), ("cpu", 4, "cpu"), ("auto", 3, "cuda:1")],
-)
-def test_the_sampler_leaves_the_trainer_its_gpu(asked: str, gpus: int, wanted: str) -> None:
-    assert process.device_beside(asked, gpus) == wanted
+def test_the_sampler_leaves_the_trainer_its_gpu() -> None:
+    cases = {("auto", 0): "auto", ("cuda", 1): "cuda", ("cpu", 4): "cpu", ("auto", 3): "cuda:1"}
+    assert {case: process.device_beside(*case) for case in cases} == cases
 
 
 def test_samples_are_told_in_the_order_of_their_start() -> None:
