@@ -436,4 +436,5 @@ def test_metrics_tell_environments_apart() -> None:
         "environment/words/reward": 0.5,
         "environment/words/response_length": 2.5,
         "environment/sums/samples": 0.0,
+        **dict.fromkeys(["environment/sums/reward", "environment/sums/response_length"]),
     }
