@@ -262,7 +262,7 @@ def is_function(name: str) -> bool:
 def _call(name: str) -> list[dict[str, Any]]:
     """Return the rows of "module:function"; modules beside the run file are found."""
     module, _, function = name.partition(":")
-    sys.path.append(str(Path.cwd()))  # a file there shadows no library
+    sys.path.extend({str(Path.cwd())}.difference(sys.path))  # a file there shadows no library
     try:
         with redirect_stdout(sys.stderr):  # ours may be read by programs
             return rows_of(getattr(importlib.import_module(module), function)(), name)

@@ -155,8 +155,8 @@ class RunMember:
             self._tell_covered(self.folder.covered)
         except RejectedError as error:
             raise UsageError(
-                f"{self.folder.of(step)} does not belong to the buffer's run ({error}): choose "
-                "another --run-dir, or give the buffer the store of that run"
+                f"{self.folder.of(step)} does not belong to the buffer's run ({error}): give "
+                "the buffer the store of that run, or begin another run"
             ) from error
         self.context.log.info("going on from the checkpoint of step %d", step)
 

@@ -214,8 +214,7 @@ class Batches:
         if awaited:
             self._waiting_at = state
             return None
-        rest = (group for group in complete.values() if group not in first)
-        return list(islice(chain(first, rest), count))
+        return list(islice(dict.fromkeys(chain(first, complete.values())), count))
 
     def urgent(self) -> tuple[list[Group], list[Group]]:
         """Return complete groups that the next batch must have, and groups of which it lacks some.
@@ -228,14 +227,15 @@ class Batches:
             if (oldest := group.oldest) is not None:
                 by_age.setdefault(oldest, []).append(group)
         count, older, first = self.policy.batch_groups, list[Group](), list[Group]()
+        spare: list[Group] = []  # complete, and not among the first
         for oldest in sorted(by_age):
             older += by_age[oldest]
+            spare += [group for group in by_age[oldest] if group.completed]
             later = (oldest + self.policy.bound - self.version) * count
-            lacking = min(len(older) - later, count) - len(first)
-            complete = [group for group in older if group.completed and group not in first]
-            first += complete[: max(lacking, 0)]
-            if lacking > len(complete):
-                return first, [group for group in older if not group.completed]
+            lacking = max(min(len(older) - later, count) - len(first), 0)
+            if lacking > len(spare):
+                return first + spare, [group for group in older if not group.completed]
+            first, spare = first + spare[:lacking], spare[lacking:]
         return first, []
 
     def sweep(self) -> None:

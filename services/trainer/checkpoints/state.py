@@ -281,7 +281,7 @@ class ModelState:
     def _check_names(self, saved: Saved, own: Mapping[str, Tensor]) -> None:
         there, cut = saved.names(f"{self.name}/"), len(self.name) + 1
         if own and not there:
-            key = "trainer.objective and advantage as before, or choose another --run-dir"
+            key = "trainer.objective and advantage as before, or begin another run"
             raise UsageError(f"{saved.source} has no {self.name}: set {key}")
         faults = [f"it has {name[cut:]}, model.path has not" for name in there if name not in own]
         faults += [f"it has no {name[cut:]}" for name in own if name not in there]
