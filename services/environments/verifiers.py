@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from umbra.proto.bounds import PARTS
@@ -19,6 +20,7 @@ from umbra.services.config.trajectory_rules import MOST_NAME
 from umbra.services.environments.agent_program import Program, library
 from umbra.services.environments.protocol import Row, SampleError, StepResult, finite_number
 
+_library = partial(library, "verifiers.v1", "verifiers", "verifiers, 0.4 or newer")
 _KEY_VARIABLE = "UMBRA_SESSION_KEY_"  # what their names begin with, see `_key_variable`
 TASK_DATA = "task_data"  # the column with a task
 _DEFAULTS = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
@@ -35,7 +37,7 @@ def task_rows(name: str, options: Mapping[str, Any], count: int, seed: int) -> l
 
 
 def _environment(name: str, options: Mapping[str, Any]) -> Any:
-    verifiers = library("verifiers.v1", "verifiers", "verifiers, 0.4 or newer")
+    verifiers = _library()
     tree = _merged(_merged(_DEFAULTS, options), {"taskset": {"id": name}})
     try:
         config = verifiers.env_config_type(name, tree.get("id", "")).model_validate(tree)
@@ -68,7 +70,7 @@ def verifiers_program(name: str, options: Mapping[str, Any], label: str) -> Prog
     UsageError if it can't be loaded.
     """
     environment = _environment(name, options)
-    verifiers = library("verifiers.v1", "verifiers", "verifiers, 0.4 or newer")
+    verifiers = _library()
     task_class = type(environment.taskset).task_type()
     data_class = task_class.data_type()
     serving: asyncio.Future[None] | None = None
